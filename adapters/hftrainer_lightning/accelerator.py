@@ -1,0 +1,138 @@
+"""`trainer.accelerator`: the names of accelerate's `Accelerator` that scripts and libraries use, over the engine."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from hftrainer_lightning.engine import LightningEngine
+
+
+class EngineAccelerator:
+    """One process on one device, with accelerate's vocabulary.
+
+    Args:
+        engine: what runs backward.
+        device: the device that training runs on.
+        mixed_precision: 'no' or 'bf16', as accelerate calls it.
+        prepare_loader: prepares a `DataLoader` as the Trainer's own loaders are.
+
+    Attributes:
+        sync_gradients: whether the micro-batch in hand ends an optimizer step.
+    """
+
+    def __init__(
+        self,
+        engine: LightningEngine,
+        device: torch.device,
+        mixed_precision: str,
+        prepare_loader: Callable[[torch.utils.data.DataLoader], Any],
+    ) -> None:
+        self._engine = engine
+        self._prepare_loader = prepare_loader
+        self.device = device
+        self.mixed_precision = mixed_precision
+        self.sync_gradients = True
+        self.num_processes = 1
+        self.process_index = self.local_process_index = 0
+        self.is_main_process = self.is_local_main_process = self.is_last_process = True
+        self.distributed_type = "NO"
+        self.scaler = None
+        self.state = SimpleNamespace(
+            deepspeed_plugin=None,
+            fsdp_plugin=None,
+            device=device,
+            num_processes=1,
+            process_index=0,
+            local_process_index=0,
+            is_main_process=True,
+            mixed_precision=mixed_precision,
+            distributed_type="NO",
+        )
+
+    @property
+    def gradient_state(self) -> SimpleNamespace:
+        """`sync_gradients`, where accelerate also keeps it."""
+        return SimpleNamespace(sync_gradients=self.sync_gradients)
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Run backward, as the precision and strategy need it."""
+        self._engine.backward(loss, **kwargs)
+
+    def prepare(self, *objects: Any) -> Any:
+        """Prepare loaders and move models; optimizers and schedulers need nothing."""
+        prepared = tuple(self._prepare(item) for item in objects)
+        return prepared[0] if len(prepared) == 1 else prepared
+
+    def _prepare(self, item: Any) -> Any:
+        if isinstance(item, torch.utils.data.DataLoader):
+            return self.prepare_data_loader(item)
+        if isinstance(item, torch.nn.Module):
+            return self.prepare_model(item)
+        return item
+
+    def prepare_data_loader(self, loader: torch.utils.data.DataLoader) -> Any:
+        """A loader in the Trainer's order, on its device."""
+        return self._prepare_loader(loader)
+
+    def prepare_model(
+        self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> Any:
+        """The model on the device, unless `device_placement` is False."""
+        return model if device_placement is False else model.to(self.device)
+
+    def unwrap_model(
+        self, model: torch.nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> Any:
+        """The user's model; of a compiled one, the original unless `keep_torch_compile`."""
+        original = getattr(model, "_orig_mod", None)
+        return original if original is not None and not keep_torch_compile else model
+
+    def gather(self, tensor: Any) -> Any:
+        """Tensors of all processes, concatenated: with one process, those given."""
+        return tensor
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """As `gather`, without the samples that fill up a last batch: with one process there are none."""
+        return input_data
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Tensors of all processes, reduced: with one process, those given, times `scale` for a mean."""
+        return tensor * scale if reduction == "mean" and scale != 1.0 else tensor
+
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+        """Pad to the longest of all processes: with one process, nothing to do."""
+        return tensor
+
+    def wait_for_everyone(self) -> None:
+        """Wait for the other processes: there are none."""
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Clip the gradients; returns their norm before."""
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def autocast(self) -> Any:
+        """Autocast as the training arguments ask for, for computations outside the model."""
+        if self.mixed_precision == "no":
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=torch.bfloat16)
+
+    def no_sync(self, model: Any = None) -> Any:
+        """Keep gradients from being synchronized: with one process, nothing to do."""
+        return contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def main_process_first(self) -> Iterator[None]:
+        """Let the main process go first."""
+        yield
+
+    local_main_process_first = main_process_first
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print on the main process."""
+        print(*args, **kwargs)

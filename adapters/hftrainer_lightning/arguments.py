@@ -1,0 +1,209 @@
+"""THE TABLE: what becomes of each training argument, and the plan that follows from it."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hftrainer_lightning.plan import LightningPlan
+
+if TYPE_CHECKING:
+    from hftrainer.training_args import TrainingArguments
+
+
+@dataclass(frozen=True)
+class Row:
+    """What becomes of one argument.
+
+    Attributes:
+        kind: 'mapped' (to a Lightning setting), 'handled' (by a module of hftrainer), 'inert' (nothing to do, and
+            why), 'planned' (only its neutral value is accepted in this release).
+        detail: the setting, the module, the reason, or what to use meanwhile.
+    """
+
+    kind: str
+    detail: str = ""
+
+
+def _rows(kind: str, **details: str) -> dict[str, Row]:
+    return {name: Row(kind, detail) for name, detail in details.items()}
+
+
+def _planned(detail: str, *names: str) -> dict[str, Row]:
+    return {name: Row("planned", detail) for name in names}
+
+
+TABLE: dict[str, Row] = {
+    **_rows(
+        "mapped",
+        gradient_accumulation_steps="accumulate_grad_batches",
+        bf16="precision plugin: bf16-mixed",
+        use_cpu="accelerator",
+        full_determinism="deterministic",
+        output_dir="default_root_dir",
+    ),
+    **_rows(
+        "handled",
+        per_device_train_batch_size="trainer: train loader",
+        num_train_epochs="schedule",
+        max_steps="schedule",
+        lr_scheduler_type="optimization",
+        lr_scheduler_kwargs="optimization",
+        warmup_steps="optimization",
+        learning_rate="trainer_optimizer",
+        optim="trainer_optimizer",
+        weight_decay="trainer_optimizer",
+        adam_beta1="trainer_optimizer",
+        adam_beta2="trainer_optimizer",
+        adam_epsilon="trainer_optimizer",
+        max_grad_norm="training_loop: clipping and grad_norm",
+        average_tokens_across_devices="trainer: num_items_in_batch",
+        use_cache="trainer: model.config",
+        seed="trainer_utils.set_seed",
+        data_seed="data.loaders",
+        dataloader_drop_last="trainer: loaders",
+        dataloader_num_workers="trainer: loaders",
+        dataloader_pin_memory="trainer: loaders",
+        dataloader_persistent_workers="trainer: loaders",
+        dataloader_prefetch_factor="trainer: loaders",
+        dataloader_multiprocessing_context="trainer: loaders",
+        dataloader_in_order="trainer: loaders",
+        remove_unused_columns="data.columns",
+        label_names="trainer: prediction_step",
+        train_sampling_strategy="trainer: _get_train_sampler",
+        logging_strategy="trainer_callback",
+        logging_steps="trainer_callback",
+        logging_first_step="trainer_callback",
+        logging_nan_inf_filter="training_loop, evaluation",
+        log_on_each_node="training_args: should_log",
+        disable_tqdm="trainer_callback",
+        eval_strategy="trainer_callback",
+        eval_steps="trainer_callback",
+        eval_delay="trainer_callback",
+        eval_on_start="training_loop",
+        per_device_eval_batch_size="trainer: eval loader",
+        prediction_loss_only="trainer: evaluation_loop",
+        eval_accumulation_steps="evaluation",
+        eval_do_concat_batches="evaluation",
+        include_for_metrics="evaluation",
+        metric_for_best_model="trainer: _determine_best_metric",
+        greater_is_better="trainer: _determine_best_metric",
+        save_strategy="trainer_callback",
+        save_steps="trainer_callback",
+        save_total_limit="checkpointing.folders",
+        save_only_model="trainer: _save_checkpoint",
+        save_on_each_node="training_args: should_save",
+        load_best_model_at_end="trainer",
+        ignore_data_skip="trainer: resume",
+        restore_callback_states_from_checkpoint="trainer: resume",
+    ),
+    **_rows(
+        "inert",
+        do_train="a switch for your script",
+        do_eval="a switch for your script",
+        do_predict="a switch for your script",
+        resume_from_checkpoint="for your script to pass to train()",
+        local_rank="launchers give the rank in the environment",
+        run_name="a name for trackers; there are none without report_to",
+        project="a name for Trackio; there is none without report_to",
+        log_level_replica="there are no replica processes yet",
+        length_column_name="read by train_sampling_strategy='group_by_length' only",
+        hub_strategy="read with push_to_hub only",
+        ddp_timeout="there is one process",
+    ),
+    **_planned("write trackers yourself in a callback's on_log", "report_to"),
+    **_planned(
+        "there is no tracker yet",
+        "trackio_space_id",
+        "trackio_bucket_id",
+        "trackio_static_space_id",
+    ),
+    **_planned(
+        "call huggingface_hub.upload_folder after training",
+        "push_to_hub",
+        "hub_model_id",
+        "hub_token",
+        "hub_private_repo",
+        "hub_always_push",
+        "hub_revision",
+    ),
+    **_planned("use bf16=True", "fp16"),
+    **_planned("cast the model yourself before evaluate()", "bf16_full_eval", "fp16_full_eval"),
+    **_planned("set torch.backends.cuda.matmul.allow_tf32 yourself", "tf32"),
+    **_planned(
+        "call model.gradient_checkpointing_enable() yourself",
+        "activation_checkpointing",
+        "activation_checkpointing_kwargs",
+        "gradient_checkpointing",
+        "gradient_checkpointing_kwargs",
+    ),
+    **_planned("pass torch.compile(model)", "torch_compile", "torch_compile_backend", "torch_compile_mode"),
+    **_planned("apply the kernels to the model yourself", "use_liger_kernel", "liger_kernel_config"),
+    **_planned("compute the smoothed loss in compute_loss_func", "label_smoothing_factor"),
+    **_planned("add the noise in the model", "neftune_noise_alpha"),
+    **_planned("choose the batch size yourself", "auto_find_batch_size"),
+    **_planned("call torch.cuda.empty_cache() in a callback", "torch_empty_cache_steps"),
+    **_planned("pass optimizer_cls_and_kwargs to Trainer", "optim_args", "optim_target_modules"),
+    **_planned("count the tokens in a callback", "include_num_input_tokens_seen"),
+    **_planned("compute the metrics over the whole set", "batch_eval_metrics", "eval_use_gather_object"),
+    **_planned("set the level with logging.getLogger('hftrainer').setLevel", "log_level"),
+    **_planned("save in your own signal handler", "enable_jit_checkpoint"),
+    **_planned("use torch.autograd.set_detect_anomaly", "debug"),
+    **_planned("measure memory in a callback", "skip_memory_metrics"),
+    **_planned(
+        "train in one process",
+        "accelerator_config",
+        "parallelism_config",
+        "ddp_find_unused_parameters",
+        "ddp_bucket_cap_mb",
+        "ddp_broadcast_buffers",
+        "ddp_static_graph",
+        "ddp_backend",
+        "fsdp",
+        "fsdp_config",
+        "deepspeed",
+    ),
+}
+
+#: Values of handled arguments that are planned all the same.
+PLANNED_VALUES: dict[str, frozenset[str]] = {
+    "train_sampling_strategy": frozenset({"group_by_length", "batch_rebalance"}),
+}
+
+
+def unsupported(args: TrainingArguments) -> list[str]:
+    """A sentence for each argument that asks for what this release cannot do yet."""
+    found = []
+    for field in dataclasses.fields(args):
+        row = TABLE.get(field.name)
+        value = getattr(args, field.name)
+        if row is None:
+            continue  # a field of the user's own subclass
+        if row.kind == "planned" and not _is_neutral(value, field.default):
+            found.append(f"{field.name}={value!r} is not supported yet: {row.detail}.")
+        elif isinstance(value, str) and value in PLANNED_VALUES.get(field.name, ()):
+            found.append(f"{field.name}={value!r} is not supported yet: leave it at {field.default!r}.")
+    if args.world_size > 1:
+        found.append(f"{args.world_size} processes are not supported yet: train in one process.")
+    return found
+
+
+def _is_neutral(value: Any, default: Any) -> bool:
+    """Whether `value` asks for nothing: the default, or an empty one. `transformers` fills in accelerate's defaults."""
+    if type(value).__name__ == "AcceleratorConfig":
+        return value == type(value)()
+    return value == default or not value or value in ("no", "none")
+
+
+def make_plan(args: TrainingArguments) -> LightningPlan:
+    """The plan for these arguments."""
+    device = args.device
+    return LightningPlan(
+        accelerator=device.type,  # type: ignore[arg-type]
+        device=str(device),
+        precision="bf16-mixed" if args.bf16 else "32-true",
+        accumulate_grad_batches=args.gradient_accumulation_steps,
+        deterministic=args.full_determinism,
+        default_root_dir=str(args.output_dir),
+    )

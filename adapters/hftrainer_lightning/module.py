@@ -1,0 +1,204 @@
+"""The generated LightningModule: the user's model, and the training run that Lightning's hooks drive."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+
+from hftrainer_lightning.events import EvaluationHost, TrainingHost
+
+#: Attributes that change with every hook and are no parameters, buffers or modules.
+_PLAIN = frozenset({"_current_fx_name", "_last_loss", "_last_batch"})
+
+
+class HostedModule(LightningModule):
+    """Hosts a model for the Trainer.
+
+    Automatic optimization is the default, and every Lightning callback works with it. Manual optimization is for hosts
+    whose own training step runs backward itself, as the Trainer documents that it may.
+
+    Args:
+        model: the user's model.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self._host: TrainingHost | None = None
+        self._evaluation: EvaluationHost | None = None
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._scheduler: Any = None
+        self._last_loss: torch.Tensor | None = None
+        self._last_batch: Any = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; `nn.Module` would ask each time whether it is a parameter, which costs 2 µs a hook."""
+        if name in _PLAIN:
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def attach(
+        self, host: TrainingHost, optimizer: torch.optim.Optimizer, scheduler: Any, *, automatic_optimization: bool
+    ) -> None:
+        """Connect the training run that `fit` will drive."""
+        self._host = host
+        self._optimizer = optimizer
+        self._scheduler = scheduler
+        self.automatic_optimization = automatic_optimization
+
+    def detach(self) -> None:
+        """Let go of the training run, and of the model's gradients' last batch."""
+        self._host = self._evaluation = self._optimizer = self._scheduler = None
+        self._last_loss = self._last_batch = None
+
+    @property
+    def host(self) -> TrainingHost:
+        """The training run."""
+        assert self._host is not None, "no training run is attached"
+        return self._host
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward pass."""
+        return self.model(*args, **kwargs)
+
+    def _on_before_batch_transfer(self, batch: Any, dataloader_idx: int = 0) -> Any:
+        """Nothing: the loader and the Trainer's `_prepare_inputs`, which users override, move the batch."""
+        return batch
+
+    def _apply_batch_transfer_handler(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
+        """Nothing, as above."""
+        return batch
+
+    # ---- Optimizer ---------------------------------------------------------------------------------------------
+
+    def configure_optimizers(self) -> Any:
+        """The Trainer's optimizer and scheduler; without a run attached (evaluation), none."""
+        if self._optimizer is None:
+            return None
+        scheduler = {"scheduler": self._scheduler, "interval": "step"}
+        return {"optimizer": self._optimizer, "lr_scheduler": scheduler}
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        """Run the closure (forward, backward, clipping) and the step, then tell the run."""
+        optimizer.step(closure=optimizer_closure)
+        self.host.after_optimizer_step()
+
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+    ) -> None:
+        """Let the run clip: it also needs the norm for its log line."""
+        self.host.before_optimizer_step(self.model)
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        """Nothing: the run moves the learning rate on right after the step, before the step is announced."""
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        """Nothing: the run clears the gradients right after the step, not before the next."""
+
+    # ---- Training ----------------------------------------------------------------------------------------------
+
+    def on_train_start(self) -> None:
+        """Begin the run; resumed within an epoch, Lightning does not announce that epoch, so it is done here."""
+        self.host.begin()
+        if self.trainer.fit_loop.restarted_mid_epoch:
+            self.host.begin_epoch(self.current_epoch)
+
+    def on_train_epoch_start(self) -> None:
+        """Begin an epoch."""
+        self.host.begin_epoch(self.current_epoch)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Begin a micro-batch."""
+        self.host.begin_micro_batch()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        """The loss of a micro-batch; under manual optimization also its backward pass and the optimizer step."""
+        if self.automatic_optimization:
+            self._last_batch = batch
+            self._last_loss = self.host.loss(self.model, batch)
+            return self._last_loss
+        closes = self.host.feed.window.closes
+        with contextlib.nullcontext() if closes else self._without_gradient_sync():
+            loss = self.host.training_step(self.model, batch)
+        self.host.end_micro_batch(loss.detach(), batch)
+        if closes:
+            self._step_manually()
+        return loss
+
+    def on_after_backward(self) -> None:
+        """Account for the micro-batch, under automatic optimization."""
+        if self.automatic_optimization:
+            loss, batch = self._last_loss, self._last_batch
+            assert loss is not None
+            self._last_loss = self._last_batch = None
+            self.host.end_micro_batch(loss.detach(), batch)
+
+    def _without_gradient_sync(self) -> Any:
+        strategy = self.trainer.strategy
+        block = getattr(strategy, "block_backward_sync", None)
+        return block() if block is not None else contextlib.nullcontext()
+
+    def _step_manually(self) -> None:
+        self.host.before_optimizer_step(self.model)
+        self.optimizers().step()  # type: ignore[union-attr]
+        self.host.after_optimizer_step()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """End a micro-batch, and the optimizer step if it was its last."""
+        if self.host.feed.window.closes:
+            self.host.end_step(self.model)
+        else:
+            self.host.end_substep()
+        if self.host.should_stop:
+            self.trainer.should_stop = True
+
+    def on_train_epoch_end(self) -> None:
+        """End an epoch."""
+        self.host.end_epoch()
+        if self.host.should_stop:
+            self.trainer.should_stop = True
+
+    # ---- Evaluation and prediction -----------------------------------------------------------------------------
+
+    def evaluate_with(self, evaluation: EvaluationHost | None) -> None:
+        """Connect the pass that the validation or prediction loop will drive."""
+        self._evaluation = evaluation
+
+    @property
+    def evaluation(self) -> EvaluationHost:
+        """The pass in progress."""
+        assert self._evaluation is not None, "no evaluation is attached"
+        return self._evaluation
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """One batch. The Trainer's `prediction_step` decides about gradients itself, and overrides may need them."""
+        with torch.enable_grad():
+            self.evaluation.step(batch)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> None:
+        """One batch, as in validation."""
+        self.validation_step(batch, batch_idx)
+
+    def on_validation_epoch_end(self) -> None:
+        """Compute the metrics, and log the numbers among them where Lightning's callbacks look for them."""
+        metrics = self.evaluation.finish()
+        numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, (int, float))}
+        if numbers:
+            self.log_dict(numbers, logger=False, batch_size=1)
+
+    def on_predict_epoch_end(self) -> None:
+        """Compute the metrics."""
+        self.evaluation.finish()
+
+    def on_validation_model_train(self) -> None:
+        """Nothing: the model stays in eval mode until the next training step, as the Trainer's users expect."""
+
+    def on_predict_model_train(self) -> None:
+        """Nothing, as after validation."""
+
+    def on_validation_model_zero_grad(self) -> None:
+        """Nothing: an evaluation within an accumulation window must leave its gradients alone."""

@@ -1,0 +1,27 @@
+"""The plan: all that is needed to build a `lightning.Trainer`, and nothing more."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class LightningPlan:
+    """What the training arguments mean to Lightning.
+
+    Attributes:
+        accelerator: name of Lightning's accelerator.
+        device: the torch device, as a string.
+        precision: Lightning's precision; mixed ones wrap the model's forward pass only.
+        accumulate_grad_batches: micro-batches per optimizer step.
+        deterministic: whether torch is restricted to deterministic kernels.
+        default_root_dir: where Lightning callbacks write by default.
+    """
+
+    accelerator: Literal["cpu", "cuda", "mps"]
+    device: str
+    precision: Literal["32-true", "bf16-mixed"]
+    accumulate_grad_batches: int
+    deterministic: bool
+    default_root_dir: str

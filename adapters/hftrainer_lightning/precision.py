@@ -1,0 +1,82 @@
+"""Precision plugins: where autocast begins and ends."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+
+from hftrainer_lightning.plan import LightningPlan
+
+
+class PlainSteps(Precision):
+    """Puts no context around steps, where Lightning nests two for each."""
+
+    def train_step_context(self) -> Any:
+        """Nothing."""
+        return contextlib.nullcontext()
+
+    val_step_context = predict_step_context = train_step_context
+
+
+class FullPrecision(PlainSteps):
+    """Float32 throughout."""
+
+
+class ForwardAutocast(PlainSteps, MixedPrecision):
+    """Autocast around the model's `forward` alone, with float32 outputs, as accelerate does it.
+
+    Lightning's own plugin wraps the whole training step, so a loss computed outside the model (`compute_loss`,
+    `compute_loss_func`) would run under autocast too and give other numbers than the Trainer's.
+    """
+
+    def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Wrap the hosted model's `forward` until `teardown`."""
+        model = module.model
+        assert isinstance(model, torch.nn.Module)
+        dtype = torch.bfloat16 if self.precision == "bf16-mixed" else torch.float16
+        original = model.forward
+        self._wrapped: tuple[torch.nn.Module, Any] | None = (model, model.__dict__.get("forward"))
+
+        @functools.wraps(original)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with torch.autocast(self.device, dtype=dtype):
+                outputs = original(*args, **kwargs)
+            return _to_float32(outputs)
+
+        model.forward = forward
+        return module
+
+    def teardown(self) -> None:
+        """Give the model its own `forward` back."""
+        model, own = getattr(self, "_wrapped", None) or (None, None)
+        self._wrapped = None
+        if model is None:
+            return
+        if own is None:
+            del model.forward
+        else:
+            model.forward = own
+
+
+def _to_float32(outputs: Any) -> Any:
+    if isinstance(outputs, torch.Tensor):
+        return outputs.float() if outputs.dtype in (torch.bfloat16, torch.float16) else outputs
+    if isinstance(outputs, Mapping):
+        return type(outputs)({name: _to_float32(value) for name, value in outputs.items()})  # type: ignore[call-arg]
+    if isinstance(outputs, tuple) and hasattr(outputs, "_fields"):
+        return type(outputs)(*(_to_float32(value) for value in outputs))
+    if isinstance(outputs, (list, tuple)):
+        return type(outputs)(_to_float32(value) for value in outputs)
+    return outputs
+
+
+def precision_plugin(plan: LightningPlan) -> Precision:
+    """The plugin that the plan's precision names."""
+    if plan.precision == "32-true":
+        return FullPrecision()
+    return ForwardAutocast(plan.precision, torch.device(plan.device).type)

@@ -1,0 +1,217 @@
+"""Every touch of a private Lightning name, each with its reason. Checked against lightning 2.6.6."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.loops.optimization.automatic import ClosureResult, _AutomaticOptimization
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
+from lightning.pytorch.trainer.states import RunningStage
+
+if TYPE_CHECKING:
+    from hftrainer_lightning.events import FeedLike
+    from hftrainer_lightning.module import HostedModule
+
+
+class _ScaledLoss(ClosureResult):
+    """Takes the loss as it is.
+
+    Lightning divides it by `accumulate_grad_batches`; the Trainer has already divided it by the micro-batches really
+    in the window, or by its items. The copy of the loss that Lightning keeps for scaling in place is not needed.
+    """
+
+    def _clone_loss(self) -> None:
+        if self.closure_loss is not None:
+            self.loss = self.closure_loss.detach()
+
+    @classmethod
+    def from_training_step_output(cls, training_step_output: Any, normalize: int = 1) -> _ScaledLoss:
+        return cls(training_step_output)
+
+
+class _WindowedEpochLoop(_TrainingEpochLoop):
+    """Steps the optimizer when the feed's window closes.
+
+    Lightning counts batches, and always steps at the last; data without a length leaves its last, incomplete window
+    for the next epoch to fill.
+    """
+
+    feed: FeedLike
+
+    def _should_accumulate(self) -> bool:
+        window = self.feed.window
+        return window is not None and not window.closes
+
+    def _should_check_val_fx(self, data_fetcher: Any) -> bool:
+        """Never by itself: the Trainer's callbacks decide when to validate."""
+        return False
+
+    def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
+        """Nothing: the training run moves the learning rate on, between the step and its announcement."""
+
+    def _build_kwargs(self, kwargs: Any, batch: Any, batch_idx: int) -> Any:
+        """The arguments of the generated module's `training_step`, which Lightning would inspect at every batch."""
+        kwargs["batch"] = batch
+        kwargs["batch_idx"] = batch_idx
+        return kwargs
+
+
+class _BareOptimization(_AutomaticOptimization):
+    """Announces the clearing of gradients only to callbacks; the training run does the clearing, after the step."""
+
+    output_result_cls = _ScaledLoss
+
+    def _make_zero_grad_fn(self, batch_idx: int, optimizer: Any) -> Any:
+        return super()._make_zero_grad_fn(batch_idx, optimizer) if self.trainer.callbacks else None  # type: ignore[attr-defined]
+
+
+class _LazyLoggerConnector(_LoggerConnector):
+    """Gathers a training batch's metrics only if some were logged; Lightning asks a dozen properties to find none."""
+
+    def on_batch_start(self, batch: Any, dataloader_idx: int | None = None) -> None:
+        if self.trainer.state.stage is not RunningStage.TRAINING:
+            super().on_batch_start(batch, dataloader_idx)
+            return
+        self._first_loop_iter = self._first_loop_iter is None
+        results = self.trainer.fit_loop.epoch_loop._results
+        results.batch, results.batch_size, results.dataloader_idx = batch, None, dataloader_idx
+
+    def on_batch_end(self) -> None:
+        results = self.trainer.fit_loop.epoch_loop._results
+        if results or self.trainer.state.stage is not RunningStage.TRAINING:
+            super().on_batch_end()
+        else:
+            results.batch = results.batch_size = None
+
+    def update_train_step_metrics(self) -> None:
+        if self.trainer.loggers:
+            super().update_train_step_metrics()
+
+
+class NoProfiler(PassThroughProfiler):
+    """Profiles nothing, at no cost: Lightning's own opens a generator around every hook."""
+
+    def profile(self, action_name: str) -> Any:
+        return _NOTHING
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+def install_window_accumulation(trainer: pl.Trainer, feed: FeedLike) -> None:
+    """Let the feed's windows, not Lightning's counting, decide when the optimizer steps and how the loss is divided."""
+    epoch_loop = trainer.fit_loop.epoch_loop
+    epoch_loop.__class__ = _WindowedEpochLoop
+    epoch_loop.feed = feed
+    epoch_loop.automatic_optimization.__class__ = _BareOptimization
+    trainer._logger_connector.__class__ = _LazyLoggerConnector
+
+
+def restore_progress(trainer: pl.Trainer, *, epoch: int, batch: int, batches_per_epoch: int, global_step: int) -> None:
+    """Set the loops' counters as a Lightning checkpoint would, from what `trainer_state.json` tells.
+
+    Args:
+        trainer: a trainer that has not run.
+        epoch: epochs that are done.
+        batch: micro-batches of the next epoch that are done.
+        batches_per_epoch: micro-batches in an epoch.
+        global_step: optimizer steps that are done.
+    """
+    state = trainer.fit_loop.state_dict()
+    begun = epoch + 1 if batch else epoch
+    epochs = {"ready": begun, "started": begun, "processed": epoch, "completed": epoch}
+    state["epoch_progress"] = {"total": dict(epochs), "current": dict(epochs)}
+    done = dict.fromkeys(("ready", "started", "processed", "completed"), batch)
+    total = {name: epoch * batches_per_epoch + count for name, count in done.items()}
+    state["epoch_loop.batch_progress"] |= {"total": total, "current": done, "is_last_batch": False}
+    steps = {"ready": global_step, "completed": global_step}
+    optimizer = state["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]
+    optimizer["step"] |= {"total": dict(steps)}
+    state["epoch_loop.manual_optimization.optim_step_progress"] |= {"total": dict(steps)}
+    state["epoch_loop.state_dict"]["_batches_that_stepped"] = global_step
+    trainer.fit_loop.load_state_dict(state)
+
+
+def validate_in_fit(trainer: pl.Trainer, module: HostedModule, dataloader: Any) -> None:
+    """Run Lightning's own validation loop at any point of `fit`, on any loader, so that its callbacks see it.
+
+    Lightning runs it at fixed points, on one loader, and from the epoch loop only; the Trainer evaluates when its
+    callbacks say so. Afterwards, everything that tells Lightning that it is training is put back.
+    """
+    loop = trainer.fit_loop.epoch_loop.val_loop
+    connector = trainer._logger_connector
+    first_iteration, hook = connector._first_loop_iter, module._current_fx_name
+    loop._combined_loader = None
+    loop._data_source.instance = dataloader
+    loop.restarting = False
+    trainer.validating = True
+    try:
+        loop.run()
+    finally:
+        trainer.training = True
+        connector._first_loop_iter = first_iteration
+        module._current_fx_name = hook
+
+
+class _Interrupted(BaseException):
+    """Carries a KeyboardInterrupt past Lightning, which would exit the process and leave Ctrl-C ignored."""
+
+
+class Trainer(pl.Trainer):
+    """A Lightning trainer that lets Ctrl-C reach its caller."""
+
+    def _fit_impl(self, *args: Any, **kwargs: Any) -> Any:
+        with _keyboard_interrupts_carried():
+            return super()._fit_impl(*args, **kwargs)
+
+    def _validate_impl(self, *args: Any, **kwargs: Any) -> Any:
+        with _keyboard_interrupts_carried():
+            return super()._validate_impl(*args, **kwargs)
+
+    def _predict_impl(self, *args: Any, **kwargs: Any) -> Any:
+        with _keyboard_interrupts_carried():
+            return super()._predict_impl(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _keyboard_interrupts_carried() -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt as interrupt:
+        raise _Interrupted from interrupt
+
+
+@contextlib.contextmanager
+def keyboard_interrupts_restored() -> Iterator[None]:
+    """Turn what `Trainer` carried past Lightning back into the user's KeyboardInterrupt."""
+    try:
+        yield
+    except _Interrupted as carried:
+        raise KeyboardInterrupt from carried
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep Lightning's tips and advertisements out of the user's log; its warnings and errors stay."""
+    loggers = [logging.getLogger(f"lightning.{part}.utilities.rank_zero") for part in ("pytorch", "fabric")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            # The Trainer chooses the device itself, and says so in its own words.
+            warnings.filterwarnings("ignore", message="GPU available but not used")
+            warnings.filterwarnings("ignore", message="MPS available but not used")
+            # Lightning 2.6 asks torch 2.13 by a deprecated name: not for the user to mend.
+            warnings.filterwarnings("ignore", message=".*isinstance\\(treespec, LeafSpec\\)")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

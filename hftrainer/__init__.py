@@ -1,0 +1,70 @@
+"""The Hugging Face `Trainer` API, v4.0 to v5.x, with PyTorch Lightning as its engine."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+#: Public name → the module that defines it. Names are imported when first used, so that `import hftrainer` is cheap.
+_EXPORTS = {
+    name: module
+    for module, exported in {
+        "hftrainer.trainer": "Trainer",
+        "hftrainer.training_args": "TrainingArguments",
+        "hftrainer.trainer_callback": (
+            "CallbackHandler DefaultFlowCallback EarlyStoppingCallback ExportableState PrinterCallback "
+            "ProgressCallback TrainerCallback TrainerControl TrainerState"
+        ),
+        "hftrainer.trainer_utils": (
+            "EvalLoopOutput EvalPrediction IntervalStrategy PredictionOutput SaveStrategy SchedulerType TrainOutput "
+            "enable_full_determinism get_last_checkpoint set_seed"
+        ),
+        "hftrainer.data.collators": "DataCollatorWithPadding default_data_collator",
+        "hftrainer.optimization": "get_scheduler",
+    }.items()
+    for name in exported.split()
+}
+__all__ = sorted(_EXPORTS)
+
+if TYPE_CHECKING:
+    from hftrainer.data.collators import DataCollatorWithPadding, default_data_collator
+    from hftrainer.optimization import get_scheduler
+    from hftrainer.trainer import Trainer
+    from hftrainer.trainer_callback import (
+        CallbackHandler,
+        DefaultFlowCallback,
+        EarlyStoppingCallback,
+        ExportableState,
+        PrinterCallback,
+        ProgressCallback,
+        TrainerCallback,
+        TrainerControl,
+        TrainerState,
+    )
+    from hftrainer.trainer_utils import (
+        EvalLoopOutput,
+        EvalPrediction,
+        IntervalStrategy,
+        PredictionOutput,
+        SaveStrategy,
+        SchedulerType,
+        TrainOutput,
+        enable_full_determinism,
+        get_last_checkpoint,
+        set_seed,
+    )
+    from hftrainer.training_args import TrainingArguments
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_EXPORTS[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *_EXPORTS]

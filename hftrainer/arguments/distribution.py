@@ -1,0 +1,29 @@
+"""Devices and processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from hftrainer.arguments._field import arg
+
+
+@dataclass(kw_only=True)
+class DistributionArguments:
+    """Where training runs, and how it is split over processes."""
+
+    use_cpu: bool = arg(False, "Train on the CPU even where there is an accelerator.")
+    local_rank: int = arg(-1, "Rank of this process on its node; launchers set it in the environment.")
+    accelerator_config: dict[str, Any] | str | None = arg(
+        None, "Data-loader settings of accelerate, as a dict or as the path of a JSON file."
+    )
+    parallelism_config: Any = arg(None, "accelerate's `ParallelismConfig`.")
+    ddp_find_unused_parameters: bool | None = arg(None, "`find_unused_parameters` of DDP.")
+    ddp_bucket_cap_mb: int | None = arg(None, "`bucket_cap_mb` of DDP, in MiB.")
+    ddp_broadcast_buffers: bool | None = arg(None, "`broadcast_buffers` of DDP.")
+    ddp_static_graph: bool | None = arg(None, "`static_graph` of DDP.")
+    ddp_backend: str | None = arg(None, "Communication backend: 'nccl', 'gloo', ...")
+    ddp_timeout: int = arg(1800, "Seconds before a collective operation is given up.")
+    fsdp: str | None = arg(None, "FSDP options, separated by spaces.")
+    fsdp_config: dict[str, Any] | str | None = arg(None, "FSDP settings, as a dict or as the path of a JSON file.")
+    deepspeed: dict[str, Any] | str | None = arg(None, "DeepSpeed settings, as a dict or as the path of a JSON file.")

@@ -1,0 +1,21 @@
+"""The Hugging Face Hub."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hftrainer.arguments._field import arg
+from hftrainer.trainer_utils import HubStrategy
+
+
+@dataclass(kw_only=True)
+class HubArguments:
+    """Uploading what is saved."""
+
+    push_to_hub: bool = arg(False, "Upload each save.")
+    hub_model_id: str | None = arg(None, "Repository to upload to.")
+    hub_strategy: HubStrategy | str = arg("every_save", "What to upload, and when.")
+    hub_token: str | None = arg(None, "Token for the upload; None takes the one of `hf auth login`.")
+    hub_private_repo: bool | None = arg(None, "Whether a new repository is private.")
+    hub_always_push: bool = arg(False, "Upload even while the previous upload runs.")
+    hub_revision: str | None = arg(None, "Branch to upload to.")

@@ -1,0 +1,32 @@
+"""What is reported, when, and to whom."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from hftrainer.arguments._field import arg
+from hftrainer.trainer_utils import IntervalStrategy
+
+
+@dataclass(kw_only=True)
+class LoggingArguments:
+    """The log lines, the progress bar and the trackers."""
+
+    logging_strategy: IntervalStrategy | str = arg("steps", "When to log: 'no', 'steps' or 'epoch'.")
+    logging_steps: float = arg(500, "Optimizer steps between two log lines; below 1 it is a share of all steps.")
+    logging_first_step: bool = arg(False, "Also log the first optimizer step.")
+    logging_nan_inf_filter: bool = arg(
+        True, "Leave nan and inf losses out of the logged mean; gradients are untouched."
+    )
+    log_on_each_node: bool = arg(True, "With several nodes, log on each one's main process.")
+    log_level: str = arg("passive", "Level of the library's messages on the main process; 'passive' changes nothing.")
+    log_level_replica: str = arg("warning", "The same for the other processes.")
+    disable_tqdm: bool | None = arg(None, "Print log lines instead of a progress bar; None asks the log level.")
+    include_num_input_tokens_seen: str | bool = arg("no", "Count input tokens: 'no', 'all' or 'non_padding'.")
+    report_to: str | list[str] | None = arg("none", "Trackers to write to ('all' before v5.0).")
+    run_name: str | None = arg(None, "Name of the run in the trackers.")
+    project: str = arg("huggingface", "Name of the project in Trackio.")
+    trackio_space_id: str | None = arg(None, "Space that shows the Trackio dashboard.")
+    trackio_bucket_id: str | None = arg(None, "Bucket that stores the Trackio data.")
+    trackio_static_space_id: str | Literal[False] | None = arg(None, "Static Space for the Trackio dashboard.")

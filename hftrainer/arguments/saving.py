@@ -1,0 +1,30 @@
+"""What is written to `output_dir`, and how a run goes on from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hftrainer.arguments._field import arg
+from hftrainer.trainer_utils import SaveStrategy
+
+
+@dataclass(kw_only=True)
+class SavingArguments:
+    """The `checkpoint-xxx` folders."""
+
+    save_strategy: SaveStrategy | str = arg("steps", "When to save: 'no', 'steps', 'epoch' or 'best'.")
+    save_steps: float = arg(500, "Optimizer steps between checkpoints; below 1 it is a share of all steps.")
+    save_total_limit: int | None = arg(
+        None, "Checkpoints kept at most; the newest and the best are never deleted. None keeps all."
+    )
+    save_only_model: bool = arg(False, "Leave optimizer, scheduler and random states out: smaller, not resumable.")
+    save_on_each_node: bool = arg(False, "With several nodes, write on each one's own disk.")
+    enable_jit_checkpoint: bool = arg(False, "Save once when SIGTERM announces the end.")
+    load_best_model_at_end: bool = arg(False, "Load the best checkpoint's weights when training ends.")
+    resume_from_checkpoint: str | None = arg(
+        None, "For your script to pass to `train()`; the Trainer itself does not read it."
+    )
+    ignore_data_skip: bool = arg(False, "On resume, start the epoch's data anew instead of where it stopped.")
+    restore_callback_states_from_checkpoint: bool = arg(
+        False, "On resume, restore the callbacks that export their state."
+    )

@@ -1,0 +1,179 @@
+"""From the values that users give to the values that the rest of the library reads, and what is wrong with them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hftrainer.errors import InvalidArgument
+from hftrainer.trainer_utils import HubStrategy, IntervalStrategy, OptimizerNames, SaveStrategy, SchedulerType
+
+if TYPE_CHECKING:
+    from hftrainer.training_args import TrainingArguments
+
+ENUMS: dict[str, Any] = {
+    "eval_strategy": IntervalStrategy,
+    "logging_strategy": IntervalStrategy,
+    "save_strategy": SaveStrategy,
+    "hub_strategy": HubStrategy,
+    "lr_scheduler_type": SchedulerType,
+    "optim": OptimizerNames,
+}
+JSON_FIELDS = (
+    "lr_scheduler_kwargs",
+    "activation_checkpointing_kwargs",
+    "gradient_checkpointing_kwargs",
+    "accelerator_config",
+    "fsdp_config",
+    "deepspeed",
+)
+#: Fields that must be at least this, with the unit for the error.
+MINIMA: dict[str, tuple[float, str]] = {
+    "per_device_train_batch_size": (1, "samples"),
+    "per_device_eval_batch_size": (1, "samples"),
+    "gradient_accumulation_steps": (1, "micro-batches"),
+    "learning_rate": (0, ""),
+    "weight_decay": (0, ""),
+    "max_grad_norm": (0, ""),
+    "warmup_steps": (0, "optimizer steps"),
+    "dataloader_num_workers": (0, "processes"),
+    "eval_delay": (0, "epochs or optimizer steps"),
+}
+
+
+def normalize(args: TrainingArguments) -> None:
+    """Bring the fields to their one form: enums, parsed JSON, lists, and the defaults that depend on others."""
+    args.output_dir = os.path.expanduser(args.output_dir if args.output_dir is not None else "trainer_output")
+    _parse_enums(args)
+    for name in JSON_FIELDS:
+        _parse_json(args, name)
+    if args.disable_tqdm is None:
+        args.disable_tqdm = logging.getLogger("hftrainer").getEffectiveLevel() > logging.WARNING
+    if isinstance(args.include_num_input_tokens_seen, bool):
+        args.include_num_input_tokens_seen = "all" if args.include_num_input_tokens_seen else "no"
+    if isinstance(args.debug, str):
+        args.debug = args.debug.split()
+    args.report_to = _as_list(args.report_to)
+    for old, new in (
+        ("gradient_checkpointing", "activation_checkpointing"),
+        ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"),
+    ):
+        if getattr(args, new) is None:
+            setattr(args, new, getattr(args, old))
+        setattr(args, old, getattr(args, new))
+    if args.eval_strategy != IntervalStrategy.NO:
+        args.do_eval = True
+    if args.eval_strategy == IntervalStrategy.STEPS and not args.eval_steps:
+        args.eval_steps = args.logging_steps
+    _choose_best_metric(args)
+    for name in ("logging_steps", "eval_steps", "save_steps"):
+        value = getattr(args, name)
+        if value is not None and value > 1 and value == int(value):
+            setattr(args, name, int(value))
+
+
+def problems(args: TrainingArguments) -> list[str]:
+    """Everything wrong with the normalized arguments, a sentence each."""
+    return [*_out_of_range(args), *_wrong_intervals(args), *_wrong_best_model(args), *_wrong_precision(args)]
+
+
+def _parse_enums(args: TrainingArguments) -> None:
+    wrong = []
+    for name, kind in ENUMS.items():
+        try:
+            setattr(args, name, kind(getattr(args, name)))
+        except InvalidArgument as error:
+            wrong.append(f"{name}: {error}")
+    if wrong:
+        raise InvalidArgument("\n".join(wrong))
+
+
+def _parse_json(args: TrainingArguments, name: str) -> None:
+    value = getattr(args, name)
+    if not (isinstance(value, str) and value.lstrip().startswith("{")):
+        return
+    try:
+        setattr(args, name, json.loads(value))
+    except json.JSONDecodeError as error:
+        raise InvalidArgument(f"{name} is no valid JSON object: {error}") from error
+
+
+def _as_list(value: str | list[str] | None) -> list[str]:
+    if value is None or value == "none" or value == ["none"]:
+        return []
+    return [value] if isinstance(value, str) else list(value)
+
+
+def _choose_best_metric(args: TrainingArguments) -> None:
+    needs_metric = args.load_best_model_at_end or args.lr_scheduler_type in (
+        SchedulerType.REDUCE_ON_PLATEAU,
+        SchedulerType.GREEDY,
+    )
+    if needs_metric and args.metric_for_best_model is None:
+        args.metric_for_best_model = "loss"
+    if args.greater_is_better is None and args.metric_for_best_model is not None:
+        args.greater_is_better = not args.metric_for_best_model.endswith("loss")
+
+
+def _out_of_range(args: TrainingArguments) -> Iterator[str]:
+    for name, (least, unit) in MINIMA.items():
+        value = getattr(args, name)
+        if not isinstance(value, (int, float)) or value < least:
+            yield f"{name}={value!r}: give a number of at least {least:g} {unit}".rstrip() + "."
+    if args.dataloader_num_workers == 0:
+        for name, default in (("dataloader_prefetch_factor", None), ("dataloader_persistent_workers", False)):
+            if getattr(args, name) != default:
+                yield f"{name}={getattr(args, name)!r} needs dataloader_num_workers of at least 1; it is 0."
+
+
+def _wrong_intervals(args: TrainingArguments) -> Iterator[str]:
+    for kind in ("logging", "eval", "save"):
+        if getattr(args, f"{kind}_strategy") != "steps":
+            continue
+        steps = getattr(args, f"{kind}_steps")
+        if steps is None or steps < 0 or (steps == 0 and kind != "save"):
+            yield f"{kind}_steps={steps!r}: {kind}_strategy='steps' needs a number above 0."
+        elif steps > 1 and steps != int(steps):
+            yield f"{kind}_steps={steps!r}: give whole optimizer steps, or a share of all steps below 1."
+
+
+def _wrong_best_model(args: TrainingArguments) -> Iterator[str]:
+    if args.save_strategy == SaveStrategy.BEST and args.metric_for_best_model is None:
+        yield "save_strategy='best' needs metric_for_best_model, the metric that says which model is the best."
+    if not args.load_best_model_at_end or args.save_strategy == SaveStrategy.BEST:
+        return
+    if args.eval_strategy != args.save_strategy:
+        yield (
+            f"load_best_model_at_end needs each checkpoint evaluated, but eval_strategy={str(args.eval_strategy)!r} "
+            f"and save_strategy={str(args.save_strategy)!r} differ: set both the same, or save_strategy='best'."
+        )
+    elif args.eval_strategy == IntervalStrategy.STEPS and args.eval_steps and not _is_multiple(args):
+        yield (
+            f"load_best_model_at_end needs each checkpoint evaluated, but save_steps={args.save_steps} is not a "
+            f"multiple of eval_steps={args.eval_steps}: make it one."
+        )
+
+
+def _is_multiple(args: TrainingArguments) -> bool:
+    save, evaluate = args.save_steps, args.eval_steps
+    assert evaluate
+    if (save < 1) != (evaluate < 1):
+        return False  # a share and a count: whether they meet is only known once training has a length
+    scale = 1_000_000 if save < 1 else 1  # whole numbers, since 0.4 % 0.2 is not 0 in floating point
+    return round(save * scale) % round(evaluate * scale) == 0
+
+
+def _wrong_precision(args: TrainingArguments) -> Iterator[str]:
+    for suffix in ("", "_full_eval"):
+        if getattr(args, f"fp16{suffix}") and getattr(args, f"bf16{suffix}"):
+            yield f"fp16{suffix} and bf16{suffix} are both set: choose one."
+    if args.bf16 and args.device.type == "cuda" and not torch.cuda.is_bf16_supported():
+        yield "bf16=True, but this GPU has no bfloat16: use fp16=True, or use_cpu=True."
+    follows = args.lr_scheduler_type in (SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY)
+    if follows and args.eval_strategy == IntervalStrategy.NO:
+        yield f"lr_scheduler_type={str(args.lr_scheduler_type)!r} follows the evaluation: set eval_strategy."

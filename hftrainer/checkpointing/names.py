@@ -1,0 +1,19 @@
+"""File names in a checkpoint folder: the ones that `transformers.Trainer` reads and writes."""
+
+TRAINER_STATE_NAME = "trainer_state.json"
+TRAINING_ARGS_NAME = "training_args.bin"
+OPTIMIZER_NAME = "optimizer.pt"
+SCHEDULER_NAME = "scheduler.pt"
+SCALER_NAME = "scaler.pt"
+
+SAFE_WEIGHTS_NAME = "model.safetensors"
+SAFE_WEIGHTS_INDEX_NAME = "model.safetensors.index.json"
+WEIGHTS_NAME = "pytorch_model.bin"
+WEIGHTS_INDEX_NAME = "pytorch_model.bin.index.json"
+ADAPTER_SAFE_WEIGHTS_NAME = "adapter_model.safetensors"
+ADAPTER_WEIGHTS_NAME = "adapter_model.bin"
+
+
+def rng_name(process_index: int, world_size: int) -> str:
+    """The file with the random states of one process."""
+    return "rng_state.pth" if world_size <= 1 else f"rng_state_{process_index}.pth"

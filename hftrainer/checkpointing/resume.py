@@ -1,0 +1,97 @@
+"""Going on from a checkpoint: which one, its state, its optimizer, its callbacks."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+import torch
+
+from hftrainer.checkpointing import names
+from hftrainer.checkpointing.folders import get_last_checkpoint
+from hftrainer.checkpointing.weights import has_weights
+from hftrainer.errors import CheckpointNotFound
+from hftrainer.trainer_callback import CallbackHandler, TrainerControl, TrainerState
+from hftrainer.training_args import TrainingArguments
+
+logger = logging.getLogger(__name__)
+
+
+def find_folder(resume_from_checkpoint: str | bool | None, output_dir: str) -> str | None:
+    """The checkpoint folder that `train(resume_from_checkpoint=...)` means, or None for a fresh start.
+
+    Raises:
+        CheckpointNotFound: when there is none, or when it lacks the state or the weights.
+    """
+    if not resume_from_checkpoint:
+        return None
+    if resume_from_checkpoint is True:
+        folder = get_last_checkpoint(output_dir) if os.path.isdir(output_dir) else None
+        if folder is None:
+            raise CheckpointNotFound(
+                f"resume_from_checkpoint=True, but {output_dir} has no checkpoint-xxx folder: train without it first, "
+                "or give the folder's path."
+            )
+    else:
+        folder = os.fspath(resume_from_checkpoint)
+    if not os.path.isdir(folder):
+        raise CheckpointNotFound(f"resume_from_checkpoint={folder!r}: there is no such folder.")
+    if not os.path.isfile(os.path.join(folder, names.TRAINER_STATE_NAME)):
+        inside = get_last_checkpoint(folder)
+        hint = f" Did you mean {inside!r}?" if inside else ""
+        raise CheckpointNotFound(
+            f"resume_from_checkpoint={folder!r}: it is no checkpoint, it lacks {names.TRAINER_STATE_NAME}.{hint}"
+        )
+    if not has_weights(folder):
+        raise CheckpointNotFound(f"resume_from_checkpoint={folder!r}: it holds no weights.")
+    return folder
+
+
+def load_state(folder: str, args: TrainingArguments) -> TrainerState:
+    """The state in a checkpoint; arguments that have changed since are warned about."""
+    state = TrainerState.load_from_json(os.path.join(folder, names.TRAINER_STATE_NAME))
+    if state.best_model_checkpoint is not None and not os.path.isdir(state.best_model_checkpoint):
+        logger.warning("The best checkpoint, %s, is gone: it is forgotten.", state.best_model_checkpoint)
+        state.best_model_checkpoint = None
+    compared = {name: getattr(args, name) for name in ("logging_steps", "eval_steps", "save_steps")}
+    compared["train_batch_size"] = args.per_device_train_batch_size
+    changed = [
+        f"{name}={now!r}, was {before!r}"
+        for name, now in compared.items()
+        if now is not None and (before := getattr(state, name)) is not None and now >= 1 and now != before
+    ]
+    if changed:
+        logger.warning("Resuming with arguments that differ from the checkpoint's: %s.", "; ".join(changed))
+    return state
+
+
+def load_optimizer_and_scheduler(folder: str, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
+    """Load both states, in place; a checkpoint of `save_only_model` has neither, which is said."""
+    optimizer_file = os.path.join(folder, names.OPTIMIZER_NAME)
+    scheduler_file = os.path.join(folder, names.SCHEDULER_NAME)
+    if not (os.path.isfile(optimizer_file) and os.path.isfile(scheduler_file)):
+        logger.warning("%s holds no optimizer or scheduler state: both start anew.", folder)
+        return
+    optimizer.load_state_dict(torch.load(optimizer_file, map_location="cpu", weights_only=True))
+    scheduler.load_state_dict(torch.load(scheduler_file, weights_only=True))
+
+
+def restore_callbacks(handler: CallbackHandler, control: TrainerControl, states: dict[str, Any]) -> TrainerControl:
+    """Give callbacks that export a state the one saved under their class name; returns the restored control."""
+    remaining = {name: list(value) if isinstance(value, list) else [value] for name, value in states.items()}
+    for callback in handler.callbacks:
+        saved = remaining.get(type(callback).__name__)
+        if saved:
+            _restore(callback, saved.pop(0))
+    for saved in remaining.pop(type(control).__name__, []):
+        _restore(control, saved)
+    forgotten = [name for name, saved in remaining.items() if saved]
+    if forgotten:
+        logger.warning("The checkpoint has states of callbacks that are not there now: %s.", ", ".join(forgotten))
+    return control
+
+
+def _restore(callback: Any, state: dict[str, Any]) -> None:
+    for name, value in {**state.get("args", {}), **state.get("attributes", {})}.items():
+        setattr(callback, name, value)

@@ -1,0 +1,74 @@
+"""Which columns of a dataset reach the model."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from hftrainer import peers
+from hftrainer.errors import InvalidArgument
+
+logger = logging.getLogger(__name__)
+
+
+def signature_columns(model: Any, label_names: Sequence[str]) -> list[str]:
+    """The keys that `model.forward` takes, and those that collators turn into labels."""
+    parameters = list(inspect.signature(peers.without_adapters(model).forward).parameters)
+    return list(dict.fromkeys([*parameters, "label", "label_ids", *label_names]))
+
+
+def remove_unused_columns(dataset: Any, columns: Sequence[str], description: str | None, model_name: str) -> Any:
+    """A `datasets.Dataset` with only the columns in `columns`.
+
+    Raises:
+        InvalidArgument: when none is left, naming what the dataset has and what the model takes.
+    """
+    ignored = [name for name in dataset.column_names if name not in columns]
+    if len(ignored) == len(dataset.column_names):
+        raise InvalidArgument(
+            f"No column of the {description or 'given'} dataset is an argument of {model_name}.forward: the dataset "
+            f"has {', '.join(sorted(ignored))}; the model takes {', '.join(columns)}. Rename the columns, or set "
+            "remove_unused_columns=False and let your data collator build the inputs."
+        )
+    if ignored:
+        logger.info("Columns that %s.forward does not take are left out: %s", model_name, ", ".join(ignored))
+        return dataset.remove_columns(ignored)
+    return dataset
+
+
+class RemoveColumnsCollator:
+    """A collator that first drops from each sample the keys that the model does not take.
+
+    Raises:
+        InvalidArgument: when the samples have keys, and none is left.
+    """
+
+    def __init__(
+        self,
+        data_collator: Callable[[list[Any]], Any],
+        columns: Sequence[str],
+        model_name: str,
+        description: str | None,
+    ) -> None:
+        self.data_collator = data_collator
+        self.columns = frozenset(columns)
+        self.model_name = model_name
+        self.description = description
+
+    def __call__(self, features: list[Any]) -> Any:
+        """Drop, then collate."""
+        return self.data_collator([self._kept(feature) for feature in features])
+
+    def _kept(self, feature: Any) -> Any:
+        if not isinstance(feature, Mapping) or feature.keys() <= self.columns:
+            return feature
+        kept = {name: value for name, value in feature.items() if name in self.columns}
+        if feature and not kept:
+            raise InvalidArgument(
+                f"No key of the {self.description or 'given'} samples is an argument of {self.model_name}.forward: "
+                f"the samples have {', '.join(map(str, feature))}; the model takes {', '.join(sorted(self.columns))}. "
+                "Rename the keys, or set remove_unused_columns=False and let your data collator build the inputs."
+            )
+        return kept

@@ -1,0 +1,186 @@
+"""The data loader in Hugging Face's order of samples, and of draws from the random generators."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+
+from hftrainer.trainer_utils import has_length
+
+
+class SeedableRandomSampler(RandomSampler):
+    """A random sampler whose order depends on seed and epoch alone, not on what was drawn before.
+
+    Args:
+        data_source: the dataset.
+        seed: the permutation of epoch `e` comes from a generator seeded `seed + e`.
+    """
+
+    def __init__(self, data_source: Any, seed: int, **kwargs: Any) -> None:
+        super().__init__(data_source, **kwargs)
+        self.seed = seed
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[int]:
+        if self.generator is None:
+            self.generator = torch.Generator()
+        self.generator.manual_seed(self.seed + self.epoch)
+        yield from super().__iter__()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the permutation of `epoch`."""
+        self.epoch = epoch
+
+
+class SkippingBatchSampler(BatchSampler):
+    """A batch sampler that passes over its first batches once, so that their samples are never loaded.
+
+    Args:
+        batch_sampler: the sampler that gives the indices.
+        skipped: batches to pass over at the next iteration.
+    """
+
+    def __init__(self, batch_sampler: Any, skipped: int = 0) -> None:
+        self.batch_sampler = batch_sampler
+        self.skipped = skipped
+
+    def __iter__(self) -> Iterator[list[int]]:
+        skipped, self.skipped = self.skipped, 0
+        for index, batch in enumerate(self.batch_sampler):
+            if index >= skipped:
+                yield batch
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "batch_sampler":  # not set yet, while unpickling in a worker
+            raise AttributeError(name)
+        return getattr(self.batch_sampler, name)
+
+
+class PreparedDataLoader(DataLoader):
+    """A `DataLoader` on the training device, one batch ahead, in Hugging Face's order.
+
+    It draws from the generators exactly when accelerate's loader does, which is one batch before its own is used; so
+    datasets and collators that draw random numbers (masking, augmentation) give the same samples.
+    """
+
+    device: torch.device
+    non_blocking: bool
+    skip_batches: int
+    drops_last: bool
+
+    @classmethod
+    def from_loader(
+        cls, loader: DataLoader, device: torch.device, *, seed: int | None = None, non_blocking: bool = False
+    ) -> PreparedDataLoader:
+        """Prepare a plain loader; a random sampler becomes seedable.
+
+        Args:
+            loader: the loader to take dataset, samplers, collator and workers from.
+            device: where batches are moved to.
+            seed: seed of the sample order; None takes torch's initial seed, as accelerate does.
+            non_blocking: whether the move may run beside the computation.
+        """
+        shared = {
+            "num_workers": loader.num_workers,
+            "collate_fn": loader.collate_fn,
+            "pin_memory": loader.pin_memory,
+            "timeout": loader.timeout,
+            "worker_init_fn": loader.worker_init_fn,
+            "multiprocessing_context": loader.multiprocessing_context,
+            "generator": loader.generator,
+            "prefetch_factor": loader.prefetch_factor,
+            "persistent_workers": loader.persistent_workers,
+            "in_order": loader.in_order,
+        }
+        if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
+            sampling: dict[str, Any] = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+            if not isinstance(loader.dataset, IterableDataset):
+                sampling = {"batch_size": None, "sampler": loader.sampler}
+        else:
+            sampling = {"batch_sampler": SkippingBatchSampler(_seedable(loader.batch_sampler, seed))}
+        prepared = cls(loader.dataset, **shared, **sampling)
+        prepared.device = device
+        prepared.non_blocking = non_blocking
+        prepared.skip_batches = 0
+        prepared.drops_last = loader.drop_last
+        return prepared
+
+    @property
+    def remainder(self) -> int | None:
+        """Samples in the last batch when it is not full, else None."""
+        if self.drops_last or not has_length(self.dataset) or not (size := self.samples_per_batch):
+            return None
+        return len(self.dataset) % size or None  # type: ignore[arg-type]
+
+    @property
+    def samples_per_batch(self) -> int | None:
+        """Samples in a full batch, when it is known."""
+        return self.batch_size if self.batch_size is not None else getattr(self.batch_sampler, "batch_size", None)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the samplers, or else the dataset, which epoch the next iteration is."""
+        told = False
+        for part in (self.batch_sampler, getattr(self.batch_sampler, "sampler", None)):
+            inner: Any = part.batch_sampler if isinstance(part, SkippingBatchSampler) else part
+            if callable(getattr(inner, "set_epoch", None)):
+                inner.set_epoch(epoch)
+                told = True
+        dataset: Any = self.dataset
+        if not told and callable(getattr(dataset, "set_epoch", None)):
+            dataset.set_epoch(epoch)
+
+    def skip_first(self, batches: int) -> None:
+        """Pass over the first batches of the next iteration, at the sampler if there is one."""
+        if isinstance(self.batch_sampler, SkippingBatchSampler):
+            self.batch_sampler.skipped = batches
+        else:
+            self.skip_batches = batches
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        skipped, self.skip_batches = self.skip_batches, 0
+        iterator = super().__iter__()
+        nothing = object()
+        ahead = next(iterator, nothing)
+        while ahead is not nothing:
+            batch, ahead = to_device(ahead, self.device, self.non_blocking), next(iterator, nothing)
+            if skipped:
+                skipped -= 1
+            else:
+                yield batch
+
+
+def _seedable(batch_sampler: Any, seed: int | None) -> Any:
+    """The batch sampler, its random sampler replaced by a seedable one. The user's own object is left alone."""
+    sampler = getattr(batch_sampler, "sampler", None)
+    if type(batch_sampler) is not BatchSampler or type(sampler) is not RandomSampler:
+        return batch_sampler
+    seedable = SeedableRandomSampler(
+        sampler.data_source,
+        seed if seed is not None else torch.initial_seed(),
+        replacement=sampler.replacement,
+        num_samples=sampler._num_samples,
+        generator=sampler.generator,
+    )
+    return BatchSampler(seedable, batch_sampler.batch_size, batch_sampler.drop_last)
+
+
+def to_device(data: Any, device: torch.device, non_blocking: bool = False) -> Any:
+    """Move every tensor in nested mappings, lists and tuples; anything with its own `to` moves itself."""
+    if isinstance(data, torch.Tensor):
+        return data.to(device, non_blocking=non_blocking)
+    if isinstance(data, Mapping):
+        moved = {key: to_device(value, device, non_blocking) for key, value in data.items()}
+        return moved if type(data) is dict else type(data)(moved)  # type: ignore[call-arg]
+    if isinstance(data, tuple) and hasattr(data, "_fields"):
+        return type(data)(*(to_device(value, device, non_blocking) for value in data))
+    if isinstance(data, (list, tuple)):
+        return type(data)(to_device(value, device, non_blocking) for value in data)
+    if callable(getattr(data, "to", None)):
+        return data.to(device)
+    return data

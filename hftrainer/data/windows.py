@@ -1,0 +1,105 @@
+"""The training data as Lightning's loop consumes it: micro-batches, grouped into one window per optimizer step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from hftrainer.schedule import TrainingSchedule
+
+
+@dataclass(slots=True)
+class Window:
+    """The micro-batch in hand, within its optimizer step.
+
+    Attributes:
+        size: micro-batches that the step really has; the last of an epoch may have fewer.
+        num_items: items that the loss is averaged over in the whole step, or None when nobody asks.
+        opens: this is the step's first micro-batch.
+        closes: the optimizer steps after this micro-batch.
+        sample: index of the micro-batch in the epoch.
+    """
+
+    size: int
+    num_items: Any
+    opens: bool
+    closes: bool
+    sample: int
+
+
+class MicroBatchFeed:
+    """An iterable over the micro-batches of an epoch; `window` always describes the one given last.
+
+    Windows are fetched whole before their first micro-batch is used, as `transformers.Trainer` does: the number of
+    items in a window must be known before its first loss.
+
+    Args:
+        schedule: the lengths of the run.
+        accumulation: micro-batches per optimizer step.
+        open_epoch: called with no argument when an epoch's iteration begins; returns its batch iterator.
+        get_window: `(iterator, count) -> (micro-batches, num_items)`.
+        on_first_window: called once after the first window of an iteration is fetched.
+        interrupted: whether a callback has ended the epoch or the training.
+    """
+
+    def __init__(
+        self,
+        schedule: TrainingSchedule,
+        accumulation: int,
+        *,
+        open_epoch: Callable[[], Iterator[Any]],
+        get_window: Callable[[Iterator[Any], int], tuple[list[Any], Any]],
+        on_first_window: Callable[[], None],
+        interrupted: Callable[[], bool],
+    ) -> None:
+        self.schedule = schedule
+        self.accumulation = accumulation
+        self.window: Window | None = None
+        self.position = 0  # micro-batches of the current epoch that are done, set before resuming
+        self._open_epoch = open_epoch
+        self._get_window = get_window
+        self._on_first_window = on_first_window
+        self._interrupted = interrupted
+
+    def __len__(self) -> int:
+        """Micro-batches in an epoch; for data without a length, as many as `max_steps` needs."""
+        return self.schedule.steps_in_epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        # Nothing happens before the first micro-batch is asked for: Lightning calls iter() before the epoch begins.
+        index, self.position = self.position, 0
+        iterator = self._open_epoch()
+        total = self.schedule.steps_in_epoch
+        remainder = total % self.accumulation or self.accumulation
+        last_update = self.schedule.num_update_steps_per_epoch - 1
+        first = True
+        for update in range(index // self.accumulation, last_update + 1):
+            samples, num_items = self._get_window(iterator, remainder if update == last_update else self.accumulation)
+            if first:
+                self._on_first_window()
+                first = False
+            if not samples:
+                return
+            for sample in samples:
+                self.window = Window(
+                    size=len(samples),
+                    num_items=num_items,
+                    opens=index % self.accumulation == 0,
+                    closes=(index + 1) % self.accumulation == 0 or index + 1 == total,
+                    sample=index,
+                )
+                index += 1
+                yield sample
+                if self._interrupted():
+                    return
+
+    # Lightning asks a loader for its state to know whether an epoch can be resumed in the middle.
+
+    def state_dict(self) -> dict[str, int]:
+        """Where the epoch stands, in micro-batches."""
+        return {"position": 0 if self.window is None else self.window.sample + 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Begin the next iteration at the micro-batch of `state`."""
+        self.position = state["position"]

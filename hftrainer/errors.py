@@ -1,0 +1,27 @@
+"""The errors that users meet. Each says what was given, what is allowed, and what to do."""
+
+from __future__ import annotations
+
+
+class InvalidArgument(ValueError):
+    """An argument has a value that it cannot have, or contradicts another."""
+
+
+class UnsupportedArgument(ValueError):
+    """An argument is known but cannot be honoured; the message says why and what to use instead."""
+
+
+class UnknownArgument(TypeError):
+    """An argument that no release knows."""
+
+
+class CheckpointNotFound(ValueError):
+    """There is nothing to resume from where it was looked for."""
+
+
+class MetricNotFound(KeyError, ValueError):
+    """Evaluation does not return the metric that an argument names."""
+
+    def __str__(self) -> str:
+        """The message as it is; KeyError would quote it."""
+        return str(self.args[0])

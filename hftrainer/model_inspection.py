@@ -1,0 +1,79 @@
+"""What a model's class and signature say about how to call it."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from typing import Any
+
+from torch import nn
+
+from hftrainer import peers
+
+logger = logging.getLogger(__name__)
+
+
+def find_labels(model_class: type) -> list[str]:
+    """The arguments of `forward` that are labels: those with 'label' in their name, or the spans of an answer."""
+    parameters = inspect.signature(model_class.forward).parameters  # type: ignore[attr-defined]
+    spans = ("start_positions", "end_positions") if "QuestionAnswering" in model_class.__name__ else ()
+    return [name for name in parameters if "label" in name or name in spans]
+
+
+def can_return_loss(model_class: type) -> bool:
+    """Whether `forward` computes a loss without labels, as CLIP-like models do: `return_loss=True` by default."""
+    parameter = inspect.signature(model_class.forward).parameters.get("return_loss")  # type: ignore[attr-defined]
+    return parameter is not None and parameter.default is True
+
+
+def accepts_loss_kwargs(model: nn.Module) -> bool:
+    """Whether `forward` takes `num_items_in_batch`: the model says so, or takes any keyword (since v4.46)."""
+    bare = peers.without_adapters(model)
+    if hasattr(bare, "accepts_loss_kwargs"):
+        return bool(bare.accepts_loss_kwargs)
+    parameters = inspect.signature(bare.forward).parameters.values()
+    return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+
+
+def shifts_labels(model: nn.Module) -> bool:
+    """Whether the model's own loss predicts label `i + 1` at position `i`, so that the first is never predicted."""
+    bare = peers.without_adapters(model)
+    if not peers.is_pretrained(bare) or getattr(bare.config, "is_encoder_decoder", False):
+        return False
+    from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+
+    return LOSS_MAPPING.get(str(getattr(bare, "loss_type", None))) is ForCausalLMLoss
+
+
+def align_special_tokens(model: Any, processing_class: Any) -> None:
+    """Give the model's configs the tokenizer's special tokens, where it defines them (since v4.56).
+
+    A list of end tokens in a config is only ever added to.
+    """
+    tokenizer = getattr(processing_class, "tokenizer", processing_class)
+    config = model.config.get_text_config()
+    generation = getattr(model, "generation_config", None)
+    updated = {}
+    for name in ("eos_token_id", "bos_token_id", "pad_token_id"):
+        token = getattr(tokenizer, name, None)
+        holders = [holder for holder in (config, generation) if holder is not None]
+        if token is None or all(token in _as_list(getattr(holder, name, None)) for holder in holders):
+            continue
+        updated[name] = token
+        several = name == "eos_token_id"
+        setattr(config, name, _with_token(getattr(config, name, None), token, keep_list=several))
+        if generation is not None:
+            held = _as_list(getattr(generation, name))
+            setattr(generation, name, _with_token(held, token, keep_list=several))
+    if updated:
+        logger.warning("The model's configs now have these special tokens of the tokenizer: %s", updated)
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _with_token(held: Any, token: int, *, keep_list: bool) -> Any:
+    if keep_list and isinstance(held, list):
+        return [token, *(other for other in held if other is not None and other != token)]
+    return token

@@ -1,0 +1,47 @@
+"""Other libraries, recognized when they are there and never imported for it.
+
+An object of a library can only reach us when that library has been imported, so `sys.modules` answers.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+
+def _is_instance(value: Any, module: str, *class_names: str) -> bool:
+    library = sys.modules.get(module)
+    classes = tuple(kind for name in class_names if isinstance(kind := getattr(library, name, None), type))
+    return isinstance(value, classes)
+
+
+def is_pretrained(model: Any) -> bool:
+    """Whether `model` is a transformers model."""
+    return _is_instance(model, "transformers", "PreTrainedModel")
+
+
+def is_peft(model: Any) -> bool:
+    """Whether `model` is a PEFT model."""
+    return _is_instance(model, "peft", "PeftModel", "PeftMixedModel")
+
+
+def is_dataset(dataset: Any) -> bool:
+    """Whether `dataset` is a map-style Dataset of the datasets library."""
+    return _is_instance(dataset, "datasets", "Dataset")
+
+
+def pads(processing_class: Any) -> bool:
+    """Whether `processing_class` pads batches: a tokenizer, or a feature extractor for sequences."""
+    return _is_instance(processing_class, "transformers", "PreTrainedTokenizerBase", "SequenceFeatureExtractor")
+
+
+def is_tokenizing(processing_class: Any) -> bool:
+    """Whether `processing_class` has special tokens: a tokenizer or a processor."""
+    return _is_instance(processing_class, "transformers", "PreTrainedTokenizerBase", "ProcessorMixin")
+
+
+def without_adapters(model: Any) -> Any:
+    """The model below PEFT's wrapper, or the model itself."""
+    if not is_peft(model):
+        return model
+    return model.get_base_model() if hasattr(model, "get_base_model") else model.base_model.model

@@ -1,0 +1,1209 @@
+"""`Trainer`: the documented API in one place. Each method is short; the work is in the modules it delegates to."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import logging
+import math
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
+
+from hftrainer import model_inspection, peers, trainer_optimizer
+from hftrainer.checkpointing import names, resume
+from hftrainer.checkpointing.folders import PREFIX_CHECKPOINT_DIR, keep_only, rotate_checkpoints, staged
+from hftrainer.checkpointing.rng import load_rng_state, save_rng_state
+from hftrainer.checkpointing.weights import load_weights, save_weights
+from hftrainer.data import columns
+from hftrainer.data.collators import DataCollatorWithPadding, default_data_collator
+from hftrainer.data.loaders import PreparedDataLoader, to_device
+from hftrainer.errors import InvalidArgument, MetricNotFound, UnsupportedArgument
+from hftrainer.evaluation.evaluation_pass import EvaluationPass
+from hftrainer.optimization import get_scheduler
+from hftrainer.overrides import accepts, call_with_accepted, is_overridden
+from hftrainer.schedule import TrainingSchedule, plan_schedule
+from hftrainer.trainer_callback import (
+    CallbackHandler,
+    DefaultFlowCallback,
+    PrinterCallback,
+    ProgressCallback,
+    TrainerControl,
+    TrainerState,
+    evaluation_key,
+    export_states,
+    is_exportable,
+)
+from hftrainer.trainer_pt_utils import metrics_format, nested_detach
+from hftrainer.trainer_utils import (
+    EvalLoopOutput,
+    PredictionOutput,
+    SaveStrategy,
+    TrainOutput,
+    enable_full_determinism,
+    has_length,
+    number_of_arguments,
+    seed_worker,
+    set_seed,
+    speed_metrics,
+)
+from hftrainer.training_args import TrainingArguments
+from hftrainer.training_loop import TrainingLoop
+
+logger = logging.getLogger(__name__)
+
+
+class Trainer:
+    """Trains, evaluates and predicts with a model, as `transformers.Trainer` does, on PyTorch Lightning.
+
+    Args:
+        model: a transformers model, a PEFT model, or any `nn.Module` whose `forward` takes the batch's keys as
+            keywords and returns the loss first (a tuple) or under 'loss' (a mapping).
+        args: the settings; by default those of `TrainingArguments("tmp_trainer")`.
+        data_collator: makes a batch of a list of samples. Default: `DataCollatorWithPadding` with a tokenizer or
+            sequence feature extractor as `processing_class`, else `default_data_collator`.
+        train_dataset: map-style, iterable, or `datasets.Dataset`.
+        eval_dataset: likewise, or a dict of them: each is then evaluated, its name in its metrics' names.
+        processing_class: tokenizer or processor, saved with the model (named `tokenizer` before v4.46).
+        model_init: makes the model, given a hyperparameter trial or nothing; called anew by each `train()`.
+        compute_loss_func: `(outputs, labels, num_items_in_batch=...)` → loss; gets the labels instead of the model.
+        compute_metrics: `EvalPrediction` → dict of metrics.
+        callbacks: Trainer callbacks and Lightning callbacks, as classes or instances.
+        optimizers: `(optimizer, scheduler)`, either None.
+        optimizer_cls_and_kwargs: `(class, keywords)`; overrides `args.optim`.
+        preprocess_logits_for_metrics: `(logits, labels)` → what to keep of the logits, batch by batch.
+
+    Attributes:
+        model: the user's model.
+        model_wrapped: the outermost module around it, if any wraps it.
+        is_in_train: whether `train()` is running.
+        loss_is_scaled_for_ga: set it in a subclass to say whether its loss is already scaled for accumulation.
+
+    Raises:
+        InvalidArgument: for arguments that contradict each other.
+        UnsupportedArgument: for settings that cannot be honoured, all in one error.
+    """
+
+    loss_is_scaled_for_ga: bool | None = None
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        args: TrainingArguments | None = None,
+        data_collator: Callable[[list[Any]], Any] | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        model_init: Callable[..., nn.Module] | None = None,
+        compute_loss_func: Callable[..., torch.Tensor] | None = None,
+        compute_metrics: Callable[[Any], Mapping[str, Any]] | None = None,
+        callbacks: list[Any] | None = None,
+        optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None),
+        optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
+        *,
+        tokenizer: Any = None,
+    ) -> None:
+        self.args = args if args is not None else TrainingArguments("tmp_trainer")
+        self._seed_everything()
+        self.train_dataset = train_dataset
+        self.eval_dataset = eval_dataset
+        self.processing_class = _processing_class(processing_class, tokenizer)
+        self.model_init = model_init
+        self.compute_loss_func = compute_loss_func
+        self.compute_metrics = compute_metrics
+        self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
+        self.optimizer, self.lr_scheduler = optimizers
+        self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
+        self.data_collator = data_collator if data_collator is not None else self._default_collator()
+        if (model is None) == (model_init is None):
+            given = "neither" if model is None else "both"
+            raise InvalidArgument(f"Trainer needs either a model or a model_init, and got {given}.")
+        self._validate_args()
+        self._lightning_callbacks: list[Any] = []
+        self.create_accelerator_and_postprocess()
+        self._set_model(model if model is not None else self.call_model_init())
+        self._init_bookkeeping()
+        self._init_callbacks(callbacks or [])
+        if self.args.should_save:
+            os.makedirs(str(self.args.output_dir), exist_ok=True)
+        self._announce("on_init_end")
+        config: Any = getattr(self.model, "config", None)
+        if config is not None:
+            config.use_cache = self.args.use_cache
+
+    # ---- Construction ------------------------------------------------------------------------------------------
+
+    def _seed_everything(self) -> None:
+        if self.args.full_determinism:
+            enable_full_determinism(self.args.seed)
+        else:
+            set_seed(self.args.seed)
+
+    def _default_collator(self) -> Callable[[list[Any]], Any]:
+        if peers.pads(self.processing_class):
+            return DataCollatorWithPadding(self.processing_class)
+        return default_data_collator
+
+    def _validate_args(self) -> None:
+        """Refuse what cannot work before anything is built."""
+        args = self.args
+        if args.eval_strategy != "no" and self.eval_dataset is None:
+            raise InvalidArgument(
+                f"eval_strategy={str(args.eval_strategy)!r} needs an eval_dataset: pass one, or set it to 'no'."
+            )
+        if self.optimizer is not None and self.optimizer_cls_and_kwargs is not None:
+            raise InvalidArgument("optimizers and optimizer_cls_and_kwargs both choose the optimizer: pass one.")
+        if self.model_init is not None and (self.optimizer is not None or self.lr_scheduler is not None):
+            raise InvalidArgument(
+                "optimizers would hold the parameters of a model that model_init replaces: pass "
+                "optimizer_cls_and_kwargs, or override create_optimizer_and_scheduler."
+            )
+        if not callable(self.data_collator):
+            raise InvalidArgument(f"data_collator must be callable, got {type(self.data_collator).__name__}.")
+        if self.train_dataset is not None and not has_length(self.train_dataset) and args.max_steps <= 0:
+            raise InvalidArgument(
+                "max_steps must be set: train_dataset has no length, so the number of optimizer steps cannot be worked "
+                "out from num_train_epochs."
+            )
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Build the engine from the arguments, and `self.accelerator` over it."""
+        from hftrainer_lightning.arguments import make_plan, unsupported
+
+        found = unsupported(self.args)
+        if found:
+            raise UnsupportedArgument("\n".join(found))
+        from hftrainer_lightning.accelerator import EngineAccelerator
+        from hftrainer_lightning.engine import LightningEngine
+
+        self._engine = LightningEngine(make_plan(self.args), self._lightning_callbacks)
+        self.accelerator = EngineAccelerator(
+            self._engine, self.args.device, "bf16" if self.args.bf16 else "no", self._prepare_loader
+        )
+        self.is_deepspeed_enabled = self.is_fsdp_enabled = False
+        self.deepspeed = None
+
+    def _set_model(self, model: nn.Module) -> None:
+        self.place_model_on_device = self.args.place_model_on_device is not False
+        self.is_model_parallel = len({d for d in getattr(model, "hf_device_map", {}).values() if d != "cpu"}) > 1
+        self.model = self.model_wrapped = model
+        if self.place_model_on_device:
+            self._move_model_to_device(model, self.args.device)
+        self.model_accepts_loss_kwargs = model_inspection.accepts_loss_kwargs(model)
+        self._loss_shifts_labels = model_inspection.shifts_labels(model)
+        inspected = type(peers.without_adapters(model))
+        found = model_inspection.find_labels(inspected)
+        self.label_names = found if self.args.label_names is None else self.args.label_names
+        self.can_return_loss = model_inspection.can_return_loss(inspected)
+        self._signature_columns: list[str] | None = None
+        self.label_smoother = None
+
+    def _init_bookkeeping(self) -> None:
+        self.is_in_train = False
+        self.hp_name = None
+        self.hp_search_backend = None
+        self.current_flos = 0.0
+        self.current_gradient_accumulation_steps = self.args.gradient_accumulation_steps
+        self._train_batch_size = self.args.train_batch_size
+        self._created_lr_scheduler = False
+        self._total_loss_scalar = 0.0
+        self._globalstep_last_logged = 0
+        self._eval_dataloaders: dict[str, Any] = {}
+        self._flos_per_token: tuple[Any, int] | None = None
+
+    def _init_callbacks(self, callbacks: list[Any]) -> None:
+        self.callback_handler = CallbackHandler(
+            [DefaultFlowCallback], self.model, self.processing_class, self.optimizer, self.lr_scheduler
+        )
+        for callback in callbacks:
+            self.add_callback(callback)
+        self.add_callback(PrinterCallback if self.args.disable_tqdm else ProgressCallback)
+        self.control = TrainerControl()
+        self.state = TrainerState(
+            is_local_process_zero=self.is_local_process_zero(),
+            is_world_process_zero=self.is_world_process_zero(),
+            stateful_callbacks=self._stateful_callbacks(),
+        )
+
+    def _stateful_callbacks(self) -> list[Any]:
+        return [callback for callback in [*self.callback_handler.callbacks, self.control] if is_exportable(callback)]
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Move the model, unless it is spread over devices already."""
+        if getattr(model, "hf_device_map", None) is None:
+            model.to(device)
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        """A new model from `model_init`, given the trial if it takes an argument."""
+        assert self.model_init is not None
+        count = number_of_arguments(self.model_init)
+        if count > 1:
+            raise InvalidArgument(f"model_init must take no argument or one, the trial; it takes {count}.")
+        model = self.model_init(trial) if count else self.model_init()
+        if model is None:
+            raise InvalidArgument("model_init returned None: it must return the model.")
+        return model
+
+    @property
+    def tokenizer(self) -> Any:
+        """Old name of `processing_class` (before v4.46)."""
+        warnings.warn("Trainer.tokenizer is now Trainer.processing_class", FutureWarning, stacklevel=2)
+        return self.processing_class
+
+    @property
+    def lightning_trainer(self) -> Any:
+        """The `lightning.Trainer` of the last training or evaluation; None before the first."""
+        return self._engine.trainer
+
+    @property
+    def lightning_module(self) -> Any:
+        """The `LightningModule` around the model in the last training or evaluation; None before the first."""
+        return self._engine.module
+
+    # ---- Callbacks ---------------------------------------------------------------------------------------------
+
+    def _callbacks_like(self, callback: Any) -> Any:
+        """The list that `callback` belongs to: Lightning's, or the handler of the Trainer's own."""
+        from hftrainer_lightning.engine import is_lightning_callback
+
+        return self._lightning_callbacks if is_lightning_callback(callback) else self.callback_handler
+
+    def add_callback(self, callback: Any) -> None:
+        """Add a Trainer callback or a Lightning callback, given as a class or as an instance."""
+        target = self._callbacks_like(callback)
+        if target is self._lightning_callbacks:
+            target.append(callback() if isinstance(callback, type) else callback)
+        else:
+            target.add_callback(callback)
+
+    def pop_callback(self, callback: Any) -> Any:
+        """Remove a callback, by class or instance, and return it; None when there is none."""
+        target = self._callbacks_like(callback)
+        if target is not self._lightning_callbacks:
+            return target.pop_callback(callback)
+        for present in target:
+            if isinstance(present, callback) if isinstance(callback, type) else present is callback:
+                target.remove(present)
+                return present
+        return None
+
+    def remove_callback(self, callback: Any) -> None:
+        """Remove a callback, by class or instance."""
+        self.pop_callback(callback)
+
+    def _announce(self, event: str, **kwargs: Any) -> None:
+        self.control = self.callback_handler.call_event(event, self.args, self.state, self.control, **kwargs)
+
+    # ---- Data --------------------------------------------------------------------------------------------------
+
+    def get_train_dataloader(self) -> DataLoader:
+        """The training loader: batches in the order of `_get_train_sampler`, on the device."""
+        if self.train_dataset is None:
+            raise InvalidArgument("Training needs a train_dataset: pass one to Trainer.")
+        return self._get_dataloader(
+            self.train_dataset, "training", self._train_batch_size, self._get_train_sampler, is_training=True
+        )
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        """The evaluation loader.
+
+        Args:
+            eval_dataset: a dataset, or the name of one in the dict given to Trainer; None is Trainer's own.
+        """
+        if eval_dataset is None and self.eval_dataset is None:
+            raise InvalidArgument("Evaluation needs an eval_dataset: pass one to Trainer or to evaluate().")
+        key = eval_dataset if isinstance(eval_dataset, str) else "eval"
+        if key in self._eval_dataloaders:
+            return self._eval_dataloaders[key]
+        if isinstance(eval_dataset, str):
+            eval_dataset = self.eval_dataset[eval_dataset]
+        dataset = eval_dataset if eval_dataset is not None else self.eval_dataset
+        loader = self._get_dataloader(dataset, "evaluation", self.args.eval_batch_size, self._get_eval_sampler)
+        if self.args.dataloader_persistent_workers:  # keep it, or each evaluation would start workers that stay
+            self._eval_dataloaders[key] = loader
+        return loader
+
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
+        """The loader for `predict`."""
+        return self._get_dataloader(test_dataset, "test", self.args.eval_batch_size, self._get_eval_sampler)
+
+    def _get_dataloader(
+        self,
+        dataset: Any,
+        description: str,
+        batch_size: int,
+        sampler_fn: Callable[..., Sampler | None] | None = None,
+        is_training: bool = False,
+        dataloader_key: str | None = None,
+    ) -> DataLoader:
+        collator = self.data_collator
+        if peers.is_dataset(dataset):
+            dataset = self._remove_unused_columns(dataset, description)
+        else:
+            collator = self._get_collator_with_removed_columns(collator, description)
+        args = self.args
+        settings: dict[str, Any] = {
+            "batch_size": batch_size,
+            "collate_fn": collator,
+            "num_workers": args.dataloader_num_workers,
+            "pin_memory": args.dataloader_pin_memory and args.device.type != "cpu",
+            "persistent_workers": args.dataloader_persistent_workers,
+            "multiprocessing_context": args.dataloader_multiprocessing_context,
+            "prefetch_factor": args.dataloader_prefetch_factor,
+            "in_order": args.dataloader_in_order,
+        }
+        if not isinstance(dataset, IterableDataset):
+            settings["sampler"] = _call_sampler(sampler_fn, dataset)
+            settings["drop_last"] = args.dataloader_drop_last
+            if is_training:
+                settings["worker_init_fn"] = functools.partial(
+                    seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index
+                )
+        return self.accelerator.prepare(DataLoader(dataset, **settings))
+
+    def _prepare_loader(self, loader: DataLoader) -> PreparedDataLoader:
+        if isinstance(loader, PreparedDataLoader):
+            return loader
+        return PreparedDataLoader.from_loader(loader, self.args.device, seed=self.args.data_seed)
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler | None:
+        """The order of the training samples; None leaves it to the dataset."""
+        dataset = train_dataset if train_dataset is not None else self.train_dataset
+        if dataset is None or not has_length(dataset):
+            return None
+        return (
+            SequentialSampler(dataset) if self.args.train_sampling_strategy == "sequential" else RandomSampler(dataset)
+        )
+
+    def _get_eval_sampler(self, eval_dataset: Any) -> Sampler | None:
+        """The order of the evaluation samples; None leaves it to the dataset."""
+        return SequentialSampler(eval_dataset) if has_length(eval_dataset) else None
+
+    def _set_signature_columns_if_needed(self) -> None:
+        if self._signature_columns is None:
+            self._signature_columns = columns.signature_columns(self.model, self.label_names)
+
+    def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
+        """The dataset without the columns that the model does not take."""
+        if not self.args.remove_unused_columns:
+            return dataset
+        self._set_signature_columns_if_needed()
+        assert self._signature_columns is not None
+        return columns.remove_unused_columns(dataset, self._signature_columns, description, type(self.model).__name__)
+
+    def _get_collator_with_removed_columns(
+        self, data_collator: Callable[[list[Any]], Any], description: str | None = None
+    ) -> Callable[[list[Any]], Any]:
+        """The collator, behind one that drops the keys that the model does not take."""
+        if not self.args.remove_unused_columns:
+            return data_collator
+        self._set_signature_columns_if_needed()
+        assert self._signature_columns is not None
+        return columns.RemoveColumnsCollator(
+            data_collator, self._signature_columns, type(self.model).__name__, description
+        )
+
+    def num_examples(self, dataloader: DataLoader) -> int:
+        """Samples behind a loader; estimated from its batches when its dataset has no length."""
+        if has_length(getattr(dataloader, "dataset", None)):
+            return len(dataloader.dataset)  # type: ignore[arg-type]
+        return len(dataloader) * self.args.per_device_train_batch_size
+
+    @staticmethod
+    def num_tokens(train_dl: DataLoader, max_steps: int | None = None) -> int:
+        """Input tokens in a loader, or in its first batch times `max_steps`; reads the data."""
+        tokens = 0
+        for batch in train_dl:
+            count = batch["input_ids"].numel()
+            if max_steps is not None:
+                return count * max_steps
+            tokens += count
+        return tokens
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Any]:
+        """The micro-batches of one optimizer step, and the number of items that its loss is averaged over."""
+        samples = [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)]
+        return samples, self._get_num_items_in_batch(samples, device)
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> torch.Tensor | None:
+        """Labels that are not -100, over all micro-batches; None when nobody asks for it."""
+        counted = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
+        if not counted or not batch_samples or "labels" not in batch_samples[0]:
+            return None
+        labels = [self._counted_labels(batch) for batch in batch_samples]
+        if not all(isinstance(each, torch.Tensor) for each in labels):
+            return None  # detection models: labels are lists of dicts
+        return sum(each.ne(-100).sum() for each in labels).to(device)
+
+    def _counted_labels(self, batch: Any) -> Any:
+        if "shift_labels" in batch:
+            return batch["shift_labels"]
+        labels = batch["labels"]
+        return labels[..., 1:] if self._loss_shifts_labels and isinstance(labels, torch.Tensor) else labels
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        """The batch on the device."""
+        if len(inputs) == 0:
+            raise InvalidArgument(
+                "The batch is empty: none of the samples' keys is an argument of the model's forward "
+                f"({', '.join(self._signature_columns or [])})."
+            )
+        return self._prepare_input(inputs)
+
+    def _prepare_input(self, data: Any) -> Any:
+        return to_device(data, self.args.device)
+
+    # ---- Optimizer and scheduler -------------------------------------------------------------------------------
+
+    def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
+        """Make both. Override this, or one of the two below, for your own.
+
+        Args:
+            num_training_steps: optimizer steps of the run.
+        """
+        self.create_optimizer()
+        self.create_scheduler(num_training_steps=num_training_steps)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """Make the optimizer, unless there is one: weight decay on all but biases and normalization layers."""
+        if self.optimizer is None:
+            model = model if model is not None else self.model
+            decayed = self.get_decay_parameter_names(model)
+            groups = trainer_optimizer.parameter_groups(model, decayed, self.args.weight_decay)
+            if self.optimizer_cls_and_kwargs is not None:
+                kind, kwargs = self.optimizer_cls_and_kwargs
+            else:
+                kind, kwargs = call_with_accepted(self.get_optimizer_cls_and_kwargs, self.args, model=model)
+            self.optimizer = kind(groups, **kwargs)
+        return self.optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
+        """Make the learning-rate scheduler, unless there is one.
+
+        Args:
+            num_training_steps: optimizer steps of the run.
+            optimizer: whose learning rates to move; default the Trainer's.
+        """
+        if self.lr_scheduler is None:
+            self.lr_scheduler = get_scheduler(
+                self.args.lr_scheduler_type,
+                optimizer if optimizer is not None else self.optimizer,  # type: ignore[arg-type]
+                self.args.get_warmup_steps(num_training_steps),
+                num_training_steps,
+                self.args.lr_scheduler_kwargs,  # type: ignore[arg-type]
+            )
+            self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args: TrainingArguments, model: nn.Module | None = None) -> tuple[Any, Any]:
+        """Class and keywords of the optimizer that the arguments name."""
+        return trainer_optimizer.optimizer_cls_and_kwargs(args)
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """Names of the parameters that weight decay applies to."""
+        return trainer_optimizer.decay_parameter_names(model)
+
+    def get_num_trainable_parameters(self) -> int:
+        """Numbers in the parameters that are trained."""
+        return sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
+
+    def get_learning_rates(self) -> list[float]:
+        """The learning rate of each parameter group."""
+        return [group["lr"] for group in self._made_optimizer().param_groups]
+
+    def get_optimizer_group(self, param: Any = None) -> Any:
+        """The parameter group that holds `param`; without one, the parameters of each group."""
+        groups = self._made_optimizer().param_groups
+        if param is None:
+            return [group["params"] for group in groups]
+        return next((group for group in groups if any(param is held for held in group["params"])), None)
+
+    def _made_optimizer(self) -> torch.optim.Optimizer:
+        if self.optimizer is None:
+            raise ValueError("There is no optimizer yet: call create_optimizer() or train() first.")
+        return self.optimizer
+
+    def _get_learning_rate(self) -> float:
+        rate = self.lr_scheduler.get_last_lr()[0]
+        return rate.item() if isinstance(rate, torch.Tensor) else rate
+
+    # ---- Training ----------------------------------------------------------------------------------------------
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> TrainOutput:
+        """Train.
+
+        Args:
+            resume_from_checkpoint: a checkpoint folder to go on from; True for the last one in `output_dir`.
+            trial: the hyperparameter trial, given to `model_init`.
+            ignore_keys_for_eval: outputs of the model that evaluation leaves out.
+
+        Returns:
+            Optimizer steps done, mean training loss, and the final metrics.
+
+        Raises:
+            CheckpointNotFound: when there is nothing to resume from.
+        """
+        folder = resume.find_folder(resume_from_checkpoint, str(self.args.output_dir))
+        if self.model_init is not None:
+            self._seed_everything()
+            self._set_model(self.call_model_init(trial))
+            self.optimizer = self.lr_scheduler = None
+        if peers.is_tokenizing(self.processing_class) and hasattr(self.model, "config"):
+            model_inspection.align_special_tokens(self.model, self.processing_class)
+        if folder is not None:
+            self._load_from_checkpoint(folder)
+        self.is_in_train = True
+        try:
+            return self._inner_training_loop(
+                resume_from_checkpoint=folder, trial=trial, ignore_keys_for_eval=ignore_keys_for_eval
+            )
+        finally:
+            self.is_in_train = False
+
+    def _inner_training_loop(
+        self,
+        batch_size: int | None = None,
+        args: TrainingArguments | None = None,
+        resume_from_checkpoint: str | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> TrainOutput:
+        train_dataloader = self.get_train_dataloader()
+        schedule = self.set_initial_training_values(self.args, train_dataloader)
+        first_epoch, position = self._init_training_state(schedule, resume_from_checkpoint, trial)
+        self._prepare_optimizer(schedule.max_steps, resume_from_checkpoint)
+        handler = self.callback_handler
+        handler.model, handler.optimizer, handler.lr_scheduler = self.model, self.optimizer, self.lr_scheduler
+        handler.train_dataloader = train_dataloader
+        self._log_plan(schedule)
+        loop = TrainingLoop(
+            self,
+            schedule,
+            train_dataloader,
+            trial=trial,
+            ignore_keys=ignore_keys_for_eval,
+            resume_folder=resume_from_checkpoint,
+            first_epoch=first_epoch,
+            position=position,
+        )
+        self._total_loss_scalar = 0.0
+        self._initial_global_step = self._globalstep_last_logged = self.state.global_step
+        if first_epoch < schedule.num_train_epochs:
+            self._engine.fit(
+                loop,
+                self.model,
+                self._made_optimizer(),
+                self.lr_scheduler,
+                max_epochs=schedule.num_train_epochs,
+                global_step=self.state.global_step,
+                automatic_optimization=not is_overridden(self, "training_step", Trainer),
+            )
+        else:  # the checkpoint's run was complete
+            loop.begin()
+        return self._finalize_training(loop)
+
+    def set_initial_training_values(self, args: TrainingArguments, dataloader: Any) -> TrainingSchedule:
+        """How long the run is, from the arguments and the loader's length."""
+        sized = has_length(dataloader)
+        return plan_schedule(
+            args,
+            len(dataloader) if sized else None,
+            self.num_examples(dataloader) if sized else None,
+            self._train_batch_size,
+        )
+
+    def _init_training_state(
+        self, schedule: TrainingSchedule, resume_from_checkpoint: str | None, trial: Any
+    ) -> tuple[int, int]:
+        """A fresh state, or the checkpoint's. Returns epochs done, and micro-batches done in the next."""
+        self.state = TrainerState(stateful_callbacks=self._stateful_callbacks())
+        self.state.is_hyper_param_search = trial is not None
+        self.state.train_batch_size = self._train_batch_size
+        self.state.compute_steps(self.args, schedule.max_steps)
+        first_epoch = position = 0
+        if resume_from_checkpoint is not None:
+            self.state = resume.load_state(resume_from_checkpoint, self.args)
+            self._load_callback_state()
+            first_epoch, steps = divmod(self.state.global_step, schedule.num_update_steps_per_epoch)
+            position = 0 if self.args.ignore_data_skip else steps * self.args.gradient_accumulation_steps
+        self.state.max_steps = schedule.max_steps
+        self.state.num_train_epochs = schedule.num_train_epochs
+        self.state.is_local_process_zero = self.is_local_process_zero()
+        self.state.is_world_process_zero = self.is_world_process_zero()
+        return first_epoch, position
+
+    def _prepare_optimizer(self, max_steps: int, resume_from_checkpoint: str | None) -> None:
+        if self._created_lr_scheduler:  # its shape belongs to the previous call's number of steps
+            self.lr_scheduler = None
+            self._created_lr_scheduler = False
+        self.create_optimizer_and_scheduler(num_training_steps=max_steps)
+        self._load_optimizer_and_scheduler(resume_from_checkpoint)
+
+    def _log_plan(self, schedule: TrainingSchedule) -> None:
+        logger.info(
+            "Training %d parameters on %d samples: %d optimizer steps of %d samples, in up to %d epochs of %d steps.",
+            self.get_num_trainable_parameters(),
+            schedule.num_examples,
+            schedule.max_steps,
+            schedule.total_train_batch_size,
+            schedule.num_train_epochs,
+            schedule.num_update_steps_per_epoch,
+        )
+
+    def _finalize_training(self, loop: TrainingLoop) -> TrainOutput:
+        """The last log line, the best model, and the end of the run."""
+        steps = self.state.global_step - self._initial_global_step
+        train_loss = (self._total_loss_scalar + loop.tr_loss.item()) / max(steps, 0.001)
+        samples = loop.schedule.num_train_samples * steps / max(self.state.max_steps, 1)
+        metrics = speed_metrics("train", loop.start_time, num_samples=samples, num_steps=steps)
+        self.store_flos()
+        metrics["total_flos"] = self.state.total_flos
+        metrics["train_loss"] = train_loss
+        self.log(metrics)
+        best = self.state.best_model_checkpoint
+        if self.args.load_best_model_at_end and best is not None:
+            self._load_best_model()
+        if self.args.should_save and best is not None and self.args.save_total_limit == 1:
+            keep_only(best, self._get_output_dir(loop.trial))
+        self._announce("on_train_end")
+        return TrainOutput(self.state.global_step, train_loss, metrics)
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Forward and backward of one micro-batch; returns the detached loss.
+
+        Override it to run your own; it must run backward itself, by `self.accelerator.backward(loss)`. Training then
+        uses Lightning's manual optimization.
+
+        Args:
+            model: the model to train.
+            inputs: the batch.
+            num_items_in_batch: items in all micro-batches of the optimizer step.
+        """
+        loss = self._training_loss(model, inputs, num_items_in_batch)
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+    def _training_loss(self, model: nn.Module, inputs: Any, num_items_in_batch: Any) -> torch.Tensor:
+        """The loss of one micro-batch, divided for accumulation unless it already is."""
+        _set_training_mode(model)
+        if callable(getattr(self.optimizer, "train", None)):  # schedule-free optimizers have modes too
+            self.optimizer.train()  # type: ignore[union-attr]
+        inputs = self._prepare_inputs(inputs)
+        with self.compute_loss_context_manager():
+            loss = call_with_accepted(self.compute_loss, model, inputs, num_items_in_batch=num_items_in_batch)
+        if not isinstance(loss, torch.Tensor) or loss.ndim != 0:
+            shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise InvalidArgument(
+                f"The loss must be a tensor with one number, and is {shown}: let the model return (loss, ...) or "
+                "{'loss': loss, ...}, pass compute_loss_func, or override compute_loss."
+            )
+        if self.current_gradient_accumulation_steps > 1 and not self._loss_is_scaled(num_items_in_batch):
+            loss = loss / self.current_gradient_accumulation_steps
+        return loss
+
+    def _loss_is_scaled(self, num_items_in_batch: Any) -> bool:
+        """Whether the loss was divided by the items of the whole window, rather than being a micro-batch's mean."""
+        if self.loss_is_scaled_for_ga is not None:
+            return self.loss_is_scaled_for_ga
+        if not accepts(self.compute_loss, "num_items_in_batch"):
+            return False  # an override from before v4.46 cannot know them
+        return (self.model_accepts_loss_kwargs and num_items_in_batch is not None) or self.compute_loss_func is not None
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | None = None,
+    ) -> Any:
+        """The loss of a batch: `compute_loss_func`'s, or the first of the model's outputs. Override it for your own.
+
+        Args:
+            model: the model.
+            inputs: the batch; without its labels when `compute_loss_func` gets them.
+            return_outputs: whether to return the model's outputs too.
+            num_items_in_batch: items that the loss is to be averaged over, given to models that take it.
+
+        Returns:
+            The loss, or `(loss, outputs)`.
+        """
+        labels = inputs.pop("labels", None) if self.compute_loss_func is not None else None
+        if self.model_accepts_loss_kwargs and num_items_in_batch is not None:
+            inputs = {**inputs, "num_items_in_batch": num_items_in_batch}
+        outputs = model(**inputs)
+        if self.compute_loss_func is not None:
+            loss = self.compute_loss_func(outputs, labels, num_items_in_batch=num_items_in_batch)
+        else:
+            loss = _first_output(outputs, inputs)
+        return (loss, outputs) if return_outputs else loss
+
+    def compute_loss_context_manager(self) -> contextlib.AbstractContextManager:
+        """Context of `compute_loss`; autocast is around the model's forward already."""
+        return contextlib.nullcontext()
+
+    def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> contextlib.AbstractContextManager:
+        """Context for your own computations beside the model's; nothing, as in v4.30 and later."""
+        return contextlib.nullcontext()
+
+    def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
+        """Clip the gradients to `max_grad_norm`, or only measure them when it is 0; returns the norm before."""
+        if self.args.max_grad_norm > 0:
+            return self.accelerator.clip_grad_norm_(model.parameters(), self.args.max_grad_norm)
+        return torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """Floating-point operations of forward and backward on a batch: 6 per token and parameter; 0 if unknown."""
+        model = self.model
+        main_input = getattr(model, "main_input_name", "input_ids")
+        if main_input not in inputs or not hasattr(model, "num_parameters"):
+            return 0
+        if self._flos_per_token is None or self._flos_per_token[0] is not model:
+            self._flos_per_token = (model, 6 * model.num_parameters(exclude_embeddings=True))  # type: ignore[operator]
+        return inputs[main_input].numel() * self._flos_per_token[1]
+
+    def store_flos(self) -> None:
+        """Add the operations counted since the last call to `state.total_flos`."""
+        self.state.total_flos += self.current_flos
+        self.current_flos = 0.0
+
+    def _maybe_log_save_evaluate(
+        self,
+        tr_loss: torch.Tensor,
+        grad_norm: Any,
+        model: nn.Module,
+        trial: Any,
+        epoch: float,
+        ignore_keys_for_eval: list[str] | None,
+        start_time: float | None = None,
+        learning_rate: float | None = None,
+    ) -> None:
+        """Do what the callbacks have asked for at this point."""
+        if self.control.should_log and self.state.global_step > self._globalstep_last_logged:
+            self._log_training_loss(tr_loss, grad_norm, learning_rate, start_time)
+        if self.control.should_evaluate:
+            metrics = self._evaluate(trial, ignore_keys_for_eval)
+            is_new_best = self._determine_best_metric(metrics=metrics, trial=trial)
+            if self.args.save_strategy == SaveStrategy.BEST:
+                self.control.should_save = is_new_best
+        if self.control.should_save:
+            self._save_checkpoint(model, trial)
+            self._announce("on_save")
+
+    def _log_training_loss(
+        self, tr_loss: torch.Tensor, grad_norm: Any, learning_rate: float | None, start_time: float | None
+    ) -> None:
+        summed = tr_loss.item()
+        tr_loss.zero_()
+        logs: dict[str, float] = {"loss": summed / (self.state.global_step - self._globalstep_last_logged)}
+        if grad_norm is not None:
+            logs["grad_norm"] = grad_norm.item() if isinstance(grad_norm, torch.Tensor) else grad_norm
+        logs["learning_rate"] = learning_rate if learning_rate is not None else self._get_learning_rate()
+        self._total_loss_scalar += summed
+        self._globalstep_last_logged = self.state.global_step
+        self.store_flos()
+        call_with_accepted(self.log, logs, start_time=start_time)
+
+    # ---- Evaluation and prediction -----------------------------------------------------------------------------
+
+    def _evaluate(
+        self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False
+    ) -> dict[str, float]:
+        """Evaluate within training."""
+        return self.evaluate(ignore_keys=ignore_keys_for_eval)
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Evaluate, log the metrics and return them.
+
+        Args:
+            eval_dataset: a dataset, the name of one in Trainer's dict, or a dict of them; default Trainer's own.
+            ignore_keys: outputs of the model that are left out of the predictions.
+            metric_key_prefix: put before each metric's name, with an underscore.
+
+        Returns:
+            The loss, the metrics of `compute_metrics`, and run time in seconds with samples and batches per second.
+        """
+        own = eval_dataset is None
+        datasets = self.eval_dataset if own else eval_dataset
+        if isinstance(datasets, Mapping):
+            metrics: dict[str, float] = {}
+            for name, dataset in datasets.items():
+                prefix = f"{metric_key_prefix}_{name}"
+                metrics |= self.evaluate(name if own else dataset, ignore_keys=ignore_keys, metric_key_prefix=prefix)
+            return metrics
+        dataloader = self.get_eval_dataloader(eval_dataset)
+        start_time = time.time()
+        output = self.evaluation_loop(
+            dataloader,
+            description="Evaluation",
+            prediction_loss_only=True if self.compute_metrics is None else None,
+            ignore_keys=ignore_keys,
+            metric_key_prefix=metric_key_prefix,
+        )
+        measured = self._with_speed(output, metric_key_prefix, start_time)
+        self.log(measured)
+        self._announce("on_evaluate", metrics=measured)
+        return measured
+
+    def predict(
+        self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
+    ) -> PredictionOutput:
+        """Predict, and compute the metrics when there are labels.
+
+        Args:
+            test_dataset: the dataset.
+            ignore_keys: outputs of the model that are left out.
+            metric_key_prefix: put before each metric's name, with an underscore.
+
+        Returns:
+            Predictions and labels of shape `(samples, ...)`, padded on the right with -100, and the metrics.
+        """
+        dataloader = self.get_test_dataloader(test_dataset)
+        start_time = time.time()
+        output = self.evaluation_loop(
+            dataloader, description="Prediction", ignore_keys=ignore_keys, metric_key_prefix=metric_key_prefix
+        )
+        metrics = self._with_speed(output, metric_key_prefix, start_time)
+        self._announce("on_predict", metrics=metrics)
+        return PredictionOutput(output.predictions, output.label_ids, metrics)
+
+    def _with_speed(self, output: EvalLoopOutput, prefix: str, start_time: float) -> dict[str, float]:
+        metrics, samples = output.metrics or {}, output.num_samples or 0
+        start_time += metrics.get(f"{prefix}_model_preparation_time", 0)
+        steps = math.ceil(samples / (self.args.eval_batch_size * self.args.world_size))
+        return metrics | speed_metrics(prefix, start_time, num_samples=samples, num_steps=steps)
+
+    def evaluation_loop(
+        self,
+        dataloader: DataLoader,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """One pass over a loader, with or without labels, by Lightning's validation or prediction loop.
+
+        Args:
+            dataloader: the batches.
+            description: 'Evaluation' or 'Prediction'; the latter runs Lightning's prediction loop.
+            prediction_loss_only: keep no predictions; None asks the arguments.
+            ignore_keys: outputs of the model that are left out.
+            metric_key_prefix: put before each metric's name, with an underscore.
+        """
+        loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+        prepared_here = self._engine.trainer is None
+        self.callback_handler.eval_dataloader = dataloader
+        if callable(getattr(self.optimizer, "eval", None)):
+            self.optimizer.eval()  # type: ignore[union-attr]
+        self.model.eval()
+        evaluation = EvaluationPass(
+            args=self.args,
+            dataloader=dataloader,
+            predict=lambda inputs: self.prediction_step(self.model, inputs, loss_only, ignore_keys=ignore_keys),
+            announce_batch=lambda: self._announce("on_prediction_step"),
+            num_examples=self.num_examples,
+            main_input=getattr(self.model, "main_input_name", "input_ids"),
+            compute_metrics=self.compute_metrics,
+            preprocess_logits=self.preprocess_logits_for_metrics,
+            prefix=metric_key_prefix,
+        )
+        started = time.time()
+        self._engine.evaluate(evaluation, self.model, predicting=description == "Prediction")
+        if evaluation.output is None or not evaluation.seen_batches:
+            raise InvalidArgument(f"{description} found not one batch: the dataset is empty.")
+        if prepared_here:  # this and all later evaluations report it, as those of transformers do
+            self.model_preparation_time = round(evaluation.started - started, 4)
+        if hasattr(self, "model_preparation_time"):
+            assert evaluation.output.metrics is not None
+            evaluation.output.metrics[f"{metric_key_prefix}_model_preparation_time"] = self.model_preparation_time
+        return evaluation.output
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[torch.Tensor | None, Any, Any]:
+        """Loss, logits and labels of one batch, each None where there is none. Override it for your own.
+
+        Args:
+            model: the model.
+            inputs: the batch.
+            prediction_loss_only: return the loss only.
+            ignore_keys: outputs of the model that are left out; default those that its config names.
+        """
+        inputs = self._prepare_inputs(inputs)
+        if ignore_keys is None:
+            config = getattr(self.model, "config", None)
+            default = ["past_key_values"] if config is not None else []
+            ignore_keys = getattr(config, "keys_to_ignore_at_inference", default)
+        has_labels = bool(self.label_names) and all(inputs.get(name) is not None for name in self.label_names)
+        returns_loss = inputs.get("return_loss")
+        returns_loss = self.can_return_loss if returns_loss is None else returns_loss
+        labels = loss = None
+        with torch.no_grad():
+            if has_labels or (not self.label_names and returns_loss):
+                labels = nested_detach(tuple(inputs.get(name) for name in self.label_names))
+                labels = labels[0] if len(labels) == 1 else labels
+                loss, outputs = self._loss_and_outputs(model, inputs, prediction_loss_only)
+                logits = _outputs_without(outputs, [*ignore_keys, "loss"], skip_first=True)
+            else:
+                with self.compute_loss_context_manager():
+                    outputs = model(**inputs)
+                logits = _outputs_without(outputs, ignore_keys, skip_first=False)
+        if prediction_loss_only:
+            return loss, None, None
+        logits = nested_detach(logits)
+        return loss, logits[0] if isinstance(logits, (tuple, list)) and len(logits) == 1 else logits, labels
+
+    def _loss_and_outputs(self, model: nn.Module, inputs: Any, loss_only: bool) -> tuple[torch.Tensor, Any]:
+        num_items = self._get_num_items_in_batch([inputs], self.args.device)
+        with self.compute_loss_context_manager():
+            if accepts(self.compute_loss, "return_outputs"):
+                loss, outputs = call_with_accepted(
+                    self.compute_loss, model, inputs, return_outputs=True, num_items_in_batch=num_items
+                )
+            else:  # an override of v4.1: its loss, and the outputs by a pass of their own
+                outputs = () if loss_only else model(**inputs)
+                loss = call_with_accepted(self.compute_loss, model, inputs, num_items_in_batch=num_items)
+        return loss.detach().mean(), outputs
+
+    # ---- Saving and loading ------------------------------------------------------------------------------------
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write weights, config, processing class and arguments, so that `from_pretrained` can load them.
+
+        Args:
+            output_dir: the folder; default `args.output_dir`.
+        """
+        if self.args.should_save:
+            self._save(output_dir if output_dir is not None else str(self.args.output_dir))
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        output_dir = output_dir if output_dir is not None else str(self.args.output_dir)
+        os.makedirs(output_dir, exist_ok=True)
+        save_weights(self.model, output_dir, state_dict)
+        processing_class = self.processing_class
+        if processing_class is None:
+            processing_class = getattr(self.data_collator, "tokenizer", None)
+        if processing_class is not None:
+            processing_class.save_pretrained(output_dir)
+        torch.save(self.args, os.path.join(output_dir, names.TRAINING_ARGS_NAME))
+
+    def save_state(self) -> None:
+        """Write `trainer_state.json` to the output folder."""
+        if self.is_world_process_zero():
+            self.state.save_to_json(os.path.join(str(self.args.output_dir), names.TRAINER_STATE_NAME))
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return str(self.args.output_dir)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Write `checkpoint-{step}`, whole or not at all, and delete what `save_total_limit` no longer allows."""
+        self.store_flos()
+        run_dir = self._get_output_dir(trial)
+        best = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}")
+        if self.state.best_global_step == self.state.global_step or os.path.isdir(best):
+            self.state.best_model_checkpoint = best
+        with staged(os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")) as folder:
+            self.save_model(folder, _internal_call=True)
+            if not self.args.save_only_model:
+                self._save_optimizer_and_scheduler(folder)
+                self._save_rng_state(folder)
+            self.state.stateful_callbacks = export_states(self._stateful_callbacks())
+            self.state.save_to_json(os.path.join(folder, names.TRAINER_STATE_NAME))
+        rotate_checkpoints(run_dir, self.args.save_total_limit, self.state.best_model_checkpoint)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        torch.save(self._made_optimizer().state_dict(), os.path.join(output_dir, names.OPTIMIZER_NAME))
+        torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, names.SCHEDULER_NAME))
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        save_rng_state(os.path.join(output_dir, names.rng_name(self.args.process_index, self.args.world_size)))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Load the weights of a checkpoint."""
+        load_weights(model if model is not None else self.model, resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        """Load the weights of the best checkpoint."""
+        best = self.state.best_model_checkpoint
+        logger.info("Loading the best model, %s (metric %s).", best, self.state.best_metric)
+        load_weights(self.model, str(best))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Load the optimizer's and the scheduler's state, if the checkpoint has them."""
+        if checkpoint is not None:
+            resume.load_optimizer_and_scheduler(checkpoint, self._made_optimizer(), self.lr_scheduler)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Restore the random states of a checkpoint."""
+        if checkpoint is not None:
+            name = names.rng_name(self.args.process_index, self.args.world_size)
+            load_rng_state(os.path.join(checkpoint, name))
+
+    def _load_callback_state(self) -> None:
+        """Restore the callbacks' states from `self.state`, with `restore_callback_states_from_checkpoint`."""
+        if self.args.restore_callback_states_from_checkpoint:
+            self.control = resume.restore_callbacks(self.callback_handler, self.control, self.state.stateful_callbacks)
+
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        """Remember the metric if it is the best so far; returns whether it is.
+
+        Raises:
+            MetricNotFound: when evaluation returns no such metric, naming those that it does.
+        """
+        if self.args.metric_for_best_model is None:
+            return False
+        key = evaluation_key(self.args.metric_for_best_model)
+        if key not in metrics:
+            raise MetricNotFound(
+                f"metric_for_best_model={self.args.metric_for_best_model!r}: evaluation returns no {key!r}, only "
+                f"{', '.join(sorted(metrics))}."
+            )
+        value, best = metrics[key], self.state.best_metric
+        if best is None:
+            best = -math.inf if self.args.greater_is_better else math.inf
+            self.state.best_metric = best
+        if not (value > best if self.args.greater_is_better else value < best):
+            return False
+        self.state.best_metric = value
+        if self.args.save_strategy != SaveStrategy.NO:
+            self.state.best_global_step = self.state.global_step
+        return True
+
+    # ---- Logs and metrics --------------------------------------------------------------------------------------
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add a line to `state.log_history` and announce it. Override it to do more.
+
+        Args:
+            logs: the values; gets the epoch added.
+            start_time: when training began, in seconds.
+        """
+        logs["epoch"] = self.state.epoch
+        self.state.log_history.append({**logs, "step": self.state.global_step})
+        self._announce("on_log", logs=logs)
+
+    @staticmethod
+    def metrics_format(metrics: Mapping[str, Any]) -> dict[str, Any]:
+        """Metrics as people read them."""
+        return metrics_format(metrics)
+
+    def log_metrics(self, split: str, metrics: Mapping[str, Any]) -> None:
+        """Print metrics as a table, on the main process.
+
+        Args:
+            split: 'train', 'eval' or 'test', for the title.
+            metrics: the metrics.
+        """
+        if not self.is_world_process_zero():
+            return
+        shown = self.metrics_format(metrics)
+        print(f"***** {split} metrics *****")
+        name_width = max((len(name) for name in shown), default=0)
+        value_width = max((len(str(value)) for value in shown.values()), default=0)
+        for name in sorted(shown):
+            print(f"  {name: <{name_width}} = {shown[name]!s:>{value_width}}")
+
+    def save_metrics(self, split: str, metrics: Mapping[str, Any], combined: bool = True) -> None:
+        """Write metrics to `{split}_results.json`, on the main process.
+
+        Args:
+            split: 'train', 'eval', 'test' or 'all'.
+            metrics: the metrics.
+            combined: also merge them into `all_results.json`.
+        """
+        if not self.is_world_process_zero():
+            return
+        _write_json(os.path.join(str(self.args.output_dir), f"{split}_results.json"), metrics)
+        if combined:
+            path = os.path.join(str(self.args.output_dir), "all_results.json")
+            merged = {}
+            if os.path.exists(path):
+                with open(path, encoding="utf-8") as file:
+                    merged = json.load(file)
+            _write_json(path, {**merged, **metrics})
+
+    # ---- Processes ---------------------------------------------------------------------------------------------
+
+    def is_local_process_zero(self) -> bool:
+        """Whether this is the main process of its node."""
+        return self.args.local_process_index == 0
+
+    def is_world_process_zero(self) -> bool:
+        """Whether this is the main process of all."""
+        return self.args.process_index == 0
+
+
+def _set_training_mode(model: nn.Module) -> None:
+    """`model.train()` before every micro-batch, as callbacks rely on; asking all modules is cheaper than setting all."""
+    if not all(module.training for module in model.modules()):
+        model.train()
+
+
+def _processing_class(processing_class: Any, tokenizer: Any) -> Any:
+    if tokenizer is None:
+        return processing_class
+    if processing_class is not None and processing_class is not tokenizer:
+        raise InvalidArgument("tokenizer is the old name of processing_class: pass one of them.")
+    warnings.warn("Trainer(tokenizer=...) is now Trainer(processing_class=...)", FutureWarning, stacklevel=3)
+    return tokenizer
+
+
+def _call_sampler(sampler_fn: Callable[..., Sampler | None] | None, dataset: Any) -> Sampler | None:
+    """Overrides of v4.54 and before take no dataset."""
+    if sampler_fn is None:
+        return None
+    return sampler_fn(dataset) if number_of_arguments(sampler_fn) else sampler_fn()
+
+
+def _first_output(outputs: Any, inputs: Mapping[str, Any]) -> Any:
+    """The loss among a model's outputs.
+
+    Raises:
+        InvalidArgument: when there is none, naming what the model returned.
+    """
+    if isinstance(outputs, Mapping):
+        if "loss" in outputs:
+            return outputs["loss"]
+        returned = f"only {', '.join(map(str, outputs))}"
+    elif isinstance(outputs, (tuple, list)) and outputs:
+        return outputs[0]
+    else:
+        returned = f"a {type(outputs).__name__}"
+    raise InvalidArgument(
+        f"The model returned no loss, {returned}, from the inputs {', '.join(map(str, inputs))}. It must return (loss, "
+        "...) or {'loss': loss, ...}: check that the labels reach it, pass compute_loss_func, or override compute_loss."
+    )
+
+
+def _outputs_without(outputs: Any, ignored: list[str], *, skip_first: bool) -> Any:
+    if isinstance(outputs, Mapping):
+        return tuple(value for name, value in outputs.items() if name not in ignored)
+    return outputs[1:] if skip_first else outputs
+
+
+def _write_json(path: str, values: Mapping[str, Any]) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(values, file, indent=4, sort_keys=True)

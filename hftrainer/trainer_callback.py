@@ -1,0 +1,484 @@
+"""The state of a training run, the switches that callbacks set, and the callbacks themselves."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hftrainer.trainer_utils import IntervalStrategy, SaveStrategy, has_length
+
+if TYPE_CHECKING:
+    from hftrainer.training_args import TrainingArguments
+
+logger = logging.getLogger(__name__)
+
+
+class ExportableState:
+    """Something whose state goes into `trainer_state.json` and comes back on resume (since v4.42).
+
+    `state()` returns `{"args": constructor arguments, "attributes": what to set afterwards}`, JSON values only.
+    """
+
+    def state(self) -> dict[str, Any]:
+        """The state to save."""
+        raise NotImplementedError(f"{type(self).__name__} is an ExportableState and must define state()")
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> ExportableState:
+        """A new object from what `state()` returned."""
+        instance = cls(**state["args"])
+        for name, value in state["attributes"].items():
+            setattr(instance, name, value)
+        return instance
+
+
+@dataclass
+class TrainerState:
+    """Where a training run stands; what `trainer_state.json` holds.
+
+    A step is an optimizer step, whatever the number of micro-batches behind it.
+
+    Attributes:
+        epoch: passes over the data done so far, with the fraction of the current one.
+        global_step: optimizer steps done.
+        max_steps: optimizer steps that the whole run will do.
+        logging_steps, eval_steps, save_steps: optimizer steps between two of each, shares already resolved.
+        train_batch_size: samples in a micro-batch of one process.
+        num_train_epochs: passes over the data that the run begins, the last possibly cut short.
+        num_input_tokens_seen: input tokens over all processes, when they are counted.
+        total_flos: floating-point operations done.
+        log_history: every log line, in order.
+        best_metric, best_global_step, best_model_checkpoint: value, step and folder of the best model so far.
+        stateful_callbacks: states of the callbacks that export one, by class name.
+    """
+
+    epoch: float = 0
+    global_step: int = 0
+    max_steps: int = 0
+    logging_steps: float = 500
+    eval_steps: float = 500
+    save_steps: float = 500
+    train_batch_size: int | None = None
+    num_train_epochs: int = 0
+    num_input_tokens_seen: int = 0
+    total_flos: float = 0
+    log_history: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    best_metric: float | None = None
+    best_global_step: int | None = None
+    best_model_checkpoint: str | None = None
+    is_local_process_zero: bool = True
+    is_world_process_zero: bool = True
+    is_hyper_param_search: bool = False
+    trial_name: str | None = None
+    trial_params: dict[str, Any] | None = None
+    stateful_callbacks: Any = None
+
+    def __post_init__(self) -> None:
+        if self.log_history is None:  # as in files written by v4
+            self.log_history = []
+        if not isinstance(self.stateful_callbacks, dict):
+            self.stateful_callbacks = export_states(self.stateful_callbacks or [])
+
+    def save_to_json(self, json_path: str) -> None:
+        """Write the state as JSON."""
+        with open(json_path, "w", encoding="utf-8") as file:
+            file.write(json.dumps(dataclasses.asdict(self), indent=2, sort_keys=True) + "\n")
+
+    @classmethod
+    def load_from_json(cls, json_path: str) -> TrainerState:
+        """Read a state; fields that other releases wrote and this one does not know are left out."""
+        with open(json_path, encoding="utf-8") as file:
+            values = json.load(file)
+        known = {field.name for field in dataclasses.fields(cls)}
+        return cls(**{name: value for name, value in values.items() if name in known})
+
+    def compute_steps(self, args: TrainingArguments, max_steps: int) -> None:
+        """Resolve the intervals given as shares of `max_steps` into optimizer steps."""
+        for name in ("logging_steps", "eval_steps", "save_steps"):
+            steps = getattr(args, name)
+            if steps is not None:
+                setattr(self, name, math.ceil(max_steps * steps) if steps < 1 else steps)
+
+
+def export_states(callbacks: Sequence[Any]) -> dict[str, Any]:
+    """States of the callbacks by class name; several of one class become a list."""
+    states: dict[str, Any] = {}
+    for callback in callbacks:
+        name = type(callback).__name__
+        if name not in states:
+            states[name] = callback.state()
+        elif isinstance(states[name], list):
+            states[name].append(callback.state())
+        else:
+            states[name] = [states[name], callback.state()]
+    return states
+
+
+def is_exportable(callback: Any) -> bool:
+    """Whether the callback exports a state: ours, or transformers' by the same protocol."""
+    return callable(getattr(callback, "state", None)) and callable(getattr(type(callback), "from_state", None))
+
+
+@dataclass
+class TrainerControl(ExportableState):
+    """The switches by which callbacks steer training.
+
+    Attributes:
+        should_training_stop: end training; stays set.
+        should_epoch_stop: end this epoch; cleared when the next begins.
+        should_save, should_evaluate, should_log: do so at this step; cleared when the next begins.
+    """
+
+    should_training_stop: bool = False
+    should_epoch_stop: bool = False
+    should_save: bool = False
+    should_evaluate: bool = False
+    should_log: bool = False
+
+    def state(self) -> dict[str, Any]:
+        """The switches as they stand."""
+        return {"args": dataclasses.asdict(self), "attributes": {}}
+
+
+class TrainerCallback:
+    """Base of callbacks: override the events you need.
+
+    Every event receives `args`, `state` and `control`, and as keywords `model`, `processing_class`, `optimizer`,
+    `lr_scheduler`, `train_dataloader` and `eval_dataloader`; `on_log` also `logs`, `on_evaluate` and `on_predict`
+    also `metrics`. An event that changes `control` may return it.
+    """
+
+    def on_init_end(self, args, state, control, **kwargs):
+        """The Trainer is built."""
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        """Training begins."""
+
+    def on_train_end(self, args, state, control, **kwargs):
+        """Training has ended; the best model is loaded if it was asked for."""
+
+    def on_epoch_begin(self, args, state, control, **kwargs):
+        """A pass over the data begins."""
+
+    def on_epoch_end(self, args, state, control, **kwargs):
+        """A pass over the data has ended."""
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        """The first micro-batch of an optimizer step is about to run."""
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        """Gradients are complete and clipped; the optimizer has not stepped (since v4.46)."""
+
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        """The optimizer has stepped; gradients are still there (since v4.46)."""
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        """A micro-batch has run that does not end an optimizer step."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        """An optimizer step is complete."""
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        """An evaluation is complete."""
+
+    def on_predict(self, args, state, control, metrics, **kwargs):
+        """A prediction is complete."""
+
+    def on_save(self, args, state, control, **kwargs):
+        """A checkpoint is written."""
+
+    def on_log(self, args, state, control, **kwargs):
+        """A log line was added to `state.log_history`."""
+
+    def on_prediction_step(self, args, state, control, **kwargs):
+        """A batch of an evaluation or prediction is done."""
+
+    def on_push_begin(self, args, state, control, **kwargs):
+        """An upload to the Hub begins (since v5.0)."""
+
+
+class CallbackHandler(TrainerCallback):
+    """The callbacks of one Trainer, called in the order in which they were added."""
+
+    #: Switches that an event clears before it is announced.
+    CLEARS = {
+        "on_train_begin": ("should_training_stop",),
+        "on_epoch_begin": ("should_epoch_stop",),
+        "on_step_begin": ("should_log", "should_evaluate", "should_save"),
+        "on_evaluate": ("should_evaluate",),
+        "on_save": ("should_save",),
+        "on_log": ("should_log",),
+    }
+
+    def __init__(self, callbacks, model, processing_class, optimizer, lr_scheduler):
+        self.callbacks: list[Any] = []
+        for callback in callbacks:
+            self.add_callback(callback)
+        self.model = model
+        self.processing_class = processing_class
+        self.optimizer = optimizer
+        self.lr_scheduler = lr_scheduler
+        self.train_dataloader = None
+        self.eval_dataloader = None
+        if not any(isinstance(callback, DefaultFlowCallback) for callback in self.callbacks):
+            logger.warning("Without DefaultFlowCallback nothing will be logged, evaluated or saved by itself.")
+
+    def add_callback(self, callback: Any) -> None:
+        """Add a callback, given as a class or as an instance.
+
+        Raises:
+            TypeError: for something that handles none of the events.
+        """
+        instance = callback() if isinstance(callback, type) else callback
+        if not any(callable(getattr(instance, event, None)) for event in EVENTS):
+            raise TypeError(f"{instance!r} ({type(instance).__name__}) is no callback: it handles none of the events")
+        if type(instance) in {type(present) for present in self.callbacks}:
+            logger.warning("There already is a %s among the callbacks: %s", type(instance).__name__, self.callback_list)
+        self.callbacks.append(instance)
+
+    def pop_callback(self, callback: Any) -> Any:
+        """Remove a callback, by class or instance, and return it; None when there is none."""
+        for present in self.callbacks:
+            if isinstance(present, callback) if isinstance(callback, type) else present == callback:
+                self.callbacks.remove(present)
+                return present
+        return None
+
+    def remove_callback(self, callback: Any) -> None:
+        """Remove a callback, by class or instance."""
+        self.pop_callback(callback)
+
+    @property
+    def callback_list(self) -> str:
+        """The class names, a line each."""
+        return "\n".join(type(callback).__name__ for callback in self.callbacks)
+
+    def call_event(
+        self, event: str, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        """Announce an event to every callback; returns the control object that the last of them left."""
+        for switch in self.CLEARS.get(event, ()):
+            setattr(control, switch, False)
+        for callback in self.callbacks:
+            handler = getattr(callback, event, None)
+            if handler is None or getattr(handler, "__func__", None) is _NOTHING[event]:
+                continue
+            result = handler(
+                args,
+                state,
+                control,
+                model=self.model,
+                processing_class=self.processing_class,
+                optimizer=self.optimizer,
+                lr_scheduler=self.lr_scheduler,
+                train_dataloader=self.train_dataloader,
+                eval_dataloader=self.eval_dataloader,
+                **kwargs,
+            )
+            if result is not None:
+                control = result
+        return control
+
+
+def _announcer(event: str):
+    def announce(self, args, state, control, *positional, **kwargs):
+        if positional:  # the handler's own signature gives the payload by position
+            kwargs[PAYLOAD[event]] = positional[0]
+        return self.call_event(event, args, state, control, **kwargs)
+
+    announce.__name__ = event
+    return announce
+
+
+EVENTS = tuple(name for name in vars(TrainerCallback) if name.startswith("on_"))
+PAYLOAD = {"on_log": "logs", "on_evaluate": "metrics", "on_predict": "metrics"}
+#: The base class's empty handlers: a callback that inherits one is not called, which saves a few µs a step.
+_NOTHING = {event: getattr(TrainerCallback, event) for event in EVENTS}
+for _event in EVENTS:
+    setattr(CallbackHandler, _event, _announcer(_event))
+
+
+class DefaultFlowCallback(TrainerCallback):
+    """Logs, evaluates, saves and stops as the arguments say."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        """Decide what is due at this optimizer step."""
+        step = state.global_step
+        if (step == 1 and args.logging_first_step) or _due(args.logging_strategy, step, state.logging_steps):
+            control.should_log = True
+        evaluates = args.eval_strategy == IntervalStrategy.STEPS and args.eval_delay <= step
+        if evaluates and _due(args.eval_strategy, step, state.eval_steps):
+            control.should_evaluate = True
+        if _due(args.save_strategy, step, state.save_steps):
+            control.should_save = True
+        if step >= state.max_steps:
+            control.should_training_stop = True
+            if evaluates:  # the last step is evaluated and saved even off the beat (since v4.47)
+                control.should_evaluate = True
+            if args.save_strategy == SaveStrategy.STEPS:
+                control.should_save = True
+        return control
+
+    def on_epoch_end(self, args, state, control, **kwargs):
+        """Decide what is due at the end of this epoch."""
+        if args.logging_strategy == IntervalStrategy.EPOCH:
+            control.should_log = True
+        if args.eval_strategy == IntervalStrategy.EPOCH and args.eval_delay <= state.epoch:
+            control.should_evaluate = True
+        if args.save_strategy == SaveStrategy.EPOCH:
+            control.should_save = True
+        return control
+
+
+def _due(strategy: IntervalStrategy | SaveStrategy, step: int, interval: float) -> bool:
+    return strategy == IntervalStrategy.STEPS and interval > 0 and step % interval == 0
+
+
+class ProgressCallback(TrainerCallback):
+    """A progress bar in optimizer steps, one in evaluation batches below it, and the log lines above both.
+
+    Args:
+        max_str_len: longest string value shown in a log line, in characters.
+    """
+
+    def __init__(self, max_str_len: int = 100) -> None:
+        self.training_bar: Any = None
+        self.prediction_bar: Any = None
+        self.max_str_len = max_str_len
+        self.current_step = 0
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        """Open the bar, at the step that training resumes from."""
+        if state.is_world_process_zero:
+            self.training_bar = _bar(total=state.max_steps)
+        self.current_step = 0
+
+    def on_step_end(self, args, state, control, **kwargs):
+        """Advance the bar."""
+        if self.training_bar is not None:
+            self.training_bar.update(state.global_step - self.current_step)
+            self.current_step = state.global_step
+
+    def on_prediction_step(self, args, state, control, eval_dataloader=None, **kwargs):
+        """Advance the evaluation bar, opening it at the first batch."""
+        if state.is_world_process_zero and has_length(eval_dataloader):
+            if self.prediction_bar is None:
+                self.prediction_bar = _bar(total=len(eval_dataloader), leave=self.training_bar is None)
+            self.prediction_bar.update(1)
+
+    def _close_prediction_bar(self) -> None:
+        if self.prediction_bar is not None:
+            self.prediction_bar.close()
+            self.prediction_bar = None
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        """Close the evaluation bar."""
+        self._close_prediction_bar()
+
+    def on_predict(self, args, state, control, metrics, **kwargs):
+        """Close the evaluation bar."""
+        self._close_prediction_bar()
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        """Write the log line above the bar."""
+        if self.training_bar is not None:
+            self.training_bar.write(str({name: self._shown(value) for name, value in _without_flos(logs).items()}))
+
+    def _shown(self, value: Any) -> Any:
+        if isinstance(value, str) and len(value) > self.max_str_len:
+            return f"[{len(value)} characters, more than max_str_len={self.max_str_len}]"
+        return f"{value:.4g}" if isinstance(value, float) else value
+
+    def on_train_end(self, args, state, control, **kwargs):
+        """Close the bar."""
+        if self.training_bar is not None:
+            self.training_bar.close()
+            self.training_bar = None
+
+
+class PrinterCallback(TrainerCallback):
+    """Prints the log lines: what the Trainer uses instead of the progress bar with `disable_tqdm`."""
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        """Print the line."""
+        if state.is_local_process_zero:
+            shown = _without_flos(logs).items()
+            print({name: f"{value:.4g}" if isinstance(value, float) else value for name, value in shown})
+
+
+def _without_flos(logs: dict[str, Any] | None) -> dict[str, Any]:
+    return {name: value for name, value in (logs or {}).items() if name != "total_flos"}
+
+
+def _bar(**kwargs: Any) -> Any:
+    from tqdm.auto import tqdm
+
+    return tqdm(dynamic_ncols=True, **kwargs)
+
+
+class EarlyStoppingCallback(TrainerCallback, ExportableState):
+    """Stops training when `metric_for_best_model` no longer improves.
+
+    Args:
+        early_stopping_patience: evaluations in a row without improvement before training stops.
+        early_stopping_threshold: how much better than the best so far counts as an improvement, in metric units.
+    """
+
+    def __init__(self, early_stopping_patience: int = 1, early_stopping_threshold: float | None = 0.0) -> None:
+        self.early_stopping_patience = early_stopping_patience
+        self.early_stopping_threshold = early_stopping_threshold
+        self.early_stopping_patience_counter = 0
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        """Check that there will be a metric to follow.
+
+        Raises:
+            ValueError: without `metric_for_best_model`, or without evaluation.
+        """
+        if args.metric_for_best_model is None:
+            raise ValueError("EarlyStoppingCallback needs metric_for_best_model, the metric that it follows.")
+        if args.eval_strategy == IntervalStrategy.NO:
+            raise ValueError("EarlyStoppingCallback needs evaluation during training: set eval_strategy.")
+        if not args.load_best_model_at_end:
+            logger.warning(
+                "EarlyStoppingCallback without load_best_model_at_end: the last model is kept, not the best."
+            )
+
+    def on_evaluate(self, args, state, control, metrics=None, **kwargs):
+        """Count the evaluations without improvement."""
+        value = (metrics or {}).get(evaluation_key(args.metric_for_best_model))
+        if value is None:
+            logger.warning("Early stopping found no %s among %s.", args.metric_for_best_model, sorted(metrics or {}))
+            return
+        if self._improves(args, state, value):
+            self.early_stopping_patience_counter = 0
+        else:
+            self.early_stopping_patience_counter += 1
+        if self.early_stopping_patience_counter >= self.early_stopping_patience:
+            control.should_training_stop = True
+
+    def _improves(self, args, state, value: float) -> bool:
+        if state.best_metric is None:
+            return True
+        gain = value - state.best_metric if args.greater_is_better else state.best_metric - value
+        return gain > 0 and gain > (self.early_stopping_threshold or 0.0)
+
+    def state(self) -> dict[str, Any]:
+        """Patience, threshold and the count so far."""
+        return {
+            "args": {
+                "early_stopping_patience": self.early_stopping_patience,
+                "early_stopping_threshold": self.early_stopping_threshold,
+            },
+            "attributes": {"early_stopping_patience_counter": self.early_stopping_patience_counter},
+        }
+
+
+def evaluation_key(metric: str) -> str:
+    """The name under which evaluation reports a metric: with its 'eval_'."""
+    return metric if metric.startswith("eval_") else f"eval_{metric}"

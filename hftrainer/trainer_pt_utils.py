@@ -1,0 +1,123 @@
+"""Nested outputs, parameter names and readable metrics."""
+
+from __future__ import annotations
+
+import datetime
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+
+def nested_apply(function: Callable[[Any], Any], data: Any) -> Any:
+    """Apply `function` to every leaf of nested mappings, lists and tuples."""
+    if isinstance(data, Mapping):
+        return type(data)({key: nested_apply(function, value) for key, value in data.items()})  # type: ignore[call-arg]
+    if isinstance(data, tuple) and hasattr(data, "_fields"):
+        return type(data)(*(nested_apply(function, value) for value in data))
+    if isinstance(data, (list, tuple)):
+        return type(data)(nested_apply(function, value) for value in data)
+    return function(data)
+
+
+def nested_detach(tensors: Any) -> Any:
+    """Detach every tensor; leaves that are none stay as they are."""
+    return nested_apply(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, tensors)
+
+
+def nested_numpify(tensors: Any) -> Any:
+    """Every tensor as an array on the CPU; bfloat16, which NumPy lacks, as float32."""
+    return nested_apply(_numpify, tensors)
+
+
+def _numpify(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    leaf = leaf.cpu()
+    return (leaf.float() if leaf.dtype == torch.bfloat16 else leaf).numpy()
+
+
+def nested_concat(batches: Sequence[Any], padding_index: int = -100) -> Any:
+    """Concatenate the leaves of equally nested batches along the first dimension.
+
+    Args:
+        batches: arrays of shape `(batch, length, ...)`, or nested containers of them.
+        padding_index: fills the second dimension, on the right, up to the longest batch.
+
+    Raises:
+        TypeError: when the batches are not nested alike.
+    """
+    first = batches[0]
+    if any(type(batch) is not type(first) for batch in batches):
+        kinds = sorted({type(batch).__name__ for batch in batches})
+        raise TypeError(f"Batches of one evaluation must return the same kind of output, got {', '.join(kinds)}")
+    if isinstance(first, Mapping):
+        return type(first)({key: nested_concat([b[key] for b in batches], padding_index) for key in first})  # type: ignore[call-arg]
+    if isinstance(first, (list, tuple)):
+        columns = [nested_concat(column, padding_index) for column in zip(*batches, strict=True)]
+        return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)
+    return _concat_padded([np.atleast_1d(batch) for batch in batches], padding_index)
+
+
+def _concat_padded(arrays: list[np.ndarray], padding_index: int) -> np.ndarray:
+    if arrays[0].ndim == 1 or len({array.shape[1] for array in arrays}) == 1:
+        return np.concatenate(arrays)
+    longest = max(array.shape[1] for array in arrays)
+    shape = (sum(len(array) for array in arrays), longest, *arrays[0].shape[2:])
+    result = np.full_like(arrays[0], padding_index, shape=shape)
+    row = 0
+    for array in arrays:
+        result[row : row + len(array), : array.shape[1]] = array
+        row += len(array)
+    return result
+
+
+def find_batch_size(tensors: Any) -> int | None:
+    """First dimension of the first tensor in nested containers, or None."""
+    if isinstance(tensors, (torch.Tensor, np.ndarray)):
+        return tensors.shape[0] if tensors.ndim else None
+    values = tensors.values() if isinstance(tensors, Mapping) else tensors if isinstance(tensors, (list, tuple)) else ()
+    return next((size for value in values if (size := find_batch_size(value)) is not None), None)
+
+
+def get_parameter_names(
+    model: nn.Module, forbidden_layer_types: Sequence[type], forbidden_layer_names: Sequence[str] | None = None
+) -> list[str]:
+    """Names of the parameters outside layers of some types, and whose names match none of some patterns.
+
+    Args:
+        model: the model.
+        forbidden_layer_types: layers whose parameters are left out.
+        forbidden_layer_names: regular expressions, searched in the lower-cased name from the layer downwards.
+    """
+    patterns = [re.compile(pattern) for pattern in forbidden_layer_names or ()]
+
+    def allowed(name: str) -> bool:
+        return not any(pattern.search(name.lower()) for pattern in patterns)
+
+    def walk(module: nn.Module) -> list[str]:
+        found = []
+        for child_name, child in module.named_children():
+            if not isinstance(child, tuple(forbidden_layer_types)):
+                found += [name for below in walk(child) if allowed(name := f"{child_name}.{below}")]
+        return found + [name for name in module._parameters if allowed(name)]
+
+    return walk(model)
+
+
+def metrics_format(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Metrics as people read them: memory in MB, run times as h:mm:ss.cc, FLOs in GF, floats to four places."""
+    return {name: _formatted(name, value) for name, value in metrics.items()}
+
+
+def _formatted(name: str, value: Any) -> Any:
+    if "_mem_" in name:
+        return f"{value >> 20}MB"
+    if "_runtime" in name:
+        return f"{datetime.timedelta(seconds=int(value))}.{int(abs(value - int(value)) * 100):02d}"
+    if name == "total_flos":
+        return f"{int(value) >> 30}GF"
+    return round(value, 4) if isinstance(value, float) else value

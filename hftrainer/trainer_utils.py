@@ -1,0 +1,309 @@
+"""The small public names of the Trainer: strategies, outputs, seeds and timings."""
+
+from __future__ import annotations
+
+import difflib
+import enum
+import inspect
+import os
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from hftrainer.checkpointing.folders import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
+from hftrainer.errors import InvalidArgument
+
+__all__ = [
+    "PREFIX_CHECKPOINT_DIR",
+    "BestRun",
+    "EvalLoopOutput",
+    "EvalPrediction",
+    "ExplicitEnum",
+    "HubStrategy",
+    "IntervalStrategy",
+    "OptimizerNames",
+    "ParallelMode",
+    "PredictionOutput",
+    "SaveStrategy",
+    "SchedulerType",
+    "TrainOutput",
+    "denumpify_detensorize",
+    "enable_full_determinism",
+    "get_last_checkpoint",
+    "has_length",
+    "is_main_process",
+    "number_of_arguments",
+    "seed_worker",
+    "set_seed",
+    "speed_metrics",
+]
+
+
+class ExplicitEnum(str, enum.Enum):
+    """A string enumeration whose error names the allowed values and the nearest one.
+
+    Members equal their plain string, and so the members of transformers' enumerations too.
+    """
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+    @classmethod
+    def _missing_(cls, value: object) -> ExplicitEnum:
+        allowed = [str(member.value) for member in cls]
+        near = difflib.get_close_matches(str(value), allowed, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise InvalidArgument(f"{value!r} is not a valid {cls.__name__}: choose one of {', '.join(allowed)}{hint}")
+
+
+class IntervalStrategy(ExplicitEnum):
+    """When something happens during training."""
+
+    NO = "no"
+    STEPS = "steps"
+    EPOCH = "epoch"
+
+
+class SaveStrategy(ExplicitEnum):
+    """When a checkpoint is written; 'best' (since v4.47) means at each new best metric."""
+
+    NO = "no"
+    STEPS = "steps"
+    EPOCH = "epoch"
+    BEST = "best"
+
+
+class HubStrategy(ExplicitEnum):
+    """What is uploaded to the Hub, and when."""
+
+    END = "end"
+    EVERY_SAVE = "every_save"
+    CHECKPOINT = "checkpoint"
+    ALL_CHECKPOINTS = "all_checkpoints"
+
+
+class SchedulerType(ExplicitEnum):
+    """Names of learning-rate schedules."""
+
+    LINEAR = "linear"
+    COSINE = "cosine"
+    COSINE_WITH_RESTARTS = "cosine_with_restarts"
+    POLYNOMIAL = "polynomial"
+    CONSTANT = "constant"
+    CONSTANT_WITH_WARMUP = "constant_with_warmup"
+    INVERSE_SQRT = "inverse_sqrt"
+    REDUCE_ON_PLATEAU = "reduce_lr_on_plateau"
+    COSINE_WITH_MIN_LR = "cosine_with_min_lr"
+    COSINE_WARMUP_WITH_MIN_LR = "cosine_warmup_with_min_lr"
+    WARMUP_STABLE_DECAY = "warmup_stable_decay"
+    GREEDY = "greedy"
+
+
+OptimizerNames = ExplicitEnum(  # type: ignore[call-overload]
+    "OptimizerNames",
+    {
+        name.upper(): name
+        for name in [
+            "adamw_hf",
+            "adamw_torch",
+            "adamw_torch_fused",
+            "adamw_torch_xla",
+            "adamw_torch_npu_fused",
+            "adamw_apex_fused",
+            "adafactor",
+            "adamw_anyprecision",
+            "adamw_torch_4bit",
+            "adamw_torch_8bit",
+            "ademamix",
+            "sgd",
+            "adagrad",
+            "adamw_bnb_8bit",
+            "adamw_8bit",
+            "ademamix_8bit",
+            "lion_8bit",
+            "lion_32bit",
+            "paged_adamw_32bit",
+            "paged_adamw_8bit",
+            "paged_ademamix_32bit",
+            "paged_ademamix_8bit",
+            "paged_lion_32bit",
+            "paged_lion_8bit",
+            "rmsprop",
+            "rmsprop_bnb",
+            "rmsprop_bnb_8bit",
+            "rmsprop_bnb_32bit",
+            "galore_adamw",
+            "galore_adamw_8bit",
+            "galore_adafactor",
+            "galore_adamw_layerwise",
+            "galore_adamw_8bit_layerwise",
+            "galore_adafactor_layerwise",
+            "lomo",
+            "adalomo",
+            "grokadamw",
+            "schedule_free_radam",
+            "schedule_free_adamw",
+            "schedule_free_sgd",
+            "apollo_adamw",
+            "apollo_adamw_layerwise",
+            "stable_adamw",
+        ]
+    },
+    module=__name__,
+)
+OptimizerNames.__doc__ = "Names of optimizers, of all releases."
+
+
+class ParallelMode(enum.Enum):
+    """How many processes and devices one training uses."""
+
+    NOT_PARALLEL = "not_parallel"
+    NOT_DISTRIBUTED = "not_distributed"
+    DISTRIBUTED = "distributed"
+    TPU = "tpu"
+
+
+class EvalPrediction:
+    """What `compute_metrics` receives.
+
+    Args:
+        predictions: the model's outputs, an array of shape `(samples, ...)` or a tuple of them.
+        label_ids: the labels, an array of shape `(samples, ...)` or a tuple of them.
+        inputs: the model's main input, when `include_for_metrics` asks for it.
+        losses: the losses, when `include_for_metrics` asks for them.
+
+    Unpacks and indexes as `(predictions, label_ids[, inputs][, losses])`.
+    """
+
+    def __init__(self, predictions: Any, label_ids: Any, inputs: Any = None, losses: Any = None) -> None:
+        self.predictions = predictions
+        self.label_ids = label_ids
+        self.inputs = inputs
+        self.losses = losses
+        self.elements = (predictions, label_ids, *(part for part in (inputs, losses) if part is not None))
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.elements)
+
+    def __getitem__(self, index: int) -> Any:
+        if not 0 <= index < len(self.elements):
+            raise IndexError(f"EvalPrediction has {len(self.elements)} elements, there is none at {index}")
+        return self.elements[index]
+
+
+class EvalLoopOutput(NamedTuple):
+    """What `Trainer.evaluation_loop` returns."""
+
+    predictions: Any
+    label_ids: Any
+    metrics: dict[str, float] | None
+    num_samples: int | None
+
+
+class PredictionOutput(NamedTuple):
+    """What `Trainer.predict` returns."""
+
+    predictions: Any
+    label_ids: Any
+    metrics: dict[str, float] | None
+
+
+class TrainOutput(NamedTuple):
+    """What `Trainer.train` returns: optimizer steps done, mean loss over them, final metrics."""
+
+    global_step: int
+    training_loss: float
+    metrics: dict[str, float]
+
+
+class BestRun(NamedTuple):
+    """The best trial of a hyperparameter search."""
+
+    run_id: str
+    objective: float | list[float]
+    hyperparameters: dict[str, Any]
+    run_summary: Any = None
+
+
+def set_seed(seed: int, deterministic: bool = False) -> None:
+    """Seed Python, NumPy and torch (all devices); `deterministic` also restricts torch to deterministic kernels."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    if deterministic:
+        torch.use_deterministic_algorithms(True)
+
+
+def enable_full_determinism(seed: int, warn_only: bool = False) -> None:
+    """Seed everything and allow deterministic kernels only.
+
+    Sets the environment variables that CUDA and flash attention read for it.
+
+    Args:
+        seed: seed of all generators.
+        warn_only: warn about an operation without a deterministic kernel instead of raising.
+    """
+    set_seed(seed)
+    os.environ["CUDA_LAUNCH_BLOCKING"] = "1"
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":16:8"
+    os.environ["FLASH_ATTENTION_DETERMINISTIC"] = "1"
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = False
+
+
+def seed_worker(worker_id: int, num_workers: int, rank: int) -> None:  # noqa: ARG001 - torch gives the id
+    """Seed a loading process: the `worker_init_fn` of the training loader."""
+    set_seed(num_workers * rank + torch.initial_seed() % 2**32)
+
+
+def has_length(dataset: Any) -> bool:
+    """Whether `len(dataset)` gives a number."""
+    try:
+        return len(dataset) is not None
+    except (TypeError, AttributeError):
+        return False
+
+
+def speed_metrics(
+    split: str,
+    start_time: float,
+    num_samples: float | None = None,
+    num_steps: float | None = None,
+    num_tokens: float | None = None,
+) -> dict[str, float]:
+    """Run time in seconds, and samples, steps and tokens per second, since `start_time` (from `time.time()`)."""
+    runtime = time.time() - start_time
+    result = {f"{split}_runtime": round(runtime, 4)}
+    if runtime == 0:
+        return result
+    for name, amount in (("samples", num_samples), ("steps", num_steps), ("tokens", num_tokens)):
+        if amount is not None:
+            result[f"{split}_{name}_per_second"] = round(amount / runtime, 3)
+    return result
+
+
+def denumpify_detensorize(metrics: Any) -> Any:
+    """Replace NumPy scalars and one-element tensors by Python numbers, so that metrics can be written as JSON."""
+    if isinstance(metrics, (list, tuple)):
+        return type(metrics)(denumpify_detensorize(value) for value in metrics)
+    if isinstance(metrics, Mapping):
+        return type(metrics)({key: denumpify_detensorize(value) for key, value in metrics.items()})  # type: ignore[call-arg]
+    if isinstance(metrics, np.generic) or (isinstance(metrics, torch.Tensor) and metrics.numel() == 1):
+        return metrics.item()
+    return metrics
+
+
+def number_of_arguments(function: Callable[..., Any]) -> int:
+    """How many arguments `function` takes by position; what a `partial` has bound does not count."""
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(parameter.kind in by_position for parameter in inspect.signature(function).parameters.values())
+
+
+def is_main_process(local_rank: int) -> bool:
+    """Whether this is the process that writes and prints, by its local rank (-1: only one process)."""
+    return local_rank in (-1, 0)

@@ -1,0 +1,177 @@
+"""`TrainingArguments`: plain data. Constructing it validates, and touches nothing outside itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import enum
+import json
+import logging
+import math
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hftrainer import arguments as groups
+from hftrainer.arguments._field import arg
+from hftrainer.arguments.validation import normalize, problems
+from hftrainer.errors import InvalidArgument, UnknownArgument
+from hftrainer.trainer_utils import IntervalStrategy, OptimizerNames, ParallelMode
+
+__all__ = ["IntervalStrategy", "OptimizerNames", "ParallelMode", "TrainingArguments"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class TrainingArguments(
+    groups.DebuggingArguments,
+    groups.DistributionArguments,
+    groups.HubArguments,
+    groups.SavingArguments,
+    groups.EvaluationArguments,
+    groups.LoggingArguments,
+    groups.DataArguments,
+    groups.PrecisionArguments,
+    groups.OptimizerArguments,
+    groups.ScheduleArguments,
+):
+    """All settings of a training run, with the names and defaults of `transformers.TrainingArguments`.
+
+    The fields are documented in `hftrainer.arguments`, a module per subject. It is a dataclass: subclass it to add
+    fields, or hand it to `HfArgumentParser`.
+
+    Raises:
+        UnknownArgument: for a keyword that is no field, with the nearest name.
+        InvalidArgument: for values out of range or in contradiction; one error names them all.
+    """
+
+    output_dir: str | None = arg(None, "Folder for checkpoints and the final model; default 'trainer_output'.")
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> TrainingArguments:
+        """Check the keywords before the generated `__init__` does, to suggest the right one."""
+        known = {field.name for field in dataclasses.fields(cls) if field.init}
+        unknown = [name for name in kwargs if name not in known]
+        if unknown:
+            raise UnknownArgument("; ".join(_unknown_message(cls, name, known) for name in unknown))
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        normalize(self)
+        found = problems(self)
+        if found:
+            raise InvalidArgument("\n".join(found))
+
+    # ---- Batch sizes -------------------------------------------------------------------------------------------
+
+    @property
+    def train_batch_size(self) -> int:
+        """Samples in a training micro-batch of this process."""
+        return self.per_device_train_batch_size
+
+    @property
+    def eval_batch_size(self) -> int:
+        """Samples in an evaluation batch of this process."""
+        return self.per_device_eval_batch_size
+
+    # ---- Where this process stands -----------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        """The device that this process trains on: the accelerator torch finds, unless `use_cpu`."""
+        if self.use_cpu:
+            return torch.device("cpu")
+        if torch.cuda.is_available():
+            return torch.device("cuda", max(self.local_process_index, 0))
+        if torch.backends.mps.is_available():
+            return torch.device("mps")
+        return torch.device("cpu")
+
+    @property
+    def n_gpu(self) -> int:
+        """GPUs that this process uses: one or none, since several mean several processes here, never DataParallel."""
+        return int(self.device.type == "cuda")
+
+    @property
+    def world_size(self) -> int:
+        """Processes in this run."""
+        return int(os.environ.get("WORLD_SIZE", "1"))
+
+    @property
+    def process_index(self) -> int:
+        """Rank of this process among all, from 0."""
+        return int(os.environ.get("RANK", "0"))
+
+    @property
+    def local_process_index(self) -> int:
+        """Rank of this process on its node, from 0."""
+        return int(os.environ.get("LOCAL_RANK", "0"))
+
+    @property
+    def parallel_mode(self) -> ParallelMode:
+        """Whether several processes train together."""
+        return ParallelMode.DISTRIBUTED if self.world_size > 1 else ParallelMode.NOT_PARALLEL
+
+    @property
+    def should_log(self) -> bool:
+        """Whether this process writes log lines."""
+        return (self.local_process_index if self.log_on_each_node else self.process_index) == 0
+
+    @property
+    def should_save(self) -> bool:
+        """Whether this process writes checkpoints."""
+        return (self.local_process_index if self.save_on_each_node else self.process_index) == 0
+
+    @property
+    def place_model_on_device(self) -> bool | None:
+        """Override with False in a subclass to keep the Trainer from moving the model; None lets it decide."""
+        return None
+
+    # ---- Derived values ----------------------------------------------------------------------------------------
+
+    def get_warmup_steps(self, num_training_steps: int) -> int:
+        """Optimizer steps of warm-up in a run of `num_training_steps` optimizer steps."""
+        if self.warmup_steps >= 1:
+            return int(self.warmup_steps)
+        return math.ceil(num_training_steps * self.warmup_steps)
+
+    # ---- Serialization -----------------------------------------------------------------------------------------
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as JSON-serializable values; tokens are replaced by their name."""
+        result: dict[str, Any] = {}
+        for field in dataclasses.fields(self):
+            if not field.init:
+                continue
+            value = getattr(self, field.name)
+            if isinstance(value, enum.Enum):
+                value = value.value
+            elif isinstance(value, list):
+                value = [item.value if isinstance(item, enum.Enum) else item for item in value]
+            if field.name.endswith("_token"):
+                value = f"<{field.name.upper()}>"
+            result[field.name] = value
+        return result
+
+    def to_json_string(self) -> str:
+        """The fields as an indented JSON object."""
+        return json.dumps(self.to_dict(), indent=2)
+
+    def to_sanitized_dict(self) -> dict[str, Any]:
+        """The fields as numbers, booleans and strings only, as TensorBoard's hyperparameters need them."""
+        own = {**self.to_dict(), "train_batch_size": self.train_batch_size, "eval_batch_size": self.eval_batch_size}
+        return {name: value if type(value) in (bool, int, float, str) else str(value) for name, value in own.items()}
+
+    def __str__(self) -> str:
+        lines = "".join(f"{name}={value!r},\n" for name, value in sorted(self.to_dict().items()))
+        return f"{type(self).__name__}(\n{lines})"
+
+    __repr__ = __str__
+
+
+def _unknown_message(cls: type, name: str, known: set[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"{cls.__name__} has no argument {name!r}{hint}"

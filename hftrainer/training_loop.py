@@ -1,0 +1,230 @@
+"""The order in which a training run happens. Lightning's loops drive it: each method is one point of theirs.
+
+The order of events, log lines and random draws is that of `transformers.Trainer` v5.23.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hftrainer.data.windows import MicroBatchFeed
+from hftrainer.overrides import call_with_accepted
+from hftrainer.schedule import TrainingSchedule
+
+if TYPE_CHECKING:
+    from hftrainer.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+
+class TrainingLoop:
+    """One call of `train()`, from its first event to its last.
+
+    Args:
+        trainer: whose overridable methods do the work.
+        schedule: the lengths of the run.
+        train_dataloader: the batches.
+        trial: the hyperparameter trial, if any.
+        ignore_keys: outputs of the model that evaluation leaves out.
+        resume_folder: the checkpoint that the run goes on from, if any.
+        first_epoch: passes over the data that are done.
+        position: micro-batches of the next pass that are done.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        schedule: TrainingSchedule,
+        train_dataloader: Any,
+        *,
+        trial: Any = None,
+        ignore_keys: list[str] | None = None,
+        resume_folder: str | None = None,
+        first_epoch: int = 0,
+        position: int = 0,
+    ) -> None:
+        self.trainer = trainer
+        self.schedule = schedule
+        self.train_dataloader = train_dataloader
+        self.trial = trial
+        self.ignore_keys = ignore_keys
+        self.resume_folder = resume_folder
+        self.first_epoch = self.epoch = first_epoch
+        self.position = position
+        self.grad_norm: Any = None
+        self.learning_rate: float | None = None
+        self.start_time = time.time()
+        self.tr_loss = torch.tensor(0.0, device=trainer.args.device)
+        self._loss_readable_at_once = self.tr_loss.device.type == "cpu"
+        self.feed = MicroBatchFeed(
+            schedule,
+            trainer.args.gradient_accumulation_steps,
+            open_epoch=self._open_epoch,
+            get_window=self._get_window,
+            on_first_window=self._restore_rng_in_epoch,
+            interrupted=self._interrupted,
+        )
+        self.feed.position = position
+
+    # ---- Training and epochs -----------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Announce the start, and evaluate if that is asked for."""
+        trainer = self.trainer
+        trainer.model_wrapped.zero_grad()
+        self._announce("on_train_begin")
+        if trainer.args.eval_on_start:
+            trainer._evaluate(self.trial, self.ignore_keys, skip_scheduler=True)
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Announce an epoch, before its data is opened."""
+        self.epoch = epoch
+        self.grad_norm = self.learning_rate = None
+        self.feed.window = None
+        self._announce("on_epoch_begin")
+
+    def _open_epoch(self) -> Iterator[Any]:
+        if self._resumes_here() and self.position == 0:
+            self.trainer._load_rng_state(self.resume_folder)
+        loader = self.train_dataloader
+        skipped = self._skip_batches() if self._resumes_here() and self.position else 0
+        if callable(getattr(loader, "set_epoch", None)):
+            loader.set_epoch(self.epoch)
+        iterator = iter(loader)
+        for _ in range(skipped):
+            next(iterator, None)
+        return iterator
+
+    def _skip_batches(self) -> int:
+        """Pass over the batches that the interrupted run has used; returns how many are left to pass over by hand."""
+        if callable(getattr(self.train_dataloader, "skip_first", None)):
+            self.train_dataloader.skip_first(self.position)
+            return 0
+        return self.position
+
+    def _restore_rng_in_epoch(self) -> None:
+        if self._resumes_here() and self.position:
+            self.trainer._load_rng_state(self.resume_folder)
+
+    def _resumes_here(self) -> bool:
+        return self.resume_folder is not None and self.epoch == self.first_epoch
+
+    def end_epoch(self) -> None:
+        """Announce the end of an epoch, then log, evaluate and save what is due."""
+        if self.feed.window is None:
+            logger.warning("The training data gave not one batch in epoch %d: training stops.", self.epoch)
+            self.trainer.control.should_training_stop = True
+        self._announce("on_epoch_end")
+        self._log_save_evaluate()
+
+    # ---- Micro-batches -----------------------------------------------------------------------------------------
+
+    def _get_window(self, iterator: Iterator[Any], count: int) -> tuple[list[Any], Any]:
+        trainer = self.trainer
+        samples, num_items = call_with_accepted(trainer.get_batch_samples, iterator, count, device=trainer.args.device)
+        trainer.current_gradient_accumulation_steps = len(samples)
+        return samples, num_items
+
+    def begin_micro_batch(self) -> None:
+        """Announce an optimizer step at its first micro-batch."""
+        window = self.feed.window
+        assert window is not None
+        self.trainer.accelerator.sync_gradients = window.closes
+        if window.opens:
+            self._announce("on_step_begin")
+
+    def loss(self, model: torch.nn.Module, inputs: Any) -> torch.Tensor:
+        """The loss to run backward from, divided as accumulation needs it."""
+        assert self.feed.window is not None
+        return self.trainer._training_loss(model, inputs, self.feed.window.num_items)
+
+    def training_step(self, model: torch.nn.Module, inputs: Any) -> torch.Tensor:
+        """A subclass's own training step, which runs backward itself."""
+        assert self.feed.window is not None
+        num_items = self.feed.window.num_items
+        return call_with_accepted(self.trainer.training_step, model, inputs, num_items_in_batch=num_items)
+
+    def end_micro_batch(self, loss: torch.Tensor, inputs: Any) -> None:
+        """Account for a micro-batch after its backward pass."""
+        self._add_loss(loss)
+        trainer = self.trainer
+        trainer.current_flos += float(trainer.floating_point_ops(inputs))
+
+    def _add_loss(self, loss: torch.Tensor) -> None:
+        if loss.device != self.tr_loss.device:
+            raise ValueError(
+                f"The loss is on {loss.device}, training runs on {self.tr_loss.device}: move the loss there."
+            )
+        if not self.trainer.args.logging_nan_inf_filter:
+            self.tr_loss += loss
+            return
+        state = self.trainer.state
+        steps = 1 + state.global_step - self.trainer._globalstep_last_logged
+        if not self._loss_readable_at_once:  # stay on the device: reading the loss would wait for it
+            self.tr_loss = torch.where(loss.isfinite(), self.tr_loss + loss, self.tr_loss + self.tr_loss / steps)
+        elif math.isfinite(loss):
+            self.tr_loss += loss
+        else:  # stand in with the mean of what has been summed
+            self.tr_loss += self.tr_loss / steps
+
+    def end_substep(self) -> None:
+        """Announce a micro-batch after which the optimizer does not step."""
+        self._announce("on_substep_end")
+
+    # ---- Optimizer steps ---------------------------------------------------------------------------------------
+
+    def before_optimizer_step(self, model: torch.nn.Module) -> None:
+        """Clip the gradients and announce that they are complete."""
+        self.grad_norm = self.trainer._clip_grad_norm(model)
+        self._announce("on_pre_optimizer_step")
+
+    def after_optimizer_step(self) -> None:
+        """Announce the step, and move the learning rate on."""
+        self._announce("on_optimizer_step")
+        trainer = self.trainer
+        self.learning_rate = trainer._get_learning_rate()
+        trainer.lr_scheduler.step()
+
+    def end_step(self, model: torch.nn.Module) -> None:
+        """Count the step, announce it, then log, evaluate and save what is due."""
+        window, state = self.feed.window, self.trainer.state
+        assert window is not None
+        model.zero_grad()
+        state.global_step += 1
+        state.epoch = self.epoch + (window.sample + 1) / self.schedule.steps_in_epoch
+        self._announce("on_step_end")
+        self._log_save_evaluate()
+
+    def _log_save_evaluate(self) -> None:
+        call_with_accepted(
+            self.trainer._maybe_log_save_evaluate,
+            self.tr_loss,
+            self.grad_norm,
+            self.trainer.model_wrapped,
+            self.trial,
+            self.epoch,
+            self.ignore_keys,
+            start_time=self.start_time,
+            learning_rate=self.learning_rate,
+        )
+
+    # ---- Control -----------------------------------------------------------------------------------------------
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether training is to end."""
+        return self.trainer.control.should_training_stop
+
+    def _interrupted(self) -> bool:
+        control = self.trainer.control
+        return control.should_epoch_stop or control.should_training_stop
+
+    def _announce(self, event: str) -> None:
+        trainer = self.trainer
+        trainer.control = trainer.callback_handler.call_event(event, trainer.args, trainer.state, trainer.control)
