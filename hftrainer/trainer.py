@@ -910,7 +910,8 @@ class Trainer:
             metric_key_prefix: put before each metric's name, with an underscore.
         """
         loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
-        prepared_here = self._engine.trainer is None
+        if self._engine.trainer is None:  # this and all later evaluations report it, as those of transformers do
+            self.model_preparation_time = math.nan
         self.callback_handler.eval_dataloader = dataloader
         if callable(getattr(self.optimizer, "eval", None)):
             self.optimizer.eval()  # type: ignore[union-attr]
@@ -925,16 +926,13 @@ class Trainer:
             compute_metrics=self.compute_metrics,
             preprocess_logits=self.preprocess_logits_for_metrics,
             prefix=metric_key_prefix,
+            preparation_time=getattr(self, "model_preparation_time", None),
         )
-        started = time.time()
         self._engine.evaluate(evaluation, self.model, predicting=description == "Prediction")
         if evaluation.output is None or not evaluation.seen_batches:
             raise InvalidArgument(f"{description} found not one batch: the dataset is empty.")
-        if prepared_here:  # this and all later evaluations report it, as those of transformers do
-            self.model_preparation_time = round(evaluation.started - started, 4)
-        if hasattr(self, "model_preparation_time"):
-            assert evaluation.output.metrics is not None
-            evaluation.output.metrics[f"{metric_key_prefix}_model_preparation_time"] = self.model_preparation_time
+        if evaluation.preparation_time is not None:
+            self.model_preparation_time = evaluation.preparation_time
         return evaluation.output
 
     def prediction_step(

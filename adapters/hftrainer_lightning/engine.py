@@ -67,7 +67,11 @@ class LightningEngine:
             automatic_optimization: False when the host's training step runs backward itself.
         """
         with seams.quiet():
-            self.trainer = trainer = self._build_trainer(-1 if max_epochs == sys.maxsize else max_epochs)
+            self.trainer = trainer = self._build_trainer(
+                max_epochs=-1 if max_epochs == sys.maxsize else max_epochs,
+                # Under manual optimization the module itself accumulates, and Lightning refuses to.
+                accumulate_grad_batches=self.plan.accumulate_grad_batches if automatic_optimization else 1,
+            )
         self.module = module = HostedModule(model)
         module.attach(host, optimizer, scheduler, automatic_optimization=automatic_optimization)
         seams.install_window_accumulation(trainer, host.feed)
@@ -125,13 +129,13 @@ class LightningEngine:
         else:
             loss.backward(**kwargs)
 
-    def _build_trainer(self, max_epochs: int) -> pl.Trainer:
+    def _build_trainer(self, max_epochs: int, accumulate_grad_batches: int = 1) -> pl.Trainer:
         plan = self.plan
         return seams.Trainer(
             accelerator=plan.accelerator,
             devices=1,
             strategy=build_strategy(plan),
-            accumulate_grad_batches=plan.accumulate_grad_batches,
+            accumulate_grad_batches=accumulate_grad_batches,
             max_epochs=max_epochs,
             check_val_every_n_epoch=NEVER,
             num_sanity_val_steps=0,
@@ -149,13 +153,17 @@ class LightningEngine:
 
 
 class _Batches:
-    """A loader that Lightning iterates as it is: it would rebuild a `DataLoader`, with other samplers."""
+    """A loader that Lightning iterates as it is: it would rebuild a `DataLoader`, with other samplers.
+
+    The iterator is made when the first batch is asked for. Lightning calls `iter()` once more, to check that it can,
+    and a `DataLoader` draws from torch's generator each time.
+    """
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self.loader)
+        yield from self.loader
 
     def __len__(self) -> int:
         return len(self.loader)

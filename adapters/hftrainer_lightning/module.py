@@ -179,9 +179,10 @@ class HostedModule(LightningModule):
         with torch.enable_grad():
             self.evaluation.step(batch)
 
-    def predict_step(self, batch: Any, batch_idx: int) -> None:
-        """One batch, as in validation."""
-        self.validation_step(batch, batch_idx)
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        """One batch, as in validation; returns the predictions, for Lightning's prediction writers."""
+        with torch.enable_grad():
+            return self.evaluation.step(batch)
 
     def on_validation_epoch_end(self) -> None:
         """Compute the metrics, and log the numbers among them where Lightning's callbacks look for them."""

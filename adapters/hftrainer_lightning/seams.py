@@ -209,6 +209,8 @@ def quiet() -> Iterator[None]:
             # The Trainer chooses the device itself, and says so in its own words.
             warnings.filterwarnings("ignore", message="GPU available but not used")
             warnings.filterwarnings("ignore", message="MPS available but not used")
+            # The training step sets training mode, as transformers does; what comes before may see the model as it was.
+            warnings.filterwarnings("ignore", message="Found .* in eval mode at the start of training")
             # Lightning 2.6 asks torch 2.13 by a deprecated name: not for the user to mend.
             warnings.filterwarnings("ignore", message=".*isinstance\\(treespec, LeafSpec\\)")
             yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ class EvaluationPass:
         main_input: the model's main input, for `include_for_metrics`.
         compute_metrics, preprocess_logits: the Trainer's callables, or None.
         prefix: put before each metric's name, with an underscore.
+        preparation_time: seconds that preparing the model took, for the metrics; measured here if it is NaN.
 
     Attributes:
         output: the result, once the pass has finished.
@@ -43,6 +45,7 @@ class EvaluationPass:
     compute_metrics: Callable[[EvalPrediction], Mapping[str, Any]] | None
     preprocess_logits: Callable[[Any, Any], Any] | None
     prefix: str
+    preparation_time: float | None = None
     seen_samples: int = 0
     seen_batches: int = 0
     output: EvalLoopOutput | None = None
@@ -52,12 +55,12 @@ class EvaluationPass:
         concatenate = self.args.eval_do_concat_batches
         self._kept = {name: OutputCollector(concatenate) for name in ("losses", "logits", "labels", "inputs")}
         self._batch_size: int | None = self.args.eval_batch_size
-        self.started: float = 0.0
+        self._created = time.time()
 
-    def step(self, inputs: Any) -> None:
-        """Predict one batch and keep what is asked for."""
-        if not self.seen_batches:
-            self.started = time.time()
+    def step(self, inputs: Any) -> Any:
+        """Predict one batch, keep what is asked for, and return the predictions."""
+        if self.preparation_time is not None and math.isnan(self.preparation_time):
+            self.preparation_time = round(time.time() - self._created, 4)
         size = find_batch_size(inputs)
         self.seen_samples += size or 0
         self.seen_batches += 1
@@ -75,6 +78,7 @@ class EvaluationPass:
         if every is not None and self.seen_batches % every == 0:
             for kept in self._kept.values():
                 kept.to_host()
+        return logits
 
     def _loss_weight(self) -> int:
         """How often the batch's mean loss counts: as Hugging Face counts it, the nominal batch size.
@@ -107,6 +111,8 @@ class EvaluationPass:
             metrics = dict(denumpify_detensorize(self.compute_metrics(prediction)))
         if losses is not None:
             metrics[f"{self.prefix}_loss"] = self._mean(np.concatenate(losses) if isinstance(losses, list) else losses)
+        if self.preparation_time is not None:
+            metrics[f"{self.prefix}_model_preparation_time"] = self.preparation_time
         # Log lines list the names that had the prefix first, as those of transformers do.
         start = f"{self.prefix}_"
         prefixed = {name: value for name, value in metrics.items() if name.startswith(start)}
