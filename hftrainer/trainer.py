@@ -1077,7 +1077,7 @@ class Trainer:
         if key not in metrics:
             raise MetricNotFound(
                 f"metric_for_best_model={self.args.metric_for_best_model!r}: evaluation returns no {key!r}, only "
-                f"{', '.join(sorted(metrics))}."
+                f"{', '.join(_metric_names(metrics))}."
             )
         value, best = metrics[key], self.state.best_metric
         if best is None:
@@ -1155,9 +1155,15 @@ class Trainer:
 
 
 def _set_training_mode(model: nn.Module) -> None:
-    """`model.train()` before every micro-batch, as callbacks rely on; asking all modules is cheaper than setting all."""
+    """Call `model.train()` as before every micro-batch; asking all modules first is cheaper than setting all."""
     if not all(module.training for module in model.modules()):
         model.train()
+
+
+def _metric_names(metrics: Mapping[str, Any]) -> list[str]:
+    """What can compare models among an evaluation's results: everything but the times."""
+    times = ("epoch", "_runtime", "_per_second", "_model_preparation_time")
+    return sorted(name for name in metrics if not name.endswith(times))
 
 
 def _processing_class(processing_class: Any, tokenizer: Any) -> Any:

@@ -10,9 +10,7 @@ class Plain(nn.Module):
     def __init__(self, as_tuple: bool = False) -> None:
         super().__init__()
         self.as_tuple = as_tuple
-        self.layers = nn.Sequential(
-            nn.Linear(8, 16), nn.LayerNorm(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3)
-        )
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3))
 
     def forward(self, x, labels=None):
         logits = self.layers(x)
@@ -84,7 +82,10 @@ def text_data(count: int = 38) -> list[dict]:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(1, 50, (count, 12), generator=generator)
     y = torch.randint(0, 3, (count,), generator=generator)
-    return [{"input_ids": ids[i], "attention_mask": torch.ones(12, dtype=torch.long), "label": int(y[i])} for i in range(count)]
+    return [
+        {"input_ids": ids[i], "attention_mask": torch.ones(12, dtype=torch.long), "label": int(y[i])}
+        for i in range(count)
+    ]
 
 
 def language_data(count: int = 38) -> list[dict]:

@@ -193,6 +193,8 @@ def _is_neutral(value: Any, default: Any) -> bool:
     """Whether `value` asks for nothing: the default, or an empty one. `transformers` fills in accelerate's defaults."""
     if type(value).__name__ == "AcceleratorConfig":
         return value == type(value)()
+    if isinstance(default, bool):
+        return value is None or value == default
     return value == default or not value or value in ("no", "none")
 
 

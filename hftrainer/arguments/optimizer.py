@@ -15,7 +15,7 @@ class OptimizerArguments:
     learning_rate: float = arg(5e-5, "Peak learning rate, in weight units per optimizer step.")
     optim: OptimizerNames | str = arg("adamw_torch_fused", "Name of the optimizer (v4.0: always AdamW).")
     optim_args: str | None = arg(None, "Further settings of the optimizer, as 'name=value,name=value'.")
-    optim_target_modules: str | list[str] | None = arg(None, "Modules treated by GaLore or APOLLO, by name or regex.")
+    optim_target_modules: None | str | list[str] = arg(None, "Modules treated by GaLore or APOLLO, by name or regex.")
     weight_decay: float = arg(0.0, "Decoupled weight decay; never on biases and normalization layers.")
     adam_beta1: float = arg(0.9, "Decay of Adam's first moment, per optimizer step.")
     adam_beta2: float = arg(0.999, "Decay of Adam's second moment, per optimizer step.")

@@ -66,6 +66,8 @@ def normalize(args: TrainingArguments) -> None:
         if getattr(args, new) is None:
             setattr(args, new, getattr(args, old))
         setattr(args, old, getattr(args, new))
+    if args.activation_checkpointing is None:
+        args.activation_checkpointing = args.gradient_checkpointing = False
     if args.eval_strategy != IntervalStrategy.NO:
         args.do_eval = True
     if args.eval_strategy == IntervalStrategy.STEPS and not args.eval_steps:

@@ -7,6 +7,7 @@ import logging
 import os
 from typing import Any
 
+import safetensors
 import safetensors.torch
 import torch
 
@@ -31,7 +32,7 @@ def save_weights(model: torch.nn.Module, folder: str, state_dict: dict[str, Any]
 
 def has_weights(folder: str) -> bool:
     """Whether `folder` holds weights in a layout that `load_weights` reads."""
-    return _weights_file(folder) is not None or _index_file(folder) is not None or bool(_adapter_folders(folder))
+    return bool(_weights_files(folder) or _adapter_folders(folder))
 
 
 def load_weights(model: torch.nn.Module, folder: str) -> None:
@@ -40,12 +41,8 @@ def load_weights(model: torch.nn.Module, folder: str) -> None:
     Raises:
         CheckpointNotFound: when there are none.
     """
-    if (path := _weights_file(folder)) is not None:
-        _load_files(model, [path])
-    elif (index := _index_file(folder)) is not None:
-        with open(index, encoding="utf-8") as file:
-            shards = sorted(set(json.load(file)["weight_map"].values()))
-        _load_files(model, [os.path.join(folder, shard) for shard in shards])
+    if paths := _weights_files(folder):
+        _load_files(model, paths) if _names_fit(model, paths) else _load_converted(model, folder)
     elif adapters := _adapter_folders(folder):
         _load_adapters(model, adapters)
     else:
@@ -60,12 +57,14 @@ def _first_file(folder: str, *candidates: str) -> str | None:
     return next((path for path in paths if os.path.isfile(path)), None)
 
 
-def _weights_file(folder: str) -> str | None:
-    return _first_file(folder, names.SAFE_WEIGHTS_NAME, names.WEIGHTS_NAME)
-
-
-def _index_file(folder: str) -> str | None:
-    return _first_file(folder, names.SAFE_WEIGHTS_INDEX_NAME, names.WEIGHTS_INDEX_NAME)
+def _weights_files(folder: str) -> list[str]:
+    """The file with the weights, or the shards that an index lists."""
+    if (whole := _first_file(folder, names.SAFE_WEIGHTS_NAME, names.WEIGHTS_NAME)) is not None:
+        return [whole]
+    if (index := _first_file(folder, names.SAFE_WEIGHTS_INDEX_NAME, names.WEIGHTS_INDEX_NAME)) is None:
+        return []
+    with open(index, encoding="utf-8") as file:
+        return [os.path.join(folder, shard) for shard in sorted(set(json.load(file)["weight_map"].values()))]
 
 
 def _adapter_folders(folder: str) -> dict[str | None, str]:
@@ -76,6 +75,32 @@ def _adapter_folders(folder: str) -> dict[str | None, str]:
         if _first_file(path, names.ADAPTER_SAFE_WEIGHTS_NAME, names.ADAPTER_WEIGHTS_NAME):
             found[name] = path
     return found
+
+
+def _names_fit(model: torch.nn.Module, paths: list[str]) -> bool:
+    """Whether the files have no weight that the model lacks, by name; read from the headers alone."""
+    expected = model.state_dict(keep_vars=True).keys()
+    for path in paths:
+        if path.endswith(".safetensors"):
+            with safetensors.safe_open(path, framework="pt") as file:
+                if not expected >= set(file.keys()):
+                    return False
+    return True
+
+
+def _load_converted(model: Any, folder: str) -> None:
+    """Load weights that transformers has saved under other names than the model's own.
+
+    Since v5 `save_pretrained` writes some architectures (ViT for one) in the names of older releases, and only
+    `from_pretrained` knows the way back.
+    """
+    if not peers.is_pretrained(model):
+        _load_files(model, _weights_files(folder))
+        return
+    converted = type(model).from_pretrained(folder, config=model.config).state_dict()
+    missing, unexpected = model.load_state_dict(converted, strict=False)
+    if missing or unexpected:
+        logger.warning("%s does not match the model: missing %s, unknown %s", folder, missing, unexpected)
 
 
 def _load_files(model: torch.nn.Module, paths: list[str]) -> None:

@@ -12,10 +12,9 @@ from tests.parity.differences import MEASURED
 from tests.tiny import MODELS
 
 LIBRARIES = ("transformers", "hftrainer")
-EVENTS = (
-    "on_init_end on_train_begin on_train_end on_epoch_begin on_epoch_end on_step_begin on_pre_optimizer_step "
-    "on_optimizer_step on_substep_end on_step_end on_evaluate on_predict on_save on_log on_prediction_step"
-).split()
+EVENTS = tuple(
+    ["on_init_end", "on_train_begin", "on_train_end", "on_epoch_begin", "on_epoch_end", "on_step_begin", "on_pre_optimizer_step", "on_optimizer_step", "on_substep_end", "on_step_end", "on_evaluate", "on_predict", "on_save", "on_log", "on_prediction_step"]
+)
 
 
 def make_recorder(library: Any) -> Any:
@@ -51,9 +50,7 @@ class Record:
 
 def comparable(logs: list[dict]) -> list[dict]:
     """Log lines without the values of measured times; their names stay."""
-    return [
-        {name: "measured" if name.endswith(MEASURED) else value for name, value in line.items()} for line in logs
-    ]
+    return [{name: "measured" if name.endswith(MEASURED) else value for name, value in line.items()} for line in logs]
 
 
 def accuracy(prediction: Any) -> dict[str, float]:

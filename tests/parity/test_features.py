@@ -24,7 +24,13 @@ EVERY_STEP = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps
         pytest.param({**EVERY_STEP, "eval_delay": 5}, id="eval-delay-steps"),
         pytest.param({"eval_strategy": "epoch", "eval_delay": 2}, id="eval-delay-epochs"),
         pytest.param(
-            {"logging_steps": 0.2, "eval_strategy": "steps", "eval_steps": 0.3, "save_strategy": "steps", "save_steps": 0.15},
+            {
+                "logging_steps": 0.2,
+                "eval_strategy": "steps",
+                "eval_steps": 0.3,
+                "save_strategy": "steps",
+                "save_steps": 0.15,
+            },
             id="fractional-intervals",
         ),
         pytest.param({"num_train_epochs": 1.35}, id="fractional-epochs"),
@@ -385,7 +391,9 @@ def stops(library, event, at, switch):
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("switch", ["should_training_stop", "should_epoch_stop", "should_log", "should_evaluate", "should_save"])
+@pytest.mark.parametrize(
+    "switch", ["should_training_stop", "should_epoch_stop", "should_log", "should_evaluate", "should_save"]
+)
 @pytest.mark.parametrize("event", ["on_step_begin", "on_step_end", "on_substep_end", "on_log", "on_optimizer_step"])
 def test_control(tmp_path, event, switch, accumulation):
     results = []

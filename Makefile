@@ -1,0 +1,61 @@
+# Every target makes what it needs in .venv; a fresh clone has nothing to prepare.
+PYTHON ?= python3
+VENV := .venv
+PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+RUN := HF_HUB_OFFLINE=1 $(VENV)/bin/python
+
+.DEFAULT_GOAL := help
+.PHONY: help demo demo-plain test test-fast lint format bench clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+# torch comes first and alone: its exact version decides which build is taken.
+$(VENV)/.base: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "Installing torch and lightning into $(VENV) (a minute or two) ..."
+	@$(PIP) torch
+	@$(PIP) -e .
+	@touch $@
+
+$(VENV)/.demo: $(VENV)/.base
+	@echo "Installing transformers and scikit-learn ..."
+	@$(PIP) -e '.[demo]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.demo
+	@echo "Installing the test tools ..."
+	@$(PIP) -e '.[dev]'
+	@touch $@
+
+demo: $(VENV)/.demo  ## fine-tune a vision transformer on handwritten digits (CPU, about half a minute)
+	@$(RUN) examples/digits_vit.py
+
+demo-plain: $(VENV)/.base  ## the same with a plain nn.Module and without transformers
+	@$(RUN) examples/plain_torch.py
+
+test: $(VENV)/.dev  ## run every test, and the linters
+	@$(VENV)/bin/ruff format --check --quiet .
+	@$(VENV)/bin/ruff check --quiet .
+	@$(VENV)/bin/mypy
+	@$(RUN) -m pytest
+
+test-fast: $(VENV)/.dev  ## the tests that take seconds
+	@$(RUN) -m pytest -m "not slow" -x -q
+
+lint: $(VENV)/.dev  ## ruff and mypy
+	@$(VENV)/bin/ruff format --check .
+	@$(VENV)/bin/ruff check .
+	@$(VENV)/bin/mypy
+
+format: $(VENV)/.dev  ## format and mend what ruff can
+	@$(VENV)/bin/ruff format .
+	@$(VENV)/bin/ruff check --fix .
+
+bench: $(VENV)/.dev  ## microseconds per optimizer step, against transformers and plain Lightning
+	@$(RUN) benchmarks/step_overhead.py
+
+clean:  ## remove the environment and what the demos wrote
+	rm -rf $(VENV) demo_output plain_torch_output

@@ -1,0 +1,181 @@
+"""TrainingArguments: its fields, its defaults, and that none is ignored."""
+
+import dataclasses
+import importlib
+import json
+import pickle
+
+import pytest
+
+import hftrainer
+from hftrainer import Trainer, TrainingArguments
+from hftrainer.errors import UnsupportedArgument
+from hftrainer_lightning.arguments import TABLE, make_plan, unsupported
+from tests.tiny import make_plain
+
+transformers = importlib.import_module("transformers")
+OURS = {field.name: field for field in dataclasses.fields(TrainingArguments)}
+THEIRS = {field.name: field for field in dataclasses.fields(transformers.TrainingArguments) if field.init}
+
+
+def test_no_field_of_transformers_is_missing():
+    assert OURS.keys() == THEIRS.keys()
+
+
+@pytest.mark.parametrize("name", sorted(OURS))
+def test_default(name):
+    def default(field):
+        return field.default_factory() if field.default is dataclasses.MISSING else field.default
+
+    assert default(OURS[name]) == default(THEIRS[name])
+
+
+@pytest.mark.parametrize("name", sorted(OURS))
+def test_every_field_has_a_row_and_a_docstring(name):
+    assert TABLE[name].kind in ("mapped", "handled", "inert", "planned")
+    assert TABLE[name].detail
+    assert OURS[name].metadata["help"].endswith(".")
+
+
+def test_no_row_is_left_over():
+    assert OURS.keys() == TABLE.keys()
+
+
+NON_DEFAULT = {
+    bool: lambda default: not default,
+    int: lambda default: default + 1,
+    float: lambda default: default + 0.5,
+    str: lambda default: "something",
+    type(None): lambda default: "something",
+    list: lambda default: ["something"],
+}
+
+
+@pytest.mark.parametrize("name", sorted(name for name, row in TABLE.items() if row.kind == "planned"))
+def test_planned_fields_refuse_all_but_their_default(name):
+    """Whatever this release does not do is refused by name, never ignored."""
+    args = TrainingArguments("unused", use_cpu=True)
+    assert not unsupported(args)
+    default = getattr(args, name)
+    setattr(args, name, NON_DEFAULT[type(default)](default))
+    (message,) = unsupported(args)
+    assert message.startswith(f"{name}=")
+    with pytest.raises(UnsupportedArgument, match=name):
+        Trainer(make_plain(), args)
+
+
+def test_mapped_fields_change_the_plan():
+    def plan(**settings):
+        return make_plan(TrainingArguments(**{"output_dir": "here", "use_cpu": True, **settings}))
+
+    base = plan()
+    for settings in (
+        {"gradient_accumulation_steps": 3},
+        {"bf16": True},
+        {"full_determinism": True},
+        {"output_dir": "there"},
+    ):
+        assert plan(**settings) != base
+    assert {name for name, row in TABLE.items() if row.kind == "mapped"} == {
+        "gradient_accumulation_steps",
+        "bf16",
+        "full_determinism",
+        "output_dir",
+        "use_cpu",
+    }
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        base.device = "cuda:1"
+
+
+def test_use_cpu(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert make_plan(TrainingArguments("unused")).accelerator == "cuda"
+    assert make_plan(TrainingArguments("unused", use_cpu=True)).accelerator == "cpu"
+
+
+def test_construction_touches_nothing(tmp_path, monkeypatch):
+    import os
+
+    import torch
+
+    monkeypatch.chdir(tmp_path)
+    before = dict(os.environ), torch.get_rng_state()
+    args = TrainingArguments()
+    assert args.output_dir == "trainer_output"
+    assert not list(tmp_path.iterdir())
+    assert dict(os.environ) == before[0]
+    assert torch.equal(torch.get_rng_state(), before[1])
+
+
+def test_derived_values():
+    args = TrainingArguments(
+        "~/out", eval_strategy="steps", logging_steps=7, load_best_model_at_end=True, save_steps=14
+    )
+    assert args.output_dir.startswith("/")
+    assert (args.eval_steps, args.do_eval) == (7, True)
+    assert (args.metric_for_best_model, args.greater_is_better) == ("loss", False)
+    assert TrainingArguments("x", metric_for_best_model="accuracy").greater_is_better is True
+    assert TrainingArguments("x", metric_for_best_model="eval_loss").greater_is_better is False
+
+
+@pytest.mark.parametrize(("steps", "expected"), [(0, 0), (10, 10), (0.1, 20), (0.001, 1)])
+def test_warmup_steps(steps, expected):
+    assert TrainingArguments("x", warmup_steps=steps).get_warmup_steps(200) == expected
+    assert transformers.TrainingArguments("x", warmup_steps=steps).get_warmup_steps(200) == expected
+
+
+def test_to_dict_matches_transformers():
+    settings = {"output_dir": "x", "eval_strategy": "epoch", "hub_token": "secret", "use_cpu": True}
+    ours = TrainingArguments(**settings).to_dict()
+    theirs = transformers.TrainingArguments(**settings).to_dict()
+    # What transformers fills in from accelerate at construction is not known before training here.
+    filled_in = {"accelerator_config", "fsdp_config", "fsdp", "dataloader_pin_memory"}
+    different = {name for name in ours if ours[name] != theirs[name]} - filled_in
+    assert not different
+    assert "secret" not in TrainingArguments(**settings).to_json_string()
+    assert "secret" not in repr(TrainingArguments(**settings))
+    assert json.loads(TrainingArguments(**settings).to_json_string()) == ours
+    assert all(
+        type(value) in (bool, int, float, str) for value in TrainingArguments(**settings).to_sanitized_dict().values()
+    )
+
+
+def test_subclass_with_a_field():
+    @dataclasses.dataclass
+    class MyArgs(TrainingArguments):
+        temperature: float = 2.0
+
+    args = MyArgs("x", temperature=3.0, learning_rate=1.0)
+    assert (args.temperature, args.learning_rate) == (3.0, 1.0)
+    with pytest.raises(TypeError, match="did you mean 'temperature'"):
+        MyArgs("x", temprature=1)
+    assert not unsupported(args)
+
+
+def test_parsers_of_transformers_take_the_class():
+    parser = transformers.HfArgumentParser(TrainingArguments)
+    line = "--output_dir x --learning_rate 0.1 --bf16 --eval_strategy steps --label_names a b --max_steps 3"
+    (args,) = parser.parse_args_into_dataclasses(line.split())
+    assert (args.learning_rate, args.bf16, args.label_names, args.max_steps) == (0.1, True, ["a", "b"], 3)
+    assert args.eval_strategy == transformers.trainer_utils.IntervalStrategy.STEPS
+
+
+def test_pickle_and_replace():
+    args = TrainingArguments("x", learning_rate=0.1)
+    assert pickle.loads(pickle.dumps(args)) == args
+    assert dataclasses.replace(args, learning_rate=0.2).learning_rate == 0.2
+
+
+def test_arguments_of_transformers_are_accepted(tmp_path):
+    """A script may change the import of Trainer alone."""
+    args = transformers.TrainingArguments(str(tmp_path), max_steps=2, report_to="none", use_cpu=True, disable_tqdm=True)
+    from tests.tiny import plain_data
+
+    assert Trainer(make_plain(), args, train_dataset=plain_data()).train().global_step == 2
+
+
+def test_public_names():
+    for name in hftrainer.__all__:
+        assert getattr(hftrainer, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'Trainr'"):
+        hftrainer.Trainr  # noqa: B018
