@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import logging
 import math
 import os
@@ -27,8 +26,10 @@ from hftrainer.data.collators import DataCollatorWithPadding, default_data_colla
 from hftrainer.data.loaders import PreparedDataLoader, to_device
 from hftrainer.errors import InvalidArgument, MetricNotFound, UnsupportedArgument
 from hftrainer.evaluation.evaluation_pass import EvaluationPass
+from hftrainer.loss import check_loss, first_output, outputs_without
 from hftrainer.optimization import get_scheduler
 from hftrainer.overrides import accepts, call_with_accepted, is_overridden
+from hftrainer.reporting import comparable_names, print_table, write_metrics
 from hftrainer.schedule import TrainingSchedule, plan_schedule
 from hftrainer.trainer_callback import (
     CallbackHandler,
@@ -216,7 +217,7 @@ class Trainer:
         self._created_lr_scheduler = False
         self._total_loss_scalar = 0.0
         self._globalstep_last_logged = 0
-        self._eval_dataloaders: dict[str, Any] = {}
+        self._eval_dataloaders: dict[Any, Any] = {}
         self._flos_per_token: tuple[Any, int] | None = None
 
     def _init_callbacks(self, callbacks: list[Any]) -> None:
@@ -320,15 +321,15 @@ class Trainer:
         """
         if eval_dataset is None and self.eval_dataset is None:
             raise InvalidArgument("Evaluation needs an eval_dataset: pass one to Trainer or to evaluate().")
-        key = eval_dataset if isinstance(eval_dataset, str) else "eval"
+        key = eval_dataset if eval_dataset is None or isinstance(eval_dataset, str) else ...
         if key in self._eval_dataloaders:
             return self._eval_dataloaders[key]
         if isinstance(eval_dataset, str):
             eval_dataset = self.eval_dataset[eval_dataset]
         dataset = eval_dataset if eval_dataset is not None else self.eval_dataset
         loader = self._get_dataloader(dataset, "evaluation", self.args.eval_batch_size, self._get_eval_sampler)
-        if self.args.dataloader_persistent_workers:  # keep it, or each evaluation would start workers that stay
-            self._eval_dataloaders[key] = loader
+        if self.args.dataloader_persistent_workers and key is not ...:
+            self._eval_dataloaders[key] = loader  # or each evaluation would start workers that stay
         return loader
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
@@ -709,12 +710,7 @@ class Trainer:
         inputs = self._prepare_inputs(inputs)
         with self.compute_loss_context_manager():
             loss = call_with_accepted(self.compute_loss, model, inputs, num_items_in_batch=num_items_in_batch)
-        if not isinstance(loss, torch.Tensor) or loss.ndim != 0:
-            shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise InvalidArgument(
-                f"The loss must be a tensor with one number, and is {shown}: let the model return (loss, ...) or "
-                "{'loss': loss, ...}, pass compute_loss_func, or override compute_loss."
-            )
+        loss = check_loss(loss)
         if self.current_gradient_accumulation_steps > 1 and not self._loss_is_scaled(num_items_in_batch):
             loss = loss / self.current_gradient_accumulation_steps
         return loss
@@ -752,7 +748,7 @@ class Trainer:
         if self.compute_loss_func is not None:
             loss = self.compute_loss_func(outputs, labels, num_items_in_batch=num_items_in_batch)
         else:
-            loss = _first_output(outputs, inputs)
+            loss = first_output(outputs, inputs)
         return (loss, outputs) if return_outputs else loss
 
     def compute_loss_context_manager(self) -> contextlib.AbstractContextManager:
@@ -964,11 +960,11 @@ class Trainer:
                 labels = nested_detach(tuple(inputs.get(name) for name in self.label_names))
                 labels = labels[0] if len(labels) == 1 else labels
                 loss, outputs = self._loss_and_outputs(model, inputs, prediction_loss_only)
-                logits = _outputs_without(outputs, [*ignore_keys, "loss"], skip_first=True)
+                logits = outputs_without(outputs, [*ignore_keys, "loss"], skip_first=True)
             else:
                 with self.compute_loss_context_manager():
                     outputs = model(**inputs)
-                logits = _outputs_without(outputs, ignore_keys, skip_first=False)
+                logits = outputs_without(outputs, ignore_keys, skip_first=False)
         if prediction_loss_only:
             return loss, None, None
         logits = nested_detach(logits)
@@ -1077,7 +1073,7 @@ class Trainer:
         if key not in metrics:
             raise MetricNotFound(
                 f"metric_for_best_model={self.args.metric_for_best_model!r}: evaluation returns no {key!r}, only "
-                f"{', '.join(_metric_names(metrics))}."
+                f"{', '.join(comparable_names(metrics))}."
             )
         value, best = metrics[key], self.state.best_metric
         if best is None:
@@ -1115,14 +1111,8 @@ class Trainer:
             split: 'train', 'eval' or 'test', for the title.
             metrics: the metrics.
         """
-        if not self.is_world_process_zero():
-            return
-        shown = self.metrics_format(metrics)
-        print(f"***** {split} metrics *****")
-        name_width = max((len(name) for name in shown), default=0)
-        value_width = max((len(str(value)) for value in shown.values()), default=0)
-        for name in sorted(shown):
-            print(f"  {name: <{name_width}} = {shown[name]!s:>{value_width}}")
+        if self.is_world_process_zero():
+            print_table(f"{split} metrics", self.metrics_format(metrics))
 
     def save_metrics(self, split: str, metrics: Mapping[str, Any], combined: bool = True) -> None:
         """Write metrics to `{split}_results.json`, on the main process.
@@ -1132,16 +1122,8 @@ class Trainer:
             metrics: the metrics.
             combined: also merge them into `all_results.json`.
         """
-        if not self.is_world_process_zero():
-            return
-        _write_json(os.path.join(str(self.args.output_dir), f"{split}_results.json"), metrics)
-        if combined:
-            path = os.path.join(str(self.args.output_dir), "all_results.json")
-            merged = {}
-            if os.path.exists(path):
-                with open(path, encoding="utf-8") as file:
-                    merged = json.load(file)
-            _write_json(path, {**merged, **metrics})
+        if self.is_world_process_zero():
+            write_metrics(str(self.args.output_dir), split, metrics, combined=combined)
 
     # ---- Processes ---------------------------------------------------------------------------------------------
 
@@ -1160,12 +1142,6 @@ def _set_training_mode(model: nn.Module) -> None:
         model.train()
 
 
-def _metric_names(metrics: Mapping[str, Any]) -> list[str]:
-    """What can compare models among an evaluation's results: everything but the times."""
-    times = ("epoch", "_runtime", "_per_second", "_model_preparation_time")
-    return sorted(name for name in metrics if not name.endswith(times))
-
-
 def _processing_class(processing_class: Any, tokenizer: Any) -> Any:
     if tokenizer is None:
         return processing_class
@@ -1180,34 +1156,3 @@ def _call_sampler(sampler_fn: Callable[..., Sampler | None] | None, dataset: Any
     if sampler_fn is None:
         return None
     return sampler_fn(dataset) if number_of_arguments(sampler_fn) else sampler_fn()
-
-
-def _first_output(outputs: Any, inputs: Mapping[str, Any]) -> Any:
-    """The loss among a model's outputs.
-
-    Raises:
-        InvalidArgument: when there is none, naming what the model returned.
-    """
-    if isinstance(outputs, Mapping):
-        if "loss" in outputs:
-            return outputs["loss"]
-        returned = f"only {', '.join(map(str, outputs))}"
-    elif isinstance(outputs, (tuple, list)) and outputs:
-        return outputs[0]
-    else:
-        returned = f"a {type(outputs).__name__}"
-    raise InvalidArgument(
-        f"The model returned no loss, {returned}, from the inputs {', '.join(map(str, inputs))}. It must return (loss, "
-        "...) or {'loss': loss, ...}: check that the labels reach it, pass compute_loss_func, or override compute_loss."
-    )
-
-
-def _outputs_without(outputs: Any, ignored: list[str], *, skip_first: bool) -> Any:
-    if isinstance(outputs, Mapping):
-        return tuple(value for name, value in outputs.items() if name not in ignored)
-    return outputs[1:] if skip_first else outputs
-
-
-def _write_json(path: str, values: Mapping[str, Any]) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(values, file, indent=4, sort_keys=True)

@@ -179,3 +179,9 @@ def test_public_names():
         assert getattr(hftrainer, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'Trainr'"):
         hftrainer.Trainr  # noqa: B018
+
+
+def test_the_compatibility_page_is_fresh():
+    from tests.compatibility_page import PAGE, page
+
+    assert PAGE.read_text(encoding="utf-8") == page(), "run python tests/compatibility_page.py"

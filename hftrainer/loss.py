@@ -1,0 +1,51 @@
+"""The loss among a model's outputs, and whether it is one that can be trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from hftrainer.errors import InvalidArgument
+
+REMEDY = "let the model return (loss, ...) or {'loss': loss, ...}, pass compute_loss_func, or override compute_loss."
+
+
+def first_output(outputs: Any, inputs: Mapping[str, Any]) -> Any:
+    """The loss: under 'loss' in a mapping, first in a tuple.
+
+    Raises:
+        InvalidArgument: when there is none, naming what the model returned.
+    """
+    if isinstance(outputs, Mapping):
+        if "loss" in outputs:
+            return outputs["loss"]
+        returned = f"only {', '.join(map(str, outputs))}"
+    elif isinstance(outputs, (tuple, list)) and outputs:
+        return outputs[0]
+    else:
+        returned = f"a {type(outputs).__name__}"
+    raise InvalidArgument(
+        f"The model returned no loss, {returned}, from the inputs {', '.join(map(str, inputs))}. Check that the labels "
+        f"reach it; {REMEDY}"
+    )
+
+
+def check_loss(loss: Any) -> torch.Tensor:
+    """The loss, if it is a tensor of shape `()`.
+
+    Raises:
+        InvalidArgument: when it is anything else.
+    """
+    if isinstance(loss, torch.Tensor) and loss.ndim == 0:
+        return loss
+    shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+    raise InvalidArgument(f"The loss must be a tensor with one number, and is {shown}: {REMEDY}")
+
+
+def outputs_without(outputs: Any, ignored: list[str], *, skip_first: bool) -> Any:
+    """A model's predictions: its outputs but for some keys, and but for the loss that comes first in a tuple."""
+    if isinstance(outputs, Mapping):
+        return tuple(value for name, value in outputs.items() if name not in ignored)
+    return outputs[1:] if skip_first else outputs

@@ -1,0 +1,41 @@
+"""Metrics as a table on the screen, and as JSON files."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+
+def print_table(title: str, values: Mapping[str, Any]) -> None:
+    """Print values under a title, sorted by name and aligned."""
+    print(f"***** {title} *****")
+    name_width = max((len(name) for name in values), default=0)
+    value_width = max((len(str(value)) for value in values.values()), default=0)
+    for name in sorted(values):
+        print(f"  {name: <{name_width}} = {values[name]!s:>{value_width}}")
+
+
+def write_metrics(folder: str, split: str, metrics: Mapping[str, Any], *, combined: bool) -> None:
+    """Write `{split}_results.json`, and with `combined` merge the metrics into `all_results.json`."""
+    _write(os.path.join(folder, f"{split}_results.json"), metrics)
+    if not combined:
+        return
+    path = os.path.join(folder, "all_results.json")
+    before = {}
+    if os.path.exists(path):
+        with open(path, encoding="utf-8") as file:
+            before = json.load(file)
+    _write(path, {**before, **metrics})
+
+
+def comparable_names(metrics: Mapping[str, Any]) -> list[str]:
+    """What can compare models among an evaluation's results: everything but the times."""
+    times = ("epoch", "_runtime", "_per_second", "_model_preparation_time")
+    return sorted(name for name in metrics if not name.endswith(times))
+
+
+def _write(path: str, values: Mapping[str, Any]) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(values, file, indent=4, sort_keys=True)
