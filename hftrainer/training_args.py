@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from hftrainer import arguments as groups
+from hftrainer.arguments import legacy
 from hftrainer.arguments._field import arg
 from hftrainer.arguments.validation import normalize, problems
 from hftrainer.errors import InvalidArgument, UnknownArgument
@@ -27,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class TrainingArguments(
+    groups.LegacyArguments,
     groups.DebuggingArguments,
     groups.DistributionArguments,
     groups.HubArguments,
@@ -56,9 +58,13 @@ class TrainingArguments(
         unknown = [name for name in kwargs if name not in known]
         if unknown:
             raise UnknownArgument("; ".join(_unknown_message(cls, name, known) for name in unknown))
-        return super().__new__(cls)
+        instance = super().__new__(cls)
+        vars(instance)["_copied"] = legacy.is_copy(kwargs)
+        return instance
 
     def __post_init__(self) -> None:
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        legacy.translate(self, defaults, copied=vars(self).pop("_copied", False))
         normalize(self)
         found = problems(self)
         if found:
@@ -143,9 +149,9 @@ class TrainingArguments(
         """The fields as JSON-serializable values; tokens are replaced by their name."""
         result: dict[str, Any] = {}
         for field in dataclasses.fields(self):
-            if not field.init:
-                continue
             value = getattr(self, field.name)
+            if not field.init or field.name in legacy.RENAMED or value == legacy.KEPT.get(field.name, ...):
+                continue
             if isinstance(value, enum.Enum):
                 value = value.value
             elif isinstance(value, list):
@@ -169,6 +175,10 @@ class TrainingArguments(
         return f"{type(self).__name__}(\n{lines})"
 
     __repr__ = __str__
+
+
+for _name in legacy.RENAMED:
+    setattr(TrainingArguments, _name, legacy.mirror(_name))
 
 
 def _unknown_message(cls: type, name: str, known: set[str]) -> str:

@@ -39,6 +39,7 @@ Tools that rewrite the source text of the private loop of `transformers.Trainer`
 - **inert**: accepted, and nothing follows from it, for the reason given
 - **planned**: only its default is accepted in this release; anything else is refused when the Trainer is built, with
   what to do meanwhile
+- **refused**: for good, with the reason
 
 """
 

@@ -18,7 +18,7 @@ class Row:
 
     Attributes:
         kind: 'mapped' (to a Lightning setting), 'handled' (by a module of hftrainer), 'inert' (nothing to do, and
-            why), 'planned' (only its neutral value is accepted in this release).
+            why), 'planned' (only its neutral value is accepted in this release), 'refused' (for good, and why).
         detail: the setting, the module, the reason, or what to use meanwhile.
     """
 
@@ -166,10 +166,62 @@ TABLE: dict[str, Row] = {
     ),
 }
 
+#: Old spellings. What each is today stands in `hftrainer.arguments.legacy`, which translates them.
+TABLE |= _rows(
+    "handled",
+    evaluation_strategy="old name of eval_strategy",
+    no_cuda="old name of use_cpu",
+    per_gpu_train_batch_size="old name of per_device_train_batch_size",
+    per_gpu_eval_batch_size="old name of per_device_eval_batch_size",
+    warmup_ratio="warmup_steps below 1",
+    adafactor="optim='adafactor'",
+    group_by_length="train_sampling_strategy='group_by_length'",
+    include_inputs_for_metrics="include_for_metrics=['inputs']",
+    torchdynamo="old name of torch_compile_backend",
+    xpu_backend="old name of ddp_backend",
+    push_to_hub_model_id="hub_model_id",
+    push_to_hub_organization="hub_model_id",
+    push_to_hub_token="old name of hub_token",
+    sharded_ddp="fsdp",
+    fsdp_min_num_params="fsdp_config['min_num_params']",
+    fsdp_transformer_layer_cls_to_wrap="fsdp_config['transformer_layer_cls_to_wrap']",
+    dispatch_batches="accelerator_config['dispatch_batches']",
+    split_batches="accelerator_config['split_batches']",
+    tpu_metrics_debug="debug='tpu_metrics_debug'",
+)
+TABLE |= _rows(
+    "inert",
+    overwrite_output_dir="a switch for your script",
+    logging_dir="a folder for trackers; there are none without report_to",
+    use_mps_device="Apple's GPU is taken by itself",
+)
+TABLE |= _planned("convert the saved model yourself", "save_safetensors")
+TABLE |= _planned("keep the output in your model", "past_index")
+TABLE |= _planned("override evaluation_loop", "use_legacy_prediction_loop")
+TABLE |= _planned("count the tokens in a callback", "include_tokens_per_second")
+TABLE |= _planned("trace the model yourself", "jit_mode_eval")
+TABLE |= _planned("search with optuna around train()", "ray_scope")
+TABLE |= _planned("train on a GPU or CPU", "tpu_num_cores")
+TABLE |= _rows(
+    "refused",
+    fp16_backend=(_APEX := "NVIDIA Apex is archived and no precision plugin of Lightning; torch's autocast is used"),
+    half_precision_backend=_APEX,
+    fp16_opt_level="it is a level of NVIDIA Apex, which is archived; leave it out",
+    use_ipex="Intel has ended the extension and moved it into torch; leave it out",
+    mp_parameters="SageMaker's model parallelism is a library of its own; use fsdp",
+    model_parallel="naive model parallelism ended with v4.1; load the model with device_map, or use fsdp",
+)
+#: Values of refused arguments that ask for nothing else than what happens anyway.
+HARMLESS = frozenset({"auto", "amp", "cuda_amp", "cpu_amp", "O0", "O1"})
+
 #: Values of handled arguments that are planned all the same.
 PLANNED_VALUES: dict[str, frozenset[str]] = {
     "train_sampling_strategy": frozenset({"group_by_length", "batch_rebalance"}),
 }
+
+
+#: What old arguments read as when they are not given.
+_KEPT = {"save_safetensors": True, "past_index": -1, "ray_scope": "last"}
 
 
 def unsupported(args: TrainingArguments) -> list[str]:
@@ -180,8 +232,12 @@ def unsupported(args: TrainingArguments) -> list[str]:
         value = getattr(args, field.name)
         if row is None:
             continue  # a field of the user's own subclass
-        if row.kind == "planned" and not _is_neutral(value, field.default):
+        kept = _KEPT.get(field.name)
+        neutral = value in (None, kept) if kept is not None else _is_neutral(value, field.default)
+        if row.kind == "planned" and not neutral:
             found.append(f"{field.name}={value!r} is not supported yet: {row.detail}.")
+        elif row.kind == "refused" and not neutral and value not in HARMLESS:
+            found.append(f"{field.name}={value!r} is not supported: {row.detail}.")
         elif isinstance(value, str) and value in PLANNED_VALUES.get(field.name, ()):
             found.append(f"{field.name}={value!r} is not supported yet: leave it at {field.default!r}.")
     if args.world_size > 1:

@@ -5,6 +5,7 @@ from hftrainer.arguments.debugging import DebuggingArguments
 from hftrainer.arguments.distribution import DistributionArguments
 from hftrainer.arguments.evaluation import EvaluationArguments
 from hftrainer.arguments.hub import HubArguments
+from hftrainer.arguments.legacy import LegacyArguments
 from hftrainer.arguments.logging import LoggingArguments
 from hftrainer.arguments.optimizer import OptimizerArguments
 from hftrainer.arguments.precision import PrecisionArguments
@@ -17,6 +18,7 @@ __all__ = [
     "DistributionArguments",
     "EvaluationArguments",
     "HubArguments",
+    "LegacyArguments",
     "LoggingArguments",
     "OptimizerArguments",
     "PrecisionArguments",

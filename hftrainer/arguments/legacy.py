@@ -1,0 +1,233 @@
+"""Spellings of older releases: accepted, translated once, and readable ever after."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hftrainer.arguments._field import arg
+from hftrainer.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from hftrainer.training_args import TrainingArguments
+
+
+@dataclass(kw_only=True)
+class LegacyArguments:
+    """Arguments that transformers 5.23 no longer has. The help names the releases that had them."""
+
+    evaluation_strategy: str | None = arg(None, "Old name of `eval_strategy` (v4.0-v4.48).")
+    no_cuda: bool = arg(False, "Old name of `use_cpu` (v4.0-v4.57).")
+    per_gpu_train_batch_size: int | None = arg(None, "Old name of `per_device_train_batch_size` (v4.0-v4.57).")
+    per_gpu_eval_batch_size: int | None = arg(None, "Old name of `per_device_eval_batch_size` (v4.0-v4.57).")
+    warmup_ratio: float | None = arg(None, "Share of all steps to warm up, now `warmup_steps` below 1 (v4.2-v5.0).")
+    adafactor: bool = arg(False, "Now `optim='adafactor'` (v4.2-v4.57).")
+    group_by_length: bool = arg(False, "Now `train_sampling_strategy='group_by_length'` (v4.2-v5.0).")
+    include_inputs_for_metrics: bool = arg(False, "Now `include_for_metrics=['inputs']` (v4.17-v4.57).")
+    torchdynamo: str | None = arg(None, "Old name of `torch_compile_backend` (v4.22-v4.57).")
+    xpu_backend: str | None = arg(None, "Old name of `ddp_backend` (v4.15-v4.30).")
+    push_to_hub_model_id: str | None = arg(None, "Name part of `hub_model_id` (v4.7-v4.57).")
+    push_to_hub_organization: str | None = arg(None, "Organization part of `hub_model_id` (v4.7-v4.57).")
+    push_to_hub_token: str | None = arg(None, "Old name of `hub_token` (v4.7-v4.57).")
+    sharded_ddp: str | None = arg(None, "FairScale's sharding, now `fsdp` (v4.1-v4.30).")
+    fsdp_min_num_params: int | None = arg(None, "Now `fsdp_config['min_num_params']` (v4.20-v4.57).")
+    fsdp_transformer_layer_cls_to_wrap: str | None = arg(
+        None, "Now `fsdp_config['transformer_layer_cls_to_wrap']` (v4.22-v4.57)."
+    )
+    dispatch_batches: bool | None = arg(None, "Now `accelerator_config['dispatch_batches']` (v4.35-v4.48).")
+    split_batches: bool | None = arg(None, "Now `accelerator_config['split_batches']` (v4.35-v4.48).")
+    tpu_metrics_debug: bool = arg(False, "Now `debug='tpu_metrics_debug'` (v4.0-v4.57).")
+
+    overwrite_output_dir: bool = arg(False, "For your script to read; the Trainer itself does not (v4.0-v4.57).")
+    logging_dir: str | None = arg(None, "Folder of the trackers' files (v4.0-v5.0).")
+    use_mps_device: bool = arg(False, "Train on Apple's GPU, which is now taken by itself (v4.21-v4.57).")
+    save_safetensors: bool | None = arg(None, "Write safetensors, not torch's pickles (v4.28-v4.57).")
+    fp16_backend: str | None = arg(None, "Library of mixed precision (v4.0-v4.57).")
+    half_precision_backend: str | None = arg(None, "Library of mixed precision (v4.15-v4.57).")
+    fp16_opt_level: str | None = arg(None, "Optimization level of Apex (v4.0-v4.57).")
+    past_index: int | None = arg(None, "Index of the output that is given to the next step, -1 for none (v4.0-v4.57).")
+    use_legacy_prediction_loop: bool = arg(False, "Evaluate by `prediction_loop` (v4.4-v4.57).")
+    include_tokens_per_second: bool = arg(False, "Report tokens per second (v4.35-v4.57).")
+    jit_mode_eval: bool = arg(False, "Trace the model for evaluation (v4.23-v4.57).")
+    use_ipex: bool = arg(False, "Optimize with Intel's extension (v4.23-v4.48).")
+    ray_scope: str | None = arg(None, "Scope of Ray Tune's best trial (v4.30-v4.57).")
+    tpu_num_cores: int | None = arg(None, "TPU cores, which launchers give now (v4.0-v4.57).")
+    mp_parameters: str | None = arg(None, "SageMaker's model parallelism (v4.5-v4.57).")
+    model_parallel: bool = arg(False, "Naive model parallelism of GPT-2 and T5 (v4.0-v4.1).")
+
+
+@dataclass(frozen=True)
+class Rename:
+    """How an old argument is written today.
+
+    Attributes:
+        new: the argument of today.
+        spelled: its value, as a warning shows it.
+        write: `(new value, old value) → new value`.
+        read: `new value → old value`, what the old name reads as.
+        merges: the old value is added to the new one, instead of taking its place.
+    """
+
+    new: str
+    spelled: str
+    write: Callable[[Any, Any], Any]
+    read: Callable[[Any], Any]
+    merges: bool = False
+
+
+def _same(new: str) -> Rename:
+    return Rename(new, new, lambda now, old: old, lambda now: now)
+
+
+def _value(new: str, value: str) -> Rename:
+    return Rename(new, f"{new}={value!r}", lambda now, old: value, lambda now: now == value)
+
+
+def _item(new: str, value: str) -> Rename:
+    return Rename(
+        new, f"{new}=[{value!r}]", lambda now, old: [*_words(now), value], lambda now: value in now, merges=True
+    )
+
+
+def _key(new: str, key: str) -> Rename:
+    def write(now: Any, old: Any) -> Any:
+        if isinstance(now, str):
+            raise InvalidArgument(f"{new} is the path of a file: set {key!r} there.")
+        return {**(now or {}), key: old}
+
+    def read(now: Any) -> Any:
+        return now.get(key) if isinstance(now, dict) else None
+
+    return Rename(new, f"{new}[{key!r}]", write, read, merges=True)
+
+
+def _words(value: Any) -> list[Any]:
+    return value.split() if isinstance(value, str) else list(value or [])
+
+
+#: FairScale's words → FSDP's.
+SHARDED_DDP = {
+    "simple": "shard_grad_op",
+    "zero_dp_2": "shard_grad_op",
+    "zero_dp_3": "full_shard",
+    "offload": "offload",
+    "cpu_offload": "offload",
+    "auto_wrap": "auto_wrap",
+}
+
+
+def _fsdp_of(_: Any, old: str) -> str:
+    unknown = [word for word in old.split() if word not in SHARDED_DDP]
+    if unknown:
+        raise InvalidArgument(f"sharded_ddp={old!r}: {unknown} unknown, it takes {', '.join(SHARDED_DDP)}.")
+    return " ".join(SHARDED_DDP[word] for word in old.split())
+
+
+def _hub_organization(now: Any, old: str) -> str:
+    return f"{old}/{now.split('/')[-1]}" if now else f"{old}/"
+
+
+RENAMED: dict[str, Rename] = {
+    "evaluation_strategy": _same("eval_strategy"),
+    "no_cuda": _same("use_cpu"),
+    "per_gpu_train_batch_size": _same("per_device_train_batch_size"),
+    "per_gpu_eval_batch_size": _same("per_device_eval_batch_size"),
+    "warmup_ratio": Rename("warmup_steps", "warmup_steps", lambda now, old: old, lambda now: now if now < 1 else 0.0),
+    "adafactor": _value("optim", "adafactor"),
+    "group_by_length": _value("train_sampling_strategy", "group_by_length"),
+    "include_inputs_for_metrics": _item("include_for_metrics", "inputs"),
+    "torchdynamo": _same("torch_compile_backend"),
+    "xpu_backend": _same("ddp_backend"),
+    "push_to_hub_model_id": _same("hub_model_id"),
+    "push_to_hub_organization": Rename(
+        "hub_model_id",
+        "hub_model_id",
+        _hub_organization,
+        lambda now: now.split("/")[0] if "/" in (now or "") else None,
+        True,
+    ),
+    "push_to_hub_token": _same("hub_token"),
+    "sharded_ddp": Rename("fsdp", "fsdp", _fsdp_of, lambda now: None),
+    "fsdp_min_num_params": _key("fsdp_config", "min_num_params"),
+    "fsdp_transformer_layer_cls_to_wrap": _key("fsdp_config", "transformer_layer_cls_to_wrap"),
+    "dispatch_batches": _key("accelerator_config", "dispatch_batches"),
+    "split_batches": _key("accelerator_config", "split_batches"),
+    "tpu_metrics_debug": _item("debug", "tpu_metrics_debug"),
+}
+#: Old arguments that have no new name → what they read as when not given.
+KEPT: dict[str, Any] = {
+    "save_safetensors": True,
+    "fp16_backend": "auto",
+    "half_precision_backend": "auto",
+    "fp16_opt_level": "O1",
+    "past_index": -1,
+    "ray_scope": "last",
+    "mp_parameters": "",
+}
+
+
+def mirror(name: str) -> property:
+    """A property that reads an old name from the new one, and writes it there."""
+    rename = RENAMED[name]
+
+    def get(self: TrainingArguments) -> Any:
+        pending = vars(self).get("_pending_legacy")
+        return pending[name] if pending is not None else rename.read(getattr(self, rename.new))
+
+    def set_(self: TrainingArguments, value: Any) -> None:
+        if vars(self).get("_legacy_done"):
+            setattr(self, rename.new, rename.write(getattr(self, rename.new), value))
+        else:  # the generated __init__ is at work
+            vars(self).setdefault("_pending_legacy", {})[name] = value
+
+    return property(get, set_, doc=f"Old name of `{rename.spelled}`.")
+
+
+def is_copy(given: dict[str, Any]) -> bool:
+    """Whether these keywords come from `dataclasses.replace`: all fields, read from a finished object.
+
+    Old names then only repeat what the new ones say, and must not override a new value that was replaced.
+    """
+    return all(given.get(name) is not None for name in KEPT)
+
+
+def translate(args: TrainingArguments, defaults: dict[str, Any], *, copied: bool) -> None:
+    """Write what was given by old names to the new ones, with one FutureWarning for all.
+
+    Args:
+        args: freshly initialized.
+        defaults: the fields' defaults.
+        copied: the old names repeat the new ones, see `is_copy`.
+
+    Raises:
+        InvalidArgument: when an old and a new name are given with different values.
+    """
+    pending = vars(args).pop("_pending_legacy", {})
+    vars(args)["_legacy_done"] = True
+    given = {} if copied else {name: value for name, value in pending.items() if value not in (None, False, "")}
+    for name, value in given.items():
+        _translate_one(args, name, value, defaults)
+    for name, default in KEPT.items():
+        if getattr(args, name) is None:
+            setattr(args, name, default)
+    if given:
+        now = ", ".join(f"{name} is now {RENAMED[name].spelled}" for name in given)
+        warnings.warn(f"Old names of training arguments: {now}", FutureWarning, stacklevel=4)
+
+
+def _translate_one(args: TrainingArguments, name: str, value: Any, defaults: dict[str, Any]) -> None:
+    rename = RENAMED[name]
+    now = getattr(args, rename.new)
+    if name == "warmup_ratio":
+        if not 0 <= value < 1:
+            raise InvalidArgument(f"warmup_ratio={value!r}: give a share of all steps, at least 0 and below 1.")
+        if now:  # documented since v4.2: warmup_steps overrides it
+            return
+    wanted = rename.write(now, value)
+    if not rename.merges and now != defaults[rename.new] and now != wanted:
+        raise InvalidArgument(
+            f"{name}={value!r} and {rename.new}={now!r}: the first is the old name of the second; give one of them."
+        )
+    setattr(args, rename.new, wanted)

@@ -1,0 +1,197 @@
+"""Old spellings: each does what it did, by its new name, or is refused with the reason."""
+
+import dataclasses
+import importlib
+import json
+import pickle
+import warnings
+from pathlib import Path
+
+import pytest
+
+from hftrainer import Trainer, TrainingArguments
+from hftrainer.arguments.legacy import KEPT, RENAMED, LegacyArguments
+from hftrainer.errors import InvalidArgument, UnsupportedArgument
+from hftrainer_lightning.arguments import TABLE, unsupported
+from tests.tiny import make_plain
+
+LEGACY = [field.name for field in dataclasses.fields(LegacyArguments)]
+NEUTRAL = {"output_dir": "x", "use_cpu": True}
+
+# old name, its value -> new name, its value
+TRANSLATED = [
+    ("evaluation_strategy", "steps", "eval_strategy", "steps"),
+    ("no_cuda", True, "use_cpu", True),
+    ("per_gpu_train_batch_size", 3, "per_device_train_batch_size", 3),
+    ("per_gpu_eval_batch_size", 5, "per_device_eval_batch_size", 5),
+    ("warmup_ratio", 0.25, "warmup_steps", 0.25),
+    ("adafactor", True, "optim", "adafactor"),
+    ("group_by_length", True, "train_sampling_strategy", "group_by_length"),
+    ("include_inputs_for_metrics", True, "include_for_metrics", ["inputs"]),
+    ("torchdynamo", "eager", "torch_compile_backend", "eager"),
+    ("xpu_backend", "ccl", "ddp_backend", "ccl"),
+    ("push_to_hub_model_id", "name", "hub_model_id", "name"),
+    ("push_to_hub_organization", "org", "hub_model_id", "org/"),
+    ("push_to_hub_token", "secret", "hub_token", "secret"),
+    ("sharded_ddp", "simple", "fsdp", "shard_grad_op"),
+    ("sharded_ddp", "zero_dp_3 auto_wrap offload", "fsdp", "full_shard auto_wrap offload"),
+    ("fsdp_min_num_params", 100, "fsdp_config", {"min_num_params": 100}),
+    (
+        "fsdp_transformer_layer_cls_to_wrap",
+        "Block",
+        "fsdp_config",
+        {"transformer_layer_cls_to_wrap": "Block"},
+    ),
+    ("dispatch_batches", True, "accelerator_config", {"dispatch_batches": True}),
+    ("split_batches", True, "accelerator_config", {"split_batches": True}),
+    ("tpu_metrics_debug", True, "debug", ["tpu_metrics_debug"]),
+]
+INERT = {"overwrite_output_dir": True, "logging_dir": "logs", "use_mps_device": True}
+REFUSED = {
+    "save_safetensors": False,
+    "past_index": 1,
+    "use_legacy_prediction_loop": True,
+    "include_tokens_per_second": True,
+    "jit_mode_eval": True,
+    "ray_scope": "all",
+    "tpu_num_cores": 8,
+    "fp16_backend": "apex",
+    "half_precision_backend": "apex",
+    "fp16_opt_level": "O2",
+    "use_ipex": True,
+    "mp_parameters": "ddp=True",
+    "model_parallel": True,
+}
+
+
+def test_every_old_name_is_covered():
+    assert {row[0] for row in TRANSLATED} | set(INERT) | set(REFUSED) == set(LEGACY)
+    assert {row[0] for row in TRANSLATED} == set(RENAMED)
+    assert len(LEGACY) == 35
+
+
+@pytest.mark.parametrize(("old", "value", "new", "expected"), TRANSLATED)
+def test_translated(old, value, new, expected):
+    with pytest.warns(FutureWarning, match=f"{old} is now {new}"):
+        args = TrainingArguments("x", **{old: value})
+    assert getattr(args, new) == expected
+    if old not in ("sharded_ddp", "push_to_hub_organization"):
+        assert getattr(args, old) == value
+    # What it asks for is done, or refused by its new name, like the new name itself.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        same = TrainingArguments("x", **{new: expected})
+    assert unsupported(args) == unsupported(same)
+
+
+@pytest.mark.parametrize("name", sorted(INERT))
+def test_inert(name):
+    args = TrainingArguments(**NEUTRAL, **{name: INERT[name]})
+    assert not unsupported(args)
+    assert getattr(args, name) == INERT[name]
+    assert TABLE[name].kind == "inert"
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_refused(name):
+    assert not unsupported(TrainingArguments(**NEUTRAL))
+    args = TrainingArguments(**NEUTRAL, **{name: REFUSED[name]})
+    (message,) = unsupported(args)
+    assert message.startswith(f"{name}={REFUSED[name]!r} is not supported")
+    with pytest.raises(UnsupportedArgument, match=name):
+        Trainer(make_plain(), args)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("fp16_backend", "amp"), ("half_precision_backend", "cuda_amp"), ("fp16_opt_level", "O1")]
+)
+def test_harmless_values(name, value):
+    assert not unsupported(TrainingArguments(**NEUTRAL, **{name: value}))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"evaluation_strategy": "steps", "eval_strategy": "epoch"},
+            "evaluation_strategy='steps' and eval_strategy='epoch'",
+        ),
+        ({"per_gpu_train_batch_size": 3, "per_device_train_batch_size": 4}, "per_gpu_train_batch_size=3"),
+        ({"warmup_ratio": 1.5}, "warmup_ratio=1.5"),
+        ({"sharded_ddp": "zero_dp_4"}, "zero_dp_4"),
+        ({"fsdp_config": "file.json", "fsdp_min_num_params": 3}, "path of a file"),
+    ],
+)
+def test_contradictions(settings, message):
+    with pytest.raises(InvalidArgument, match=message):
+        TrainingArguments("x", **settings)
+
+
+def test_old_and_new_with_the_same_value():
+    with pytest.warns(FutureWarning):
+        args = TrainingArguments("x", evaluation_strategy="steps", eval_strategy="steps")
+    assert args.eval_strategy == "steps"
+
+
+def test_warmup_steps_override_the_ratio():
+    """Documented since v4.2."""
+    with pytest.warns(FutureWarning):
+        assert TrainingArguments("x", warmup_ratio=0.1, warmup_steps=7).get_warmup_steps(100) == 7
+
+
+def test_organization_and_name_together():
+    with pytest.warns(FutureWarning):
+        args = TrainingArguments("x", push_to_hub_model_id="name", push_to_hub_organization="org")
+    assert args.hub_model_id == "org/name"
+    assert args.push_to_hub_organization == "org"
+
+
+def test_one_warning_that_points_at_the_caller():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        TrainingArguments("x", no_cuda=True, evaluation_strategy="steps", logging_steps=3)
+    (warning,) = caught
+    assert Path(warning.filename) == Path(__file__)
+    assert "no_cuda is now use_cpu" in str(warning.message)
+    assert "evaluation_strategy is now eval_strategy" in str(warning.message)
+
+
+def test_old_names_follow_the_new_ones():
+    args = TrainingArguments("x", eval_strategy="steps", use_cpu=True)
+    assert (args.evaluation_strategy, args.no_cuda) == ("steps", True)
+    args.eval_strategy = "epoch"
+    assert args.evaluation_strategy == "epoch"
+    args.evaluation_strategy = "no"
+    assert args.eval_strategy == "no"
+    assert {name: getattr(args, name) for name in KEPT} == KEPT
+
+
+def test_replace_and_pickle():
+    with pytest.warns(FutureWarning):
+        args = TrainingArguments("x", evaluation_strategy="steps", no_cuda=True, include_inputs_for_metrics=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        changed = dataclasses.replace(args, eval_strategy="epoch", use_cpu=False)
+        assert (changed.evaluation_strategy, changed.no_cuda) == ("epoch", False)
+        assert changed.include_for_metrics == ["inputs"]
+        assert pickle.loads(pickle.dumps(args)) == args
+
+
+def test_parser_of_transformers_takes_old_flags():
+    transformers = importlib.import_module("transformers")
+    parser = transformers.HfArgumentParser(TrainingArguments)
+    line = "--output_dir x --overwrite_output_dir --no_cuda --evaluation_strategy steps --warmup_ratio 0.1"
+    with pytest.warns(FutureWarning):
+        (args,) = parser.parse_args_into_dataclasses(line.split())
+    assert (args.use_cpu, args.eval_strategy, args.warmup_steps, args.overwrite_output_dir) == (
+        True,
+        "steps",
+        0.1,
+        True,
+    )
+
+
+def test_old_names_are_not_serialized():
+    text = TrainingArguments("x", logging_dir="logs").to_json_string()
+    assert not set(json.loads(text)) & set(RENAMED)
+    assert json.loads(text)["logging_dir"] == "logs"
