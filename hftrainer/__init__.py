@@ -23,6 +23,7 @@ _EXPORTS = {
         ),
         "hftrainer.data.collators": "DataCollatorWithPadding default_data_collator",
         "hftrainer.optimization": "get_scheduler",
+        "hftrainer.swap": "install uninstall",
     }.items()
     for name in exported.split()
 }
@@ -31,6 +32,7 @@ __all__ = sorted(_EXPORTS)
 if TYPE_CHECKING:
     from hftrainer.data.collators import DataCollatorWithPadding, default_data_collator
     from hftrainer.optimization import get_scheduler
+    from hftrainer.swap import install, uninstall
     from hftrainer.trainer import Trainer
     from hftrainer.trainer_callback import (
         CallbackHandler,

@@ -87,7 +87,7 @@ def _value(new: str, value: str) -> Rename:
 
 def _item(new: str, value: str) -> Rename:
     return Rename(
-        new, f"{new}=[{value!r}]", lambda now, old: [*_words(now), value], lambda now: value in now, merges=True
+        new, f"{new}=[{value!r}]", lambda now, old: [*_words(now), value], lambda now: value in (now or ()), merges=True
     )
 
 

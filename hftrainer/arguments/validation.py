@@ -56,8 +56,7 @@ def normalize(args: TrainingArguments) -> None:
         args.disable_tqdm = logging.getLogger("hftrainer").getEffectiveLevel() > logging.WARNING
     if isinstance(args.include_num_input_tokens_seen, bool):
         args.include_num_input_tokens_seen = "all" if args.include_num_input_tokens_seen else "no"
-    if isinstance(args.debug, str):
-        args.debug = args.debug.split()
+    args.debug = args.debug.split() if isinstance(args.debug, str) else list(args.debug or [])
     args.report_to = _as_list(args.report_to)
     for old, new in (
         ("gradient_checkpointing", "activation_checkpointing"),
