@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import sys
 from typing import Any
 
 from torch import nn
@@ -38,11 +39,12 @@ def accepts_loss_kwargs(model: nn.Module) -> bool:
 def shifts_labels(model: nn.Module) -> bool:
     """Whether the model's own loss predicts label `i + 1` at position `i`, so that the first is never predicted."""
     bare = peers.without_adapters(model)
-    if not peers.is_pretrained(bare) or getattr(bare.config, "is_encoder_decoder", False):
+    encodes = getattr(getattr(bare, "config", None), "is_encoder_decoder", False)
+    if not hasattr(bare, "loss_type") or "transformers" not in sys.modules or encodes:
         return False
     from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
-    return LOSS_MAPPING.get(str(getattr(bare, "loss_type", None))) is ForCausalLMLoss
+    return LOSS_MAPPING.get(str(bare.loss_type)) is ForCausalLMLoss
 
 
 def align_special_tokens(model: Any, processing_class: Any) -> None:

@@ -69,5 +69,7 @@ def plan_schedule(
         samples = steps * total_batch_size
     else:
         steps, epochs = math.ceil(args.num_train_epochs * per_epoch), math.ceil(args.num_train_epochs)
+        if args.max_steps == 0:  # as in transformers: training stops after the step that finds it is enough
+            steps = 0
         samples = num_examples * args.num_train_epochs  # type: ignore[assignment]
     return TrainingSchedule(epochs, per_epoch, num_examples, samples, total_batch_size, micro_batches, steps)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
 from hftrainer import model_inspection, peers, trainer_optimizer
@@ -177,7 +178,7 @@ class Trainer:
 
     def create_accelerator_and_postprocess(self) -> None:
         """Build the engine from the arguments, and `self.accelerator` over it."""
-        from hftrainer_lightning.arguments import make_plan, unsupported
+        from hftrainer_lightning.arguments import make_plan, mixed_precision, unsupported
 
         found = unsupported(self.args)
         if found:
@@ -187,7 +188,7 @@ class Trainer:
 
         self._engine = LightningEngine(make_plan(self.args), self._lightning_callbacks)
         self.accelerator = EngineAccelerator(
-            self._engine, self.args.device, "bf16" if self.args.bf16 else "no", self._prepare_loader
+            self._engine, self.args.device, mixed_precision(self.args), self._prepare_loader
         )
         self.is_deepspeed_enabled = self.is_fsdp_enabled = False
         self.deepspeed = None
@@ -444,7 +445,8 @@ class Trainer:
         labels = [self._counted_labels(batch) for batch in batch_samples]
         if not all(isinstance(each, torch.Tensor) for each in labels):
             return None  # detection models: labels are lists of dicts
-        return sum(each.ne(-100).sum() for each in labels).to(device)
+        count = sum(each.ne(-100).sum() for each in labels)
+        return count.to(device) / 1  # float32, as in transformers, which divides by the parallel sizes
 
     def _counted_labels(self, batch: Any) -> Any:
         if "shift_labels" in batch:
@@ -482,9 +484,11 @@ class Trainer:
             decayed = self.get_decay_parameter_names(model)
             groups = trainer_optimizer.parameter_groups(model, decayed, self.args.weight_decay)
             if self.optimizer_cls_and_kwargs is not None:
-                kind, kwargs = self.optimizer_cls_and_kwargs
+                kind, kwargs = self.optimizer_cls_and_kwargs[0], dict(self.optimizer_cls_and_kwargs[1])
             else:
                 kind, kwargs = call_with_accepted(self.get_optimizer_cls_and_kwargs, self.args, model=model)
+            for name in ("params", "model", "optimizer_dict"):  # GaLore, LOMO and layer-wise ones bring their own
+                groups = kwargs.pop(name, groups)
             self.optimizer = kind(groups, **kwargs)
         return self.optimizer
 
@@ -536,7 +540,10 @@ class Trainer:
         return self.optimizer
 
     def _get_learning_rate(self) -> float:
-        rate = self.lr_scheduler.get_last_lr()[0]
+        if isinstance(self.lr_scheduler, ReduceLROnPlateau):
+            rate = self._made_optimizer().param_groups[0]["lr"]
+        else:
+            rate = self.lr_scheduler.get_last_lr()[0]
         return rate.item() if isinstance(rate, torch.Tensor) else rate
 
     # ---- Training ----------------------------------------------------------------------------------------------
@@ -807,7 +814,7 @@ class Trainer:
         self, tr_loss: torch.Tensor, grad_norm: Any, learning_rate: float | None, start_time: float | None
     ) -> None:
         summed = tr_loss.item()
-        tr_loss.zero_()
+        tr_loss -= tr_loss  # not zero_(): a NaN that the filter let through stays, as in transformers
         logs: dict[str, float] = {"loss": summed / (self.state.global_step - self._globalstep_last_logged)}
         if grad_norm is not None:
             logs["grad_norm"] = grad_norm.item() if isinstance(grad_norm, torch.Tensor) else grad_norm
@@ -822,8 +829,11 @@ class Trainer:
     def _evaluate(
         self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False
     ) -> dict[str, float]:
-        """Evaluate within training."""
-        return self.evaluate(ignore_keys=ignore_keys_for_eval)
+        """Evaluate within training; a scheduler that follows the metric steps on it."""
+        metrics = self.evaluate(ignore_keys=ignore_keys_for_eval)
+        if isinstance(self.lr_scheduler, ReduceLROnPlateau) and not skip_scheduler:
+            self.lr_scheduler.step(self._metric(metrics, self.args.metric_for_best_model or "loss"))
+        return metrics
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
@@ -906,7 +916,9 @@ class Trainer:
             metric_key_prefix: put before each metric's name, with an underscore.
         """
         loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
-        if self._engine.trainer is None:  # this and all later evaluations report it, as those of transformers do
+        if (
+            self._engine.trainer is None and not self.is_in_train
+        ):  # this and all later evaluations report it, as those of transformers do
             self.model_preparation_time = math.nan
         self.callback_handler.eval_dataloader = dataloader
         if callable(getattr(self.optimizer, "eval", None)):
@@ -1069,13 +1081,7 @@ class Trainer:
         """
         if self.args.metric_for_best_model is None:
             return False
-        key = evaluation_key(self.args.metric_for_best_model)
-        if key not in metrics:
-            raise MetricNotFound(
-                f"metric_for_best_model={self.args.metric_for_best_model!r}: evaluation returns no {key!r}, only "
-                f"{', '.join(comparable_names(metrics))}."
-            )
-        value, best = metrics[key], self.state.best_metric
+        value, best = self._metric(metrics, self.args.metric_for_best_model), self.state.best_metric
         if best is None:
             best = -math.inf if self.args.greater_is_better else math.inf
             self.state.best_metric = best
@@ -1085,6 +1091,16 @@ class Trainer:
         if self.args.save_strategy != SaveStrategy.NO:
             self.state.best_global_step = self.state.global_step
         return True
+
+    @staticmethod
+    def _metric(metrics: dict[str, float], name: str) -> float:
+        key = evaluation_key(name)
+        if key not in metrics:
+            raise MetricNotFound(
+                f"metric_for_best_model={name!r}: evaluation returns no {key!r}, only "
+                f"{', '.join(comparable_names(metrics))}."
+            )
+        return metrics[key]
 
     # ---- Logs and metrics --------------------------------------------------------------------------------------
 

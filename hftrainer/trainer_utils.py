@@ -299,8 +299,9 @@ def denumpify_detensorize(metrics: Any) -> Any:
 
 
 def number_of_arguments(function: Callable[..., Any]) -> int:
-    """How many arguments `function` takes by position; what a `partial` has bound does not count."""
-    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    """How many arguments `function` takes by position; `*args` counts as one, what a `partial` has bound as none."""
+    kind = inspect.Parameter
+    by_position = (kind.POSITIONAL_ONLY, kind.POSITIONAL_OR_KEYWORD, kind.VAR_POSITIONAL)
     return sum(parameter.kind in by_position for parameter in inspect.signature(function).parameters.values())
 
 

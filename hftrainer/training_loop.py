@@ -12,7 +12,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from hftrainer.data.loaders import skip_first
 from hftrainer.data.windows import MicroBatchFeed
 from hftrainer.overrides import call_with_accepted
 from hftrainer.schedule import TrainingSchedule
@@ -92,21 +94,15 @@ class TrainingLoop:
     def _open_epoch(self) -> Iterator[Any]:
         if self._resumes_here() and self.position == 0:
             self.trainer._load_rng_state(self.resume_folder)
-        loader = self.train_dataloader
-        skipped = self._skip_batches() if self._resumes_here() and self.position else 0
+        loader, skipped = self.train_dataloader, 0
+        if self._resumes_here() and self.position:
+            loader, skipped = skip_first(loader, self.position)
         if callable(getattr(loader, "set_epoch", None)):
             loader.set_epoch(self.epoch)
         iterator = iter(loader)
         for _ in range(skipped):
             next(iterator, None)
         return iterator
-
-    def _skip_batches(self) -> int:
-        """Pass over the batches that the interrupted run has used; returns how many are left to pass over by hand."""
-        if callable(getattr(self.train_dataloader, "skip_first", None)):
-            self.train_dataloader.skip_first(self.position)
-            return 0
-        return self.position
 
     def _restore_rng_in_epoch(self) -> None:
         if self._resumes_here() and self.position:
@@ -189,7 +185,8 @@ class TrainingLoop:
         self._announce("on_optimizer_step")
         trainer = self.trainer
         self.learning_rate = trainer._get_learning_rate()
-        trainer.lr_scheduler.step()
+        if not isinstance(trainer.lr_scheduler, ReduceLROnPlateau):  # that one steps on evaluations
+            trainer.lr_scheduler.step()
 
     def end_step(self, model: torch.nn.Module) -> None:
         """Count the step, announce it, then log, evaluate and save what is due."""

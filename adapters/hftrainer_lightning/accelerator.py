@@ -43,6 +43,8 @@ class EngineAccelerator:
         self.is_main_process = self.is_local_main_process = self.is_last_process = True
         self.distributed_type = "NO"
         self.scaler = None
+        self.optimizer_step_was_skipped = False
+        self.parallelism_config = None
         self.state = SimpleNamespace(
             deepspeed_plugin=None,
             fsdp_plugin=None,
@@ -102,8 +104,8 @@ class EngineAccelerator:
         return input_data
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Tensors of all processes, reduced: with one process, those given, times `scale` for a mean."""
-        return tensor * scale if reduction == "mean" and scale != 1.0 else tensor
+        """Tensors of all processes, reduced: with one process, those given."""
+        return tensor
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
         """Pad to the longest of all processes: with one process, nothing to do."""
@@ -132,6 +134,33 @@ class EngineAccelerator:
         yield
 
     local_main_process_first = main_process_first
+
+    @contextlib.contextmanager
+    def accumulate(self, *models: Any) -> Iterator[None]:
+        """Nothing: the Trainer accumulates by windows of micro-batches."""
+        yield
+
+    def on_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Decorate a function to run on the main process only: with one process, on this one."""
+        return function
+
+    on_local_main_process = on_main_process
+
+    def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """The model's weights, gathered: with one process, as they are."""
+        return model.state_dict()
+
+    def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
+        """Write to the trackers: there are none, `Trainer.log` keeps the history."""
+
+    def free_memory(self, *objects: Any) -> Any:
+        """Let go of objects, and of cached device memory; returns a None for each."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return [None for _ in objects]
+
+    def end_training(self) -> None:
+        """Close trackers and processes: there are none."""
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on the main process."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -138,7 +139,7 @@ TABLE: dict[str, Row] = {
         "gradient_checkpointing",
         "gradient_checkpointing_kwargs",
     ),
-    **_planned("pass torch.compile(model)", "torch_compile", "torch_compile_backend", "torch_compile_mode"),
+    **_planned("call model.compile() yourself", "torch_compile", "torch_compile_backend", "torch_compile_mode"),
     **_planned("apply the kernels to the model yourself", "use_liger_kernel", "liger_kernel_config"),
     **_planned("compute the smoothed loss in compute_loss_func", "label_smoothing_factor"),
     **_planned("add the noise in the model", "neftune_noise_alpha"),
@@ -220,8 +221,22 @@ PLANNED_VALUES: dict[str, frozenset[str]] = {
 }
 
 
-#: What old arguments read as when they are not given.
-_KEPT = {"save_safetensors": True, "past_index": -1, "ray_scope": "last"}
+#: What arguments with the default None read as when they are not given.
+_KEPT = {
+    "save_safetensors": True,
+    "past_index": -1,
+    "ray_scope": "last",
+    "activation_checkpointing": False,
+    "gradient_checkpointing": False,
+}
+
+#: What `accelerate launch` puts into the environment that this release cannot honour → its neutral values.
+LAUNCHER = {
+    "ACCELERATE_MIXED_PRECISION": ("", "no", "fp32", "bf16"),
+    "ACCELERATE_DYNAMO_BACKEND": ("", "no"),
+    "ACCELERATE_USE_FSDP": ("", "false"),
+    "ACCELERATE_USE_DEEPSPEED": ("", "false"),
+}
 
 
 def unsupported(args: TrainingArguments) -> list[str]:
@@ -232,14 +247,16 @@ def unsupported(args: TrainingArguments) -> list[str]:
         value = getattr(args, field.name)
         if row is None:
             continue  # a field of the user's own subclass
-        kept = _KEPT.get(field.name)
-        neutral = value in (None, kept) if kept is not None else _is_neutral(value, field.default)
+        neutral = value in (None, _KEPT[field.name]) if field.name in _KEPT else _is_neutral(value, field.default)
         if row.kind == "planned" and not neutral:
             found.append(f"{field.name}={value!r} is not supported yet: {row.detail}.")
         elif row.kind == "refused" and not neutral and value not in HARMLESS:
             found.append(f"{field.name}={value!r} is not supported: {row.detail}.")
         elif isinstance(value, str) and value in PLANNED_VALUES.get(field.name, ()):
             found.append(f"{field.name}={value!r} is not supported yet: leave it at {field.default!r}.")
+    for name, neutral_values in LAUNCHER.items():
+        if (value := os.environ.get(name, "")).lower() not in neutral_values:
+            found.append(f"The launcher asks for {name}={value}, which is not supported yet: launch without it.")
     if args.world_size > 1:
         found.append(f"{args.world_size} processes are not supported yet: train in one process.")
     return found
@@ -249,9 +266,13 @@ def _is_neutral(value: Any, default: Any) -> bool:
     """Whether `value` asks for nothing: the default, or an empty one. `transformers` fills in accelerate's defaults."""
     if type(value).__name__ == "AcceleratorConfig":
         return value == type(value)()
-    if isinstance(default, bool):
-        return value is None or value == default
-    return value == default or not value or value in ("no", "none")
+    nothing = value is None or (not value and not isinstance(value, (bool, int, float)))
+    return nothing or value == default or value in ("no", "none")
+
+
+def mixed_precision(args: TrainingArguments) -> str:
+    """'bf16' or 'no', in accelerate's words: the argument's, or else the launcher's."""
+    return "bf16" if args.bf16 or os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16" else "no"
 
 
 def make_plan(args: TrainingArguments) -> LightningPlan:
@@ -260,7 +281,7 @@ def make_plan(args: TrainingArguments) -> LightningPlan:
     return LightningPlan(
         accelerator=device.type,  # type: ignore[arg-type]
         device=str(device),
-        precision="bf16-mixed" if args.bf16 else "32-true",
+        precision="bf16-mixed" if mixed_precision(args) == "bf16" else "32-true",
         accumulate_grad_batches=args.gradient_accumulation_steps,
         deterministic=args.full_determinism,
         default_root_dir=str(args.output_dir),

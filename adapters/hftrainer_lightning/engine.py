@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
 
 from hftrainer_lightning import seams
@@ -42,7 +43,7 @@ class LightningEngine:
         self.callbacks = callbacks
         self.trainer: pl.Trainer | None = None
         self.module: HostedModule | None = None
-        self.fitting = False
+        self.fitting = self.evaluating = False
 
     def fit(
         self,
@@ -103,23 +104,26 @@ class LightningEngine:
         batches = _Batches(evaluation.dataloader)
         if self.fitting:
             assert self.trainer is not None and self.module is not None
-            outer = self.module._evaluation
-            self.module.evaluate_with(evaluation)
-            seams.validate_in_fit(self.trainer, self.module, batches)
-            self.module.evaluate_with(outer)
+            seams.validate_in_fit(self.trainer, self.module, batches, evaluation)
             return
+        outer = self.trainer, self.module, self.evaluating
         with seams.keyboard_interrupts_restored(), seams.quiet():
-            if self.trainer is None:
+            if self.trainer is None or self.evaluating:  # metrics may evaluate something else meanwhile
                 self.trainer = self._build_trainer(max_epochs=1)
-            trainer, module = self.trainer, HostedModule(model)
-            self.module = module
-            trainer.callbacks = list(self.callbacks)  # type: ignore[attr-defined]
+            self.trainer.callbacks = list(self.callbacks)  # type: ignore[attr-defined]
+            self.module = module = HostedModule(model)
             module.evaluate_with(evaluation)
-            if predicting:
-                trainer.predict(module, dataloaders=batches, return_predictions=False)
-            else:
-                trainer.validate(module, dataloaders=batches, verbose=False)
-            module.detach()
+            self.evaluating = True
+            try:
+                if predicting:
+                    self.trainer.predict(module, dataloaders=batches, return_predictions=False)
+                else:
+                    self.trainer.validate(module, dataloaders=batches, verbose=False)
+            finally:
+                module.detach()
+                self.evaluating = outer[2]
+                if self.evaluating:
+                    self.trainer, self.module = outer[:2]
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Run backward: through Lightning's strategy within `fit`, plainly outside."""
@@ -142,6 +146,7 @@ class LightningEngine:
             deterministic=plan.deterministic or None,
             default_root_dir=plan.default_root_dir,
             callbacks=list(self.callbacks),
+            plugins=[LightningEnvironment()],  # one process, also inside a SLURM job
             logger=False,
             profiler=seams.NoProfiler(),
             enable_checkpointing=any(isinstance(callback, ModelCheckpoint) for callback in self.callbacks),

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from hftrainer_lightning.events import EvaluationHost, TrainingHost
+
+
+def _can_be_logged(name: str, value: Any) -> bool:
+    """Whether Lightning takes this metric; `compute_metrics` may return anything under any name."""
+    reserved = "/dataloader_idx_" in name
+    return not reserved and (isinstance(value, float) or (isinstance(value, int) and abs(value) <= sys.float_info.max))
+
 
 #: Attributes that change with every hook and are no parameters, buffers or modules.
 _PLAIN = frozenset({"_current_fx_name", "_last_loss", "_last_batch"})
@@ -79,6 +88,9 @@ class HostedModule(LightningModule):
         """The Trainer's optimizer and scheduler; without a run attached (evaluation), none."""
         if self._optimizer is None:
             return None
+        # Lightning is shown the scheduler for its callbacks' sake; it does not take all that the Trainer does.
+        if not isinstance(self._scheduler, LRScheduler) or isinstance(self._scheduler, ReduceLROnPlateau):
+            return self._optimizer
         scheduler = {"scheduler": self._scheduler, "interval": "step"}
         return {"optimizer": self._optimizer, "lr_scheduler": scheduler}
 
@@ -187,7 +199,7 @@ class HostedModule(LightningModule):
     def on_validation_epoch_end(self) -> None:
         """Compute the metrics, and log the numbers among them where Lightning's callbacks look for them."""
         metrics = self.evaluation.finish()
-        numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, (int, float))}
+        numbers = {name: float(value) for name, value in metrics.items() if _can_be_logged(name, value)}
         if numbers:
             self.log_dict(numbers, logger=False, batch_size=1)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,13 +14,25 @@ from hftrainer_lightning.plan import LightningPlan
 
 
 class PlainSteps(Precision):
-    """Puts no context around steps, where Lightning nests two for each."""
+    """Steps as a plain loop does: no context around them, and backward before the optimizer is called.
+
+    Lightning nests two contexts around each step, and hands backward to the optimizer as a closure: step hooks of
+    the optimizer would then see no gradients, and optimizers that ignore closures would not train.
+    """
 
     def train_step_context(self) -> Any:
         """Nothing."""
         return contextlib.nullcontext()
 
     val_step_context = predict_step_context = train_step_context
+
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        """Forward, backward and clipping, then the step."""
+        closure()
+        self._after_closure(model, optimizer)
+        return optimizer.step(**kwargs)
 
 
 class FullPrecision(PlainSteps):

@@ -13,10 +13,11 @@ from lightning.pytorch.loops.optimization.automatic import ClosureResult, _Autom
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
+from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from lightning.pytorch.trainer.states import RunningStage
 
 if TYPE_CHECKING:
-    from hftrainer_lightning.events import FeedLike
+    from hftrainer_lightning.events import EvaluationHost, FeedLike
     from hftrainer_lightning.module import HostedModule
 
 
@@ -139,7 +140,7 @@ def restore_progress(trainer: pl.Trainer, *, epoch: int, batch: int, batches_per
     trainer.fit_loop.load_state_dict(state)
 
 
-def validate_in_fit(trainer: pl.Trainer, module: HostedModule, dataloader: Any) -> None:
+def validate_in_fit(trainer: pl.Trainer, module: HostedModule, dataloader: Any, evaluation: EvaluationHost) -> None:
     """Run Lightning's own validation loop at any point of `fit`, on any loader, so that its callbacks see it.
 
     Lightning runs it at fixed points, on one loader, and from the epoch loop only; the Trainer evaluates when its
@@ -147,7 +148,8 @@ def validate_in_fit(trainer: pl.Trainer, module: HostedModule, dataloader: Any) 
     """
     loop = trainer.fit_loop.epoch_loop.val_loop
     connector = trainer._logger_connector
-    first_iteration, hook = connector._first_loop_iter, module._current_fx_name
+    first_iteration, hook, outer = connector._first_loop_iter, module._current_fx_name, module._evaluation
+    module.evaluate_with(evaluation)
     loop._combined_loader = None
     loop._data_source.instance = dataloader
     loop.restarting = False
@@ -158,14 +160,29 @@ def validate_in_fit(trainer: pl.Trainer, module: HostedModule, dataloader: Any) 
         trainer.training = True
         connector._first_loop_iter = first_iteration
         module._current_fx_name = hook
+        module.evaluate_with(outer)
 
 
 class _Interrupted(BaseException):
     """Carries a KeyboardInterrupt past Lightning, which would exit the process and leave Ctrl-C ignored."""
 
 
+class _NoSignals(_SignalConnector):
+    """Leaves signals to the script: Lightning would end training at SIGTERM, and requeue a SLURM job at SIGUSR1."""
+
+    def register_signal_handlers(self) -> None:
+        self.received_sigterm = False
+
+    def teardown(self) -> None:
+        pass
+
+
 class Trainer(pl.Trainer):
-    """A Lightning trainer that lets Ctrl-C reach its caller."""
+    """A Lightning trainer that leaves Ctrl-C and all other signals to its caller."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._signal_connector.__class__ = _NoSignals
 
     def _fit_impl(self, *args: Any, **kwargs: Any) -> Any:
         with _keyboard_interrupts_carried():

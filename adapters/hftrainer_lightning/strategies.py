@@ -9,11 +9,18 @@ from hftrainer_lightning.plan import LightningPlan
 from hftrainer_lightning.precision import precision_plugin
 
 
-class StaysOnDevice(Strategy):
-    """Leaves model and optimizer where they are when a run ends.
+class SingleDevice(SingleDeviceStrategy):
+    """One process on one device.
+
+    Leaves model and optimizer where they are when a run ends, and a model spread by `device_map` when it begins.
 
     Lightning moves both to the CPU; Trainer users go on to `evaluate()` and `generate()` on the device.
     """
+
+    def model_to_device(self) -> None:
+        """Move the model, unless it is spread over devices already."""
+        if getattr(getattr(self.lightning_module, "model", None), "hf_device_map", None) is None:
+            super().model_to_device()
 
     def teardown(self) -> None:
         """Tear down everything else."""
@@ -21,10 +28,6 @@ class StaysOnDevice(Strategy):
         assert self.accelerator is not None
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
-
-
-class SingleDevice(StaysOnDevice, SingleDeviceStrategy):
-    """One process on one device."""
 
 
 def build_strategy(plan: LightningPlan) -> Strategy:

@@ -24,6 +24,6 @@ class DistributionArguments:
     ddp_static_graph: bool | None = arg(None, "`static_graph` of DDP.")
     ddp_backend: str | None = arg(None, "Communication backend: 'nccl', 'gloo', ...")
     ddp_timeout: int = arg(1800, "Seconds before a collective operation is given up.")
-    fsdp: str | None = arg(None, "FSDP options, separated by spaces.")
+    fsdp: str | None = arg(None, "FSDP options, separated by spaces.", bare=True)
     fsdp_config: dict[str, Any] | str | None = arg(None, "FSDP settings, as a dict or as the path of a JSON file.")
     deepspeed: dict[str, Any] | str | None = arg(None, "DeepSpeed settings, as a dict or as the path of a JSON file.")

@@ -17,11 +17,15 @@ class PrecisionArguments:
     bf16_full_eval: bool = arg(False, "Cast the weights to bfloat16 for evaluation.")
     fp16_full_eval: bool = arg(False, "Cast the weights to float16 for evaluation.")
     tf32: bool | None = arg(None, "Allow or forbid TF32 matrix products; None leaves torch's setting.")
-    activation_checkpointing: bool | None = arg(None, "Recompute activations in backward to save memory (v5 name).")
+    activation_checkpointing: bool | None = arg(
+        None, "Recompute activations in backward to save memory (v5 name).", bare=True
+    )
     activation_checkpointing_kwargs: dict[str, Any] | str | None = arg(
         None, "Keywords for `activation_checkpointing`, as a dict or as a JSON object."
     )
-    gradient_checkpointing: bool | None = arg(None, "Recompute activations in backward to save memory (v4 name).")
+    gradient_checkpointing: bool | None = arg(
+        None, "Recompute activations in backward to save memory (v4 name).", bare=True
+    )
     gradient_checkpointing_kwargs: dict[str, Any] | str | None = arg(
         None, "Keywords for `gradient_checkpointing`, as a dict or as a JSON object."
     )

@@ -39,10 +39,8 @@ MINIMA: dict[str, tuple[float, str]] = {
     "gradient_accumulation_steps": (1, "micro-batches"),
     "learning_rate": (0, ""),
     "weight_decay": (0, ""),
-    "max_grad_norm": (0, ""),
     "warmup_steps": (0, "optimizer steps"),
     "dataloader_num_workers": (0, "processes"),
-    "eval_delay": (0, "epochs or optimizer steps"),
 }
 
 
@@ -99,9 +97,22 @@ def _parse_json(args: TrainingArguments, name: str) -> None:
     if not (isinstance(value, str) and value.lstrip().startswith("{")):
         return
     try:
-        setattr(args, name, json.loads(value))
+        setattr(args, name, _typed(json.loads(value)))
     except json.JSONDecodeError as error:
         raise InvalidArgument(f"{name} is no valid JSON object: {error}") from error
+
+
+def _typed(value: Any) -> Any:
+    """Numbers and booleans that a command line has made strings of, as what they are."""
+    if isinstance(value, dict):
+        return {name: _typed(item) for name, item in value.items()}
+    if not isinstance(value, str):
+        return value
+    if value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    if value.isdigit():
+        return int(value)
+    return float(value) if value.replace(".", "", 1).isdigit() else value
 
 
 def _as_list(value: str | list[str] | None) -> list[str]:

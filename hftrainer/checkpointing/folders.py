@@ -32,21 +32,17 @@ def staged(folder: str) -> Iterator[str]:
     On an exception the half-written folder is removed and `folder` stays as it was.
     """
     final = Path(folder)
-    staging = final.with_name(_STAGING + final.name)
-    shutil.rmtree(staging, ignore_errors=True)
+    outer = final.with_name(_STAGING + final.name)
+    staging = outer / final.name  # the same name, since overrides of `_save` read the step from it
+    shutil.rmtree(outer, ignore_errors=True)
     staging.mkdir(parents=True)
     try:
         yield str(staging)
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
-    if final.exists():  # an earlier run in the same output folder wrote the same step
-        replaced = final.with_name(f"{_STAGING}replaced-{final.name}")
-        final.rename(replaced)
+        if final.exists():  # an earlier run in the same output folder wrote the same step
+            final.rename(outer / "replaced")
         staging.rename(final)
-        shutil.rmtree(replaced)
-    else:
-        staging.rename(final)
+    finally:
+        shutil.rmtree(outer, ignore_errors=True)
 
 
 def sort_checkpoints(output_dir: str) -> list[str]:

@@ -24,7 +24,7 @@ def find_folder(resume_from_checkpoint: str | bool | None, output_dir: str) -> s
     Raises:
         CheckpointNotFound: when there is none, or when it lacks the state or the weights.
     """
-    if not resume_from_checkpoint:
+    if resume_from_checkpoint is None or resume_from_checkpoint is False:
         return None
     if resume_from_checkpoint is True:
         folder = get_last_checkpoint(output_dir) if os.path.isdir(output_dir) else None

@@ -24,10 +24,11 @@ def default_data_collator(features: Sequence[Any], return_tensors: str = "pt") -
     samples = [feature if isinstance(feature, Mapping) else vars(feature) for feature in features]
     first = samples[0]
     batch: dict[str, Any] = {}
-    for key in ("label", "label_ids"):
-        if first.get(key) is not None:
-            batch["labels"] = _labels([sample[key] for sample in samples])
-            break
+    if first.get("label") is not None:
+        batch["labels"] = _labels([sample["label"] for sample in samples], first["label"])
+    elif first.get("label_ids") is not None:
+        values = [sample["label_ids"] for sample in samples]
+        batch["labels"] = _labels(values, values[0][0])
     for key, value in first.items():
         if key not in ("label", "label_ids") and value is not None and not isinstance(value, str):
             batch[key] = _stack([sample[key] for sample in samples])
@@ -36,20 +37,13 @@ def default_data_collator(features: Sequence[Any], return_tensors: str = "pt") -
     return batch
 
 
-def _labels(values: list[Any]) -> torch.Tensor:
-    """Integer labels become int64, others float32, whatever type of number the dataset holds."""
+def _labels(values: list[Any], sample: Any) -> torch.Tensor:
+    """Int64 labels where `sample` is a whole number, else float32; tensors of several numbers are stacked."""
     first = values[0]
     if isinstance(first, torch.Tensor) and first.ndim > 0:
         return torch.stack(values)
-    sample = first
-    while isinstance(sample, (list, tuple)) and sample:
-        sample = sample[0]
-    whole = isinstance(sample.item() if hasattr(sample, "item") and np.ndim(sample) == 0 else sample, (int, np.integer))
-    if isinstance(first, np.ndarray) and first.ndim > 0:
-        whole = np.issubdtype(first.dtype, np.integer)
-    return torch.tensor(
-        np.asarray(values) if isinstance(first, np.ndarray) else values, dtype=torch.long if whole else torch.float
-    )
+    number = sample.item() if isinstance(sample, torch.Tensor) else sample
+    return torch.tensor(values, dtype=torch.long if isinstance(number, (int, np.integer)) else torch.float)
 
 
 def _stack(values: list[Any]) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -73,6 +74,8 @@ class PreparedDataLoader(DataLoader):
     non_blocking: bool
     skip_batches: int
     drops_last: bool
+    iteration: int
+    at_end: bool
 
     @classmethod
     def from_loader(
@@ -86,34 +89,26 @@ class PreparedDataLoader(DataLoader):
             seed: seed of the sample order; None takes torch's initial seed, as accelerate does.
             non_blocking: whether the move may run beside the computation.
         """
-        shared = {
-            "num_workers": loader.num_workers,
-            "collate_fn": loader.collate_fn,
-            "pin_memory": loader.pin_memory,
-            "timeout": loader.timeout,
-            "worker_init_fn": loader.worker_init_fn,
-            "multiprocessing_context": loader.multiprocessing_context,
-            "generator": loader.generator,
-            "prefetch_factor": loader.prefetch_factor,
-            "persistent_workers": loader.persistent_workers,
-            "in_order": loader.in_order,
-        }
         if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
             sampling: dict[str, Any] = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
             if not isinstance(loader.dataset, IterableDataset):
                 sampling = {"batch_size": None, "sampler": loader.sampler}
         else:
             sampling = {"batch_sampler": SkippingBatchSampler(_seedable(loader.batch_sampler, seed))}
-        prepared = cls(loader.dataset, **shared, **sampling)
+        prepared = cls(loader.dataset, **_settings(loader), **sampling)
         prepared.device = device
         prepared.non_blocking = non_blocking
         prepared.skip_batches = 0
         prepared.drops_last = loader.drop_last
+        prepared.iteration = 0
+        prepared.at_end = False
         return prepared
 
     @property
     def remainder(self) -> int | None:
-        """Samples in the last batch when it is not full, else None."""
+        """Samples in the last batch when it is not full, -1 for a stream, which does not know, else None."""
+        if isinstance(self.dataset, IterableDataset):
+            return -1
         if self.drops_last or not has_length(self.dataset) or not (size := self.samples_per_batch):
             return None
         return len(self.dataset) % size or None  # type: ignore[arg-type]
@@ -124,15 +119,14 @@ class PreparedDataLoader(DataLoader):
         return self.batch_size if self.batch_size is not None else getattr(self.batch_sampler, "batch_size", None)
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the samplers, or else the dataset, which epoch the next iteration is."""
-        told = False
+        """Tell samplers and dataset which epoch the next iteration is."""
+        self.iteration = epoch
         for part in (self.batch_sampler, getattr(self.batch_sampler, "sampler", None)):
             inner: Any = part.batch_sampler if isinstance(part, SkippingBatchSampler) else part
             if callable(getattr(inner, "set_epoch", None)):
                 inner.set_epoch(epoch)
-                told = True
         dataset: Any = self.dataset
-        if not told and callable(getattr(dataset, "set_epoch", None)):
+        if callable(getattr(dataset, "set_epoch", None)):
             dataset.set_epoch(epoch)
 
     def skip_first(self, batches: int) -> None:
@@ -144,21 +138,47 @@ class PreparedDataLoader(DataLoader):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         skipped, self.skip_batches = self.skip_batches, 0
+        self.set_epoch(self.iteration)
+        self.at_end = False
         iterator = super().__iter__()
         nothing = object()
         ahead = next(iterator, nothing)
         while ahead is not nothing:
             batch, ahead = to_device(ahead, self.device, self.non_blocking), next(iterator, nothing)
+            self.at_end = ahead is nothing
             if skipped:
                 skipped -= 1
             else:
                 yield batch
+        self.iteration += 1
+
+
+_SETTINGS = """
+    num_workers collate_fn pin_memory timeout worker_init_fn multiprocessing_context generator prefetch_factor
+    persistent_workers in_order
+""".split()
+
+
+def _settings(loader: DataLoader) -> dict[str, Any]:
+    """What a loader does with the samples that its sampler gives it."""
+    return {name: getattr(loader, name) for name in _SETTINGS}
+
+
+def skip_first(loader: Any, batches: int) -> tuple[Any, int]:
+    """A loader whose next iteration begins behind some batches, and how many are left to pass over by hand."""
+    if isinstance(loader, PreparedDataLoader):
+        loader.skip_first(batches)
+        return loader, 0
+    if type(loader) is DataLoader and not isinstance(loader.dataset, IterableDataset) and loader.batch_sampler:
+        sampler = SkippingBatchSampler(loader.batch_sampler, batches)
+        return DataLoader(loader.dataset, batch_sampler=sampler, **_settings(loader)), 0
+    return loader, batches
 
 
 def _seedable(batch_sampler: Any, seed: int | None) -> Any:
     """The batch sampler, its random sampler replaced by a seedable one. The user's own object is left alone."""
     sampler = getattr(batch_sampler, "sampler", None)
-    if type(batch_sampler) is not BatchSampler or type(sampler) is not RandomSampler:
+    if not isinstance(sampler, RandomSampler):
         return batch_sampler
     seedable = SeedableRandomSampler(
         sampler.data_source,
@@ -167,7 +187,9 @@ def _seedable(batch_sampler: Any, seed: int | None) -> Any:
         num_samples=sampler._num_samples,
         generator=sampler.generator,
     )
-    return BatchSampler(seedable, batch_sampler.batch_size, batch_sampler.drop_last)
+    replaced = copy.copy(batch_sampler)
+    replaced.sampler = seedable
+    return replaced
 
 
 def to_device(data: Any, device: torch.device, non_blocking: bool = False) -> Any:

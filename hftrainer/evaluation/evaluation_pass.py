@@ -54,7 +54,6 @@ class EvaluationPass:
     def __post_init__(self) -> None:
         concatenate = self.args.eval_do_concat_batches
         self._kept = {name: OutputCollector(concatenate) for name in ("losses", "logits", "labels", "inputs")}
-        self._batch_size: int | None = self.args.eval_batch_size
         self._created = time.time()
 
     def step(self, inputs: Any) -> Any:
@@ -66,7 +65,7 @@ class EvaluationPass:
         self.seen_batches += 1
         loss, logits, labels = self.predict(inputs)
         if loss is not None:
-            self._kept["losses"].add(loss.repeat(self._loss_weight()))
+            self._kept["losses"].add(loss.repeat(self._loss_weight(size)))
         if "inputs" in self.args.include_for_metrics:
             self._kept["inputs"].add(inputs[self.main_input])
         if logits is not None:
@@ -80,16 +79,16 @@ class EvaluationPass:
                 kept.to_host()
         return logits
 
-    def _loss_weight(self) -> int:
+    def _loss_weight(self, size: int | None) -> int:
         """How often the batch's mean loss counts: as Hugging Face counts it, the nominal batch size.
 
-        Only the ragged last batch of a loader that the Trainer prepared, over a sized dataset, counts its true size.
+        Only the ragged last batch of a loader that the Trainer prepared counts its true size.
         """
         loader = self.dataloader
-        if isinstance(loader, PreparedDataLoader) and loader.remainder and self.seen_batches == len(loader):
-            return loader.remainder
-        assert self._batch_size is not None
-        return self._batch_size
+        remainder = loader.remainder if isinstance(loader, PreparedDataLoader) and loader.at_end else None
+        if remainder is None or size is None:
+            return self.args.eval_batch_size
+        return size if remainder < 0 else remainder
 
     def finish(self) -> dict[str, Any]:
         """Compute the metrics over all batches; `output` then has them and what was kept."""

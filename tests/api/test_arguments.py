@@ -169,6 +169,20 @@ def test_parsers_of_transformers_take_the_class():
     assert args.eval_strategy == transformers.trainer_utils.IntervalStrategy.STEPS
 
 
+def test_command_line_forms():
+    parser = transformers.HfArgumentParser(TrainingArguments)
+    line = [
+        "--output_dir",
+        "x",
+        "--gradient_checkpointing",
+        "--lr_scheduler_kwargs",
+        '{"num_cycles": "2", "a": "True"}',
+    ]
+    (args,) = parser.parse_args_into_dataclasses(line)
+    assert args.gradient_checkpointing is True
+    assert args.lr_scheduler_kwargs == {"num_cycles": 2, "a": True}
+
+
 def test_pickle_and_replace():
     args = TrainingArguments("x", learning_rate=0.1)
     assert pickle.loads(pickle.dumps(args)) == args

@@ -209,6 +209,7 @@ def test_resume_without_checkpoint(make_args, tmp_path):
     (tmp_path / "half" / "checkpoint-5" / "trainer_state.json").write_text("{}")
     for path, message in [
         (True, "has no checkpoint-xxx folder"),
+        ("", "there is no such folder"),
         (str(tmp_path / "absent"), "there is no such folder"),
         (str(tmp_path / "empty"), "it lacks trainer_state.json"),
         (str(tmp_path / "half"), "Did you mean .*checkpoint-5"),
@@ -307,3 +308,21 @@ def test_several_processes_are_refused(make_args, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UnsupportedArgument, match="2 processes are not supported yet"):
         Trainer(make_plain(), make_args())
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("ACCELERATE_MIXED_PRECISION", "fp8"), ("ACCELERATE_USE_FSDP", "true"), ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")],
+)
+def test_launchers_are_not_ignored(make_args, monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(UnsupportedArgument, match=f"{name}={value}"):
+        Trainer(make_plain(), make_args())
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("tf32", False), ("neftune_noise_alpha", 0.0), ("ddp_broadcast_buffers", False)]
+)
+def test_false_and_zero_ask_for_something(make_args, name, value):
+    with pytest.raises(UnsupportedArgument, match=name):
+        Trainer(make_plain(), make_args(**{name: value}))

@@ -119,7 +119,9 @@ def test_counting(make_trainer):
     assert make_trainer().floating_point_ops(plain_data()[0]) == 0
 
 
-@pytest.mark.parametrize("style", ["number", "list", "tensor", "array", "float", "label_ids", "tensor-number"])
+@pytest.mark.parametrize(
+    "style", ["number", "list", "tensor", "array", "float", "label_ids", "tensor-number", "multi-hot"]
+)
 def test_default_collator_as_transformers(style):
     numpy = importlib.import_module("numpy")
     labels = {
@@ -129,6 +131,7 @@ def test_default_collator_as_transformers(style):
         "label_ids": [{"label_ids": [1.0, 2.0]}, {"label_ids": [3.0, 4.0]}],
         "tensor": [{"label_ids": torch.tensor([1, 2])}, {"label_ids": torch.tensor([3, 4])}],
         "tensor-number": [{"label": torch.tensor(1)}, {"label": torch.tensor(2)}],
+        "multi-hot": [{"label": [0, 1, 1]}, {"label": [1, 0, 0]}],
         "array": [{"label": numpy.int64(3)}, {"label": numpy.int64(4)}],
     }[style]
     values = {"x": torch.ones(2), "y": numpy.arange(3), "z": [1, 2], "text": "no", "nothing": None}

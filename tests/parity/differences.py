@@ -29,6 +29,32 @@ DIFFERENCES = {
         "neither a resumed run nor load_best_model_at_end gets the weights; ours loads them by from_pretrained."
     ),
     "tied weights of a plain module": "transformers cannot save them; ours writes the shared tensor once.",
+    "create_optimizer_and_scheduler": (
+        "train() of transformers 5.23 calls create_optimizer and create_scheduler and never this one, which all "
+        "releases document as the method to override; ours calls it, and its default calls the two."
+    ),
+    "bf16: the model after train()": (
+        "accelerate leaves autocast on model.forward for good, so the model called by hand in on_train_end or later "
+        "computes in bfloat16; ours gives the model its own forward back when the run ends."
+    ),
+    "predictions that are not one row per sample": (
+        "accelerate cuts every tensor of the last batch to the number of its samples; ours keeps what the model or "
+        "preprocess_logits_for_metrics returned."
+    ),
+    "an unprepared evaluation loader at an epoch's end": (
+        "transformers cuts its batches to the last training batch's size, a leak of accelerate's state; ours keeps "
+        "all rows."
+    ),
+    "persistent workers and evaluate(other_dataset)": (
+        "transformers evaluates the set that it evaluated before; ours evaluates the one given."
+    ),
+    "restore_callback_states_from_checkpoint": (
+        "transformers replaces the callbacks by new ones at the end of the list; ours restores them in their places."
+    ),
+    "several PEFT adapters and load_best_model_at_end": (
+        "transformers loads the adapter at the folder's root into the active one; ours loads each by its name."
+    ),
+    "signals": "As with transformers, they are the script's; Lightning's own handlers are not installed.",
     "an empty evaluation set": "transformers returns metrics without a loss; ours says that there is no batch.",
     "an empty training stream": "accelerate raises in the middle of an epoch; ours stops with a warning.",
     "predict() outside training": (
