@@ -28,6 +28,19 @@ def call_with_accepted(method: Callable[..., Any], *args: Any, **optional: Any) 
     return method(*args, **{name: value for name, value in optional.items() if accepts(method, name)})
 
 
+def with_accepted(method: Callable[..., Any], *keywords: str) -> Callable[..., Any]:
+    """`method` itself if it takes all keywords, else a function that drops those it lacks: for hot loops."""
+    lacking = [keyword for keyword in keywords if not accepts(method, keyword)]
+    if not lacking:
+        return method
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return method(*args, **{name: value for name, value in kwargs.items() if name not in lacking})
+
+    return call
+
+
 def is_overridden(instance: Any, name: str, base: type) -> bool:
     """Whether `instance` has its own method `name`, by subclassing or assignment, instead of `base`'s."""
     return getattr(getattr(instance, name), "__func__", None) is not getattr(base, name)

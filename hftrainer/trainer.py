@@ -464,7 +464,7 @@ class Trainer:
         return self._prepare_input(inputs)
 
     def _prepare_input(self, data: Any) -> Any:
-        return to_device(data, self.args.device)
+        return to_device(data, self.accelerator.device)
 
     # ---- Optimizer and scheduler -------------------------------------------------------------------------------
 
@@ -1154,8 +1154,12 @@ class Trainer:
 
 def _set_training_mode(model: nn.Module) -> None:
     """Call `model.train()` as before every micro-batch; asking all modules first is cheaper than setting all."""
-    if not all(module.training for module in model.modules()):
+    if not _in_training_mode(model):
         model.train()
+
+
+def _in_training_mode(module: nn.Module) -> bool:
+    return module.training and all(_in_training_mode(child) for child in module.children())
 
 
 def _processing_class(processing_class: Any, tokenizer: Any) -> Any:

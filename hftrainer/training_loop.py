@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from hftrainer.data.loaders import skip_first
 from hftrainer.data.windows import MicroBatchFeed
-from hftrainer.overrides import call_with_accepted
+from hftrainer.overrides import with_accepted
 from hftrainer.schedule import TrainingSchedule
 
 if TYPE_CHECKING:
@@ -73,6 +73,10 @@ class TrainingLoop:
             interrupted=self._interrupted,
         )
         self.feed.position = position
+        # Overrides are asked once which keywords they take.
+        self._training_step = with_accepted(trainer.training_step, "num_items_in_batch")
+        self._get_batch_samples = with_accepted(trainer.get_batch_samples, "device")
+        self._maybe_log_save_evaluate = with_accepted(trainer._maybe_log_save_evaluate, "start_time", "learning_rate")
 
     # ---- Training and epochs -----------------------------------------------------------------------------------
 
@@ -123,7 +127,7 @@ class TrainingLoop:
 
     def _get_window(self, iterator: Iterator[Any], count: int) -> tuple[list[Any], Any]:
         trainer = self.trainer
-        samples, num_items = call_with_accepted(trainer.get_batch_samples, iterator, count, device=trainer.args.device)
+        samples, num_items = self._get_batch_samples(iterator, count, device=self.tr_loss.device)
         trainer.current_gradient_accumulation_steps = len(samples)
         return samples, num_items
 
@@ -144,7 +148,7 @@ class TrainingLoop:
         """A subclass's own training step, which runs backward itself."""
         assert self.feed.window is not None
         num_items = self.feed.window.num_items
-        return call_with_accepted(self.trainer.training_step, model, inputs, num_items_in_batch=num_items)
+        return self._training_step(model, inputs, num_items_in_batch=num_items)
 
     def end_micro_batch(self, loss: torch.Tensor, inputs: Any) -> None:
         """Account for a micro-batch after its backward pass."""
@@ -199,8 +203,7 @@ class TrainingLoop:
         self._log_save_evaluate()
 
     def _log_save_evaluate(self) -> None:
-        call_with_accepted(
-            self.trainer._maybe_log_save_evaluate,
+        self._maybe_log_save_evaluate(
             self.tr_loss,
             self.grad_norm,
             self.trainer.model_wrapped,

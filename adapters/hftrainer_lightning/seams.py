@@ -50,9 +50,11 @@ class _WindowedEpochLoop(_TrainingEpochLoop):
         window = self.feed.window
         return window is not None and not window.closes
 
-    def _should_check_val_fx(self, data_fetcher: Any) -> bool:
-        """Never by itself: the Trainer's callbacks decide when to validate."""
-        return False
+    def on_advance_end(self, data_fetcher: Any) -> None:
+        """Count the step for loggers; when to validate is for the Trainer's callbacks to decide."""
+        if not self._should_accumulate():
+            self._batches_that_stepped += 1
+        self._save_loggers_on_train_batch_end()
 
     def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
         """Nothing: the training run moves the learning rate on, between the step and its announcement."""
