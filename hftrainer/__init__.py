@@ -22,6 +22,7 @@ _EXPORTS = {
             "enable_full_determinism get_last_checkpoint set_seed"
         ),
         "hftrainer.data.collators": "DataCollatorWithPadding default_data_collator",
+        "hftrainer.hf_argparser": "HfArgumentParser",
         "hftrainer.optimization": "get_scheduler",
         "hftrainer.swap": "install uninstall",
     }.items()
@@ -31,6 +32,7 @@ __all__ = sorted(_EXPORTS)
 
 if TYPE_CHECKING:
     from hftrainer.data.collators import DataCollatorWithPadding, default_data_collator
+    from hftrainer.hf_argparser import HfArgumentParser
     from hftrainer.optimization import get_scheduler
     from hftrainer.swap import install, uninstall
     from hftrainer.trainer import Trainer

@@ -45,3 +45,11 @@ def without_adapters(model: Any) -> Any:
     if not is_peft(model):
         return model
     return model.get_base_model() if hasattr(model, "get_base_model") else model.base_model.model
+
+
+def set_verbosity(level: int) -> None:
+    """Set the level of transformers' messages, if it is there."""
+    if "transformers" in sys.modules:
+        from transformers.utils import logging
+
+        logging.set_verbosity(level)

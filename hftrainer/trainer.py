@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
 from hftrainer import model_inspection, peers, trainer_optimizer
+from hftrainer.arguments.validation import problems
 from hftrainer.checkpointing import names, resume
 from hftrainer.checkpointing.folders import PREFIX_CHECKPOINT_DIR, keep_only, rotate_checkpoints, staged
 from hftrainer.checkpointing.rng import load_rng_state, save_rng_state
@@ -114,6 +115,7 @@ class Trainer:
         tokenizer: Any = None,
     ) -> None:
         self.args = args if args is not None else TrainingArguments("tmp_trainer")
+        self._set_log_level()
         self._seed_everything()
         self.train_dataset = train_dataset
         self.eval_dataset = eval_dataset
@@ -149,14 +151,23 @@ class Trainer:
         else:
             set_seed(self.args.seed)
 
+    def _set_log_level(self) -> None:
+        """Set the level that the arguments ask for; 'passive' leaves all as it is."""
+        if (self.args.log_level if self.args.should_log else self.args.log_level_replica) != "passive":
+            level = self.args.get_process_log_level()
+            logging.getLogger("hftrainer").setLevel(level)
+            peers.set_verbosity(level)
+
     def _default_collator(self) -> Callable[[list[Any]], Any]:
         if peers.pads(self.processing_class):
             return DataCollatorWithPadding(self.processing_class)
         return default_data_collator
 
     def _validate_args(self) -> None:
-        """Refuse what cannot work before anything is built."""
+        """Refuse what cannot work before anything is built; arguments may have been changed since they were made."""
         args = self.args
+        if isinstance(args, TrainingArguments) and (found := problems(args)):
+            raise InvalidArgument("\n".join(found))
         if args.eval_strategy != "no" and self.eval_dataset is None:
             raise InvalidArgument(
                 f"eval_strategy={str(args.eval_strategy)!r} needs an eval_dataset: pass one, or set it to 'no'."

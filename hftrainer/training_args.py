@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import datetime
 import difflib
 import enum
 import json
 import logging
 import math
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +20,8 @@ import torch
 from hftrainer import arguments as groups
 from hftrainer.arguments import legacy
 from hftrainer.arguments._field import arg
-from hftrainer.arguments.validation import normalize, problems
+from hftrainer.arguments.setters import ChainingSetters
+from hftrainer.arguments.validation import LOG_LEVELS, normalize, problems
 from hftrainer.errors import InvalidArgument, UnknownArgument
 from hftrainer.trainer_utils import IntervalStrategy, OptimizerNames, ParallelMode
 
@@ -28,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class TrainingArguments(
+    ChainingSetters,
     groups.LegacyArguments,
     groups.DebuggingArguments,
     groups.DistributionArguments,
@@ -134,6 +139,37 @@ class TrainingArguments(
     def place_model_on_device(self) -> bool | None:
         """Override with False in a subclass to keep the Trainer from moving the model; None lets it decide."""
         return None
+
+    @contextlib.contextmanager
+    def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:
+        """Let the main process do some work before the others, which then find it done.
+
+        Args:
+            local: the main process of each node goes first, instead of that of all nodes.
+            desc: what the work is, for the debug log.
+        """
+        waits = self.world_size > 1
+        first = (self.local_process_index if local else self.process_index) == 0
+        try:
+            if waits and not first:
+                logger.debug("Process %d waits for the main process to do %s.", self.process_index, desc)
+                torch.distributed.barrier()
+            yield
+        finally:
+            if waits and first:
+                torch.distributed.barrier()
+
+    @property
+    def ddp_timeout_delta(self) -> datetime.timedelta:
+        """`ddp_timeout` as a timedelta, as `torch.distributed` takes it."""
+        return datetime.timedelta(seconds=self.ddp_timeout)
+
+    def get_process_log_level(self) -> int:
+        """The level, as a number, of this process's messages: `log_level` where `should_log`, else the replicas'."""
+        name = self.log_level if self.should_log else self.log_level_replica
+        if name == "passive":
+            return logging.getLogger("hftrainer").getEffectiveLevel()
+        return LOG_LEVELS[name]
 
     # ---- Derived values ----------------------------------------------------------------------------------------
 

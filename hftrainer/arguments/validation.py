@@ -32,6 +32,8 @@ JSON_FIELDS = (
     "fsdp_config",
     "deepspeed",
 )
+#: Names of log levels → Python's numbers; 'passive' leaves the level as it is.
+LOG_LEVELS = {"detail": 10, "debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50, "passive": -1}
 #: Fields that must be at least this, with the unit for the error.
 MINIMA: dict[str, tuple[float, str]] = {
     "per_device_train_batch_size": (1, "samples"),
@@ -78,7 +80,13 @@ def normalize(args: TrainingArguments) -> None:
 
 def problems(args: TrainingArguments) -> list[str]:
     """Everything wrong with the normalized arguments, a sentence each."""
-    return [*_out_of_range(args), *_wrong_intervals(args), *_wrong_best_model(args), *_wrong_precision(args)]
+    return [
+        *_out_of_range(args),
+        *_wrong_choices(args),
+        *_wrong_intervals(args),
+        *_wrong_best_model(args),
+        *_wrong_precision(args),
+    ]
 
 
 def _parse_enums(args: TrainingArguments) -> None:
@@ -141,6 +149,15 @@ def _out_of_range(args: TrainingArguments) -> Iterator[str]:
         for name, default in (("dataloader_prefetch_factor", None), ("dataloader_persistent_workers", False)):
             if getattr(args, name) != default:
                 yield f"{name}={getattr(args, name)!r} needs dataloader_num_workers of at least 1; it is 0."
+
+
+def _wrong_choices(args: TrainingArguments) -> Iterator[str]:
+    for name in ("log_level", "log_level_replica"):
+        if getattr(args, name) not in LOG_LEVELS:
+            yield f"{name}={getattr(args, name)!r}: choose one of {', '.join(LOG_LEVELS)}."
+    sampling = ("random", "sequential", "group_by_length", "batch_rebalance")
+    if args.train_sampling_strategy not in sampling:
+        yield f"train_sampling_strategy={args.train_sampling_strategy!r}: choose one of {', '.join(sampling)}."
 
 
 def _wrong_intervals(args: TrainingArguments) -> Iterator[str]:

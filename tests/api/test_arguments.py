@@ -208,3 +208,84 @@ def test_the_compatibility_page_is_fresh():
     from tests.compatibility_page import PAGE, page
 
     assert PAGE.read_text(encoding="utf-8") == page(), "run python tests/compatibility_page.py"
+
+
+SETTERS = [
+    ("set_training", {"learning_rate": 0.1, "batch_size": 3, "max_steps": 7, "gradient_accumulation_steps": 2}),
+    ("set_evaluate", {"strategy": "steps", "steps": 5, "batch_size": 3, "accumulation_steps": 2, "loss_only": True}),
+    ("set_testing", {"batch_size": 5, "loss_only": True}),
+    ("set_save", {"strategy": "epoch", "steps": 7, "total_limit": 3}),
+    ("set_logging", {"strategy": "epoch", "first_step": True, "level": "error"}),
+    ("set_push_to_hub", {"model_id": "org/name", "strategy": "end"}),
+    ("set_optimizer", {"name": "sgd", "beta1": 0.5}),
+    ("set_lr_scheduler", {"name": "cosine", "warmup_steps": 0.1}),
+    ("set_dataloader", {"train_batch_size": 3, "num_workers": 2, "sampler_seed": 5}),
+]
+
+
+@pytest.mark.parametrize(("method", "given"), SETTERS)
+@pytest.mark.parametrize("defaults", [True, False])
+def test_chaining_setters(method, given, defaults):
+    """Each sets what that of transformers sets, and returns the arguments."""
+    if defaults and method != "set_push_to_hub":
+        given = {}
+    ours, theirs = TrainingArguments("x"), transformers.TrainingArguments("x", eval_delay=0)
+    assert getattr(ours, method)(**given) is ours
+    getattr(theirs, method)(**given)
+    if theirs.eval_delay is None:
+        theirs.eval_delay = 0  # None would fail when training compares it
+    if theirs.report_to == "none":
+        theirs.report_to = []
+    filled_in = {"accelerator_config", "fsdp_config", "fsdp", "dataloader_pin_memory"}
+    after, expected = ours.to_dict(), theirs.to_dict()
+    assert {name for name in expected if after[name] != expected[name]} - filled_in == set()
+
+
+def test_changed_arguments_are_checked_again(tmp_path):
+    from hftrainer.errors import InvalidArgument
+
+    args = TrainingArguments(str(tmp_path), use_cpu=True).set_logging(steps=0)
+    with pytest.raises(InvalidArgument, match="logging_steps=0"):
+        Trainer(make_plain(), args)
+
+
+@pytest.mark.parametrize(
+    ("level", "number"), [("debug", 10), ("info", 20), ("warning", 30), ("error", 40), ("critical", 50)]
+)
+def test_log_levels(level, number, monkeypatch, tmp_path):
+    import logging
+
+    from transformers.utils import logging as their_logging
+
+    args = TrainingArguments(str(tmp_path), log_level=level, log_level_replica="error", use_cpu=True)
+    assert args.get_process_log_level() == number
+    monkeypatch.setattr(logging.getLogger("hftrainer"), "level", logging.NOTSET)
+    before = their_logging.get_verbosity()
+    try:
+        Trainer(make_plain(), args)
+        assert logging.getLogger("hftrainer").level == number
+        assert their_logging.get_verbosity() == number
+    finally:
+        their_logging.set_verbosity(before)
+        logging.getLogger("hftrainer").setLevel(logging.NOTSET)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("RANK", "1")
+    assert args.get_process_log_level() == 40
+
+
+def test_passive_log_level_changes_nothing(tmp_path):
+    import logging
+
+    args = TrainingArguments(str(tmp_path), use_cpu=True)
+    Trainer(make_plain(), args)
+    assert logging.getLogger("hftrainer").level == logging.NOTSET
+    assert args.get_process_log_level() == logging.getLogger("hftrainer").getEffectiveLevel()
+
+
+def test_small_methods():
+    args = TrainingArguments("x", ddp_timeout=90)
+    assert args.ddp_timeout_delta.total_seconds() == 90
+    done = []
+    with args.main_process_first(desc="mapping"):
+        done.append(1)
+    assert done

@@ -1,0 +1,191 @@
+"""`HfArgumentParser`: dataclasses from the command line, for those without transformers."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import enum
+import json
+import os
+import sys
+import types
+import typing
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal, Union
+
+from hftrainer.errors import InvalidArgument
+
+
+def string_to_bool(value: str | bool) -> bool:
+    """`true`, `yes`, `t`, `y`, `1` and their opposites, in any case."""
+    if isinstance(value, bool):
+        return value
+    if value.lower() in ("yes", "true", "t", "y", "1"):
+        return True
+    if value.lower() in ("no", "false", "f", "n", "0"):
+        return False
+    raise argparse.ArgumentTypeError(f"{value!r} is neither true nor false: write true or false")
+
+
+class HfArgumentParser(argparse.ArgumentParser):
+    """A parser whose options are the fields of dataclasses.
+
+    A field `a_name` becomes `--a_name` and `--a-name`. A boolean whose default is True also gets `--no_a_name`; a list
+    takes several values; enumerations and literals offer their values as choices. The field's metadata may hold
+    `help`, `aliases` and other keywords of `add_argument`.
+
+    Args:
+        dataclass_types: a dataclass or several, in the order in which results are returned.
+        kwargs: keywords of `argparse.ArgumentParser`.
+    """
+
+    def __init__(self, dataclass_types: Any, **kwargs: Any) -> None:
+        kwargs.setdefault("formatter_class", argparse.ArgumentDefaultsHelpFormatter)
+        super().__init__(**kwargs)
+        self.dataclass_types = [dataclass_types] if isinstance(dataclass_types, type) else list(dataclass_types)
+        for kind in self.dataclass_types:
+            self._add_dataclass(kind)
+
+    def parse_args_into_dataclasses(
+        self,
+        args: Sequence[str] | None = None,
+        return_remaining_strings: bool = False,
+        look_for_args_file: bool = True,
+        args_filename: str | None = None,
+        args_file_flag: str | None = None,
+    ) -> tuple[Any, ...]:
+        """An object of each dataclass, from the command line.
+
+        Args:
+            args: the words; default those of the command line.
+            return_remaining_strings: also return the words that belong to no option, instead of refusing them.
+            look_for_args_file: put the words of a file named like the script, with `.args`, before the others.
+            args_filename: a file whose words come first.
+            args_file_flag: an option that names such a file.
+        """
+        words = list(sys.argv[1:] if args is None else args)
+        files = [Path(args_filename)] if args_filename else []
+        if not args_filename and look_for_args_file and sys.argv and sys.argv[0]:
+            files = [Path(sys.argv[0]).with_suffix(".args")]
+        if args_file_flag:
+            own = argparse.ArgumentParser(add_help=False)
+            own.add_argument(args_file_flag, type=str, action="append")
+            found, words = own.parse_known_args(args=words)
+            files += [Path(name) for name in vars(found)[args_file_flag.lstrip("-").replace("-", "_")] or []]
+        first = [word for path in files if path.exists() for word in path.read_text().split()]
+        namespace, remaining = self.parse_known_args(args=first + words)
+        objects = [self._take(kind, namespace) for kind in self.dataclass_types]
+        if vars(namespace):
+            objects.append(namespace)
+        if return_remaining_strings:
+            return (*objects, remaining)
+        if remaining:
+            raise ValueError(f"Some words of the command line belong to no option: {remaining}")
+        return (*objects,)
+
+    def parse_dict(self, args: dict[str, Any], allow_extra_keys: bool = False) -> tuple[Any, ...]:
+        """An object of each dataclass, from a mapping.
+
+        Raises:
+            InvalidArgument: for keys that are no field, unless `allow_extra_keys`.
+        """
+        unused = set(args)
+        objects = []
+        for kind in self.dataclass_types:
+            names = {field.name for field in dataclasses.fields(kind) if field.init}
+            unused -= names
+            objects.append(kind(**{name: value for name, value in args.items() if name in names}))
+        if unused and not allow_extra_keys:
+            raise InvalidArgument(f"No dataclass has a field {', '.join(map(repr, sorted(unused)))}.")
+        return (*objects,)
+
+    def parse_json_file(self, json_file: str | os.PathLike[str], allow_extra_keys: bool = False) -> tuple[Any, ...]:
+        """An object of each dataclass, from a JSON file."""
+        try:
+            values = json.loads(Path(json_file).read_text(encoding="utf-8"))
+        except json.JSONDecodeError as error:
+            raise InvalidArgument(f"{json_file} is no valid JSON: {error}") from error
+        return self.parse_dict(values, allow_extra_keys)
+
+    def parse_yaml_file(self, yaml_file: str | os.PathLike[str], allow_extra_keys: bool = False) -> tuple[Any, ...]:
+        """An object of each dataclass, from a YAML file."""
+        import yaml  # lightning brings it
+
+        try:
+            values = yaml.safe_load(Path(yaml_file).read_text(encoding="utf-8"))
+        except yaml.YAMLError as error:
+            raise InvalidArgument(f"{yaml_file} is no valid YAML: {error}") from error
+        return self.parse_dict(values, allow_extra_keys)
+
+    @staticmethod
+    def _take(kind: Any, namespace: argparse.Namespace) -> Any:
+        names = [field.name for field in dataclasses.fields(kind) if field.init]
+        values = {name: getattr(namespace, name) for name in names}
+        for name in names:
+            delattr(namespace, name)
+        return kind(**values)
+
+    def _add_dataclass(self, kind: Any) -> None:
+        hints = typing.get_type_hints(kind)
+        group = self.add_argument_group(kind._argument_group_name) if hasattr(kind, "_argument_group_name") else self
+        for field in dataclasses.fields(kind):
+            if field.init:
+                _add_field(group, field, hints[field.name])
+
+
+def _add_field(group: Any, field: Any, hint: Any) -> None:
+    options = [f"--{field.name}"] + ([f"--{field.name.replace('_', '-')}"] if "_" in field.name else [])
+    settings = dict(field.metadata)
+    aliases = settings.pop("aliases", [])
+    aliases = [aliases] if isinstance(aliases, str) else aliases
+    default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    value_type = _value_type(hint)
+    plain = dict(settings)
+    if value_type is bool:
+        settings.setdefault("type", string_to_bool)
+        if default is not None or hint is bool:
+            settings |= {"nargs": "?", "const": True}
+            default = False if default is dataclasses.MISSING else default
+    elif choices := _choices(value_type):
+        settings |= {"choices": choices, "type": _choice_of(choices)}
+    elif typing.get_origin(value_type) is list or value_type is list:
+        settings |= {"nargs": "+", "type": next(iter(typing.get_args(value_type)), str)}
+        if settings["type"] is Any:
+            settings["type"] = str
+    else:
+        settings["type"] = value_type if callable(value_type) and value_type is not Any else str
+    settings |= {"required": True} if default is dataclasses.MISSING else {"default": default}
+    group.add_argument(*options, *aliases, **settings)
+    if value_type is bool and default is True:
+        plain |= {"action": "store_false", "default": True, "dest": field.name}
+        group.add_argument(f"--no_{field.name}", f"--no-{field.name.replace('_', '-')}", **plain)
+
+
+def _value_type(hint: Any) -> Any:
+    """The one type that a word of the command line is turned into.
+
+    Of `X | str` it is X, as transformers decides; of a union with None it is the plainest, and JSON stays a string.
+    """
+    if not (typing.get_origin(hint) is Union or isinstance(hint, types.UnionType)):
+        return str if typing.get_origin(hint) is dict or hint is dict else hint
+    members = [member for member in typing.get_args(hint) if member is not type(None)]
+    if bool in members and len(members) == 1:
+        return bool
+    if str in members and len(members) == len(typing.get_args(hint)):
+        return _value_type(next(member for member in members if member is not str))
+    return str if str in members else _value_type(members[0])
+
+
+def _choices(value_type: Any) -> list[Any]:
+    if typing.get_origin(value_type) is Literal:
+        return list(typing.get_args(value_type))
+    if isinstance(value_type, type) and issubclass(value_type, enum.Enum):
+        return [member.value for member in value_type]
+    return []
+
+
+def _choice_of(choices: Iterable[Any]) -> Callable[[str], Any]:
+    """Turn a word back into the choice that it spells, which may be a number."""
+    spelled = {str(choice): choice for choice in choices}
+    return lambda word: spelled.get(word, word)

@@ -1,0 +1,142 @@
+"""Our HfArgumentParser gives what that of transformers gives, on the same classes."""
+
+import dataclasses
+import enum
+import importlib
+import json
+from dataclasses import dataclass, field
+from typing import Literal, Optional
+
+import pytest
+
+from hftrainer import HfArgumentParser, TrainingArguments
+from hftrainer.errors import InvalidArgument
+
+theirs = importlib.import_module("transformers").HfArgumentParser
+
+
+class Color(enum.Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+@dataclass
+class Example:
+    needed: int
+    name: str = "x"
+    rate: float = 0.5
+    flag: bool = False
+    on: bool = True
+    maybe: bool | None = None
+    count: int | None = None
+    old_count: Optional[int] = None  # noqa: UP045 - scripts write it so
+    color: Color = Color.RED
+    size: Literal["small", "large", 3] = "small"
+    items: list[int] = field(default_factory=lambda: [1, 2])
+    words: list[str] | None = field(default=None, metadata={"help": "Some words.", "aliases": ["--w"]})
+    path: str | None = None
+
+    def __post_init__(self):
+        self.color = Color(self.color)
+
+
+LINES = [
+    "--needed 3",
+    "--needed 3 --name y --rate 2 --flag --count 4 --old_count 5",
+    "--needed 3 --flag false --on no --maybe true",
+    "--needed 3 --no_on",
+    "--needed 3 --no-on --old-count 7",
+    "--needed 3 --color blue --size large",
+    "--needed 3 --size 3",
+    "--needed 3 --items 5 6 7 --words a b",
+    "--needed 3 --w a --path p",
+    "--needed 3 --items 1 --flag 1 --on 0",
+]
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_same_objects(line):
+    (ours,) = HfArgumentParser(Example).parse_args_into_dataclasses(line.split())
+    (other,) = theirs(Example).parse_args_into_dataclasses(line.split())
+    assert ours == other
+    assert {name: type(value) for name, value in vars(ours).items()} == {n: type(v) for n, v in vars(other).items()}
+
+
+@pytest.mark.parametrize(
+    "line", ["", "--needed x", "--needed 3 --color green", "--needed 3 --flag perhaps", "--needed 3 --size 4"]
+)
+def test_same_refusals(line, capsys):
+    for parser in (HfArgumentParser, theirs):
+        with pytest.raises(SystemExit) as caught:
+            parser(Example).parse_args_into_dataclasses(line.split())
+        assert caught.value.code == 2
+        assert "usage" in capsys.readouterr().err
+
+
+COMMANDS = [
+    "--output_dir x --overwrite_output_dir --do_train --num_train_epochs 1 --per_device_train_batch_size 1",
+    "--output_dir x --learning_rate 3e-5 --warmup_steps 500 --adam_beta1 0.8 --adam_beta2 0.999 --adam_epsilon 1e-8 "
+    "--weight_decay 3e-7 --lr_scheduler_type constant_with_warmup",
+    "--output_dir x --evaluation_strategy steps --no_cuda --label_names a b --warmup_ratio 0.1",
+    "--output_dir x --log_level warning --log_level_replica error --log_on_each_node 0",
+    "--output_dir x --report_to none --logging_steps 0.1 --save_total_limit 3 --disable_tqdm true --max_steps 7",
+    "--output_dir x --gradient_checkpointing --include_for_metrics inputs loss --dataloader_pin_memory false",
+    "--output_dir x --no_dataloader_pin_memory --eval_steps 4 --metric_for_best_model f1 --greater_is_better true",
+    "--output_dir x --fsdp full_shard --fsdp_config f.json --accelerator_config {} --hub_strategy end --debug a b",
+]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("line", COMMANDS)
+def test_training_arguments(line):
+    (ours,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(line.split())
+    (other,) = theirs(TrainingArguments).parse_args_into_dataclasses(line.split())
+    assert ours == other
+    assert dataclasses.asdict(ours) == dataclasses.asdict(other)
+
+
+@dataclass
+class Second:
+    extra: str = "none"
+
+
+def test_several_classes_and_remaining_words():
+    parser = HfArgumentParser((Example, Second))
+    first, second = parser.parse_args_into_dataclasses(["--needed", "1", "--extra", "e"])
+    assert (first.needed, second.extra) == (1, "e")
+    *_, rest = parser.parse_args_into_dataclasses(["--needed", "1", "--other", "2"], return_remaining_strings=True)
+    assert rest == ["--other", "2"]
+    with pytest.raises(ValueError, match="--other"):
+        parser.parse_args_into_dataclasses(["--needed", "1", "--other", "2"])
+
+
+def test_files(tmp_path, monkeypatch):
+    parser = HfArgumentParser((Example, Second))
+    path = tmp_path / "settings.json"
+    path.write_text(json.dumps({"needed": 4, "color": "blue", "extra": "e"}))
+    first, second = parser.parse_json_file(path)
+    assert (first.needed, first.color, second.extra) == (4, Color.BLUE, "e")
+    (tmp_path / "settings.yaml").write_text("needed: 5\nitems: [7, 8]\n")
+    assert parser.parse_yaml_file(tmp_path / "settings.yaml")[0].items == [7, 8]
+    path.write_text('{"needed": 4,')
+    with pytest.raises(InvalidArgument, match=r"settings.json is no valid JSON: .*line 1 column"):
+        parser.parse_json_file(path)
+    with pytest.raises(InvalidArgument, match="'wrong'"):
+        parser.parse_dict({"needed": 1, "wrong": 2})
+    assert parser.parse_dict({"needed": 1, "wrong": 2}, allow_extra_keys=True)[0].needed == 1
+    words = tmp_path / "words.txt"
+    words.write_text("--needed 9 --name from-file")
+    assert parser.parse_args_into_dataclasses(["--name", "later"], args_filename=str(words))[0].name == "later"
+    found = parser.parse_args_into_dataclasses(["--args_file", str(words)], args_file_flag="--args_file")
+    assert (found[0].needed, found[0].name) == (9, "from-file")
+    monkeypatch.setattr("sys.argv", [str(tmp_path / "script.py"), "--name", "y"])
+    (tmp_path / "script.args").write_text("--needed 2")
+    assert parser.parse_args_into_dataclasses()[0].needed == 2
+
+
+def test_help_names_every_field(capsys):
+    with pytest.raises(SystemExit):
+        HfArgumentParser(TrainingArguments).parse_args(["--help"])
+    text = capsys.readouterr().out
+    for name in (each.name for each in dataclasses.fields(TrainingArguments)):
+        assert f"--{name}" in text
