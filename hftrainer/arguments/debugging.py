@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from hftrainer.arguments._field import arg
 
@@ -12,7 +11,7 @@ from hftrainer.arguments._field import arg
 class DebuggingArguments:
     """Debugging aids, and the three switches that scripts read."""
 
-    debug: str | list[Any] = arg("", "Debugging aids, separated by spaces: 'underflow_overflow'.")
+    debug: str | list[str] = arg("", "Debugging aids, separated by spaces: 'underflow_overflow'.")
     skip_memory_metrics: bool = arg(True, "Leave memory use out of the metrics.")
     do_train: bool = arg(False, "For your script to read; the Trainer itself does not.")
     do_eval: bool = arg(False, "For your script to read; True whenever `eval_strategy` is not 'no'.")
