@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import difflib
 
 from hftrainer import __version__
 
@@ -20,11 +22,39 @@ def main() -> None:
     run.add_argument("-m", dest="as_module", action="store_true", help="SCRIPT is the name of a module")
     run.add_argument("script", metavar="SCRIPT", help="path of the script")
     run.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
-    options = parser.parse_args()
-    if options.command == "run":
+    explain = commands.add_parser(
+        "explain",
+        help="say what becomes of training arguments",
+        usage="%(prog)s [--json] [any training arguments …]",
+        add_help=False,
+    )
+    explain.add_argument("--json", action="store_true", help="for programs")
+    options, remaining = parser.parse_known_args()
+    if options.command == "explain":
+        _explain(remaining, as_json=options.json)
+    elif remaining:
+        parser.error(f"unrecognized arguments: {' '.join(remaining)}")
+    else:
         from hftrainer.run import run_script
 
         run_script(options.script, options.arguments, as_module=options.as_module)
+
+
+def _explain(words: list[str], *, as_json: bool) -> None:
+    from hftrainer.hf_argparser import HfArgumentParser
+    from hftrainer.training_args import TrainingArguments
+
+    parser = HfArgumentParser(TrainingArguments, prog="python -m hftrainer explain", allow_abbrev=False)
+    try:
+        args, unknown = parser.parse_args_into_dataclasses(words, True, look_for_args_file=False)
+    except ValueError as error:
+        parser.error(str(error))
+    if unknown:
+        options = [f"--{field.name}" for field in dataclasses.fields(TrainingArguments)]
+        near = difflib.get_close_matches(unknown[0], options, n=1)
+        parser.error(f"there is no argument {unknown[0]}" + (f"; did you mean {near[0]}?" if near else ""))
+    explanation = args.explain()
+    print(explanation.to_json() if as_json else explanation)
 
 
 if __name__ == "__main__":

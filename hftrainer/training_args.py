@@ -13,7 +13,7 @@ import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,6 +26,9 @@ from hftrainer.errors import InvalidArgument, UnknownArgument
 from hftrainer.trainer_utils import IntervalStrategy, OptimizerNames, ParallelMode
 
 __all__ = ["IntervalStrategy", "OptimizerNames", "ParallelMode", "TrainingArguments"]
+
+if TYPE_CHECKING:
+    from hftrainer.explain import Explanation
 
 logger = logging.getLogger(__name__)
 
@@ -170,6 +173,12 @@ class TrainingArguments(
         if name == "passive":
             return logging.getLogger("hftrainer").getEffectiveLevel()
         return LOG_LEVELS[name]
+
+    def explain(self) -> Explanation:
+        """What becomes of each argument that differs from its default; print it, or take its `to_json()`."""
+        from hftrainer.explain import explain
+
+        return explain(self)
 
     # ---- Derived values ----------------------------------------------------------------------------------------
 

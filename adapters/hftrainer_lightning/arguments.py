@@ -228,6 +228,8 @@ _KEPT = {
     "ray_scope": "last",
     "activation_checkpointing": False,
     "gradient_checkpointing": False,
+    "disable_tqdm": False,
+    "output_dir": "trainer_output",
 }
 
 #: What `accelerate launch` puts into the environment that this release cannot honour → its neutral values.
@@ -239,21 +241,28 @@ LAUNCHER = {
 }
 
 
+def row_of(args: TrainingArguments, field: dataclasses.Field[Any]) -> tuple[Row, bool]:
+    """What becomes of one argument with the value that it has, and whether that value asks for anything."""
+    row, value = TABLE[field.name], getattr(args, field.name)
+    if isinstance(value, str) and value in PLANNED_VALUES.get(field.name, ()):
+        row = Row("planned", f"leave it at {field.default!r}")
+    if field.name in _KEPT:
+        return row, value not in (None, _KEPT[field.name])
+    if row.kind == "refused" and value in HARMLESS:
+        return row, False
+    return row, not _is_neutral(value, field.default)
+
+
 def unsupported(args: TrainingArguments) -> list[str]:
     """A sentence for each argument that asks for what this release cannot do yet."""
     found = []
     for field in dataclasses.fields(args):
-        row = TABLE.get(field.name)
-        value = getattr(args, field.name)
-        if row is None:
+        if field.name not in TABLE:
             continue  # a field of the user's own subclass
-        neutral = value in (None, _KEPT[field.name]) if field.name in _KEPT else _is_neutral(value, field.default)
-        if row.kind == "planned" and not neutral:
-            found.append(f"{field.name}={value!r} is not supported yet: {row.detail}.")
-        elif row.kind == "refused" and not neutral and value not in HARMLESS:
-            found.append(f"{field.name}={value!r} is not supported: {row.detail}.")
-        elif isinstance(value, str) and value in PLANNED_VALUES.get(field.name, ()):
-            found.append(f"{field.name}={value!r} is not supported yet: leave it at {field.default!r}.")
+        row, given = row_of(args, field)
+        if given and row.kind in ("planned", "refused"):
+            yet = " yet" if row.kind == "planned" else ""
+            found.append(f"{field.name}={getattr(args, field.name)!r} is not supported{yet}: {row.detail}.")
     for name, neutral_values in LAUNCHER.items():
         if (value := os.environ.get(name, "")).lower() not in neutral_values:
             found.append(f"The launcher asks for {name}={value}, which is not supported yet: launch without it.")

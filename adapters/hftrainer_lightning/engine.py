@@ -134,17 +134,14 @@ class LightningEngine:
             loss.backward(**kwargs)
 
     def _build_trainer(self, max_epochs: int, accumulate_grad_batches: int = 1) -> pl.Trainer:
-        plan = self.plan
+        keywords = self.plan.trainer_keywords() | {"accumulate_grad_batches": accumulate_grad_batches}
+        del keywords["precision"]  # the strategy carries the precision plugin
         return seams.Trainer(
-            accelerator=plan.accelerator,
-            devices=1,
-            strategy=build_strategy(plan),
-            accumulate_grad_batches=accumulate_grad_batches,
+            **keywords,
+            strategy=build_strategy(self.plan),
             max_epochs=max_epochs,
             check_val_every_n_epoch=NEVER,
             num_sanity_val_steps=0,
-            deterministic=plan.deterministic or None,
-            default_root_dir=plan.default_root_dir,
             callbacks=list(self.callbacks),
             plugins=[LightningEnvironment()],  # one process, also inside a SLURM job
             logger=False,

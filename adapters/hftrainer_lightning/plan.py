@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -25,3 +25,14 @@ class LightningPlan:
     accumulate_grad_batches: int
     deterministic: bool
     default_root_dir: str
+
+    def trainer_keywords(self) -> dict[str, Any]:
+        """Keywords of `lightning.Trainer` that follow from the arguments, as plain values."""
+        return {
+            "accelerator": self.accelerator,
+            "devices": 1,
+            "precision": self.precision,
+            "accumulate_grad_batches": self.accumulate_grad_batches,
+            "deterministic": self.deterministic or None,
+            "default_root_dir": self.default_root_dir,
+        }

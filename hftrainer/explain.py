@@ -1,0 +1,83 @@
+"""`python -m hftrainer explain`: what becomes of each argument, before anything runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import textwrap
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hftrainer.training_args import TrainingArguments
+
+WIDTH = 80
+TITLES = {
+    "mapped": "Settings of Lightning",
+    "handled": "Done by hftrainer",
+    "inert": "Accepted, and nothing follows",
+    "planned": "Refused: not in this release yet",
+    "refused": "Refused for good",
+}
+
+
+@dataclass(frozen=True)
+class Line:
+    """One argument that was given: its value, what kind of row the table has for it, and what the row says."""
+
+    argument: str
+    value: Any
+    kind: str
+    detail: str
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What becomes of some training arguments.
+
+    Attributes:
+        lines: the arguments that differ from their defaults.
+        call: the `lightning.Trainer(...)` that they amount to.
+    """
+
+    lines: tuple[Line, ...]
+    call: str
+
+    def to_json(self) -> str:
+        """For programs."""
+        return json.dumps({"arguments": [dataclasses.asdict(line) for line in self.lines], "call": self.call}, indent=2)
+
+    def __str__(self) -> str:
+        parts = []
+        for kind, title in TITLES.items():
+            lines = [line for line in self.lines if line.kind == kind]
+            if lines:
+                parts += [title, *(text for line in lines for text in _wrapped(line)), ""]
+        if not self.lines:
+            parts += ["All arguments have their defaults.", ""]
+        return "\n".join([*parts, "The same by hand", *_indented(self.call)])
+
+
+def explain(args: TrainingArguments) -> Explanation:
+    """Explain some arguments; starts nothing, and imports neither lightning nor transformers."""
+    from hftrainer_lightning.arguments import TABLE, make_plan, row_of
+
+    values = args.to_dict()
+    lines = []
+    for field in dataclasses.fields(args):
+        if field.name not in values or field.name not in TABLE:
+            continue
+        row, given = row_of(args, field)
+        if given:
+            lines.append(Line(field.name, values[field.name], row.kind, row.detail))
+    keywords = make_plan(args).trainer_keywords()
+    call = ", ".join(f"{name}={value!r}" for name, value in keywords.items())
+    return Explanation(tuple(lines), f"lightning.Trainer({call})")
+
+
+def _wrapped(line: Line) -> list[str]:
+    return _indented(f"{line.argument}={line.value!r}: {line.detail}")
+
+
+def _indented(text: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, initial_indent="  ", subsequent_indent="      ", break_on_hyphens=False)

@@ -1,0 +1,101 @@
+"""`python -m hftrainer explain`: what becomes of each argument."""
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+
+from hftrainer import TrainingArguments
+
+ROOT = Path(__file__).parents[2]
+
+
+def explain(*words: str) -> subprocess.CompletedProcess:
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'adapters'}"}
+    return subprocess.run(
+        [sys.executable, "-m", "hftrainer", "explain", *words], env=env, capture_output=True, text=True
+    )
+
+
+def test_command_line(tmp_path):
+    done = explain("--gradient_accumulation_steps", "4", "--do_train", "--fp16", "--learning_rate", "3e-4", "--no_cuda")
+    assert done.returncode == 0, done.stderr
+    text = done.stdout
+    assert "  gradient_accumulation_steps=4: accumulate_grad_batches" in text
+    assert "  do_train=True: a switch for your script" in text
+    assert "  fp16=True: use bf16=True" in text
+    assert "accumulate_grad_batches=4" in text.split("The same by hand")[1]
+    assert max(map(len, text.splitlines())) <= 80
+    assert not list(tmp_path.iterdir())
+
+
+def test_json():
+    done = explain("--json", "--max_steps", "3")
+    assert json.loads(done.stdout)["arguments"] == [
+        {"argument": "max_steps", "value": 3, "kind": "handled", "detail": "schedule"}
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--learning_rat", "3"], "--learning_rat; did you mean --learning_rate"),
+        (["--logging_steps", "0"], "logging_steps=0"),
+        (["--eval_strategy", "sometimes"], "invalid choice"),
+    ],
+)
+def test_wrong_arguments(words, message):
+    done = explain(*words)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize(
+    ("settings", "kind", "argument"),
+    [
+        ({"fsdp": "full_shard auto_wrap"}, "planned", "fsdp"),
+        ({"sharded_ddp": "zero_dp_3"}, "planned", "fsdp"),
+        ({"deepspeed": "ds.json"}, "planned", "deepspeed"),
+        ({"tpu_num_cores": 8}, "planned", "tpu_num_cores"),
+        ({"use_mps_device": True}, "inert", "use_mps_device"),
+        ({"bf16": True}, "mapped", "bf16"),
+        ({"train_sampling_strategy": "group_by_length"}, "planned", "train_sampling_strategy"),
+        ({"train_sampling_strategy": "sequential"}, "handled", "train_sampling_strategy"),
+        ({"use_ipex": True}, "refused", "use_ipex"),
+    ],
+)
+def test_kinds(settings, kind, argument):
+    lines = {line.argument: line for line in TrainingArguments(**settings).explain().lines}
+    assert lines[argument].kind == kind
+    assert lines.keys() == {argument}
+
+
+def test_defaults_and_tokens():
+    assert "All arguments have their defaults." in str(TrainingArguments().explain())
+    assert "secret" not in str(TrainingArguments(hub_token="secret").explain())
+
+
+def test_the_call_is_one_that_lightning_takes():
+    from hftrainer_lightning.arguments import make_plan
+
+    keywords = make_plan(TrainingArguments("x", bf16=True, use_cpu=True)).trainer_keywords()
+    assert keywords.keys() <= inspect.signature(pl.Trainer.__init__).parameters.keys()
+    trainer = pl.Trainer(**keywords, logger=False, enable_progress_bar=False, enable_model_summary=False)
+    assert trainer.precision == "bf16-mixed"
+
+
+def test_nothing_is_imported_for_it():
+    code = (
+        "import sys; from hftrainer import TrainingArguments; str(TrainingArguments(max_steps=1).explain());"
+        "print(sorted({name.split('.')[0] for name in sys.modules} & {'lightning', 'transformers'}))"
+    )
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'adapters'}"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
