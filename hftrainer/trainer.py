@@ -26,9 +26,11 @@ from hftrainer.checkpointing.weights import load_weights, save_weights
 from hftrainer.data import columns
 from hftrainer.data.collators import DataCollatorWithPadding, default_data_collator
 from hftrainer.data.loaders import PreparedDataLoader, to_device
+from hftrainer.debug_utils import DebugUnderflowOverflow
 from hftrainer.errors import InvalidArgument, MetricNotFound, UnsupportedArgument
 from hftrainer.evaluation.evaluation_pass import EvaluationPass
 from hftrainer.loss import check_loss, first_output, outputs_without
+from hftrainer.memory import TrainerMemoryTracker
 from hftrainer.optimization import get_scheduler
 from hftrainer.overrides import accepts, call_with_accepted, is_overridden
 from hftrainer.reporting import comparable_names, print_table, write_metrics
@@ -115,6 +117,8 @@ class Trainer:
         tokenizer: Any = None,
     ) -> None:
         self.args = args if args is not None else TrainingArguments("tmp_trainer")
+        self._memory_tracker = TrainerMemoryTracker(self.args.skip_memory_metrics)
+        self._memory_tracker.start()
         self._set_log_level()
         self._seed_everything()
         self.train_dataset = train_dataset
@@ -142,6 +146,7 @@ class Trainer:
         config: Any = getattr(self.model, "config", None)
         if config is not None:
             config.use_cache = self.args.use_cache
+        self._memory_tracker.stop_and_update_metrics()
 
     # ---- Construction ------------------------------------------------------------------------------------------
 
@@ -578,6 +583,7 @@ class Trainer:
         Raises:
             CheckpointNotFound: when there is nothing to resume from.
         """
+        self._memory_tracker.start()
         folder = resume.find_folder(resume_from_checkpoint, str(self.args.output_dir))
         if self.model_init is not None:
             self._seed_everything()
@@ -587,6 +593,7 @@ class Trainer:
             model_inspection.align_special_tokens(self.model, self.processing_class)
         if folder is not None:
             self._load_from_checkpoint(folder)
+        watcher = DebugUnderflowOverflow(self.model) if "underflow_overflow" in self.args.debug else None
         self.is_in_train = True
         try:
             return self._inner_training_loop(
@@ -594,6 +601,8 @@ class Trainer:
             )
         finally:
             self.is_in_train = False
+            if watcher is not None:
+                watcher.remove()
 
     def _inner_training_loop(
         self,
@@ -694,6 +703,7 @@ class Trainer:
         self.store_flos()
         metrics["total_flos"] = self.state.total_flos
         metrics["train_loss"] = train_loss
+        self._memory_tracker.stop_and_update_metrics(metrics)
         self.log(metrics)
         best = self.state.best_model_checkpoint
         if self.args.load_best_model_at_end and best is not None:
@@ -867,6 +877,7 @@ class Trainer:
                 prefix = f"{metric_key_prefix}_{name}"
                 metrics |= self.evaluate(name if own else dataset, ignore_keys=ignore_keys, metric_key_prefix=prefix)
             return metrics
+        self._memory_tracker.start()
         dataloader = self.get_eval_dataloader(eval_dataset)
         start_time = time.time()
         output = self.evaluation_loop(
@@ -879,6 +890,7 @@ class Trainer:
         measured = self._with_speed(output, metric_key_prefix, start_time)
         self.log(measured)
         self._announce("on_evaluate", metrics=measured)
+        self._memory_tracker.stop_and_update_metrics(measured)
         return measured
 
     def predict(
@@ -894,6 +906,7 @@ class Trainer:
         Returns:
             Predictions and labels of shape `(samples, ...)`, padded on the right with -100, and the metrics.
         """
+        self._memory_tracker.start()
         dataloader = self.get_test_dataloader(test_dataset)
         start_time = time.time()
         output = self.evaluation_loop(
@@ -901,6 +914,7 @@ class Trainer:
         )
         metrics = self._with_speed(output, metric_key_prefix, start_time)
         self._announce("on_predict", metrics=metrics)
+        self._memory_tracker.stop_and_update_metrics(metrics)
         return PredictionOutput(output.predictions, output.label_ids, metrics)
 
     def _with_speed(self, output: EvalLoopOutput, prefix: str, start_time: float) -> dict[str, float]:

@@ -78,6 +78,8 @@ TABLE: dict[str, Row] = {
         logging_first_step="trainer_callback",
         logging_nan_inf_filter="training_loop, evaluation",
         log_on_each_node="training_args: should_log",
+        debug="debug_utils: underflow_overflow",
+        skip_memory_metrics="memory",
         log_level="trainer: level of the logs of hftrainer, and of transformers if it is there",
         log_level_replica="training_args: get_process_log_level",
         disable_tqdm="trainer_callback",
@@ -150,8 +152,6 @@ TABLE: dict[str, Row] = {
     **_planned("count the tokens in a callback", "include_num_input_tokens_seen"),
     **_planned("compute the metrics over the whole set", "batch_eval_metrics", "eval_use_gather_object"),
     **_planned("save in your own signal handler", "enable_jit_checkpoint"),
-    **_planned("use torch.autograd.set_detect_anomaly", "debug"),
-    **_planned("measure memory in a callback", "skip_memory_metrics"),
     **_planned(
         "train in one process",
         "accelerator_config",
@@ -244,6 +244,8 @@ LAUNCHER = {
 def row_of(args: TrainingArguments, field: dataclasses.Field[Any]) -> tuple[Row, bool]:
     """What becomes of one argument with the value that it has, and whether that value asks for anything."""
     row, value = TABLE[field.name], getattr(args, field.name)
+    if field.name == "debug" and "tpu_metrics_debug" in (value or ()):
+        row = Row("planned", "there are no TPUs yet")
     if isinstance(value, str) and value in PLANNED_VALUES.get(field.name, ()):
         row = Row("planned", f"leave it at {field.default!r}")
     if field.name in _KEPT:

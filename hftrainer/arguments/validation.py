@@ -155,6 +155,8 @@ def _wrong_choices(args: TrainingArguments) -> Iterator[str]:
     for name in ("log_level", "log_level_replica"):
         if getattr(args, name) not in LOG_LEVELS:
             yield f"{name}={getattr(args, name)!r}: choose one of {', '.join(LOG_LEVELS)}."
+    if unknown := set(args.debug) - {"underflow_overflow", "tpu_metrics_debug"}:
+        yield f"debug: {sorted(unknown)} unknown, it takes underflow_overflow and tpu_metrics_debug."
     sampling = ("random", "sequential", "group_by_length", "batch_rebalance")
     if args.train_sampling_strategy not in sampling:
         yield f"train_sampling_strategy={args.train_sampling_strategy!r}: choose one of {', '.join(sampling)}."

@@ -82,7 +82,8 @@ COMMANDS = [
     "--output_dir x --report_to none --logging_steps 0.1 --save_total_limit 3 --disable_tqdm true --max_steps 7",
     "--output_dir x --gradient_checkpointing --include_for_metrics inputs loss --dataloader_pin_memory false",
     "--output_dir x --no_dataloader_pin_memory --eval_steps 4 --metric_for_best_model f1 --greater_is_better true",
-    "--output_dir x --fsdp full_shard --fsdp_config f.json --accelerator_config {} --hub_strategy end --debug a b",
+    "--output_dir x --fsdp full_shard --fsdp_config f.json --accelerator_config {} "
+    "--hub_strategy end --debug underflow_overflow",
 ]
 
 

@@ -175,6 +175,9 @@ def test_every_wrong_value_is_named():
         {"bf16": True, "fp16": True},
         {"lr_scheduler_kwargs": "{broken"},
         {"lr_scheduler_type": "reduce_lr_on_plateau"},
+        {"debug": "overflow"},
+        {"log_level": "loud"},
+        {"train_sampling_strategy": "by_chance"},
     ],
 )
 def test_wrong_values(settings):

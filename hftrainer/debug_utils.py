@@ -1,0 +1,62 @@
+"""Finding the layer where numbers first become infinite or no numbers at all."""
+
+from __future__ import annotations
+
+import collections
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class DebugUnderflowOverflow:
+    """Watches every layer's weights, inputs and outputs, and stops at the first inf or nan: `debug=underflow_overflow`.
+
+    Args:
+        model: the model to watch.
+        max_frames_to_save: how many of the last layers are shown when it happens.
+
+    Raises:
+        ValueError: from the forward pass in which it happens; names the layer, and shows the smallest and largest
+            absolute values of the layers before.
+    """
+
+    def __init__(self, model: nn.Module, max_frames_to_save: int = 21) -> None:
+        self.names = {module: name or "the model" for name, module in model.named_modules()}
+        self.frames: collections.deque[str] = collections.deque(maxlen=max_frames_to_save)
+        self.handles = [module.register_forward_hook(self._look) for module in self.names]
+
+    def remove(self) -> None:
+        """Stop watching."""
+        for handle in self.handles:
+            handle.remove()
+
+    def _look(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        tensors: list[tuple[str, torch.Tensor]] = [*module.named_parameters(recurse=False)]
+        tensors += _leaves("input", inputs) + _leaves("output", outputs)
+        lines = [f"{self.names[module]} ({type(module).__name__})"]
+        wrong = []
+        for name, tensor in tensors:
+            sizes = tensor.detach().float().abs()
+            lines.append(f"  {sizes.min():9.2e} {sizes.max():9.2e}  {name}" if sizes.numel() else f"  empty  {name}")
+            if not sizes.isfinite().all():
+                wrong.append(f"{name} has {'nan' if sizes.isnan().any() else 'inf'}")
+        self.frames.append("\n".join(lines))
+        if wrong:
+            shown = "\n".join(self.frames)
+            raise ValueError(
+                f"{self.names[module]} ({type(module).__name__}): {', '.join(wrong)}. The smallest and largest "
+                f"absolute values, up to there:\n{shown}"
+            )
+
+
+def _leaves(name: str, data: Any) -> list[tuple[str, torch.Tensor]]:
+    """The floating-point tensors in nested containers, each with the path to it."""
+    if isinstance(data, torch.Tensor):
+        return [(name, data)] if data.is_floating_point() else []
+    items: Any = ()
+    if isinstance(data, dict):
+        items = data.items()
+    elif isinstance(data, (list, tuple)):
+        items = enumerate(data)
+    return [leaf for key, value in items for leaf in _leaves(f"{name}[{key}]", value)]
