@@ -12,7 +12,9 @@ _EXPORTS = {
     name: module
     for module, exported in {
         "hftrainer.trainer": "Trainer",
+        "hftrainer.trainer_seq2seq": "Seq2SeqTrainer",
         "hftrainer.training_args": "TrainingArguments",
+        "hftrainer.training_args_seq2seq": "Seq2SeqTrainingArguments",
         "hftrainer.trainer_callback": (
             "CallbackHandler DefaultFlowCallback EarlyStoppingCallback ExportableState PrinterCallback "
             "ProgressCallback TrainerCallback TrainerControl TrainerState"
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
         TrainerControl,
         TrainerState,
     )
+    from hftrainer.trainer_seq2seq import Seq2SeqTrainer
     from hftrainer.trainer_utils import (
         EvalLoopOutput,
         EvalPrediction,
@@ -60,6 +63,7 @@ if TYPE_CHECKING:
         set_seed,
     )
     from hftrainer.training_args import TrainingArguments
+    from hftrainer.training_args_seq2seq import Seq2SeqTrainingArguments
 
 
 def __getattr__(name: str) -> Any:

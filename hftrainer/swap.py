@@ -19,6 +19,8 @@ from typing import Any
 #: Module of transformers → the names that become ours. The package itself offers all of them.
 NAMES: dict[str, tuple[str, ...]] = {
     "transformers.trainer": ("Trainer",),
+    "transformers.trainer_seq2seq": ("Seq2SeqTrainer",),
+    "transformers.training_args_seq2seq": ("Seq2SeqTrainingArguments",),
     "transformers.training_args": ("TrainingArguments",),
     "transformers.trainer_callback": (
         "CallbackHandler",

@@ -89,6 +89,7 @@ class Trainer:
         model: the user's model.
         model_wrapped: the outermost module around it, if any wraps it.
         is_in_train: whether `train()` is running.
+        counts_last_batch_by_size: whether evaluation weighs the loss of a ragged last batch by its true size.
         loss_is_scaled_for_ga: set it in a subclass to say whether its loss is already scaled for accumulation.
 
     Raises:
@@ -97,6 +98,7 @@ class Trainer:
     """
 
     loss_is_scaled_for_ga: bool | None = None
+    counts_last_batch_by_size = True
 
     def __init__(
         self,
@@ -959,6 +961,7 @@ class Trainer:
             compute_metrics=self.compute_metrics,
             preprocess_logits=self.preprocess_logits_for_metrics,
             prefix=metric_key_prefix,
+            counts_last_batch_by_size=self.counts_last_batch_by_size,
             preparation_time=getattr(self, "model_preparation_time", None),
         )
         self._engine.evaluate(evaluation, self.model, predicting=description == "Prediction")

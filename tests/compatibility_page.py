@@ -13,7 +13,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "adapters")]
 
 from hftrainer_lightning.arguments import PLANNED_VALUES, TABLE
 
-from hftrainer import TrainingArguments
+from hftrainer import Seq2SeqTrainingArguments
 from tests.parity.differences import DIFFERENCES
 
 HEAD = """# Compatibility
@@ -48,7 +48,7 @@ def page() -> str:
     """The text of COMPATIBILITY.md."""
     differences = "".join(f"| {what} | {why} |\n" for what, why in DIFFERENCES.items())
     rows = "| argument | becomes | detail |\n| --- | --- | --- |\n"
-    for field in sorted(dataclasses.fields(TrainingArguments), key=lambda field: field.name):
+    for field in sorted(dataclasses.fields(Seq2SeqTrainingArguments), key=lambda field: field.name):
         row = TABLE[field.name]
         planned = ", ".join(f"`{value}`" for value in sorted(PLANNED_VALUES.get(field.name, ())))
         detail = f"{row.detail}; planned: {planned}" if planned else row.detail

@@ -212,6 +212,15 @@ TABLE |= _rows(
     mp_parameters="SageMaker's model parallelism is a library of its own; use fsdp",
     model_parallel="naive model parallelism ended with v4.1; load the model with device_map, or use fsdp",
 )
+#: The fields of Seq2SeqTrainingArguments.
+TABLE |= _rows(
+    "handled",
+    predict_with_generate="trainer_seq2seq",
+    generation_max_length="trainer_seq2seq",
+    generation_num_beams="trainer_seq2seq",
+    generation_config="trainer_seq2seq",
+)
+TABLE |= _rows("refused", sortish_sampler="no release of transformers has read it; sort the dataset yourself")
 #: Values of refused arguments that ask for nothing else than what happens anyway.
 HARMLESS = frozenset({"auto", "amp", "cuda_amp", "cpu_amp", "O0", "O1"})
 

@@ -30,6 +30,7 @@ class EvaluationPass:
         main_input: the model's main input, for `include_for_metrics`.
         compute_metrics, preprocess_logits: the Trainer's callables, or None.
         prefix: put before each metric's name, with an underscore.
+        counts_last_batch_by_size: whether a ragged last batch counts by its true size.
         preparation_time: seconds that preparing the model took, for the metrics; measured here if it is NaN.
 
     Attributes:
@@ -45,6 +46,7 @@ class EvaluationPass:
     compute_metrics: Callable[[EvalPrediction], Mapping[str, Any]] | None
     preprocess_logits: Callable[[Any, Any], Any] | None
     prefix: str
+    counts_last_batch_by_size: bool = True
     preparation_time: float | None = None
     seen_samples: int = 0
     seen_batches: int = 0
@@ -86,7 +88,7 @@ class EvaluationPass:
         """
         loader = self.dataloader
         remainder = loader.remainder if isinstance(loader, PreparedDataLoader) and loader.at_end else None
-        if remainder is None or size is None:
+        if remainder is None or size is None or not self.counts_last_batch_by_size:
             return self.args.eval_batch_size
         return size if remainder < 0 else remainder
 

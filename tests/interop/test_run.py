@@ -117,10 +117,12 @@ def test_any_order_of_imports(tmp_path, order):
     text = f"""
 {ORDERS[order]}
 from transformers import Trainer, TrainingArguments, EarlyStoppingCallback
+from transformers import Seq2SeqTrainer as S1, Seq2SeqTrainingArguments as S2
+from transformers.trainer_seq2seq import Seq2SeqTrainer as S3
 from transformers.trainer import Trainer as T1, TrainingArguments as T2
 from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import EvalPrediction
-kinds = (Trainer, TrainingArguments, EarlyStoppingCallback, T1, T2, TrainerState, EvalPrediction)
+kinds = (Trainer, TrainingArguments, EarlyStoppingCallback, T1, T2, S1, S2, S3, TrainerState, EvalPrediction)
 ours = {{kind.__module__.split('.')[0] for kind in kinds}}
 hftrainer.uninstall()
 import transformers.training_args

@@ -1,0 +1,150 @@
+"""`Seq2SeqTrainer`: evaluation and prediction by generating."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hftrainer.errors import InvalidArgument
+from hftrainer.trainer import Trainer
+from hftrainer.trainer_utils import PredictionOutput
+
+
+class Seq2SeqTrainer(Trainer):
+    """A `Trainer` that can predict with `model.generate`; takes `Seq2SeqTrainingArguments`.
+
+    Args:
+        args: the settings. `generation_config` replaces the model's generation config.
+        kwargs: everything else, as for `Trainer`.
+    """
+
+    # Generated sequences are never dropped; the loss of a ragged last batch counts as a full one, as in transformers.
+    counts_last_batch_by_size = False
+
+    def __init__(self, model: nn.Module | None = None, args: Any = None, *positional: Any, **kwargs: Any) -> None:
+        super().__init__(model, args, *positional, **kwargs)
+        self._gen_kwargs: dict[str, Any] = {}
+        given = getattr(self.args, "generation_config", None)
+        if given is not None:
+            self.model.generation_config = self.load_generation_config(given)
+
+    @staticmethod
+    def load_generation_config(gen_config_arg: Any) -> Any:
+        """The generation config that an argument means: itself, or loaded from a file, a folder or a model id.
+
+        Raises:
+            InvalidArgument: when it could not be saved with the model, with transformers' reasons.
+        """
+        from transformers import GenerationConfig
+
+        if isinstance(gen_config_arg, GenerationConfig):
+            config = copy.deepcopy(gen_config_arg)
+        elif (path := Path(gen_config_arg)).is_file():
+            config = GenerationConfig.from_pretrained(path.parent, path.name)
+        else:
+            config = GenerationConfig.from_pretrained(gen_config_arg)
+        try:
+            config.validate(strict=True)
+        except ValueError as error:
+            raise InvalidArgument(f"generation_config cannot be used for training: {error}") from error
+        return config
+
+    def evaluate(
+        self,
+        eval_dataset: Any = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+        **gen_kwargs: Any,
+    ) -> dict[str, float]:
+        """Evaluate as `Trainer.evaluate`; further keywords go to `model.generate`."""
+        self._gen_kwargs = self._with_arguments(gen_kwargs)
+        return super().evaluate(eval_dataset, ignore_keys=ignore_keys, metric_key_prefix=metric_key_prefix)
+
+    def predict(
+        self,
+        test_dataset: Any,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "test",
+        **gen_kwargs: Any,
+    ) -> PredictionOutput:
+        """Predict as `Trainer.predict`; further keywords go to `model.generate`."""
+        self._gen_kwargs = self._with_arguments(gen_kwargs)
+        return super().predict(test_dataset, ignore_keys=ignore_keys, metric_key_prefix=metric_key_prefix)
+
+    def _with_arguments(self, gen_kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The keywords of `generate`, completed by the training arguments."""
+        completed = dict(gen_kwargs)
+        unlimited = completed.get("max_length") is None and completed.get("max_new_tokens") is None
+        if unlimited and self.args.generation_max_length is not None:  # type: ignore[attr-defined]
+            completed["max_length"] = self.args.generation_max_length  # type: ignore[attr-defined]
+        if completed.get("num_beams") is None and self.args.generation_num_beams is not None:  # type: ignore[attr-defined]
+            completed["num_beams"] = self.args.generation_num_beams  # type: ignore[attr-defined]
+        return completed
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+        **gen_kwargs: Any,
+    ) -> tuple[torch.Tensor | None, Any, Any]:
+        """Loss, generated tokens of shape `(batch, length)` and labels, padded to the longest allowed length."""
+        if not self.args.predict_with_generate or prediction_loss_only:  # type: ignore[attr-defined]
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        inputs = self._prepare_inputs(inputs)
+        tokens, length = self._generate(inputs, gen_kwargs or self._gen_kwargs)
+        labels, loss = inputs.get("labels"), None
+        if labels is not None:
+            with torch.no_grad(), self.compute_loss_context_manager():
+                outputs = model(**inputs)
+            loss = (outputs["loss"] if isinstance(outputs, dict) else outputs[0]).detach().mean()
+        if self.args.prediction_loss_only:
+            return loss, None, None
+        return loss, self._pad(tokens, length), None if labels is None else self._pad(labels, length)
+
+    def _generate(self, inputs: dict[str, Any], gen_kwargs: dict[str, Any]) -> tuple[torch.Tensor, int]:
+        """The generated tokens, and the length that sequences are padded to."""
+        model: Any = self.model
+        wanted = {name: value for name, value in gen_kwargs.items() if value is not None or name not in _OPTIONAL}
+        wanted.setdefault("synced_gpus", False)
+        made_of_labels = (
+            "labels" in inputs
+            and "decoder_input_ids" in inputs
+            and inputs["labels"].shape == inputs["decoder_input_ids"].shape
+        )
+        hidden = ("decoder_input_ids", "decoder_attention_mask") if made_of_labels else ()
+        tokens = model.generate(**{name: value for name, value in inputs.items() if name not in hidden}, **wanted)
+        config = model.generation_config
+        config._from_model_config = False  # or each batch would build the config anew
+        if hasattr(config, "_get_default_generation_params"):  # v5 keeps the defaults elsewhere until they are needed
+            config.update(**config._get_default_generation_params(), defaults_only=True)
+        if tokens.shape[-1] < config.max_length or config.max_new_tokens is None:
+            return tokens, config.max_length
+        return tokens, config.max_new_tokens + 1
+
+    def _pad(self, tokens: torch.Tensor, length: int) -> torch.Tensor:
+        return self._pad_tensors_to_max_len(tokens, length) if tokens.shape[-1] < length else tokens
+
+    def _pad_tensors_to_max_len(self, tensor: torch.Tensor, max_length: int) -> torch.Tensor:
+        """`(batch, length)` tokens, padded on the right to `(batch, max_length)`.
+
+        Raises:
+            InvalidArgument: when neither tokenizer nor model says what to pad with.
+        """
+        tokenizer, config = self.processing_class, getattr(self.model, "config", None)
+        if tokenizer is not None and hasattr(tokenizer, "pad_token_id"):
+            pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+        else:
+            pad = getattr(config, "pad_token_id", None)
+        if pad is None:
+            raise InvalidArgument("Generated sequences cannot be padded: set model.config.pad_token_id.")
+        return nn.functional.pad(tensor, (0, max_length - tensor.shape[-1]), value=pad)
+
+
+#: Keywords of `generate` for which None means: as the model's config says.
+_OPTIONAL = ("num_beams", "max_length")

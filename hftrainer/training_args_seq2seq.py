@@ -1,0 +1,31 @@
+"""`Seq2SeqTrainingArguments`: what generating during evaluation needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from hftrainer.arguments._field import arg
+from hftrainer.training_args import TrainingArguments
+
+
+@dataclass
+class Seq2SeqTrainingArguments(TrainingArguments):
+    """`TrainingArguments` and the settings of generation, for `Seq2SeqTrainer`."""
+
+    sortish_sampler: bool = arg(False, "Sort samples by length, roughly; never implemented by transformers either.")
+    predict_with_generate: bool = arg(False, "Predict by `model.generate` in evaluation, for metrics like BLEU.")
+    generation_max_length: int | None = arg(
+        None, "Tokens at most in a generated sequence; None asks the model's config."
+    )
+    generation_num_beams: int | None = arg(None, "Beams of the search; None asks the model's config.")
+    generation_config: str | Any | None = arg(
+        None, "A `GenerationConfig`, or the path or model id to load one from; replaces the model's."
+    )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as JSON-serializable values, the generation config as a dict."""
+        return {
+            name: value.to_dict() if name == "generation_config" and hasattr(value, "to_dict") else value
+            for name, value in super().to_dict().items()
+        }
