@@ -1,0 +1,275 @@
+"""No row of the table is untested: each argument is given another value than its default, and something changes.
+
+`mapped` and `handled` arguments must change what a tiny run leaves behind, or what it was built with; `inert` ones must
+change nothing; `planned` and `refused` ones are refused (`tests/api`).
+"""
+
+import dataclasses
+import importlib
+import json
+import logging
+import warnings
+
+import pytest
+import torch
+
+import hftrainer
+import hftrainer.errors
+from hftrainer.arguments.legacy import LegacyArguments
+from hftrainer_lightning.arguments import TABLE, make_plan, unsupported
+from tests.parity.support import accuracy, make_recorder, record
+from tests.tiny import make_plain, plain_data
+
+STEPS = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+WORKERS = {"dataloader_num_workers": 1}
+BEST = {**STEPS, "metric_for_best_model": "loss"}
+LEGACY = {field.name for field in dataclasses.fields(LegacyArguments)}
+
+# argument -> (its value, what else is set in both runs)
+HANDLED = {
+    "per_device_train_batch_size": (3, {}),
+    "num_train_epochs": (1, {}),
+    "max_steps": (3, {}),
+    "lr_scheduler_type": ("cosine", {}),
+    "lr_scheduler_kwargs": ({"num_cycles": 2}, {"lr_scheduler_type": "cosine"}),
+    "warmup_steps": (3, {}),
+    "learning_rate": (0.5, {}),
+    "optim": ("adamw_torch", {}),
+    "weight_decay": (0.5, {}),
+    "adam_beta1": (0.5, {}),
+    "adam_beta2": (0.5, {}),
+    "adam_epsilon": (0.1, {}),
+    "max_grad_norm": (0.01, {}),
+    "average_tokens_across_devices": (False, {}),
+    "use_cache": (True, {}),
+    "seed": (7, {}),
+    "data_seed": (7, {}),
+    "dataloader_drop_last": (True, {}),
+    "dataloader_num_workers": (1, {}),
+    "dataloader_pin_memory": (False, {}),
+    "dataloader_persistent_workers": (True, WORKERS),
+    "dataloader_prefetch_factor": (3, WORKERS),
+    "dataloader_multiprocessing_context": ("forkserver", WORKERS),
+    "dataloader_in_order": (False, {}),
+    "remove_unused_columns": (False, {}),
+    "label_names": (["other"], STEPS),
+    "train_sampling_strategy": ("sequential", {}),
+    "logging_strategy": ("epoch", {}),
+    "logging_steps": (3, {}),
+    "logging_first_step": (True, {}),
+    "logging_nan_inf_filter": (False, {}),
+    "log_on_each_node": (False, {}),
+    "log_level": ("error", {}),
+    "log_level_replica": ("error", {}),
+    "disable_tqdm": (False, {}),
+    "eval_strategy": ("epoch", {}),
+    "eval_steps": (3, {"eval_strategy": "steps"}),
+    "eval_delay": (4, STEPS),
+    "eval_on_start": (True, STEPS),
+    "per_device_eval_batch_size": (3, STEPS),
+    "prediction_loss_only": (True, STEPS),
+    "eval_accumulation_steps": (1, STEPS),
+    "eval_do_concat_batches": (False, STEPS),
+    "include_for_metrics": (["loss"], STEPS),
+    "metric_for_best_model": ("accuracy", STEPS),
+    "greater_is_better": (True, BEST),
+    "save_strategy": ("epoch", {}),
+    "save_steps": (3, {"save_strategy": "steps"}),
+    "save_total_limit": (1, STEPS),
+    "save_only_model": (True, STEPS),
+    "save_on_each_node": (True, {}),
+    "load_best_model_at_end": (True, {**BEST, "learning_rate": 0.5}),
+    "ignore_data_skip": (True, {}),
+    "restore_callback_states_from_checkpoint": (True, {}),
+    "debug": ("underflow_overflow", {}),
+    "skip_memory_metrics": (False, {}),
+}
+# Where a run on this machine is the same either way, the test that shows the effect:
+ELSEWHERE = {
+    "average_tokens_across_devices": "one process has nothing to average; the row is tested where there are several",
+    "ignore_data_skip": "tests/parity/test_resume.py::test_ignore_data_skip",
+    "restore_callback_states_from_checkpoint": "tests/parity/test_resume.py::test_callback_states",
+    "debug": "tests/api/test_debugging.py::test_underflow_overflow",
+    "logging_nan_inf_filter": "tests/parity/test_reviewed.py::test_nan_losses",
+    "eval_accumulation_steps": "tests/parity/test_features.py::test_argument[eval-accumulation]",
+    "log_on_each_node": "test_what_processes_write",
+    "log_level_replica": "tests/api/test_arguments.py::test_log_levels",
+    "save_on_each_node": "test_what_processes_write",
+    "optim": "the same numbers by other kernels: the optimizer's `fused` flag",
+    "dataloader_pin_memory": "test_pinned_memory",
+    "remove_unused_columns": "test_unused_columns",
+}
+
+
+def fingerprint(folder, settings) -> dict:
+    defaults = {
+        "output_dir": str(folder),
+        "num_train_epochs": 2,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 1e-2,
+        "logging_steps": 2,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+    }
+    args = hftrainer.TrainingArguments(**{**defaults, **settings})
+    recorder = make_recorder(hftrainer)
+    model = make_plain()
+    model.config = type("Config", (), {"use_cache": None})()
+    data = plain_data()
+    seen = []
+
+    def metrics(prediction):
+        seen.append((type(prediction.predictions).__name__, len(prediction.elements)))
+        return {} if isinstance(prediction.predictions, list) else accuracy(prediction)
+
+    given = {"train_dataset": data, "eval_dataset": data[:11], "callbacks": [recorder], "compute_metrics": metrics}
+    trainer = hftrainer.Trainer(model, args, **given)
+    level = logging.getLogger("hftrainer").level
+    logging.getLogger("hftrainer").setLevel(logging.NOTSET)
+    loader = trainer.get_train_dataloader()
+    trained = trainer.train()
+    left = record(trainer, recorder, folder)
+    return {
+        "logs": json.dumps(left.logs),
+        "events": left.events,
+        "files": left.files,
+        "weights": [tensor.sum().item() for tensor in left.weights.values()],
+        "metrics": sorted(trained.metrics),
+        "seen": seen,
+        "best": (trainer.state.best_metric, args.greater_is_better),
+        "use_cache": model.config.use_cache,
+        "level": level,
+        "callbacks": trainer.callback_handler.callback_list,
+        "fused": trainer.optimizer.defaults.get("fused"),
+        "loader": (
+            loader.num_workers,
+            loader.prefetch_factor,
+            loader.persistent_workers,
+            loader.in_order,
+            str(type(loader.multiprocessing_context).__name__),
+            type(loader.collate_fn).__name__,
+        ),
+    }
+
+
+def test_every_handled_argument_is_here():
+    assert HANDLED.keys() == {name for name, row in TABLE.items() if row.kind == "handled"} - LEGACY - {
+        field.name
+        for field in dataclasses.fields(hftrainer.Seq2SeqTrainingArguments)
+        if field.name not in {f.name for f in dataclasses.fields(hftrainer.TrainingArguments)}
+    }
+
+
+@pytest.mark.parametrize("name", sorted(HANDLED.keys() - ELSEWHERE.keys()))
+def test_changes_something(tmp_path, name, capsys):
+    value, also = HANDLED[name]
+    default = {field.name: field.default for field in dataclasses.fields(hftrainer.TrainingArguments)}[name]
+    assert value != default
+    with_it = fingerprint(tmp_path / "with", {**also, name: value})
+    without = fingerprint(tmp_path / "without", also)
+    assert {key for key in with_it if with_it[key] != without[key]}
+    again = fingerprint(tmp_path / "again", also)
+    assert again == without  # so that what changed, changed for this
+
+
+@pytest.mark.parametrize("name", sorted(name for name, row in TABLE.items() if row.kind == "inert"))
+def test_inert_arguments_change_nothing(tmp_path, name):
+    values = {bool: True, int: 9, str: "something", type(None): "something"}
+    default = getattr(hftrainer.TrainingArguments(), name)
+    value = "end" if name == "hub_strategy" else values[type(default)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        changed = fingerprint(tmp_path / "with", {name: value})
+    assert changed == fingerprint(tmp_path / "without", {})
+
+
+def test_what_processes_write(monkeypatch):
+    monkeypatch.setenv("RANK", "2")
+    monkeypatch.setenv("LOCAL_RANK", "0")  # the first of the second node
+    args = hftrainer.TrainingArguments()
+    assert (args.should_log, args.should_save) == (True, False)
+    args = hftrainer.TrainingArguments(log_on_each_node=False, save_on_each_node=True)
+    assert (args.should_log, args.should_save) == (False, True)
+
+
+def test_optimizer_kernels(tmp_path):
+    fused = fingerprint(tmp_path / "a", {})["fused"], fingerprint(tmp_path / "b", {"optim": "adamw_torch"})["fused"]
+    assert fused == (True, None)
+
+
+def test_pinned_memory(tmp_path, monkeypatch):
+    seen = []
+    for pin in (True, False):
+        args = hftrainer.TrainingArguments(str(tmp_path), dataloader_pin_memory=pin, use_cpu=True)
+        trainer = hftrainer.Trainer(make_plain(), args, train_dataset=plain_data())
+        # As on a GPU, where it matters; torch itself ignores it without one.
+        monkeypatch.setattr(type(args), "device", property(lambda self: torch.device("cuda")), raising=True)
+        seen.append(trainer.get_train_dataloader().pin_memory)
+        monkeypatch.undo()
+    assert seen == [True, False]
+
+
+def test_unused_columns(tmp_path):
+    rows = [{**sample, "extra": torch.ones(2)} for sample in plain_data()]
+    for remove in (True, False):
+        args = hftrainer.TrainingArguments(str(tmp_path), remove_unused_columns=remove, use_cpu=True)
+        trainer = hftrainer.Trainer(make_plain(), args, train_dataset=rows)
+        assert ("extra" in next(iter(trainer.get_train_dataloader()))) is not remove
+
+
+# ---- Command lines of the documentation --------------------------------------------------------------------------
+
+DOCUMENTED = [
+    pytest.param(  # v4.1 and v4.15: run_translation, without what was for the script
+        "--output_dir out --overwrite_output_dir --do_train --num_train_epochs 1 --per_device_train_batch_size 1",
+        None,
+        id="v4.1",
+    ),
+    pytest.param(
+        "--output_dir out --learning_rate 3e-5 --warmup_steps 500 --adam_beta1 0.8 --adam_beta2 0.999 "
+        "--adam_epsilon 1e-8 --weight_decay 3e-7 --lr_scheduler_type constant_with_warmup --fp16 --fp16_backend amp",
+        "fp16=True",
+        id="v4.1-optimizer",
+    ),
+    pytest.param(
+        "--output_dir out --per_device_train_batch_size 8 --gradient_accumulation_steps 2", None, id="v4.1-accumulation"
+    ),
+    pytest.param(
+        "--output_dir out --lr_scheduler_type linear --learning_rate 3e-5 --warmup_steps 500", None, id="v4.1-scheduler"
+    ),
+    pytest.param(
+        "--output_dir out --log_level warning --log_level_replica error --log_on_each_node 0", None, id="v4.15-logging"
+    ),
+    pytest.param("--output_dir out --sharded_ddp simple", "fsdp='shard_grad_op'", id="v4.15-sharded"),
+    pytest.param("--output_dir out --deepspeed ds_config.json", "deepspeed='ds_config.json'", id="v4.15-deepspeed"),
+    pytest.param("--output_dir out --fsdp full_shard", "fsdp='full_shard'", id="v4.48-fsdp"),
+]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("parser", ["hftrainer", "transformers"])
+@pytest.mark.parametrize(("line", "refused"), DOCUMENTED)
+def test_documented_command_lines(tmp_path, monkeypatch, line, refused, parser):
+    """They parse by either parser, and train, or are refused by name until this release's successors."""
+    monkeypatch.chdir(tmp_path)
+    library = importlib.import_module(parser)
+    (args,) = library.HfArgumentParser(hftrainer.TrainingArguments).parse_args_into_dataclasses(line.split())
+    args.max_steps, args.use_cpu, args.disable_tqdm = 2, True, True
+    level = logging.getLogger("hftrainer").level
+    try:
+        if refused is not None:
+            with pytest.raises(hftrainer.errors.UnsupportedArgument, match=refused):
+                hftrainer.Trainer(make_plain(), args, train_dataset=plain_data())
+            return
+        assert hftrainer.Trainer(make_plain(), args, train_dataset=plain_data()).train().global_step == 2
+    finally:
+        logging.getLogger("hftrainer").setLevel(level)
+        importlib.import_module("transformers").logging.set_verbosity_warning()
+
+
+def test_nothing_unsupported_in_the_neutral_arguments():
+    args = hftrainer.TrainingArguments(use_cpu=True)
+    assert not unsupported(args)
+    assert make_plan(args).precision == "32-true"
