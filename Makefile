@@ -5,10 +5,10 @@ PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c 
 RUN := HF_HUB_OFFLINE=1 $(VENV)/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-plain test test-fast lint format bench clean
+.PHONY: help demo demo-plain test test-versions test-fast lint format bench clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -42,6 +42,19 @@ test: $(VENV)/.dev  ## run every test, and the linters
 	@$(VENV)/bin/mypy
 	@$(RUN) -m pytest
 
+test-versions: $(VENV)-4.48/.ready $(VENV)-4.57/.ready  ## unmodified scripts on older releases of transformers
+	@for release in 4.48 4.57; do \
+		echo "transformers $$release:"; \
+		HF_HUB_OFFLINE=1 $(VENV)-$$release/bin/python -m pytest tests/interop || exit 1; \
+	done
+
+$(VENV)-%/.ready: tests/versions/%.txt
+	@echo "Installing transformers $* into $(VENV)-$* ..."
+	@$(PYTHON) -m venv $(VENV)-$*
+	@$(VENV)-$*/bin/python -m pip install --quiet --disable-pip-version-check -c $< torch
+	@$(VENV)-$*/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
+
 test-fast: $(VENV)/.dev  ## the tests that take seconds
 	@$(RUN) -m pytest -m "not slow" -x -q
 
@@ -58,4 +71,4 @@ bench: $(VENV)/.dev  ## microseconds per optimizer step, against transformers an
 	@$(RUN) benchmarks/step_overhead.py
 
 clean:  ## remove the environment and what the demos wrote
-	rm -rf $(VENV) demo_output plain_torch_output
+	rm -rf $(VENV) $(VENV)-* demo_output plain_torch_output
