@@ -196,11 +196,13 @@ class Trainer:
 
     def create_accelerator_and_postprocess(self) -> None:
         """Build the engine from the arguments, and `self.accelerator` over it."""
-        from hftrainer_lightning.arguments import make_plan, mixed_precision, unsupported
+        from hftrainer_lightning.arguments import make_plan, mixed_precision, overridden, unsupported
 
         found = unsupported(self.args)
         if found:
             raise UnsupportedArgument("\n".join(found))
+        for sentence in overridden(self.args):
+            logger.warning(sentence)
         from hftrainer_lightning.accelerator import EngineAccelerator
         from hftrainer_lightning.engine import LightningEngine
 

@@ -20,6 +20,7 @@ import torch
 from hftrainer import arguments as groups
 from hftrainer.arguments import legacy
 from hftrainer.arguments._field import arg
+from hftrainer.arguments.releases import annotate
 from hftrainer.arguments.setters import ChainingSetters
 from hftrainer.arguments.validation import LOG_LEVELS, normalize, problems
 from hftrainer.errors import InvalidArgument, UnknownArgument
@@ -102,6 +103,11 @@ class TrainingArguments(
         if torch.backends.mps.is_available():
             return torch.device("mps")
         return torch.device("cpu")
+
+    @property
+    def _setup_devices(self) -> torch.device:
+        """Old way to ask for `device`."""
+        return self.device
 
     @property
     def n_gpu(self) -> int:
@@ -199,6 +205,8 @@ class TrainingArguments(
                 continue
             if isinstance(value, enum.Enum):
                 value = value.value
+            elif field.name == "lightning_config" and isinstance(value, dict):
+                value = {key: item if _is_plain(item) else str(item) for key, item in value.items()}
             elif isinstance(value, list):
                 value = [item.value if isinstance(item, enum.Enum) else item for item in value]
             if field.name.endswith("_token"):
@@ -224,6 +232,12 @@ class TrainingArguments(
 
 for _name in legacy.RENAMED:
     setattr(TrainingArguments, _name, legacy.mirror(_name))
+annotate(TrainingArguments)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether JSON can hold the value; `lightning_config` may hold plugins and profilers."""
+    return value is None or isinstance(value, (bool, int, float, str, list, dict))
 
 
 def _unknown_message(cls: type, name: str, known: set[str]) -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hftrainer.arguments._field import arg
+from hftrainer.arguments.releases import annotate
 from hftrainer.training_args import TrainingArguments
 
 
@@ -29,3 +30,6 @@ class Seq2SeqTrainingArguments(TrainingArguments):
             name: value.to_dict() if name == "generation_config" and hasattr(value, "to_dict") else value
             for name, value in super().to_dict().items()
         }
+
+
+annotate(Seq2SeqTrainingArguments)

@@ -14,6 +14,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "adapters")]
 from hftrainer_lightning.arguments import PLANNED_VALUES, TABLE
 
 from hftrainer import Seq2SeqTrainingArguments
+from hftrainer.arguments.releases import EARLIER_DEFAULTS
 from tests.parity.differences import DIFFERENCES
 
 HEAD = """# Compatibility
@@ -52,6 +53,8 @@ def page() -> str:
         row = TABLE[field.name]
         planned = ", ".join(f"`{value}`" for value in sorted(PLANNED_VALUES.get(field.name, ())))
         detail = f"{row.detail}; planned: {planned}" if planned else row.detail
+        if field.name in EARLIER_DEFAULTS:
+            detail += f" (earlier default: {EARLIER_DEFAULTS[field.name]})"
         rows += f"| `{field.name}` | {row.kind} | {detail} |\n"
     return HEAD + differences + LIMITS + rows
 

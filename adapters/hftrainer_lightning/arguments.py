@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import os
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from hftrainer_lightning.config import ALSO_SET_BY, WrongConfig, passed_on, read_config, wrong_keywords
 from hftrainer_lightning.plan import LightningPlan
 
 if TYPE_CHECKING:
@@ -43,6 +45,7 @@ TABLE: dict[str, Row] = {
         use_cpu="accelerator",
         full_determinism="deterministic",
         output_dir="default_root_dir",
+        lightning_config="keywords of lightning.Trainer, which win over what the arguments say",
     ),
     **_rows(
         "handled",
@@ -277,6 +280,10 @@ def unsupported(args: TrainingArguments) -> list[str]:
     for name, neutral_values in LAUNCHER.items():
         if (value := os.environ.get(name, "")).lower() not in neutral_values:
             found.append(f"The launcher asks for {name}={value}, which is not supported yet: launch without it.")
+    try:
+        found += wrong_keywords(read_config(getattr(args, "lightning_config", None)))
+    except WrongConfig as error:
+        found.append(str(error))
     if args.world_size > 1:
         found.append(f"{args.world_size} processes are not supported yet: train in one process.")
     return found
@@ -298,11 +305,24 @@ def mixed_precision(args: TrainingArguments) -> str:
 def make_plan(args: TrainingArguments) -> LightningPlan:
     """The plan for these arguments."""
     device = args.device
+    config = read_config(getattr(args, "lightning_config", None))
+    precision = "bf16-mixed" if mixed_precision(args) == "bf16" else "32-true"
     return LightningPlan(
         accelerator=device.type,  # type: ignore[arg-type]
         device=str(device),
-        precision="bf16-mixed" if mixed_precision(args) == "bf16" else "32-true",
+        precision="bf16-mixed" if config.get("precision", precision) == "bf16-mixed" else "32-true",
         accumulate_grad_batches=args.gradient_accumulation_steps,
         deterministic=args.full_determinism,
         default_root_dir=str(args.output_dir),
+        config=MappingProxyType(passed_on(config)),
     )
+
+
+def overridden(args: TrainingArguments) -> list[str]:
+    """A sentence for each argument that was given and that `lightning_config` overrides."""
+    config = read_config(getattr(args, "lightning_config", None))
+    return [
+        f"lightning_config[{name!r}]={config[name]!r} overrides {argument}={getattr(args, argument)!r}."
+        for name, argument in ALSO_SET_BY.items()
+        if name in config and getattr(args, argument)
+    ]

@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
+from lightning.pytorch.profilers import PassThroughProfiler
 
 from hftrainer_lightning import seams
 from hftrainer_lightning.events import EvaluationHost, TrainingHost
@@ -92,6 +93,7 @@ class LightningEngine:
         finally:
             self.fitting = False
             module.detach()
+        _print_profile(trainer)
 
     def evaluate(self, evaluation: EvaluationHost, model: torch.nn.Module, *, predicting: bool = False) -> None:
         """Drive a pass over an evaluation or test set, alone or within `fit`.
@@ -136,6 +138,8 @@ class LightningEngine:
     def _build_trainer(self, max_epochs: int, accumulate_grad_batches: int = 1) -> pl.Trainer:
         keywords = self.plan.trainer_keywords() | {"accumulate_grad_batches": accumulate_grad_batches}
         del keywords["precision"]  # the strategy carries the precision plugin
+        plugins = keywords.pop("plugins", None) or []
+        keywords.setdefault("profiler", seams.NoProfiler())
         return seams.Trainer(
             **keywords,
             strategy=build_strategy(self.plan),
@@ -143,15 +147,22 @@ class LightningEngine:
             check_val_every_n_epoch=NEVER,
             num_sanity_val_steps=0,
             callbacks=list(self.callbacks),
-            plugins=[LightningEnvironment()],  # one process, also inside a SLURM job
+            # One process, also inside a SLURM job.
+            plugins=[LightningEnvironment(), *(plugins if isinstance(plugins, list) else [plugins])],
             logger=False,
-            profiler=seams.NoProfiler(),
             enable_checkpointing=any(isinstance(callback, ModelCheckpoint) for callback in self.callbacks),
             enable_progress_bar=any(isinstance(callback, ProgressBar) for callback in self.callbacks),
             enable_model_summary=False,
             use_distributed_sampler=False,
             inference_mode=False,
         )
+
+
+def _print_profile(trainer: pl.Trainer) -> None:
+    """Print what a profiler found, unless it has written it to a file; Lightning would log it, and is kept quiet."""
+    profiler = trainer.profiler  # type: ignore[attr-defined]
+    if not isinstance(profiler, PassThroughProfiler) and not profiler.filename:
+        print(profiler.summary())
 
 
 class _Batches:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ class LightningPlan:
         accumulate_grad_batches: micro-batches per optimizer step.
         deterministic: whether torch is restricted to deterministic kernels.
         default_root_dir: where Lightning callbacks write by default.
+        config: further keywords of `lightning.Trainer`, from `lightning_config`; they win.
     """
 
     accelerator: Literal["cpu", "cuda", "mps"]
@@ -25,6 +27,7 @@ class LightningPlan:
     accumulate_grad_batches: int
     deterministic: bool
     default_root_dir: str
+    config: Mapping[str, Any]
 
     def trainer_keywords(self) -> dict[str, Any]:
         """Keywords of `lightning.Trainer` that follow from the arguments, as plain values."""
@@ -35,4 +38,5 @@ class LightningPlan:
             "accumulate_grad_batches": self.accumulate_grad_batches,
             "deterministic": self.deterministic or None,
             "default_root_dir": self.default_root_dir,
+            **self.config,
         }

@@ -26,4 +26,7 @@ class DistributionArguments:
     ddp_timeout: int = arg(1800, "Seconds before a collective operation is given up.")
     fsdp: str | None = arg(None, "FSDP options, separated by spaces.", bare=True)
     fsdp_config: dict[str, Any] | str | None = arg(None, "FSDP settings, as a dict or as the path of a JSON file.")
+    lightning_config: dict[str, Any] | str | None = arg(
+        None, "Keywords of `lightning.Trainer`, as a dict, a JSON object, or the path of a JSON or YAML file."
+    )
     deepspeed: dict[str, Any] | str | None = arg(None, "DeepSpeed settings, as a dict or as the path of a JSON file.")

@@ -31,6 +31,7 @@ JSON_FIELDS = (
     "accelerator_config",
     "fsdp_config",
     "deepspeed",
+    "lightning_config",
 )
 #: Names of log levels → Python's numbers; 'passive' leaves the level as it is.
 LOG_LEVELS = {"detail": 10, "debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50, "passive": -1}
@@ -47,11 +48,15 @@ MINIMA: dict[str, tuple[float, str]] = {
 
 
 def normalize(args: TrainingArguments) -> None:
-    """Bring the fields to their one form: enums, parsed JSON, lists, and the defaults that depend on others."""
+    """Bring the fields to their one form: enums, parsed JSON, lists, and the defaults that depend on others.
+
+    Raises:
+        InvalidArgument: for values that have no such form; one error names them all, with those out of range.
+    """
+    wrong = [*_parse_enums(args), *(problem for name in JSON_FIELDS if (problem := _parse_json(args, name)))]
+    if wrong:
+        raise InvalidArgument("\n".join([*wrong, *_out_of_range(args)]))
     args.output_dir = os.path.expanduser(args.output_dir if args.output_dir is not None else "trainer_output")
-    _parse_enums(args)
-    for name in JSON_FIELDS:
-        _parse_json(args, name)
     if args.disable_tqdm is None:
         args.disable_tqdm = logging.getLogger("hftrainer").getEffectiveLevel() > logging.WARNING
     if isinstance(args.include_num_input_tokens_seen, bool):
@@ -89,25 +94,24 @@ def problems(args: TrainingArguments) -> list[str]:
     ]
 
 
-def _parse_enums(args: TrainingArguments) -> None:
-    wrong = []
+def _parse_enums(args: TrainingArguments) -> Iterator[str]:
     for name, kind in ENUMS.items():
         try:
             setattr(args, name, kind(getattr(args, name)))
         except InvalidArgument as error:
-            wrong.append(f"{name}: {error}")
-    if wrong:
-        raise InvalidArgument("\n".join(wrong))
+            yield f"{name}: {error}"
 
 
-def _parse_json(args: TrainingArguments, name: str) -> None:
+def _parse_json(args: TrainingArguments, name: str) -> str | None:
+    """Parse a field that holds a JSON object; returns what is wrong with it, if anything."""
     value = getattr(args, name)
     if not (isinstance(value, str) and value.lstrip().startswith("{")):
-        return
+        return None
     try:
         setattr(args, name, _typed(json.loads(value)))
     except json.JSONDecodeError as error:
-        raise InvalidArgument(f"{name} is no valid JSON object: {error}") from error
+        return f"{name} is no valid JSON object: {error}"
+    return None
 
 
 def _typed(value: Any) -> Any:

@@ -158,6 +158,20 @@ def test_unknown_choice():
         TrainingArguments("unused", eval_strategy="step")
 
 
+def test_every_kind_of_wrong_value_is_named():
+    settings = {"optim": "adamm", "lr_scheduler_type": "liner", "fsdp_config": "{1", "per_device_eval_batch_size": 0}
+    with pytest.raises(InvalidArgument) as caught:
+        TrainingArguments("unused", **settings)
+    for words in (
+        "optim: 'adamm'",
+        "lr_scheduler_type: 'liner'",
+        "'linear'?",
+        "fsdp_config is no valid",
+        "batch_size=0",
+    ):
+        assert words in str(caught.value)
+
+
 def test_every_wrong_value_is_named():
     with pytest.raises(InvalidArgument) as caught:
         TrainingArguments("unused", per_device_train_batch_size=0, warmup_steps=-1, dataloader_prefetch_factor=2)

@@ -19,7 +19,8 @@ SCRIPT = Path(__file__).parent / "ordinary_script.py"
 FLAGS = """
     --output_dir out --num_train_epochs 2 --per_device_train_batch_size 4 --gradient_accumulation_steps 2
     --learning_rate 0.01 --eval_strategy steps --eval_steps 3 --save_strategy steps --save_steps 3 --logging_steps 2
-    --load_best_model_at_end True --report_to none --disable_tqdm True --use_cpu True --warmup_steps 2 --optim adamw_torch
+    --load_best_model_at_end True --report_to none --disable_tqdm True --use_cpu True --warmup_steps 2
+    --optim adamw_torch
 """.split()
 
 

@@ -54,6 +54,11 @@ DIFFERENCES = {
     "several PEFT adapters and load_best_model_at_end": (
         "transformers loads the adapter at the folder's root into the active one; ours loads each by its name."
     ),
+    "scripts of v4 (python -m hftrainer run)": (
+        "Log lines are those of v5: losses with all their digits instead of four places, the learning rate of the "
+        "step instead of the next one's (before v4.57), and the newest defaults (fused AdamW since torch 2.8). The "
+        "losses, metrics and weights are the same."
+    ),
     "signals": "As with transformers, they are the script's; Lightning's own handlers are not installed.",
     "an empty evaluation set": "transformers returns metrics without a loss; ours says that there is no batch.",
     "an empty training stream": "accelerate raises in the middle of an epoch; ours stops with a warning.",

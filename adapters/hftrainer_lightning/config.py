@@ -1,0 +1,114 @@
+"""`lightning_config`: keywords of `lightning.Trainer` given directly, and those that the Trainer's arguments rule."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+#: Keywords that go to `lightning.Trainer` as they are.
+PASSED = frozenset(
+    """
+    benchmark detect_anomaly deterministic default_root_dir enable_autolog_hparams limit_predict_batches
+    limit_test_batches limit_val_batches max_time model_registry plugins precision profiler
+    """.split()
+)
+#: Keywords that the Trainer's own arguments rule → what to use instead.
+RULED = {
+    "accelerator": "use_cpu",
+    "accumulate_grad_batches": "gradient_accumulation_steps",
+    "callbacks": "Trainer(callbacks=[...])",
+    "check_val_every_n_epoch": "eval_strategy and eval_steps",
+    "enable_checkpointing": "save_strategy",
+    "enable_model_summary": "a ModelSummary in Trainer(callbacks=[...])",
+    "enable_progress_bar": "disable_tqdm",
+    "fast_dev_run": "max_steps",
+    "gradient_clip_algorithm": "max_grad_norm",
+    "gradient_clip_val": "max_grad_norm",
+    "limit_train_batches": "max_steps",
+    "log_every_n_steps": "logging_steps",
+    "max_epochs": "num_train_epochs",
+    "max_steps": "max_steps",
+    "min_epochs": "num_train_epochs",
+    "min_steps": "max_steps",
+    "num_sanity_val_steps": "eval_on_start",
+    "overfit_batches": "a smaller train_dataset",
+    "reload_dataloaders_every_n_epochs": "an override of get_train_dataloader",
+    "use_distributed_sampler": "_get_train_sampler",
+    "val_check_interval": "eval_strategy and eval_steps",
+}
+#: Keywords that this release cannot honour yet, but for one process on one device.
+PLANNED = {
+    "barebones": (False, None),
+    "devices": (1, "1", "auto"),
+    "inference_mode": (True, False),
+    "logger": (False, None),
+    "num_nodes": (1,),
+    "strategy": ("auto",),
+    "sync_batchnorm": (False,),
+}
+PRECISIONS = ("32-true", "32", 32, "bf16-mixed")
+#: Keywords that an argument also sets → that argument.
+ALSO_SET_BY = {"precision": "bf16", "deterministic": "full_determinism"}
+
+
+class WrongConfig(ValueError):
+    """`lightning_config` cannot be read."""
+
+
+def read_config(given: Any) -> dict[str, Any]:
+    """The keywords in `lightning_config`: a dict, or the path of a JSON or YAML file.
+
+    Raises:
+        WrongConfig: when the file is missing or malformed, with its path and the position.
+    """
+    if given is None or isinstance(given, dict):
+        return dict(given or {})
+    path = Path(os.fspath(given))
+    if not path.is_file():
+        raise WrongConfig(f"lightning_config={str(given)!r}: there is no such file.")
+    text = path.read_text(encoding="utf-8")
+    try:
+        values = json.loads(text) if path.suffix == ".json" else _read_yaml(text)
+    except ValueError as error:
+        raise WrongConfig(f"lightning_config: {path} is malformed: {error}") from error
+    if not isinstance(values, dict):
+        raise WrongConfig(
+            f"lightning_config: {path} must hold keywords and values, and holds a {type(values).__name__}."
+        )
+    return values
+
+
+def _read_yaml(text: str) -> Any:
+    import yaml  # lightning brings it
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
+
+
+def wrong_keywords(config: dict[str, Any]) -> list[str]:
+    """A sentence for each keyword that cannot be honoured."""
+    found = []
+    for name, value in config.items():
+        if name in RULED:
+            found.append(f"lightning_config[{name!r}]: the Trainer decides this; use {RULED[name]}.")
+        elif name in PLANNED and value not in PLANNED[name]:
+            found.append(f"lightning_config[{name!r}]={value!r} is not supported yet: train in one process.")
+        elif name == "precision" and value not in PRECISIONS:
+            found.append(
+                f"lightning_config['precision']={value!r} is not supported yet: use '32-true' or 'bf16-mixed'."
+            )
+        elif name not in PASSED and name not in PLANNED:
+            near = difflib.get_close_matches(name, [*PASSED, *RULED, *PLANNED], n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else "."
+            found.append(f"lightning_config[{name!r}]: lightning.Trainer has no such keyword{hint}")
+    return found
+
+
+def passed_on(config: dict[str, Any]) -> dict[str, Any]:
+    """The keywords that are handed to `lightning.Trainer`."""
+    return {name: value for name, value in config.items() if name in PASSED and name != "precision"}
