@@ -168,6 +168,10 @@ def validate_in_fit(trainer: pl.Trainer, module: HostedModule, dataloader: Any, 
 class _Interrupted(BaseException):
     """Carries a KeyboardInterrupt past Lightning, which would exit the process and leave Ctrl-C ignored."""
 
+    def __init__(self, original: KeyboardInterrupt) -> None:
+        super().__init__()
+        self.original = original
+
 
 class _NoSignals(_SignalConnector):
     """Leaves signals to the script: Lightning would end training at SIGTERM, and requeue a SLURM job at SIGUSR1."""
@@ -204,7 +208,7 @@ def _keyboard_interrupts_carried() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as interrupt:
-        raise _Interrupted from interrupt
+        raise _Interrupted(interrupt) from None
 
 
 @contextlib.contextmanager
@@ -213,7 +217,7 @@ def keyboard_interrupts_restored() -> Iterator[None]:
     try:
         yield
     except _Interrupted as carried:
-        raise KeyboardInterrupt from carried
+        raise carried.original from None
 
 
 @contextlib.contextmanager
