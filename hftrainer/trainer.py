@@ -45,6 +45,7 @@ from hftrainer.trainer_callback import (
     evaluation_key,
     export_states,
     is_exportable,
+    pop_from,
 )
 from hftrainer.trainer_pt_utils import metrics_format, nested_detach
 from hftrainer.trainer_utils import (
@@ -309,13 +310,7 @@ class Trainer:
     def pop_callback(self, callback: Any) -> Any:
         """Remove a callback, by class or instance, and return it; None when there is none."""
         target = self._callbacks_like(callback)
-        if target is not self._lightning_callbacks:
-            return target.pop_callback(callback)
-        for present in target:
-            if isinstance(present, callback) if isinstance(callback, type) else present is callback:
-                target.remove(present)
-                return present
-        return None
+        return pop_from(target if target is self._lightning_callbacks else target.callbacks, callback)
 
     def remove_callback(self, callback: Any) -> None:
         """Remove a callback, by class or instance."""

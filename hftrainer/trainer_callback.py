@@ -202,6 +202,15 @@ class TrainerCallback:
         """An upload to the Hub begins (since v5.0)."""
 
 
+def pop_from(callbacks: list[Any], callback: Any) -> Any:
+    """Remove the first of `callbacks` that is `callback`, or of that class, and return it; None when there is none."""
+    for present in callbacks:
+        if isinstance(present, callback) if isinstance(callback, type) else present == callback:
+            callbacks.remove(present)
+            return present
+    return None
+
+
 class CallbackHandler(TrainerCallback):
     """The callbacks of one Trainer, called in the order in which they were added."""
 
@@ -243,11 +252,7 @@ class CallbackHandler(TrainerCallback):
 
     def pop_callback(self, callback: Any) -> Any:
         """Remove a callback, by class or instance, and return it; None when there is none."""
-        for present in self.callbacks:
-            if isinstance(present, callback) if isinstance(callback, type) else present == callback:
-                self.callbacks.remove(present)
-                return present
-        return None
+        return pop_from(self.callbacks, callback)
 
     def remove_callback(self, callback: Any) -> None:
         """Remove a callback, by class or instance."""

@@ -7,13 +7,6 @@ from typing import Any, Protocol
 import torch
 
 
-class WindowLike(Protocol):
-    """The micro-batch in hand, within its optimizer step."""
-
-    opens: bool
-    closes: bool
-
-
 class FeedLike(Protocol):
     """The training data as Lightning iterates it."""
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from tests.parity.support import accuracy, build, compare, record, train
+from tests.parity.support import accuracy, assert_same, build, compare, record, train
 from tests.tiny import make_plain, plain_data
 
 EVERY_STEP = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
@@ -217,8 +217,6 @@ def test_masked_language_collator(tmp_path):
             "data_collator": library.DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.4),
         }
         results.append(train(name, "plain", tmp_path / name, trainer=given, **EVERY_STEP))
-    from tests.parity.support import assert_same
-
     assert_same(*results)
 
 
@@ -350,8 +348,6 @@ def test_compute_loss_func(tmp_path, accumulation):
         given = {"model": make(), "compute_loss_func": loss_func, "compute_metrics": accuracy}
         settings = {"gradient_accumulation_steps": accumulation, **EVERY_STEP}
         results.append(train(name, "plain", tmp_path / name, trainer=given, **settings))
-    from tests.parity.support import assert_same
-
     assert_same(*results)
 
 
@@ -363,8 +359,6 @@ def test_optimizers_pair(tmp_path):
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
         given = {"model": model, "optimizers": (optimizer, scheduler)}
         results.append(train(name, "plain", tmp_path / name, trainer=given))
-    from tests.parity.support import assert_same
-
     assert_same(*results)
 
 
@@ -404,8 +398,6 @@ def test_control(tmp_path, event, switch, accumulation):
         trainer.add_callback(stops(library, event, 2, switch))
         trainer.train()
         results.append(record(trainer, recorder, folder))
-    from tests.parity.support import assert_same
-
     assert_same(*results)
 
 
@@ -420,8 +412,6 @@ def test_early_stopping(tmp_path):
         trainer.train()
         results.append(record(trainer, recorder, folder))
         assert trainer.state.global_step < trainer.state.max_steps
-    from tests.parity.support import assert_same
-
     assert_same(*results)
 
 
@@ -435,8 +425,6 @@ def test_transformers_callbacks_in_our_trainer(tmp_path):
         trainer.add_callback(library.EarlyStoppingCallback(early_stopping_patience=2))
         trainer.train()
         results.append(record(trainer, recorder, folder))
-    from tests.parity.support import assert_same
-
     assert_same(*results)
 
 
@@ -455,8 +443,6 @@ def test_model_left_in_eval_mode_by_a_callback(tmp_path):
         trainer.add_callback(type("Own", (Careless, library.TrainerCallback), {}))
         trainer.train()
         results.append(record(trainer, recorder, folder))
-    from tests.parity.support import assert_same
-
     assert_same(*results)
 
 
@@ -475,8 +461,6 @@ def test_evaluate_and_predict_from_a_callback(tmp_path, event):
         trainer.add_callback(type("Evaluates", (library.TrainerCallback,), {event: handler}))
         trainer.train()
         results.append(record(trainer, recorder, folder))
-    from tests.parity.support import assert_same
-
     assert_same(*results)
 
 
@@ -504,8 +488,6 @@ def test_evaluate_and_predict(tmp_path, model, order, bf16):
             "mode": trainer.model.training,
         }
         results.append((record(trainer, recorder, folder, **extra), output))
-    from tests.parity.support import assert_same
-
     assert_same(results[0][0], results[1][0])
     ours, theirs = results[0][1], results[1][1]
     assert (ours.predictions == theirs.predictions).all()
@@ -535,6 +517,4 @@ def test_train_twice(tmp_path):
         trainer.args.max_steps = 7
         trainer.train()
         results.append(record(trainer, recorder, folder))
-    from tests.parity.support import assert_same
-
     assert_same(*results)
