@@ -24,6 +24,7 @@ _EXPORTS = {
             "enable_full_determinism get_last_checkpoint set_seed"
         ),
         "hftrainer.data.collators": "DataCollatorWithPadding default_data_collator",
+        "hftrainer.evaluation.metrics": "TorchMetrics",
         "hftrainer.hf_argparser": "HfArgumentParser",
         "hftrainer.optimization": "get_scheduler",
         "hftrainer.swap": "install uninstall",
@@ -34,6 +35,7 @@ __all__ = sorted(_EXPORTS)
 
 if TYPE_CHECKING:
     from hftrainer.data.collators import DataCollatorWithPadding, default_data_collator
+    from hftrainer.evaluation.metrics import TorchMetrics
     from hftrainer.hf_argparser import HfArgumentParser
     from hftrainer.optimization import get_scheduler
     from hftrainer.swap import install, uninstall

@@ -25,6 +25,11 @@ def is_peft(model: Any) -> bool:
     return _is_instance(model, "peft", "PeftModel", "PeftMixedModel")
 
 
+def is_torchmetric(value: Any) -> bool:
+    """Whether `value` is a metric of torchmetrics, or a collection of them."""
+    return _is_instance(value, "torchmetrics", "Metric", "MetricCollection")
+
+
 def is_dataset(dataset: Any) -> bool:
     """Whether `dataset` is a map-style Dataset of the datasets library."""
     return _is_instance(dataset, "datasets", "Dataset")

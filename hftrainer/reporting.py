@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
+
+
+def mean_loss(metrics: Mapping[str, Any], names: Iterable[str], prefix: str) -> dict[str, float]:
+    """The mean of several sets' losses as `{prefix}_loss`, for callbacks that follow one; empty if a set has none."""
+    keys = [f"{prefix}_{name}_loss" for name in names]
+    if not keys or not all(key in metrics for key in keys):
+        return {}
+    return {f"{prefix}_loss": sum(metrics[key] for key in keys) / len(keys)}
 
 
 def print_table(title: str, values: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -26,14 +26,18 @@ from hftrainer.checkpointing.weights import load_weights, save_weights
 from hftrainer.data import columns
 from hftrainer.data.collators import DataCollatorWithPadding, default_data_collator
 from hftrainer.data.loaders import PreparedDataLoader, to_device
+from hftrainer.data.samplers import LengthGroupedSampler
+from hftrainer.data.sharding import Share
+from hftrainer.data.tokens import count_tokens
 from hftrainer.debug_utils import DebugUnderflowOverflow
 from hftrainer.errors import InvalidArgument, MetricNotFound, UnsupportedArgument
 from hftrainer.evaluation.evaluation_pass import EvaluationPass
+from hftrainer.evaluation.metrics import TorchMetrics, as_metrics
 from hftrainer.loss import check_loss, first_output, outputs_without
 from hftrainer.memory import TrainerMemoryTracker
 from hftrainer.optimization import get_scheduler
-from hftrainer.overrides import accepts, call_with_accepted, is_overridden
-from hftrainer.reporting import comparable_names, print_table, write_metrics
+from hftrainer.overrides import accepts, call_with_accepted, is_overridden, with_accepted
+from hftrainer.reporting import comparable_names, mean_loss, print_table, write_metrics
 from hftrainer.schedule import TrainingSchedule, plan_schedule
 from hftrainer.trainer_callback import (
     CallbackHandler,
@@ -80,7 +84,8 @@ class Trainer:
         processing_class: tokenizer or processor, saved with the model (named `tokenizer` before v4.46).
         model_init: makes the model, given a hyperparameter trial or nothing; called anew by each `train()`.
         compute_loss_func: `(outputs, labels, num_items_in_batch=...)` → loss; gets the labels instead of the model.
-        compute_metrics: `EvalPrediction` → dict of metrics.
+        compute_metrics: `EvalPrediction` → dict of metrics; or a torchmetrics `Metric`, a `MetricCollection`, a dict of
+            these, or `TorchMetrics` around them, updated batch by batch on the device.
         callbacks: Trainer callbacks and Lightning callbacks, as classes or instances.
         optimizers: `(optimizer, scheduler)`, either None.
         optimizer_cls_and_kwargs: `(class, keywords)`; overrides `args.optim`.
@@ -187,6 +192,7 @@ class Trainer:
                 "optimizers would hold the parameters of a model that model_init replaces: pass "
                 "optimizer_cls_and_kwargs, or override create_optimizer_and_scheduler."
             )
+        as_metrics(self.compute_metrics, by_batch=args.batch_eval_metrics)
         if not callable(self.data_collator):
             raise InvalidArgument(f"data_collator must be callable, got {type(self.data_collator).__name__}.")
         if self.train_dataset is not None and not has_length(self.train_dataset) and args.max_steps <= 0:
@@ -207,9 +213,11 @@ class Trainer:
         from hftrainer_lightning.accelerator import EngineAccelerator
         from hftrainer_lightning.engine import LightningEngine
 
-        self._engine = LightningEngine(make_plan(self.args), self._lightning_callbacks)
+        plan = make_plan(self.args)
+        plan.processes.connect(self.args.device, self.args.ddp_backend, self.args.ddp_timeout_delta)
+        self._engine = LightningEngine(plan, self._lightning_callbacks)
         self.accelerator = EngineAccelerator(
-            self._engine, self.args.device, mixed_precision(self.args), self._prepare_loader
+            self._engine, self.args.device, mixed_precision(self.args), self._prepare_loader, plan.processes
         )
         self.is_deepspeed_enabled = self.is_fsdp_enabled = False
         self.deepspeed = None
@@ -240,7 +248,9 @@ class Trainer:
         self._total_loss_scalar = 0.0
         self._globalstep_last_logged = 0
         self._eval_dataloaders: dict[Any, Any] = {}
+        self._preparation_measured = False
         self._flos_per_token: tuple[Any, int] | None = None
+        self._initial_num_input_tokens_seen = 0
 
     def _init_callbacks(self, callbacks: list[Any]) -> None:
         self.callback_handler = CallbackHandler(
@@ -349,8 +359,10 @@ class Trainer:
         return loader
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
-        """The loader for `predict`."""
-        return self._get_dataloader(test_dataset, "test", self.args.eval_batch_size, self._get_eval_sampler)
+        """The loader for `predict`: in the order of the dataset, unless a subclass has its own `_get_eval_sampler`."""
+        own = is_overridden(self, "_get_eval_sampler", Trainer)
+        sampler = self._get_eval_sampler if own else lambda data: SequentialSampler(data) if has_length(data) else None
+        return self._get_dataloader(test_dataset, "test", self.args.eval_batch_size, sampler)
 
     def _get_dataloader(
         self,
@@ -389,20 +401,55 @@ class Trainer:
     def _prepare_loader(self, loader: DataLoader) -> PreparedDataLoader:
         if isinstance(loader, PreparedDataLoader):
             return loader
-        return PreparedDataLoader.from_loader(loader, self.args.device, seed=self.args.data_seed)
+        share = Share(self.args.process_index, self.args.world_size)
+        return PreparedDataLoader.from_loader(loader, self.args.device, seed=self.args.data_seed, share=share)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler | None:
         """The order of the training samples; None leaves it to the dataset."""
         dataset = train_dataset if train_dataset is not None else self.train_dataset
         if dataset is None or not has_length(dataset):
             return None
+        if self.args.train_sampling_strategy == "group_by_length":
+            return self._length_grouped_sampler(
+                dataset, self.train_dataset, self.args.train_batch_size * self.args.gradient_accumulation_steps
+            )
         return (
             SequentialSampler(dataset) if self.args.train_sampling_strategy == "sequential" else RandomSampler(dataset)
         )
 
+    def _length_grouped_sampler(
+        self, dataset: Any, source: Any, batch_size: int, generator: torch.Generator | None = None
+    ) -> LengthGroupedSampler:
+        """Samples of similar length together.
+
+        Args:
+            dataset: the samples.
+            source: the same with all its columns: if `length_column_name` is one, it has the lengths, else they are
+                counted once.
+            batch_size: samples that are used together.
+            generator: draws the order.
+        """
+        column = self.args.length_column_name
+        known = peers.is_dataset(source) and column in source.column_names and len(source) == len(dataset)
+        names = getattr(self.processing_class, "model_input_names", None)
+        return LengthGroupedSampler(
+            batch_size,
+            dataset=dataset,
+            lengths=source[column] if known else None,
+            model_input_name=names[0] if names else None,
+            generator=generator,
+        )
+
     def _get_eval_sampler(self, eval_dataset: Any) -> Sampler | None:
-        """The order of the evaluation samples; None leaves it to the dataset."""
-        return SequentialSampler(eval_dataset) if has_length(eval_dataset) else None
+        """The order of the evaluation samples, by length as in training if that is asked for; None: the dataset's."""
+        if not has_length(eval_dataset):
+            return None
+        if self.args.train_sampling_strategy == "group_by_length":
+            seed = self.args.data_seed if self.args.data_seed is not None else self.args.seed
+            order = torch.Generator().manual_seed(seed)
+            source = eval_dataset if isinstance(self.eval_dataset, Mapping) else self.eval_dataset
+            return self._length_grouped_sampler(eval_dataset, source, self.args.eval_batch_size, order)
+        return SequentialSampler(eval_dataset)
 
     def _set_signature_columns_if_needed(self) -> None:
         if self._signature_columns is None:
@@ -582,6 +629,11 @@ class Trainer:
         Raises:
             CheckpointNotFound: when there is nothing to resume from.
         """
+        if self.args.world_size > 1:
+            raise UnsupportedArgument(
+                f"train() in {self.args.world_size} processes is not supported yet (evaluate() and predict() are): "
+                "train in one process."
+            )
         self._memory_tracker.start()
         folder = resume.find_folder(resume_from_checkpoint, str(self.args.output_dir))
         if self.model_init is not None:
@@ -630,6 +682,7 @@ class Trainer:
             position=position,
         )
         self._total_loss_scalar = 0.0
+        self._initial_num_input_tokens_seen = self.state.num_input_tokens_seen
         self._initial_global_step = self._globalstep_last_logged = self.state.global_step
         if first_epoch < schedule.num_train_epochs:
             self._engine.fit(
@@ -802,6 +855,16 @@ class Trainer:
             self._flos_per_token = (model, 6 * model.num_parameters(exclude_embeddings=True))  # type: ignore[operator]
         return inputs[main_input].numel() * self._flos_per_token[1]
 
+    def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
+        """Count the input tokens of a micro-batch, of all processes, if `include_num_input_tokens_seen` asks for it."""
+        how = str(self.args.include_num_input_tokens_seen)
+        if how == "no":
+            return
+        main_input = getattr(self.model, "main_input_name", "input_ids")
+        count = count_tokens(inputs, main_input, how, getattr(self.processing_class, "pad_token_id", None))
+        if count is not None:
+            self.state.num_input_tokens_seen += int(self.accelerator.gather(count.to(self.args.device)).sum())
+
     def store_flos(self) -> None:
         """Add the operations counted since the last call to `state.total_flos`."""
         self.state.total_flos += self.current_flos
@@ -851,6 +914,8 @@ class Trainer:
     ) -> dict[str, float]:
         """Evaluate within training; a scheduler that follows the metric steps on it."""
         metrics = self.evaluate(ignore_keys=ignore_keys_for_eval)
+        if isinstance(self.eval_dataset, Mapping):
+            metrics = mean_loss(metrics, self.eval_dataset, "eval") | metrics
         if isinstance(self.lr_scheduler, ReduceLROnPlateau) and not skip_scheduler:
             self.lr_scheduler.step(self._metric(metrics, self.args.metric_for_best_model or "loss"))
         return metrics
@@ -863,7 +928,8 @@ class Trainer:
         Args:
             eval_dataset: a dataset, the name of one in Trainer's dict, or a dict of them; default Trainer's own.
             ignore_keys: outputs of the model that are left out of the predictions.
-            metric_key_prefix: put before each metric's name, with an underscore.
+            metric_key_prefix: put before each metric's name, with an underscore. Outside training, one that begins
+                with 'test' runs Lightning's test loop instead of its validation loop.
 
         Returns:
             The loss, the metrics of `compute_metrics`, and run time in seconds with samples and batches per second.
@@ -872,16 +938,19 @@ class Trainer:
         datasets = self.eval_dataset if own else eval_dataset
         if isinstance(datasets, Mapping):
             metrics: dict[str, float] = {}
-            for name, dataset in datasets.items():
-                prefix = f"{metric_key_prefix}_{name}"
-                metrics |= self.evaluate(name if own else dataset, ignore_keys=ignore_keys, metric_key_prefix=prefix)
+            with self._engine.evaluation_group() as of_all:
+                for name, dataset in datasets.items():
+                    prefix = f"{metric_key_prefix}_{name}"
+                    dataset = name if own else dataset
+                    metrics |= self.evaluate(dataset, ignore_keys=ignore_keys, metric_key_prefix=prefix)
+                of_all |= mean_loss(metrics, datasets, metric_key_prefix)
             return metrics
         self._memory_tracker.start()
         dataloader = self.get_eval_dataloader(eval_dataset)
         start_time = time.time()
-        output = self.evaluation_loop(
+        output = self._run_loop(
             dataloader,
-            description="Evaluation",
+            "Evaluation",
             prediction_loss_only=True if self.compute_metrics is None else None,
             ignore_keys=ignore_keys,
             metric_key_prefix=metric_key_prefix,
@@ -908,19 +977,44 @@ class Trainer:
         self._memory_tracker.start()
         dataloader = self.get_test_dataloader(test_dataset)
         start_time = time.time()
-        output = self.evaluation_loop(
-            dataloader, description="Prediction", ignore_keys=ignore_keys, metric_key_prefix=metric_key_prefix
-        )
+        output = self._run_loop(dataloader, "Prediction", ignore_keys=ignore_keys, metric_key_prefix=metric_key_prefix)
         metrics = self._with_speed(output, metric_key_prefix, start_time)
         self._announce("on_predict", metrics=metrics)
         self._memory_tracker.stop_and_update_metrics(metrics)
         return PredictionOutput(output.predictions, output.label_ids, metrics)
 
+    def _run_loop(self, dataloader: DataLoader, description: str, **settings: Any) -> EvalLoopOutput:
+        """`evaluation_loop`, or `prediction_loop` where the arguments or a subclass of v4.4 and before ask for it."""
+        loop: Callable[..., Any] = self.evaluation_loop
+        own_old_loop = is_overridden(self, "prediction_loop", Trainer)
+        if self.args.use_legacy_prediction_loop or (
+            own_old_loop and not is_overridden(self, "evaluation_loop", Trainer)
+        ):
+            loop = self.prediction_loop
+        output: Any = call_with_accepted(loop, dataloader, description, **settings)
+        if len(output) == len(PredictionOutput._fields):  # as overrides of v4.4 return
+            predictions, label_ids, metrics = output
+            return EvalLoopOutput(predictions, label_ids, metrics, self.num_examples(dataloader))
+        return cast("EvalLoopOutput", output)
+
     def _with_speed(self, output: EvalLoopOutput, prefix: str, start_time: float) -> dict[str, float]:
         metrics, samples = output.metrics or {}, output.num_samples or 0
-        start_time += metrics.get(f"{prefix}_model_preparation_time", 0)
+        if self._preparation_measured:  # by this pass; later ones only report it
+            start_time += metrics.get(f"{prefix}_model_preparation_time", 0)
+            self._preparation_measured = False
         steps = math.ceil(samples / (self.args.eval_batch_size * self.args.world_size))
         return metrics | speed_metrics(prefix, start_time, num_samples=samples, num_steps=steps)
+
+    def prediction_loop(
+        self,
+        dataloader: DataLoader,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """The name of `evaluation_loop` until v4.4, asked for by `use_legacy_prediction_loop` until v4.57."""
+        return self.evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
 
     def evaluation_loop(
         self,
@@ -930,11 +1024,12 @@ class Trainer:
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """One pass over a loader, with or without labels, by Lightning's validation or prediction loop.
+        """One pass over a loader, with or without labels, by one of Lightning's loops.
 
         Args:
             dataloader: the batches.
-            description: 'Evaluation' or 'Prediction'; the latter runs Lightning's prediction loop.
+            description: 'Evaluation' or 'Prediction'; the latter runs Lightning's prediction loop, and returns the
+                predictions even when the metrics are computed batch by batch.
             prediction_loss_only: keep no predictions; None asks the arguments.
             ignore_keys: outputs of the model that are left out.
             metric_key_prefix: put before each metric's name, with an underscore.
@@ -944,29 +1039,49 @@ class Trainer:
             self._engine.trainer is None and not self.is_in_train
         ):  # this and all later evaluations report it, as those of transformers do
             self.model_preparation_time = math.nan
+        self._prepare_for_evaluation(dataloader)
+        predicting = description == "Prediction"
+        predict = with_accepted(self.prediction_step, "ignore_keys")
+        processes = self.accelerator.processes
+        evaluation = EvaluationPass(
+            args=self.args,
+            dataloader=dataloader,
+            predict=lambda inputs: predict(self.model, inputs, loss_only, ignore_keys=ignore_keys),
+            prepare_input=self._prepare_input,
+            announce_batch=lambda: self._announce("on_prediction_step"),
+            num_examples=self.num_examples,
+            main_input=getattr(self.model, "main_input_name", "input_ids"),
+            metrics=as_metrics(self.compute_metrics, by_batch=self.args.batch_eval_metrics),
+            preprocess_logits=self.preprocess_logits_for_metrics,
+            gather=functools.partial(processes.gather, objects=self.args.eval_use_gather_object),
+            prefix=metric_key_prefix,
+            returns_predictions=predicting,
+            counts_last_batch_by_size=self.counts_last_batch_by_size,
+            preparation_time=getattr(self, "model_preparation_time", None),
+        )
+        stage = "predict" if predicting else "test" if metric_key_prefix.startswith("test") else "validate"
+        self._engine.evaluate(evaluation, self.model, stage)  # type: ignore[arg-type]
+        if evaluation.output is None or not evaluation.seen_batches:
+            raise InvalidArgument(f"{description} found not one batch: the dataset is empty.")
+        if evaluation.preparation_time is not None:
+            self._preparation_measured |= math.isnan(self.model_preparation_time)
+            self.model_preparation_time = evaluation.preparation_time
+        self._draw(evaluation.metrics, metric_key_prefix)
+        return evaluation.output
+
+    def _prepare_for_evaluation(self, dataloader: DataLoader) -> None:
+        """Model and optimizer in evaluation mode; the weights in half precision where the arguments ask for it."""
+        if not self.is_in_train and (self.args.fp16_full_eval or self.args.bf16_full_eval):
+            dtype = torch.float16 if self.args.fp16_full_eval else torch.bfloat16
+            self.model.to(dtype=dtype, device=self.args.device)
         self.callback_handler.eval_dataloader = dataloader
         if callable(getattr(self.optimizer, "eval", None)):
             self.optimizer.eval()  # type: ignore[union-attr]
         self.model.eval()
-        evaluation = EvaluationPass(
-            args=self.args,
-            dataloader=dataloader,
-            predict=lambda inputs: self.prediction_step(self.model, inputs, loss_only, ignore_keys=ignore_keys),
-            announce_batch=lambda: self._announce("on_prediction_step"),
-            num_examples=self.num_examples,
-            main_input=getattr(self.model, "main_input_name", "input_ids"),
-            compute_metrics=self.compute_metrics,
-            preprocess_logits=self.preprocess_logits_for_metrics,
-            prefix=metric_key_prefix,
-            counts_last_batch_by_size=self.counts_last_batch_by_size,
-            preparation_time=getattr(self, "model_preparation_time", None),
-        )
-        self._engine.evaluate(evaluation, self.model, predicting=description == "Prediction")
-        if evaluation.output is None or not evaluation.seen_batches:
-            raise InvalidArgument(f"{description} found not one batch: the dataset is empty.")
-        if evaluation.preparation_time is not None:
-            self.model_preparation_time = evaluation.preparation_time
-        return evaluation.output
+
+    def _draw(self, metrics: Any, prefix: str) -> None:
+        if isinstance(metrics, TorchMetrics) and metrics.plot and self.is_world_process_zero():
+            metrics.draw(os.path.join(str(self.args.output_dir), f"plots-{self.state.global_step}"), prefix)
 
     def prediction_step(
         self,
@@ -1137,6 +1252,10 @@ class Trainer:
             start_time: when training began, in seconds.
         """
         logs["epoch"] = self.state.epoch
+        if self.args.include_num_input_tokens_seen != "no":
+            logs["num_input_tokens_seen"] = seen = self.state.num_input_tokens_seen
+            if start_time is not None:
+                logs |= speed_metrics("train", start_time, num_tokens=seen - self._initial_num_input_tokens_seen)
         self.state.log_history.append({**logs, "step": self.state.global_step})
         self._announce("on_log", logs=logs)
 

@@ -40,39 +40,18 @@ def _numpify(leaf: Any) -> Any:
     return (leaf.float() if leaf.dtype == torch.bfloat16 else leaf).numpy()
 
 
-def nested_concat(batches: Sequence[Any], padding_index: int = -100) -> Any:
-    """Concatenate the leaves of equally nested batches along the first dimension.
-
-    Args:
-        batches: arrays of shape `(batch, length, ...)`, or nested containers of them.
-        padding_index: fills the second dimension, on the right, up to the longest batch.
-
-    Raises:
-        TypeError: when the batches are not nested alike.
-    """
-    first = batches[0]
-    if any(type(batch) is not type(first) for batch in batches):
-        kinds = sorted({type(batch).__name__ for batch in batches})
-        raise TypeError(f"Batches of one evaluation must return the same kind of output, got {', '.join(kinds)}")
-    if isinstance(first, Mapping):
-        return type(first)({key: nested_concat([b[key] for b in batches], padding_index) for key in first})  # type: ignore[call-arg]
-    if isinstance(first, (list, tuple)):
-        columns = [nested_concat(column, padding_index) for column in zip(*batches, strict=True)]
-        return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)
-    return _concat_padded([np.atleast_1d(batch) for batch in batches], padding_index)
-
-
-def _concat_padded(arrays: list[np.ndarray], padding_index: int) -> np.ndarray:
-    if arrays[0].ndim == 1 or len({array.shape[1] for array in arrays}) == 1:
-        return np.concatenate(arrays)
-    longest = max(array.shape[1] for array in arrays)
-    shape = (sum(len(array) for array in arrays), longest, *arrays[0].shape[2:])
-    result = np.full_like(arrays[0], padding_index, shape=shape)
-    row = 0
-    for array in arrays:
-        result[row : row + len(array), : array.shape[1]] = array
-        row += len(array)
-    return result
+def without_rows(data: Any, *, lists_of_samples: bool = False) -> Any:
+    """The same nested outputs with no row in their arrays; with `lists_of_samples`, with no item in their lists."""
+    if lists_of_samples and isinstance(data, list):
+        return []
+    if isinstance(data, tuple) and hasattr(data, "_fields"):
+        return type(data)(*(without_rows(value, lists_of_samples=lists_of_samples) for value in data))
+    if isinstance(data, (list, tuple)):
+        return type(data)(without_rows(value, lists_of_samples=lists_of_samples) for value in data)
+    if isinstance(data, Mapping):
+        cut = {key: without_rows(value, lists_of_samples=lists_of_samples) for key, value in data.items()}
+        return type(data)(cut)  # type: ignore[call-arg]
+    return data[:0] if getattr(data, "ndim", 0) else data
 
 
 def find_batch_size(tensors: Any) -> int | None:

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import Sampler
 
 from hftrainer.errors import InvalidArgument
 from hftrainer.trainer import Trainer
-from hftrainer.trainer_utils import PredictionOutput
+from hftrainer.trainer_utils import PredictionOutput, has_length
 
 
 class Seq2SeqTrainer(Trainer):
@@ -84,6 +85,14 @@ class Seq2SeqTrainer(Trainer):
         if completed.get("num_beams") is None and self.args.generation_num_beams is not None:  # type: ignore[attr-defined]
             completed["num_beams"] = self.args.generation_num_beams  # type: ignore[attr-defined]
         return completed
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler | None:
+        """The order of the training samples: with `sortish_sampler`, roughly by length."""
+        dataset = train_dataset if train_dataset is not None else self.train_dataset
+        if self.args.sortish_sampler and has_length(dataset):  # type: ignore[attr-defined]
+            step = self.args.train_batch_size * self.args.gradient_accumulation_steps
+            return self._length_grouped_sampler(dataset, self.train_dataset, step)
+        return super()._get_train_sampler(train_dataset)
 
     def prediction_step(
         self,

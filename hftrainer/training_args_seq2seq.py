@@ -14,7 +14,9 @@ from hftrainer.training_args import TrainingArguments
 class Seq2SeqTrainingArguments(TrainingArguments):
     """`TrainingArguments` and the settings of generation, for `Seq2SeqTrainer`."""
 
-    sortish_sampler: bool = arg(False, "Sort samples by length, roughly; never implemented by transformers either.")
+    sortish_sampler: bool = arg(
+        False, "Put training samples of similar length together, as `train_sampling_strategy='group_by_length'` does."
+    )
     predict_with_generate: bool = arg(False, "Predict by `model.generate` in evaluation, for metrics like BLEU.")
     generation_max_length: int | None = arg(
         None, "Tokens at most in a generated sequence; None asks the model's config."

@@ -155,6 +155,7 @@ class TrainingLoop:
         self._add_loss(loss)
         trainer = self.trainer
         trainer.current_flos += float(trainer.floating_point_ops(inputs))
+        trainer._track_num_input_tokens(inputs)
 
     def _add_loss(self, loss: torch.Tensor) -> None:
         if loss.device != self.tr_loss.device:

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hftrainer_lightning.processes import Processes
+
 if TYPE_CHECKING:
     from hftrainer_lightning.engine import LightningEngine
 
 
 class EngineAccelerator:
-    """One process on one device, with accelerate's vocabulary.
+    """The processes of a run, each on one device, with accelerate's vocabulary.
 
     Args:
         engine: what runs backward.
         device: the device that training runs on.
         mixed_precision: 'no' or 'bf16', as accelerate calls it.
         prepare_loader: prepares a `DataLoader` as the Trainer's own loaders are.
+        processes: where this process stands among others.
 
     Attributes:
         sync_gradients: whether the micro-batch in hand ends an optimizer step.
@@ -32,16 +36,21 @@ class EngineAccelerator:
         device: torch.device,
         mixed_precision: str,
         prepare_loader: Callable[[torch.utils.data.DataLoader], Any],
+        processes: Processes,
     ) -> None:
         self._engine = engine
         self._prepare_loader = prepare_loader
+        self._loaders: weakref.WeakSet[Any] = weakref.WeakSet()
         self.device = device
         self.mixed_precision = mixed_precision
         self.sync_gradients = True
-        self.num_processes = 1
-        self.process_index = self.local_process_index = 0
-        self.is_main_process = self.is_local_main_process = self.is_last_process = True
-        self.distributed_type = "NO"
+        self.processes = processes
+        self.num_processes = processes.world_size
+        self.process_index, self.local_process_index = processes.rank, processes.local_rank
+        self.is_main_process, self.is_local_main_process = processes.rank == 0, processes.local_rank == 0
+        self.is_last_process = processes.rank == processes.world_size - 1
+        kind = "CPU" if device.type == "cpu" else "GPU"
+        self.distributed_type = f"MULTI_{kind}" if processes.several else "NO"
         self.scaler = None
         self.optimizer_step_was_skipped = False
         self.parallelism_config = None
@@ -49,12 +58,12 @@ class EngineAccelerator:
             deepspeed_plugin=None,
             fsdp_plugin=None,
             device=device,
-            num_processes=1,
-            process_index=0,
-            local_process_index=0,
-            is_main_process=True,
+            num_processes=processes.world_size,
+            process_index=processes.rank,
+            local_process_index=processes.local_rank,
+            is_main_process=self.is_main_process,
             mixed_precision=mixed_precision,
-            distributed_type="NO",
+            distributed_type=self.distributed_type,
         )
 
     @property
@@ -80,7 +89,9 @@ class EngineAccelerator:
 
     def prepare_data_loader(self, loader: torch.utils.data.DataLoader) -> Any:
         """A loader in the Trainer's order, on its device."""
-        return self._prepare_loader(loader)
+        prepared = self._prepare_loader(loader)
+        self._loaders.add(prepared)
+        return prepared
 
     def prepare_model(
         self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -96,23 +107,32 @@ class EngineAccelerator:
         return original if original is not None and not keep_torch_compile else model
 
     def gather(self, tensor: Any) -> Any:
-        """Tensors of all processes, concatenated: with one process, those given."""
-        return tensor
+        """Tensors of all processes, concatenated in the first dimension."""
+        return self.processes.gather(tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As `gather`, without the samples that fill up a last batch: with one process there are none."""
-        return input_data
+        """As `gather`, but for the rows of a batch that only keeps step with the other processes.
+
+        Args:
+            input_data: tensors in nested containers, or with `use_gather_object` a sequence of anything.
+            use_gather_object: pickle the data instead.
+        """
+        if any(loader.filler for loader in self._loaders):
+            input_data = [] if use_gather_object else self.processes.without_rows(input_data)
+        gather = self.processes.gather_objects if use_gather_object else self.processes.gather
+        return gather(input_data)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Tensors of all processes, reduced: with one process, those given."""
-        return tensor
+        """Tensors of all processes, summed or averaged."""
+        return self.processes.reduce(tensor, reduction)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-        """Pad to the longest of all processes: with one process, nothing to do."""
-        return tensor
+        """Tensors padded to the longest of all processes in one dimension."""
+        return self.processes.pad(tensor, dim, pad_index, pad_first)
 
     def wait_for_everyone(self) -> None:
-        """Wait for the other processes: there are none."""
+        """Wait for the other processes."""
+        self.processes.barrier()
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip the gradients; returns their norm before."""
@@ -128,12 +148,13 @@ class EngineAccelerator:
         """Keep gradients from being synchronized: with one process, nothing to do."""
         return contextlib.nullcontext()
 
-    @contextlib.contextmanager
-    def main_process_first(self) -> Iterator[None]:
-        """Let the main process go first."""
-        yield
+    def main_process_first(self) -> Any:
+        """Let the main process of all go first."""
+        return self.processes.in_turn(self.is_main_process)
 
-    local_main_process_first = main_process_first
+    def local_main_process_first(self) -> Any:
+        """Let the main process of each node go first."""
+        return self.processes.in_turn(self.is_local_main_process)
 
     @contextlib.contextmanager
     def accumulate(self, *models: Any) -> Iterator[None]:
@@ -141,10 +162,12 @@ class EngineAccelerator:
         yield
 
     def on_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Decorate a function to run on the main process only: with one process, on this one."""
-        return function
+        """Decorate a function to run on the main process only; the others get None."""
+        return function if self.is_main_process else _nothing
 
-    on_local_main_process = on_main_process
+    def on_local_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Decorate a function to run on each node's main process only; the others get None."""
+        return function if self.is_local_main_process else _nothing
 
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The model's weights, gathered: with one process, as they are."""
@@ -163,5 +186,10 @@ class EngineAccelerator:
         """Close trackers and processes: there are none."""
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print on the main process."""
-        print(*args, **kwargs)
+        """Print on the main process of each node."""
+        if self.is_local_main_process:
+            print(*args, **kwargs)
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    pass

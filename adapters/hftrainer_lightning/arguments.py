@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hftrainer_lightning.config import ALSO_SET_BY, WrongConfig, passed_on, read_config, wrong_keywords
 from hftrainer_lightning.plan import LightningPlan
+from hftrainer_lightning.processes import Processes, missing_rendezvous
 
 if TYPE_CHECKING:
     from hftrainer.training_args import TrainingArguments
@@ -45,6 +46,8 @@ TABLE: dict[str, Row] = {
         use_cpu="accelerator",
         full_determinism="deterministic",
         output_dir="default_root_dir",
+        ddp_backend="strategy: process_group_backend",
+        ddp_timeout="strategy: timeout",
         lightning_config="keywords of lightning.Trainer, which win over what the arguments say",
     ),
     **_rows(
@@ -75,6 +78,7 @@ TABLE: dict[str, Row] = {
         remove_unused_columns="data.columns",
         label_names="trainer: prediction_step",
         train_sampling_strategy="trainer: _get_train_sampler",
+        length_column_name="data.samplers",
         logging_strategy="trainer_callback",
         logging_steps="trainer_callback",
         logging_first_step="trainer_callback",
@@ -93,6 +97,12 @@ TABLE: dict[str, Row] = {
         prediction_loss_only="trainer: evaluation_loop",
         eval_accumulation_steps="evaluation",
         eval_do_concat_batches="evaluation",
+        eval_use_gather_object="evaluation",
+        eval_memmap_dir="evaluation: growing_array",
+        batch_eval_metrics="evaluation: metrics",
+        bf16_full_eval="trainer: evaluation_loop",
+        fp16_full_eval="trainer: evaluation_loop",
+        include_num_input_tokens_seen="trainer: log",
         include_for_metrics="evaluation",
         metric_for_best_model="trainer: _determine_best_metric",
         greater_is_better="trainer: _determine_best_metric",
@@ -115,9 +125,7 @@ TABLE: dict[str, Row] = {
         local_rank="launchers give the rank in the environment",
         run_name="a name for trackers; there are none without report_to",
         project="a name for Trackio; there is none without report_to",
-        length_column_name="read by train_sampling_strategy='group_by_length' only",
         hub_strategy="read with push_to_hub only",
-        ddp_timeout="there is one process",
     ),
     **_planned("write trackers yourself in a callback's on_log", "report_to"),
     **_planned(
@@ -136,7 +144,6 @@ TABLE: dict[str, Row] = {
         "hub_revision",
     ),
     **_planned("use bf16=True", "fp16"),
-    **_planned("cast the model yourself before evaluate()", "bf16_full_eval", "fp16_full_eval"),
     **_planned("set torch.backends.cuda.matmul.allow_tf32 yourself", "tf32"),
     **_planned(
         "call model.gradient_checkpointing_enable() yourself",
@@ -152,8 +159,6 @@ TABLE: dict[str, Row] = {
     **_planned("choose the batch size yourself", "auto_find_batch_size"),
     **_planned("call torch.cuda.empty_cache() in a callback", "torch_empty_cache_steps"),
     **_planned("pass optimizer_cls_and_kwargs to Trainer", "optim_args", "optim_target_modules"),
-    **_planned("count the tokens in a callback", "include_num_input_tokens_seen"),
-    **_planned("compute the metrics over the whole set", "batch_eval_metrics", "eval_use_gather_object"),
     **_planned("save in your own signal handler", "enable_jit_checkpoint"),
     **_planned(
         "train in one process",
@@ -163,7 +168,6 @@ TABLE: dict[str, Row] = {
         "ddp_bucket_cap_mb",
         "ddp_broadcast_buffers",
         "ddp_static_graph",
-        "ddp_backend",
         "fsdp",
         "fsdp_config",
         "deepspeed",
@@ -192,6 +196,7 @@ TABLE |= _rows(
     dispatch_batches="accelerator_config['dispatch_batches']",
     split_batches="accelerator_config['split_batches']",
     tpu_metrics_debug="debug='tpu_metrics_debug'",
+    use_legacy_prediction_loop="trainer: prediction_loop",
 )
 TABLE |= _rows(
     "inert",
@@ -201,8 +206,7 @@ TABLE |= _rows(
 )
 TABLE |= _planned("convert the saved model yourself", "save_safetensors")
 TABLE |= _planned("keep the output in your model", "past_index")
-TABLE |= _planned("override evaluation_loop", "use_legacy_prediction_loop")
-TABLE |= _planned("count the tokens in a callback", "include_tokens_per_second")
+TABLE |= _planned("use include_num_input_tokens_seen, which logs the tokens", "include_tokens_per_second")
 TABLE |= _planned("trace the model yourself", "jit_mode_eval")
 TABLE |= _planned("search with optuna around train()", "ray_scope")
 TABLE |= _planned("train on a GPU or CPU", "tpu_num_cores")
@@ -222,14 +226,14 @@ TABLE |= _rows(
     generation_max_length="trainer_seq2seq",
     generation_num_beams="trainer_seq2seq",
     generation_config="trainer_seq2seq",
+    sortish_sampler="trainer_seq2seq: _get_train_sampler",
 )
-TABLE |= _rows("refused", sortish_sampler="no release of transformers has read it; sort the dataset yourself")
 #: Values of refused arguments that ask for nothing else than what happens anyway.
 HARMLESS = frozenset({"auto", "amp", "cuda_amp", "cpu_amp", "O0", "O1"})
 
 #: Values of handled arguments that are planned all the same.
 PLANNED_VALUES: dict[str, frozenset[str]] = {
-    "train_sampling_strategy": frozenset({"group_by_length", "batch_rebalance"}),
+    "train_sampling_strategy": frozenset({"batch_rebalance"}),
 }
 
 
@@ -284,8 +288,11 @@ def unsupported(args: TrainingArguments) -> list[str]:
         found += wrong_keywords(read_config(getattr(args, "lightning_config", None)))
     except WrongConfig as error:
         found.append(str(error))
-    if args.world_size > 1:
-        found.append(f"{args.world_size} processes are not supported yet: train in one process.")
+    if args.world_size > 1 and (missing := missing_rendezvous()):
+        found.append(
+            f"WORLD_SIZE={args.world_size} asks for several processes, but {' and '.join(missing)} are not set: start "
+            "the script with torchrun."
+        )
     return found
 
 
@@ -314,6 +321,9 @@ def make_plan(args: TrainingArguments) -> LightningPlan:
         accumulate_grad_batches=args.gradient_accumulation_steps,
         deterministic=args.full_determinism,
         default_root_dir=str(args.output_dir),
+        processes=Processes.from_environment(),
+        process_group_backend=args.ddp_backend,
+        timeout=args.ddp_timeout,
         config=MappingProxyType(passed_on(config)),
     )
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
 from lightning.pytorch.profilers import PassThroughProfiler
 
@@ -18,6 +21,8 @@ from hftrainer_lightning.module import HostedModule
 from hftrainer_lightning.plan import LightningPlan
 from hftrainer_lightning.strategies import build_strategy
 
+#: Lightning's loops over an evaluation or test set.
+Stage = Literal["validate", "test", "predict"]
 #: Lightning validates every so many epochs by itself: never, since the Trainer's callbacks decide.
 NEVER = sys.maxsize
 
@@ -45,6 +50,7 @@ class LightningEngine:
         self.trainer: pl.Trainer | None = None
         self.module: HostedModule | None = None
         self.fitting = self.evaluating = False
+        self._group: seams.ValidationGroup | None = None
 
     def fit(
         self,
@@ -95,18 +101,18 @@ class LightningEngine:
             module.detach()
         _print_profile(trainer)
 
-    def evaluate(self, evaluation: EvaluationHost, model: torch.nn.Module, *, predicting: bool = False) -> None:
+    def evaluate(self, evaluation: EvaluationHost, model: torch.nn.Module, stage: Stage = "validate") -> None:
         """Drive a pass over an evaluation or test set, alone or within `fit`.
 
         Args:
             evaluation: the pass.
             model: the model to evaluate.
-            predicting: run Lightning's prediction loop; within `fit` there is only the validation loop.
+            stage: which of Lightning's loops to run; within `fit` there is only the validation loop.
         """
-        batches = _Batches(evaluation.dataloader)
+        batches = _Batches(evaluation)
         if self.fitting:
             assert self.trainer is not None and self.module is not None
-            seams.validate_in_fit(self.trainer, self.module, batches, evaluation)
+            seams.validate_in_fit(self.trainer, self.module, batches, evaluation, self._group)
             return
         outer = self.trainer, self.module, self.evaluating
         with seams.keyboard_interrupts_restored(), seams.quiet():
@@ -117,8 +123,10 @@ class LightningEngine:
             module.evaluate_with(evaluation)
             self.evaluating = True
             try:
-                if predicting:
+                if stage == "predict":
                     self.trainer.predict(module, dataloaders=batches, return_predictions=False)
+                elif stage == "test":
+                    self.trainer.test(module, dataloaders=batches, verbose=False)
                 else:
                     self.trainer.validate(module, dataloaders=batches, verbose=False)
             finally:
@@ -126,6 +134,25 @@ class LightningEngine:
                 self.evaluating = outer[2]
                 if self.evaluating:
                     self.trainer, self.module = outer[:2]
+
+    @contextlib.contextmanager
+    def evaluation_group(self) -> Iterator[dict[str, float]]:
+        """Make the evaluations in the block one validation to Lightning's callbacks, within `fit`.
+
+        Yields:
+            Metrics, to be filled with what callbacks are to find besides those of each evaluation.
+        """
+        metrics: dict[str, float] = {}
+        if not self.fitting or self._group is not None:
+            yield metrics
+            return
+        group = self._group = seams.ValidationGroup()
+        try:
+            yield metrics
+        finally:
+            self._group = None
+        assert self.trainer is not None and self.module is not None
+        seams.end_group(self.trainer, self.module, group, metrics)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Run backward: through Lightning's strategy within `fit`, plainly outside."""
@@ -147,8 +174,7 @@ class LightningEngine:
             check_val_every_n_epoch=NEVER,
             num_sanity_val_steps=0,
             callbacks=list(self.callbacks),
-            # One process, also inside a SLURM job.
-            plugins=[LightningEnvironment(), *(plugins if isinstance(plugins, list) else [plugins])],
+            plugins=[self._environment(), *(plugins if isinstance(plugins, list) else [plugins])],
             logger=False,
             enable_checkpointing=any(isinstance(callback, ModelCheckpoint) for callback in self.callbacks),
             enable_progress_bar=any(isinstance(callback, ProgressBar) for callback in self.callbacks),
@@ -156,6 +182,10 @@ class LightningEngine:
             use_distributed_sampler=False,
             inference_mode=False,
         )
+
+    def _environment(self) -> ClusterEnvironment:
+        """What the launcher said; nothing that Lightning would find by itself, as inside a SLURM job."""
+        return TorchElasticEnvironment() if self.plan.processes.several else LightningEnvironment()
 
 
 def _print_profile(trainer: pl.Trainer) -> None:
@@ -166,17 +196,17 @@ def _print_profile(trainer: pl.Trainer) -> None:
 
 
 class _Batches:
-    """A loader that Lightning iterates as it is: it would rebuild a `DataLoader`, with other samplers.
+    """Batches that Lightning iterates as they are: it would rebuild a `DataLoader`, with other samplers.
 
     The iterator is made when the first batch is asked for. Lightning calls `iter()` once more, to check that it can,
     and a `DataLoader` draws from torch's generator each time.
     """
 
-    def __init__(self, loader: Any) -> None:
-        self.loader = loader
+    def __init__(self, evaluation: EvaluationHost) -> None:
+        self.evaluation = evaluation
 
     def __iter__(self) -> Iterator[Any]:
-        yield from self.loader
+        yield from self.evaluation
 
     def __len__(self) -> int:
-        return len(self.loader)
+        return len(self.evaluation)

@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from hftrainer_lightning import seams
 from hftrainer_lightning.events import EvaluationHost, TrainingHost
 
 
@@ -188,20 +189,31 @@ class HostedModule(LightningModule):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """One batch. The Trainer's `prediction_step` decides about gradients itself, and overrides may need them."""
-        with torch.enable_grad():
-            self.evaluation.step(batch)
+        self._evaluate(batch)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        """One batch, as in validation."""
+        self._evaluate(batch)
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
         """One batch, as in validation; returns the predictions, for Lightning's prediction writers."""
+        return self._evaluate(batch)
+
+    def _evaluate(self, batch: Any) -> Any:
         with torch.enable_grad():
-            return self.evaluation.step(batch)
+            return self.evaluation.step(batch, seams.is_last_batch(self.trainer))
 
     def on_validation_epoch_end(self) -> None:
         """Compute the metrics, and log the numbers among them where Lightning's callbacks look for them."""
         metrics = self.evaluation.finish()
         numbers = {name: float(value) for name, value in metrics.items() if _can_be_logged(name, value)}
         if numbers:
+            # Every process has the metrics of all, so there is nothing to synchronize.
             self.log_dict(numbers, logger=False, batch_size=1)
+
+    def on_test_epoch_end(self) -> None:
+        """Compute and log the metrics, as after validation."""
+        self.on_validation_epoch_end()
 
     def on_predict_epoch_end(self) -> None:
         """Compute the metrics."""
@@ -209,6 +221,9 @@ class HostedModule(LightningModule):
 
     def on_validation_model_train(self) -> None:
         """Nothing: the model stays in eval mode until the next training step, as the Trainer's users expect."""
+
+    def on_test_model_train(self) -> None:
+        """Nothing, as after validation."""
 
     def on_predict_model_train(self) -> None:
         """Nothing, as after validation."""

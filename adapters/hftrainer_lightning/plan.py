@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from hftrainer_lightning.processes import Processes
 
 
 @dataclass(frozen=True)
@@ -18,6 +21,9 @@ class LightningPlan:
         accumulate_grad_batches: micro-batches per optimizer step.
         deterministic: whether torch is restricted to deterministic kernels.
         default_root_dir: where Lightning callbacks write by default.
+        processes: the processes of the run.
+        process_group_backend: how they communicate; None takes the device's own way.
+        timeout: seconds that a collective operation may take.
         config: further keywords of `lightning.Trainer`, from `lightning_config`; they win.
     """
 
@@ -27,13 +33,17 @@ class LightningPlan:
     accumulate_grad_batches: int
     deterministic: bool
     default_root_dir: str
+    processes: Processes
+    process_group_backend: str | None
+    timeout: int
     config: Mapping[str, Any]
 
     def trainer_keywords(self) -> dict[str, Any]:
         """Keywords of `lightning.Trainer` that follow from the arguments, as plain values."""
         return {
             "accelerator": self.accelerator,
-            "devices": 1,
+            "devices": self.processes.local_world_size,
+            "num_nodes": self.processes.world_size // self.processes.local_world_size,
             "precision": self.precision,
             "accumulate_grad_batches": self.accumulate_grad_batches,
             "deterministic": self.deterministic or None,

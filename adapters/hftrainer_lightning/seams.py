@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
+import torch
+from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.optimization.automatic import ClosureResult, _AutomaticOptimization
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.profilers import PassThroughProfiler
@@ -142,27 +144,96 @@ def restore_progress(trainer: pl.Trainer, *, epoch: int, batch: int, batches_per
     trainer.fit_loop.load_state_dict(state)
 
 
-def validate_in_fit(trainer: pl.Trainer, module: HostedModule, dataloader: Any, evaluation: EvaluationHost) -> None:
+class ValidationGroup:
+    """Evaluations of several sets within `fit` that are one validation to Lightning's callbacks.
+
+    Callbacks that follow a metric look for it when a validation ends; the metrics of all sets must be there then.
+
+    Attributes:
+        begun: whether the start has been announced.
+    """
+
+    def __init__(self) -> None:
+        self.begun = False
+
+
+class _GroupedLoop(_EvaluationLoop):
+    """Announces the start with the group's first evaluation, and leaves the end to `end_group`."""
+
+    group: ValidationGroup
+
+    def _on_evaluation_start(self, *args: Any, **kwargs: Any) -> None:
+        if not self.group.begun:
+            self.group.begun = True
+            super()._on_evaluation_start(*args, **kwargs)
+
+    def _on_evaluation_end(self, *args: Any, **kwargs: Any) -> None:
+        self.trainer._logger_connector.reset_results()
+
+
+def validate_in_fit(
+    trainer: pl.Trainer,
+    module: HostedModule,
+    dataloader: Any,
+    evaluation: EvaluationHost,
+    group: ValidationGroup | None = None,
+) -> None:
     """Run Lightning's own validation loop at any point of `fit`, on any loader, so that its callbacks see it.
 
     Lightning runs it at fixed points, on one loader, and from the epoch loop only; the Trainer evaluates when its
-    callbacks say so. Afterwards, everything that tells Lightning that it is training is put back.
+    callbacks say so.
     """
-    loop = trainer.fit_loop.epoch_loop.val_loop
-    connector = trainer._logger_connector
-    first_iteration, hook, outer = connector._first_loop_iter, module._current_fx_name, module._evaluation
+    loop: Any = trainer.fit_loop.epoch_loop.val_loop
+    outer, kind = module._evaluation, loop.__class__
     module.evaluate_with(evaluation)
     loop._combined_loader = None
     loop._data_source.instance = dataloader
     loop.restarting = False
+    if group is not None:
+        loop.__class__, loop.group = _GroupedLoop, group
+    try:
+        with _validating(trainer, module):
+            loop.run()
+    finally:
+        loop.__class__ = kind
+        module.evaluate_with(outer)
+
+
+def end_group(trainer: pl.Trainer, module: HostedModule, group: ValidationGroup, metrics: dict[str, float]) -> None:
+    """Announce the end of a group's validation.
+
+    Args:
+        trainer: of the fit.
+        module: of the fit.
+        group: the group.
+        metrics: what callbacks find besides the metrics of each set.
+    """
+    if group.begun:
+        with _validating(trainer, module):
+            trainer._logger_connector._callback_metrics.update(
+                {name: torch.tensor(value, dtype=torch.float32) for name, value in metrics.items()}
+            )
+            trainer.fit_loop.epoch_loop.val_loop._on_evaluation_end()
+
+
+@contextlib.contextmanager
+def _validating(trainer: pl.Trainer, module: HostedModule) -> Iterator[None]:
+    """Let Lightning believe that it validates; afterwards, all that tells it that it is training is put back."""
+    connector = trainer._logger_connector
+    first_iteration, hook = connector._first_loop_iter, module._current_fx_name
     trainer.validating = True
     try:
-        loop.run()
+        yield
     finally:
         trainer.training = True
         connector._first_loop_iter = first_iteration
         module._current_fx_name = hook
-        module.evaluate_with(outer)
+
+
+def is_last_batch(trainer: pl.Trainer) -> bool:
+    """Whether the batch in hand is the last of the validation, test or prediction loop."""
+    loop: Any = trainer._active_loop
+    return loop.batch_progress.is_last_batch
 
 
 class _Interrupted(BaseException):
@@ -197,6 +268,10 @@ class Trainer(pl.Trainer):
     def _validate_impl(self, *args: Any, **kwargs: Any) -> Any:
         with _keyboard_interrupts_carried():
             return super()._validate_impl(*args, **kwargs)
+
+    def _test_impl(self, *args: Any, **kwargs: Any) -> Any:
+        with _keyboard_interrupts_carried():
+            return super()._test_impl(*args, **kwargs)
 
     def _predict_impl(self, *args: Any, **kwargs: Any) -> Any:
         with _keyboard_interrupts_carried():
@@ -234,6 +309,10 @@ def quiet() -> Iterator[None]:
             warnings.filterwarnings("ignore", message="MPS available but not used")
             # The training step sets training mode, as transformers does; what comes before may see the model as it was.
             warnings.filterwarnings("ignore", message="Found .* in eval mode at the start of training")
+            # As `prediction_loss_only` asks for.
+            warnings.filterwarnings("ignore", message="predict returned None if it was on purpose")
+            # Processes share the metrics before they are logged.
+            warnings.filterwarnings("ignore", message="It is recommended to use `self.log.*sync_dist=True")
             # Lightning 2.6 asks torch 2.13 by a deprecated name: not for the user to mend.
             warnings.filterwarnings("ignore", message=".*isinstance\\(treespec, LeafSpec\\)")
             yield

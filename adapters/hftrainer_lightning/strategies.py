@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import torch
-from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 
 from hftrainer_lightning.plan import LightningPlan
 from hftrainer_lightning.precision import precision_plugin
 
 
-class SingleDevice(SingleDeviceStrategy):
-    """One process on one device.
-
-    Leaves model and optimizer where they are when a run ends, and a model spread by `device_map` when it begins.
+class _StaysInPlace(Strategy):
+    """Leaves model and optimizer where they are when a run ends, and a model spread by `device_map` when it begins.
 
     Lightning moves both to the CPU; Trainer users go on to `evaluate()` and `generate()` on the device.
     """
@@ -20,7 +20,7 @@ class SingleDevice(SingleDeviceStrategy):
     def model_to_device(self) -> None:
         """Move the model, unless it is spread over devices already."""
         if getattr(getattr(self.lightning_module, "model", None), "hf_device_map", None) is None:
-            super().model_to_device()
+            super().model_to_device()  # type: ignore[safe-super]
 
     def teardown(self) -> None:
         """Tear down everything else."""
@@ -30,6 +30,21 @@ class SingleDevice(SingleDeviceStrategy):
         self.checkpoint_io.teardown()
 
 
+class SingleDevice(_StaysInPlace, SingleDeviceStrategy):
+    """One process on one device."""
+
+
+class Replicas(_StaysInPlace, DDPStrategy):
+    """A replica of the model in each process."""
+
+
 def build_strategy(plan: LightningPlan) -> Strategy:
     """The strategy that the plan names."""
-    return SingleDevice(device=torch.device(plan.device), precision_plugin=precision_plugin(plan))
+    precision = precision_plugin(plan)
+    if plan.processes.several:
+        return Replicas(
+            precision_plugin=precision,
+            process_group_backend=plan.process_group_backend,
+            timeout=timedelta(seconds=plan.timeout),
+        )
+    return SingleDevice(device=torch.device(plan.device), precision_plugin=precision)

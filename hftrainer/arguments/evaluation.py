@@ -21,14 +21,24 @@ class EvaluationArguments:
     per_device_eval_batch_size: int = arg(8, "Samples per device in an evaluation batch.")
     prediction_loss_only: bool = arg(False, "Return the loss only, no predictions.")
     eval_accumulation_steps: int | None = arg(
-        None, "Batches whose outputs stay on the device before they move to the CPU; None keeps all."
+        None, "Batches whose outputs stay on the device before they move to the CPU; None moves each batch at once."
     )
     eval_do_concat_batches: bool = arg(True, "Concatenate the outputs of all batches; False returns a list.")
-    eval_use_gather_object: bool = arg(False, "Gather any nested object from all processes, not tensors only.")
+    eval_use_gather_object: bool = arg(
+        False, "Gather lists of anything from all processes, one item a sample; without it, tensors only."
+    )
+    eval_memmap_dir: str | None = arg(
+        None,
+        "Folder where predictions are kept in memory-mapped temporary files; None keeps them in memory. An argument of "
+        "hftrainer's own.",
+    )
     include_for_metrics: list[str] = arg(
         help="What `compute_metrics` gets besides predictions and labels: 'inputs', 'loss'.", factory=list
     )
-    batch_eval_metrics: bool = arg(False, "Call `compute_metrics` batch by batch.")
+    batch_eval_metrics: bool = arg(
+        False,
+        "Call `compute_metrics(prediction, compute_result=...)` batch by batch; the last call returns the metrics.",
+    )
     metric_for_best_model: str | None = arg(None, "Metric that compares models, with or without 'eval_'.")
     greater_is_better: bool | None = arg(
         None, "Whether a greater metric is a better one; None: unless its name ends in 'loss'."

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
+from hftrainer.data.sharding import ALL, Filler, ShardedBatchSampler, ShardedStream, Share, collate_marked
 from hftrainer.trainer_utils import has_length
 
 
@@ -68,6 +70,10 @@ class PreparedDataLoader(DataLoader):
 
     It draws from the generators exactly when accelerate's loader does, which is one batch before its own is used; so
     datasets and collators that draw random numbers (masking, augmentation) give the same samples.
+
+    Attributes:
+        at_end: whether the batch given last is the last.
+        filler: whether the batch given last only keeps step with the other processes.
     """
 
     device: torch.device
@@ -76,10 +82,18 @@ class PreparedDataLoader(DataLoader):
     drops_last: bool
     iteration: int
     at_end: bool
+    filler: bool
+    shards: ShardedBatchSampler | None
 
     @classmethod
     def from_loader(
-        cls, loader: DataLoader, device: torch.device, *, seed: int | None = None, non_blocking: bool = False
+        cls,
+        loader: DataLoader,
+        device: torch.device,
+        *,
+        seed: int | None = None,
+        non_blocking: bool = False,
+        share: Share = ALL,
     ) -> PreparedDataLoader:
         """Prepare a plain loader; a random sampler becomes seedable.
 
@@ -88,20 +102,30 @@ class PreparedDataLoader(DataLoader):
             device: where batches are moved to.
             seed: seed of the sample order; None takes torch's initial seed, as accelerate does.
             non_blocking: whether the move may run beside the computation.
+            share: which of the batches are this process's.
         """
-        if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
+        dataset, settings, shards = loader.dataset, _settings(loader), None
+        if isinstance(dataset, IterableDataset):
             sampling: dict[str, Any] = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
-            if not isinstance(loader.dataset, IterableDataset):
-                sampling = {"batch_size": None, "sampler": loader.sampler}
+            if share.processes > 1:
+                dataset = ShardedStream(dataset, loader.batch_size, share, loader.drop_last)
+                settings["collate_fn"] = functools.partial(collate_marked, loader.collate_fn)
         else:
-            sampling = {"batch_sampler": SkippingBatchSampler(_seedable(loader.batch_sampler, seed))}
-        prepared = cls(loader.dataset, **_settings(loader), **sampling)
+            batches = loader.sampler if loader.batch_sampler is None else _seedable(loader.batch_sampler, seed)
+            if share.processes > 1:
+                batches = shards = ShardedBatchSampler(batches, share)
+            if loader.batch_sampler is None:  # the sampler gives what the dataset makes a whole batch of
+                sampling = {"batch_size": None, "sampler": batches}
+            else:
+                sampling = {"batch_sampler": SkippingBatchSampler(batches)}
+        prepared = cls(dataset, **settings, **sampling)
         prepared.device = device
         prepared.non_blocking = non_blocking
         prepared.skip_batches = 0
         prepared.drops_last = loader.drop_last
         prepared.iteration = 0
-        prepared.at_end = False
+        prepared.at_end = prepared.filler = False
+        prepared.shards = shards
         return prepared
 
     @property
@@ -110,6 +134,8 @@ class PreparedDataLoader(DataLoader):
         if isinstance(self.dataset, IterableDataset):
             return -1
         if self.drops_last or not has_length(self.dataset) or not (size := self.samples_per_batch):
+            return None
+        if self.shards is not None and not self.shards.owns_last:
             return None
         return len(self.dataset) % size or None  # type: ignore[arg-type]
 
@@ -122,7 +148,9 @@ class PreparedDataLoader(DataLoader):
         """Tell samplers and dataset which epoch the next iteration is."""
         self.iteration = epoch
         for part in (self.batch_sampler, getattr(self.batch_sampler, "sampler", None)):
-            inner: Any = part.batch_sampler if isinstance(part, SkippingBatchSampler) else part
+            inner: Any = part
+            while isinstance(inner, (SkippingBatchSampler, ShardedBatchSampler)):
+                inner = inner.batch_sampler
             if callable(getattr(inner, "set_epoch", None)):
                 inner.set_epoch(epoch)
         dataset: Any = self.dataset
@@ -141,15 +169,19 @@ class PreparedDataLoader(DataLoader):
         self.set_epoch(self.iteration)
         self.at_end = False
         iterator = super().__iter__()
-        nothing = object()
+        nothing: Any = object()
         ahead = next(iterator, nothing)
         while ahead is not nothing:
-            batch, ahead = to_device(ahead, self.device, self.non_blocking), next(iterator, nothing)
+            marked = isinstance(ahead, Filler)
+            batch = to_device(ahead.data if marked else ahead, self.device, self.non_blocking)
+            ahead = next(iterator, nothing)
             self.at_end = ahead is nothing
+            self.filler = marked or (self.at_end and self.shards is not None and self.shards.ends_with_filler)
             if skipped:
                 skipped -= 1
             else:
                 yield batch
+        self.filler = False
         self.iteration += 1
 
 

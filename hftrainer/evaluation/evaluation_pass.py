@@ -4,32 +4,46 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from hftrainer.data.loaders import PreparedDataLoader
+from hftrainer.data.sharding import unsharded
+from hftrainer.evaluation.metrics import TorchMetrics, WholeSetMetrics
 from hftrainer.evaluation.outputs import OutputCollector
-from hftrainer.trainer_pt_utils import find_batch_size
+from hftrainer.trainer_pt_utils import find_batch_size, without_rows
 from hftrainer.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize, has_length
 from hftrainer.training_args import TrainingArguments
 
 
+class _Drawn(NamedTuple):
+    """What the loader said of a batch when it gave it; Lightning may have drawn the next one before its turn comes."""
+
+    remainder: int | None  # samples of the ragged last batch, -1 when the loader does not know, else None
+    filler: bool  # only keeps step with the other processes
+
+
 @dataclass
 class EvaluationPass:
-    """Runs batch by batch, driven by Lightning's validation or prediction loop.
+    """Runs batch by batch, driven by one of Lightning's loops.
 
     Args:
         args: the training arguments.
         dataloader: the batches.
         predict: `Trainer.prediction_step` for one batch of inputs: `(loss, logits, labels)`, each possibly None.
+        prepare_input: moves an input to the device.
         announce_batch: called after each batch.
         num_examples: samples in the loader when its dataset does not say.
         main_input: the model's main input, for `include_for_metrics`.
-        compute_metrics, preprocess_logits: the Trainer's callables, or None.
+        metrics: what is computed.
+        preprocess_logits: the Trainer's callable, or None.
+        gather: rows of all processes for the rows of this one.
         prefix: put before each metric's name, with an underscore.
+        returns_predictions: keep the predictions even if the metrics do not need them.
         counts_last_batch_by_size: whether a ragged last batch counts by its true size.
         preparation_time: seconds that preparing the model took, for the metrics; measured here if it is NaN.
 
@@ -40,76 +54,108 @@ class EvaluationPass:
     args: TrainingArguments
     dataloader: Any
     predict: Callable[[Any], tuple[Any, Any, Any]]
+    prepare_input: Callable[[Any], Any]
     announce_batch: Callable[[], None]
     num_examples: Callable[[Any], int]
     main_input: str
-    compute_metrics: Callable[[EvalPrediction], Mapping[str, Any]] | None
+    metrics: WholeSetMetrics | TorchMetrics
     preprocess_logits: Callable[[Any, Any], Any] | None
+    gather: Callable[..., Any]
     prefix: str
+    returns_predictions: bool
     counts_last_batch_by_size: bool = True
     preparation_time: float | None = None
     seen_samples: int = 0
     seen_batches: int = 0
     output: EvalLoopOutput | None = None
+    _drawn: deque[_Drawn] = field(default_factory=deque, init=False)
     _kept: dict[str, OutputCollector] = field(init=False)
 
     def __post_init__(self) -> None:
+        rows, folder = self._known_samples() or 0, getattr(self.args, "eval_memmap_dir", None)
         concatenate = self.args.eval_do_concat_batches
-        self._kept = {name: OutputCollector(concatenate) for name in ("losses", "logits", "labels", "inputs")}
+        self._kept = {
+            "losses": OutputCollector(concatenate, rows),
+            **{name: OutputCollector(concatenate, rows, folder) for name in ("predictions", "label_ids", "inputs")},
+        }
+        self._keeps_rows = self.returns_predictions or self.metrics.needs_whole_set
         self._created = time.time()
+        self.metrics.begin()
 
-    def step(self, inputs: Any) -> Any:
-        """Predict one batch, keep what is asked for, and return the predictions."""
+    def __iter__(self) -> Iterator[Any]:
+        """The batches, in the order in which `step` must get them."""
+        for inputs in self.dataloader:
+            loader = self.dataloader if isinstance(self.dataloader, PreparedDataLoader) else None
+            remainder = loader.remainder if loader is not None and loader.at_end else None
+            self._drawn.append(_Drawn(remainder, filler=loader is not None and loader.filler))
+            yield inputs
+
+    def __len__(self) -> int:
+        """Number of batches."""
+        return len(self.dataloader)
+
+    def step(self, inputs: Any, last: bool) -> Any:
+        """Predict one batch, keep what is asked for, and return the predictions.
+
+        Args:
+            inputs: the batch.
+            last: whether it is the last.
+        """
         if self.preparation_time is not None and math.isnan(self.preparation_time):
             self.preparation_time = round(time.time() - self._created, 4)
-        size = find_batch_size(inputs)
-        self.seen_samples += size or 0
+        drawn, size = self._drawn.popleft(), find_batch_size(inputs)
         self.seen_batches += 1
         loss, logits, labels = self.predict(inputs)
-        if loss is not None:
-            self._kept["losses"].add(loss.repeat(self._loss_weight(size)))
-        if "inputs" in self.args.include_for_metrics:
-            self._kept["inputs"].add(inputs[self.main_input])
-        if logits is not None:
-            self._kept["logits"].add(self.preprocess_logits(logits, labels) if self.preprocess_logits else logits)
-        if labels is not None:
-            self._kept["labels"].add(labels)
+        if logits is not None and self.preprocess_logits is not None:
+            logits = self.preprocess_logits(logits, labels)
+        main = self.prepare_input(inputs[self.main_input]) if "inputs" in self.args.include_for_metrics else None
+        losses = None if loss is None else loss.repeat(self._loss_weight(drawn, size))
+        rows = {"losses": losses, "inputs": main, "predictions": logits, "label_ids": labels}
+        self.metrics.add_own(self._prediction(rows), drawn.filler)
+        if drawn.filler:
+            rows = without_rows(rows, lists_of_samples=self.args.eval_use_gather_object)
+        else:
+            self.seen_samples += size or 0
+        self._keep(rows, inputs, last)
         self.announce_batch()
-        every = self.args.eval_accumulation_steps
-        if every is not None and self.seen_batches % every == 0:
+        every = self.args.eval_accumulation_steps or 1
+        if self.seen_batches % every == 0:
             for kept in self._kept.values():
                 kept.to_host()
         return logits
 
-    def _loss_weight(self, size: int | None) -> int:
+    def _keep(self, rows: dict[str, Any], inputs: Any, last: bool) -> None:
+        wanted = rows if self._keeps_rows or self.metrics.needs_batches else {"losses": rows["losses"]}
+        gathered = {name: self.gather(value) for name, value in wanted.items() if value is not None}
+        for name, value in gathered.items():
+            if name == "losses" or self._keeps_rows:
+                self._kept[name].add(value)
+        if self.metrics.needs_batches:  # the function gets the whole batch of inputs, as in transformers
+            asked = {"inputs": inputs} if "inputs" in gathered else {}
+            self.metrics.add_gathered(self._prediction({**gathered, **asked}), last)
+
+    def _prediction(self, rows: dict[str, Any]) -> EvalPrediction:
+        return EvalPrediction(
+            predictions=rows.get("predictions"),
+            label_ids=rows.get("label_ids"),
+            inputs=rows.get("inputs"),
+            losses=rows.get("losses") if "loss" in self.args.include_for_metrics else None,
+        )
+
+    def _loss_weight(self, drawn: _Drawn, size: int | None) -> int:
         """How often the batch's mean loss counts: as Hugging Face counts it, the nominal batch size.
 
         Only the ragged last batch of a loader that the Trainer prepared counts its true size.
         """
-        loader = self.dataloader
-        remainder = loader.remainder if isinstance(loader, PreparedDataLoader) and loader.at_end else None
-        if remainder is None or size is None or not self.counts_last_batch_by_size:
+        if drawn.remainder is None or size is None or not self.counts_last_batch_by_size:
             return self.args.eval_batch_size
-        return size if remainder < 0 else remainder
+        return size if drawn.remainder < 0 else drawn.remainder
 
     def finish(self) -> dict[str, Any]:
         """Compute the metrics over all batches; `output` then has them and what was kept."""
-        self.output = self._output()
-        return self.output.metrics or {}
-
-    def _output(self) -> EvalLoopOutput:
-        losses, logits, labels, inputs = (
-            self._kept[name].arrays() for name in ("losses", "logits", "labels", "inputs")
-        )
-        metrics: dict[str, Any] = {}
-        if self.compute_metrics is not None and logits is not None and labels is not None:
-            prediction = EvalPrediction(
-                predictions=logits,
-                label_ids=labels,
-                inputs=inputs,
-                losses=losses if "loss" in self.args.include_for_metrics else None,
-            )
-            metrics = dict(denumpify_detensorize(self.compute_metrics(prediction)))
+        whole = {name: kept.arrays() for name, kept in self._kept.items()}
+        metrics = dict(denumpify_detensorize(self.metrics.compute(self._prediction(whole), self.gather)))
+        losses = whole["losses"]
         if losses is not None:
             metrics[f"{self.prefix}_loss"] = self._mean(np.concatenate(losses) if isinstance(losses, list) else losses)
         if self.preparation_time is not None:
@@ -118,7 +164,9 @@ class EvaluationPass:
         start = f"{self.prefix}_"
         prefixed = {name: value for name, value in metrics.items() if name.startswith(start)}
         prefixed |= {start + name: value for name, value in metrics.items() if not name.startswith(start)}
-        return EvalLoopOutput(logits, labels, prefixed, self._num_samples())
+        samples = self._known_samples() or int(self.gather(np.array([self.seen_samples])).sum())
+        self.output = EvalLoopOutput(whole["predictions"], whole["label_ids"], prefixed, samples)
+        return prefixed
 
     def _mean(self, losses: np.ndarray) -> float:
         finite = np.isfinite(losses)
@@ -126,12 +174,8 @@ class EvaluationPass:
             losses = losses[finite]
         return float(losses.mean())
 
-    def _num_samples(self) -> int:
-        dataset = getattr(self.dataloader, "dataset", None)
+    def _known_samples(self) -> int | None:
+        dataset = unsharded(getattr(self.dataloader, "dataset", None))
         if has_length(dataset):
-            count = len(dataset)  # type: ignore[arg-type]
-        elif has_length(self.dataloader):
-            count = self.num_examples(self.dataloader)
-        else:
-            count = self.seen_samples
-        return count or self.seen_samples
+            return len(dataset)
+        return self.num_examples(self.dataloader) if has_length(self.dataloader) else None

@@ -1,23 +1,32 @@
-"""Keeping the outputs of many batches, in time linear in their number."""
+"""Keeping the outputs of many batches, in time linear in their number and in one copy."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from hftrainer.trainer_pt_utils import nested_concat, nested_numpify
+import numpy as np
+
+from hftrainer.evaluation.growing_array import GrowingArray
+from hftrainer.trainer_pt_utils import nested_apply, nested_numpify
 
 
 class OutputCollector:
-    """The outputs of a pass, batch by batch, concatenated once at the end.
+    """The outputs of a pass, batch by batch.
 
     Args:
         concatenate: whether `arrays()` joins the batches (right-padded with -100) or lists them.
+        rows: samples that are expected in all, 0 when nobody knows.
+        folder: where arrays are kept in memory-mapped files; None keeps them in memory.
     """
 
-    def __init__(self, concatenate: bool = True) -> None:
+    def __init__(self, concatenate: bool = True, rows: int = 0, folder: str | None = None) -> None:
         self.concatenate = concatenate
+        self.rows = rows
+        self.folder = folder
         self._on_device: list[Any] = []
-        self._on_host: list[Any] = []
+        self._batches: list[Any] = []
+        self._joined: Any = None
 
     def add(self, outputs: Any) -> None:
         """Keep the outputs of one batch where they are."""
@@ -25,12 +34,56 @@ class OutputCollector:
 
     def to_host(self) -> None:
         """Move what was added to the CPU, as arrays."""
-        self._on_host += [nested_numpify(outputs) for outputs in self._on_device]
+        for outputs in self._on_device:
+            batch = nested_numpify(outputs)
+            if not self.concatenate:
+                self._batches.append(batch)
+            elif self._joined is None:
+                self._joined = nested_apply(self._start, batch)
+            else:
+                _extend(self._joined, batch)
         self._on_device.clear()
 
     def arrays(self) -> Any:
         """Everything added, as arrays of shape `(samples, ...)` or as a list of batches; None if nothing was."""
         self.to_host()
-        if not self._on_host:
-            return None
-        return nested_concat(self._on_host) if self.concatenate else self._on_host
+        if not self.concatenate:
+            return self._batches or None
+        return None if self._joined is None else nested_apply(GrowingArray.finish, self._joined)
+
+    def _start(self, leaf: Any) -> GrowingArray:
+        return GrowingArray(_as_rows(leaf), self.rows, self.folder)
+
+
+def _as_rows(leaf: Any) -> np.ndarray:
+    array = np.atleast_1d(leaf)
+    if array.dtype == object:
+        raise TypeError(
+            f"Evaluation cannot concatenate a {type(leaf).__name__}, only tensors: leave it out with ignore_keys, or "
+            "set eval_do_concat_batches=False to get a list of batches."
+        )
+    return array
+
+
+def _extend(joined: Any, batch: Any) -> None:
+    """Append a batch, leaf by leaf.
+
+    Raises:
+        TypeError: when it is nested otherwise than the first batch was.
+    """
+    if isinstance(joined, GrowingArray) and not isinstance(batch, (Mapping, list, tuple)):
+        joined.add(_as_rows(batch))
+        return
+    if type(joined) is not type(batch) or len(joined) != len(batch):
+        raise TypeError(
+            "Batches of one evaluation must return the same kind of output to be concatenated, got "
+            f"{_described(joined)} and {_described(batch)}; eval_do_concat_batches=False returns a list of batches."
+        )
+    for key in joined if isinstance(joined, Mapping) else range(len(joined)):
+        _extend(joined[key], batch[key])
+
+
+def _described(data: Any) -> str:
+    if isinstance(data, GrowingArray):
+        return "a tensor"
+    return f"a {type(data).__name__}" + (f" of {len(data)}" if isinstance(data, (Mapping, list, tuple)) else "")

@@ -19,12 +19,12 @@ OURS = {field.name: field for field in dataclasses.fields(TrainingArguments)}
 THEIRS = {field.name: field for field in dataclasses.fields(transformers.TrainingArguments) if field.init}
 
 
-OWN = {"lightning_config"}
+OWN = {"lightning_config", "eval_memmap_dir"}
 LEGACY = {field.name for field in dataclasses.fields(LegacyArguments)}
 
 
 def test_no_field_of_transformers_is_missing():
-    """114 of transformers 5.23, the 35 that it no longer has, and one of ours."""
+    """114 of transformers 5.23, the 35 that it no longer has, and two of ours."""
     assert OURS.keys() - LEGACY - OWN == THEIRS.keys()
     assert (len(THEIRS), len(LEGACY)) == (114, 35)
 
@@ -84,6 +84,8 @@ def test_mapped_fields_change_the_plan():
     for settings in (
         {"gradient_accumulation_steps": 3},
         {"bf16": True},
+        {"ddp_backend": "mpi"},
+        {"ddp_timeout": 9},
         {"full_determinism": True},
         {"output_dir": "there"},
         {"lightning_config": {"detect_anomaly": True}},
@@ -92,6 +94,8 @@ def test_mapped_fields_change_the_plan():
     assert {name for name, row in TABLE.items() if row.kind == "mapped"} == {
         "gradient_accumulation_steps",
         "bf16",
+        "ddp_backend",
+        "ddp_timeout",
         "full_determinism",
         "output_dir",
         "use_cpu",

@@ -321,10 +321,17 @@ def test_keyboard_interrupt_passes_through(make_args):
     assert not trainer.is_in_train
 
 
-def test_several_processes_are_refused(make_args, monkeypatch):
+def test_several_processes_need_a_launcher(make_args, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UnsupportedArgument, match="2 processes are not supported yet"):
+    with pytest.raises(UnsupportedArgument, match=r"MASTER_ADDR and MASTER_PORT and RANK are not set.*torchrun"):
         Trainer(make_plain(), make_args())
+
+
+def test_training_in_several_processes_is_refused(make_args, monkeypatch):
+    trainer = Trainer(make_plain(), make_args(), train_dataset=plain_data())
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UnsupportedArgument, match="train\\(\\) in 2 processes is not supported yet"):
+        trainer.train()
 
 
 @pytest.mark.parametrize(

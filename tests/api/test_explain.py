@@ -66,7 +66,7 @@ def test_wrong_arguments(words, message):
         ({"tpu_num_cores": 8}, "planned", "tpu_num_cores"),
         ({"use_mps_device": True}, "inert", "use_mps_device"),
         ({"bf16": True}, "mapped", "bf16"),
-        ({"train_sampling_strategy": "group_by_length"}, "planned", "train_sampling_strategy"),
+        ({"train_sampling_strategy": "batch_rebalance"}, "planned", "train_sampling_strategy"),
         ({"train_sampling_strategy": "sequential"}, "handled", "train_sampling_strategy"),
         ({"use_ipex": True}, "refused", "use_ipex"),
     ],

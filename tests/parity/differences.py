@@ -4,7 +4,7 @@ Parity tests read it; `COMPATIBILITY.md` says the same to users.
 """
 
 #: Keys of log lines that are measured times: equal in name, never in value.
-MEASURED = ("_runtime", "_samples_per_second", "_steps_per_second", "_model_preparation_time")
+MEASURED = ("_runtime", "_per_second", "_model_preparation_time")
 
 #: What must differ → why.
 DIFFERENCES = {
@@ -61,6 +61,17 @@ DIFFERENCES = {
     ),
     "signals": "As with transformers, they are the script's; Lightning's own handlers are not installed.",
     "an empty evaluation set": "transformers returns metrics without a loss; ours says that there is no batch.",
+    "length_column_name": (
+        "transformers removes the column of lengths as unused before it looks for it, and counts the lengths anew; "
+        "ours takes the lengths that the column gives."
+    ),
+    "predict() with train_sampling_strategy='group_by_length'": (
+        "transformers returns the predictions in the order of the lengths; ours in the order of the dataset. "
+        "evaluate() goes by length in both."
+    ),
+    "an evaluation set that is a dict, and metric_for_best_model='loss'": (
+        "transformers stops with a KeyError, since each set has its own loss; ours takes the mean of the sets' losses."
+    ),
     "an empty training stream": "accelerate raises in the middle of an epoch; ours stops with a warning.",
     "predict() outside training": (
         "It runs Lightning's prediction loop, whose callbacks see predict hooks; numbers and events are the same."

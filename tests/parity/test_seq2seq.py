@@ -5,7 +5,7 @@ import importlib
 import pytest
 import torch
 
-from hftrainer.errors import InvalidArgument, UnsupportedArgument
+from hftrainer.errors import InvalidArgument
 from tests.parity.support import assert_same, comparable, make_recorder, record
 
 transformers = importlib.import_module("transformers")
@@ -109,8 +109,3 @@ def test_padding_needs_a_token(tmp_path):
     trainer.model.config.pad_token_id = None
     with pytest.raises(InvalidArgument, match="pad_token_id"):
         trainer._pad_tensors_to_max_len(torch.ones(1, 2), 3)
-
-
-def test_sortish_sampler_is_refused(tmp_path):
-    with pytest.raises(UnsupportedArgument, match="sortish_sampler"):
-        build("hftrainer", tmp_path, sortish_sampler=True)

@@ -1,0 +1,184 @@
+"""The processes of one run: where this one stands among them, and what they tell each other."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import distributed
+
+#: What a launcher must have put into the environment for processes to find each other.
+RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT", "RANK")
+
+
+def missing_rendezvous() -> list[str]:
+    """The variables that a launcher should have set and has not."""
+    return [name for name in RENDEZVOUS if name not in os.environ]
+
+
+@dataclass(frozen=True)
+class Processes:
+    """Where this process stands, as the launcher said when the run began.
+
+    Attributes:
+        world_size: processes in all.
+        rank: number of this process among all.
+        local_rank: number of this process on its node.
+        local_world_size: processes on each node.
+    """
+
+    world_size: int = 1
+    rank: int = 0
+    local_rank: int = 0
+    local_world_size: int = 1
+
+    @classmethod
+    def from_environment(cls) -> Processes:
+        """As torchrun and its like describe it."""
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        return cls(
+            world_size=world_size,
+            rank=int(os.environ.get("RANK", "0")),
+            local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+            local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size))),
+        )
+
+    @property
+    def several(self) -> bool:
+        """Whether there are other processes."""
+        return self.world_size > 1
+
+    def connect(self, device: torch.device, backend: str | None, timeout: timedelta) -> None:
+        """Join the process group, unless the script already has.
+
+        Args:
+            device: what this process computes on.
+            backend: 'gloo', 'nccl', ...; None takes the device's own.
+            timeout: how long a collective operation may take.
+        """
+        if not self.several or distributed.is_initialized():
+            return
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        chosen = backend or distributed.get_default_backend_for_device(device)
+        distributed.init_process_group(chosen, timeout=timeout)
+        atexit.register(_disconnect)
+
+    def barrier(self) -> None:
+        """Wait for all processes."""
+        if self.several:
+            distributed.barrier()
+
+    def gather(self, data: Any, pad_index: int = -100, *, objects: bool = False) -> Any:
+        """The rows of all processes for those of this one, in the order of the ranks.
+
+        Args:
+            data: tensors or arrays of shape `(rows, length, ...)` in nested containers; numbers count as one row. The
+                processes may differ in `rows`, and in `length`, which is padded on the right.
+            pad_index: what shorter rows are padded with.
+            objects: take each list as a sequence of samples, which may be anything, and join the lists.
+
+        Raises:
+            TypeError: for other things than tensors, unless they are in lists and `objects` is set.
+        """
+        if not self.several:
+            return data
+
+        def gathered(leaf: Any) -> Any:
+            return self.gather_objects(leaf) if isinstance(leaf, list) else _gathered(leaf, pad_index)
+
+        return apply_to_collection(data, (list, *_LEAVES) if objects else _LEAVES, gathered)
+
+    @staticmethod
+    def without_rows(data: Any) -> Any:
+        """The data without a single row."""
+        return apply_to_collection(data, (torch.Tensor, np.ndarray), lambda rows: rows[:0] if rows.ndim else rows)
+
+    def gather_objects(self, items: Any) -> Any:
+        """The items of all processes' sequences in one list: anything that can be pickled."""
+        if not self.several:
+            return items
+        gathered: list[Any] = [None] * self.world_size
+        distributed.all_gather_object(gathered, items)
+        return [item for part in gathered for item in part]
+
+    def reduce(self, data: Any, reduction: str = "sum") -> Any:
+        """Tensors in nested containers, summed ('sum') or averaged ('mean') over all processes."""
+        if not self.several or reduction == "none":
+            return data
+        divisor = self.world_size if reduction == "mean" else 1
+        return apply_to_collection(data, torch.Tensor, lambda tensor: _summed(tensor) / divisor)
+
+    def pad(self, data: Any, dim: int, pad_index: int, pad_first: bool) -> Any:
+        """Tensors in nested containers, padded in one dimension to the longest of all processes."""
+
+        def pad(tensor: torch.Tensor) -> torch.Tensor:
+            if dim >= tensor.ndim:
+                return tensor
+            longest = torch.tensor(tensor.shape[dim], device=tensor.device)
+            distributed.all_reduce(longest, op=distributed.ReduceOp.MAX)
+            return _padded(tensor, dim, int(longest), pad_index, pad_first)
+
+        return apply_to_collection(data, torch.Tensor, pad) if self.several else data
+
+    @contextlib.contextmanager
+    def in_turn(self, first: bool) -> Iterator[None]:
+        """Run a block in the processes that go first, then in the others."""
+        if not first:
+            self.barrier()
+        try:
+            yield
+        finally:
+            if first:
+                self.barrier()
+
+
+def _disconnect() -> None:
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+#: What ends a nested structure; of these only tensors and arrays can be gathered.
+_LEAVES = (torch.Tensor, np.ndarray, np.generic, str, bytes, bool, int, float, complex)
+
+
+def _gathered(leaf: Any, pad_index: int) -> Any:
+    from torchmetrics.utilities.distributed import gather_all_tensors  # seconds of imports, for several processes only
+
+    if isinstance(leaf, np.ndarray):
+        return _gathered(torch.from_numpy(leaf), pad_index).numpy()
+    if not isinstance(leaf, torch.Tensor):
+        raise TypeError(
+            f"Processes can only gather tensors, got a {type(leaf).__name__}: put it into a list with one item a "
+            "sample, and set eval_use_gather_object=True."
+        )
+    return _joined(gather_all_tensors(torch.atleast_1d(leaf)), pad_index)
+
+
+def _summed(tensor: torch.Tensor) -> torch.Tensor:
+    total = tensor.clone()
+    distributed.all_reduce(total)
+    return total
+
+
+def _joined(parts: list[torch.Tensor], pad_index: int) -> torch.Tensor:
+    if parts[0].ndim > 1 and len({part.shape[1] for part in parts}) > 1:
+        longest = max((part.shape[1] for part in parts if part.shape[0]), default=0)  # fillers do not count
+        parts = [_padded(part[:, :longest], 1, longest, pad_index, False) for part in parts]
+    return torch.cat(parts)
+
+
+def _padded(tensor: torch.Tensor, dim: int, length: int, pad_index: int, pad_first: bool) -> torch.Tensor:
+    missing = length - tensor.shape[dim]
+    if not missing:
+        return tensor
+    widths = [0, 0] * (tensor.ndim - 1 - dim) + ([missing, 0] if pad_first else [0, missing])
+    return torch.nn.functional.pad(tensor, widths, value=pad_index)

@@ -1,0 +1,39 @@
+"""Counting the input tokens of a batch."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+
+@functools.lru_cache
+def _warn_once(message: str) -> None:
+    logger.warning(message)
+
+
+def count_tokens(inputs: Mapping[str, Any], main_input: str, how: str, pad_token_id: int | None) -> torch.Tensor | None:
+    """Tokens in a batch, shape `()`; None when it has no such input.
+
+    Args:
+        inputs: the batch.
+        main_input: the key of the token ids, of shape `(batch, length)`.
+        how: 'all', or 'non_padding' for those that the attention mask or the padding token does not leave out.
+        pad_token_id: the padding token, if there is one.
+    """
+    if main_input not in inputs:
+        _warn_once(f"Input tokens are not counted: the batch has no {main_input!r}; set model.main_input_name.")
+        return None
+    tokens = inputs[main_input]
+    if how == "non_padding" and "attention_mask" in inputs:
+        return inputs["attention_mask"].sum()
+    if how == "non_padding" and pad_token_id is not None:
+        return (tokens != pad_token_id).sum()
+    if how == "non_padding":
+        _warn_once("Padding is counted too: there is neither an attention_mask nor a pad_token_id.")
+    return torch.tensor(tokens.numel(), device=tokens.device)

@@ -1,0 +1,118 @@
+"""One host array that grows batch by batch, in place: no list of batches, and no second copy to join them."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from typing import Any
+
+import numpy as np
+
+#: Elements that are moved at a time when rows become longer; what is held twice is no more than this.
+_BLOCK = 1 << 18
+
+
+class GrowingArray:
+    """The rows of many batches as one array of shape `(rows, ...)`.
+
+    Batches may differ in their second dimension: shorter ones are padded on the right. Memory is about one copy of the
+    rows at any time. The room for `rows` is reserved at once, but a page takes memory only when it is written.
+
+    Args:
+        first: the first batch, shape `(batch, ...)`: it fixes everything but the first two dimensions.
+        rows: rows that are expected in all; more or fewer may come.
+        folder: keep the array in a temporary file there, mapped into memory; None keeps it in memory.
+        padding: what shorter rows are filled with.
+    """
+
+    def __init__(self, first: np.ndarray, rows: int = 0, folder: str | None = None, padding: int = -100) -> None:
+        self._file: Any = None if folder is None else tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - lives on
+        self._padding = padding
+        self._dtype = first.dtype
+        self._tail = first.shape[2:]
+        self._has_width = first.ndim > 1
+        self._count = 0
+        self._width = self._stride = first.shape[1] if self._has_width else 1
+        self._flat = np.empty(0, self._dtype)
+        self._resize(max(rows, len(first)) * self._row_size(self._stride))
+        self.add(first)
+
+    def add(self, batch: np.ndarray) -> None:
+        """Append the rows of a batch.
+
+        Raises:
+            ValueError: when its shape differs from the first batch's in more than the first two dimensions.
+        """
+        if (batch.ndim > 1) != self._has_width or batch.shape[2:] != self._tail:
+            expected = ("batch", *(["length"] if self._has_width else []), *self._tail)
+            raise ValueError(
+                f"Outputs of shape {batch.shape} cannot follow those of shape ({', '.join(map(str, expected))}): only "
+                "the second dimension is padded. Set eval_do_concat_batches=False to get a list of batches."
+            )
+        if batch.dtype != self._dtype:
+            self._promote(np.result_type(self._dtype, batch.dtype))
+        width = batch.shape[1] if self._has_width else 1
+        if width > self._stride:  # a little more than needed, so that ever longer batches stay linear in time
+            self._set_stride(max(width, self._stride + self._stride // 8))
+        self._width = max(self._width, width)
+        stop = self._count + len(batch)
+        if stop * self._row_size(self._stride) > self._flat.size:
+            self._resize(max(stop * self._row_size(self._stride), self._flat.size + self._flat.size // 4))
+        rows = self._rows(self._count, stop, self._stride)
+        rows[:, :width] = batch.reshape(rows.shape[0], width, rows.shape[2])
+        rows[:, width:] = self._fill()
+        self._count = stop
+
+    def finish(self) -> np.ndarray:
+        """The array of shape `(rows, longest, ...)`; nothing may be added afterwards."""
+        self._set_stride(self._width)
+        self._resize(self._count * self._row_size(self._width))
+        shape = (self._count, *([self._width] if self._has_width else []), *self._tail)
+        return self._flat[: math.prod(shape)].reshape(shape)
+
+    def _row_size(self, width: int) -> int:
+        return width * math.prod(self._tail)
+
+    def _rows(self, start: int, stop: int, width: int) -> np.ndarray:
+        size = self._row_size(width)
+        return self._flat[start * size : stop * size].reshape(stop - start, width, math.prod(self._tail))
+
+    def _fill(self) -> np.ndarray:
+        return np.asarray(self._padding).astype(self._dtype)  # unsigned types wrap around, as in torch
+
+    def _set_stride(self, stride: int) -> None:
+        """Lay the rows out anew, in place: from the last backwards when they become longer, else from the first."""
+        old, longer = self._stride, stride > self._stride
+        if stride == old:
+            return
+        needed = self._count * self._row_size(stride)
+        if needed > self._flat.size:
+            self._resize(needed)
+        block = max(1, _BLOCK // max(1, self._row_size(max(old, stride))))
+        starts = range(0, self._count, block)
+        for start in reversed(starts) if longer else starts:
+            stop = min(start + block, self._count)
+            kept = self._rows(start, stop, old)[:, : min(old, stride)].copy()
+            rows = self._rows(start, stop, stride)
+            rows[:, : kept.shape[1]] = kept
+            rows[:, kept.shape[1] :] = self._fill()
+        self._stride = stride
+
+    def _promote(self, dtype: np.dtype) -> None:
+        used = self._count * self._row_size(self._stride)
+        rows = self._flat[:used].astype(dtype)
+        size = self._flat.size
+        self._dtype, self._flat = dtype, np.empty(0, dtype)
+        self._resize(size)
+        self._flat[:used] = rows
+
+    def _resize(self, size: int) -> None:
+        """Reserve room for `size` elements, keeping what is there: the allocator moves pages, not their contents."""
+        if self._file is None:
+            if self._flat.size == 0:
+                self._flat = np.empty(size, self._dtype)
+            else:
+                self._flat.resize(size, refcheck=False)  # no view of it outlives the method that made it
+            return
+        self._file.truncate(max(size, 1) * self._dtype.itemsize)
+        self._flat = np.memmap(self._file, self._dtype, "r+", shape=(max(size, 1),))

@@ -1,0 +1,125 @@
+"""Two processes on gloo find the same metrics and predictions as one, to the last bit, for sets of 1 to 17 samples."""
+
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.parity.test_evaluation import leaves
+
+ROOT = Path(__file__).resolve().parents[2]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+
+
+def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "adapters")])
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sets")
+    script = [str(Path(__file__).with_name("evaluate_sets.py")), str(folder)]
+    for launcher in ([], TORCHRUN):
+        run = python(*launcher, *script)
+        assert run.returncode == 0, run.stderr[-3000:]
+    return {name: pickle.loads((folder / f"{name}.pkl").read_bytes()) for name in ("alone", "0", "1")}
+
+
+CASES = (
+    "plain",
+    "stream",
+    "varied lengths",
+    "loss only",
+    "nested",
+    "torchmetrics",
+    "batch by batch",
+    "objects",
+    "workers",
+    "stream by a worker",
+    "generation",
+    "gather_for_metrics",
+)
+
+
+def test_no_case_is_missing(found):
+    assert tuple(found["alone"]) == CASES
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize("case", CASES)
+def test_same_as_one_process(found, case, rank):
+    for size, alone in found["alone"][case].items():
+        ours, expected = leaves(found[rank][case][size]), leaves(alone)
+        assert list(ours) == list(expected)
+        for path, value in expected.items():
+            left, right = np.asarray(ours[path]), np.asarray(value)
+            assert left.dtype == right.dtype, (size, path)
+            assert np.array_equal(left, right, equal_nan=left.dtype.kind == "f"), (size, path)
+
+
+def test_every_sample_once(found):
+    for size, result in found["0"]["plain"].items():
+        assert result["predictions"].shape == (size, 3)
+        assert len(result["metrics"]["eval_losses"]) == size
+
+
+def test_gather_object(found):
+    assert [len(result["flat"]) for result in found["0"]["objects"].values()] == list(range(1, 18))
+    assert found["0"]["objects"][3]["flat"][0].keys() == {"best", "scores"}
+
+
+FAILS = """
+import os, torch
+from hftrainer import Trainer, TrainingArguments
+from tests.tiny import Plain, plain_data
+
+class Fails(Plain):
+    def forward(self, x, labels=None):
+        if os.environ["RANK"] == "1":
+            raise RuntimeError("only here")
+        return super().forward(x, labels)
+
+args = TrainingArguments("out", use_cpu=True, disable_tqdm=True, ddp_timeout=120)
+Trainer(Fails(), args, eval_dataset=plain_data()).evaluate()
+"""
+
+
+def test_a_failing_process_ends_all(tmp_path):
+    script = tmp_path / "fails.py"
+    script.write_text(FAILS)
+    run = python(*TORCHRUN, str(script))
+    assert run.returncode != 0
+    assert "only here" in run.stderr
+
+
+TRAINS = """
+from hftrainer import Trainer, TrainingArguments
+from tests.tiny import make_plain, plain_data
+
+args = TrainingArguments("out", use_cpu=True, disable_tqdm=True)
+trainer = Trainer(make_plain(), args, train_dataset=plain_data())
+try:
+    trainer.train()
+except ValueError as error:
+    with trainer.accelerator.main_process_first():
+        trainer.accelerator.print(trainer.accelerator.process_index, trainer.accelerator.num_processes, error)
+"""
+
+
+def test_training_is_refused(tmp_path):
+    script = tmp_path / "trains.py"
+    script.write_text(TRAINS)
+    run = python(*TORCHRUN, str(script))
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert run.stdout.count("0 2 train() in 2 processes is not supported yet") == 1

@@ -1,0 +1,456 @@
+"""Evaluation and prediction: metrics, predictions, labels, shapes and dtypes, exactly as transformers has them."""
+
+import importlib
+import json
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import IterableDataset
+
+from tests.parity.support import assert_same, comparable, make_recorder, record, train
+from tests.tiny import MODELS, Plain, language_data, make_llama, plain_data
+
+transformers = importlib.import_module("transformers")
+
+
+class Detector(nn.Module):
+    """Nested outputs, as a detection model's: a tensor, a dict, a tuple and a list, beside several labels."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 6)
+        self.config = transformers.PretrainedConfig(keys_to_ignore_at_inference=["hidden"])
+
+    def forward(self, x, labels=None, box_labels=None):
+        scores = self.layer(x)
+        boxes = {"corner": scores[:, :2], "size": (scores[:, 2:4], scores[:, 4:].double())}
+        outputs = {"logits": scores, "boxes": boxes, "levels": [scores[:, :1], scores.argmax(-1)], "hidden": x}
+        if labels is None:
+            return outputs
+        return {"loss": nn.functional.cross_entropy(scores, labels) + box_labels.mean(), **outputs}
+
+
+def make_detector():
+    torch.manual_seed(1)
+    return Detector()
+
+
+def detection_data(count=19):
+    return [{**row, "box_labels": row["x"][:4]} for row in plain_data(count)]
+
+
+class Clip(nn.Module):
+    """Computes a loss without labels, as CLIP does."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+
+    def forward(self, x, return_loss=True):
+        out = self.layer(x)
+        return {"loss": out.square().mean(), "embeds": out} if return_loss else {"embeds": out}
+
+
+def make_clip():
+    torch.manual_seed(1)
+    return Clip()
+
+
+def make_answerer():
+    torch.manual_seed(1)
+    config = transformers.BertConfig(
+        vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
+    )
+    return transformers.BertForQuestionAnswering(config)
+
+
+def answer_data(count=19):
+    rows = MODELS["bert"][1](count)
+    keys = ("input_ids", "attention_mask")
+    return [
+        {**{key: row[key] for key in keys}, "start_positions": 2, "end_positions": 3 + i % 4}
+        for i, row in enumerate(rows)
+    ]
+
+
+def make_t5():
+    torch.manual_seed(1)
+    sizes = {"vocab_size": 50, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
+    config = transformers.T5Config(**sizes, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1)
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def t5_data(count=19):
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(2, 50, (count, 9), generator=generator)
+    return [{"input_ids": row, "attention_mask": torch.ones_like(row), "labels": row[:5]} for row in ids]
+
+
+def varied_language_data(count=19):
+    """Samples of different lengths: each batch is padded to its own longest."""
+    return [{key: value[: 4 + (i * 5) % 9] for key, value in row.items()} for i, row in enumerate(language_data(count))]
+
+
+def pad(samples):
+    fill = {"input_ids": 0, "attention_mask": 0, "labels": -100}
+    return {
+        key: nn.utils.rnn.pad_sequence([sample[key] for sample in samples], batch_first=True, padding_value=fill[key])
+        for key in samples[0]
+    }
+
+
+CASES = {
+    **MODELS,
+    "detector": (make_detector, detection_data),
+    "clip": (make_clip, lambda count=19: [{"x": row["x"]} for row in plain_data(count)]),
+    "answerer": (make_answerer, answer_data),
+    "t5": (make_t5, t5_data),
+    "varied": (make_llama, varied_language_data),
+}
+
+
+def leaves(data, path=""):
+    """Every leaf of nested outputs, by its path."""
+    if isinstance(data, Mapping):
+        return {name: leaf for key, value in data.items() for name, leaf in leaves(value, f"{path}.{key}").items()}
+    if isinstance(data, (list, tuple)):
+        kind = type(data).__name__
+        parts = [leaves(value, f"{path}.{kind}{i}") for i, value in enumerate(data)]
+        return {name: leaf for part in parts for name, leaf in part.items()}
+    return {path: data}
+
+
+def assert_same_arrays(ours, theirs):
+    """The same nesting, and each array of the same dtype, shape and values."""
+    ours, theirs = leaves(ours), leaves(theirs)
+    assert list(ours) == list(theirs)
+    for path, array in theirs.items():
+        if array is None:
+            assert ours[path] is None
+            continue
+        assert (ours[path].dtype, ours[path].shape) == (array.dtype, array.shape), path
+        assert np.array_equal(ours[path], array, equal_nan=array.dtype.kind == "f"), path
+
+
+def summary(prediction):
+    """Numbers that change with any entry, of any nesting."""
+    found = {
+        f"{name}{path}": float(np.nan_to_num(np.asarray(leaf, dtype=np.float64)).sum())
+        for name in ("predictions", "label_ids", "inputs", "losses")
+        for path, leaf in leaves(getattr(prediction, name)).items()
+        if leaf is not None
+    }
+    return {**found, "elements": len(prediction.elements)}
+
+
+def build(name, case, folder, trainer_class=None, **settings):
+    library = importlib.import_module(name)
+    make_model, make_data = CASES[case]
+    given = {"compute_metrics": summary, "eval_dataset": make_data(19), **settings.pop("trainer", {})}
+    if case == "varied":
+        given["data_collator"] = pad
+    defaults = {"per_device_eval_batch_size": 4, "report_to": "none", "disable_tqdm": True, "use_cpu": True}
+    args = library.TrainingArguments(str(folder), **{**defaults, **settings})
+    recorder = make_recorder(library)
+    kind = library.Trainer if trainer_class is None else trainer_class(library)
+    return kind(make_model(), args, callbacks=[recorder], **given), recorder
+
+
+def run(name, case, folder, *, evaluate=None, predict=None, **settings):
+    """Evaluate and predict; returns all that can be compared."""
+    trainer, recorder = build(name, case, folder, **settings)
+    metrics = trainer.evaluate(**(evaluate or {}))
+    output = trainer.predict(CASES[case][1](11), **(predict or {}))
+    assert json.dumps(metrics)  # JSON-safe
+    extra = {"evaluated": comparable([metrics]), "predicted": comparable([output.metrics])}
+    return record(trainer, recorder, folder, **extra), output
+
+
+def compare(tmp_path, case, **settings):
+    ours, our_output = run("hftrainer", case, tmp_path / "ours", **settings)
+    theirs, their_output = run("transformers", case, tmp_path / "theirs", **settings)
+    assert_same(ours, theirs)
+    assert_same_arrays(our_output.predictions, their_output.predictions)
+    assert_same_arrays(our_output.label_ids, their_output.label_ids)
+    return ours, our_output
+
+
+@pytest.mark.parametrize("case", sorted(CASES.keys() - {"peft"}))
+def test_models(tmp_path, case):
+    compare(tmp_path, case)
+
+
+SETTINGS = [
+    pytest.param(
+        {"evaluate": {"ignore_keys": ["levels"]}, "predict": {"ignore_keys": ["boxes", "levels"]}}, id="ignore-keys"
+    ),
+    pytest.param({"evaluate": {"metric_key_prefix": "valid"}, "predict": {"metric_key_prefix": "p"}}, id="prefix"),
+    pytest.param({"prediction_loss_only": True}, id="loss-only"),
+    pytest.param({"label_names": ["labels"]}, id="one-label"),
+    pytest.param({"label_names": ["missing"]}, id="label-missing"),
+    pytest.param({"include_for_metrics": ["loss"]}, id="losses"),
+    pytest.param({"eval_accumulation_steps": 1}, id="accumulation-1"),
+    pytest.param({"eval_accumulation_steps": 2}, id="accumulation-2"),
+    pytest.param({"eval_do_concat_batches": False, "include_for_metrics": ["loss"]}, id="batches-apart"),
+    pytest.param({"eval_use_gather_object": True}, id="gather-object"),
+    pytest.param({"per_device_eval_batch_size": 64}, id="one-batch"),
+    pytest.param({"dataloader_drop_last": True}, id="drop-last"),
+    pytest.param({"dataloader_num_workers": 1}, id="worker"),
+    pytest.param({"trainer": {"compute_metrics": None}}, id="no-metrics"),
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_settings(tmp_path, settings):
+    compare(tmp_path, "detector", **settings)
+
+
+@pytest.mark.parametrize("settings", [{}, {"eval_do_concat_batches": False}, {"eval_accumulation_steps": 2}])
+@pytest.mark.parametrize("wanted", [["inputs"], ["inputs", "loss"]], ids=["inputs", "both"])
+def test_inputs_for_metrics(tmp_path, wanted, settings):
+    compare(tmp_path, "varied", include_for_metrics=wanted, **settings)
+
+
+def test_named_and_several_sets(tmp_path):
+    sets = {"first": plain_data(9), "second": plain_data(20)[9:]}
+    compare(tmp_path, "plain", trainer={"eval_dataset": sets})
+    compare(tmp_path, "plain", trainer={"eval_dataset": sets}, evaluate={"eval_dataset": "second"})
+    compare(tmp_path, "plain", evaluate={"eval_dataset": sets, "metric_key_prefix": "other"})
+
+
+def test_no_labels(tmp_path):
+    data = [{"x": row["x"]} for row in plain_data(11)]
+    outputs = []
+    for name in ("hftrainer", "transformers"):
+        trainer, _ = build(name, "plain", tmp_path / name)
+        outputs.append(trainer.predict(data))
+        assert outputs[-1].label_ids is None
+        metrics = trainer.evaluate(data)
+        assert not any(key.endswith(("_loss", "elements")) for key in metrics)
+    assert_same_arrays(outputs[0].predictions, outputs[1].predictions)
+    assert list(outputs[0].metrics) == list(outputs[1].metrics)
+
+
+class Stream(IterableDataset):
+    def __init__(self, count):
+        self.count = count
+
+    def __iter__(self):
+        return iter(plain_data(self.count))
+
+
+@pytest.mark.parametrize("count", [3, 8, 19])
+def test_unsized_stream(tmp_path, count):
+    compare(tmp_path, "plain", trainer={"eval_dataset": Stream(count)})
+
+
+def keep_best(logits, labels):
+    return logits.topk(2, dim=-1).indices if isinstance(logits, torch.Tensor) else logits[0].argmax(-1)
+
+
+@pytest.mark.parametrize("case", ["bert", "varied", "t5"])
+def test_preprocess_logits(tmp_path, case):
+    _, output = compare(tmp_path, case, trainer={"preprocess_logits_for_metrics": keep_best})
+    assert output.predictions.dtype == np.int64
+
+
+class Running:
+    """A metric that adds up batch by batch."""
+
+    def __init__(self):
+        self.total, self.batches, self.seen = 0.0, 0, []
+
+    def __call__(self, prediction, compute_result=False):
+        self.total += float(prediction.predictions.sum()) + float(prediction.label_ids.sum())
+        self.batches += 1
+        self.seen.append((type(prediction.predictions).__name__, len(prediction.elements)))
+        if not compute_result:
+            return {"total": -1.0}
+        result = {"total": self.total, "batches": self.batches}
+        self.total, self.batches = 0.0, 0
+        return result
+
+
+def with_main_input(library):
+    class Named(library.Trainer):
+        def __init__(self, model, *args, **kwargs):
+            model.main_input_name = "x"
+            super().__init__(model, *args, **kwargs)
+
+    return Named
+
+
+@pytest.mark.parametrize("wanted", [[], ["loss"], ["inputs", "loss"]], ids=["neither", "loss", "both"])
+@pytest.mark.parametrize("source", ["dataset", "stream"])
+def test_batch_eval_metrics(tmp_path, source, wanted):
+    seen = []
+    for name in ("hftrainer", "transformers"):
+        running = Running()
+        trainer = {"compute_metrics": running}
+        if source == "stream":
+            trainer["eval_dataset"] = Stream(19)
+        settings = {"trainer": trainer, "batch_eval_metrics": True, "include_for_metrics": wanted}
+        seen.append((*run(name, "plain", tmp_path / name, trainer_class=with_main_input, **settings), running.seen))
+    assert_same(seen[0][0], seen[1][0])
+    assert_same_arrays(seen[0][1].predictions, seen[1][1].predictions)
+    assert seen[0][2] == seen[1][2]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("case", ["bert", "plain"])
+def test_half_precision_evaluation(tmp_path, case, dtype):
+    settings = {f"{dtype}_full_eval": True}
+    if case == "plain":  # a module of float32 inputs: they are not cast, as in transformers
+        trainer, _ = build("hftrainer", case, tmp_path, **settings)
+        with pytest.raises(RuntimeError, match="dtype"):
+            trainer.evaluate()
+        return
+    _, output = compare(tmp_path, case, **settings)
+    assert output.predictions.dtype == (np.float32 if dtype == "bf16" else np.float16)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_half_precision_waits_for_the_end_of_training(tmp_path, dtype):
+    settings = {"eval_strategy": "steps", "eval_steps": 4, "max_steps": 8, f"{dtype}_full_eval": True}
+    ours = train("hftrainer", "bert", tmp_path / "ours", **settings)
+    theirs = train("transformers", "bert", tmp_path / "theirs", **settings)
+    assert_same(ours, theirs)
+    assert {tensor.dtype for tensor in ours.weights.values() if tensor.is_floating_point()} == {torch.float32}
+
+
+@pytest.mark.parametrize("how", ["all", "non_padding", True])
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_input_tokens(tmp_path, how, accumulation):
+    data = [{**row, "attention_mask": (torch.arange(12) < 5 + i % 8).long()} for i, row in enumerate(language_data())]
+    settings = {
+        "include_num_input_tokens_seen": how,
+        "gradient_accumulation_steps": accumulation,
+        "eval_strategy": "steps",
+        "save_strategy": "steps",
+        "save_steps": 5,
+        "trainer": {"train_dataset": data},
+    }
+    results = []
+    for name in ("hftrainer", "transformers"):
+        result = train(name, "llama", tmp_path / name, **settings)
+        resumed = train(name, "llama", tmp_path / name, resume=str(tmp_path / name / "checkpoint-5"), **settings)
+        results.append((result, resumed))
+    assert_same(results[0][0], results[1][0])
+    assert_same(results[0][1], results[1][1])
+    assert results[0][0].logs[-1]["num_input_tokens_seen"] == results[0][1].logs[-1]["num_input_tokens_seen"] > 0
+
+
+@pytest.mark.parametrize("how", ["all", "non_padding"])
+def test_input_tokens_without_a_mask(tmp_path, how):
+    data = [{key: row[key] for key in ("input_ids", "labels")} for row in language_data()]
+    settings = {"include_num_input_tokens_seen": how, "trainer": {"train_dataset": data}}
+    ours = train("hftrainer", "llama", tmp_path / "ours", **settings)
+    assert_same(ours, train("transformers", "llama", tmp_path / "theirs", **settings))
+
+
+OVERRIDES = {
+    "prediction_step": lambda base: (
+        lambda self, *args, **kwargs: (
+            None if (out := base.prediction_step(self, *args, **kwargs)) is None else (out[0] * 2, out[1], out[2])
+        )
+    ),
+    "evaluation_loop": lambda base: (
+        lambda self, *args, **kwargs: base.evaluation_loop(self, *args, **{**kwargs, "metric_key_prefix": "mine"})
+    ),
+    "evaluate": lambda base: lambda self, *args, **kwargs: {**base.evaluate(self, *args, **kwargs), "eval_own": 1.0},
+    "get_eval_dataloader": lambda base: lambda self, dataset=None: base.get_eval_dataloader(self, plain_data(7)),
+}
+
+
+@pytest.mark.parametrize("method", sorted(OVERRIDES))
+def test_overrides_in_fit_and_alone(tmp_path, method):
+    def own(library):
+        return type("Own", (library.Trainer,), {method: OVERRIDES[method](library.Trainer)})
+
+    results = []
+    for name in ("hftrainer", "transformers"):
+        trainer, recorder = build(
+            name,
+            "plain",
+            tmp_path / name,
+            trainer_class=own,
+            trainer={"train_dataset": plain_data(), "compute_metrics": None},
+            max_steps=6,
+            eval_strategy="steps",
+            eval_steps=2,
+            save_strategy="no",
+        )
+        trainer.train()
+        alone = trainer.evaluate()
+        results.append(record(trainer, recorder, tmp_path / name, alone=comparable([alone])))
+    assert_same(*results)
+
+
+def collate_columns(samples):
+    return pad([{key: torch.tensor(value) for key, value in sample.items()} for sample in samples])
+
+
+def columns_of(rows):
+    return {key: [row[key].tolist() for row in rows] for key in rows[0]}
+
+
+@pytest.mark.parametrize("kind", ["rows", "columns"])
+def test_grouped_by_length(tmp_path, kind):
+    """Lengths counted from the samples; evaluation goes by length too."""
+    from datasets import Dataset
+
+    rows = varied_language_data(38)
+    held, collate = (rows, pad) if kind == "rows" else (Dataset.from_dict(columns_of(rows)), collate_columns)
+    evaluated = held[:19] if kind == "rows" else held.select(range(19))
+    settings = {
+        "train_sampling_strategy": "group_by_length",
+        "gradient_accumulation_steps": 2,
+        "per_device_train_batch_size": 2,
+        "eval_strategy": "epoch",
+        "trainer": {"train_dataset": held, "eval_dataset": evaluated, "data_collator": collate},
+    }
+    ours = train("hftrainer", "llama", tmp_path / "ours", **settings)
+    assert_same(ours, train("transformers", "llama", tmp_path / "theirs", **settings))
+
+
+def test_lengths(tmp_path):
+    """A column of lengths is taken at its word, also when it is no argument of the model."""
+    from datasets import Dataset
+
+    library = importlib.import_module("hftrainer")
+    rows = varied_language_data(38)
+    data = Dataset.from_dict({**columns_of(rows), "tokens": [100 + i for i in range(38)]})
+
+    def longest_first(column):
+        args = library.TrainingArguments(
+            str(tmp_path), train_sampling_strategy="group_by_length", length_column_name=column, use_cpu=True
+        )
+        trainer = library.Trainer(make_llama(), args, train_dataset=data, data_collator=collate_columns)
+        return next(iter(trainer.get_train_dataloader().batch_sampler))[0]
+
+    assert longest_first("tokens") == 37
+    assert len(rows[longest_first("length")]["input_ids"]) == 12 > len(rows[37]["input_ids"])
+
+
+def test_predictions_are_in_the_order_of_the_dataset(tmp_path):
+    settings = {"train_sampling_strategy": "group_by_length", "trainer": {"compute_metrics": None}}
+    grouped, _ = build("hftrainer", "varied", tmp_path, **settings)
+    plain, _ = build("hftrainer", "varied", tmp_path, trainer={"compute_metrics": None})
+    data = varied_language_data(19)
+    assert_same_arrays(grouped.predict(data).predictions, plain.predict(data).predictions)
+
+
+def test_batches_of_another_kind(tmp_path):
+    class Fickle(Plain):
+        def forward(self, x, labels=None):
+            outputs = super().forward(x, labels)
+            return {**outputs, "logits": [outputs["logits"]] * len(x)}
+
+    library = importlib.import_module("hftrainer")
+    args = library.TrainingArguments(str(tmp_path), report_to="none", disable_tqdm=True, use_cpu=True)
+    trainer = library.Trainer(Fickle(), args, eval_dataset=plain_data(11), compute_metrics=lambda p: {})
+    with pytest.raises(TypeError, match="a list of 8 and a list of 3; eval_do_concat_batches=False"):
+        trainer.evaluate()
