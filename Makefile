@@ -5,7 +5,7 @@ PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c 
 RUN := HF_HUB_OFFLINE=1 $(VENV)/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-plain test test-versions test-fast lint format bench clean
+.PHONY: help demo demo-plain test test-versions test-fast lint format bench bench-eval clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -69,6 +69,9 @@ format: $(VENV)/.dev  ## format and mend what ruff can
 
 bench: $(VENV)/.dev  ## microseconds per optimizer step, against transformers and plain Lightning
 	@$(RUN) benchmarks/step_overhead.py
+
+bench-eval: $(VENV)/.dev  ## memory and time of evaluation, against transformers
+	@$(RUN) benchmarks/eval_memory.py
 
 clean:  ## remove the environment and what the demos wrote
 	rm -rf $(VENV) $(VENV)-* demo_output plain_torch_output

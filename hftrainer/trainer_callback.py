@@ -370,11 +370,13 @@ class ProgressCallback(TrainerCallback):
             self.current_step = state.global_step
 
     def on_prediction_step(self, args, state, control, eval_dataloader=None, **kwargs):
-        """Advance the evaluation bar, opening it at the first batch."""
-        if state.is_world_process_zero and has_length(eval_dataloader):
-            if self.prediction_bar is None:
-                self.prediction_bar = _bar(total=len(eval_dataloader), leave=self.training_bar is None)
-            self.prediction_bar.update(1)
+        """Advance the evaluation bar, opening it at the first batch; without a length it only counts."""
+        if not state.is_world_process_zero:
+            return
+        if self.prediction_bar is None:
+            total = len(eval_dataloader) if has_length(eval_dataloader) else None
+            self.prediction_bar = _bar(total=total, leave=self.training_bar is None)
+        self.prediction_bar.update(1)
 
     def _close_prediction_bar(self) -> None:
         if self.prediction_bar is not None:

@@ -103,6 +103,8 @@ class TorchMetrics:
                     f"compute_metrics[{name!r}] is a {type(metric).__name__}; a dict of metrics holds torchmetrics "
                     "only. For a function, pass the function itself."
                 )
+        if not found:
+            raise InvalidArgument("compute_metrics is an empty dict: give at least one metric, or leave it out.")
         if plot and importlib.util.find_spec("matplotlib") is None:
             raise InvalidArgument("plot=True draws with matplotlib, which is missing: pip install matplotlib")
         is_collection = isinstance(metrics, MetricCollection)
