@@ -120,15 +120,11 @@ class LightningEngine:
                 self.trainer = self._build_trainer(max_epochs=1)
             self.trainer.callbacks = list(self.callbacks)  # type: ignore[attr-defined]
             self.module = module = HostedModule(model)
-            module.evaluate_with(evaluation)
+            module.evaluate_with(evaluation, getattr(self.trainer, f"{stage}_loop"))
             self.evaluating = True
+            options = {"return_predictions": False} if stage == "predict" else {"verbose": False}
             try:
-                if stage == "predict":
-                    self.trainer.predict(module, dataloaders=batches, return_predictions=False)
-                elif stage == "test":
-                    self.trainer.test(module, dataloaders=batches, verbose=False)
-                else:
-                    self.trainer.validate(module, dataloaders=batches, verbose=False)
+                getattr(self.trainer, stage)(module, dataloaders=batches, **options)
             finally:
                 module.detach()
                 self.evaluating = outer[2]
@@ -167,7 +163,7 @@ class LightningEngine:
         del keywords["precision"]  # the strategy carries the precision plugin
         plugins = keywords.pop("plugins", None) or []
         keywords.setdefault("profiler", seams.NoProfiler())
-        return seams.Trainer(
+        trainer = seams.Trainer(
             **keywords,
             strategy=build_strategy(self.plan),
             max_epochs=max_epochs,
@@ -182,6 +178,8 @@ class LightningEngine:
             use_distributed_sampler=False,
             inference_mode=False,
         )
+        seams.install_bare_evaluation(trainer)
+        return trainer
 
     def _environment(self) -> ClusterEnvironment:
         """What the launcher said; nothing that Lightning would find by itself, as inside a SLURM job."""

@@ -10,7 +10,6 @@ import torch
 from lightning.pytorch import LightningModule
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from hftrainer_lightning import seams
 from hftrainer_lightning.events import EvaluationHost, TrainingHost
 
 
@@ -38,7 +37,7 @@ class HostedModule(LightningModule):
         super().__init__()
         self.model = model
         self._host: TrainingHost | None = None
-        self._evaluation: EvaluationHost | None = None
+        self.evaluating: tuple[EvaluationHost | None, Any] = None, None
         self._optimizer: torch.optim.Optimizer | None = None
         self._scheduler: Any = None
         self._last_loss: torch.Tensor | None = None
@@ -62,7 +61,8 @@ class HostedModule(LightningModule):
 
     def detach(self) -> None:
         """Let go of the training run, and of the model's gradients' last batch."""
-        self._host = self._evaluation = self._optimizer = self._scheduler = None
+        self._host = self._optimizer = self._scheduler = None
+        self.evaluating = None, None
         self._last_loss = self._last_batch = None
 
     @property
@@ -177,15 +177,16 @@ class HostedModule(LightningModule):
 
     # ---- Evaluation and prediction -----------------------------------------------------------------------------
 
-    def evaluate_with(self, evaluation: EvaluationHost | None) -> None:
-        """Connect the pass that the validation or prediction loop will drive."""
-        self._evaluation = evaluation
+    def evaluate_with(self, evaluation: EvaluationHost | None, loop: Any) -> None:
+        """Connect the pass that one of Lightning's loops will drive, and that loop."""
+        self.evaluating = evaluation, loop
 
     @property
     def evaluation(self) -> EvaluationHost:
         """The pass in progress."""
-        assert self._evaluation is not None, "no evaluation is attached"
-        return self._evaluation
+        evaluation = self.evaluating[0]
+        assert evaluation is not None, "no evaluation is attached"
+        return evaluation
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """One batch. The Trainer's `prediction_step` decides about gradients itself, and overrides may need them."""
@@ -201,7 +202,7 @@ class HostedModule(LightningModule):
 
     def _evaluate(self, batch: Any) -> Any:
         with torch.enable_grad():
-            return self.evaluation.step(batch, seams.is_last_batch(self.trainer))
+            return self.evaluation.step(batch, self.evaluating[1].batch_progress.is_last_batch)
 
     def on_validation_epoch_end(self) -> None:
         """Compute the metrics, and log the numbers among them where Lightning's callbacks look for them."""

@@ -157,7 +157,32 @@ class ValidationGroup:
         self.begun = False
 
 
-class _GroupedLoop(_EvaluationLoop):
+class _BareEvaluationLoop(_EvaluationLoop):
+    """Runs a batch at once where nobody listens; Lightning asks for its state forty times a batch to announce it."""
+
+    def _evaluation_step(self, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
+        trainer = self.trainer
+        if trainer.callbacks or not isinstance(trainer.profiler, NoProfiler):  # type: ignore[attr-defined]
+            super()._evaluation_step(batch, batch_idx, dataloader_idx, dataloader_iter)
+            return
+        progress = self.batch_progress
+        progress.increment_ready()
+        progress.increment_started()
+        step = trainer.strategy.test_step if self._stage is RunningStage.TESTING else trainer.strategy.validation_step
+        step(batch, batch_idx)
+        progress.increment_processed()
+        progress.increment_completed()
+        self._has_run = True
+        self._seen_batches_per_dataloader[dataloader_idx] += 1
+
+
+def install_bare_evaluation(trainer: pl.Trainer) -> None:
+    """Let evaluations without Lightning callbacks pass over what is only there to inform them."""
+    for loop in (trainer.validate_loop, trainer.test_loop, trainer.fit_loop.epoch_loop.val_loop):
+        loop.__class__ = _BareEvaluationLoop
+
+
+class _GroupedLoop(_BareEvaluationLoop):
     """Announces the start with the group's first evaluation, and leaves the end to `end_group`."""
 
     group: ValidationGroup
@@ -184,8 +209,8 @@ def validate_in_fit(
     callbacks say so.
     """
     loop: Any = trainer.fit_loop.epoch_loop.val_loop
-    outer, kind = module._evaluation, loop.__class__
-    module.evaluate_with(evaluation)
+    outer, kind = module.evaluating, loop.__class__
+    module.evaluate_with(evaluation, loop)
     loop._combined_loader = None
     loop._data_source.instance = dataloader
     loop.restarting = False
@@ -196,7 +221,7 @@ def validate_in_fit(
             loop.run()
     finally:
         loop.__class__ = kind
-        module.evaluate_with(outer)
+        module.evaluate_with(*outer)
 
 
 def end_group(trainer: pl.Trainer, module: HostedModule, group: ValidationGroup, metrics: dict[str, float]) -> None:
@@ -228,12 +253,6 @@ def _validating(trainer: pl.Trainer, module: HostedModule) -> Iterator[None]:
         trainer.training = True
         connector._first_loop_iter = first_iteration
         module._current_fx_name = hook
-
-
-def is_last_batch(trainer: pl.Trainer) -> bool:
-    """Whether the batch in hand is the last of the validation, test or prediction loop."""
-    loop: Any = trainer._active_loop
-    return loop.batch_progress.is_last_batch
 
 
 class _Interrupted(BaseException):

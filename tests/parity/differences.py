@@ -72,6 +72,28 @@ DIFFERENCES = {
     "an evaluation set that is a dict, and metric_for_best_model='loss'": (
         "transformers stops with a KeyError, since each set has its own loss; ours takes the mean of the sets' losses."
     ),
+    "evaluation in several processes": (
+        "accelerate fills the last batches up with samples seen before, so their losses and running statistics include "
+        "them; ours hands out whole batches in turn and drops what only keeps step, so that metrics and predictions "
+        "are those of one process."
+    ),
+    "eval_use_gather_object": (
+        "accelerate joins whatever a process returns into one list; ours keeps tensors, tuples and dicts as they are "
+        "and joins lists, one item a sample."
+    ),
+    "eval_accumulation_steps=None": (
+        "transformers keeps all outputs on the device until the end; ours moves each batch to the CPU at once. The "
+        "results are the same."
+    ),
+    "lists of different lengths among the outputs": (
+        "transformers cuts them to the shortest batch's without a word when it concatenates; ours says so and names "
+        "eval_do_concat_batches."
+    ),
+    "prediction_loop": (
+        "transformers had it until v4.57 and called it with use_legacy_prediction_loop only; ours also calls that of a "
+        "subclass which has no evaluation_loop of its own, as v4.4 did."
+    ),
+    "sortish_sampler": "transformers has the argument and reads it nowhere; ours groups by length.",
     "an empty training stream": "accelerate raises in the middle of an epoch; ours stops with a warning.",
     "predict() outside training": (
         "It runs Lightning's prediction loop, whose callbacks see predict hooks; numbers and events are the same."

@@ -109,3 +109,82 @@ def test_padding_needs_a_token(tmp_path):
     trainer.model.config.pad_token_id = None
     with pytest.raises(InvalidArgument, match="pad_token_id"):
         trainer._pad_tensors_to_max_len(torch.ones(1, 2), 3)
+
+
+def make_decoder():
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(vocab_size=50, **sizes, pad_token_id=0, eos_token_id=1, bos_token_id=2)
+    )
+
+
+def uneven_data(count=19):
+    """Prompts and answers of different lengths, those of a decoder-only model of the same length."""
+    return [{key: value[: 3 + i % 5] for key, value in row.items()} for i, row in enumerate(make_data(count))]
+
+
+def pad_left(samples):
+    """As decoders generate: prompts end together."""
+    fill = {"input_ids": 0, "attention_mask": 0, "labels": -100}
+    longest = max(len(sample["input_ids"]) for sample in samples)
+
+    def pad(key, value):
+        return torch.nn.functional.pad(value, (longest - len(value), 0), value=fill[key])
+
+    return {key: torch.stack([pad(key, sample[key]) for sample in samples]) for key in samples[0]}
+
+
+@pytest.mark.parametrize("kind", ["encoder-decoder", "decoder-only"])
+@pytest.mark.parametrize(
+    "gen_kwargs",
+    [{"max_length": 12}, {"max_new_tokens": 3}, {"max_length": 10, "num_beams": 2}, {"num_beams": None}],
+    ids=["max-length", "new-tokens", "beams", "none"],
+)
+def test_generation_arguments(tmp_path, kind, gen_kwargs):
+    """Given to evaluate() and predict(); sequences and labels of different lengths are padded."""
+    results = []
+    for name in ("hftrainer", "transformers"):
+        library = importlib.import_module(name)
+        args = library.Seq2SeqTrainingArguments(
+            str(tmp_path / name),
+            predict_with_generate=True,
+            generation_max_length=11,
+            per_device_eval_batch_size=4,
+            report_to="none",
+            disable_tqdm=True,
+            use_cpu=True,
+        )
+        rows, decodes = uneven_data(11), kind == "decoder-only"
+        labels = (lambda row: row["input_ids"]) if decodes else (lambda row: row["labels"])
+        trainer = library.Seq2SeqTrainer(
+            make_decoder() if decodes else make_model(),
+            args,
+            data_collator=pad_left,
+            compute_metrics=lambda p: {"sum": int(p.predictions.sum()), "labels": int(p.label_ids.sum())},
+        )
+        data = [{**row, "labels": labels(row)} for row in rows]
+        metrics = trainer.evaluate(data, **gen_kwargs)
+        output = trainer.predict(data, **gen_kwargs)
+        results.append((comparable([metrics, output.metrics]), output.predictions, output.label_ids))
+    assert results[0][0] == results[1][0]
+    for ours, theirs in zip(results[0][1:], results[1][1:], strict=True):
+        assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
+        assert (ours == theirs).all()
+
+
+def test_sortish_sampler(tmp_path):
+    """Training samples of similar length together: transformers has the argument, and has never read it."""
+    orders = []
+    for sortish in (True, False):
+        library = importlib.import_module("hftrainer")
+        args = library.Seq2SeqTrainingArguments(
+            str(tmp_path), sortish_sampler=sortish, per_device_train_batch_size=4, use_cpu=True, disable_tqdm=True
+        )
+        trainer = library.Seq2SeqTrainer(make_model(), args, train_dataset=uneven_data(60), data_collator=pad_left)
+        assert trainer.get_train_dataloader().batch_sampler.sampler is not None
+        orders.append([batch["input_ids"].shape[1] for batch in trainer.get_train_dataloader()])
+    grouped, shuffled = orders
+    assert len(grouped) == len(shuffled) == 15
+    assert grouped[0] == 7  # the longest first
+    assert sum(grouped) < sum(shuffled)  # less padding
