@@ -15,6 +15,10 @@ class UnknownArgument(TypeError):
     """An argument that no release knows."""
 
 
+class MissingPackage(ImportError):
+    """What was asked for comes from a library that is not installed; the message says how to install it."""
+
+
 class CheckpointNotFound(ValueError):
     """There is nothing to resume from where it was looked for."""
 

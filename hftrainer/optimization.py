@@ -8,10 +8,32 @@ from collections.abc import Callable
 from typing import Any
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
-from hftrainer.errors import InvalidArgument, UnsupportedArgument
+from hftrainer.adafactor import Adafactor, AdafactorSchedule, get_adafactor_schedule
+from hftrainer.errors import InvalidArgument
+from hftrainer.greedy_lr import GreedyLR
 from hftrainer.trainer_utils import SchedulerType
+
+__all__ = [
+    "Adafactor",
+    "AdafactorSchedule",
+    "GreedyLR",
+    "get_adafactor_schedule",
+    "get_constant_schedule",
+    "get_constant_schedule_with_warmup",
+    "get_cosine_schedule_with_warmup",
+    "get_cosine_with_hard_restarts_schedule_with_warmup",
+    "get_cosine_with_min_lr_schedule_with_warmup",
+    "get_cosine_with_min_lr_schedule_with_warmup_lr_rate",
+    "get_greedy_schedule",
+    "get_inverse_sqrt_schedule",
+    "get_linear_schedule_with_warmup",
+    "get_polynomial_decay_schedule_with_warmup",
+    "get_reduce_on_plateau_schedule",
+    "get_scheduler",
+    "get_wsd_schedule",
+]
 
 
 def _warming_up(step: int, num_warmup_steps: int) -> float:
@@ -63,11 +85,205 @@ def get_cosine_schedule_with_warmup(
     return LambdaLR(optimizer, factor, last_epoch)
 
 
-SCHEDULES: dict[SchedulerType, Callable[..., LambdaLR]] = {
+def get_cosine_with_hard_restarts_schedule_with_warmup(
+    optimizer: Optimizer, num_warmup_steps: int, num_training_steps: int, num_cycles: int = 1, last_epoch: int = -1
+) -> LambdaLR:
+    """Rise linearly, then fall `num_cycles` times along half a cosine, each time from the peak."""
+
+    def factor(step: int) -> float:
+        if step < num_warmup_steps:
+            return _warming_up(step, num_warmup_steps)
+        progress = _decay_progress(step, num_warmup_steps, num_training_steps)
+        if progress >= 1.0:
+            return 0.0
+        return max(0.0, 0.5 * (1.0 + math.cos(math.pi * ((num_cycles * progress) % 1.0))))
+
+    return LambdaLR(optimizer, factor, last_epoch)
+
+
+def get_polynomial_decay_schedule_with_warmup(
+    optimizer: Optimizer,
+    num_warmup_steps: int,
+    num_training_steps: int,
+    lr_end: float = 1e-7,
+    power: float = 1.0,
+    last_epoch: int = -1,
+) -> LambdaLR:
+    """Rise linearly, then fall to the learning rate `lr_end` along a polynomial of degree `power`."""
+    peak = optimizer.defaults["lr"]
+    if not peak > lr_end:
+        raise InvalidArgument(f"lr_scheduler_kwargs: lr_end={lr_end} must be below the learning rate, {peak}.")
+
+    def factor(step: int) -> float:
+        if step < num_warmup_steps:
+            return _warming_up(step, num_warmup_steps)
+        if step > num_training_steps:
+            return lr_end / peak
+        left = 1 - (step - num_warmup_steps) / (num_training_steps - num_warmup_steps)
+        return ((peak - lr_end) * left**power + lr_end) / peak
+
+    return LambdaLR(optimizer, factor, last_epoch)
+
+
+def get_inverse_sqrt_schedule(
+    optimizer: Optimizer, num_warmup_steps: int, timescale: int | None = None, last_epoch: int = -1
+) -> LambdaLR:
+    """Rise linearly, then fall with one over the root of the step; `timescale` steps, by default the warm-up's."""
+    scale = timescale if timescale is not None else num_warmup_steps or 10_000
+
+    def factor(step: int) -> float:
+        if step < num_warmup_steps:
+            return _warming_up(step, num_warmup_steps)
+        return 1.0 / math.sqrt((step + scale - num_warmup_steps) / scale)
+
+    return LambdaLR(optimizer, factor, last_epoch)
+
+
+def _least_rate(optimizer: Optimizer, min_lr: float | None, min_lr_rate: float | None) -> float:
+    """The least rate as a share of the peak, given one of the two."""
+    if (min_lr is None) == (min_lr_rate is None):
+        raise InvalidArgument("lr_scheduler_kwargs: give min_lr, or min_lr_rate as a share of the learning rate.")
+    return min_lr / optimizer.defaults["lr"] if min_lr is not None else float(min_lr_rate)  # type: ignore[arg-type]
+
+
+def get_cosine_with_min_lr_schedule_with_warmup(
+    optimizer: Optimizer,
+    num_warmup_steps: int,
+    num_training_steps: int,
+    num_cycles: float = 0.5,
+    last_epoch: int = -1,
+    min_lr: float | None = None,
+    min_lr_rate: float | None = None,
+) -> LambdaLR:
+    """As `get_cosine_schedule_with_warmup`, but down to `min_lr`, or to `min_lr_rate` of the peak."""
+    least = _least_rate(optimizer, min_lr, min_lr_rate)
+
+    def factor(step: int) -> float:
+        if step < num_warmup_steps:
+            return _warming_up(step, num_warmup_steps)
+        progress = _decay_progress(step, num_warmup_steps, num_training_steps)
+        wave = 0.5 * (1.0 + math.cos(math.pi * num_cycles * 2.0 * progress))
+        return max(0, wave * (1 - least) + least)
+
+    return LambdaLR(optimizer, factor, last_epoch)
+
+
+def get_cosine_with_min_lr_schedule_with_warmup_lr_rate(
+    optimizer: Optimizer,
+    num_warmup_steps: int,
+    num_training_steps: int,
+    num_cycles: float = 0.5,
+    last_epoch: int = -1,
+    min_lr: float | None = None,
+    min_lr_rate: float | None = None,
+    warmup_lr_rate: float | None = None,
+) -> LambdaLR:
+    """As the one above, but the first step has `warmup_lr_rate` of the peak, or its share of the warm-up, not 0."""
+    least = _least_rate(optimizer, min_lr, min_lr_rate)
+
+    def factor(step: int) -> float:
+        if step < num_warmup_steps and warmup_lr_rate is None:
+            return (step + 1.0) / max(1.0, num_warmup_steps)
+        if step < num_warmup_steps:
+            return warmup_lr_rate + (1.0 - warmup_lr_rate) * step / max(1, num_warmup_steps - 1)  # type: ignore[operator]
+        progress = (step - num_warmup_steps + 1.0) / max(1.0, num_training_steps - num_warmup_steps)
+        wave = 0.5 * (1.0 + math.cos(math.pi * num_cycles * 2.0 * progress))
+        return max(0, wave * (1 - least) + least)
+
+    return LambdaLR(optimizer, factor, last_epoch)
+
+
+#: Shape of a rise from 0 to 1, and of a fall from 1 to 0, over `progress`; `num_cycles` is the cosine's.
+_RISES: dict[str, Callable[[float], float]] = {
+    "linear": lambda progress: progress,
+    "cosine": lambda progress: 0.5 * (1.0 - math.cos(math.pi * progress)),
+    "1-sqrt": lambda progress: 1.0 - math.sqrt(1.0 - progress),
+}
+_FALLS: dict[str, Callable[[float, float], float]] = {
+    "linear": lambda progress, _: 1.0 - progress,
+    "cosine": lambda progress, cycles: 0.5 * (1.0 + math.cos(math.pi * cycles * 2.0 * progress)),
+    "1-sqrt": lambda progress, _: 1.0 - math.sqrt(progress),
+}
+
+
+def get_wsd_schedule(
+    optimizer: Optimizer,
+    num_warmup_steps: int,
+    num_decay_steps: int,
+    num_training_steps: int | None = None,
+    num_stable_steps: int | None = None,
+    warmup_type: str = "linear",
+    decay_type: str = "cosine",
+    min_lr_ratio: float = 0,
+    num_cycles: float = 0.5,
+    last_epoch: int = -1,
+) -> LambdaLR:
+    """Warm up, stay, and decay to `min_lr_ratio` of the peak.
+
+    Args:
+        optimizer: its learning rates are the peak.
+        num_warmup_steps: optimizer steps of warm-up.
+        num_decay_steps: optimizer steps of the decay.
+        num_training_steps: optimizer steps in all, if `num_stable_steps` is not given.
+        num_stable_steps: optimizer steps between both.
+        warmup_type: 'linear', 'cosine' or '1-sqrt'.
+        decay_type: likewise.
+        min_lr_ratio: share of the peak that it starts from and ends at.
+        num_cycles: waves of a cosine decay.
+        last_epoch: optimizer steps already done, less one.
+    """
+    if num_training_steps is None and num_stable_steps is None:
+        raise InvalidArgument("The schedule 'warmup_stable_decay' needs num_training_steps or num_stable_steps.")
+    for name, kind in (("warmup_type", warmup_type), ("decay_type", decay_type)):
+        if kind not in _RISES:
+            raise InvalidArgument(f"lr_scheduler_kwargs: {name}={kind!r}: choose one of {', '.join(_RISES)}.")
+    stable = num_stable_steps
+    if stable is None:
+        stable = num_training_steps - num_warmup_steps - num_decay_steps  # type: ignore[operator]
+
+    def factor(step: int) -> float:
+        if step < num_warmup_steps:
+            shape = _RISES[warmup_type](_warming_up(step, num_warmup_steps))
+        elif step < num_warmup_steps + stable:
+            return 1.0
+        elif step < num_warmup_steps + stable + num_decay_steps:
+            progress = (step - num_warmup_steps - stable) / max(1, num_decay_steps)
+            shape = _FALLS[decay_type](progress, num_cycles)
+        else:
+            return min_lr_ratio
+        return max(0.0, shape * (1.0 - min_lr_ratio) + min_lr_ratio)
+
+    return LambdaLR(optimizer, factor, last_epoch)
+
+
+def get_reduce_on_plateau_schedule(optimizer: Optimizer, **kwargs: Any) -> ReduceLROnPlateau:
+    """Torch's own, which steps on evaluations."""
+    return ReduceLROnPlateau(optimizer, **kwargs)
+
+
+def get_greedy_schedule(optimizer: Optimizer, **kwargs: Any) -> GreedyLR:
+    """A `GreedyLR`, which steps on evaluations."""
+    return GreedyLR(optimizer, **kwargs)
+
+
+SCHEDULES: dict[SchedulerType, Callable[..., LRScheduler]] = {
     SchedulerType.LINEAR: get_linear_schedule_with_warmup,
     SchedulerType.COSINE: get_cosine_schedule_with_warmup,
+    SchedulerType.COSINE_WITH_RESTARTS: get_cosine_with_hard_restarts_schedule_with_warmup,
+    SchedulerType.POLYNOMIAL: get_polynomial_decay_schedule_with_warmup,
     SchedulerType.CONSTANT: get_constant_schedule,
     SchedulerType.CONSTANT_WITH_WARMUP: get_constant_schedule_with_warmup,
+    SchedulerType.INVERSE_SQRT: get_inverse_sqrt_schedule,
+    SchedulerType.REDUCE_ON_PLATEAU: get_reduce_on_plateau_schedule,
+    SchedulerType.COSINE_WITH_MIN_LR: get_cosine_with_min_lr_schedule_with_warmup,
+    SchedulerType.COSINE_WARMUP_WITH_MIN_LR: get_cosine_with_min_lr_schedule_with_warmup_lr_rate,
+    SchedulerType.WARMUP_STABLE_DECAY: get_wsd_schedule,
+    SchedulerType.GREEDY: get_greedy_schedule,
+}
+#: Schedules that pass their keywords on → whose they are.
+_KEYWORDS_OF: dict[SchedulerType, Callable[..., Any]] = {
+    SchedulerType.REDUCE_ON_PLATEAU: ReduceLROnPlateau,
+    SchedulerType.GREEDY: GreedyLR,
 }
 
 
@@ -77,7 +293,7 @@ def get_scheduler(
     num_warmup_steps: int | None = None,
     num_training_steps: int | None = None,
     scheduler_specific_kwargs: dict[str, Any] | None = None,
-) -> LambdaLR:
+) -> LRScheduler:
     """The schedule called `name`, around `optimizer`.
 
     Args:
@@ -89,23 +305,19 @@ def get_scheduler(
 
     Raises:
         InvalidArgument: an unknown name, a keyword that the schedule lacks, or a step count that it needs.
-        UnsupportedArgument: a schedule that this release does not have.
     """
-    kind = SchedulerType(name)
-    if kind not in SCHEDULES:
-        raise UnsupportedArgument(
-            f"lr_scheduler_type={kind.value!r} is not supported yet: use one of "
-            f"{', '.join(known.value for known in SCHEDULES)}, or pass optimizers=(optimizer, scheduler)."
-        )
-    schedule = SCHEDULES[kind]
-    parameters = inspect.signature(schedule).parameters
+    schedule = SCHEDULES[kind := SchedulerType(name)]
+    parameters = inspect.signature(_KEYWORDS_OF.get(kind, schedule)).parameters
     steps = {"num_warmup_steps": num_warmup_steps, "num_training_steps": num_training_steps}
     needed = {key: value for key, value in steps.items() if key in parameters}
     for key, value in needed.items():
-        if value is None:
+        if value is None and parameters[key].default is inspect.Parameter.empty:
             raise InvalidArgument(f"The schedule {kind.value!r} needs {key}.")
     extra = scheduler_specific_kwargs or {}
-    allowed = sorted(parameters.keys() - steps.keys() - {"optimizer"})
+    allowed = sorted(parameters.keys() - steps.keys() - {"optimizer", "self"})
     if wrong := sorted(extra.keys() - set(allowed)):
         raise InvalidArgument(f"lr_scheduler_kwargs of {kind.value!r}: {wrong} unknown, it takes {allowed}.")
+    required = [name for name in allowed if parameters[name].default is inspect.Parameter.empty]
+    if missing := [name for name in required if name not in extra]:
+        raise InvalidArgument(f"lr_scheduler_kwargs of {kind.value!r}: give {', '.join(missing)}.")
     return schedule(optimizer, **needed, **extra)

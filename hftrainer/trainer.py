@@ -185,6 +185,13 @@ class Trainer:
             raise InvalidArgument(
                 f"eval_strategy={str(args.eval_strategy)!r} needs an eval_dataset: pass one, or set it to 'no'."
             )
+        chosen = {"optimizers": self.optimizer, "optimizer_cls_and_kwargs": self.optimizer_cls_and_kwargs}
+        default = TrainingArguments.__dataclass_fields__["optim"].default
+        for name, given in chosen.items():
+            if given is not None and str(args.optim) not in (default, "adamw_torch"):
+                raise InvalidArgument(
+                    f"optim={str(args.optim)!r} and {name} both choose the optimizer: give one of them."
+                )
         if self.optimizer is not None and self.optimizer_cls_and_kwargs is not None:
             raise InvalidArgument("optimizers and optimizer_cls_and_kwargs both choose the optimizer: pass one.")
         if self.model_init is not None and (self.optimizer is not None or self.lr_scheduler is not None):
@@ -549,9 +556,13 @@ class Trainer:
                 kind, kwargs = self.optimizer_cls_and_kwargs[0], dict(self.optimizer_cls_and_kwargs[1])
             else:
                 kind, kwargs = call_with_accepted(self.get_optimizer_cls_and_kwargs, self.args, model=model)
+            if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):  # a factory, since v5.0
+                self.optimizer = kind()(model, **kwargs)
+                return self._made_optimizer()
             for name in ("params", "model", "optimizer_dict"):  # GaLore, LOMO and layer-wise ones bring their own
                 groups = kwargs.pop(name, groups)
             self.optimizer = kind(groups, **kwargs)
+            trainer_optimizer.keep_embeddings_precise(model, kind, kwargs)
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
@@ -575,7 +586,7 @@ class Trainer:
     @staticmethod
     def get_optimizer_cls_and_kwargs(args: TrainingArguments, model: nn.Module | None = None) -> tuple[Any, Any]:
         """Class and keywords of the optimizer that the arguments name."""
-        return trainer_optimizer.optimizer_cls_and_kwargs(args)
+        return trainer_optimizer.optimizer_cls_and_kwargs(args, model)
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Names of the parameters that weight decay applies to."""

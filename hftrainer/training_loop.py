@@ -193,6 +193,10 @@ class TrainingLoop:
         if not isinstance(trainer.lr_scheduler, ReduceLROnPlateau):  # that one steps on evaluations
             trainer.lr_scheduler.step()
 
+    def current_learning_rate(self) -> float:
+        """The learning rate of the step in hand."""
+        return self.trainer._get_learning_rate()
+
     def end_step(self, model: torch.nn.Module) -> None:
         """Count the step, announce it, then log, evaluate and save what is due."""
         window, state = self.feed.window, self.trainer.state

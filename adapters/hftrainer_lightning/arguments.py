@@ -60,6 +60,8 @@ TABLE: dict[str, Row] = {
         warmup_steps="optimization",
         learning_rate="trainer_optimizer",
         optim="trainer_optimizer",
+        optim_args="trainer_optimizer",
+        optim_target_modules="low_rank",
         weight_decay="trainer_optimizer",
         adam_beta1="trainer_optimizer",
         adam_beta2="trainer_optimizer",
@@ -158,7 +160,6 @@ TABLE: dict[str, Row] = {
     **_planned("add the noise in the model", "neftune_noise_alpha"),
     **_planned("choose the batch size yourself", "auto_find_batch_size"),
     **_planned("call torch.cuda.empty_cache() in a callback", "torch_empty_cache_steps"),
-    **_planned("pass optimizer_cls_and_kwargs to Trainer", "optim_args", "optim_target_modules"),
     **_planned("save in your own signal handler", "enable_jit_checkpoint"),
     **_planned(
         "train in one process",

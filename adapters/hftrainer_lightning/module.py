@@ -112,6 +112,22 @@ class HostedModule(LightningModule):
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
         """Nothing: the run clears the gradients right after the step, not before the next."""
 
+    def backward(self, loss: torch.Tensor, *args: Any, learning_rate: float | None = None, **kwargs: Any) -> None:
+        """Run backward, which for LOMO is the optimizer step as well.
+
+        Args:
+            loss: the loss.
+            args: for `loss.backward`.
+            learning_rate: of such a step; default the scheduler's.
+            kwargs: for `loss.backward`.
+        """
+        fused = getattr(self._optimizer, "fused_backward", None)
+        if fused is None:
+            loss.backward(*args, **kwargs)
+        else:
+            fused(loss, self.host.current_learning_rate() if learning_rate is None else learning_rate)
+            self._optimizer._opt_called = True  # type: ignore[union-attr] # or torch's schedulers miss a step()
+
     # ---- Training ----------------------------------------------------------------------------------------------
 
     def on_train_start(self) -> None:

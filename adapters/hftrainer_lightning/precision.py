@@ -29,10 +29,10 @@ class PlainSteps(Precision):
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        """Forward, backward and clipping, then the step."""
+        """Forward, backward and clipping, then the step; an optimizer that is fused into backward has stepped."""
         closure()
         self._after_closure(model, optimizer)
-        return optimizer.step(**kwargs)
+        return None if hasattr(optimizer, "fused_backward") else optimizer.step(**kwargs)
 
 
 class FullPrecision(PlainSteps):

@@ -93,6 +93,18 @@ DIFFERENCES = {
         "transformers had it until v4.57 and called it with use_legacy_prediction_loop only; ours also calls that of a "
         "subclass which has no evaluation_loop of its own, as v4.4 did."
     ),
+    "layer-wise optimizers": (
+        "transformers 5.23 logs the schedule's learning rate and steps with the peak throughout, and saves no state of "
+        "theirs; ours steps with the rate that it logs, and saves and restores the state. With a constant schedule "
+        "both are the same."
+    ),
+    "optim='galore_adafactor_layerwise'": (
+        "transformers 5.23 fails to build it, since it leaves out scale_parameter and relative_step."
+    ),
+    "optim_args": (
+        "transformers leaves out what the optimizer does not take, and reads every value of kahan_sum and decouple_lr "
+        "as True; ours refuses the first and reads the second."
+    ),
     "sortish_sampler": "transformers has the argument and reads it nowhere; ours groups by length.",
     "an empty training stream": "accelerate raises in the middle of an epoch; ours stops with a warning.",
     "predict() outside training": (

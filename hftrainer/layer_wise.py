@@ -1,0 +1,61 @@
+"""Optimizers that step each parameter in the middle of backward, as soon as its gradient is there, and free it."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+logger = logging.getLogger(__name__)
+
+
+class LayerWiseDummyOptimizer(Optimizer):
+    """Stands for one optimizer a parameter; has nothing left to do when the training loop steps it.
+
+    Its own learning rate is that of all of them, so that a scheduler moves them through it.
+
+    Args:
+        optimizer_dict: the optimizer of each parameter.
+        lr: the learning rate.
+        kwargs: what the optimizers were made with.
+    """
+
+    def __init__(
+        self, optimizer_dict: dict[nn.Parameter, Optimizer] | None = None, lr: float = 1e-3, **kwargs: Any
+    ) -> None:
+        self.optimizer_dict = optimizer_dict or {}
+        # torch wants a parameter; drawn at random, as transformers draws it, so that later draws are the same.
+        super().__init__([torch.randn(1, 1)], {"lr": lr})
+        for parameter in self.optimizer_dict:
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._step_one)
+
+    def _step_one(self, parameter: nn.Parameter) -> None:
+        optimizer = self.optimizer_dict[parameter]
+        for group in optimizer.param_groups:
+            group["lr"] = self.param_groups[0]["lr"]
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing: each gradient is cleared right after its step."""
+
+    def step(self, closure: Any = None) -> Any:
+        """Nothing: every parameter has stepped."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state, with that of each parameter's optimizer in the order of the parameters."""
+        return {**super().state_dict(), "layers": [own.state_dict() for own in self.optimizer_dict.values()]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a state; one written by transformers has nothing of the parameters' optimizers."""
+        layers = state_dict.get("layers")
+        super().load_state_dict({name: value for name, value in state_dict.items() if name != "layers"})
+        if layers is None:
+            logger.warning("The checkpoint has no state of the layer-wise optimizers: their moments begin anew.")
+            return
+        for own, state in zip(self.optimizer_dict.values(), layers, strict=True):
+            own.load_state_dict(state)

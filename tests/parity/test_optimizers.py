@@ -1,0 +1,356 @@
+"""THE TABLE of optimizers and schedules: each equal to transformers', or why not. `pytest -rP` prints it."""
+
+import importlib
+import inspect
+import itertools
+import sys
+import types
+
+import pytest
+import torch
+
+import hftrainer
+import hftrainer.optimization
+from hftrainer.errors import InvalidArgument, MissingPackage
+from hftrainer.optimization import SCHEDULES
+from hftrainer.trainer_optimizer import OPTIMIZERS, optimizer_cls_and_kwargs
+from hftrainer.trainer_utils import OptimizerNames, SchedulerType
+from tests.parity.support import assert_same, assert_same_weights, build, train
+from tests.tiny import make_llama, make_plain
+
+transformers = importlib.import_module("transformers")
+STATUS: dict[str, str] = {}
+LOW_RANK = {"optim_target_modules": ["q_proj", "v_proj"], "optim_args": "rank=4,update_proj_gap=2"}
+#: Libraries that no index here has, or that need another machine.
+NOT_INSTALLABLE = {"adamw_torch_xla", "adamw_torch_npu_fused", "adamw_apex_fused", "adamw_anyprecision"}
+#: Their kernels need a GPU: what would be built is compared.
+NEED_A_GPU = {"galore_adamw_8bit", "galore_adamw_8bit_layerwise", "adalomo"}
+#: transformers 5.23 no longer has it, or cannot build it.
+NO_PEER = {"adamw_hf", "adamw_apex_fused", "galore_adafactor_layerwise"}
+EQUAL = [name for name in OPTIMIZERS if name not in NOT_INSTALLABLE | NEED_A_GPU | NO_PEER]
+
+
+def settings_of(name):
+    low_rank = LOW_RANK if name.startswith(("galore", "apollo")) else {}
+    return {"optim": name, "max_steps": 6, "logging_steps": 1, "save_strategy": "no", **low_rank}
+
+
+def test_every_name_is_in_the_table():
+    assert OPTIMIZERS.keys() == {name.value for name in OptimizerNames}
+    assert len(OPTIMIZERS) == 43
+    assert SCHEDULES.keys() == set(SchedulerType)
+    assert len(SCHEDULES) == 12
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_optimizer(tmp_path, name):
+    layer_wise = name.endswith("layerwise")  # transformers steps them with the peak rate whatever the schedule says
+    schedule = {"lr_scheduler_type": "constant"} if layer_wise else {"gradient_accumulation_steps": 2}
+    settings = {**settings_of(name), **schedule}
+    ours = train("hftrainer", "llama", tmp_path / "ours", **settings)
+    assert_same(ours, train("transformers", "llama", tmp_path / "theirs", **settings))
+    moved = make_llama().state_dict()["lm_head.weight"]
+    assert not torch.equal(ours.weights["lm_head.weight"], moved)
+    STATUS[name] = "equal to transformers"
+
+
+@pytest.mark.parametrize("name", sorted(NEED_A_GPU))
+def test_what_would_be_built(tmp_path, name):
+    """Class and keywords, but for the parameters, are those of transformers."""
+    made = []
+    for library in ("hftrainer", "transformers"):
+        trainer, _ = build(library, "llama", tmp_path / library, **settings_of(name), lr_scheduler_type="constant")
+        kind, kwargs = trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
+        groups = [
+            {key: len(value) if key == "params" else value for key, value in group.items()}
+            for group in kwargs.pop("params", [])
+        ]
+        inner = [
+            (type(own), {key: value for key, value in own.param_groups[0].items() if key != "params"})
+            for own in kwargs.pop("optimizer_dict", {}).values()
+        ]
+        made.append((kind.__name__, sorted(kwargs.keys() - {"model"}), groups if not inner else [], inner))
+    assert made[0] == made[1]
+    STATUS[name] = "built as transformers builds it; its kernels need a GPU"
+
+
+@pytest.mark.parametrize("name", sorted(NOT_INSTALLABLE))
+def test_not_installable_here(tmp_path, name):
+    trainer, _ = build("hftrainer", "llama", tmp_path, **settings_of(name))
+    with pytest.raises(MissingPackage, match=f"optim='{name}' needs .*(pip install|build https)"):
+        trainer.train()
+    STATUS[name] = "built, package not installable here"
+
+
+FAKES = {
+    "adamw_torch_xla": ("torch_xla.amp.syncfree", "AdamW"),
+    "adamw_torch_npu_fused": ("torch_npu.optim", "NpuFusedAdamW"),
+    "adamw_apex_fused": ("apex.optimizers", "FusedAdam"),
+    "adamw_anyprecision": ("torchdistx.optimizers", "AnyPrecisionAdamW"),
+}
+
+
+@pytest.mark.parametrize("name", sorted(NOT_INSTALLABLE))
+def test_built_when_it_is_there(tmp_path, monkeypatch, name):
+    """With a stand-in for the library: the keywords that it gets, as transformers gives them."""
+
+    module, attribute = FAKES[name]
+    parts = module.split(".")
+    for depth in range(1, len(parts) + 1):
+        monkeypatch.setitem(sys.modules, ".".join(parts[:depth]), types.ModuleType(".".join(parts[:depth])))
+
+    class StandIn(torch.optim.AdamW):
+        pass
+
+    setattr(sys.modules[module], attribute, StandIn)
+    ours = optimizer_cls_and_kwargs(hftrainer.TrainingArguments(str(tmp_path), optim=name, use_cpu=True))
+    assert ours[0] is StandIn
+    if name not in NO_PEER:
+        args = transformers.TrainingArguments(str(tmp_path), optim=name, use_cpu=True, report_to="none")
+        assert ours == transformers.Trainer.get_optimizer_cls_and_kwargs(args)
+
+
+def test_adamw_of_old_releases():
+    """`adamw_hf`, gone in v5: one step by hand, and without decay and epsilon the same as torch's."""
+    from hftrainer.adamw_hf import AdamW
+
+    weight = torch.nn.Parameter(torch.tensor([1.0, -2.0]))
+    weight.grad = torch.tensor([0.5, 0.1])
+    AdamW([weight], lr=0.1, betas=(0.9, 0.99), eps=1e-3, weight_decay=0.5).step()
+    moment, second = 0.1 * torch.tensor([0.5, 0.1]), 0.01 * torch.tensor([0.25, 0.01])
+    size = 0.1 * (1 - 0.99) ** 0.5 / (1 - 0.9)
+    stepped = torch.tensor([1.0, -2.0]) - size * moment / (second.sqrt() + 1e-3)
+    assert torch.allclose(weight, stepped * (1 - 0.1 * 0.5), atol=1e-6)
+    pair = [torch.nn.Linear(3, 2) for _ in range(2)]
+    pair[1].load_state_dict(pair[0].state_dict())
+    optimizers = (
+        AdamW(pair[0].parameters(), lr=0.1, eps=1e-12),
+        torch.optim.AdamW(pair[1].parameters(), lr=0.1, eps=1e-12, weight_decay=0),
+    )
+    for _ in range(5):
+        inputs = torch.randn(4, 3)
+        for layer, optimizer in zip(pair, optimizers, strict=True):
+            optimizer.zero_grad()
+            layer(inputs).square().sum().backward()
+            optimizer.step()
+    assert torch.allclose(pair[0].weight, pair[1].weight, atol=1e-5)
+    STATUS["adamw_hf"] = "as v4.57 had it; transformers 5.23 has it no more"
+
+
+def test_galore_adafactor_layerwise(tmp_path):
+    """transformers cannot build it; ours is galore_adafactor, stepping within backward."""
+    settings = {**settings_of("galore_adafactor"), "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
+    together = train("hftrainer", "llama", tmp_path / "a", **settings)
+    apart = train("hftrainer", "llama", tmp_path / "b", **{**settings, "optim": "galore_adafactor_layerwise"})
+    assert_same_weights(apart.weights, together.weights)
+    STATUS["galore_adafactor_layerwise"] = "equal to galore_adafactor; transformers fails to build it"
+
+
+def test_layer_wise_optimizers_follow_the_schedule_and_resume(tmp_path):
+    name = "galore_adamw_layerwise"
+    settings = {**settings_of(name), "save_strategy": "steps", "save_steps": 3, "max_steps": 6}
+    whole = train("hftrainer", "llama", tmp_path / "whole", **settings)
+    trainer, _ = build("hftrainer", "llama", tmp_path / "whole", **settings)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
+    assert_same_weights(dict(trainer.model.state_dict()), whole.weights)
+    rates = {group["lr"] for own in trainer.optimizer.optimizer_dict.values() for group in own.param_groups}
+    assert len(rates) == 1 and 0 < rates.pop() < trainer.args.learning_rate
+
+
+# ---- optim_args ----------------------------------------------------------------------------------------------------
+
+OPTIONS = [
+    ("sgd", "momentum=0.9,dampening=0.1,nesterov=false"),
+    ("sgd", "momentum=0.9,nesterov=true,weight_decay=0.1"),
+    ("adagrad", "lr_decay=0.1,eps=1e-6"),
+    ("rmsprop", "momentum=0.5,alpha=0.9,eps=1e-6,centered=yes"),
+    ("ademamix", "beta1=0.8,beta3=0.99,alpha=2.0,t_alpha=5,t_beta3=5"),
+    ("adamw_torch_4bit", "bf16_stochastic_round=true"),
+    ("grokadamw", "alpha_init=0.9,lamb=1.0,gamma=0.2"),
+    ("schedule_free_adamw", "weight_lr_power=1.0,r=0.5"),
+    ("stable_adamw", "max_lr=0.1"),
+    ("galore_adamw", "rank=2,update_proj_gap=3,scale=0.5,proj_type=reverse_std"),
+    ("apollo_adamw", "rank=1,proj=svd,scale_type=tensor,scale=2.0,update_proj_gap=3"),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), OPTIONS, ids=[f"{name}-{i}" for i, (name, _) in enumerate(OPTIONS)])
+def test_options(tmp_path, name, options):
+    settings = {**settings_of(name), "optim_args": options, "warmup_steps": 2}
+    assert_same(
+        train("hftrainer", "llama", tmp_path / "ours", **settings),
+        train("transformers", "llama", tmp_path / "theirs", **settings),
+    )
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ".*mlp.*", ["q_proj", "lm_head"]], ids=["all", "pattern", "names"])
+def test_targets(tmp_path, targets):
+    settings = {**settings_of("galore_adamw"), "optim_target_modules": targets}
+    assert_same(
+        train("hftrainer", "llama", tmp_path / "ours", **settings),
+        train("transformers", "llama", tmp_path / "theirs", **settings),
+    )
+
+
+def test_embeddings_keep_their_precision(tmp_path):
+    """bitsandbytes keeps 32 bits of an embedding's moments, in both libraries alike."""
+    states = []
+    for library in ("hftrainer", "transformers"):
+        trainer, _ = build(library, "llama", tmp_path / library, optim="adamw_8bit", max_steps=1)
+        big = torch.nn.Embedding(300, 16)
+        trainer.model.set_input_embeddings(big)
+        trainer.train()
+        optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+        states.append(optimizer.get_config(0, 0, optimizer.param_groups[0])["optim_bits"])
+        states.append(optimizer.state[big.weight]["state1"].dtype)
+    assert states[:2] == states[2:]
+    assert states[1] == torch.float32
+
+
+WRONG = [
+    ({"optim": "adamw"}, "adamw.*did you mean"),
+    ({"optim": "sgd", "optim_args": "momentun=0.9"}, "momentun unknown, it takes dampening, momentum, nesterov"),
+    (
+        {"optim": "adamw_torch", "optim_args": "amsgrad=true"},
+        "amsgrad unknown, it takes none.*optimizer_cls_and_kwargs",
+    ),
+    ({"optim": "sgd", "optim_args": "momentum"}, "'momentum' is no name=value"),
+    ({"optim": "sgd", "optim_args": "momentum=much"}, "momentum='much' is no float"),
+    ({"optim": "sgd", "optim_args": "nesterov=maybe"}, "nesterov='maybe' is no flag"),
+    ({"optim": "galore_adamw"}, "needs optim_target_modules"),
+    ({"optim": "galore_adamw", "optim_target_modules": ["none_such"]}, "matches no linear layer of LlamaForCausalLM"),
+    (
+        {**settings_of("galore_adamw_layerwise"), "gradient_accumulation_steps": 2},
+        "gradient_accumulation_steps=2 cannot be: set it to 1",
+    ),
+    ({"optim": "schedule_free_adamw", "warmup_steps": 0.5}, "warmup_steps in steps, not 0.5"),
+    ({"lr_scheduler_type": "consine"}, "consine.*did you mean 'cosine'"),
+    ({"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"cycles": 2}}, r"\['cycles'\] unknown, it takes"),
+    ({"lr_scheduler_type": "warmup_stable_decay"}, "give num_decay_steps"),
+    ({"lr_scheduler_type": "cosine_with_min_lr"}, "give min_lr, or min_lr_rate"),
+    ({"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"lr_end": 9.0}}, "lr_end=9.0 must be below"),
+    (
+        {
+            "lr_scheduler_type": "warmup_stable_decay",
+            "lr_scheduler_kwargs": {"num_decay_steps": 1, "decay_type": "sudden"},
+        },
+        "decay_type='sudden': choose one of linear, cosine, 1-sqrt",
+    ),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), WRONG)
+def test_wrong(tmp_path, settings, message):
+    with pytest.raises(InvalidArgument, match=message):
+        train("hftrainer", "llama", tmp_path, **{"max_steps": 2, **settings})
+
+
+def test_optimizer_by_two_ways(tmp_path):
+    model = make_plain()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    args = hftrainer.TrainingArguments(str(tmp_path), optim="adafactor", use_cpu=True)
+    with pytest.raises(InvalidArgument, match="optim='adafactor' and optimizers"):
+        hftrainer.Trainer(model, args, optimizers=(optimizer, None))
+    with pytest.raises(InvalidArgument, match="optim='adafactor' and optimizer_cls_and_kwargs"):
+        hftrainer.Trainer(model, args, optimizer_cls_and_kwargs=(torch.optim.SGD, {"lr": 0.1}))
+
+
+def test_optimizer_factory(tmp_path):
+    """Since v5.0 anything that is no optimizer class is made first, and then called with the model."""
+
+    class Factory:
+        def __call__(self, model, momentum):
+            return torch.optim.SGD(model.parameters(), lr=0.05, momentum=momentum)
+
+    settings = {"trainer": {"optimizer_cls_and_kwargs": (Factory, {"momentum": 0.5})}}
+    assert_same(
+        train("hftrainer", "plain", tmp_path / "ours", **settings),
+        train("transformers", "plain", tmp_path / "theirs", **settings),
+    )
+
+
+# ---- Schedules -------------------------------------------------------------------------------------------------------
+
+SCHEDULE_KWARGS = {
+    "cosine": [{}, {"num_cycles": 1.5}],
+    "cosine_with_restarts": [{}, {"num_cycles": 3}],
+    "polynomial": [{}, {"lr_end": 1e-3, "power": 2.0}],
+    "inverse_sqrt": [{}, {"timescale": 5}],
+    "cosine_with_min_lr": [{"min_lr": 1e-3}, {"min_lr_rate": 0.2, "num_cycles": 1.0}],
+    "cosine_warmup_with_min_lr": [{"min_lr": 1e-3}, {"min_lr_rate": 0.2, "warmup_lr_rate": 0.3}],
+    "warmup_stable_decay": [
+        {"num_decay_steps": 7},
+        {"num_decay_steps": 5, "num_stable_steps": 3, "warmup_type": "cosine", "decay_type": "linear"},
+        {"num_decay_steps": 5, "warmup_type": "1-sqrt", "decay_type": "1-sqrt", "min_lr_ratio": 0.1},
+    ],
+    "reduce_lr_on_plateau": [{}, {"factor": 0.5, "patience": 0, "cooldown": 1}],
+    "greedy": [
+        {"patience": 0, "factor": 0.5, "min_lr": 1e-4},
+        {"patience": 0, "smooth": True, "window_size": 2, "cooldown": 1, "warmup": 1, "min_lr": 1e-5},
+        {"patience": 0, "factor": 0.1, "min_lr": 5e-3, "reset_start": 1, "threshold": 0.9, "threshold_mode": "rel"},
+    ],
+}
+SCHEDULE_RUNS = [
+    (kind.value, warmup, kwargs)
+    for kind in SchedulerType
+    for warmup, kwargs in itertools.product((0, 4, 0.3), SCHEDULE_KWARGS.get(kind.value, [{}]))
+]
+
+
+@pytest.mark.parametrize(("name", "warmup", "kwargs"), SCHEDULE_RUNS)
+def test_schedule(tmp_path, name, warmup, kwargs):
+    """Every learning rate of a run, resumed in the middle too."""
+    evaluated = {"eval_strategy": "steps", "eval_steps": 1} if name in ("reduce_lr_on_plateau", "greedy") else {}
+    settings = {
+        "lr_scheduler_type": name,
+        "lr_scheduler_kwargs": kwargs,
+        "warmup_steps": warmup,
+        "logging_steps": 1,
+        "max_steps": 16,
+        "save_strategy": "steps",
+        "save_steps": 8,
+        **evaluated,
+    }
+    ours = train("hftrainer", "plain", tmp_path / "ours", **settings)
+    assert_same(ours, train("transformers", "plain", tmp_path / "theirs", **settings))
+    # Each goes on from the other's checkpoint.
+    ours = train("hftrainer", "plain", tmp_path / "ours", str(tmp_path / "theirs" / "checkpoint-8"), **settings)
+    theirs = train("transformers", "plain", tmp_path / "theirs", str(tmp_path / "ours" / "checkpoint-8"), **settings)
+    assert_same(ours, theirs)
+    STATUS[name] = "equal to transformers"
+
+
+def test_every_keyword_of_a_schedule_is_known():
+    for kind, function in SCHEDULES.items():
+        theirs = importlib.import_module("transformers.optimization").TYPE_TO_SCHEDULER_FUNCTION[kind.value]
+        assert inspect.signature(function).parameters.keys() == inspect.signature(theirs).parameters.keys(), kind
+
+
+def test_adafactor_schedule():
+    theirs = importlib.import_module("transformers.optimization")
+    rates = []
+    for library in (hftrainer.optimization, theirs):
+        torch.manual_seed(0)
+        layer = torch.nn.Linear(4, 3)
+        optimizer = library.Adafactor(layer.parameters(), warmup_init=True, beta1=0.9, weight_decay=0.01)
+        schedule = library.AdafactorSchedule(optimizer, 0.5)
+        seen = [schedule.get_last_lr()]
+        for _ in range(5):
+            layer(torch.randn(2, 4)).square().sum().backward()
+            optimizer.step()
+            schedule.step()
+            seen.append([float(rate) for rate in schedule.get_lr()])
+        rates.append((seen, layer.weight.tolist()))
+    assert rates[0] == rates[1]
+    for wrong in ({"lr": 0.1}, {"relative_step": False, "warmup_init": True}):
+        with pytest.raises(ValueError, match="relative_step"):
+            hftrainer.optimization.Adafactor(layer.parameters(), **wrong)
+
+
+def test_the_table():
+    """Printed with `pytest -rP`: what became of each of the 43 optimizers and 12 schedules."""
+    names = [*OPTIMIZERS, *(kind.value for kind in SCHEDULES)]
+    for name in names:
+        print(f"{name:<32}{STATUS.get(name, 'not run')}")
+    if len(STATUS) > len(EQUAL):  # the whole file was run
+        assert not [name for name in names if name not in STATUS]
