@@ -200,6 +200,14 @@ class Trainer:
                 "optimizer_cls_and_kwargs, or override create_optimizer_and_scheduler."
             )
         as_metrics(self.compute_metrics, by_batch=args.batch_eval_metrics)
+        if (folder := getattr(args, "eval_memmap_dir", None)) is not None:
+            if not os.path.isdir(folder):
+                raise InvalidArgument(f"eval_memmap_dir={folder!r} is no folder: make it, or give another.")
+            if not args.eval_do_concat_batches:
+                raise InvalidArgument(
+                    "eval_memmap_dir keeps one file for all batches, and eval_do_concat_batches=False wants one each: "
+                    "give one of them."
+                )
         if not callable(self.data_collator):
             raise InvalidArgument(f"data_collator must be callable, got {type(self.data_collator).__name__}.")
         if self.train_dataset is not None and not has_length(self.train_dataset) and args.max_steps <= 0:
@@ -254,6 +262,7 @@ class Trainer:
         self._created_lr_scheduler = False
         self._total_loss_scalar = 0.0
         self._globalstep_last_logged = 0
+        self._with_all_columns: tuple[Any, Any] = None, None
         self._eval_dataloaders: dict[Any, Any] = {}
         self._preparation_measured = False
         self._flos_per_token: tuple[Any, int] | None = None
@@ -380,7 +389,7 @@ class Trainer:
         is_training: bool = False,
         dataloader_key: str | None = None,
     ) -> DataLoader:
-        collator = self.data_collator
+        collator, given = self.data_collator, dataset
         if peers.is_dataset(dataset):
             dataset = self._remove_unused_columns(dataset, description)
         else:
@@ -397,6 +406,7 @@ class Trainer:
             "in_order": args.dataloader_in_order,
         }
         if not isinstance(dataset, IterableDataset):
+            self._with_all_columns = dataset, given  # samplers may need what the model does not
             settings["sampler"] = _call_sampler(sampler_fn, dataset)
             settings["drop_last"] = args.dataloader_drop_last
             if is_training:
@@ -417,27 +427,26 @@ class Trainer:
         if dataset is None or not has_length(dataset):
             return None
         if self.args.train_sampling_strategy == "group_by_length":
-            return self._length_grouped_sampler(
-                dataset, self.train_dataset, self.args.train_batch_size * self.args.gradient_accumulation_steps
-            )
+            step = self.args.train_batch_size * self.args.gradient_accumulation_steps
+            return self._length_grouped_sampler(dataset, step)
         return (
             SequentialSampler(dataset) if self.args.train_sampling_strategy == "sequential" else RandomSampler(dataset)
         )
 
     def _length_grouped_sampler(
-        self, dataset: Any, source: Any, batch_size: int, generator: torch.Generator | None = None
+        self, dataset: Any, batch_size: int, generator: torch.Generator | None = None
     ) -> LengthGroupedSampler:
-        """Samples of similar length together.
+        """Samples of similar length together; their lengths from `length_column_name`, or else counted once.
 
         Args:
             dataset: the samples.
-            source: the same with all its columns: if `length_column_name` is one, it has the lengths, else they are
-                counted once.
             batch_size: samples that are used together.
             generator: draws the order.
         """
         column = self.args.length_column_name
-        known = peers.is_dataset(source) and column in source.column_names and len(source) == len(dataset)
+        without_columns, source = self._with_all_columns
+        source = source if without_columns is dataset else dataset
+        known = peers.is_dataset(source) and column in source.column_names
         names = getattr(self.processing_class, "model_input_names", None)
         return LengthGroupedSampler(
             batch_size,
@@ -454,8 +463,7 @@ class Trainer:
         if self.args.train_sampling_strategy == "group_by_length":
             seed = self.args.data_seed if self.args.data_seed is not None else self.args.seed
             order = torch.Generator().manual_seed(seed)
-            source = eval_dataset if isinstance(self.eval_dataset, Mapping) else self.eval_dataset
-            return self._length_grouped_sampler(eval_dataset, source, self.args.eval_batch_size, order)
+            return self._length_grouped_sampler(eval_dataset, self.args.eval_batch_size, order)
         return SequentialSampler(eval_dataset)
 
     def _set_signature_columns_if_needed(self) -> None:
@@ -1003,7 +1011,7 @@ class Trainer:
         ):
             loop = self.prediction_loop
         output: Any = call_with_accepted(loop, dataloader, description, **settings)
-        if len(output) == len(PredictionOutput._fields):  # as overrides of v4.4 return
+        if isinstance(output, tuple) and len(output) == len(PredictionOutput._fields):  # as overrides of v4.4 return
             predictions, label_ids, metrics = output
             return EvalLoopOutput(predictions, label_ids, metrics, self.num_examples(dataloader))
         return cast("EvalLoopOutput", output)
@@ -1072,13 +1080,17 @@ class Trainer:
         )
         stage = "predict" if predicting else "test" if metric_key_prefix.startswith("test") else "validate"
         self._engine.evaluate(evaluation, self.model, stage)  # type: ignore[arg-type]
-        if evaluation.output is None or not evaluation.seen_batches:
-            raise InvalidArgument(f"{description} found not one batch: the dataset is empty.")
+        output, evaluation.output = evaluation.output, None
+        if output is None or not evaluation.seen_batches:
+            raise InvalidArgument(
+                f"{description} found not one batch: the dataset is empty, or smaller than a batch with "
+                "dataloader_drop_last, or lightning_config limits it to none."
+            )
         if evaluation.preparation_time is not None:
             self._preparation_measured |= math.isnan(self.model_preparation_time)
             self.model_preparation_time = evaluation.preparation_time
         self._draw(evaluation.metrics, metric_key_prefix)
-        return evaluation.output
+        return output
 
     def _prepare_for_evaluation(self, dataloader: DataLoader) -> None:
         """Model and optimizer in evaluation mode; the weights in half precision where the arguments ask for it."""

@@ -51,7 +51,9 @@ def without_rows(data: Any, *, lists_of_samples: bool = False) -> Any:
     if isinstance(data, Mapping):
         cut = {key: without_rows(value, lists_of_samples=lists_of_samples) for key, value in data.items()}
         return type(data)(cut)  # type: ignore[call-arg]
-    return data[:0] if getattr(data, "ndim", 0) else data
+    if isinstance(data, (torch.Tensor, np.ndarray)):
+        return (data if data.ndim else data.reshape(1))[:0]
+    return data
 
 
 def find_batch_size(tensors: Any) -> int | None:

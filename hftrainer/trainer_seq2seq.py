@@ -91,7 +91,7 @@ class Seq2SeqTrainer(Trainer):
         dataset = train_dataset if train_dataset is not None else self.train_dataset
         if self.args.sortish_sampler and has_length(dataset):  # type: ignore[attr-defined]
             step = self.args.train_batch_size * self.args.gradient_accumulation_steps
-            return self._length_grouped_sampler(dataset, self.train_dataset, step)
+            return self._length_grouped_sampler(dataset, step)
         return super()._get_train_sampler(train_dataset)
 
     def prediction_step(

@@ -112,7 +112,8 @@ class LightningEngine:
         batches = _Batches(evaluation)
         if self.fitting:
             assert self.trainer is not None and self.module is not None
-            seams.validate_in_fit(self.trainer, self.module, batches, evaluation, self._group)
+            all_batches = stage == "predict"  # limit_val_batches is for evaluations
+            seams.validate_in_fit(self.trainer, self.module, batches, evaluation, self._group, all_batches)
             return
         outer = self.trainer, self.module, self.evaluating
         with seams.keyboard_interrupts_restored(), seams.quiet():
@@ -126,6 +127,7 @@ class LightningEngine:
             try:
                 getattr(self.trainer, stage)(module, dataloaders=batches, **options)
             finally:
+                seams.release_data(module.evaluating[1])
                 module.detach()
                 self.evaluating = outer[2]
                 if self.evaluating:
@@ -204,7 +206,13 @@ class _Batches:
         self.evaluation = evaluation
 
     def __iter__(self) -> Iterator[Any]:
-        yield from self.evaluation
+        iterator, nothing = iter(self.evaluation), object()
+        while True:
+            with torch.enable_grad():  # Lightning turns gradients off; collators may need them
+                batch = next(iterator, nothing)
+            if batch is nothing:
+                return
+            yield batch
 
     def __len__(self) -> int:
         return len(self.evaluation)

@@ -222,7 +222,8 @@ class HostedModule(LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         """Compute the metrics, and log the numbers among them where Lightning's callbacks look for them."""
-        metrics = self.evaluation.finish()
+        with torch.enable_grad():
+            metrics = self.evaluation.finish()
         numbers = {name: float(value) for name, value in metrics.items() if _can_be_logged(name, value)}
         if numbers:
             # Every process has the metrics of all, so there is nothing to synchronize.
@@ -234,7 +235,8 @@ class HostedModule(LightningModule):
 
     def on_predict_epoch_end(self) -> None:
         """Compute the metrics."""
-        self.evaluation.finish()
+        with torch.enable_grad():
+            self.evaluation.finish()
 
     def on_validation_model_train(self) -> None:
         """Nothing: the model stays in eval mode until the next training step, as the Trainer's users expect."""

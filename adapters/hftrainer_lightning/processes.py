@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -93,9 +93,21 @@ class Processes:
             return data
 
         def gathered(leaf: Any) -> Any:
-            return self.gather_objects(leaf) if isinstance(leaf, list) else _gathered(leaf, pad_index)
+            if isinstance(leaf, list):
+                return self.gather_objects(leaf) if objects else self._gather_list(leaf, pad_index)
+            return _gathered(leaf, pad_index)
 
-        return apply_to_collection(data, (list, *_LEAVES) if objects else _LEAVES, gathered)
+        return apply_to_collection(data, (list, *_LEAVES), gathered)
+
+    def _gather_list(self, items: list[Any], pad_index: int) -> list[Any]:
+        """A list of outputs, of the same length in every process; a list of samples would be mixed up."""
+        lengths = set(self.gather_objects([len(items)]))
+        if len(lengths) > 1 or any(isinstance(item, Mapping) for item in items):
+            raise TypeError(
+                "Processes cannot gather a list with one item a sample as tensors: set eval_use_gather_object=True, "
+                "and eval_do_concat_batches=False to get a list of batches."
+            )
+        return [self.gather(item, pad_index) for item in items]
 
     @staticmethod
     def without_rows(data: Any) -> Any:
@@ -154,13 +166,15 @@ def _gathered(leaf: Any, pad_index: int) -> Any:
     from torchmetrics.utilities.distributed import gather_all_tensors  # seconds of imports, for several processes only
 
     if isinstance(leaf, np.ndarray):
-        return _gathered(torch.from_numpy(leaf), pad_index).numpy()
+        return _gathered(torch.from_numpy(leaf), pad_index).cpu().numpy()
     if not isinstance(leaf, torch.Tensor):
         raise TypeError(
             f"Processes can only gather tensors, got a {type(leaf).__name__}: put it into a list with one item a "
             "sample, and set eval_use_gather_object=True."
         )
-    return _joined(gather_all_tensors(torch.atleast_1d(leaf)), pad_index)
+    # NCCL takes what is on its GPU only.
+    home = torch.device("cuda", torch.cuda.current_device()) if "nccl" in distributed.get_backend() else leaf.device
+    return _joined(gather_all_tensors(torch.atleast_1d(leaf.to(home))), pad_index).to(leaf.device)
 
 
 def _summed(tensor: torch.Tensor) -> torch.Tensor:

@@ -202,26 +202,38 @@ def validate_in_fit(
     dataloader: Any,
     evaluation: EvaluationHost,
     group: ValidationGroup | None = None,
+    all_batches: bool = False,
 ) -> None:
     """Run Lightning's own validation loop at any point of `fit`, on any loader, so that its callbacks see it.
 
     Lightning runs it at fixed points, on one loader, and from the epoch loop only; the Trainer evaluates when its
-    callbacks say so.
+    callbacks say so. `all_batches` takes `limit_val_batches` off, for predictions.
     """
     loop: Any = trainer.fit_loop.epoch_loop.val_loop
-    outer, kind = module.evaluating, loop.__class__
+    outer, kind, limit = module.evaluating, loop.__class__, trainer.limit_val_batches
     module.evaluate_with(evaluation, loop)
     loop._combined_loader = None
     loop._data_source.instance = dataloader
     loop.restarting = False
     if group is not None:
         loop.__class__, loop.group = _GroupedLoop, group
+    if all_batches:
+        trainer.limit_val_batches = trainer.limit_predict_batches
     try:
         with _validating(trainer, module):
             loop.run()
     finally:
-        loop.__class__ = kind
+        loop.__class__, trainer.limit_val_batches = kind, limit
+        release_data(loop)
         module.evaluate_with(*outer)
+
+
+def release_data(loop: Any) -> None:
+    """Let go of the loader of an evaluation that is over, and with it of its predictions."""
+    loop._data_source.instance = loop._combined_loader = None
+    if loop._data_fetcher is not None:
+        loop._data_fetcher.teardown()
+        loop._data_fetcher = None
 
 
 def end_group(trainer: pl.Trainer, module: HostedModule, group: ValidationGroup, metrics: dict[str, float]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from typing import Any
 
 import torch
@@ -66,6 +67,18 @@ def load_state(folder: str, args: TrainingArguments) -> TrainerState:
     return state
 
 
+#: What GaLore and APOLLO keep in their state besides tensors: plain objects of their own.
+_PROJECTORS = {
+    "galore_torch.galore_projector": "GaLoreProjector",
+    "apollo_torch.svd_projector": "GaLoreProjector",
+    "apollo_torch.random_projector": "GradientProjector",
+}
+
+
+def _projectors() -> list[Any]:
+    return [getattr(sys.modules[module], name) for module, name in _PROJECTORS.items() if module in sys.modules]
+
+
 def load_optimizer_and_scheduler(folder: str, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
     """Load both states, in place; a checkpoint of `save_only_model` has neither, which is said."""
     optimizer_file = os.path.join(folder, names.OPTIMIZER_NAME)
@@ -73,7 +86,8 @@ def load_optimizer_and_scheduler(folder: str, optimizer: torch.optim.Optimizer, 
     if not (os.path.isfile(optimizer_file) and os.path.isfile(scheduler_file)):
         logger.warning("%s holds no optimizer or scheduler state: both start anew.", folder)
         return
-    optimizer.load_state_dict(torch.load(optimizer_file, map_location="cpu", weights_only=True))
+    with torch.serialization.safe_globals(_projectors()):
+        optimizer.load_state_dict(torch.load(optimizer_file, map_location="cpu", weights_only=True))
     scheduler.load_state_dict(torch.load(scheduler_file, weights_only=True))
 
 

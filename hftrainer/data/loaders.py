@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
-from hftrainer.data.sharding import ALL, Filler, ShardedBatchSampler, ShardedStream, Share, collate_marked
+from hftrainer.data.sharding import ALL, ShardedBatchSampler, Share, shared_out
 from hftrainer.trainer_utils import has_length
 
 
@@ -84,6 +83,7 @@ class PreparedDataLoader(DataLoader):
     at_end: bool
     filler: bool
     shards: ShardedBatchSampler | None
+    share: Share
 
     @classmethod
     def from_loader(
@@ -107,9 +107,6 @@ class PreparedDataLoader(DataLoader):
         dataset, settings, shards = loader.dataset, _settings(loader), None
         if isinstance(dataset, IterableDataset):
             sampling: dict[str, Any] = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
-            if share.processes > 1:
-                dataset = ShardedStream(dataset, loader.batch_size, share, loader.drop_last)
-                settings["collate_fn"] = functools.partial(collate_marked, loader.collate_fn)
         else:
             batches = loader.sampler if loader.batch_sampler is None else _seedable(loader.batch_sampler, seed)
             if share.processes > 1:
@@ -125,7 +122,7 @@ class PreparedDataLoader(DataLoader):
         prepared.drops_last = loader.drop_last
         prepared.iteration = 0
         prepared.at_end = prepared.filler = False
-        prepared.shards = shards
+        prepared.shards, prepared.share = shards, share
         return prepared
 
     @property
@@ -168,12 +165,13 @@ class PreparedDataLoader(DataLoader):
         skipped, self.skip_batches = self.skip_batches, 0
         self.set_epoch(self.iteration)
         self.at_end = False
-        iterator = super().__iter__()
+        share = self.share if isinstance(self.dataset, IterableDataset) else ALL
+        iterator = shared_out(super().__iter__(), share)
         nothing: Any = object()
         ahead = next(iterator, nothing)
         while ahead is not nothing:
-            marked = isinstance(ahead, Filler)
-            batch = to_device(ahead.data if marked else ahead, self.device, self.non_blocking)
+            batch, marked = ahead
+            batch = to_device(batch, self.device, self.non_blocking)
             ahead = next(iterator, nothing)
             self.at_end = ahead is nothing
             self.filler = marked or (self.at_end and self.shards is not None and self.shards.ends_with_filler)

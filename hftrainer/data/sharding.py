@@ -8,12 +8,11 @@ model needs every process for every forward pass), and evaluation drops its rows
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torch.utils.data import BatchSampler, IterableDataset
+from torch.utils.data import BatchSampler
 
 
 @dataclass(frozen=True)
@@ -73,58 +72,14 @@ class ShardedBatchSampler(BatchSampler):
         return getattr(self.batch_sampler, name)
 
 
-@dataclass(frozen=True)
-class Filler:
-    """A sample or a batch that only keeps step with the other processes."""
-
-    data: Any
-
-
-class ShardedStream(IterableDataset):
-    """The samples of one process's batches of a stream that every process reads.
-
-    Args:
-        stream: the dataset, the same in every process.
-        batch_size: samples in a batch; None when the stream gives whole batches.
-        share: which batches are this process's.
-        drop_last: whether an incomplete last batch is left out.
-    """
-
-    def __init__(self, stream: Any, batch_size: int | None, share: Share, drop_last: bool) -> None:
-        self.stream = stream
-        self.batch_size = batch_size
-        self.share = share
-        self.drop_last = drop_last
-
-    def set_epoch(self, epoch: int) -> None:
-        """Tell the stream which epoch the next iteration is, if it asks."""
-        if callable(getattr(self.stream, "set_epoch", None)):
-            self.stream.set_epoch(epoch)
-
-    def __iter__(self) -> Iterator[Any]:
-        samples, size = iter(self.stream), self.batch_size or 1
-        first: list[Any] = []
-        for count in itertools.count():
-            batch = list(itertools.islice(samples, size))
-            if len(batch) < size and (self.drop_last or not batch):
-                break
-            first = first or batch
-            if count % self.share.processes == self.share.rank:
-                yield from batch
-        left = count % self.share.processes
-        if left and self.share.rank >= left:
-            yield from map(Filler, first)
-
-
-def collate_marked(collate: Callable[[Any], Any], samples: Any) -> Any:
-    """Collate a batch of a `ShardedStream`; of fillers, the result is marked as one."""
-    if isinstance(samples, Filler):
-        return Filler(collate(samples.data))
-    if isinstance(samples, list) and samples and isinstance(samples[0], Filler):
-        return Filler(collate([sample.data for sample in samples]))
-    return collate(samples)
-
-
-def unsharded(dataset: Any) -> Any:
-    """The dataset that the user gave."""
-    return dataset.stream if isinstance(dataset, ShardedStream) else dataset
+def shared_out(batches: Iterable[Any], share: Share) -> Iterator[tuple[Any, bool]]:
+    """The batches of one process out of a stream that every process reads, and whether each is a filler."""
+    first, count = None, 0
+    for batch in batches:
+        first = batch if first is None else first
+        if count % share.processes == share.rank:
+            yield batch, False
+        count += 1
+    left = count % share.processes
+    if left and share.rank >= left:
+        yield first, True

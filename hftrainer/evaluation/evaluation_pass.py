@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections import deque
@@ -10,9 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from torch.utils.data import IterableDataset
 
 from hftrainer.data.loaders import PreparedDataLoader
-from hftrainer.data.sharding import unsharded
 from hftrainer.evaluation.metrics import TorchMetrics, WholeSetMetrics
 from hftrainer.evaluation.outputs import OutputCollector
 from hftrainer.trainer_pt_utils import find_batch_size, without_rows
@@ -91,7 +93,9 @@ class EvaluationPass:
             yield inputs
 
     def __len__(self) -> int:
-        """Number of batches."""
+        """Number of batches; a stream's is never known for sure."""
+        if isinstance(getattr(self.dataloader, "dataset", None), IterableDataset):
+            raise TypeError("a stream has as many batches as it gives")
         return len(self.dataloader)
 
     def step(self, inputs: Any, last: bool) -> Any:
@@ -105,11 +109,12 @@ class EvaluationPass:
             self.preparation_time = round(time.time() - self._created, 4)
         drawn, size = self._drawn.popleft(), find_batch_size(inputs)
         self.seen_batches += 1
-        loss, logits, labels = self.predict(inputs)
+        with self._in_hand(drawn):
+            loss, logits, labels = self.predict(inputs)
         if logits is not None and self.preprocess_logits is not None:
             logits = self.preprocess_logits(logits, labels)
         main = self.prepare_input(inputs[self.main_input]) if "inputs" in self.args.include_for_metrics else None
-        losses = None if loss is None else loss.repeat(self._loss_weight(drawn, size))
+        losses = None if loss is None else self._repeated(loss, drawn, size)
         rows = {"losses": losses, "inputs": main, "predictions": logits, "label_ids": labels}
         self.metrics.add_own(self._prediction(rows), drawn.filler)
         if drawn.filler:
@@ -142,14 +147,29 @@ class EvaluationPass:
             losses=rows.get("losses") if "loss" in self.args.include_for_metrics else None,
         )
 
-    def _loss_weight(self, drawn: _Drawn, size: int | None) -> int:
-        """How often the batch's mean loss counts: as Hugging Face counts it, the nominal batch size.
+    @contextlib.contextmanager
+    def _in_hand(self, drawn: _Drawn) -> Iterator[None]:
+        """Let the loader say of the batch in hand whether it is a filler, for `accelerator.gather_for_metrics`."""
+        loader = self.dataloader
+        if not isinstance(loader, PreparedDataLoader):
+            yield
+            return
+        ahead, loader.filler = loader.filler, drawn.filler
+        try:
+            yield
+        finally:
+            loader.filler = ahead if self._drawn else False
+
+    def _repeated(self, loss: torch.Tensor, drawn: _Drawn, size: int | None) -> torch.Tensor:
+        """The batch's loss as often as it counts: as Hugging Face counts it, the nominal batch size.
 
         Only the ragged last batch of a loader that the Trainer prepared counts its true size.
         """
+        nominal = self.args.eval_batch_size
         if drawn.remainder is None or size is None or not self.counts_last_batch_by_size:
-            return self.args.eval_batch_size
-        return size if drawn.remainder < 0 else drawn.remainder
+            return loss.repeat(nominal)
+        samples = size if drawn.remainder < 0 else drawn.remainder
+        return loss.repeat(max(nominal, samples))[:samples]
 
     def finish(self) -> dict[str, Any]:
         """Compute the metrics over all batches; `output` then has them and what was kept."""
@@ -175,7 +195,7 @@ class EvaluationPass:
         return float(losses.mean())
 
     def _known_samples(self) -> int | None:
-        dataset = unsharded(getattr(self.dataloader, "dataset", None))
+        dataset: Any = getattr(self.dataloader, "dataset", None)
         if has_length(dataset):
             return len(dataset)
         return self.num_examples(self.dataloader) if has_length(self.dataloader) else None

@@ -118,6 +118,7 @@ class TorchMetrics:
         self.collection.reset()
         self._updates = 0
         self._first: Any = None
+        self._drawn: dict[str, Any] = {}
 
     def add_own(self, prediction: EvalPrediction, filler: bool) -> None:
         """Update with this process's batch, unless it is a filler."""
@@ -153,17 +154,20 @@ class TorchMetrics:
         arguments = gather(self._first, objects=True)
         self.collection.reset()
         self._update(arguments)
-        synchronized = {metric: metric.sync_on_compute for metric in self.collection.values(copy_state=False)}
+        asked = {metric: metric.distributed_available_fn for metric in self.collection.values(copy_state=False)}
         try:
-            for metric in synchronized:
-                metric.sync_on_compute = False
+            for metric in asked:
+                metric.distributed_available_fn = _never  # every process has everything
             return self._values()
         finally:
-            for metric, setting in synchronized.items():
-                metric.sync_on_compute = setting
+            for metric, is_distributed in asked.items():
+                metric.distributed_available_fn = is_distributed
 
     def _values(self) -> dict[str, Any]:
-        return {name: _plain(value) for name, value in self.collection.compute().items()}
+        values = self.collection.compute()
+        if self.plot:  # in every process: a metric that does not keep its value is synchronized once more
+            self._drawn = {name: metric.compute() for name, metric in self.collection.items()}
+        return {name: _plain(value) for name, value in values.items()}
 
     def draw(self, folder: str, prefix: str) -> None:
         """Write a picture of each metric that was computed last."""
@@ -171,9 +175,13 @@ class TorchMetrics:
 
         os.makedirs(folder, exist_ok=True)
         for name, metric in self.collection.items():
-            figure, _ = metric.plot()
+            figure, _ = metric.plot(self._drawn[name])
             figure.savefig(os.path.join(folder, f"{prefix}_{name}.png"))
             plt.close(figure)
+
+
+def _never() -> bool:
+    return False
 
 
 def as_metrics(compute_metrics: Any, *, by_batch: bool = False) -> WholeSetMetrics | TorchMetrics:

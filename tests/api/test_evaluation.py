@@ -1,9 +1,11 @@
 """Evaluation beyond what transformers has: torchmetrics, flat memory, memory-mapped predictions, old loops."""
 
+import gc
 import json
 import subprocess
 import sys
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,10 +15,11 @@ from hypothesis import strategies as st
 from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix, MulticlassF1Score
 
-from hftrainer import EvalPrediction, PredictionOutput, TorchMetrics, Trainer, TrainingArguments
+from hftrainer import EvalPrediction, PredictionOutput, TorchMetrics, Trainer, TrainerCallback, TrainingArguments
 from hftrainer.data.samplers import LengthGroupedSampler
-from hftrainer.data.sharding import ShardedBatchSampler, ShardedStream, Share, collate_marked, unsharded
+from hftrainer.data.sharding import ShardedBatchSampler, Share, shared_out
 from hftrainer.errors import InvalidArgument
+from hftrainer.evaluation.evaluation_pass import EvaluationPass
 from hftrainer.evaluation.growing_array import GrowingArray
 from tests.parity.test_evaluation import detection_data, make_detector, pad, varied_language_data
 from tests.tiny import Plain, make_llama, make_plain, plain_data
@@ -256,8 +259,10 @@ def test_memory_mapped_predictions(make_trainer, tmp_path):
     assert np.array_equal(mapped.predictions, plain.predictions)
     assert np.array_equal(mapped.label_ids, plain.label_ids)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]  # temporary files have no name
-    with pytest.raises(FileNotFoundError):
-        make_trainer(model, data, trainer={"data_collator": pad}, eval_memmap_dir=str(tmp_path / "none")).predict(data)
+    with pytest.raises(InvalidArgument, match=r"eval_memmap_dir=.*is no folder"):
+        make_trainer(eval_memmap_dir=str(tmp_path / "none"))
+    with pytest.raises(InvalidArgument, match="eval_do_concat_batches=False"):
+        make_trainer(eval_memmap_dir=str(tmp_path), eval_do_concat_batches=False)
 
 
 MEASURES = """
@@ -396,18 +401,12 @@ def test_shares(count, processes):
         assert sampler.owns_last is (count > 0 and (count - 1) % processes == rank)
 
 
-@pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("count", [0, 1, 2, 3, 9, 13])
-def test_shares_of_a_stream(count, drop_last):
-    shares = [ShardedStream(range(count), 2, Share(rank, 3), drop_last) for rank in range(3)]
-    loaders = [
-        torch.utils.data.DataLoader(share, 2, drop_last=drop_last, collate_fn=lambda s: collate_marked(list, s))
-        for share in shares
-    ]
-    rounds = list(zip(*loaders, strict=True))  # as many batches in each process
-    real = [batch for together in rounds for batch in together if isinstance(batch, list)]
-    assert [sample for batch in real for sample in batch] == list(range(count - count % 2 if drop_last else count))
-    assert unsharded(shares[0]) == range(count)
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 7, 9])
+def test_shares_of_a_stream(count):
+    shares = [list(shared_out(range(count), Share(rank, 3))) for rank in range(3)]
+    rounds = list(zip(*shares, strict=True))  # as many batches in each process
+    assert [batch for together in rounds for batch, filler in together if not filler] == list(range(count))
+    assert {batch for together in rounds for batch, filler in together if filler} <= {0}
 
 
 def test_length_grouped_sampler():
@@ -425,3 +424,48 @@ def test_length_grouped_sampler():
 
 def test_eval_prediction_parts():
     assert EvalPrediction(1, 2, losses=3).elements == (1, 2, 3)
+
+
+def test_predictions_are_let_go(make_trainer):
+    """Nothing of an evaluation stays behind when its result is gone, alone and within training."""
+    trainer = make_trainer(max_steps=4, eval_strategy="steps", eval_steps=2)
+    left = []
+
+    class Sees(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            gc.collect()
+            left.append(sum(isinstance(thing, EvaluationPass) for thing in gc.get_objects()))
+
+    trainer.add_callback(Sees)
+    trainer.evaluate()
+    trainer.predict(plain_data(5))
+    trainer.train()
+    assert left == [0] * 4
+
+
+def test_predict_in_training_is_not_limited(make_trainer):
+    seen = []
+
+    class Predicts(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            seen.append((len(trainer.predict(plain_data(18)).predictions), trainer.evaluate()["eval_loss"]))
+
+    trainer = make_trainer(max_steps=1, lightning_config={"limit_val_batches": 2})
+    trainer.add_callback(Predicts)
+    trainer.train()
+    assert seen[0][0] == 18
+    assert trainer.evaluate()["eval_loss"] == seen[0][1]  # of two batches
+
+
+def test_evaluation_loop_may_return_any_object(make_trainer):
+    class Own(Trainer):
+        def evaluation_loop(self, *args, **kwargs):
+            return SimpleNamespace(predictions=None, label_ids=None, metrics={"eval_own": 1.0}, num_samples=3)
+
+    assert make_trainer(kind=Own).evaluate()["eval_own"] == 1.0
+
+
+@pytest.mark.parametrize("how", [{"dataloader_drop_last": True}, {"lightning_config": {"limit_val_batches": 0}}])
+def test_no_batch_at_all(make_trainer, how):
+    with pytest.raises(InvalidArgument, match="smaller than a batch with dataloader_drop_last, or lightning_config"):
+        make_trainer(**how).evaluate(plain_data(3))

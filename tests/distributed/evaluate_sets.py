@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 import torch
-from torchmetrics import MeanMetric, MetricCollection
-from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
+from torch.utils.data import IterableDataset, get_worker_info
+from torchmetrics import MetricCollection, SumMetric
+from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassConfusionMatrix
 
 from hftrainer import Seq2SeqTrainer, Seq2SeqTrainingArguments, TorchMetrics, Trainer, TrainingArguments
 from tests.parity.test_evaluation import Stream, make_detector, make_t5, pad, t5_data, varied_language_data
@@ -57,6 +58,25 @@ class Prediction:
         return found
 
 
+class Halves(IterableDataset):
+    """A stream that its workers share."""
+
+    def __init__(self, count):
+        self.count = count
+
+    def __iter__(self):
+        worker = get_worker_info()
+        return iter(plain_data(self.count)[worker.id :: worker.num_workers])
+
+
+class Gathers(Trainer):
+    """Gathers by hand within the step."""
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        self.gathered.append(self.accelerator.gather_for_metrics(inputs["x"]))
+        return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+
+
 class Objects(Trainer):
     """Predicts a list with one item a sample, which is no tensor."""
 
@@ -82,7 +102,12 @@ def cases(folder):
     boxes = [{**row, "box_labels": row["x"][:4]} for row in plain_data(17)]
     yield "nested", lambda size: result(nested, boxes[:size])
     metrics = MetricCollection(
-        {"acc": MulticlassAccuracy(3, average="micro"), "auroc": MulticlassAUROC(3), "mean": MeanMetric()}
+        {
+            "acc": MulticlassAccuracy(3, average="micro"),
+            "auroc": MulticlassAUROC(3),
+            "matrix": MulticlassConfusionMatrix(3),
+            "best": SumMetric(),
+        }
     )
     streamed = Trainer(
         make_plain(),
@@ -90,9 +115,19 @@ def cases(folder):
         compute_metrics=TorchMetrics(
             metrics,
             adapter=lambda p: {"preds": p.predictions, "target": p.label_ids, "value": p.predictions.argmax(-1)},
+            plot=True,
         ),
     )
     yield "torchmetrics", lambda size: result(streamed, plain_data(size))
+    uncached = TorchMetrics(MulticlassAccuracy(3, average="micro", compute_with_cache=False), plot=True)
+    drawn = Trainer(make_plain(), arguments(folder), compute_metrics=uncached)
+    yield "drawn without a cache", lambda size: result(drawn, plain_data(size)) if size < 4 else None
+    counting = Trainer(
+        make_plain(),
+        arguments(folder),
+        compute_metrics=TorchMetrics(SumMetric(), adapter=lambda p: {"value": p.predictions.new_ones(())}),
+    )
+    yield "one number a batch", lambda size: result(counting, plain_data(size))
     batched = Trainer(make_plain(), arguments(folder, batch_eval_metrics=True), compute_metrics=Prediction())
     yield "batch by batch", lambda size: result(batched, plain_data(size))
     objects = Objects(make_plain(), arguments(folder, eval_use_gather_object=True, eval_do_concat_batches=False))
@@ -105,6 +140,16 @@ def cases(folder):
     workers = Trainer(make_plain(), arguments(folder, dataloader_num_workers=1))
     yield "workers", lambda size: result(workers, plain_data(size)) if size in (1, 4, 7) else None
     yield "stream by a worker", lambda size: result(workers, Stream(size)) if size in (1, 4, 7) else None
+    several = Trainer(make_plain(), arguments(folder, dataloader_num_workers=2))
+    yield "stream by two workers", lambda size: result(several, Halves(size)) if size in (5, 11) else None
+    gathers = Gathers(make_plain(), arguments(folder))
+
+    def gather_in_step(size):
+        gathers.gathered = []
+        gathers.evaluate(Stream(size))
+        return {"rows": torch.cat(gathers.gathered).numpy()}
+
+    yield "gather in the step", gather_in_step
     generating = Seq2SeqTrainer(
         make_t5(),
         arguments(folder, Seq2SeqTrainingArguments, predict_with_generate=True, generation_max_length=7),

@@ -43,10 +43,14 @@ CASES = (
     "loss only",
     "nested",
     "torchmetrics",
+    "drawn without a cache",
+    "one number a batch",
     "batch by batch",
     "objects",
     "workers",
     "stream by a worker",
+    "stream by two workers",
+    "gather in the step",
     "generation",
     "gather_for_metrics",
 )
@@ -101,6 +105,28 @@ def test_a_failing_process_ends_all(tmp_path):
     run = python(*TORCHRUN, str(script))
     assert run.returncode != 0
     assert "only here" in run.stderr
+
+
+BOXES = """
+from hftrainer import Trainer, TrainingArguments
+from tests.tiny import Plain, plain_data
+
+class Boxes(Trainer):
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        return loss, logits, [{"box": row} for row in labels]
+
+args = TrainingArguments("out", use_cpu=True, disable_tqdm=True, eval_do_concat_batches=False)
+Boxes(Plain(), args).predict(plain_data(10))
+"""
+
+
+def test_lists_of_samples_are_not_mixed_up(tmp_path):
+    script = tmp_path / "boxes.py"
+    script.write_text(BOXES)
+    run = python(*TORCHRUN, str(script))
+    assert run.returncode != 0
+    assert "set eval_use_gather_object=True" in run.stderr
 
 
 TRAINS = """

@@ -454,3 +454,82 @@ def test_batches_of_another_kind(tmp_path):
     trainer = library.Trainer(Fickle(), args, eval_dataset=plain_data(11), compute_metrics=lambda p: {})
     with pytest.raises(TypeError, match="a list of 8 and a list of 3; eval_do_concat_batches=False"):
         trainer.evaluate()
+
+
+class HalfStream(IterableDataset):
+    """A stream whose workers share it, and whose length is that of the samples, not of its batches."""
+
+    def __init__(self, count, length):
+        self.count, self.length = count, length
+
+    def __len__(self):
+        return self.length
+
+    def __iter__(self):
+        worker = torch.utils.data.get_worker_info()
+        rows = plain_data(self.count)
+        return iter(rows if worker is None else rows[worker.id :: worker.num_workers])
+
+
+@pytest.mark.parametrize(("length", "workers"), [(18, 2), (8, 0), (30, 0)])
+def test_streams_whose_length_is_wrong(tmp_path, length, workers):
+    """Every batch that comes is evaluated."""
+    found = []
+    for name in ("hftrainer", "transformers"):
+        trainer, _ = build(name, "plain", tmp_path / name, dataloader_num_workers=workers)
+        output = trainer.predict(HalfStream(18, length))
+        found.append((output.predictions, comparable([output.metrics])))
+    assert len(found[0][0]) == 18
+    assert_same_arrays(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1]
+
+
+def test_gradients_in_metrics_and_collators(tmp_path):
+    """Both may need them; only the forward pass of a prediction step has none."""
+
+    def probes(prediction):
+        probe = torch.nn.Linear(3, 3)
+        loss = probe(torch.from_numpy(prediction.predictions)).square().mean()
+        loss.backward()
+        return {"gradient": bool(probe.weight.grad.abs().sum() > 0)}
+
+    def collates(samples):
+        x = torch.stack([sample["x"] for sample in samples]).requires_grad_()
+        (gradient,) = torch.autograd.grad(x.square().sum(), x)
+        return {"x": x.detach() + gradient, "labels": torch.stack([sample["labels"] for sample in samples])}
+
+    settings = {"trainer": {"compute_metrics": probes, "data_collator": collates}}
+    ours, _ = compare(tmp_path, "plain", **settings)
+    assert ours.extra["evaluated"][0]["eval_gradient"] is True
+
+
+def test_unreduced_losses(tmp_path):
+    def unreduced(library):
+        class Own(library.Trainer):
+            def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+                _, logits, labels = super().prediction_step(model, inputs, False, ignore_keys)
+                return torch.nn.functional.cross_entropy(logits, labels, reduction="none"), logits, labels
+
+        return Own
+
+    compare(tmp_path, "plain", trainer_class=unreduced)
+
+
+def test_lengths_of_another_set(tmp_path):
+    """The column of the set that is evaluated counts, not that of the Trainer's own."""
+    from datasets import Dataset
+
+    rows = varied_language_data(12)
+
+    def with_lengths(lengths):
+        return Dataset.from_dict({**columns_of(rows), "length": lengths})
+
+    orders = []
+    for name in ("hftrainer", "transformers"):
+        own, other = with_lengths([3] * 6 + [9] * 6), with_lengths([9, 3] * 6)
+        settings = {"train_sampling_strategy": "group_by_length", "remove_unused_columns": False}
+        given = {"eval_dataset": own, "data_collator": collate_columns, "compute_metrics": None}
+        trainer, _ = build(name, "llama", tmp_path / name, **settings, trainer=given)
+        orders.append([list(trainer.get_eval_dataloader(data).batch_sampler) for data in (other, own, None)])
+    assert orders[0] == orders[1]
+    assert orders[0][0] != orders[0][1] == orders[0][2]
