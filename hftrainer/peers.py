@@ -30,6 +30,15 @@ def is_torchmetric(value: Any) -> bool:
     return _is_instance(value, "torchmetrics", "Metric", "MetricCollection")
 
 
+def is_causal_lm(model: Any) -> bool:
+    """Whether `model` is one of transformers' causal language models, by the name of its class."""
+    if "transformers" not in sys.modules:
+        return False
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+
+
 def is_dataset(dataset: Any) -> bool:
     """Whether `dataset` is a map-style Dataset of the datasets library."""
     return _is_instance(dataset, "datasets", "Dataset")

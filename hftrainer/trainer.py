@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
 from hftrainer import model_inspection, peers, trainer_optimizer
+from hftrainer.arguments import legacy
 from hftrainer.arguments.validation import problems
 from hftrainer.checkpointing import names, resume
 from hftrainer.checkpointing.folders import PREFIX_CHECKPOINT_DIR, keep_only, rotate_checkpoints, staged
@@ -33,9 +34,12 @@ from hftrainer.debug_utils import DebugUnderflowOverflow
 from hftrainer.errors import InvalidArgument, MetricNotFound, UnsupportedArgument
 from hftrainer.evaluation.evaluation_pass import EvaluationPass
 from hftrainer.evaluation.metrics import TorchMetrics, as_metrics
+from hftrainer.logged_metrics import LoggedMetrics, split_losses
 from hftrainer.loss import check_loss, first_output, outputs_without
 from hftrainer.memory import TrainerMemoryTracker
+from hftrainer.model_changes import changed_for_training, set_tf32
 from hftrainer.optimization import get_scheduler
+from hftrainer.out_of_memory import StartingPoint, empty_cache, is_out_of_memory
 from hftrainer.overrides import accepts, call_with_accepted, is_overridden, with_accepted
 from hftrainer.reporting import comparable_names, mean_loss, print_table, write_metrics
 from hftrainer.schedule import TrainingSchedule, plan_schedule
@@ -51,7 +55,7 @@ from hftrainer.trainer_callback import (
     is_exportable,
     pop_from,
 )
-from hftrainer.trainer_pt_utils import metrics_format, nested_detach
+from hftrainer.trainer_pt_utils import LabelSmoother, metrics_format, nested_detach
 from hftrainer.trainer_utils import (
     EvalLoopOutput,
     PredictionOutput,
@@ -129,6 +133,7 @@ class Trainer:
         self._memory_tracker.start()
         self._set_log_level()
         self._seed_everything()
+        set_tf32(self.args.tf32)
         self.train_dataset = train_dataset
         self.eval_dataset = eval_dataset
         self.processing_class = _processing_class(processing_class, tokenizer)
@@ -218,7 +223,7 @@ class Trainer:
 
     def create_accelerator_and_postprocess(self) -> None:
         """Build the engine from the arguments, and `self.accelerator` over it."""
-        from hftrainer_lightning.arguments import make_plan, mixed_precision, overridden, unsupported
+        from hftrainer_lightning.arguments import make_plan, overridden, unsupported
 
         found = unsupported(self.args)
         if found:
@@ -232,7 +237,7 @@ class Trainer:
         plan.processes.connect(self.args.device, self.args.ddp_backend, self.args.ddp_timeout_delta)
         self._engine = LightningEngine(plan, self._lightning_callbacks)
         self.accelerator = EngineAccelerator(
-            self._engine, self.args.device, mixed_precision(self.args), self._prepare_loader, plan.processes
+            self._engine, self.args.device, plan.mixed_precision, self._prepare_loader, plan.processes
         )
         self.is_deepspeed_enabled = self.is_fsdp_enabled = False
         self.deepspeed = None
@@ -250,7 +255,18 @@ class Trainer:
         self.label_names = found if self.args.label_names is None else self.args.label_names
         self.can_return_loss = model_inspection.can_return_loss(inspected)
         self._signature_columns: list[str] | None = None
-        self.label_smoother = None
+        self.label_smoother = self._make_label_smoother()
+
+    def _make_label_smoother(self) -> LabelSmoother | None:
+        if self.args.label_smoothing_factor == 0:
+            return None
+        if getattr(getattr(self.model, "config", None), "problem_type", None) == "multi_label_classification":
+            warnings.warn(
+                "label_smoothing_factor is for one label a sample and is left out: this model has several.",
+                stacklevel=4,
+            )
+            return None
+        return LabelSmoother(epsilon=self.args.label_smoothing_factor)
 
     def _init_bookkeeping(self) -> None:
         self.is_in_train = False
@@ -265,8 +281,11 @@ class Trainer:
         self._with_all_columns: tuple[Any, Any] = None, None
         self._eval_dataloaders: dict[Any, Any] = {}
         self._preparation_measured = False
+        self._logged_metrics = LoggedMetrics()
+        self._past = None
+        self._past_index = legacy.value(self.args, "past_index")
         self._flos_per_token: tuple[Any, int] | None = None
-        self._initial_num_input_tokens_seen = 0
+        self._initial_num_input_tokens_seen = self._tokens_in_run = 0
 
     def _init_callbacks(self, callbacks: list[Any]) -> None:
         self.callback_handler = CallbackHandler(
@@ -538,7 +557,10 @@ class Trainer:
                 "The batch is empty: none of the samples' keys is an argument of the model's forward "
                 f"({', '.join(self._signature_columns or [])})."
             )
-        return self._prepare_input(inputs)
+        inputs = self._prepare_input(inputs)
+        if self._past is not None:  # `past_index`, until v4.57
+            inputs["mems"] = self._past
+        return inputs
 
     def _prepare_input(self, data: Any) -> Any:
         return to_device(data, self.accelerator.device)
@@ -663,16 +685,43 @@ class Trainer:
             model_inspection.align_special_tokens(self.model, self.processing_class)
         if folder is not None:
             self._load_from_checkpoint(folder)
+            if self.args.auto_find_batch_size:
+                self._train_batch_size = resume.load_state(folder, self.args).train_batch_size or self._train_batch_size
         watcher = DebugUnderflowOverflow(self.model) if "underflow_overflow" in self.args.debug else None
         self.is_in_train = True
         try:
-            return self._inner_training_loop(
-                resume_from_checkpoint=folder, trial=trial, ignore_keys_for_eval=ignore_keys_for_eval
-            )
+            with changed_for_training(self.model, self.args):
+                return self._train_with_fitting_batches(folder, trial, ignore_keys_for_eval)
         finally:
+            self._past = None
             self.is_in_train = False
             if watcher is not None:
                 watcher.remove()
+
+    def _train_with_fitting_batches(self, folder: str | None, trial: Any, ignore_keys: list[str] | None) -> TrainOutput:
+        """Train; with `auto_find_batch_size`, from the start again with half the batch when memory runs out."""
+        keywords: dict[str, Any] = {
+            "resume_from_checkpoint": folder,
+            "trial": trial,
+            "ignore_keys_for_eval": ignore_keys,
+        }
+        if not self.args.auto_find_batch_size:
+            return self._inner_training_loop(**keywords)
+        given = self.optimizer, self.lr_scheduler
+        start = StartingPoint(self.model, *given)
+        while True:
+            try:
+                return self._inner_training_loop(self._train_batch_size, **keywords)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                if self._train_batch_size == 1:
+                    raise RuntimeError("auto_find_batch_size: one sample does not fit into memory.") from error
+            self._train_batch_size //= 2
+            logger.warning("Memory ran out: starting again with %d samples in a batch.", self._train_batch_size)
+            self.optimizer, self.lr_scheduler = given
+            start.restore()
+            empty_cache()
 
     def _inner_training_loop(
         self,
@@ -701,6 +750,7 @@ class Trainer:
             position=position,
         )
         self._total_loss_scalar = 0.0
+        self._tokens_in_run = 0
         self._initial_num_input_tokens_seen = self.state.num_input_tokens_seen
         self._initial_global_step = self._globalstep_last_logged = self.state.global_step
         if first_epoch < schedule.num_train_epochs:
@@ -753,6 +803,7 @@ class Trainer:
             self._created_lr_scheduler = False
         self.create_optimizer_and_scheduler(num_training_steps=max_steps)
         self._load_optimizer_and_scheduler(resume_from_checkpoint)
+        self._load_scaler(resume_from_checkpoint)
 
     def _log_plan(self, schedule: TrainingSchedule) -> None:
         logger.info(
@@ -770,7 +821,8 @@ class Trainer:
         steps = self.state.global_step - self._initial_global_step
         train_loss = (self._total_loss_scalar + loop.tr_loss.item()) / max(steps, 0.001)
         samples = loop.schedule.num_train_samples * steps / max(self.state.max_steps, 1)
-        metrics = speed_metrics("train", loop.start_time, num_samples=samples, num_steps=steps)
+        tokens = self._tokens_in_run if legacy.value(self.args, "include_tokens_per_second") else None
+        metrics = speed_metrics("train", loop.start_time, num_samples=samples, num_steps=steps, num_tokens=tokens)
         self.store_flos()
         metrics["total_flos"] = self.state.total_flos
         metrics["train_loss"] = train_loss
@@ -809,10 +861,25 @@ class Trainer:
         inputs = self._prepare_inputs(inputs)
         with self.compute_loss_context_manager():
             loss = call_with_accepted(self.compute_loss, model, inputs, num_items_in_batch=num_items_in_batch)
+        every = self.args.torch_empty_cache_steps
+        if every is not None and self.state.global_step % every == 0:
+            empty_cache()
+        loss, parts = split_losses(loss)
         loss = check_loss(loss)
-        if self.current_gradient_accumulation_steps > 1 and not self._loss_is_scaled(num_items_in_batch):
-            loss = loss / self.current_gradient_accumulation_steps
-        return loss
+        accumulation = self.current_gradient_accumulation_steps
+        divisor = accumulation if accumulation > 1 and not self._loss_is_scaled(num_items_in_batch) else 1
+        for name, part in parts.items():
+            self._logged_metrics.add(name, part / divisor, count=0)
+        return loss / divisor if divisor > 1 else loss
+
+    def log_metric(self, name: str, value: Any) -> None:
+        """Log the mean of a value over the steps until the next log line; call it from anywhere in a step.
+
+        Args:
+            name: its name in the log line.
+            value: a number, or a tensor of shape `()`, which stays on its device until then.
+        """
+        self._logged_metrics.add(name, value)
 
     def _loss_is_scaled(self, num_items_in_batch: Any) -> bool:
         """Whether the loss was divided by the items of the whole window, rather than being a micro-batch's mean."""
@@ -840,12 +907,18 @@ class Trainer:
         Returns:
             The loss, or `(loss, outputs)`.
         """
-        labels = inputs.pop("labels", None) if self.compute_loss_func is not None else None
+        takes_labels = self.compute_loss_func is not None or self.label_smoother is not None
+        labels = inputs.pop("labels", None) if takes_labels else None
         if self.model_accepts_loss_kwargs and num_items_in_batch is not None:
             inputs = {**inputs, "num_items_in_batch": num_items_in_batch}
         outputs = model(**inputs)
+        if self._past_index >= 0:
+            self._past = outputs[self._past_index]
         if self.compute_loss_func is not None:
             loss = self.compute_loss_func(outputs, labels, num_items_in_batch=num_items_in_batch)
+        elif self.label_smoother is not None and labels is not None:
+            shift = peers.is_causal_lm(peers.without_adapters(self.accelerator.unwrap_model(model)))
+            loss = self.label_smoother(outputs, labels, shift_labels=shift, num_items_in_batch=num_items_in_batch)
         else:
             loss = first_output(outputs, inputs)
         return (loss, outputs) if return_outputs else loss
@@ -875,7 +948,9 @@ class Trainer:
         return inputs[main_input].numel() * self._flos_per_token[1]
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
-        """Count the input tokens of a micro-batch, of all processes, if `include_num_input_tokens_seen` asks for it."""
+        """Count the input tokens of a micro-batch, of all processes, for the arguments that ask for it."""
+        if legacy.value(self.args, "include_tokens_per_second") and "input_ids" in inputs:
+            self._tokens_in_run += inputs["input_ids"].numel() * self.args.world_size
         how = str(self.args.include_num_input_tokens_seen)
         if how == "no":
             return
@@ -915,12 +990,14 @@ class Trainer:
     def _log_training_loss(
         self, tr_loss: torch.Tensor, grad_norm: Any, learning_rate: float | None, start_time: float | None
     ) -> None:
-        summed = tr_loss.item()
+        steps = self.state.global_step - self._globalstep_last_logged
+        summed, further = self._logged_metrics.read(tr_loss, steps)
         tr_loss -= tr_loss  # not zero_(): a NaN that the filter let through stays, as in transformers
-        logs: dict[str, float] = {"loss": summed / (self.state.global_step - self._globalstep_last_logged)}
+        logs: dict[str, float] = {"loss": summed / steps}
         if grad_norm is not None:
             logs["grad_norm"] = grad_norm.item() if isinstance(grad_norm, torch.Tensor) else grad_norm
         logs["learning_rate"] = learning_rate if learning_rate is not None else self._get_learning_rate()
+        logs |= further
         self._total_loss_scalar += summed
         self._globalstep_last_logged = self.state.global_step
         self.store_flos()
@@ -932,7 +1009,15 @@ class Trainer:
         self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False
     ) -> dict[str, float]:
         """Evaluate within training; a scheduler that follows the metric steps on it."""
-        metrics = self.evaluate(ignore_keys=ignore_keys_for_eval)
+        try:
+            metrics = self.evaluate(ignore_keys=ignore_keys_for_eval)
+        except Exception as error:
+            if not (self.args.auto_find_batch_size and is_out_of_memory(error)):
+                raise
+            raise InvalidArgument(
+                "The evaluation did not fit into memory, and auto_find_batch_size is about training batches: reduce "
+                f"per_device_eval_batch_size={self.args.per_device_eval_batch_size}."
+            ) from error
         if isinstance(self.eval_dataset, Mapping):
             metrics = mean_loss(metrics, self.eval_dataset, "eval") | metrics
         if isinstance(self.lr_scheduler, ReduceLROnPlateau) and not skip_scheduler:
@@ -1006,7 +1091,7 @@ class Trainer:
         """`evaluation_loop`, or `prediction_loop` where the arguments or a subclass of v4.4 and before ask for it."""
         loop: Callable[..., Any] = self.evaluation_loop
         own_old_loop = is_overridden(self, "prediction_loop", Trainer)
-        if self.args.use_legacy_prediction_loop or (
+        if legacy.value(self.args, "use_legacy_prediction_loop") or (
             own_old_loop and not is_overridden(self, "evaluation_loop", Trainer)
         ):
             loop = self.prediction_loop
@@ -1079,7 +1164,11 @@ class Trainer:
             preparation_time=getattr(self, "model_preparation_time", None),
         )
         stage = "predict" if predicting else "test" if metric_key_prefix.startswith("test") else "validate"
-        self._engine.evaluate(evaluation, self.model, stage)  # type: ignore[arg-type]
+        self._past, past = None, self._past
+        try:
+            self._engine.evaluate(evaluation, self.model, stage)  # type: ignore[arg-type]
+        finally:
+            self._past = past
         output, evaluation.output = evaluation.output, None
         if output is None or not evaluation.seen_batches:
             raise InvalidArgument(
@@ -1140,6 +1229,8 @@ class Trainer:
                 with self.compute_loss_context_manager():
                     outputs = model(**inputs)
                 logits = outputs_without(outputs, ignore_keys, skip_first=False)
+                if self._past_index >= 0:
+                    self._past = outputs[self._past_index - 1]
         if prediction_loss_only:
             return loss, None, None
         logits = nested_detach(logits)
@@ -1155,7 +1246,7 @@ class Trainer:
             else:  # an override of v4.1: its loss, and the outputs by a pass of their own
                 outputs = () if loss_only else model(**inputs)
                 loss = call_with_accepted(self.compute_loss, model, inputs, num_items_in_batch=num_items)
-        return loss.detach().mean(), outputs
+        return split_losses(loss)[0].detach().mean(), outputs
 
     # ---- Saving and loading ------------------------------------------------------------------------------------
 
@@ -1198,6 +1289,7 @@ class Trainer:
             self.save_model(folder, _internal_call=True)
             if not self.args.save_only_model:
                 self._save_optimizer_and_scheduler(folder)
+                self._save_scaler(folder)
                 self._save_rng_state(folder)
             self.state.stateful_callbacks = export_states(self._stateful_callbacks())
             self.state.save_to_json(os.path.join(folder, names.TRAINER_STATE_NAME))
@@ -1206,6 +1298,16 @@ class Trainer:
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         torch.save(self._made_optimizer().state_dict(), os.path.join(output_dir, names.OPTIMIZER_NAME))
         torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, names.SCHEDULER_NAME))
+
+    def _save_scaler(self, output_dir: str) -> None:
+        """Write the scale of the loss, with fp16."""
+        if self.accelerator.scaler is not None:
+            torch.save(self.accelerator.scaler.state_dict(), os.path.join(output_dir, names.SCALER_NAME))
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        """Load the scale of the loss, if the checkpoint has it."""
+        if checkpoint is not None and self.accelerator.scaler is not None:
+            resume.load_scaler(checkpoint, self.accelerator.scaler)
 
     def _save_rng_state(self, output_dir: str) -> None:
         save_rng_state(os.path.join(output_dir, names.rng_name(self.args.process_index, self.args.world_size)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -62,6 +63,44 @@ def find_batch_size(tensors: Any) -> int | None:
         return tensors.shape[0] if tensors.ndim else None
     values = tensors.values() if isinstance(tensors, Mapping) else tensors if isinstance(tensors, (list, tuple)) else ()
     return next((size for value in values if (size := find_batch_size(value)) is not None), None)
+
+
+@dataclass
+class LabelSmoother:
+    """Cross entropy against labels that are a little spread over all classes.
+
+    Attributes:
+        epsilon: the share that is spread.
+        ignore_index: labels that do not count.
+    """
+
+    epsilon: float = 0.1
+    ignore_index: int = -100
+
+    def __call__(
+        self, model_output: Any, labels: torch.Tensor, shift_labels: bool = False, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
+        """The loss, shape `()`.
+
+        Args:
+            model_output: the model's; its logits are of shape `(..., classes)`.
+            labels: of shape `(...)`.
+            shift_labels: whether position `i` predicts label `i + 1`, as in causal language models.
+            num_items_in_batch: what to divide by; default the labels that count.
+        """
+        logits = model_output["logits"] if isinstance(model_output, Mapping) else model_output[0]
+        if shift_labels:
+            logits, labels = logits[..., :-1, :].contiguous(), labels[..., 1:].contiguous()
+        negative = -nn.functional.log_softmax(logits, dim=-1)
+        if labels.ndim == negative.ndim - 1:
+            labels = labels.unsqueeze(-1)
+        ignored = labels.eq(self.ignore_index)
+        own = negative.gather(dim=-1, index=labels.clamp(min=0)).masked_fill(ignored, 0.0)
+        spread = negative.sum(dim=-1, keepdim=True, dtype=torch.float32).masked_fill(ignored, 0.0)
+        items: Any = ignored.numel() - ignored.long().sum() if num_items_in_batch is None else num_items_in_batch
+        items = items.to(own.device) if isinstance(items, torch.Tensor) else items
+        spread_mean = spread.sum() / (items * negative.shape[-1])
+        return (1 - self.epsilon) * (own.sum() / items) + self.epsilon * spread_mean
 
 
 def get_parameter_names(

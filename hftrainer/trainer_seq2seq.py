@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import Sampler
 
 from hftrainer.errors import InvalidArgument
+from hftrainer.loss import first_output
 from hftrainer.trainer import Trainer
 from hftrainer.trainer_utils import PredictionOutput, has_length
 
@@ -111,7 +112,9 @@ class Seq2SeqTrainer(Trainer):
         if labels is not None:
             with torch.no_grad(), self.compute_loss_context_manager():
                 outputs = model(**inputs)
-            loss = (outputs["loss"] if isinstance(outputs, dict) else outputs[0]).detach().mean()
+            smoother = self.label_smoother
+            loss = first_output(outputs, inputs) if smoother is None else smoother(outputs, labels)
+            loss = loss.detach().mean()
         if self.args.prediction_loss_only:
             return loss, None, None
         return loss, self._pad(tokens, length), None if labels is None else self._pad(labels, length)

@@ -63,6 +63,8 @@ class TrainingLoop:
         self.learning_rate: float | None = None
         self.start_time = time.time()
         self.tr_loss = torch.tensor(0.0, device=trainer.args.device)
+        self._infinite: torch.Tensor | None = None
+        self._warned = False
         self._loss_readable_at_once = self.tr_loss.device.type == "cpu"
         self.feed = MicroBatchFeed(
             schedule,
@@ -93,6 +95,7 @@ class TrainingLoop:
         self.epoch = epoch
         self.grad_norm = self.learning_rate = None
         self.feed.window = None
+        self.trainer._past = None
         self._announce("on_epoch_begin")
 
     def _open_epoch(self) -> Iterator[Any]:
@@ -168,11 +171,26 @@ class TrainingLoop:
         state = self.trainer.state
         steps = 1 + state.global_step - self.trainer._globalstep_last_logged
         if not self._loss_readable_at_once:  # stay on the device: reading the loss would wait for it
-            self.tr_loss = torch.where(loss.isfinite(), self.tr_loss + loss, self.tr_loss + self.tr_loss / steps)
+            finite = loss.isfinite()
+            self._infinite = ~finite if self._infinite is None else self._infinite | ~finite
+            self.tr_loss = torch.where(finite, self.tr_loss + loss, self.tr_loss + self.tr_loss / steps)
         elif math.isfinite(loss):
             self.tr_loss += loss
         else:  # stand in with the mean of what has been summed
+            self._warn_of_infinite_loss(f"is {loss.item()}", state.global_step + 1)
             self.tr_loss += self.tr_loss / steps
+
+    def _warn_of_infinite_loss(self, what: str, step: int) -> None:
+        """Say it once: the mean in the log leaves such losses out, so nobody would see."""
+        if not self._warned:
+            logger.warning(
+                "The loss %s at optimizer step %d; logging_nan_inf_filter leaves it out of the mean that is logged. "
+                "Find where it comes from with debug='underflow_overflow'; a lower learning_rate, a smaller "
+                "max_grad_norm or bf16 instead of fp16 often help.",
+                what,
+                step,
+            )
+            self._warned = True
 
     def end_substep(self) -> None:
         """Announce a micro-batch after which the optimizer does not step."""
@@ -185,12 +203,13 @@ class TrainingLoop:
         self.grad_norm = self.trainer._clip_grad_norm(model)
         self._announce("on_pre_optimizer_step")
 
-    def after_optimizer_step(self) -> None:
-        """Announce the step, and move the learning rate on."""
-        self._announce("on_optimizer_step")
+    def after_optimizer_step(self, skipped: bool) -> None:
+        """Announce the step, and move the learning rate on, unless the step was skipped for infinite gradients."""
         trainer = self.trainer
+        trainer.accelerator.optimizer_step_was_skipped = skipped
+        self._announce("on_optimizer_step")
         self.learning_rate = trainer._get_learning_rate()
-        if not isinstance(trainer.lr_scheduler, ReduceLROnPlateau):  # that one steps on evaluations
+        if not skipped and not isinstance(trainer.lr_scheduler, ReduceLROnPlateau):  # that one steps on evaluations
             trainer.lr_scheduler.step()
 
     def current_learning_rate(self) -> float:
@@ -208,6 +227,10 @@ class TrainingLoop:
         self._log_save_evaluate()
 
     def _log_save_evaluate(self) -> None:
+        if self._infinite is not None and self.trainer.control.should_log:  # the log reads from the device anyway
+            if bool(self._infinite):
+                self._warn_of_infinite_loss("was not finite before or", self.trainer.state.global_step)
+            self._infinite = None
         self._maybe_log_save_evaluate(
             self.tr_loss,
             self.grad_norm,

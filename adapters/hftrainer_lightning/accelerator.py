@@ -22,7 +22,7 @@ class EngineAccelerator:
     Args:
         engine: what runs backward.
         device: the device that training runs on.
-        mixed_precision: 'no' or 'bf16', as accelerate calls it.
+        mixed_precision: 'no', 'bf16' or 'fp16', as accelerate calls it.
         prepare_loader: prepares a `DataLoader` as the Trainer's own loaders are.
         processes: where this process stands among others.
 
@@ -51,7 +51,7 @@ class EngineAccelerator:
         self.is_last_process = processes.rank == processes.world_size - 1
         kind = "CPU" if device.type == "cpu" else "GPU"
         self.distributed_type = f"MULTI_{kind}" if processes.several else "NO"
-        self.scaler = None
+        self.scaler = engine.scaler
         self.optimizer_step_was_skipped = False
         self.parallelism_config = None
         self.state = SimpleNamespace(
@@ -142,7 +142,8 @@ class EngineAccelerator:
         """Autocast as the training arguments ask for, for computations outside the model."""
         if self.mixed_precision == "no":
             return contextlib.nullcontext()
-        return torch.autocast(self.device.type, dtype=torch.bfloat16)
+        dtype = torch.bfloat16 if self.mixed_precision == "bf16" else torch.float16
+        return torch.autocast(self.device.type, dtype=dtype)
 
     def no_sync(self, model: Any = None) -> Any:
         """Keep gradients from being synchronized: with one process, nothing to do."""

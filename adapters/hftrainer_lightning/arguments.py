@@ -43,6 +43,7 @@ TABLE: dict[str, Row] = {
         "mapped",
         gradient_accumulation_steps="accumulate_grad_batches",
         bf16="precision plugin: bf16-mixed",
+        fp16="precision plugin: 16-mixed, with a scaled loss",
         use_cpu="accelerator",
         full_determinism="deterministic",
         output_dir="default_root_dir",
@@ -105,6 +106,20 @@ TABLE: dict[str, Row] = {
         bf16_full_eval="trainer: evaluation_loop",
         fp16_full_eval="trainer: evaluation_loop",
         include_num_input_tokens_seen="trainer: log",
+        tf32="model_changes",
+        activation_checkpointing="model_changes",
+        activation_checkpointing_kwargs="model_changes",
+        gradient_checkpointing="model_changes; the name of activation_checkpointing until v5.23",
+        gradient_checkpointing_kwargs="model_changes",
+        torch_compile="model_changes",
+        torch_compile_backend="model_changes",
+        torch_compile_mode="model_changes",
+        use_liger_kernel="model_changes",
+        liger_kernel_config="model_changes",
+        label_smoothing_factor="trainer_pt_utils.LabelSmoother",
+        neftune_noise_alpha="model_changes",
+        auto_find_batch_size="out_of_memory",
+        torch_empty_cache_steps="out_of_memory",
         include_for_metrics="evaluation",
         metric_for_best_model="trainer: _determine_best_metric",
         greater_is_better="trainer: _determine_best_metric",
@@ -145,21 +160,6 @@ TABLE: dict[str, Row] = {
         "hub_always_push",
         "hub_revision",
     ),
-    **_planned("use bf16=True", "fp16"),
-    **_planned("set torch.backends.cuda.matmul.allow_tf32 yourself", "tf32"),
-    **_planned(
-        "call model.gradient_checkpointing_enable() yourself",
-        "activation_checkpointing",
-        "activation_checkpointing_kwargs",
-        "gradient_checkpointing",
-        "gradient_checkpointing_kwargs",
-    ),
-    **_planned("call model.compile() yourself", "torch_compile", "torch_compile_backend", "torch_compile_mode"),
-    **_planned("apply the kernels to the model yourself", "use_liger_kernel", "liger_kernel_config"),
-    **_planned("compute the smoothed loss in compute_loss_func", "label_smoothing_factor"),
-    **_planned("add the noise in the model", "neftune_noise_alpha"),
-    **_planned("choose the batch size yourself", "auto_find_batch_size"),
-    **_planned("call torch.cuda.empty_cache() in a callback", "torch_empty_cache_steps"),
     **_planned("save in your own signal handler", "enable_jit_checkpoint"),
     **_planned(
         "train in one process",
@@ -198,6 +198,8 @@ TABLE |= _rows(
     split_batches="accelerator_config['split_batches']",
     tpu_metrics_debug="debug='tpu_metrics_debug'",
     use_legacy_prediction_loop="trainer: prediction_loop",
+    past_index="trainer: compute_loss",
+    include_tokens_per_second="trainer: the metrics of train()",
 )
 TABLE |= _rows(
     "inert",
@@ -206,9 +208,6 @@ TABLE |= _rows(
     use_mps_device="Apple's GPU is taken by itself",
 )
 TABLE |= _planned("convert the saved model yourself", "save_safetensors")
-TABLE |= _planned("keep the output in your model", "past_index")
-TABLE |= _planned("use include_num_input_tokens_seen, which logs the tokens", "include_tokens_per_second")
-TABLE |= _planned("trace the model yourself", "jit_mode_eval")
 TABLE |= _planned("search with optuna around train()", "ray_scope")
 TABLE |= _planned("train on a GPU or CPU", "tpu_num_cores")
 TABLE |= _rows(
@@ -216,6 +215,7 @@ TABLE |= _rows(
     fp16_backend=(_APEX := "NVIDIA Apex is archived and no precision plugin of Lightning; torch's autocast is used"),
     half_precision_backend=_APEX,
     fp16_opt_level="it is a level of NVIDIA Apex, which is archived; leave it out",
+    jit_mode_eval="torch has ended TorchScript; use torch_compile",
     use_ipex="Intel has ended the extension and moved it into torch; leave it out",
     mp_parameters="SageMaker's model parallelism is a library of its own; use fsdp",
     model_parallel="naive model parallelism ended with v4.1; load the model with device_map, or use fsdp",
@@ -251,7 +251,7 @@ _KEPT = {
 
 #: What `accelerate launch` puts into the environment that this release cannot honour → its neutral values.
 LAUNCHER = {
-    "ACCELERATE_MIXED_PRECISION": ("", "no", "fp32", "bf16"),
+    "ACCELERATE_MIXED_PRECISION": ("", "no", "fp32", "bf16", "fp16"),
     "ACCELERATE_DYNAMO_BACKEND": ("", "no"),
     "ACCELERATE_USE_FSDP": ("", "false"),
     "ACCELERATE_USE_DEEPSPEED": ("", "false"),
@@ -305,20 +305,21 @@ def _is_neutral(value: Any, default: Any) -> bool:
     return nothing or value == default or value in ("no", "none")
 
 
-def mixed_precision(args: TrainingArguments) -> str:
-    """'bf16' or 'no', in accelerate's words: the argument's, or else the launcher's."""
-    return "bf16" if args.bf16 or os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16" else "no"
+def _precision(args: TrainingArguments) -> str:
+    """Lightning's precision: the argument's, or else the launcher's."""
+    asked = "bf16" if args.bf16 else "fp16" if args.fp16 else os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    return {"bf16": "bf16-mixed", "fp16": "16-mixed"}.get(asked, "32-true")
 
 
 def make_plan(args: TrainingArguments) -> LightningPlan:
     """The plan for these arguments."""
     device = args.device
     config = read_config(getattr(args, "lightning_config", None))
-    precision = "bf16-mixed" if mixed_precision(args) == "bf16" else "32-true"
+    precision = str(config.get("precision", _precision(args)))
     return LightningPlan(
         accelerator=device.type,  # type: ignore[arg-type]
         device=str(device),
-        precision="bf16-mixed" if config.get("precision", precision) == "bf16-mixed" else "32-true",
+        precision="32-true" if precision == "32" else precision,  # type: ignore[arg-type]
         accumulate_grad_batches=args.gradient_accumulation_steps,
         deterministic=args.full_determinism,
         default_root_dir=str(args.output_dir),
@@ -334,6 +335,7 @@ def overridden(args: TrainingArguments) -> list[str]:
     config = read_config(getattr(args, "lightning_config", None))
     return [
         f"lightning_config[{name!r}]={config[name]!r} overrides {argument}={getattr(args, argument)!r}."
-        for name, argument in ALSO_SET_BY.items()
+        for name, arguments in ALSO_SET_BY.items()
+        for argument in arguments
         if name in config and getattr(args, argument)
     ]

@@ -49,9 +49,9 @@ PLANNED = {
     "strategy": ("auto",),
     "sync_batchnorm": (False,),
 }
-PRECISIONS = ("32-true", "32", 32, "bf16-mixed")
-#: Keywords that an argument also sets → that argument.
-ALSO_SET_BY = {"precision": "bf16", "deterministic": "full_determinism"}
+PRECISIONS = ("32-true", "32", 32, "bf16-mixed", "16-mixed")
+#: Keywords that arguments also set → those arguments.
+ALSO_SET_BY = {"precision": ("bf16", "fp16"), "deterministic": ("full_determinism",)}
 
 
 class WrongConfig(ValueError):
@@ -100,7 +100,8 @@ def wrong_keywords(config: dict[str, Any]) -> list[str]:
             found.append(f"lightning_config[{name!r}]={value!r} is not supported yet: train in one process.")
         elif name == "precision" and value not in PRECISIONS:
             found.append(
-                f"lightning_config['precision']={value!r} is not supported yet: use '32-true' or 'bf16-mixed'."
+                f"lightning_config['precision']={value!r} is not supported yet: use '32-true', 'bf16-mixed' or "
+                "'16-mixed'."
             )
         elif name not in PASSED and name not in PLANNED:
             near = difflib.get_close_matches(name, [*PASSED, *RULED, *PLANNED], n=1)

@@ -19,6 +19,7 @@ from hftrainer_lightning import seams
 from hftrainer_lightning.events import EvaluationHost, TrainingHost
 from hftrainer_lightning.module import HostedModule
 from hftrainer_lightning.plan import LightningPlan
+from hftrainer_lightning.precision import make_scaler
 from hftrainer_lightning.strategies import build_strategy
 
 #: Lightning's loops over an evaluation or test set.
@@ -40,6 +41,7 @@ class LightningEngine:
         callbacks: the user's Lightning callbacks; the list may change between runs.
 
     Attributes:
+        scaler: scales the loss, with float16, else None.
         trainer: the `lightning.Trainer` of the last run, or None.
         module: the `LightningModule` of the last run, or None.
     """
@@ -50,6 +52,7 @@ class LightningEngine:
         self.trainer: pl.Trainer | None = None
         self.module: HostedModule | None = None
         self.fitting = self.evaluating = False
+        self.scaler = make_scaler(plan)
         self._group: seams.ValidationGroup | None = None
 
     def fit(
@@ -167,7 +170,7 @@ class LightningEngine:
         keywords.setdefault("profiler", seams.NoProfiler())
         trainer = seams.Trainer(
             **keywords,
-            strategy=build_strategy(self.plan),
+            strategy=build_strategy(self.plan, self.scaler),
             max_epochs=max_epochs,
             check_val_every_n_epoch=NEVER,
             num_sanity_val_steps=0,

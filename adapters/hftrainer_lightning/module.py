@@ -11,6 +11,7 @@ from lightning.pytorch import LightningModule
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from hftrainer_lightning.events import EvaluationHost, TrainingHost
+from hftrainer_lightning.precision import PlainSteps
 
 
 def _can_be_logged(name: str, value: Any) -> bool:
@@ -98,7 +99,7 @@ class HostedModule(LightningModule):
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         """Run the closure (forward, backward, clipping) and the step, then tell the run."""
         optimizer.step(closure=optimizer_closure)
-        self.host.after_optimizer_step()
+        self.host.after_optimizer_step(self._precision.skipped)
 
     def configure_gradient_clipping(
         self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
@@ -172,9 +173,17 @@ class HostedModule(LightningModule):
         return block() if block is not None else contextlib.nullcontext()
 
     def _step_manually(self) -> None:
+        assert self._optimizer is not None
+        self._precision.unscale(self._optimizer)
         self.host.before_optimizer_step(self.model)
         self.optimizers().step()  # type: ignore[union-attr]
-        self.host.after_optimizer_step()
+        self.host.after_optimizer_step(self._precision.skipped)
+
+    @property
+    def _precision(self) -> PlainSteps:
+        plugin = self.trainer.precision_plugin
+        assert isinstance(plugin, PlainSteps)
+        return plugin
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """End a micro-batch, and the optimizer step if it was its last."""

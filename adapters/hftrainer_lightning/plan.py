@@ -29,7 +29,7 @@ class LightningPlan:
 
     accelerator: Literal["cpu", "cuda", "mps"]
     device: str
-    precision: Literal["32-true", "bf16-mixed"]
+    precision: Literal["32-true", "bf16-mixed", "16-mixed"]
     accumulate_grad_batches: int
     deterministic: bool
     default_root_dir: str
@@ -37,6 +37,11 @@ class LightningPlan:
     process_group_backend: str | None
     timeout: int
     config: Mapping[str, Any]
+
+    @property
+    def mixed_precision(self) -> str:
+        """The precision in accelerate's words."""
+        return {"32-true": "no", "bf16-mixed": "bf16", "16-mixed": "fp16"}[self.precision]
 
     def trainer_keywords(self) -> dict[str, Any]:
         """Keywords of `lightning.Trainer` that follow from the arguments, as plain values."""

@@ -20,6 +20,11 @@ class PlainSteps(Precision):
     the optimizer would then see no gradients, and optimizers that ignore closures would not train.
     """
 
+    #: Scales the loss, with float16.
+    scaler: torch.amp.GradScaler | None = None
+    #: Whether the last step was left out, since the scaled gradients were not finite.
+    skipped = False
+
     def train_step_context(self) -> Any:
         """Nothing."""
         return contextlib.nullcontext()
@@ -31,8 +36,23 @@ class PlainSteps(Precision):
     ) -> Any:
         """Forward, backward and clipping, then the step; an optimizer that is fused into backward has stepped."""
         closure()
+        if model.automatic_optimization:
+            self.unscale(optimizer)
         self._after_closure(model, optimizer)
-        return None if hasattr(optimizer, "fused_backward") else optimizer.step(**kwargs)
+        if hasattr(optimizer, "fused_backward"):
+            return None
+        if self.scaler is None:
+            return optimizer.step(**kwargs)
+        before = self.scaler.get_scale()
+        result = self.scaler.step(optimizer, **kwargs)
+        self.scaler.update()
+        self.skipped = self.scaler.get_scale() < before
+        return result
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the gradients by the scale of the loss, before they are clipped."""
+        if self.scaler is not None:
+            self.scaler.unscale_(optimizer)
 
 
 class FullPrecision(PlainSteps):
@@ -87,8 +107,13 @@ def _to_float32(outputs: Any) -> Any:
     return outputs
 
 
-def precision_plugin(plan: LightningPlan) -> Precision:
-    """The plugin that the plan's precision names."""
+def make_scaler(plan: LightningPlan) -> torch.amp.GradScaler | None:
+    """What scales the loss so that float16 gradients do not vanish; other precisions need none."""
+    return torch.amp.GradScaler(torch.device(plan.device).type) if plan.precision == "16-mixed" else None
+
+
+def precision_plugin(plan: LightningPlan, scaler: torch.amp.GradScaler | None) -> Precision:
+    """The plugin that the plan's precision names, with the scaler that lives as long as the Trainer."""
     if plan.precision == "32-true":
         return FullPrecision()
-    return ForwardAutocast(plan.precision, torch.device(plan.device).type)
+    return ForwardAutocast(plan.precision, torch.device(plan.device).type, scaler)

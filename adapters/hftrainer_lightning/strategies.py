@@ -38,9 +38,9 @@ class Replicas(_StaysInPlace, DDPStrategy):
     """A replica of the model in each process."""
 
 
-def build_strategy(plan: LightningPlan) -> Strategy:
-    """The strategy that the plan names."""
-    precision = precision_plugin(plan)
+def build_strategy(plan: LightningPlan, scaler: torch.amp.GradScaler | None) -> Strategy:
+    """The strategy that the plan names; `scaler` is of its precision plugin."""
+    precision = precision_plugin(plan, scaler)
     if plan.processes.several:
         return Replicas(
             precision_plugin=precision,

@@ -185,6 +185,12 @@ def mirror(name: str) -> property:
     return property(get, set_, doc=f"Old name of `{rename.spelled}`.")
 
 
+def value(args: Any, name: str) -> Any:
+    """An argument that has no new name; of the newest transformers' arguments, which lack it, its default."""
+    found = getattr(args, name, None)
+    return KEPT.get(name, False) if found is None else found
+
+
 def is_copy(given: dict[str, Any]) -> bool:
     """Whether these keywords come from `dataclasses.replace`: all fields, read from a finished object.
 

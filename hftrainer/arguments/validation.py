@@ -61,6 +61,10 @@ def normalize(args: TrainingArguments) -> None:
         args.disable_tqdm = logging.getLogger("hftrainer").getEffectiveLevel() > logging.WARNING
     if isinstance(args.include_num_input_tokens_seen, bool):
         args.include_num_input_tokens_seen = "all" if args.include_num_input_tokens_seen else "no"
+    if (args.torch_compile_backend or args.torch_compile_mode) and not args.torch_compile:
+        args.torch_compile = True
+    if args.torch_compile and args.torch_compile_backend is None:
+        args.torch_compile_backend = "inductor"
     args.debug = args.debug.split() if isinstance(args.debug, str) else list(args.debug or [])
     args.report_to = _as_list(args.report_to)
     for old, new in (

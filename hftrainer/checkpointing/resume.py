@@ -91,6 +91,15 @@ def load_optimizer_and_scheduler(folder: str, optimizer: torch.optim.Optimizer, 
     scheduler.load_state_dict(torch.load(scheduler_file, weights_only=True))
 
 
+def load_scaler(folder: str, scaler: torch.amp.GradScaler) -> None:
+    """Load the scale of the loss, in place."""
+    path = os.path.join(folder, names.SCALER_NAME)
+    if os.path.isfile(path):
+        scaler.load_state_dict(torch.load(path, weights_only=True))
+    else:
+        logger.warning("%s holds no scale of the loss: it is found anew.", folder)
+
+
 def restore_callbacks(handler: CallbackHandler, control: TrainerControl, states: dict[str, Any]) -> TrainerControl:
     """Give callbacks that export a state the one saved under their class name; returns the restored control."""
     remaining = {name: list(value) if isinstance(value, list) else [value] for name, value in states.items()}

@@ -84,6 +84,7 @@ def test_mapped_fields_change_the_plan():
     for settings in (
         {"gradient_accumulation_steps": 3},
         {"bf16": True},
+        {"fp16": True},
         {"ddp_backend": "mpi"},
         {"ddp_timeout": 9},
         {"full_determinism": True},
@@ -94,6 +95,7 @@ def test_mapped_fields_change_the_plan():
     assert {name for name, row in TABLE.items() if row.kind == "mapped"} == {
         "gradient_accumulation_steps",
         "bf16",
+        "fp16",
         "ddp_backend",
         "ddp_timeout",
         "full_determinism",

@@ -47,11 +47,10 @@ TRANSLATED = [
     ("tpu_metrics_debug", True, "debug", ["tpu_metrics_debug"]),
 ]
 INERT = {"overwrite_output_dir": True, "logging_dir": "logs", "use_mps_device": True}
-KEPT_WORKING = {"use_legacy_prediction_loop"}  # under its own name: tests/api/test_evaluation.py
+#: Still work, under their own names: tests/api/test_evaluation.py, tests/parity/test_training_features.py.
+KEPT_WORKING = {"use_legacy_prediction_loop", "past_index", "include_tokens_per_second"}
 REFUSED = {
     "save_safetensors": False,
-    "past_index": 1,
-    "include_tokens_per_second": True,
     "jit_mode_eval": True,
     "ray_scope": "all",
     "tpu_num_cores": 8,

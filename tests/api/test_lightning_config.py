@@ -87,7 +87,7 @@ def test_what_the_arguments_rule(tmp_path, name):
     ("config", "message"),
     [
         ({"devices": 2}, r"\['devices'\]=2 is not supported yet"),
-        ({"precision": "16-mixed"}, r"\['precision'\]='16-mixed' is not supported yet"),
+        ({"precision": "64-true"}, r"\['precision'\]='64-true' is not supported yet"),
         ({"profilr": "simple"}, r"\['profilr'\]: lightning.Trainer has no such keyword; did you mean 'profiler'"),
         ("absent.json", "there is no such file"),
     ],

@@ -93,6 +93,20 @@ DIFFERENCES = {
         "transformers had it until v4.57 and called it with use_legacy_prediction_loop only; ours also calls that of a "
         "subclass which has no evaluation_loop of its own, as v4.4 did."
     ),
+    "fp16 on a CPU": (
+        "transformers trains in float32 without a word; ours as asked, with autocast to float16 and a scaled loss."
+    ),
+    "fp16 with fused AdamW, the default": (
+        "A step that is skipped for infinite gradients does not move the learning rate on. transformers does not "
+        "notice those of fused optimizers, which skip by themselves, and moves it on."
+    ),
+    "auto_find_batch_size": (
+        "transformers takes a tenth off (half until v4.57) and goes on with the weights that the failed attempt left; "
+        "ours halves and starts again from where train() began, so the run is the one with that batch size."
+    ),
+    "include_tokens_per_second": (
+        "transformers (until v4.57) read all the data once more to count it; ours counts what is trained on."
+    ),
     "layer-wise optimizers": (
         "transformers 5.23 logs the schedule's learning rate and steps with the peak throughout, and saves no state of "
         "theirs; ours steps with the rate that it logs, and saves and restores the state. With a constant schedule "

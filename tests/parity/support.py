@@ -63,8 +63,12 @@ class Record:
 
 
 def comparable(logs: list[dict]) -> list[dict]:
-    """Log lines without the values of measured times; their names stay."""
-    return [{name: "measured" if name.endswith(MEASURED) else value for name, value in line.items()} for line in logs]
+    """Log lines without the values of measured times, whose names stay; NaN equals NaN."""
+
+    def shown(name: str, value: Any) -> Any:
+        return "measured" if name.endswith(MEASURED) else "NaN" if value != value else value
+
+    return [{name: shown(name, value) for name, value in line.items()} for line in logs]
 
 
 def accuracy(prediction: Any) -> dict[str, float]:

@@ -77,6 +77,22 @@ HANDLED = {
     "fp16_full_eval": (True, STEPS),
     "include_num_input_tokens_seen": ("all", {}),
     "length_column_name": ("other", {}),
+    "optim_args": ("momentum=0.9", {"optim": "sgd"}),
+    "optim_target_modules": ("all-linear", {}),
+    "tf32": (False, {}),
+    "activation_checkpointing": (True, {}),
+    "activation_checkpointing_kwargs": ({"use_reentrant": False}, {}),
+    "gradient_checkpointing": (True, {}),
+    "gradient_checkpointing_kwargs": ({"use_reentrant": False}, {}),
+    "torch_compile": (True, {}),
+    "torch_compile_backend": ("eager", {}),
+    "torch_compile_mode": ("reduce-overhead", {}),
+    "use_liger_kernel": (True, {}),
+    "liger_kernel_config": ({"rope": False}, {}),
+    "label_smoothing_factor": (0.1, {}),
+    "neftune_noise_alpha": (5.0, {}),
+    "auto_find_batch_size": (True, {}),
+    "torch_empty_cache_steps": (2, {}),
     "metric_for_best_model": ("accuracy", STEPS),
     "greater_is_better": (True, BEST),
     "save_strategy": ("epoch", {}),
@@ -106,6 +122,15 @@ ELSEWHERE = {
     "bf16_full_eval": "tests/parity/test_evaluation.py::test_half_precision_evaluation",
     "fp16_full_eval": "tests/parity/test_evaluation.py::test_half_precision_evaluation",
     "length_column_name": "tests/parity/test_evaluation.py::test_lengths",
+    "optim_target_modules": "tests/parity/test_optimizers.py::test_targets",
+    **dict.fromkeys(
+        """
+        activation_checkpointing activation_checkpointing_kwargs gradient_checkpointing gradient_checkpointing_kwargs
+        torch_compile torch_compile_backend torch_compile_mode use_liger_kernel liger_kernel_config neftune_noise_alpha
+        auto_find_batch_size torch_empty_cache_steps tf32
+        """.split(),
+        "tests/parity/test_training_features.py",
+    ),
     "optim": "the same numbers by other kernels: the optimizer's `fused` flag",
     "dataloader_pin_memory": "test_pinned_memory",
     "remove_unused_columns": "test_unused_columns",
@@ -241,7 +266,7 @@ DOCUMENTED = [
     pytest.param(
         "--output_dir out --learning_rate 3e-5 --warmup_steps 500 --adam_beta1 0.8 --adam_beta2 0.999 "
         "--adam_epsilon 1e-8 --weight_decay 3e-7 --lr_scheduler_type constant_with_warmup --fp16 --fp16_backend amp",
-        "fp16=True",
+        None,
         id="v4.1-optimizer",
     ),
     pytest.param(

@@ -1,0 +1,48 @@
+"""Numbers that a step gives besides its loss, for the next log line, without waiting for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+
+class LoggedMetrics:
+    """Sums on the device, read once per log line together with the loss."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, torch.Tensor] = {}
+        self._counts: dict[str, int] = {}
+
+    def add(self, name: str, value: Any, count: int = 1) -> None:
+        """Add a value, a number or a tensor of shape `()`; `count` is how many values it stands for in the mean."""
+        value = value.detach().float() if isinstance(value, torch.Tensor) else torch.tensor(float(value))
+        before = self._sums.get(name)
+        self._sums[name] = value.clone() if before is None else before + value.to(before.device)
+        self._counts[name] = self._counts.get(name, 0) + count
+
+    def read(self, loss: torch.Tensor, steps: int) -> tuple[float, dict[str, float]]:
+        """The loss and the means as numbers, in one transfer from the device; then begin anew.
+
+        Args:
+            loss: the loss summed so far, shape `()`.
+            steps: optimizer steps since the last time; what has no count of its own is divided by them.
+        """
+        if not self._sums:
+            return loss.item(), {}
+        numbers = torch.stack([loss.float(), *(value.to(loss.device) for value in self._sums.values())]).tolist()
+        means = {
+            name: number / (self._counts[name] or steps) for name, number in zip(self._sums, numbers[1:], strict=True)
+        }
+        self._sums.clear()
+        self._counts.clear()
+        return numbers[0], means
+
+
+def split_losses(loss: Any) -> tuple[Any, Mapping[str, Any]]:
+    """The loss to run backward from, and its parts: of a mapping, its 'loss' or the sum, and all else in it."""
+    if not isinstance(loss, Mapping):
+        return loss, {}
+    parts = {name: value for name, value in loss.items() if name != "loss"}
+    return loss["loss"] if "loss" in loss else sum(parts.values()), parts
