@@ -1,5 +1,6 @@
 import logging
 import os
+import sys
 import warnings
 
 import pytest
@@ -7,6 +8,15 @@ import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Print the table of optimizers and schedules, if their tests have run."""
+    table = sys.modules.get("tests.parity.optimizer_table")
+    if table is not None and table.STATUS:
+        terminalreporter.section("optimizers and schedules")
+        for line in table.lines():
+            terminalreporter.write_line(line)
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""THE TABLE of optimizers and schedules: each equal to transformers', or why not. `pytest -rP` prints it."""
+"""THE TABLE of optimizers and schedules: each equal to transformers', or why not. It ends the output of a test run."""
 
 import importlib
 import inspect
@@ -15,11 +15,11 @@ from hftrainer.errors import InvalidArgument, MissingPackage
 from hftrainer.optimization import SCHEDULES
 from hftrainer.trainer_optimizer import OPTIMIZERS, optimizer_cls_and_kwargs
 from hftrainer.trainer_utils import OptimizerNames, SchedulerType
+from tests.parity.optimizer_table import NAMES, STATUS, lines
 from tests.parity.support import assert_same, assert_same_weights, build, train
 from tests.tiny import make_llama, make_plain
 
 transformers = importlib.import_module("transformers")
-STATUS: dict[str, str] = {}
 LOW_RANK = {"optim_target_modules": ["q_proj", "v_proj"], "optim_args": "rank=4,update_proj_gap=2"}
 #: Libraries that no index here has, or that need another machine.
 NOT_INSTALLABLE = {"adamw_torch_xla", "adamw_torch_npu_fused", "adamw_apex_fused", "adamw_anyprecision"}
@@ -367,10 +367,18 @@ def test_adafactor_schedule():
             hftrainer.optimization.Adafactor(layer.parameters(), **wrong)
 
 
+def test_a_schedule_that_needs_steps():
+    optimizer = torch.optim.SGD(make_plain().parameters(), lr=0.1)
+    for name in ("linear", "cosine", "polynomial"):
+        with pytest.raises(InvalidArgument, match=f"The schedule '{name}' needs num_training_steps"):
+            hftrainer.optimization.get_scheduler(name, optimizer, 0)
+    with pytest.raises(InvalidArgument, match="num_training_steps or num_stable_steps"):
+        hftrainer.optimization.get_wsd_schedule(optimizer, 0, 5)
+
+
 def test_the_table():
-    """Printed with `pytest -rP`: what became of each of the 43 optimizers and 12 schedules."""
-    names = [*OPTIMIZERS, *(kind.value for kind in SCHEDULES)]
-    for name in names:
-        print(f"{name:<32}{STATUS.get(name, 'not run')}")
-    if len(STATUS) > len(EQUAL):  # the whole file was run
-        assert not [name for name in names if name not in STATUS]
+    """Each of the 43 optimizers and 12 schedules has an outcome, once the whole file has run."""
+    assert [len(names) for names in NAMES.values()] == [43, 12]
+    assert len(lines()) == 55
+    if len(STATUS) > len(EQUAL):
+        assert not [line for line in lines() if line.endswith("not run")]
