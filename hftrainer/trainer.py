@@ -1139,30 +1139,14 @@ class Trainer:
             metric_key_prefix: put before each metric's name, with an underscore.
         """
         loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
-        if (
-            self._engine.trainer is None and not self.is_in_train
-        ):  # this and all later evaluations report it, as those of transformers do
-            self.model_preparation_time = math.nan
         self._prepare_for_evaluation(dataloader)
         predicting = description == "Prediction"
-        predict = with_accepted(self.prediction_step, "ignore_keys")
-        processes = self.accelerator.processes
-        evaluation = EvaluationPass(
-            args=self.args,
-            dataloader=dataloader,
-            predict=lambda inputs: predict(self.model, inputs, loss_only, ignore_keys=ignore_keys),
-            prepare_input=self._prepare_input,
-            announce_batch=lambda: self._announce("on_prediction_step"),
-            num_examples=self.num_examples,
-            main_input=getattr(self.model, "main_input_name", "input_ids"),
-            metrics=as_metrics(self.compute_metrics, by_batch=self.args.batch_eval_metrics),
-            preprocess_logits=self.preprocess_logits_for_metrics,
-            gather=functools.partial(processes.gather, objects=self.args.eval_use_gather_object),
-            prefix=metric_key_prefix,
-            returns_predictions=predicting,
-            counts_last_batch_by_size=self.counts_last_batch_by_size,
-            preparation_time=getattr(self, "model_preparation_time", None),
-        )
+        step = with_accepted(self.prediction_step, "ignore_keys")
+
+        def predict(inputs: Any) -> Any:
+            return step(self.model, inputs, loss_only, ignore_keys=ignore_keys)
+
+        evaluation = self._evaluation_pass(dataloader, predict, metric_key_prefix, predicting)
         stage = "predict" if predicting else "test" if metric_key_prefix.startswith("test") else "validate"
         self._past, past = None, self._past
         try:
@@ -1183,6 +1167,8 @@ class Trainer:
 
     def _prepare_for_evaluation(self, dataloader: DataLoader) -> None:
         """Model and optimizer in evaluation mode; the weights in half precision where the arguments ask for it."""
+        if self._engine.trainer is None and not self.is_in_train:
+            self.model_preparation_time = math.nan  # this evaluation measures it, and all later ones report it
         if not self.is_in_train and (self.args.fp16_full_eval or self.args.bf16_full_eval):
             dtype = torch.float16 if self.args.fp16_full_eval else torch.bfloat16
             self.model.to(dtype=dtype, device=self.args.device)
@@ -1190,6 +1176,27 @@ class Trainer:
         if callable(getattr(self.optimizer, "eval", None)):
             self.optimizer.eval()  # type: ignore[union-attr]
         self.model.eval()
+
+    def _evaluation_pass(
+        self, dataloader: DataLoader, predict: Callable[..., Any], prefix: str, predicting: bool
+    ) -> EvaluationPass:
+        """What Lightning's loop is to drive."""
+        return EvaluationPass(
+            args=self.args,
+            dataloader=dataloader,
+            predict=predict,
+            prepare_input=self._prepare_input,
+            announce_batch=lambda: self._announce("on_prediction_step"),
+            num_examples=self.num_examples,
+            main_input=getattr(self.model, "main_input_name", "input_ids"),
+            metrics=as_metrics(self.compute_metrics, by_batch=self.args.batch_eval_metrics),
+            preprocess_logits=self.preprocess_logits_for_metrics,
+            gather=functools.partial(self.accelerator.processes.gather, objects=self.args.eval_use_gather_object),
+            prefix=prefix,
+            returns_predictions=predicting,
+            counts_last_batch_by_size=self.counts_last_batch_by_size,
+            preparation_time=getattr(self, "model_preparation_time", None),
+        )
 
     def _draw(self, metrics: Any, prefix: str) -> None:
         if isinstance(metrics, TorchMetrics) and metrics.plot and self.is_world_process_zero():
