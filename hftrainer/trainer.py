@@ -108,6 +108,7 @@ class Trainer:
     """
 
     loss_is_scaled_for_ga: bool | None = None
+    model_preparation_time: float  # seconds; there once an evaluation without training has measured it
     counts_last_batch_by_size = True
 
     def __init__(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from hftrainer.arguments import legacy
 from hftrainer.data.loaders import skip_first
 from hftrainer.data.windows import MicroBatchFeed
 from hftrainer.overrides import with_accepted
@@ -63,6 +64,8 @@ class TrainingLoop:
         self.learning_rate: float | None = None
         self.start_time = time.time()
         self.tr_loss = torch.tensor(0.0, device=trainer.args.device)
+        counted = trainer.args.include_num_input_tokens_seen != "no"
+        self._counts_tokens = counted or legacy.value(trainer.args, "include_tokens_per_second")
         self._infinite: torch.Tensor | None = None
         self._warned = False
         self._loss_readable_at_once = self.tr_loss.device.type == "cpu"
@@ -158,7 +161,8 @@ class TrainingLoop:
         self._add_loss(loss)
         trainer = self.trainer
         trainer.current_flos += float(trainer.floating_point_ops(inputs))
-        trainer._track_num_input_tokens(inputs)
+        if self._counts_tokens:
+            trainer._track_num_input_tokens(inputs)
 
     def _add_loss(self, loss: torch.Tensor) -> None:
         if loss.device != self.tr_loss.device:
