@@ -66,7 +66,7 @@ def comparable(logs: list[dict]) -> list[dict]:
     """Log lines without the values of measured times, whose names stay; NaN equals NaN."""
 
     def shown(name: str, value: Any) -> Any:
-        return "measured" if name.endswith(MEASURED) else "NaN" if value != value else value
+        return "measured" if name.endswith(MEASURED) else "nan" if value != value else value
 
     return [{name: shown(name, value) for name, value in line.items()} for line in logs]
 
