@@ -29,9 +29,16 @@ class LayerWiseDummyOptimizer(Optimizer):
         self.optimizer_dict = optimizer_dict or {}
         # torch wants a parameter; drawn at random, as transformers draws it, so that later draws are the same.
         super().__init__([torch.randn(1, 1)], {"lr": lr})
-        for parameter in self.optimizer_dict:
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._step_one)
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._step_one)
+            for parameter in self.optimizer_dict
+            if parameter.requires_grad
+        ]
+
+    def remove_hooks(self) -> None:
+        """Step no longer: another optimizer takes over."""
+        for hook in self._hooks:
+            hook.remove()
 
     def _step_one(self, parameter: nn.Parameter) -> None:
         optimizer = self.optimizer_dict[parameter]

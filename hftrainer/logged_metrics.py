@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from hftrainer.errors import InvalidArgument
+
 
 class LoggedMetrics:
     """Sums on the device, read once per log line together with the loss."""
@@ -16,7 +18,16 @@ class LoggedMetrics:
         self._counts: dict[str, int] = {}
 
     def add(self, name: str, value: Any, count: int = 1) -> None:
-        """Add a value, a number or a tensor of shape `()`; `count` is how many values it stands for in the mean."""
+        """Add a value, a number or a tensor of shape `()`; `count` is how many values it stands for in the mean.
+
+        Raises:
+            InvalidArgument: for a tensor of another shape.
+        """
+        if isinstance(value, torch.Tensor) and value.ndim:
+            raise InvalidArgument(
+                f"{name!r} cannot be logged: it is a tensor of shape {tuple(value.shape)}, and a log line holds "
+                "numbers. Of a dict of losses, every entry is logged; return other outputs beside it."
+            )
         value = value.detach().float() if isinstance(value, torch.Tensor) else torch.tensor(float(value))
         before = self._sums.get(name)
         self._sums[name] = value.clone() if before is None else before + value.to(before.device)

@@ -10,6 +10,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
+from hftrainer import peers
 from hftrainer.adafactor import Adafactor, AdafactorSchedule, get_adafactor_schedule
 from hftrainer.errors import InvalidArgument
 from hftrainer.greedy_lr import GreedyLR
@@ -264,6 +265,11 @@ def get_reduce_on_plateau_schedule(optimizer: Optimizer, **kwargs: Any) -> Reduc
 def get_greedy_schedule(optimizer: Optimizer, **kwargs: Any) -> GreedyLR:
     """A `GreedyLR`, which steps on evaluations."""
     return GreedyLR(optimizer, **kwargs)
+
+
+def follows_metric(scheduler: Any) -> bool:
+    """Whether the scheduler steps on evaluations, with their metric: torch's, ours, or transformers' own GreedyLR."""
+    return isinstance(scheduler, ReduceLROnPlateau) or peers.is_greedy_scheduler(scheduler)
 
 
 SCHEDULES: dict[SchedulerType, Callable[..., LRScheduler]] = {

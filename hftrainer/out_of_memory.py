@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-import gc
 import random
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+
+from hftrainer.trainer_pt_utils import nested_apply
 
 #: What errors say that are not `torch.OutOfMemoryError`.
 _SIGNS = (
@@ -28,7 +29,6 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def empty_cache() -> None:
     """Give memory that torch keeps for later back to the device."""
-    gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     if torch.backends.mps.is_available():
@@ -36,29 +36,48 @@ def empty_cache() -> None:
 
 
 class StartingPoint:
-    """Where a run begins, kept on the CPU: weights, an optimizer and a scheduler of the user's, and random states.
+    """Where a run begins, kept on the CPU: trained weights, buffers, random states, and what else has a state.
+
+    Frozen weights, most of a model with adapters, are not copied.
 
     Args:
         model: the model.
-        stateful: what else has a `state_dict`; None among it is passed over.
+        scaler: scales the loss, if anything does.
+        stateful: an optimizer and a scheduler of the user's; None among them is passed over.
     """
 
-    def __init__(self, model: nn.Module, *stateful: Any) -> None:
+    def __init__(self, model: nn.Module, scaler: torch.amp.GradScaler | None, *stateful: Any) -> None:
         self._model = model
-        self._weights = {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}
-        self._others = [(thing, copy.deepcopy(thing.state_dict())) for thing in stateful if thing is not None]
+        self._tensors = {name: _copied(tensor) for name, tensor in self._changing().items()}
+        self._scaler = scaler
+        self._scale = None if scaler is None else scaler.state_dict()
+        self._others = [(thing, nested_apply(_copied, thing.state_dict())) for thing in stateful if thing is not None]
         self._random = random.getstate(), np.random.get_state(), torch.random.get_rng_state()
         self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
 
+    def _changing(self) -> dict[str, torch.Tensor]:
+        trained = {name: weight for name, weight in self._model.named_parameters() if weight.requires_grad}
+        return {**trained, **dict(self._model.named_buffers())}
+
     def restore(self) -> None:
         """Go back there."""
-        self._model.load_state_dict(self._weights)
+        with torch.no_grad():
+            for name, tensor in self._changing().items():
+                tensor.copy_(self._tensors[name])
         self._model.zero_grad()
         for thing, state in self._others:
-            thing.load_state_dict(copy.deepcopy(state))
+            thing.load_state_dict(nested_apply(_copied, state))
+        if self._scaler is not None and self._scale is not None:
+            self._scaler.scale(next(self._model.parameters()).new_zeros(()))  # or it may not have begun yet
+            self._scaler.update(self._scale["scale"])  # forgets what it knows of a step that has failed
+            self._scaler.load_state_dict(self._scale)
         python, numpy, cpu = self._random
         random.setstate(python)
         np.random.set_state(numpy)
         torch.random.set_rng_state(cpu)
         if self._cuda:
             torch.cuda.set_rng_state_all(self._cuda)
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.detach().cpu().clone() if isinstance(leaf, torch.Tensor) else copy.deepcopy(leaf)

@@ -39,6 +39,11 @@ def is_causal_lm(model: Any) -> bool:
     return type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
 
+def is_greedy_scheduler(scheduler: Any) -> bool:
+    """Whether `scheduler` is the GreedyLR of transformers, which is no scheduler of torch's."""
+    return _is_instance(scheduler, "transformers.optimization", "GreedyLR")
+
+
 def is_dataset(dataset: Any) -> bool:
     """Whether `dataset` is a map-style Dataset of the datasets library."""
     return _is_instance(dataset, "datasets", "Dataset")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import logging
 import math
 import os
+import shutil
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -14,7 +16,6 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
 from hftrainer import model_inspection, peers, trainer_optimizer
@@ -34,11 +35,12 @@ from hftrainer.debug_utils import DebugUnderflowOverflow
 from hftrainer.errors import InvalidArgument, MetricNotFound, UnsupportedArgument
 from hftrainer.evaluation.evaluation_pass import EvaluationPass
 from hftrainer.evaluation.metrics import TorchMetrics, as_metrics
+from hftrainer.layer_wise import LayerWiseDummyOptimizer
 from hftrainer.logged_metrics import LoggedMetrics, split_losses
 from hftrainer.loss import check_loss, first_output, outputs_without
 from hftrainer.memory import TrainerMemoryTracker
 from hftrainer.model_changes import changed_for_training, set_tf32
-from hftrainer.optimization import get_scheduler
+from hftrainer.optimization import follows_metric, get_scheduler
 from hftrainer.out_of_memory import StartingPoint, empty_cache, is_out_of_memory
 from hftrainer.overrides import accepts, call_with_accepted, is_overridden, with_accepted
 from hftrainer.reporting import comparable_names, mean_loss, print_table, write_metrics
@@ -284,6 +286,7 @@ class Trainer:
         self._preparation_measured = False
         self._logged_metrics = LoggedMetrics()
         self._past = None
+        self._checkpoints_written: list[str] = []
         self._past_index = legacy.value(self.args, "past_index")
         self._flos_per_token: tuple[Any, int] | None = None
         self._initial_num_input_tokens_seen = self._tokens_in_run = 0
@@ -447,7 +450,7 @@ class Trainer:
         if dataset is None or not has_length(dataset):
             return None
         if self.args.train_sampling_strategy == "group_by_length":
-            step = self.args.train_batch_size * self.args.gradient_accumulation_steps
+            step = self._train_batch_size * self.args.gradient_accumulation_steps
             return self._length_grouped_sampler(dataset, step)
         return (
             SequentialSampler(dataset) if self.args.train_sampling_strategy == "sequential" else RandomSampler(dataset)
@@ -644,7 +647,7 @@ class Trainer:
         return self.optimizer
 
     def _get_learning_rate(self) -> float:
-        if isinstance(self.lr_scheduler, ReduceLROnPlateau):
+        if follows_metric(self.lr_scheduler):
             rate = self._made_optimizer().param_groups[0]["lr"]
         else:
             rate = self.lr_scheduler.get_last_lr()[0]
@@ -708,8 +711,13 @@ class Trainer:
         }
         if not self.args.auto_find_batch_size:
             return self._inner_training_loop(**keywords)
+        if str(self.args.optim) in ("lomo", "adalomo"):
+            raise InvalidArgument(
+                f"optim={str(self.args.optim)!r} leaves hooks in the model that cannot be taken out to start again: "
+                "set per_device_train_batch_size yourself instead of auto_find_batch_size."
+            )
         given = self.optimizer, self.lr_scheduler
-        start = StartingPoint(self.model, *given)
+        start = StartingPoint(self.model, self.accelerator.scaler, *given)
         while True:
             try:
                 return self._inner_training_loop(self._train_batch_size, **keywords)
@@ -720,9 +728,20 @@ class Trainer:
                     raise RuntimeError("auto_find_batch_size: one sample does not fit into memory.") from error
             self._train_batch_size //= 2
             logger.warning("Memory ran out: starting again with %d samples in a batch.", self._train_batch_size)
+            self._forget_attempt()
             self.optimizer, self.lr_scheduler = given
             start.restore()
+            gc.collect()
             empty_cache()
+
+    def _forget_attempt(self) -> None:
+        """Let go of everything that a failed run has made: its optimizer, its hooks and its checkpoints."""
+        if isinstance(self.optimizer, LayerWiseDummyOptimizer):
+            self.optimizer.remove_hooks()
+        self._engine.trainer = self._engine.module = None
+        self.optimizer = self.lr_scheduler = self.callback_handler.optimizer = self.callback_handler.lr_scheduler = None
+        for folder in self._checkpoints_written:
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _inner_training_loop(
         self,
@@ -732,6 +751,9 @@ class Trainer:
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
+        self._logged_metrics = LoggedMetrics()
+        self._checkpoints_written = []
+        self.current_flos = 0.0
         train_dataloader = self.get_train_dataloader()
         schedule = self.set_initial_training_values(self.args, train_dataloader)
         first_epoch, position = self._init_training_state(schedule, resume_from_checkpoint, trial)
@@ -792,6 +814,8 @@ class Trainer:
             self._load_callback_state()
             first_epoch, steps = divmod(self.state.global_step, schedule.num_update_steps_per_epoch)
             position = 0 if self.args.ignore_data_skip else steps * self.args.gradient_accumulation_steps
+        if self.args.auto_find_batch_size:
+            self.state.train_batch_size = self._train_batch_size
         self.state.max_steps = schedule.max_steps
         self.state.num_train_epochs = schedule.num_train_epochs
         self.state.is_local_process_zero = self.is_local_process_zero()
@@ -870,15 +894,21 @@ class Trainer:
         accumulation = self.current_gradient_accumulation_steps
         divisor = accumulation if accumulation > 1 and not self._loss_is_scaled(num_items_in_batch) else 1
         for name, part in parts.items():
-            self._logged_metrics.add(name, part / divisor, count=0)
+            if part is not None:
+                self._logged_metrics.add(name, part / divisor, count=0)
         return loss / divisor if divisor > 1 else loss
 
     def log_metric(self, name: str, value: Any) -> None:
-        """Log the mean of a value over the steps until the next log line; call it from anywhere in a step.
+        """Log the mean of a value over the training steps until the next log line; call it from anywhere in a step.
+
+        What is given during an evaluation is left out: `compute_loss` runs there too.
 
         Args:
             name: its name in the log line.
             value: a number, or a tensor of shape `()`, which stays on its device until then.
+
+        Raises:
+            InvalidArgument: for a tensor of another shape.
         """
         self._logged_metrics.add(name, value)
 
@@ -1021,7 +1051,7 @@ class Trainer:
             ) from error
         if isinstance(self.eval_dataset, Mapping):
             metrics = mean_loss(metrics, self.eval_dataset, "eval") | metrics
-        if isinstance(self.lr_scheduler, ReduceLROnPlateau) and not skip_scheduler:
+        if follows_metric(self.lr_scheduler) and not skip_scheduler:
             self.lr_scheduler.step(self._metric(metrics, self.args.metric_for_best_model or "loss"))
         return metrics
 
@@ -1149,11 +1179,12 @@ class Trainer:
 
         evaluation = self._evaluation_pass(dataloader, predict, metric_key_prefix, predicting)
         stage = "predict" if predicting else "test" if metric_key_prefix.startswith("test") else "validate"
-        self._past, past = None, self._past
+        kept = self._past, self._logged_metrics  # of training, where evaluation has no say
+        self._past, self._logged_metrics = None, LoggedMetrics()
         try:
             self._engine.evaluate(evaluation, self.model, stage)  # type: ignore[arg-type]
         finally:
-            self._past = past
+            self._past, self._logged_metrics = kept
         output, evaluation.output = evaluation.output, None
         if output is None or not evaluation.seen_batches:
             raise InvalidArgument(
@@ -1293,7 +1324,9 @@ class Trainer:
         best = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}")
         if self.state.best_global_step == self.state.global_step or os.path.isdir(best):
             self.state.best_model_checkpoint = best
-        with staged(os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")) as folder:
+        path = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        self._checkpoints_written.append(path)
+        with staged(path) as folder:
             self.save_model(folder, _internal_call=True)
             if not self.args.save_only_model:
                 self._save_optimizer_and_scheduler(folder)

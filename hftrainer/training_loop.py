@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from hftrainer.arguments import legacy
 from hftrainer.data.loaders import skip_first
 from hftrainer.data.windows import MicroBatchFeed
+from hftrainer.optimization import follows_metric
 from hftrainer.overrides import with_accepted
 from hftrainer.schedule import TrainingSchedule
 
@@ -213,7 +213,7 @@ class TrainingLoop:
         trainer.accelerator.optimizer_step_was_skipped = skipped
         self._announce("on_optimizer_step")
         self.learning_rate = trainer._get_learning_rate()
-        if not skipped and not isinstance(trainer.lr_scheduler, ReduceLROnPlateau):  # that one steps on evaluations
+        if not skipped and not follows_metric(trainer.lr_scheduler):  # those step on evaluations
             trainer.lr_scheduler.step()
 
     def current_learning_rate(self) -> float:

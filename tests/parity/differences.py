@@ -119,6 +119,10 @@ DIFFERENCES = {
         "transformers leaves out what the optimizer does not take, and reads every value of kahan_sum and decouple_lr "
         "as True; ours refuses the first and reads the second."
     ),
+    "lr_scheduler_kwargs": (
+        "transformers leaves them out for 'constant' and 'constant_with_warmup', and fails with a TypeError for other "
+        "schedules that do not take them; ours names them, and what the schedule takes."
+    ),
     "sortish_sampler": "transformers has the argument and reads it nowhere; ours groups by length.",
     "an empty training stream": "accelerate raises in the middle of an epoch; ours stops with a warning.",
     "predict() outside training": (

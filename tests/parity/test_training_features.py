@@ -5,6 +5,7 @@ import itertools
 import logging
 import sys
 import types
+import weakref
 
 import pytest
 import torch
@@ -522,3 +523,204 @@ def test_samplers_of_ones_own(tmp_path, signature):
         assert_same_weights(ours.weights, new.weights)
         return
     compare(tmp_path, "plain", trainer_class=with_samplers("new"), trainer={"compute_metrics": accuracy}, **EVALUATED)
+
+
+# ---- What a review found ---------------------------------------------------------------------------------------------
+
+
+def found_and_started(tmp_path, prepare=lambda trainer: None, model=None, **settings):
+    """A run that memory drove from 8 samples to 4, and one that began there."""
+    outcomes = []
+    for name, size, limit in (("found", 8, {"at_call": settings.pop("at", 4)}), ("started", 4, {"limit": 99})):
+        found = name == "found"
+        given = {"model": (model or greedy)(**limit) if model is None else model(found)}
+        trainer, recorder = build(
+            "hftrainer",
+            "plain",
+            tmp_path / name,
+            per_device_train_batch_size=size,
+            auto_find_batch_size=found,
+            trainer={**given, **settings.get("trainer", {})},
+            **{key: value for key, value in settings.items() if key != "trainer"},
+        )
+        prepare(trainer)
+        trainer.train()
+        outcomes.append((trainer, record(trainer, recorder, tmp_path / name)))
+    (found, ours), (started, expected) = outcomes
+    assert_same_weights(ours.weights, expected.weights)
+    assert ours.logs == expected.logs
+    return found, started
+
+
+def test_found_with_layer_wise_optimizers(tmp_path):
+    """The hooks of the failed attempt's optimizers step no more."""
+    settings = {"optim": "galore_adamw_layerwise", "optim_target_modules": ["layers.0", "layers.4"]}
+    found_and_started(tmp_path, optim_args="rank=2", max_steps=6, **settings)
+
+
+def test_found_with_fp16(tmp_path):
+    def with_a_large_scale(trainer):
+        trainer.accelerator.scaler = trainer._engine.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
+
+    found, started = found_and_started(tmp_path, with_a_large_scale, fp16=True, max_steps=12, logging_steps=1, at=6)
+    assert found.accelerator.scaler.state_dict() == started.accelerator.scaler.state_dict()
+
+
+def test_memory_that_runs_out_in_the_optimizer(tmp_path):
+    class Boom(torch.optim.SGD):
+        failed = False
+
+        def step(self, closure=None):
+            if not Boom.failed:
+                Boom.failed = True
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
+            return super().step(closure)
+
+    model = greedy(limit=99)
+    given = {"model": model, "optimizers": (Boom(model.parameters(), lr=0.1), None)}
+    settings = {"fp16": True, "max_steps": 4, "auto_find_batch_size": True}
+    trainer, _ = build("hftrainer", "plain", tmp_path, trainer=given, **settings)
+    assert trainer.train().global_step == 4
+    assert trainer._train_batch_size == 2
+
+
+def test_found_with_buffers_and_quantized_weights(tmp_path):
+    """Buffers that no checkpoint has come back too; frozen weights that cannot be loaded stay."""
+
+    class Buffered(Greedy):
+        def __init__(self, **kwargs):
+            super().__init__(**kwargs)
+            self.register_buffer("seen", torch.zeros(()), persistent=False)
+            self.frozen = nn.Linear(8, 8)
+            self.frozen.requires_grad_(False)
+
+        def state_dict(self, *args, **kwargs):
+            state = super().state_dict(*args, **kwargs)
+            return {**state, "frozen.weight.quant_map": torch.zeros(2)} if self.calls else state
+
+        def forward(self, x, labels=None):
+            self.seen = self.seen + self.training
+            outputs = super().forward(self.frozen(x), labels)
+            return {**outputs, "loss": outputs["loss"] * self.seen}
+
+    def make(found):
+        torch.manual_seed(1)
+        return Buffered(**({"at_call": 4} if found else {"limit": 99}))
+
+    found_and_started(tmp_path, model=make, max_steps=6)
+
+
+def test_found_counts_and_lengths(tmp_path):
+    """FLOs, the log of metrics, and the groups of lengths begin anew; the failed attempt's checkpoints go."""
+    from datasets import Dataset
+
+    rows = plain_data(38)
+    data = Dataset.from_dict(
+        {
+            "x": [row["x"].tolist() for row in rows],
+            "labels": [int(row["labels"]) for row in rows],
+            "length": [i % 11 for i in range(38)],
+        }
+    )
+    settings = {"train_sampling_strategy": "group_by_length", "max_steps": 8, "save_strategy": "steps", "save_steps": 3}
+    found, started = found_and_started(tmp_path, at=5, trainer={"train_dataset": data}, logging_steps=2, **settings)
+    assert found.state.total_flos == started.state.total_flos
+    names = [sorted(path.name for path in (tmp_path / run).glob("checkpoint-*")) for run in ("found", "started")]
+    assert names[0] == names[1] == ["checkpoint-3", "checkpoint-6", "checkpoint-8"]
+
+
+def test_found_after_resuming(tmp_path):
+    """Halved once more after a resume: the checkpoint says so."""
+    settings = {
+        "auto_find_batch_size": True,
+        "per_device_train_batch_size": 8,
+        "save_strategy": "steps",
+        "save_steps": 1,
+    }
+    first, _ = build("hftrainer", "plain", tmp_path, trainer={"model": greedy(limit=99)}, max_steps=2, **settings)
+    first.train()
+    second, _ = build("hftrainer", "plain", tmp_path, trainer={"model": greedy(limit=4)}, max_steps=4, **settings)
+    second.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    state = hftrainer.TrainerState.load_from_json(str(tmp_path / "checkpoint-4" / "trainer_state.json"))
+    assert state.train_batch_size == second._train_batch_size == 4
+
+
+def test_the_failed_attempt_is_let_go(tmp_path):
+    """Its optimizer is gone when the smaller batch is tried."""
+    made, alive = [], []
+
+    class Watches(hftrainer.Trainer):
+        def create_optimizer(self, model=None):
+            optimizer = super().create_optimizer(model)
+            if not made or made[-1]() is not optimizer:
+                made.append(weakref.ref(optimizer))
+            return optimizer
+
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            if len(made) == 2:
+                alive.append(made[0]() is not None)
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    trainer, _ = build(
+        "hftrainer",
+        "plain",
+        tmp_path,
+        trainer={"model": greedy(at_call=4)},
+        trainer_class=lambda _: Watches,
+        auto_find_batch_size=True,
+        max_steps=4,
+    )
+    trainer.train()
+    assert alive and not any(alive)
+
+
+def test_lomo_cannot_start_again(tmp_path):
+    trainer, _ = build("hftrainer", "llama", tmp_path, optim="lomo", auto_find_batch_size=True)
+    with pytest.raises(InvalidArgument, match="optim='lomo' leaves hooks"):
+        trainer.train()
+
+
+def test_log_metric_is_about_training(tmp_path):
+    """Values of an evaluation, and of a run before, are no part of the mean."""
+
+    class Own(hftrainer.Trainer):
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            self.log_metric("training", float(model.training))
+            self.log_metric("size", len(inputs["x"]))
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    settings = {"max_steps": 5, "logging_steps": 2, **EVALUATED}
+    trainer, _ = build("hftrainer", "plain", tmp_path, trainer_class=lambda _: Own, **settings)
+    trainer.evaluate()
+    for _ in range(2):
+        trainer.train()
+        lines = [line for line in trainer.state.log_history if "learning_rate" in line]
+        assert [(line["training"], line["size"]) for line in lines] == [(1.0, 4.0)] * 2
+
+
+@pytest.mark.parametrize("wrong", ["loss", "metric"])
+def test_what_cannot_be_logged(tmp_path, wrong):
+    class Own(hftrainer.Trainer):
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            loss, outputs = super().compute_loss(model, inputs, True)
+            if wrong == "metric":
+                self.log_metric("logits", outputs["logits"])
+            return {"loss": loss, "aux": None, "logits": outputs["logits"]}
+
+    trainer, _ = build("hftrainer", "plain", tmp_path, trainer_class=lambda _: Own, max_steps=1)
+    with pytest.raises(InvalidArgument, match=r"'logits' cannot be logged: it is a tensor of shape \(4, 3\)"):
+        trainer.train()
+
+
+def test_greedy_scheduler_of_transformers(tmp_path):
+    """Given as an object, which is no scheduler of torch's."""
+    runs = []
+    for name in ("hftrainer", "transformers"):
+        torch.manual_seed(1)
+        model = Plain()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        schedule = importlib.import_module("transformers.optimization").GreedyLR(optimizer, patience=0)
+        given = {"model": model, "optimizers": (optimizer, schedule)}
+        settings = {"max_steps": 8, "metric_for_best_model": "loss", "logging_steps": 1, **EVALUATED}
+        runs.append(train(name, "plain", tmp_path / name, trainer=given, **settings))
+    assert_same(*runs)
