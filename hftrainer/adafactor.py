@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from hftrainer.per_parameter import PerParameterOptimizer
 
-class Adafactor(Optimizer):
+
+class Adafactor(PerParameterOptimizer):
     """Keeps a row and a column of second moments per matrix, instead of a number per weight.
 
     Args:
@@ -62,23 +62,11 @@ class Adafactor(Optimizer):
             },
         )
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step; `closure` computes the loss anew."""
-        loss = closure() if closure is not None else None
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._step_one(parameter, group)
-        return loss
-
-    def _step_one(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
-        grad = parameter.grad
-        assert grad is not None
-        if grad.is_sparse:
-            raise RuntimeError("Adafactor does not take sparse gradients.")
+    def step_one(
+        self, parameter: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
+        """Move one parameter."""
         grad = _full(grad)
-        state = self.state[parameter]
         if not state:
             _start(state, grad, group)
         for name in ("exp_avg", "exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col"):

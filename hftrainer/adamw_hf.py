@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
+
+from hftrainer.per_parameter import PerParameterOptimizer
 
 
-class AdamW(Optimizer):
+class AdamW(PerParameterOptimizer):
     """Adam with decoupled weight decay, in the order of the first BERT code.
 
     Unlike torch's, epsilon is added before the bias correction, and the decay comes after the step.
@@ -36,21 +36,11 @@ class AdamW(Optimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "correct_bias": correct_bias}
         super().__init__(params, defaults)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step; `closure` computes the loss anew."""
-        loss = closure() if closure is not None else None
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._step_one(parameter, group)
-        return loss
-
-    def _step_one(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
-        grad, state, (beta1, beta2) = parameter.grad, self.state[parameter], group["betas"]
-        assert grad is not None
-        if grad.is_sparse:
-            raise RuntimeError("AdamW does not take sparse gradients: use SparseAdam.")
+    def step_one(
+        self, parameter: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
+        """Move one parameter."""
+        beta1, beta2 = group["betas"]
         if not state:
             state["step"] = 0
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)

@@ -41,8 +41,21 @@ def _warming_up(step: int, num_warmup_steps: int) -> float:
     return step / max(1, num_warmup_steps)
 
 
-def _decay_progress(step: int, num_warmup_steps: int, num_training_steps: int) -> float:
-    return (step - num_warmup_steps) / max(1, num_training_steps - num_warmup_steps)
+def _warmup_then(
+    shape: Callable[[float], float],
+    optimizer: Optimizer,
+    num_warmup_steps: int,
+    num_training_steps: int,
+    last_epoch: int,
+) -> LambdaLR:
+    """Rise linearly, then follow `shape`, a function of the share of the remaining steps that is done."""
+
+    def factor(step: int) -> float:
+        if step < num_warmup_steps:
+            return _warming_up(step, num_warmup_steps)
+        return shape((step - num_warmup_steps) / max(1, num_training_steps - num_warmup_steps))
+
+    return LambdaLR(optimizer, factor, last_epoch)
 
 
 def get_constant_schedule(optimizer: Optimizer, last_epoch: int = -1) -> LambdaLR:
@@ -77,13 +90,10 @@ def get_cosine_schedule_with_warmup(
 ) -> LambdaLR:
     """Rise linearly, then follow `num_cycles` waves of a cosine; the default half wave falls to 0."""
 
-    def factor(step: int) -> float:
-        if step < num_warmup_steps:
-            return _warming_up(step, num_warmup_steps)
-        progress = _decay_progress(step, num_warmup_steps, num_training_steps)
+    def wave(progress: float) -> float:
         return max(0.0, 0.5 * (1.0 + math.cos(math.pi * num_cycles * 2.0 * progress)))
 
-    return LambdaLR(optimizer, factor, last_epoch)
+    return _warmup_then(wave, optimizer, num_warmup_steps, num_training_steps, last_epoch)
 
 
 def get_cosine_with_hard_restarts_schedule_with_warmup(
@@ -91,15 +101,12 @@ def get_cosine_with_hard_restarts_schedule_with_warmup(
 ) -> LambdaLR:
     """Rise linearly, then fall `num_cycles` times along half a cosine, each time from the peak."""
 
-    def factor(step: int) -> float:
-        if step < num_warmup_steps:
-            return _warming_up(step, num_warmup_steps)
-        progress = _decay_progress(step, num_warmup_steps, num_training_steps)
+    def waves(progress: float) -> float:
         if progress >= 1.0:
             return 0.0
         return max(0.0, 0.5 * (1.0 + math.cos(math.pi * ((num_cycles * progress) % 1.0))))
 
-    return LambdaLR(optimizer, factor, last_epoch)
+    return _warmup_then(waves, optimizer, num_warmup_steps, num_training_steps, last_epoch)
 
 
 def get_polynomial_decay_schedule_with_warmup(
@@ -159,14 +166,10 @@ def get_cosine_with_min_lr_schedule_with_warmup(
     """As `get_cosine_schedule_with_warmup`, but down to `min_lr`, or to `min_lr_rate` of the peak."""
     least = _least_rate(optimizer, min_lr, min_lr_rate)
 
-    def factor(step: int) -> float:
-        if step < num_warmup_steps:
-            return _warming_up(step, num_warmup_steps)
-        progress = _decay_progress(step, num_warmup_steps, num_training_steps)
-        wave = 0.5 * (1.0 + math.cos(math.pi * num_cycles * 2.0 * progress))
-        return max(0, wave * (1 - least) + least)
+    def wave(progress: float) -> float:
+        return max(0, 0.5 * (1.0 + math.cos(math.pi * num_cycles * 2.0 * progress)) * (1 - least) + least)
 
-    return LambdaLR(optimizer, factor, last_epoch)
+    return _warmup_then(wave, optimizer, num_warmup_steps, num_training_steps, last_epoch)
 
 
 def get_cosine_with_min_lr_schedule_with_warmup_lr_rate(

@@ -15,6 +15,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, Mul
 
 from hftrainer import Seq2SeqTrainer, Seq2SeqTrainingArguments, TorchMetrics, Trainer, TrainingArguments
 from tests.parity.test_evaluation import Stream, make_detector, make_t5, pad, t5_data, varied_language_data
+from tests.parity.test_seq2seq import make_decoder, pad_left, uneven_data
 from tests.tiny import make_llama, make_plain, plain_data
 
 SIZES = range(1, 18)
@@ -156,6 +157,12 @@ def cases(folder):
         compute_metrics=lambda p: {"sum": int(p.predictions.sum())},
     )
     yield "generation", lambda size: result(generating, t5_data(size)) if size < 6 else None
+
+    uneven = Seq2SeqTrainer(
+        make_decoder(), arguments(folder, Seq2SeqTrainingArguments, predict_with_generate=True), data_collator=pad_left
+    )
+    prompts = [{**row, "labels": row["input_ids"]} for row in uneven_data(17)]
+    yield "generation of uneven lengths", lambda size: result(uneven, prompts[:size], max_new_tokens=22)
 
     def by_hand(size):
         loader = plain.get_eval_dataloader(plain_data(size))

@@ -52,6 +52,7 @@ CASES = (
     "stream by two workers",
     "gather in the step",
     "generation",
+    "generation of uneven lengths",
     "gather_for_metrics",
 )
 
@@ -76,6 +77,13 @@ def test_every_sample_once(found):
     for size, result in found["0"]["plain"].items():
         assert result["predictions"].shape == (size, 3)
         assert len(result["metrics"]["eval_losses"]) == size
+
+
+def test_generated_lengths_differ(found):
+    """Batches of prompts of different lengths, longer than the model's max_length: nothing pads them alike."""
+    tokens = found["0"]["generation of uneven lengths"][17]["predictions"]
+    assert tokens.shape[0] == 17
+    assert len({int((row != -100).sum()) for row in tokens}) > 1
 
 
 def test_gather_object(found):
