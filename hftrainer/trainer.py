@@ -777,15 +777,17 @@ class Trainer:
         self._initial_num_input_tokens_seen = self.state.num_input_tokens_seen
         self._initial_global_step = self._globalstep_last_logged = self.state.global_step
         if first_epoch < schedule.num_train_epochs:
-            self._engine.fit(
-                loop,
-                self.model,
-                self._made_optimizer(),
-                self.lr_scheduler,
-                max_epochs=schedule.num_train_epochs,
-                global_step=self.state.global_step,
-                automatic_optimization=not is_overridden(self, "training_step", Trainer),
-            )
+            with loop.details.watching(self.model):
+                self._engine.fit(
+                    loop,
+                    self.model,
+                    self._made_optimizer(),
+                    self.lr_scheduler,
+                    max_epochs=schedule.num_train_epochs,
+                    global_step=self.state.global_step,
+                    callback_states=resume.load_lightning_callbacks(resume_from_checkpoint),
+                    automatic_optimization=not is_overridden(self, "training_step", Trainer),
+                )
         else:  # the checkpoint's run was complete
             loop.begin()
         return self._finalize_training(loop)
@@ -1332,6 +1334,8 @@ class Trainer:
                 self._save_optimizer_and_scheduler(folder)
                 self._save_scaler(folder)
                 self._save_rng_state(folder)
+                if states := self._engine.callback_states():
+                    torch.save(states, os.path.join(folder, names.LIGHTNING_CALLBACKS_NAME))
             self.state.stateful_callbacks = export_states(self._stateful_callbacks())
             self.state.save_to_json(os.path.join(folder, names.TRAINER_STATE_NAME))
         rotate_checkpoints(run_dir, self.args.save_total_limit, self.state.best_model_checkpoint)

@@ -151,6 +151,10 @@ class TrainerCallback:
     Every event receives `args`, `state` and `control`, and as keywords `model`, `processing_class`, `optimizer`,
     `lr_scheduler`, `train_dataloader` and `eval_dataloader`; `on_log` also `logs`, `on_evaluate` and `on_predict`
     also `metrics`. An event that changes `control` may return it.
+
+    An `on_step_end` that names them among its parameters also receives `loss` (a tensor of shape `()` on the device:
+    the step's, as it is logged), `inputs` (the step's last micro-batch) and `outputs` (the model's, of that
+    micro-batch).
     """
 
     def on_init_end(self, args, state, control, **kwargs):

@@ -19,6 +19,7 @@ from hftrainer.data.windows import MicroBatchFeed
 from hftrainer.optimization import follows_metric
 from hftrainer.overrides import with_accepted
 from hftrainer.schedule import TrainingSchedule
+from hftrainer.step_details import StepDetails, asked_for
 
 if TYPE_CHECKING:
     from hftrainer.trainer import Trainer
@@ -64,6 +65,7 @@ class TrainingLoop:
         self.learning_rate: float | None = None
         self.start_time = time.time()
         self.tr_loss = torch.tensor(0.0, device=trainer.args.device)
+        self.details = StepDetails(asked_for(trainer.callback_handler.callbacks))
         counted = trainer.args.include_num_input_tokens_seen != "no"
         self._counts_tokens = counted or legacy.value(trainer.args, "include_tokens_per_second")
         self._infinite: torch.Tensor | None = None
@@ -159,6 +161,8 @@ class TrainingLoop:
     def end_micro_batch(self, loss: torch.Tensor, inputs: Any) -> None:
         """Account for a micro-batch after its backward pass."""
         self._add_loss(loss)
+        if self.details.asked:
+            self.details.add(loss, inputs)
         trainer = self.trainer
         trainer.current_flos += float(trainer.floating_point_ops(inputs))
         if self._counts_tokens:
@@ -227,7 +231,7 @@ class TrainingLoop:
         model.zero_grad()
         state.global_step += 1
         state.epoch = self.epoch + (window.sample + 1) / self.schedule.steps_in_epoch
-        self._announce("on_step_end")
+        self._announce("on_step_end", **self.details.take())
         self._log_save_evaluate()
 
     def _log_save_evaluate(self) -> None:
@@ -257,6 +261,7 @@ class TrainingLoop:
         control = self.trainer.control
         return control.should_epoch_stop or control.should_training_stop
 
-    def _announce(self, event: str) -> None:
+    def _announce(self, event: str, **kwargs: Any) -> None:
         trainer = self.trainer
-        trainer.control = trainer.callback_handler.call_event(event, trainer.args, trainer.state, trainer.control)
+        handler = trainer.callback_handler
+        trainer.control = handler.call_event(event, trainer.args, trainer.state, trainer.control, **kwargs)

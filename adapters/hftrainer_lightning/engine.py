@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -64,6 +64,7 @@ class LightningEngine:
         *,
         max_epochs: int,
         global_step: int,
+        callback_states: Mapping[str, Any],
         automatic_optimization: bool,
     ) -> None:
         """Drive a training run.
@@ -75,6 +76,7 @@ class LightningEngine:
             scheduler: the optimizer's learning-rate scheduler.
             max_epochs: epochs after which training ends; `sys.maxsize` when only the host ends it.
             global_step: optimizer steps that are done.
+            callback_states: what Lightning's callbacks go on from, by their `state_key`.
             automatic_optimization: False when the host's training step runs backward itself.
         """
         with seams.quiet():
@@ -84,7 +86,7 @@ class LightningEngine:
                 accumulate_grad_batches=self.plan.accumulate_grad_batches if automatic_optimization else 1,
             )
         self.module = module = HostedModule(model)
-        module.attach(host, optimizer, scheduler, automatic_optimization=automatic_optimization)
+        module.attach(host, optimizer, scheduler, callback_states, automatic_optimization=automatic_optimization)
         seams.install_window_accumulation(trainer, host.feed)
         if host.first_epoch or host.position:
             seams.restore_progress(
@@ -154,6 +156,10 @@ class LightningEngine:
             self._group = None
         assert self.trainer is not None and self.module is not None
         seams.end_group(self.trainer, self.module, group, metrics)
+
+    def callback_states(self) -> dict[str, Any]:
+        """The states of Lightning's callbacks, by their `state_key`, of those that have one."""
+        return {callback.state_key: state for callback in self.callbacks if (state := callback.state_dict())}
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Run backward: through Lightning's strategy within `fit`, plainly outside."""

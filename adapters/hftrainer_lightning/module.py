@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -41,6 +43,7 @@ class HostedModule(LightningModule):
         self.evaluating: tuple[EvaluationHost | None, Any] = None, None
         self._optimizer: torch.optim.Optimizer | None = None
         self._scheduler: Any = None
+        self._callback_states: Mapping[str, Any] = {}
         self._last_loss: torch.Tensor | None = None
         self._last_batch: Any = None
 
@@ -52,10 +55,17 @@ class HostedModule(LightningModule):
             super().__setattr__(name, value)
 
     def attach(
-        self, host: TrainingHost, optimizer: torch.optim.Optimizer, scheduler: Any, *, automatic_optimization: bool
+        self,
+        host: TrainingHost,
+        optimizer: torch.optim.Optimizer,
+        scheduler: Any,
+        callback_states: Mapping[str, Any],
+        *,
+        automatic_optimization: bool,
     ) -> None:
-        """Connect the training run that `fit` will drive."""
+        """Connect the training run that `fit` will drive, and what its callbacks go on from."""
         self._host = host
+        self._callback_states = callback_states
         self._optimizer = optimizer
         self._scheduler = scheduler
         self.automatic_optimization = automatic_optimization
@@ -83,6 +93,12 @@ class HostedModule(LightningModule):
     def _apply_batch_transfer_handler(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
         """Nothing, as above."""
         return batch
+
+    def configure_model(self) -> None:
+        """Give the callbacks their states: after `setup`, before `on_fit_start`, as Lightning does when it resumes."""
+        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+            if callback.state_key in self._callback_states:
+                callback.load_state_dict(copy.deepcopy(self._callback_states[callback.state_key]))
 
     # ---- Optimizer ---------------------------------------------------------------------------------------------
 

@@ -5,6 +5,8 @@ TRAINING_ARGS_NAME = "training_args.bin"
 OPTIMIZER_NAME = "optimizer.pt"
 SCHEDULER_NAME = "scheduler.pt"
 SCALER_NAME = "scaler.pt"
+#: Ours alone: the states of Lightning's callbacks, if there are any.
+LIGHTNING_CALLBACKS_NAME = "lightning_callbacks.pt"
 
 SAFE_WEIGHTS_NAME = "model.safetensors"
 SAFE_WEIGHTS_INDEX_NAME = "model.safetensors.index.json"

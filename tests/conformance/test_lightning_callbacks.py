@@ -3,7 +3,7 @@
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint, Timer
 
 from hftrainer import Trainer, TrainerCallback, TrainingArguments
 from tests.tiny import make_plain, plain_data
@@ -170,3 +170,49 @@ def test_counters_after_resuming(tmp_path, accumulation):
     make_trainer(tmp_path, [rest], **settings).train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
     assert rest.seen
     assert rest.seen == whole.seen[-len(rest.seen) :]
+
+
+class Counts(Callback):
+    """Counts the optimizer steps that it has seen, and keeps the count."""
+
+    def __init__(self):
+        self.count = 0
+        self.loaded_before_fit = None
+
+    def on_fit_start(self, trainer, pl_module):
+        self.loaded_before_fit = self.count
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.count += 1
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state_dict):
+        self.count = state_dict["count"]
+
+
+def test_states_are_in_the_checkpoint(tmp_path):
+    """They come back on resume, as in an undisturbed run; without such callbacks there is no file of theirs."""
+
+    def make():
+        stopper = EarlyStopping(monitor="eval_loss", patience=50, min_delta=10.0)
+        return [Counts(), stopper, Timer(duration={"hours": 1})]
+
+    settings = {"max_steps": 8, "save_strategy": "steps", "save_steps": 2}
+    whole = make_trainer(tmp_path / "a", make(), **settings)
+    whole.train()
+    resumed = make_trainer(tmp_path / "b", make(), **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-4"))
+    counts, stopper, timer = resumed._lightning_callbacks
+    assert (counts.loaded_before_fit, counts.count) == (4, 8)
+    assert stopper.wait_count == whole._lightning_callbacks[1].wait_count == 3
+    assert stopper.best_score == whole._lightning_callbacks[1].best_score
+    saved = torch.load(tmp_path / "a" / "checkpoint-4" / "lightning_callbacks.pt", weights_only=True)
+    assert timer.time_elapsed("train") > saved["Timer"]["time_elapsed"]["train"]
+    plain = make_trainer(tmp_path / "c", [], **settings)
+    plain.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-4"))
+    assert not (tmp_path / "c" / "checkpoint-8" / "lightning_callbacks.pt").exists()
+    only = make_trainer(tmp_path / "d", make(), save_only_model=True, **settings)
+    only.train()
+    assert not (tmp_path / "d" / "checkpoint-8" / "lightning_callbacks.pt").exists()
