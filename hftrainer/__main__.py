@@ -29,15 +29,32 @@ def main() -> None:
         add_help=False,
     )
     explain.add_argument("--json", action="store_true", help="for programs")
+    plot = commands.add_parser("plot", help="draw the losses, metrics and learning rates of runs")
+    plot.add_argument("folders", metavar="OUTPUT_DIR", nargs="+", help="output folder of a run; several are compared")
+    plot.add_argument("--html", action="store_true", help="write an interactive page too")
+    plot.add_argument("--out", metavar="FILE.png", help="default: training.png in the first folder")
     options, remaining = parser.parse_known_args()
     if options.command == "explain":
         _explain(remaining, as_json=options.json)
     elif remaining:
         parser.error(f"unrecognized arguments: {' '.join(remaining)}")
+    elif options.command == "plot":
+        _plot(plot, options)
     else:
         from hftrainer.run import run_script
 
         run_script(options.script, options.arguments, as_module=options.as_module)
+
+
+def _plot(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    from hftrainer.errors import InvalidArgument, MissingPackage
+    from hftrainer.plot import plot
+
+    try:
+        written = plot(options.folders, html=options.html, out=options.out)
+    except (InvalidArgument, MissingPackage) as error:
+        parser.error(str(error))
+    print("\n".join(written))
 
 
 def _explain(words: list[str], *, as_json: bool) -> None:

@@ -1,0 +1,163 @@
+"""`python -m hftrainer plot OUTPUT_DIR ...`: a picture of one run, or of several beside each other."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hftrainer.checkpointing import names
+from hftrainer.checkpointing.folders import get_last_checkpoint
+from hftrainer.errors import InvalidArgument, MissingPackage
+from hftrainer.trainer_callback import TrainerState
+
+#: Panel → the entries of log lines that it shows; 'metrics' shows all that are left.
+PANELS = {"loss": ("loss",), "metrics": (), "learning rate": ("learning_rate",), "gradient norm": ("grad_norm",)}
+COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22", "#17becf")
+#: What log lines hold beside curves.
+_NO_CURVES = ("_runtime", "_per_second", "_model_preparation_time", "_mem_cpu", "_mem_gpu")
+
+Curves = dict[str, dict[str, tuple[list[float], list[float]]]]
+
+
+def read_run(folder: str) -> TrainerState:
+    """The state of the run in `folder`: the final one, or else that of the newest checkpoint.
+
+    Raises:
+        InvalidArgument: when there is neither, or nothing in it to draw.
+    """
+    if not Path(folder).is_dir():
+        raise InvalidArgument(f"{folder}: there is no such folder; give the output_dir of a run.")
+    places = [folder, get_last_checkpoint(folder)]
+    files = [Path(place) / names.TRAINER_STATE_NAME for place in places if place is not None]
+    file = next((file for file in files if file.is_file()), None)
+    if file is None:
+        raise InvalidArgument(f"{folder}: neither it nor a checkpoint-xxx in it holds {names.TRAINER_STATE_NAME}.")
+    state = TrainerState.load_from_json(str(file))
+    if not any(curves(state).values()):
+        raise InvalidArgument(f"{file}: the run has logged nothing that could be drawn.")
+    return state
+
+
+def curves(state: TrainerState) -> Curves:
+    """Panel → label → optimizer steps and values."""
+    found: Curves = {panel: {} for panel in PANELS}
+    for line in state.log_history:
+        if "train_runtime" in line and "train_loss" in line:  # the summary at the end
+            continue
+        for name, value in line.items():
+            if name in ("step", "epoch") or any(part in name for part in _NO_CURVES) or not _is_number(value):
+                continue
+            steps, values = found[_panel_of(name)].setdefault(name, ([], []))
+            steps.append(line["step"])
+            values.append(value)
+    return found
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _panel_of(name: str) -> str:
+    for panel, shown in PANELS.items():
+        if name in shown:
+            return panel
+    return "loss" if name.endswith("_loss") else "metrics"
+
+
+@dataclass(frozen=True)
+class Line:
+    """One curve of one run, as it is drawn."""
+
+    panel: str
+    label: str
+    steps: list[float]
+    values: list[float]
+    colour: str
+    dash: int
+
+
+def lines(folders: list[str]) -> Iterator[Line]:
+    """The curves of runs: of one, a colour each; of several, a colour a run and a dash for each of its curves."""
+    parts = [Path(folder).resolve().parts for folder in folders]
+    # The shortest end of each path that tells it from the others.
+    depth = next((n for n in range(1, 9) if len({path[-n:] for path in parts}) == len(parts)), 8)
+    for number, (path, folder) in enumerate(zip(parts, folders, strict=True)):
+        for panel, found in curves(read_run(folder)).items():
+            for order, (name, (steps, values)) in enumerate(found.items()):
+                several = len(folders) > 1
+                label = f"{Path(*path[-depth:])}: {name}" if several else name
+                colour = COLOURS[(number if several else order) % len(COLOURS)]
+                yield Line(panel, label, steps, values, colour, order % 4 if several else 0)
+
+
+def draw_png(drawn: list[Line], path: str) -> None:
+    """Write the panels as a PNG."""
+    plt = _load("matplotlib.pyplot")
+    figure, axes = plt.subplots(2, 2, figsize=(11, 7), layout="constrained")
+    of_panel = dict(zip(PANELS, axes.flat, strict=True))
+    for line in drawn:
+        style = {"linestyle": ["-", "--", ":", "-."][line.dash], "color": line.colour, "linewidth": 1.3}
+        mark = "o" if len(line.steps) < 30 else None
+        of_panel[line.panel].plot(line.steps, line.values, label=line.label, marker=mark, markersize=3, **style)
+    for panel, axis in of_panel.items():
+        axis.set_title(panel)
+        axis.set_xlabel("optimizer step")
+        axis.grid(alpha=0.3)
+        if axis.lines:
+            axis.legend(fontsize=8)
+        else:
+            axis.text(0.5, 0.5, "nothing logged", ha="center", va="center", transform=axis.transAxes, color="gray")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def draw_html(drawn: list[Line], path: str) -> None:
+    """Write the panels as a page that can be zoomed and hovered over, and needs no network."""
+    subplots, objects = _load("plotly.subplots"), _load("plotly.graph_objects")
+    figure = subplots.make_subplots(rows=2, cols=2, subplot_titles=list(PANELS), vertical_spacing=0.12)
+    for line in drawn:
+        number = list(PANELS).index(line.panel)
+        style = {"color": line.colour, "dash": ["solid", "dash", "dot", "dashdot"][line.dash]}
+        trace = objects.Scatter(x=line.steps, y=line.values, name=line.label, mode="lines+markers", line=style)
+        figure.add_trace(trace, row=number // 2 + 1, col=number % 2 + 1)
+    figure.update_traces(marker={"size": 4})
+    figure.update_xaxes(title_text="optimizer step")
+    figure.update_layout(height=820, template="plotly_white")
+    figure.write_html(path, include_plotlyjs=True)
+
+
+def _load(module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.split(".")[0]
+        raise MissingPackage(f"Drawing needs {package}: pip install 'hftrainer[plot]'") from error
+
+
+def plot(folders: list[str], *, html: bool = False, out: str | None = None) -> list[str]:
+    """Draw runs; returns the paths that were written.
+
+    Args:
+        folders: output folders, each with a `trainer_state.json` or a checkpoint.
+        html: write a page too.
+        out: the PNG to write; the page has its name with '.html'. Default: `training.png` in the first folder.
+
+    Raises:
+        InvalidArgument: for a folder without a run, naming it.
+        MissingPackage: without matplotlib, or plotly for the page.
+    """
+    png = Path(out) if out is not None else Path(folders[0]) / "training.png"
+    if png.suffix.lower() != ".png":
+        raise InvalidArgument(f"--out {png}: give a file that ends in .png.")
+    drawn = list(lines(folders))
+    draw_png(drawn, str(png))
+    written = [str(png)]
+    if html:
+        page = png.with_suffix(".html")
+        draw_html(drawn, str(page))
+        written.append(str(page))
+    return written
