@@ -740,8 +740,8 @@ class Trainer:
             self.optimizer.remove_hooks()
         self._engine.trainer = self._engine.module = None
         self.optimizer = self.lr_scheduler = self.callback_handler.optimizer = self.callback_handler.lr_scheduler = None
-        for folder in self._checkpoints_written:
-            shutil.rmtree(folder, ignore_errors=True)
+        for folder in filter(os.path.isdir, self._checkpoints_written):  # rotation may have taken some
+            shutil.rmtree(folder)
 
     def _inner_training_loop(
         self,
