@@ -272,7 +272,9 @@ def get_greedy_schedule(optimizer: Optimizer, **kwargs: Any) -> GreedyLR:
 
 def follows_metric(scheduler: Any) -> bool:
     """Whether the scheduler steps on evaluations, with their metric: torch's, ours, or transformers' own GreedyLR."""
-    return isinstance(scheduler, ReduceLROnPlateau) or peers.is_greedy_scheduler(scheduler)
+    if isinstance(scheduler, LRScheduler):
+        return isinstance(scheduler, ReduceLROnPlateau)
+    return peers.is_greedy_scheduler(scheduler)
 
 
 SCHEDULES: dict[SchedulerType, Callable[..., LRScheduler]] = {

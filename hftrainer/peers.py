@@ -5,6 +5,7 @@ An object of a library can only reach us when that library has been imported, so
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import Any
 
@@ -32,11 +33,14 @@ def is_torchmetric(value: Any) -> bool:
 
 def is_causal_lm(model: Any) -> bool:
     """Whether `model` is one of transformers' causal language models, by the name of its class."""
-    if "transformers" not in sys.modules:
-        return False
+    return "transformers" in sys.modules and type(model).__name__ in _causal_lm_names()
+
+
+@functools.lru_cache(maxsize=1)
+def _causal_lm_names() -> frozenset[str]:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    return type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    return frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
 
 
 def is_greedy_scheduler(scheduler: Any) -> bool:

@@ -449,12 +449,15 @@ class Trainer:
         dataset = train_dataset if train_dataset is not None else self.train_dataset
         if dataset is None or not has_length(dataset):
             return None
-        if self.args.train_sampling_strategy == "group_by_length":
+        if self._groups_training_by_length():
             step = self._train_batch_size * self.args.gradient_accumulation_steps
             return self._length_grouped_sampler(dataset, step)
         return (
             SequentialSampler(dataset) if self.args.train_sampling_strategy == "sequential" else RandomSampler(dataset)
         )
+
+    def _groups_training_by_length(self) -> bool:
+        return self.args.train_sampling_strategy == "group_by_length"
 
     def _length_grouped_sampler(
         self, dataset: Any, batch_size: int, generator: torch.Generator | None = None
@@ -690,7 +693,8 @@ class Trainer:
         if folder is not None:
             self._load_from_checkpoint(folder)
             if self.args.auto_find_batch_size:
-                self._train_batch_size = resume.load_state(folder, self.args).train_batch_size or self._train_batch_size
+                state = TrainerState.load_from_json(os.path.join(folder, names.TRAINER_STATE_NAME))
+                self._train_batch_size = state.train_batch_size or self._train_batch_size
         watcher = DebugUnderflowOverflow(self.model) if "underflow_overflow" in self.args.debug else None
         self.is_in_train = True
         try:

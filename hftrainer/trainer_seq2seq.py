@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import Sampler
 
 from hftrainer.errors import InvalidArgument
 from hftrainer.loss import first_output
 from hftrainer.trainer import Trainer
-from hftrainer.trainer_utils import PredictionOutput, has_length
+from hftrainer.trainer_utils import PredictionOutput
 
 
 class Seq2SeqTrainer(Trainer):
@@ -87,13 +86,8 @@ class Seq2SeqTrainer(Trainer):
             completed["num_beams"] = self.args.generation_num_beams  # type: ignore[attr-defined]
         return completed
 
-    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler | None:
-        """The order of the training samples: with `sortish_sampler`, roughly by length."""
-        dataset = train_dataset if train_dataset is not None else self.train_dataset
-        if self.args.sortish_sampler and has_length(dataset):  # type: ignore[attr-defined]
-            step = self.args.train_batch_size * self.args.gradient_accumulation_steps
-            return self._length_grouped_sampler(dataset, step)
-        return super()._get_train_sampler(train_dataset)
+    def _groups_training_by_length(self) -> bool:
+        return self.args.sortish_sampler or super()._groups_training_by_length()  # type: ignore[attr-defined]
 
     def prediction_step(
         self,

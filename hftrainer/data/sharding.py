@@ -22,6 +22,11 @@ class Share:
     rank: int = 0
     processes: int = 1
 
+    def needs_filler(self, count: int) -> bool:
+        """Whether others have one more of `count` batches than this process."""
+        left = count % self.processes
+        return left > 0 and self.rank >= left
+
 
 #: Of a single process.
 ALL = Share()
@@ -44,14 +49,14 @@ class ShardedBatchSampler(BatchSampler):
         self.count = 0
 
     def __iter__(self) -> Iterator[list[int]]:
-        first, self.count = None, 0
+        self.count = 0
+        for batch, _ in shared_out(self._counted(), self.share):
+            yield batch
+
+    def _counted(self) -> Iterator[list[int]]:
         for batch in self.batch_sampler:
-            first = batch if first is None else first
-            if self.count % self.share.processes == self.share.rank:
-                yield batch
             self.count += 1
-        if first is not None and self.ends_with_filler:
-            yield first
+            yield batch
 
     def __len__(self) -> int:
         return -(-len(self.batch_sampler) // self.share.processes)
@@ -59,7 +64,7 @@ class ShardedBatchSampler(BatchSampler):
     @property
     def ends_with_filler(self) -> bool:
         """Whether this process's last batch is a filler."""
-        return bool(self.count % self.share.processes) and self.share.rank >= self.count % self.share.processes
+        return self.share.needs_filler(self.count)
 
     @property
     def owns_last(self) -> bool:
@@ -73,13 +78,12 @@ class ShardedBatchSampler(BatchSampler):
 
 
 def shared_out(batches: Iterable[Any], share: Share) -> Iterator[tuple[Any, bool]]:
-    """The batches of one process out of a stream that every process reads, and whether each is a filler."""
+    """The batches of one process out of those of all, which every process reads, and whether each is a filler."""
     first, count = None, 0
     for batch in batches:
         first = batch if first is None else first
         if count % share.processes == share.rank:
             yield batch, False
         count += 1
-    left = count % share.processes
-    if left and share.rank >= left:
+    if share.needs_filler(count):
         yield first, True

@@ -26,6 +26,13 @@ def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
     )
 
 
+def torchrun(folder: Path, text: str) -> subprocess.CompletedProcess:
+    """Run a script in two processes."""
+    script = folder / "script.py"
+    script.write_text(text)
+    return python(*TORCHRUN, str(script))
+
+
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sets")
@@ -108,9 +115,7 @@ Trainer(Fails(), args, eval_dataset=plain_data()).evaluate()
 
 
 def test_a_failing_process_ends_all(tmp_path):
-    script = tmp_path / "fails.py"
-    script.write_text(FAILS)
-    run = python(*TORCHRUN, str(script))
+    run = torchrun(tmp_path, FAILS)
     assert run.returncode != 0
     assert "only here" in run.stderr
 
@@ -130,9 +135,7 @@ Boxes(Plain(), args).predict(plain_data(10))
 
 
 def test_lists_of_samples_are_not_mixed_up(tmp_path):
-    script = tmp_path / "boxes.py"
-    script.write_text(BOXES)
-    run = python(*TORCHRUN, str(script))
+    run = torchrun(tmp_path, BOXES)
     assert run.returncode != 0
     assert "set eval_use_gather_object=True" in run.stderr
 
@@ -152,8 +155,6 @@ except ValueError as error:
 
 
 def test_training_is_refused(tmp_path):
-    script = tmp_path / "trains.py"
-    script.write_text(TRAINS)
-    run = python(*TORCHRUN, str(script))
+    run = torchrun(tmp_path, TRAINS)
     assert run.returncode == 0, run.stderr[-2000:]
     assert run.stdout.count("0 2 train() in 2 processes is not supported yet") == 1
