@@ -59,7 +59,9 @@ class _WindowedEpochLoop(_TrainingEpochLoop):
         self._save_loggers_on_train_batch_end()
 
     def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
-        """Nothing: the training run moves the learning rate on, between the step and its announcement."""
+        """Only schedules by epoch, which callbacks bring: the run's own moves on between the step and its event."""
+        if interval == "epoch":
+            super().update_lr_schedulers(interval, update_plateau_schedulers)
 
     def _build_kwargs(self, kwargs: Any, batch: Any, batch_idx: int) -> Any:
         """The arguments of the generated module's `training_step`, which Lightning would inspect at every batch."""
@@ -344,6 +346,11 @@ def quiet() -> Iterator[None]:
             warnings.filterwarnings("ignore", message="predict returned None if it was on purpose")
             # Processes share the metrics before they are logged.
             warnings.filterwarnings("ignore", message="It is recommended to use `self.log.*sync_dist=True")
+            # Their steps are the Trainer's, and are announced as it announces them.
+            warnings.filterwarnings("ignore", message="SWA is currently only supported every epoch")
+            warnings.filterwarnings(
+                "ignore", message="When using `Trainer.accumulate_grad_batches != 1.` and overriding"
+            )
             # Lightning 2.6 asks torch 2.13 by a deprecated name: not for the user to mend.
             warnings.filterwarnings("ignore", message=".*isinstance\\(treespec, LeafSpec\\)")
             yield
