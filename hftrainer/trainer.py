@@ -691,7 +691,8 @@ class Trainer:
             self.optimizer = self.lr_scheduler = None
         if peers.is_tokenizing(self.processing_class) and hasattr(self.model, "config"):
             model_inspection.align_special_tokens(self.model, self.processing_class)
-        if refused := self._engine.refusals(self.args.auto_find_batch_size):
+        evaluates = self.args.eval_strategy != "no"
+        if refused := self._engine.refusals(finds_batch_size=self.args.auto_find_batch_size, evaluates=evaluates):
             raise UnsupportedArgument("\n".join(refused))
         if folder is not None:
             self._load_from_checkpoint(folder)

@@ -12,14 +12,19 @@ from lightning.pytorch.callbacks import (
     BaseFinetuning,
     BatchSizeFinder,
     Callback,
+    EarlyStopping,
     GradientAccumulationScheduler,
     LearningRateFinder,
     ModelPruning,
+    SpikeDetection,
     StochasticWeightAveraging,
+    WeightAveraging,
 )
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import prune
 from torch.optim.swa_utils import update_bn
+
+from hftrainer_lightning import seams
 
 if TYPE_CHECKING:
     from hftrainer_lightning.events import TrainingHost
@@ -29,6 +34,8 @@ if TYPE_CHECKING:
 _KEPT_ELSEWHERE = ("state_dict", "epoch", "global_step")
 #: Callbacks that look for a setting before training, and take no part in it.
 FINDERS = (BatchSizeFinder, LearningRateFinder)
+#: Callbacks that change weights when an epoch ends, which is after the checkpoint of its last step.
+_AT_EPOCH_END = (ModelPruning, WeightAveraging)
 _HOOKS = [name for name in vars(Callback) if name.startswith("on_") and name != "on_fit_start"]
 #: The generated module's name for the user's model, in its state dict.
 _PREFIX = "model."
@@ -39,13 +46,14 @@ def is_lightning_callback(candidate: Any) -> bool:
     return issubclass(candidate, Callback) if isinstance(candidate, type) else isinstance(candidate, Callback)
 
 
-def refusal(callback: Callback, accumulate_grad_batches: int, finds_batch_size: bool) -> str | None:
+def refusal(callback: Callback, *, accumulate_grad_batches: int, finds_batch_size: bool, evaluates: bool) -> str | None:
     """Why a callback cannot work with the arguments of the run; None when it can.
 
     Args:
         callback: the callback.
         accumulate_grad_batches: micro-batches per optimizer step.
         finds_batch_size: whether the Trainer looks for the batch size itself.
+        evaluates: whether the run evaluates.
     """
     name = type(callback).__name__
     if isinstance(callback, ModelPruning) and not callback._make_pruning_permanent:
@@ -58,6 +66,8 @@ def refusal(callback: Callback, accumulate_grad_batches: int, finds_batch_size: 
             f"gradient_accumulation_steps={accumulate_grad_batches} and {name} both set the accumulation: leave the "
             "argument at 1."
         )
+    if isinstance(callback, EarlyStopping) and not (evaluates or callback._check_on_train_epoch_end):
+        return f"{name}(monitor={callback.monitor!r}) looks at evaluations, and there are none: set eval_strategy."
     if isinstance(callback, FINDERS):
         if isinstance(callback, BatchSizeFinder) and finds_batch_size:
             return f"auto_find_batch_size and {name} both look for the batch size: give one of them."
@@ -87,8 +97,11 @@ def save(trainer: pl.Trainer, module: HostedModule, callbacks: Sequence[Callback
     """
     states = {callback.state_key: state for callback in callbacks if (state := callback.state_dict())}
     kept: dict[str, Any] = {"callbacks": states} if states else {}
-    if masks := _masks(module):
-        kept["pruning"] = masks
+    if first_of(callbacks, _AT_EPOCH_END) is not None and trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+        kept["epoch_ended"] = module.epoch_ended
+    if (pruning := first_of(callbacks, ModelPruning)) is not None:
+        first_values = [layer["data"].state_dict() for layer in _first_layers(pruning)]
+        kept["pruning"] = {"masks": _masks(module), "first_values": first_values}
     if not any(_overrides(callback, "on_save_checkpoint") for callback in callbacks):
         return None, kept
     own = module.state_dict()
@@ -106,14 +119,36 @@ def restore(trainer: pl.Trainer, module: HostedModule, kept: Mapping[str, Any]) 
 
     The model holds the checkpoint's weights by then.
     """
-    _put_masks(module, kept.get("pruning", {}))
+    if (pruning := first_of(trainer.callbacks, ModelPruning)) is not None and "pruning" in kept:  # type: ignore[attr-defined]
+        _put_masks(module, kept["pruning"]["masks"])
+        _restore_first_values(pruning, kept["pruning"]["first_values"])
     checkpoint = {"state_dict": module.state_dict(), "callbacks": {}, **copy.deepcopy(dict(kept))}
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     for callback in callbacks:
         callback.on_load_checkpoint(trainer, module, checkpoint)
     for callback in callbacks:
         if callback.state_key in checkpoint["callbacks"]:
+            if isinstance(callback, SpikeDetection):  # lightning 2.6 loads into a name that it does not have
+                callback.running = callback.running_mean  # type: ignore[attr-defined]
             callback.load_state_dict(checkpoint["callbacks"][callback.state_key])
+
+
+def _first_layers(pruning: ModelPruning) -> list[Any]:
+    """The layers as they were when training began, to whose values the lottery ticket hypothesis returns."""
+    return list((pruning._original_layers or {}).values())
+
+
+def _restore_first_values(pruning: ModelPruning, first_values: Sequence[Any]) -> None:
+    for layer, values in zip(_first_layers(pruning), first_values, strict=True):
+        layer["data"].load_state_dict(values)
+        for index, name in layer["names"]:
+            first, live = (
+                getattr(layer["data"], name),
+                getattr(pruning._parameters_to_prune[index][0], f"{name}_orig", None),
+            )
+            if live is not None and torch.equal(first, live):
+                # Once it has returned to them, Lightning trains on that very storage, so that they follow the training.
+                first.data = live.data
 
 
 def _masks(module: torch.nn.Module) -> dict[str, Any]:
@@ -136,7 +171,7 @@ def _put_masks(module: torch.nn.Module, masks: Mapping[str, Any]) -> None:
 # ---- Schedules, and parameters that are frozen -----------------------------------------------------------------------
 
 
-def first_of(callbacks: Iterable[Callback], kind: type[Any]) -> Any:
+def first_of(callbacks: Iterable[Callback], kind: type[Any] | tuple[type[Any], ...]) -> Any:
     """The first callback of a kind, or None."""
     return next((callback for callback in callbacks if isinstance(callback, kind)), None)
 
@@ -169,6 +204,14 @@ def begin_epoch_in_the_middle(trainer: pl.Trainer, module: HostedModule) -> None
     for callback in callbacks:
         if isinstance(callback, (GradientAccumulationScheduler, StochasticWeightAveraging)):
             callback.on_train_epoch_start(trainer, module)
+
+
+def end_epoch_before(trainer: pl.Trainer, module: HostedModule) -> None:
+    """Let callbacks that change the weights at an epoch's end do so, after a checkpoint of its last step."""
+    with seams.in_previous_epoch(trainer):
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, _AT_EPOCH_END):
+                callback.on_train_epoch_end(trainer, module)
 
 
 def update_batch_norm(trainer: pl.Trainer, module: HostedModule, host: TrainingHost) -> None:

@@ -13,10 +13,11 @@ from lightning.fabric.plugins.environments.cluster_environment import ClusterEnv
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch.callbacks import (
+    BasePredictionWriter,
     BatchSizeFinder,
     Callback,
+    Checkpoint,
     LearningRateFinder,
-    ModelCheckpoint,
     ProgressBar,
 )
 from lightning.pytorch.profilers import PassThroughProfiler
@@ -117,6 +118,9 @@ class LightningEngine:
             stage: which of Lightning's loops to run; within `fit` there is only the validation loop.
         """
         batches = _Batches(evaluation)
+        if of_callbacks.first_of(self._taking_part, BasePredictionWriter) is not None:
+            seen = evaluation.record_batches()
+            batches.batch_sampler = None if seen is None else seams.SeenBatches(seen)
         if self.fitting:
             assert self.trainer is not None and self.module is not None
             all_batches = stage == "predict"  # limit_val_batches is for evaluations
@@ -181,10 +185,14 @@ class LightningEngine:
         """Whether a callback looks for the batch size."""
         return of_callbacks.first_of(self.callbacks, BatchSizeFinder) is not None
 
-    def refusals(self, finds_batch_size: bool) -> list[str]:
+    def refusals(self, *, finds_batch_size: bool, evaluates: bool) -> list[str]:
         """A sentence for each callback that cannot work with the arguments."""
-        accumulation = self.plan.accumulate_grad_batches
-        reasons = (of_callbacks.refusal(callback, accumulation, finds_batch_size) for callback in self.callbacks)
+        arguments: dict[str, Any] = {
+            "accumulate_grad_batches": self.plan.accumulate_grad_batches,
+            "finds_batch_size": finds_batch_size,
+            "evaluates": evaluates,
+        }
+        reasons = (of_callbacks.refusal(callback, **arguments) for callback in self.callbacks)
         return [reason for reason in reasons if reason is not None]
 
     def accumulation_at(self, epoch: int) -> int:
@@ -235,7 +243,7 @@ class LightningEngine:
             gradient_clip_val=gradient_clip_val,
             plugins=[self._environment(), *(plugins if isinstance(plugins, list) else [plugins])],
             logger=False,
-            enable_checkpointing=any(isinstance(callback, ModelCheckpoint) for callback in callbacks),
+            enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),
             enable_progress_bar=any(isinstance(callback, ProgressBar) for callback in callbacks),
             enable_model_summary=False,
             use_distributed_sampler=False,
@@ -262,6 +270,9 @@ class _Batches:
     The iterator is made when the first batch is asked for. Lightning calls `iter()` once more, to check that it can,
     and a `DataLoader` draws from torch's generator each time.
     """
+
+    #: Where prediction writers look for the indices of the samples in each batch.
+    batch_sampler: seams.SeenBatches | None = None
 
     def __init__(self, evaluation: EvaluationHost) -> None:
         self.evaluation = evaluation

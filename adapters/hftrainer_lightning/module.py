@@ -42,6 +42,7 @@ class HostedModule(LightningModule):
         super().__init__()
         self.model = model
         self._host: TrainingHost | None = None
+        self.epoch_ended = False
         self.evaluating: tuple[EvaluationHost | None, Any] = None, None
         self._optimizer: torch.optim.Optimizer | None = None
         self._scheduler: Any = None
@@ -181,6 +182,8 @@ class HostedModule(LightningModule):
     def on_train_start(self) -> None:
         """Begin the run; resumed within an epoch, Lightning does not announce that epoch, so it is done here."""
         self.host.begin()
+        if self._resumed_from is not None and not self._resumed_from.get("epoch_ended", True):
+            callbacks.end_epoch_before(self.trainer, self)
         if self.trainer.fit_loop.restarted_mid_epoch:
             callbacks.begin_epoch_in_the_middle(self.trainer, self)
             self.host.begin_epoch(self.current_epoch)
@@ -244,7 +247,9 @@ class HostedModule(LightningModule):
 
     def on_train_epoch_end(self) -> None:
         """End an epoch."""
+        self.epoch_ended = True
         self.host.end_epoch()
+        self.epoch_ended = False
         if self.host.should_stop:
             self.trainer.should_stop = True
 

@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.optimization.automatic import ClosureResult, _AutomaticOptimization
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
@@ -228,6 +229,24 @@ def validate_in_fit(
         loop.__class__, trainer.limit_val_batches = kind, limit
         release_data(loop)
         module.evaluate_with(*outer)
+
+
+class SeenBatches(_IndexBatchSamplerWrapper):
+    """Tells prediction writers which samples each batch holds; Lightning asks only what it has wrapped itself."""
+
+    def __init__(self, seen: list[list[int]]) -> None:
+        self.seen_batch_indices = seen
+
+
+@contextlib.contextmanager
+def in_previous_epoch(trainer: pl.Trainer) -> Iterator[None]:
+    """Let Lightning's epoch be the one that has just ended."""
+    progress: Any = trainer.fit_loop.epoch_progress.current
+    progress.processed -= 1
+    try:
+        yield
+    finally:
+        progress.processed += 1
 
 
 def release_data(loop: Any) -> None:
