@@ -23,6 +23,10 @@ class CheckpointNotFound(ValueError):
     """There is nothing to resume from where it was looked for."""
 
 
+class CheckpointNotWritten(RuntimeError):
+    """A checkpoint could not be written, and training was told to stop then."""
+
+
 class MetricNotFound(KeyError, ValueError):
     """Evaluation does not return the metric that an argument names."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import gc
 import logging
@@ -21,10 +22,11 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 from hftrainer import model_inspection, peers, trainer_optimizer
 from hftrainer.arguments import legacy
 from hftrainer.arguments.validation import problems
-from hftrainer.checkpointing import names, resume
-from hftrainer.checkpointing.folders import PREFIX_CHECKPOINT_DIR, keep_only, rotate_checkpoints, staged
+from hftrainer.checkpointing import names, resume, staging
+from hftrainer.checkpointing.folders import keep_only, rotate_checkpoints, why_unusable
 from hftrainer.checkpointing.rng import load_rng_state, save_rng_state
 from hftrainer.checkpointing.weights import load_weights, save_weights
+from hftrainer.checkpointing.writer import CheckpointWriter
 from hftrainer.data import columns
 from hftrainer.data.collators import DataCollatorWithPadding, default_data_collator
 from hftrainer.data.loaders import PreparedDataLoader, to_device
@@ -238,6 +240,9 @@ class Trainer:
         from hftrainer_lightning.engine import LightningEngine
 
         plan = make_plan(self.args)
+        self._checkpoint_writer = CheckpointWriter(
+            in_background=plan.async_checkpoint, stop_on_error=plan.stop_on_save_error
+        )
         plan.processes.connect(self.args.device, self.args.ddp_backend, self.args.ddp_timeout_delta)
         self._engine = LightningEngine(plan, self._lightning_callbacks)
         self.accelerator = EngineAccelerator(
@@ -684,6 +689,8 @@ class Trainer:
                 "train in one process."
             )
         self._memory_tracker.start()
+        if self.args.should_save:
+            staging.clear_stale(str(self.args.output_dir))
         folder = resume.find_folder(resume_from_checkpoint, str(self.args.output_dir))
         if self.model_init is not None:
             self._seed_everything()
@@ -896,9 +903,13 @@ class Trainer:
         metrics["train_loss"] = train_loss
         self._memory_tracker.stop_and_update_metrics(metrics)
         self.log(metrics)
+        self._checkpoint_writer.close()
         best = self.state.best_model_checkpoint
         if self.args.load_best_model_at_end and best is not None:
-            self._load_best_model()
+            if (reason := why_unusable(best)) is None:
+                self._load_best_model()
+            else:
+                logger.error("The best model cannot be loaded, and the last one is kept: %s.", reason)
         if self.args.should_save and best is not None and self.args.save_total_limit == 1:
             keep_only(best, self._get_output_dir(loop.trial))
         self._announce("on_train_end")
@@ -1059,7 +1070,7 @@ class Trainer:
                 self.control.should_save = is_new_best
         if self.control.should_save:
             self._save_checkpoint(model, trial)
-            self._announce("on_save")
+            self._announce_save()
 
     def _log_training_loss(
         self, tr_loss: torch.Tensor, grad_norm: Any, learning_rate: float | None, start_time: float | None
@@ -1349,7 +1360,9 @@ class Trainer:
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         output_dir = output_dir if output_dir is not None else str(self.args.output_dir)
         os.makedirs(output_dir, exist_ok=True)
-        save_weights(self.model, output_dir, state_dict)
+        if self._checkpoint_writer.collects and state_dict is None and not peers.is_peft(self.model):
+            state_dict = self.model.state_dict()  # training changes the model's own while it is written
+        self._checkpoint_writer.call(functools.partial(save_weights, self.model, output_dir), state_dict)
         processing_class = self.processing_class
         if processing_class is None:
             processing_class = getattr(self.data_collator, "tokenizer", None)
@@ -1366,29 +1379,48 @@ class Trainer:
         return str(self.args.output_dir)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Write `checkpoint-{step}`, whole or not at all, and delete what `save_total_limit` no longer allows."""
+        """Write `checkpoint-{step}`, whole or not at all, and delete what `save_total_limit` no longer allows.
+
+        A storage that fails (full, read-only) costs the checkpoint and not the run, which is said.
+        """
         self.store_flos()
-        run_dir = self._get_output_dir(trial)
-        best = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}")
+        self._checkpoint_writer.wait()
+        run_dir, earlier_best = self._get_output_dir(trial), self.state.best_model_checkpoint
+        best = os.path.join(run_dir, f"{names.PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}")
         if self.state.best_global_step == self.state.global_step or os.path.isdir(best):
             self.state.best_model_checkpoint = best
-        path = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        path = os.path.join(run_dir, f"{names.PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
         self._checkpoints_written.append(path)
-        with staged(path) as folder:
+        rotate = functools.partial(
+            rotate_checkpoints, run_dir, self.args.save_total_limit, self.state.best_model_checkpoint
+        )
+        with self._checkpoint_writer.checkpoint(path, then=rotate) as folder:
             self.save_model(folder, _internal_call=True)
             if not self.args.save_only_model:
                 self._save_optimizer_and_scheduler(folder)
                 self._save_scaler(folder)
                 self._save_rng_state(folder)
                 if kept := self._engine.for_checkpoint()[1]:
-                    torch.save(kept, os.path.join(folder, names.LIGHTNING_CALLBACKS_NAME))
+                    self._checkpoint_writer.save(kept, os.path.join(folder, names.LIGHTNING_CALLBACKS_NAME))
             self.state.stateful_callbacks = export_states(self._stateful_callbacks())
             self.state.save_to_json(os.path.join(folder, names.TRAINER_STATE_NAME))
-        rotate_checkpoints(run_dir, self.args.save_total_limit, self.state.best_model_checkpoint)
+        if self._checkpoint_writer.failed:
+            self.state.best_model_checkpoint = earlier_best
+
+    def _announce_save(self) -> None:
+        """Announce the checkpoint once it is there, with the state that it holds."""
+        state = dataclasses.replace(self.state) if self._checkpoint_writer.in_background else self.state
+
+        def announce() -> None:
+            self.control = self.callback_handler.call_event("on_save", self.args, state, self.control)
+
+        self.control.should_save = False
+        self._checkpoint_writer.when_done(announce)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        torch.save(self._made_optimizer().state_dict(), os.path.join(output_dir, names.OPTIMIZER_NAME))
-        torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, names.SCHEDULER_NAME))
+        write = self._checkpoint_writer.save
+        write(self._made_optimizer().state_dict(), os.path.join(output_dir, names.OPTIMIZER_NAME))
+        write(self.lr_scheduler.state_dict(), os.path.join(output_dir, names.SCHEDULER_NAME))
 
     def _save_scaler(self, output_dir: str) -> None:
         """Write the scale of the loss, with fp16."""

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from hftrainer.checkpointing.folders import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
+from hftrainer.checkpointing.folders import get_last_checkpoint
+from hftrainer.checkpointing.names import PREFIX_CHECKPOINT_DIR
 from hftrainer.errors import InvalidArgument
 
 __all__ = [

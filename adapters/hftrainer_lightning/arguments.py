@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from hftrainer_lightning.config import ALSO_SET_BY, WrongConfig, passed_on, read_config, wrong_keywords
+from hftrainer_lightning.config import (
+    ALSO_SET_BY,
+    WrongConfig,
+    brings_async_checkpoints,
+    passed_on,
+    read_config,
+    wrong_keywords,
+)
 from hftrainer_lightning.plan import LightningPlan
 from hftrainer_lightning.processes import Processes, missing_rendezvous
 
@@ -326,6 +333,8 @@ def make_plan(args: TrainingArguments) -> LightningPlan:
         processes=Processes.from_environment(),
         process_group_backend=args.ddp_backend,
         timeout=args.ddp_timeout,
+        async_checkpoint=config.get("async_checkpoint", False) or brings_async_checkpoints(config.get("plugins")),
+        stop_on_save_error=config.get("on_save_error") == "stop",
         config=MappingProxyType(passed_on(config)),
     )
 

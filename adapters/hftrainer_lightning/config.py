@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,10 @@ PLANNED = {
 PRECISIONS = ("32-true", "32", 32, "bf16-mixed", "16-mixed")
 #: Keywords that arguments also set → those arguments.
 ALSO_SET_BY = {"precision": ("bf16", "fp16"), "deterministic": ("full_determinism",)}
+
+
+#: Keywords that are ours, not Lightning's → the values that they take.
+OWN: dict[str, tuple[Any, ...]] = {"async_checkpoint": (False, True), "on_save_error": ("continue", "stop")}
 
 
 class WrongConfig(ValueError):
@@ -103,8 +108,11 @@ def wrong_keywords(config: dict[str, Any]) -> list[str]:
                 f"lightning_config['precision']={value!r} is not supported yet: use '32-true', 'bf16-mixed' or "
                 "'16-mixed'."
             )
-        elif name not in PASSED and name not in PLANNED:
-            near = difflib.get_close_matches(name, [*PASSED, *RULED, *PLANNED], n=1)
+        elif name in OWN and value not in OWN[name]:
+            allowed = " or ".join(map(repr, OWN[name]))
+            found.append(f"lightning_config[{name!r}]={value!r}: it must be {allowed}.")
+        elif name not in PASSED and name not in PLANNED and name not in OWN:
+            near = difflib.get_close_matches(name, [*PASSED, *RULED, *PLANNED, *OWN], n=1)
             hint = f"; did you mean {near[0]!r}?" if near else "."
             found.append(f"lightning_config[{name!r}]: lightning.Trainer has no such keyword{hint}")
     return found
@@ -113,3 +121,11 @@ def wrong_keywords(config: dict[str, Any]) -> list[str]:
 def passed_on(config: dict[str, Any]) -> dict[str, Any]:
     """The keywords that are handed to `lightning.Trainer`."""
     return {name: value for name, value in config.items() if name in PASSED and name != "precision"}
+
+
+def brings_async_checkpoints(plugins: Any) -> bool:
+    """Whether Lightning's `AsyncCheckpointIO` is among the plugins; it can only be when Lightning is imported."""
+    module = sys.modules.get("lightning.pytorch.plugins.io")
+    kind = getattr(module, "AsyncCheckpointIO", None)
+    given = plugins if isinstance(plugins, (list, tuple)) else [plugins]
+    return kind is not None and any(isinstance(plugin, kind) for plugin in given)

@@ -1,17 +1,19 @@
-"""Checkpoint folders as wholes: finding, staging, ordering and deleting them."""
+"""Checkpoint folders: finding the newest whole one, ordering them, and deleting those that are no longer wanted."""
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import os
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-PREFIX_CHECKPOINT_DIR = "checkpoint"
-_CHECKPOINT = re.compile(rf"^{PREFIX_CHECKPOINT_DIR}-(\d+)$")
-_STAGING = "tmp-"
+from hftrainer.checkpointing import names, staging
+from hftrainer.checkpointing.manifest import damage
+
+logger = logging.getLogger(__name__)
+
+_CHECKPOINT = re.compile(rf"^{names.PREFIX_CHECKPOINT_DIR}-(\d+)$")
 
 
 def _step_of(folder: Path) -> int | None:
@@ -19,34 +21,40 @@ def _step_of(folder: Path) -> int | None:
     return int(match.group(1)) if match and folder.is_dir() else None
 
 
-def get_last_checkpoint(folder: str) -> str | None:
-    """The `checkpoint-xxx` folder of the most optimizer steps in `folder`, or None."""
+def _by_step(folder: str) -> Iterator[str]:
+    """The `checkpoint-xxx` folders, the one of the most optimizer steps first."""
     steps = {step: path for path in Path(folder).iterdir() if (step := _step_of(path)) is not None}
-    return os.path.join(folder, steps[max(steps)].name) if steps else None
+    return (os.path.join(folder, steps[step].name) for step in sorted(steps, reverse=True))
 
 
-@contextlib.contextmanager
-def staged(folder: str) -> Iterator[str]:
-    """A folder to write into that becomes `folder` when everything is in it, so that `folder` is whole or absent.
+def why_unusable(folder: str, *, contents: bool = True) -> str | None:
+    """Why nothing can go on from a checkpoint folder, naming the file; None when it is whole.
 
-    On an exception the half-written folder is removed and `folder` stays as it was.
+    Args:
+        folder: the folder.
+        contents: compare the checksums too, which reads all of it.
     """
-    final = Path(folder)
-    outer = final.with_name(_STAGING + final.name)
-    staging = outer / final.name  # the same name, since overrides of `_save` read the step from it
-    shutil.rmtree(outer, ignore_errors=True)
-    staging.mkdir(parents=True)
-    try:
-        yield str(staging)
-        if final.exists():  # an earlier run in the same output folder wrote the same step
-            final.rename(outer / "replaced")
-        staging.rename(final)
-    finally:
-        shutil.rmtree(outer, ignore_errors=True)
+    if not os.path.isfile(os.path.join(folder, names.TRAINER_STATE_NAME)):
+        return f"{os.path.join(folder, names.TRAINER_STATE_NAME)} is missing"
+    return damage(folder, contents=contents)
+
+
+def get_last_checkpoint(folder: str) -> str | None:
+    """The whole `checkpoint-xxx` folder of the most optimizer steps in `folder`, or None.
+
+    Damaged ones are passed over, with a warning that names the file. (transformers returns the one of the most steps,
+    whole or not.)
+    """
+    for path in _by_step(folder):
+        reason = why_unusable(path)
+        if reason is None:
+            return path
+        logger.warning("%s is damaged and passed over: %s.", path, reason)
+    return None
 
 
 def sort_checkpoints(output_dir: str) -> list[str]:
-    """The checkpoint folders, oldest first.
+    """The checkpoint folders that a Trainer has written, oldest first.
 
     By modification time, so that a fresh run in a used folder does not take an old run's higher step for newer; by
     step where all times lie within a second, as on file systems that do not keep them.
@@ -54,7 +62,7 @@ def sort_checkpoints(output_dir: str) -> list[str]:
     folders = [
         (path.stat().st_mtime, step, str(path))
         for path in Path(output_dir).iterdir()
-        if (step := _step_of(path)) is not None
+        if (step := _step_of(path)) is not None and (path / names.TRAINER_STATE_NAME).is_file()
     ]
     times = [time for time, _, _ in folders]
     if times and max(times) - min(times) < 1.0:
@@ -65,20 +73,26 @@ def sort_checkpoints(output_dir: str) -> list[str]:
 
 
 def rotate_checkpoints(output_dir: str, save_total_limit: int | None, best: str | None) -> None:
-    """Delete the oldest checkpoints beyond `save_total_limit`; the newest and the best always stay."""
+    """Delete the oldest checkpoints beyond `save_total_limit`; the newest whole one and the best always stay."""
     if save_total_limit is None or save_total_limit <= 0:
         return
     checkpoints = sort_checkpoints(output_dir)
-    kept = {checkpoints[-1]} if checkpoints else set()
-    if best is not None:
-        kept.add(str(Path(best)))
+    kept = {path for path in checkpoints if best is not None and _same(path, best)}
+    newest_whole = next((path for path in reversed(checkpoints) if why_unusable(path, contents=False) is None), None)
+    kept |= {*checkpoints[-1:], *([newest_whole] if newest_whole is not None else [])}
     surplus = len(checkpoints) - max(save_total_limit, len(kept))
     for checkpoint in [path for path in checkpoints if path not in kept][: max(surplus, 0)]:
-        shutil.rmtree(checkpoint)
+        staging.remove(checkpoint)
 
 
 def keep_only(best: str, output_dir: str) -> None:
-    """Delete every checkpoint but `best`: what `save_total_limit=1` leaves when a run ends."""
+    """Delete every checkpoint but `best`, what `save_total_limit=1` leaves when a run ends; none if it is not whole."""
+    if why_unusable(best) is not None:
+        return
     for checkpoint in sort_checkpoints(output_dir):
-        if not os.path.samefile(checkpoint, best):
-            shutil.rmtree(checkpoint)
+        if not _same(checkpoint, best):
+            staging.remove(checkpoint)
+
+
+def _same(path: str, other: str) -> bool:
+    return os.path.exists(other) and os.path.samefile(path, other)

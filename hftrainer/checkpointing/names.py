@@ -1,5 +1,6 @@
 """File names in a checkpoint folder: the ones that `transformers.Trainer` reads and writes."""
 
+PREFIX_CHECKPOINT_DIR = "checkpoint"
 TRAINER_STATE_NAME = "trainer_state.json"
 TRAINING_ARGS_NAME = "training_args.bin"
 OPTIMIZER_NAME = "optimizer.pt"
@@ -7,6 +8,8 @@ SCHEDULER_NAME = "scheduler.pt"
 SCALER_NAME = "scaler.pt"
 #: Ours alone: the states of Lightning's callbacks, if there are any.
 LIGHTNING_CALLBACKS_NAME = "lightning_callbacks.pt"
+#: Ours alone: sizes and checksums of all other files.
+MANIFEST_NAME = "manifest.json"
 
 SAFE_WEIGHTS_NAME = "model.safetensors"
 SAFE_WEIGHTS_INDEX_NAME = "model.safetensors.index.json"

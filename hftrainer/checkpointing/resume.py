@@ -11,6 +11,7 @@ import torch
 
 from hftrainer.checkpointing import names
 from hftrainer.checkpointing.folders import get_last_checkpoint
+from hftrainer.checkpointing.manifest import damage
 from hftrainer.checkpointing.weights import has_weights
 from hftrainer.errors import CheckpointNotFound
 from hftrainer.trainer_callback import CallbackHandler, TrainerControl, TrainerState
@@ -31,11 +32,11 @@ def find_folder(resume_from_checkpoint: str | bool | None, output_dir: str) -> s
         folder = get_last_checkpoint(output_dir) if os.path.isdir(output_dir) else None
         if folder is None:
             raise CheckpointNotFound(
-                f"resume_from_checkpoint=True, but {output_dir} has no checkpoint-xxx folder: train without it first, "
-                "or give the folder's path."
+                f"resume_from_checkpoint=True, but {output_dir} has no whole checkpoint-xxx folder: train without it "
+                "first, or give the folder's path."
             )
-    else:
-        folder = os.fspath(resume_from_checkpoint)
+        return folder
+    folder = os.fspath(resume_from_checkpoint)
     if not os.path.isdir(folder):
         raise CheckpointNotFound(f"resume_from_checkpoint={folder!r}: there is no such folder.")
     if not os.path.isfile(os.path.join(folder, names.TRAINER_STATE_NAME)):
@@ -43,6 +44,11 @@ def find_folder(resume_from_checkpoint: str | bool | None, output_dir: str) -> s
         hint = f" Did you mean {inside!r}?" if inside else ""
         raise CheckpointNotFound(
             f"resume_from_checkpoint={folder!r}: it is no checkpoint, it lacks {names.TRAINER_STATE_NAME}.{hint}"
+        )
+    if (reason := damage(folder)) is not None:
+        raise CheckpointNotFound(
+            f"resume_from_checkpoint={folder!r}: it is damaged, {reason}. Use another one (True takes the newest whole "
+            f"one), or delete its {names.MANIFEST_NAME} if you have changed the file yourself."
         )
     if not has_weights(folder):
         raise CheckpointNotFound(f"resume_from_checkpoint={folder!r}: it holds no weights.")
@@ -52,9 +58,11 @@ def find_folder(resume_from_checkpoint: str | bool | None, output_dir: str) -> s
 def load_state(folder: str, args: TrainingArguments) -> TrainerState:
     """The state in a checkpoint; arguments that have changed since are warned about."""
     state = TrainerState.load_from_json(os.path.join(folder, names.TRAINER_STATE_NAME))
-    if state.best_model_checkpoint is not None and not os.path.isdir(state.best_model_checkpoint):
-        logger.warning("The best checkpoint, %s, is gone: it is forgotten.", state.best_model_checkpoint)
-        state.best_model_checkpoint = None
+    if (best := state.best_model_checkpoint) is not None and not os.path.isdir(best):
+        beside = os.path.join(os.path.dirname(os.path.abspath(folder)), os.path.basename(best))
+        state.best_model_checkpoint = beside if os.path.isdir(beside) else None
+        became = "it is forgotten" if state.best_model_checkpoint is None else f"{beside} takes its place"
+        logger.warning("The best checkpoint, %s, is gone: %s.", best, became)
     compared = {name: getattr(args, name) for name in ("logging_steps", "eval_steps", "save_steps")}
     compared["train_batch_size"] = args.per_device_train_batch_size
     changed = [

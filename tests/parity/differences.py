@@ -6,8 +6,23 @@ Parity tests read it; `COMPATIBILITY.md` says the same to users.
 #: Keys of log lines that are measured times: equal in name, never in value.
 MEASURED = ("_runtime", "_per_second", "_model_preparation_time")
 
+#: Files in a checkpoint that are ours alone.
+OWN_FILES = {"manifest.json", "lightning_callbacks.pt"}
+
 #: What must differ → why.
 DIFFERENCES = {
+    "manifest.json and lightning_callbacks.pt in a checkpoint": (
+        "Sizes and checksums of all files, by which a damaged checkpoint is known; and what Lightning's callbacks have "
+        "kept, if there are any. transformers ignores both."
+    ),
+    "get_last_checkpoint() and resume_from_checkpoint=True": (
+        "transformers takes the folder of the most steps, whole or not; ours the newest whole one, and names the file "
+        "for which it passes over another."
+    ),
+    "a checkpoint that cannot be written (full disk, read-only folder)": (
+        "transformers stops; ours says so and goes on to the next one, or stops with "
+        "lightning_config={'on_save_error': 'stop'}."
+    ),
     "README.md of a PEFT adapter": (
         "PEFT writes the library versions that it finds into it; both libraries let PEFT write it, so it is compared "
         "by name only."

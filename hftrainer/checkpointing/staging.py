@@ -1,0 +1,124 @@
+"""Writing a checkpoint so that it is whole or absent.
+
+Everything is written into `tmp-checkpoint-N/checkpoint-N`, then the manifest, then all of it is flushed to the disk,
+and only then the folder is renamed to `checkpoint-N`, by the one process that writes. A process that is killed leaves
+a `tmp-` folder, which the next run in the same output folder completes or removes.
+
+Where a folder cannot be renamed (some network file systems, object stores), the files are copied one by one:
+`trainer_state.json` last, without which a folder is no checkpoint, and before it the manifest, which names the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from hftrainer.checkpointing import names
+from hftrainer.checkpointing.manifest import damage, flush_to_disk, write_manifest
+
+logger = logging.getLogger(__name__)
+
+_STAGING = "tmp-"
+_STALE = re.compile(rf"^{_STAGING}{names.PREFIX_CHECKPOINT_DIR}-\d+$")
+_REPLACED = "replaced"
+_REMOVED = "removed"
+
+
+def staging_folder(folder: str) -> Path:
+    """Where `folder` is written: under the same name, since overrides of `_save` read the step from it."""
+    final = Path(folder)
+    return final.with_name(_STAGING + final.name) / final.name
+
+
+@contextlib.contextmanager
+def staged(folder: str) -> Iterator[str]:
+    """A folder to write into that becomes `folder` when everything is in it.
+
+    On an exception the half-written folder is removed and `folder` stays as it was.
+    """
+    staging = staging_folder(folder)
+    begin(staging)
+    try:
+        yield str(staging)
+        publish(folder)
+    finally:
+        shutil.rmtree(staging.parent, ignore_errors=True)
+
+
+def begin(staging: Path) -> None:
+    """Make an empty staging folder."""
+    shutil.rmtree(staging.parent, ignore_errors=True)
+    staging.mkdir(parents=True)
+
+
+def publish(folder: str) -> None:
+    """Give the staging folder its final name, whole and on the disk."""
+    staging, final = staging_folder(folder), Path(folder)
+    write_manifest(staging)
+    replaced = staging.parent / _REPLACED
+    if final.exists():  # an earlier run in the same output folder wrote the same step, or was killed while it did
+        _move(final, replaced)
+    try:
+        _move(staging, final)
+    except BaseException:
+        shutil.rmtree(final, ignore_errors=True)
+        if replaced.exists():
+            _move(replaced, final)
+        raise
+    flush_to_disk(final.parent)
+    shutil.rmtree(staging.parent, ignore_errors=True)
+
+
+def _move(source: Path, target: Path) -> None:
+    """Rename a folder, or copy it where that cannot be done."""
+    try:
+        source.rename(target)
+    except OSError as error:
+        logger.warning("%s cannot be renamed (%s): its files are copied one by one.", source, error)
+        _copy_in_order(source, target)
+        shutil.rmtree(source)
+
+
+def _copy_in_order(source: Path, target: Path) -> None:
+    """Copy a checkpoint so that the target is none until the last file is there."""
+    last = (names.MANIFEST_NAME, names.TRAINER_STATE_NAME)
+    files = [path for path in source.rglob("*") if path.is_file() and path.relative_to(source).as_posix() not in last]
+    for path in [*files, *(source / name for name in last if (source / name).is_file())]:
+        place = target / path.relative_to(source)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, place)
+        flush_to_disk(place)
+
+
+def remove(folder: str | Path) -> None:
+    """Delete a checkpoint so that it is never half there: under another name first."""
+    path = Path(folder)
+    aside = path.with_name(_STAGING + path.name)
+    try:
+        aside.mkdir(exist_ok=True)
+        shutil.rmtree(aside / _REMOVED, ignore_errors=True)
+        path = path.rename(aside / _REMOVED)
+    except OSError:  # no renaming here: what makes it a checkpoint goes first
+        (path / names.TRAINER_STATE_NAME).unlink(missing_ok=True)
+    shutil.rmtree(path)
+    with contextlib.suppress(OSError):
+        aside.rmdir()
+
+
+def clear_stale(output_dir: str) -> None:
+    """Complete or remove what a killed process has left in `output_dir`."""
+    if not os.path.isdir(output_dir):
+        return
+    for outer in [path for path in Path(output_dir).iterdir() if _STALE.match(path.name) and path.is_dir()]:
+        final = outer.with_name(outer.name.removeprefix(_STAGING))
+        # Killed between the flush and the renaming, or between the two renamings.
+        for candidate in (outer / final.name, outer / _REPLACED):
+            if not final.exists() and (candidate / names.MANIFEST_NAME).is_file() and damage(candidate) is None:
+                candidate.rename(final)
+                logger.warning("%s was written but not yet in its place when a process was killed: it is now.", final)
+        shutil.rmtree(outer)

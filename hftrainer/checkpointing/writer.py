@@ -1,0 +1,196 @@
+"""Writes checkpoints one after the other: at once, or in the background from copies in the host's memory."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from hftrainer.checkpointing import staging
+from hftrainer.errors import CheckpointNotWritten
+
+logger = logging.getLogger(__name__)
+
+
+def is_storage_error(error: BaseException) -> bool:
+    """Whether writing failed for the storage's sake: full, read-only, over a quota, gone."""
+    if isinstance(error, (OSError, SafetensorError)):
+        return True
+    # torch's own writer tells it in words only.
+    return isinstance(error, RuntimeError) and any(
+        part in str(error) for part in ("PytorchStreamWriter failed", "inline_container", "unexpected pos")
+    )
+
+
+class CheckpointWriter:
+    """Writes checkpoints whole or not at all; a failure of the storage costs the checkpoint, not the run.
+
+    Args:
+        in_background: let training wait for the copy to the host's memory only. The copies are kept for the next
+            checkpoint, so they take as much memory as a checkpoint has.
+        stop_on_error: raise `CheckpointNotWritten` when one cannot be written, instead of going on to the next.
+
+    Attributes:
+        failed: whether the last checkpoint could not be written.
+    """
+
+    def __init__(self, *, in_background: bool = False, stop_on_error: bool = False) -> None:
+        self.in_background = in_background
+        self.stop_on_error = stop_on_error
+        self.failed = False
+        self._jobs: list[Callable[[], None]] | None = None
+        self._pending: Future[None] | None = None
+        self._path = ""
+        self._announce: Callable[[], None] | None = None
+        self._thread: ThreadPoolExecutor | None = None
+        self._stager: Any = None
+
+    @contextlib.contextmanager
+    def checkpoint(self, path: str, then: Callable[[], None]) -> Iterator[str]:
+        """A folder to write a checkpoint into, which becomes `path`.
+
+        Args:
+            path: the checkpoint's folder.
+            then: called when it is there, for instance to delete older ones; in the background too.
+
+        Raises:
+            CheckpointNotWritten: with `stop_on_error`, when this one or the one before could not be written.
+        """
+        self.wait()
+        folder = staging.staging_folder(path)
+        self.failed, self._jobs = False, [] if self.in_background else None
+        with self._reporting(path):
+            try:
+                staging.begin(folder)
+                yield str(folder)
+                jobs, self._jobs = self._jobs or [], None
+                finish = _Finish(path, jobs, then)
+                if self.in_background:
+                    self._path = path
+                    self._pending = self._executor.submit(finish)
+                else:
+                    finish()
+            except BaseException:
+                shutil.rmtree(folder.parent, ignore_errors=True)
+                raise
+            finally:
+                self._jobs = None
+
+    @property
+    def collects(self) -> bool:
+        """Whether what is to be written now is put off, and needs a copy."""
+        return self._jobs is not None
+
+    def when_done(self, announce: Callable[[], None]) -> None:
+        """Call `announce` when the last checkpoint is there: now, or in a later `poll` or `wait`; not if it failed."""
+        if self._pending is not None:
+            self._announce = announce
+        elif not self.failed:
+            announce()
+
+    def save(self, value: Any, path: str) -> None:
+        """Write `value` with `torch.save`, now or with the checkpoint in hand."""
+        self.call(lambda values: torch.save(values, path), value)
+
+    def call(self, write: Callable[[Any], None], values: Any) -> None:
+        """Call `write(values)`: now, or with the checkpoint in hand on a copy of the values in the host's memory."""
+        if self._jobs is None:
+            write(values)
+        else:
+            copied = self._copied(values)
+            self._jobs.append(lambda: write(copied))
+
+    def poll(self) -> None:
+        """Announce a checkpoint that has been finished in the background."""
+        if self._pending is not None and self._pending.done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait for the checkpoint that is being written, and announce it.
+
+        Raises:
+            CheckpointNotWritten: with `stop_on_error`, when it could not be written.
+        """
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        announce, self._announce = self._announce, None
+        self.failed = False
+        with self._reporting(self._path):
+            pending.result()
+        if not self.failed and announce is not None:
+            announce()
+
+    def close(self) -> None:
+        """Wait, and let go of the thread and of the copies."""
+        try:
+            self.wait()
+        finally:
+            if self._thread is not None:
+                self._thread.shutdown()
+            self._thread = self._stager = None
+
+    @contextlib.contextmanager
+    def _reporting(self, path: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            if not is_storage_error(error):
+                raise
+            self.failed = True
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            message = f"{path} could not be written ({reason}); nothing of it was left behind."
+            if self.stop_on_error:
+                raise CheckpointNotWritten(message) from error
+            logger.error("%s Training goes on; the next checkpoint is tried when it is due.", message)
+
+    @property
+    def _executor(self) -> ThreadPoolExecutor:
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        return self._thread
+
+    def _copied(self, values: Any) -> Any:
+        """The values with their tensors in the host's memory, in buffers that the next checkpoint uses again."""
+        if self._stager is None:
+            from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+            pinned = torch.cuda.is_available()
+            self._stager = DefaultStager(
+                StagingOptions(
+                    use_pinned_memory=pinned,
+                    use_shared_memory=False,
+                    use_async_staging=False,
+                    use_non_blocking_copy=pinned,
+                )
+            )
+        return self._stager.stage({"values": values})["values"]
+
+
+class _Finish:
+    """The second half of a checkpoint: what was put off, the final name, and what is to follow."""
+
+    def __init__(self, path: str, jobs: list[Callable[[], None]], then: Callable[[], None]) -> None:
+        self.path = path
+        self.jobs = jobs
+        self.then = then
+
+    def __call__(self) -> None:
+        try:
+            for job in self.jobs:
+                job()
+            staging.publish(self.path)
+        except BaseException:
+            shutil.rmtree(os.path.dirname(staging.staging_folder(self.path)), ignore_errors=True)
+            raise
+        try:
+            self.then()
+        except OSError as error:
+            logger.warning("Older checkpoints could not be deleted: %s", error)
