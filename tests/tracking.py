@@ -1,6 +1,8 @@
 """Runs with trackers, by either library, and what their files hold afterwards."""
 
 import importlib
+import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,3 +58,37 @@ def _events(folder: Path) -> Any:
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0})
     events.Reload()
     return events
+
+
+def wandb_records(folder: Path) -> list[Any]:
+    """The records of the one offline run of W&B in a folder."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    (file,) = folder.glob("wandb/offline-run-*/*.wandb")
+    records = []
+    for data in _chunks(file.read_bytes()):
+        record = Record()
+        record.ParseFromString(data)
+        records.append(record)
+    return records
+
+
+def _chunks(data: bytes, block: int = 32768) -> Iterator[bytes]:
+    """The chunks of W&B's file, which is written as LevelDB writes its log, behind a header of 7 bytes."""
+    position, parts = 7, b""
+    while position + 7 <= len(data):
+        if block - position % block < 7:  # too little room for a header: the block is padded
+            position += block - position % block
+            continue
+        length, kind = int.from_bytes(data[position + 4 : position + 6], "little"), data[position + 6]
+        parts += data[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield parts
+            parts = b""
+
+
+def wandb_items(items: Any) -> dict[str, Any]:
+    """Names and values of a record of W&B, without those that it adds itself."""
+    values = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
+    return {name: without_times(name, value) for name, value in values.items() if not name.startswith("_")}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import tempfile
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -125,7 +126,8 @@ class Wandb(Tracker):
 
         run = self.logger.experiment
         unnamed = self.args.run_name is None or self.args.run_name == self.args.output_dir
-        artifact = wandb.Artifact(f"model-{run.id if unnamed else run.name}", type="model", metadata=dict(metadata))
+        name = re.sub(r"[^\w.-]", "-", run.id if unnamed else run.name)  # W&B refuses others in an artifact's name
+        artifact = wandb.Artifact(f"model-{name}", type="model", metadata=dict(metadata))
         artifact.add_dir(folder)
         run.log_artifact(artifact, aliases=aliases)
 
