@@ -88,7 +88,7 @@ def test_wandb_uploads(tmp_path, wandb, monkeypatch, uploads):
         settings = {"save_strategy": "steps", "save_steps": 4}
         records = wandb_of(library, tmp_path / library, wandb, monkeypatch, **settings)
         artifacts[library] = [
-            (each.name, each.type, list(each.aliases), sorted(json.loads(each.metadata)), _files(each))
+            (each.name, each.type, sorted(each.aliases), sorted(json.loads(each.metadata)), _files(each))
             for each in records["artifact"]
         ]
     ours, theirs = artifacts["hftrainer"], artifacts["transformers"]
