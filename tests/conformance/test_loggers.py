@@ -1,6 +1,7 @@
 """What every logger does, those of `report_to` and those that users pass; and what is refused."""
 
 import csv
+import dataclasses
 import importlib.machinery
 import json
 import subprocess
@@ -13,7 +14,7 @@ import yaml
 from lightning.pytorch.callbacks import Callback, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 
-from hftrainer import Trainer, TrainingArguments
+from hftrainer import HfArgumentParser, Seq2SeqTrainingArguments, Trainer, TrainingArguments, install, uninstall
 from hftrainer.errors import InvalidArgument, MissingPackage, UnsupportedArgument
 from hftrainer.integrations import INTEGRATIONS, ReportingCallback, chosen
 from tests.distributed.test_evaluation import torchrun
@@ -423,6 +424,28 @@ def test_callbacks_of_transformers(tmp_path, monkeypatch):
     assert {begun["project"], begun["space_id"], begun["bucket_id"]} == {"other", "space", "bucket"}
     assert "static" in str(written.frozen)
     assert [line["train/loss"] for line in written.lines if "train/loss" in line]
+
+
+@pytest.mark.parametrize(("release", "default"), [("4.57.6", "all"), ("5.0.0", "none")])
+def test_default_of_unmodified_scripts(monkeypatch, release, default):
+    """As in the release of transformers that is installed, through each way to make arguments; and undone."""
+    monkeypatch.setattr("hftrainer.swap.importlib.metadata.version", lambda name: release)
+
+    @dataclasses.dataclass
+    class Own(TrainingArguments):
+        more: int = 1
+
+    def found():
+        parsed = HfArgumentParser(Seq2SeqTrainingArguments).parse_args_into_dataclasses(["--output_dir", "x"])[0]
+        return [each.report_to for each in (TrainingArguments("x"), Seq2SeqTrainingArguments("x"), parsed)]
+
+    install()
+    try:
+        assert found() == [[default] if default == "all" else []] * 3
+    finally:
+        uninstall()
+    assert found() == [[], [], []]
+    assert Own("x").report_to == []
 
 
 def test_plain_runs_import_no_tracker(tmp_path):
