@@ -8,18 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.loggers import CometLogger, Logger
 
-from hftrainer_lightning.trackers import LogFolder, Tracker, adapters_of, config_of, is_set, renamed
+from hftrainer_lightning.trackers import Tracker, adapters_of, config_of, is_set, renamed
 
 if TYPE_CHECKING:
     from hftrainer.trainer_callback import TrainerState
-    from hftrainer.training_args import TrainingArguments
 
 
 class Comet(Tracker):
     """An experiment of Comet; one that is running already is used. `comet_ml` itself reads the `COMET_*` variables."""
-
-    def __init__(self, args: TrainingArguments, folder: LogFolder) -> None:
-        super().__init__(args)
 
     def open(self) -> Logger:
         """Start an experiment, or go on with one, as COMET_MODE says; a hyperparameter trial has one of its own."""

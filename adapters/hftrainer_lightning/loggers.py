@@ -45,7 +45,7 @@ def make_trackers(names: Iterable[str], loggers: Iterable[Logger], args: Trainin
     for name in names:
         module, _, kind = TRACKERS[name].partition(".")
         trackers.append(getattr(importlib.import_module(f"hftrainer_lightning.{module}"), kind)(args, folder))
-    return [*trackers, *(Tracker(args, lambda made=made: made) for made in loggers)]  # type: ignore[misc]
+    return [*trackers, *(Tracker(args, folder, given) for given in loggers)]
 
 
 class CallbackValues(Logger):

@@ -32,7 +32,7 @@ class MLflow(Tracker):
     """
 
     def __init__(self, args: TrainingArguments, folder: LogFolder) -> None:
-        super().__init__(args)
+        super().__init__(args, folder)
         self._begun: str | None = None
 
     def open(self) -> Logger:

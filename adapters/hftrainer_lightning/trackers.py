@@ -88,16 +88,17 @@ class Tracker:
 
     Args:
         args: of the run.
-        make: makes the logger.
+        folder: where to write files.
+        given: a logger that the user made.
     """
 
     #: Whether an evaluation without training writes the hyperparameters too.
     describes_evaluations = True
 
-    def __init__(self, args: TrainingArguments, make: Callable[[], Logger] | None = None) -> None:
+    def __init__(self, args: TrainingArguments, folder: LogFolder, given: Logger | None = None) -> None:
         self.args = args
-        self._make = make
-        self._logger: Logger | None = None
+        self.folder = folder
+        self._given = self._logger = given
         self._described = False
         self._dropped: set[str] = set()
         self.trial: str | None = None
@@ -111,14 +112,13 @@ class Tracker:
 
     def open(self) -> Logger:
         """Make the logger."""
-        assert self._make is not None
-        return self._make()
+        raise NotImplementedError(f"{type(self).__name__} must make its logger")
 
     def start_trial(self, name: str | None) -> None:
         """Go on with a run of its own for a hyperparameter trial."""
-        if self._logger is not None and self._make is None:  # what the user made stays
+        if self._logger is not None and self._given is None:
             self._logger.finalize("success")
-            self._logger = None
+        self._logger = self._given
         self._described = False
         self.trial = name
 
@@ -174,10 +174,6 @@ class TensorBoard(Tracker):
 
     describes_evaluations = False
 
-    def __init__(self, args: TrainingArguments, folder: LogFolder) -> None:
-        super().__init__(args)
-        self.folder = folder
-
     def open(self) -> Logger:
         """Write to the folder itself, without the scalar that Lightning adds for its table of hyperparameters."""
         return TensorBoardLogger(self.folder.path(self.trial), name="", version="", default_hp_metric=False)
@@ -203,10 +199,6 @@ class TensorBoard(Tracker):
 
 class CSV(Tracker):
     """A table of all log lines, `csv/version_N/metrics.csv`; each run has a number of its own."""
-
-    def __init__(self, args: TrainingArguments, folder: LogFolder) -> None:
-        super().__init__(args)
-        self.folder = folder
 
     def open(self) -> Logger:
         """Write beside TensorBoard's files."""

@@ -35,7 +35,7 @@ class Wandb(Tracker):
     """A run of W&B; one that is open already is used, and left open. `wandb.init` reads the `WANDB_*` variables."""
 
     def __init__(self, args: TrainingArguments, folder: LogFolder) -> None:
-        super().__init__(args)
+        super().__init__(args, folder)
         self.uploads = os.environ.get("WANDB_LOG_MODEL", "false").lower()
         if self.uploads not in ("end", "checkpoint", "false"):
             logger.warning("WANDB_LOG_MODEL=%r is none of 'end', 'checkpoint', 'false': no uploads.", self.uploads)
