@@ -16,6 +16,11 @@ class LoggedMetrics:
     def __init__(self) -> None:
         self._sums: dict[str, torch.Tensor] = {}
         self._counts: dict[str, int] = {}
+        self._last: dict[str, float] = {}
+
+    def set(self, values: Mapping[str, float]) -> None:
+        """Note numbers of which only the last is wanted."""
+        self._last |= values
 
     def add(self, name: str, value: Any, count: int = 1) -> None:
         """Add a value, a number or a tensor of shape `()`; `count` is how many values it stands for in the mean.
@@ -34,21 +39,22 @@ class LoggedMetrics:
         self._counts[name] = self._counts.get(name, 0) + count
 
     def read(self, loss: torch.Tensor, steps: int) -> tuple[float, dict[str, float]]:
-        """The loss and the means as numbers, in one transfer from the device; then begin anew.
+        """The loss, the means and the last values as numbers, in one transfer from the device; then begin anew.
 
         Args:
             loss: the loss summed so far, shape `()`.
             steps: optimizer steps since the last time; what has no count of its own is divided by them.
         """
+        last, self._last = self._last, {}
         if not self._sums:
-            return loss.item(), {}
+            return loss.item(), last
         numbers = torch.stack([loss.float(), *(value.to(loss.device) for value in self._sums.values())]).tolist()
         means = {
             name: number / (self._counts[name] or steps) for name, number in zip(self._sums, numbers[1:], strict=True)
         }
         self._sums.clear()
         self._counts.clear()
-        return numbers[0], means
+        return numbers[0], means | last
 
 
 def split_losses(loss: Any) -> tuple[Any, Mapping[str, Any]]:

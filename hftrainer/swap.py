@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.abc
 import importlib.machinery
+import importlib.metadata
 import importlib.util
 import sys
 import warnings
@@ -66,6 +67,8 @@ def install() -> None:
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     _warn_of_earlier_imports()
+    if _release() < 5:
+        _set_default_of_report_to("all")
     sys.meta_path.insert(0, _Finder())
     for name in [*NAMES, "transformers"]:
         if name in sys.modules:
@@ -82,6 +85,26 @@ def uninstall() -> None:
         else:
             setattr(module, name, original)
     _originals.clear()
+    _set_default_of_report_to("none")
+
+
+def _release() -> int:
+    """The major version of transformers that is installed; that of today without any."""
+    try:
+        return int(importlib.metadata.version("transformers").partition(".")[0])
+    except importlib.metadata.PackageNotFoundError:
+        return 5
+
+
+def _set_default_of_report_to(value: str) -> None:
+    """Until v5.0 a script that says nothing about trackers writes to all that are installed."""
+    from hftrainer.training_args import TrainingArguments
+    from hftrainer.training_args_seq2seq import Seq2SeqTrainingArguments
+
+    for kind in (TrainingArguments, Seq2SeqTrainingArguments):
+        kind.report_to = kind.__dataclass_fields__["report_to"].default = value
+        initialize: Any = kind.__init__
+        initialize.__kwdefaults__["report_to"] = value
 
 
 def _names_in(module_name: str) -> Iterator[tuple[str, str]]:

@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import shutil
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
-from hftrainer import model_inspection, peers, trainer_optimizer
+from hftrainer import integrations, model_inspection, peers, trainer_optimizer
 from hftrainer.arguments import legacy
 from hftrainer.arguments.validation import problems
 from hftrainer.checkpointing import names, resume, staging
@@ -62,6 +63,7 @@ from hftrainer.trainer_callback import (
 from hftrainer.trainer_pt_utils import LabelSmoother, metrics_format, nested_detach
 from hftrainer.trainer_utils import (
     EvalLoopOutput,
+    IntervalStrategy,
     PredictionOutput,
     SaveStrategy,
     TrainOutput,
@@ -99,6 +101,8 @@ class Trainer:
         optimizers: `(optimizer, scheduler)`, either None.
         optimizer_cls_and_kwargs: `(class, keywords)`; overrides `args.optim`.
         preprocess_logits_for_metrics: `(logits, labels)` → what to keep of the logits, batch by batch.
+        loggers: Lightning loggers, besides those that `report_to` names; they get the hyperparameters once, and each
+            log line under names such as `train/loss`, at the optimizer step.
 
     Attributes:
         model: the user's model.
@@ -110,6 +114,7 @@ class Trainer:
     Raises:
         InvalidArgument: for arguments that contradict each other.
         UnsupportedArgument: for settings that cannot be honoured, all in one error.
+        MissingPackage: for a tracker whose package is not installed.
     """
 
     loss_is_scaled_for_ga: bool | None = None
@@ -133,6 +138,7 @@ class Trainer:
         preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
         *,
         tokenizer: Any = None,
+        loggers: list[Any] | None = None,
     ) -> None:
         self.args = args if args is not None else TrainingArguments("tmp_trainer")
         self._memory_tracker = TrainerMemoryTracker(self.args.skip_memory_metrics)
@@ -154,11 +160,13 @@ class Trainer:
             given = "neither" if model is None else "both"
             raise InvalidArgument(f"Trainer needs either a model or a model_init, and got {given}.")
         self._validate_args()
+        reports = integrations.chosen(self.args.report_to)
+        self._trackers = integrations.make_trackers(reports, loggers, self.args)
         self._lightning_callbacks: list[Any] = []
         self.create_accelerator_and_postprocess()
         self._set_model(model if model is not None else self.call_model_init())
         self._init_bookkeeping()
-        self._init_callbacks(callbacks or [])
+        self._init_callbacks([*integrations.callbacks_of_transformers(reports), *(callbacks or [])])
         if self.args.should_save:
             os.makedirs(str(self.args.output_dir), exist_ok=True)
         self._announce("on_init_end")
@@ -244,7 +252,12 @@ class Trainer:
             in_background=plan.async_checkpoint, stop_on_error=plan.stop_on_save_error
         )
         plan.processes.connect(self.args.device, self.args.ddp_backend, self.args.ddp_timeout_delta)
-        self._engine = LightningEngine(plan, self._lightning_callbacks)
+        self._engine = LightningEngine(
+            plan,
+            self._lightning_callbacks,
+            loggers=lambda: self.loggers,
+            receive=lambda values: self._logged_metrics.set(values),
+        )
         self.accelerator = EngineAccelerator(
             self._engine, self.args.device, plan.mixed_precision, self._prepare_loader, plan.processes
         )
@@ -301,6 +314,8 @@ class Trainer:
         self.callback_handler = CallbackHandler(
             [DefaultFlowCallback], self.model, self.processing_class, self.optimizer, self.lr_scheduler
         )
+        if self._trackers:
+            self.add_callback(integrations.ReportingCallback(self._trackers, lambda folder: self.save_model(folder)))
         for callback in callbacks:
             self.add_callback(callback)
         self.add_callback(PrinterCallback if self.args.disable_tqdm else ProgressCallback)
@@ -346,12 +361,21 @@ class Trainer:
         """The `LightningModule` around the model in the last training or evaluation; None before the first."""
         return self._engine.module
 
+    @property
+    def loggers(self) -> list[Any]:
+        """The Lightning loggers that this process writes to, of `report_to` and `loggers`; this opens their runs."""
+        return [tracker.logger for tracker in self._trackers]
+
     # ---- Callbacks ---------------------------------------------------------------------------------------------
 
     def _callbacks_like(self, callback: Any) -> Any:
         """The list that `callback` belongs to: Lightning's, or the handler of the Trainer's own."""
         from hftrainer_lightning.callbacks import is_lightning_callback
+        from hftrainer_lightning.loggers import is_lightning_logger
 
+        if is_lightning_logger(callback):
+            name = (callback if isinstance(callback, type) else type(callback)).__name__
+            raise InvalidArgument(f"{name} is a Lightning logger, no callback: pass it as Trainer(loggers=[...]).")
         return self._lightning_callbacks if is_lightning_callback(callback) else self.callback_handler
 
     def add_callback(self, callback: Any) -> None:
@@ -791,6 +815,9 @@ class Trainer:
             first_epoch=first_epoch,
             position=position,
         )
+        if self.state.is_hyper_param_search:
+            for tracker in self._trackers:
+                tracker.start_trial(self.state.trial_name)
         self._total_loss_scalar = 0.0
         self._tokens_in_run = 0
         self._initial_num_input_tokens_seen = self.state.num_input_tokens_seen
@@ -804,6 +831,7 @@ class Trainer:
                     self.lr_scheduler,
                     max_epochs=schedule.num_train_epochs,
                     global_step=self.state.global_step,
+                    log_every_n_steps=self._steps_between_logs(schedule),
                     resumed_from=resume.load_lightning_callbacks(resume_from_checkpoint),
                     automatic_optimization=not is_overridden(self, "training_step", Trainer),
                 )
@@ -811,6 +839,14 @@ class Trainer:
             loop.load_optimizer()
             loop.begin()
         return self._finalize_training(loop)
+
+    def _steps_between_logs(self, schedule: TrainingSchedule) -> int:
+        """Optimizer steps after which Lightning's callbacks log: as often as the Trainer itself."""
+        if self.args.logging_strategy == IntervalStrategy.EPOCH:
+            return schedule.num_update_steps_per_epoch
+        if self.args.logging_strategy == IntervalStrategy.NO:
+            return sys.maxsize
+        return max(1, int(self.state.logging_steps))
 
     def set_initial_training_values(self, args: TrainingArguments, dataloader: Any) -> TrainingSchedule:
         """How long the run is, from the arguments and the loader's length."""

@@ -8,6 +8,9 @@ import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Trackers report on themselves unless they are told not to; no test is to reach for a network.
+os.environ["COMET_ERROR_TRACKING_ENABLE"] = os.environ["WANDB_ERROR_REPORTING"] = "false"
+os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
 
 
 def pytest_terminal_summary(terminalreporter):

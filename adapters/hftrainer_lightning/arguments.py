@@ -45,6 +45,8 @@ def _planned(detail: str, *names: str) -> dict[str, Row]:
     return {name: Row("planned", detail) for name in names}
 
 
+_TRACKIO = "integrations: read by the Trackio callback of transformers"
+
 TABLE: dict[str, Row] = {
     **_rows(
         "mapped",
@@ -93,6 +95,12 @@ TABLE: dict[str, Row] = {
         logging_steps="trainer_callback",
         logging_first_step="trainer_callback",
         logging_nan_inf_filter="training_loop, evaluation",
+        report_to="integrations: Lightning loggers, or the callbacks of transformers",
+        run_name="loggers: name of the run in wandb, mlflow and comet_ml",
+        project=_TRACKIO,
+        trackio_space_id=_TRACKIO,
+        trackio_bucket_id=_TRACKIO,
+        trackio_static_space_id=_TRACKIO,
         log_on_each_node="training_args: should_log",
         debug="debug_utils: underflow_overflow",
         skip_memory_metrics="memory",
@@ -147,16 +155,7 @@ TABLE: dict[str, Row] = {
         resume_from_checkpoint="for your script to pass to train()",
         average_tokens_across_devices="one process has nothing to average over",
         local_rank="launchers give the rank in the environment",
-        run_name="a name for trackers; there are none without report_to",
-        project="a name for Trackio; there is none without report_to",
         hub_strategy="read with push_to_hub only",
-    ),
-    **_planned("write trackers yourself in a callback's on_log", "report_to"),
-    **_planned(
-        "there is no tracker yet",
-        "trackio_space_id",
-        "trackio_bucket_id",
-        "trackio_static_space_id",
     ),
     **_planned(
         "call huggingface_hub.upload_folder after training",
@@ -207,11 +206,11 @@ TABLE |= _rows(
     use_legacy_prediction_loop="trainer: prediction_loop",
     past_index="trainer: compute_loss",
     include_tokens_per_second="trainer: the metrics of train()",
+    logging_dir="loggers: folder of tensorboard and csv",
 )
 TABLE |= _rows(
     "inert",
     overwrite_output_dir="a switch for your script",
-    logging_dir="a folder for trackers; there are none without report_to",
     use_mps_device="Apple's GPU is taken by itself",
 )
 TABLE |= _planned("convert the saved model yourself", "save_safetensors")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -20,11 +20,13 @@ from lightning.pytorch.callbacks import (
     LearningRateFinder,
     ProgressBar,
 )
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.profilers import PassThroughProfiler
 
 from hftrainer_lightning import callbacks as of_callbacks
 from hftrainer_lightning import seams, tuning
 from hftrainer_lightning.events import EvaluationHost, TrainingHost, TuningHost
+from hftrainer_lightning.loggers import CallbackValues
 from hftrainer_lightning.module import HostedModule
 from hftrainer_lightning.plan import LightningPlan
 from hftrainer_lightning.precision import make_scaler
@@ -42,6 +44,8 @@ class LightningEngine:
     Args:
         plan: what the training arguments mean to Lightning.
         callbacks: the user's Lightning callbacks; the list may change between runs.
+        loggers: makes or finds the loggers, when a run begins.
+        receive: takes what the callbacks log when there are no loggers.
 
     Attributes:
         scaler: scales the loss, with float16, else None.
@@ -49,9 +53,17 @@ class LightningEngine:
         module: the `LightningModule` of the last run, or None.
     """
 
-    def __init__(self, plan: LightningPlan, callbacks: Sequence[Callback]) -> None:
+    def __init__(
+        self,
+        plan: LightningPlan,
+        callbacks: Sequence[Callback],
+        loggers: Callable[[], list[Logger]],
+        receive: Callable[[Mapping[str, float]], None],
+    ) -> None:
         self.plan = plan
         self.callbacks = callbacks
+        self._loggers = loggers
+        self._values = CallbackValues(receive, plan.default_root_dir)
         self.trainer: pl.Trainer | None = None
         self.module: HostedModule | None = None
         self.fitting = self.evaluating = False
@@ -67,6 +79,7 @@ class LightningEngine:
         *,
         max_epochs: int,
         global_step: int,
+        log_every_n_steps: int,
         resumed_from: Mapping[str, Any] | None,
         automatic_optimization: bool,
     ) -> None:
@@ -79,6 +92,7 @@ class LightningEngine:
             scheduler: the optimizer's learning-rate scheduler.
             max_epochs: epochs after which training ends; `sys.maxsize` when only the host ends it.
             global_step: optimizer steps that are done.
+            log_every_n_steps: optimizer steps between two values that Lightning's callbacks log.
             resumed_from: what `for_checkpoint` gave to the checkpoint that the run goes on from; None for a fresh run.
             automatic_optimization: False when the host's training step runs backward itself.
         """
@@ -87,7 +101,10 @@ class LightningEngine:
                 max_epochs=-1 if max_epochs == sys.maxsize else max_epochs,
                 # Under manual optimization the module itself accumulates, and Lightning refuses to.
                 accumulate_grad_batches=self.plan.accumulate_grad_batches if automatic_optimization else 1,
+                logger=self._found_loggers(),
+                log_every_n_steps=log_every_n_steps,
             )
+        loggers = trainer.loggers
         self.module = module = HostedModule(model)
         module.attach(host, optimizer, scheduler, resumed_from, automatic_optimization=automatic_optimization)
         seams.install_window_accumulation(trainer, host.feed)
@@ -106,6 +123,7 @@ class LightningEngine:
                 trainer.fit(module, train_dataloaders=host.feed, val_dataloaders=[])
         finally:
             self.fitting = False
+            trainer.loggers = loggers
             module.detach()
         _print_profile(trainer)
 
@@ -131,6 +149,8 @@ class LightningEngine:
             if self.trainer is None or self.evaluating:  # metrics may evaluate something else meanwhile
                 self.trainer = self._build_trainer(max_epochs=1)
             self.trainer.callbacks = self._taking_part  # type: ignore[attr-defined]
+            # Lightning opens the loggers that it gets, which begins a run; only callbacks need them here.
+            self.trainer.loggers = loggers = self._found_loggers() if self.callbacks else []
             self.module = module = HostedModule(model)
             module.evaluate_with(evaluation, getattr(self.trainer, f"{stage}_loop"))
             self.evaluating = True
@@ -139,6 +159,7 @@ class LightningEngine:
                 getattr(self.trainer, stage)(module, dataloaders=batches, **options)
             finally:
                 seams.release_data(module.evaluating[1])
+                self.trainer.loggers = loggers
                 module.detach()
                 self.evaluating = outer[2]
                 if self.evaluating:
@@ -221,14 +242,12 @@ class LightningEngine:
         else:
             loss.backward(**kwargs)
 
-    def _build_trainer(
-        self,
-        max_epochs: int,
-        accumulate_grad_batches: int = 1,
-        callbacks: list[Callback] | None = None,
-        gradient_clip_val: float | None = None,
-    ) -> pl.Trainer:
-        keywords = self.plan.trainer_keywords() | {"accumulate_grad_batches": accumulate_grad_batches}
+    def _found_loggers(self) -> list[Logger]:
+        """The loggers, or what stands in for them where Lightning's callbacks would refuse to run without one."""
+        return self._loggers() or ([self._values] if self.callbacks else [])
+
+    def _build_trainer(self, max_epochs: int, callbacks: list[Callback] | None = None, **settings: Any) -> pl.Trainer:
+        keywords = {"logger": False, **self.plan.trainer_keywords(), **settings}
         callbacks = self._taking_part if callbacks is None else callbacks
         del keywords["precision"]  # the strategy carries the precision plugin
         plugins = keywords.pop("plugins", None) or []
@@ -240,9 +259,7 @@ class LightningEngine:
             check_val_every_n_epoch=NEVER,
             num_sanity_val_steps=0,
             callbacks=callbacks,
-            gradient_clip_val=gradient_clip_val,
             plugins=[self._environment(), *(plugins if isinstance(plugins, list) else [plugins])],
-            logger=False,
             enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),
             enable_progress_bar=any(isinstance(callback, ProgressBar) for callback in callbacks),
             enable_model_summary=False,

@@ -121,6 +121,10 @@ class HostedModule(LightningModule):
             callbacks.unfreeze_what_is_trained(self.trainer.callbacks, self._optimizer)  # type: ignore[attr-defined]
             self.host.load_optimizer()
 
+    def teardown(self, stage: str) -> None:
+        """Take the loggers out of Lightning's hands, which would close them now: the run's last line is to come."""
+        self.trainer.loggers = []
+
     # ---- Optimizer ---------------------------------------------------------------------------------------------
 
     def configure_optimizers(self) -> Any:

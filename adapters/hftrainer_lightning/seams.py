@@ -370,6 +370,8 @@ def quiet() -> Iterator[None]:
             warnings.filterwarnings(
                 "ignore", message="When using `Trainer.accumulate_grad_batches != 1.` and overriding"
             )
+            # Without log lines, nothing is logged on purpose.
+            warnings.filterwarnings("ignore", message="The number of training batches .* is smaller than the logging")
             # Lightning 2.6 asks torch 2.13 by a deprecated name: not for the user to mend.
             warnings.filterwarnings("ignore", message=".*isinstance\\(treespec, LeafSpec\\)")
             yield

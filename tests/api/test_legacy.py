@@ -46,9 +46,10 @@ TRANSLATED = [
     ("split_batches", True, "accelerator_config", {"split_batches": True}),
     ("tpu_metrics_debug", True, "debug", ["tpu_metrics_debug"]),
 ]
-INERT = {"overwrite_output_dir": True, "logging_dir": "logs", "use_mps_device": True}
-#: Still work, under their own names: tests/api/test_evaluation.py, tests/parity/test_training_features.py.
-KEPT_WORKING = {"use_legacy_prediction_loop", "past_index", "include_tokens_per_second"}
+INERT = {"overwrite_output_dir": True, "use_mps_device": True}
+#: Still work, under their own names: tests/api/test_evaluation.py, tests/parity/test_training_features.py,
+#: tests/conformance/test_loggers.py.
+KEPT_WORKING = {"logging_dir", "use_legacy_prediction_loop", "past_index", "include_tokens_per_second"}
 REFUSED = {
     "save_safetensors": False,
     "jit_mode_eval": True,

@@ -231,7 +231,7 @@ CASES = {
     "SpikeDetection": Case(lambda: of.SpikeDetection(warmup=1000), spiked),
     "ThroughputMonitor": Case(
         lambda: of.ThroughputMonitor(batch_size_fn=lambda batch: len(batch["labels"]), window_size=4),
-        logged("train|device/batches_per_sec"),
+        logged("train/device/batches_per_sec"),
         {"logging_steps": 2},
     ),
     "Timer": Case(lambda: of.Timer(duration={"hours": 1}), lambda run: run.callback.time_elapsed("train") > 0),

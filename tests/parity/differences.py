@@ -27,6 +27,10 @@ DIFFERENCES = {
         "PEFT writes the library versions that it finds into it; both libraries let PEFT write it, so it is compared "
         "by name only."
     ),
+    "MLflow after training": (
+        "What transformers logs after train(), as evaluate() does, goes to a new MLflow run without a name, since the "
+        "run has ended; ours goes to the same run."
+    ),
     "training_args.bin": "Pickles the TrainingArguments class, which is another one; compared by name only.",
     "metrics returned by train() with disable_tqdm": (
         "PrinterCallback of transformers removes total_flos from the very dict that train() returns; ours prints a "

@@ -105,6 +105,12 @@ HANDLED = {
     "restore_callback_states_from_checkpoint": (True, {}),
     "debug": ("underflow_overflow", {}),
     "skip_memory_metrics": (False, {}),
+    "report_to": ("csv", {}),
+    "run_name": ("a run", {"report_to": "wandb"}),
+    "project": ("other", {"report_to": "trackio"}),
+    "trackio_space_id": ("space", {"report_to": "trackio"}),
+    "trackio_bucket_id": ("bucket", {"report_to": "trackio"}),
+    "trackio_static_space_id": ("space", {"report_to": "trackio"}),
 }
 # Where a run on this machine is the same either way, the test that shows the effect:
 ELSEWHERE = {
@@ -134,6 +140,11 @@ ELSEWHERE = {
     "optim": "the same numbers by other kernels: the optimizer's `fused` flag",
     "dataloader_pin_memory": "test_pinned_memory",
     "remove_unused_columns": "test_unused_columns",
+    "run_name": "tests/parity/test_trackers.py::test_wandb",
+    **dict.fromkeys(
+        "project trackio_space_id trackio_bucket_id trackio_static_space_id".split(),
+        "tests/conformance/test_loggers.py::test_callbacks_of_transformers",
+    ),
 }
 
 

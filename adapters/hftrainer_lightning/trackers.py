@@ -1,0 +1,205 @@
+"""What the Trainer writes to a Lightning logger, and when: names, steps and texts of transformers' trackers."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+
+if TYPE_CHECKING:
+    from hftrainer.trainer_callback import TrainerState
+    from hftrainer.training_args import TrainingArguments
+
+logger = logging.getLogger(__name__)
+
+#: Metrics of the last line of a run: one number for the whole run, no curve.
+OF_THE_WHOLE_RUN = frozenset(
+    {"train_runtime", "train_samples_per_second", "train_steps_per_second", "train_loss", "total_flos"}
+)
+_TRUE = frozenset({"1", "ON", "YES", "TRUE"})
+
+
+def is_set(variable: str) -> bool:
+    """Whether an environment variable says yes."""
+    return os.environ.get(variable, "").upper() in _TRUE
+
+
+def renamed(logs: Mapping[str, Any]) -> dict[str, Any]:
+    """A log line in the trackers' names: `eval_loss` is `eval/loss`, `test_loss` is `test/loss`, all else `train/…`."""
+    return {_renamed(name): value for name, value in logs.items()}
+
+
+def _renamed(name: str) -> str:
+    stage, _, rest = name.partition("_")
+    return f"{stage}/{rest}" if stage in ("eval", "test") and "_" in name else f"train/{name}"
+
+
+def config_of(model: Any) -> dict[str, Any]:
+    """The model's configuration as a dict; empty when it has none."""
+    config: Any = getattr(model, "config", None)
+    if isinstance(config, Mapping):
+        return dict(config)
+    return config.to_dict() if hasattr(config, "to_dict") else {}
+
+
+def adapters_of(model: Any) -> dict[str, Any]:
+    """The configurations of PEFT's adapters under 'peft_config'; empty for other models."""
+    adapters = getattr(model, "peft_config", None)
+    if not isinstance(adapters, Mapping):
+        return {}
+    return {"peft_config": {name: config.to_dict() for name, config in adapters.items()}}
+
+
+class LogFolder:
+    """Where trackers that write files put them; the same folder for all of a run.
+
+    Args:
+        args: of the run.
+    """
+
+    def __init__(self, args: TrainingArguments) -> None:
+        self.args = args
+        self._paths: dict[str | None, str] = {}
+
+    def path(self, trial: str | None) -> str:
+        """The folder of a run, or of a hyperparameter trial by its name."""
+        if trial not in self._paths:
+            self._paths[trial] = self._new(trial)
+        return self._paths[trial]
+
+    def _new(self, trial: str | None) -> str:
+        now = f"{time.strftime('%b%d_%H-%M-%S')}_{socket.gethostname()}"
+        default = os.path.join(str(self.args.output_dir), "runs", now)
+        if trial is not None:
+            return os.path.join(default, trial)
+        given = getattr(self.args, "logging_dir", None) or os.environ.get("TENSORBOARD_LOGGING_DIR")
+        return os.path.expanduser(given) if given else default
+
+
+class Tracker:
+    """One Lightning logger as the Trainer writes to it. Subclasses differ in what their tracker calls things.
+
+    The logger is made when it is first needed: making some of them starts a run.
+
+    Args:
+        args: of the run.
+        folder: where to write files.
+        given: a logger that the user made.
+    """
+
+    #: Whether an evaluation without training writes the hyperparameters too.
+    describes_evaluations = True
+
+    def __init__(self, args: TrainingArguments, folder: LogFolder, given: Logger | None = None) -> None:
+        self.args = args
+        self.folder = folder
+        self._given = self._logger = given
+        self._described = False
+        self._dropped: set[str] = set()
+        self.trial: str | None = None
+
+    @property
+    def logger(self) -> Any:
+        """The Lightning logger."""
+        if self._logger is None:
+            self._logger = self.open()
+        return self._logger
+
+    def open(self) -> Logger:
+        """Make the logger."""
+        raise NotImplementedError(f"{type(self).__name__} must make its logger")
+
+    def start_trial(self, name: str | None) -> None:
+        """Go on with a run of its own for a hyperparameter trial."""
+        if self._logger is not None and self._given is None:
+            self._logger.finalize("success")
+        self._logger = self._given
+        self._described = False
+        self.trial = name
+
+    def begin(self, model: Any, state: TrainerState) -> None:
+        """Begin a training run."""
+        self.describe_once(model, state)
+
+    def describe_once(self, model: Any, state: TrainerState) -> None:
+        """Write the hyperparameters, if they are not written yet."""
+        if not self._described:
+            self._described = True
+            self.describe(model, state)
+
+    def describe(self, model: Any, state: TrainerState) -> None:
+        """Write the hyperparameters: the arguments, and the model's configuration."""
+        self.logger.log_hyperparams({**config_of(model), **self.args.to_dict()})
+
+    def log(self, logs: Mapping[str, Any], model: Any, state: TrainerState) -> None:
+        """Write a log line."""
+        if self.describes_evaluations:
+            self.describe_once(model, state)
+        self.write(logs, state)
+
+    def write(self, logs: Mapping[str, Any], state: TrainerState) -> None:
+        """Write the numbers of a log line."""
+        self.logger.log_metrics(self.numbers(renamed(logs)), step=state.global_step)
+        self.logger.save()
+
+    def predicted(self, metrics: Mapping[str, Any], model: Any, state: TrainerState) -> None:
+        """Write the metrics of a prediction, where transformers does: nowhere but in W&B and Comet."""
+
+    def saved(self, checkpoint: str, state: TrainerState) -> None:
+        """Upload a checkpoint, if the tracker's settings ask for it."""
+
+    def end(self, model: Any, state: TrainerState, save_model: Callable[[str], None]) -> None:
+        """End a training run; what follows, as an evaluation, is still written."""
+        self.logger.finalize("success")
+
+    def numbers(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The values that are numbers; the others are left out, which is said once for each name."""
+        return {name: value for name, value in values.items() if self.is_number(name, value)}
+
+    def is_number(self, name: str, value: Any) -> bool:
+        """Whether a value can be written."""
+        if not isinstance(value, (int, float)) and name not in self._dropped:
+            self._dropped.add(name)
+            logger.warning("%s=%r (%s) is no number: trackers do not get it.", name, value, type(value).__name__)
+        return isinstance(value, (int, float))
+
+
+class TensorBoard(Tracker):
+    """Event files: the arguments and the configuration as texts, and each value of a log line as a scalar or text."""
+
+    describes_evaluations = False
+
+    def open(self) -> Logger:
+        """Write to the folder itself, without the scalar that Lightning adds for its table of hyperparameters."""
+        return TensorBoardLogger(self.folder.path(self.trial), name="", version="", default_hp_metric=False)
+
+    def describe(self, model: Any, state: TrainerState) -> None:
+        """Write the arguments and the configuration as JSON."""
+        self.logger.hparams.update(self.args.to_sanitized_dict())
+        self.logger.experiment.add_text("args", self.args.to_json_string())
+        config: Any = getattr(model, "config", None)
+        if hasattr(config, "to_json_string"):
+            self.logger.experiment.add_text("model_config", config.to_json_string())
+
+    def write(self, logs: Mapping[str, Any], state: TrainerState) -> None:
+        """Write the line, and see that it is in the file."""
+        writer = self.logger.experiment
+        for name, value in renamed(logs).items():
+            if isinstance(value, str):
+                writer.add_text(name, value, state.global_step)
+            elif self.is_number(name, value):
+                writer.add_scalar(name, value, state.global_step)
+        writer.flush()
+
+
+class CSV(Tracker):
+    """A table of all log lines, `csv/version_N/metrics.csv`; each run has a number of its own."""
+
+    def open(self) -> Logger:
+        """Write beside TensorBoard's files."""
+        return CSVLogger(self.folder.path(self.trial), name="csv")

@@ -1,0 +1,221 @@
+"""`report_to` and `loggers`: which trackers a run is written to, and at which events."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hftrainer.checkpointing.folders import PREFIX_CHECKPOINT_DIR
+from hftrainer.errors import InvalidArgument, MissingPackage, UnsupportedArgument
+from hftrainer.trainer_callback import TrainerCallback
+
+if TYPE_CHECKING:
+    from hftrainer.training_args import TrainingArguments
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Integration:
+    """A tracker that `report_to` may name.
+
+    Attributes:
+        modules: what must be importable, each with alternatives behind a bar.
+        install: what to install for it.
+        on_lightning: written to by a Lightning logger; otherwise by the callback that transformers has for it.
+        in_all: one of those that `report_to='all'` means, when it is installed.
+        switch: an environment variable that takes the tracker out.
+    """
+
+    modules: tuple[str, ...]
+    install: str
+    on_lightning: bool = False
+    in_all: bool = True
+    switch: str | None = None
+
+
+#: In the order in which transformers goes through them for 'all'.
+INTEGRATIONS = {
+    "azure_ml": Integration(("azureml.core.run",), "azureml-core"),
+    "comet_ml": Integration(("comet_ml",), "comet-ml", on_lightning=True),
+    "dagshub": Integration(("dagshub", "mlflow"), "dagshub mlflow"),
+    "dvclive": Integration(("dvclive",), "dvclive"),
+    "mlflow": Integration(("mlflow",), "mlflow", on_lightning=True, switch="DISABLE_MLFLOW_INTEGRATION"),
+    "tensorboard": Integration(("tensorboard|tensorboardX",), "tensorboard", on_lightning=True),
+    "wandb": Integration(("wandb",), "wandb", on_lightning=True, switch="WANDB_DISABLED"),
+    "codecarbon": Integration(("codecarbon",), "codecarbon"),
+    "clearml": Integration(("clearml",), "clearml"),
+    "swanlab": Integration(("swanlab",), "swanlab"),
+    "trackio": Integration(("trackio",), "trackio"),
+    "kubeflow": Integration((), "", switch="DISABLE_KUBEFLOW_INTEGRATION"),
+    "flyte": Integration(("flytekit",), "flytekit", in_all=False),
+    "csv": Integration((), "", on_lightning=True, in_all=False),
+}
+#: What Kubeflow sets in its jobs; without it there is nobody to report to.
+KUBEFLOW = "KUBEFLOW_TRAINER_SERVER_URL"
+#: The values of COMET_MODE, unset and 'disabled' aside; the last two are those of v4.
+COMET_MODES = ("", "get_or_create", "create", "get", "online", "offline")
+_NEPTUNE = (
+    "report_to='neptune' cannot be honoured: Neptune's service has ended, and Lightning has no logger for it any more. "
+    "Use 'tensorboard', 'wandb', 'mlflow', 'comet_ml' or 'csv'."
+)
+
+
+def chosen(report_to: str | Sequence[str] | None) -> list[str]:
+    """The names of the trackers that `report_to` means, in order, without those that the environment takes out.
+
+    Raises:
+        InvalidArgument: for a name that is not known.
+        UnsupportedArgument: for Neptune.
+        MissingPackage: for a tracker whose package is not installed.
+    """
+    given = [report_to] if isinstance(report_to, str) else list(report_to or [])
+    if given == ["all"]:
+        return [name for name, kind in INTEGRATIONS.items() if kind.in_all and _is_available(name)]
+    names = [{"comet": "comet_ml"}.get(name, name) for name in given if name != "none"]
+    for name in names:
+        _check(name)
+    if _is_available("kubeflow"):  # its jobs are always reported on
+        names.append("kubeflow")
+    return [name for name in dict.fromkeys(names) if not _is_switched_off(name)]
+
+
+def _check(name: str) -> None:
+    if name == "neptune":
+        raise UnsupportedArgument(_NEPTUNE)
+    if name not in INTEGRATIONS:
+        near = difflib.get_close_matches(str(name), INTEGRATIONS, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise InvalidArgument(
+            f"report_to={name!r} is no tracker: {hint}Known are 'all', 'none', {', '.join(map(repr, INTEGRATIONS))}."
+        )
+    if _is_switched_off(name):
+        return
+    if name == "comet_ml" and _comet_mode() not in COMET_MODES:
+        raise InvalidArgument(f"COMET_MODE={_comet_mode()!r} must be one of {', '.join(map(repr, COMET_MODES[1:]))}.")
+    missing = _missing(name)
+    if missing:
+        by = "" if INTEGRATIONS[name].on_lightning else ", written to by transformers' own callback,"
+        raise MissingPackage(f"report_to={name!r}{by} needs a package that is not installed: pip install {missing}")
+    if name == "kubeflow" and KUBEFLOW not in os.environ:
+        raise InvalidArgument(f"report_to='kubeflow' is for Kubeflow's training jobs, which set {KUBEFLOW}.")
+
+
+def _missing(name: str) -> str:
+    """What is to be installed for a tracker; empty when all is there."""
+    kind = INTEGRATIONS[name]
+    there = all(any(map(_is_installed, module.split("|"))) for module in kind.modules)
+    needed = [] if there else [kind.install]
+    if not kind.on_lightning and not _is_installed("transformers"):
+        needed.append("transformers")
+    return " ".join(needed)
+
+
+def _is_installed(module: str) -> bool:
+    parent = module.rpartition(".")[0]
+    return (not parent or _is_installed(parent)) and importlib.util.find_spec(module) is not None
+
+
+def _is_switched_off(name: str) -> bool:
+    switch = INTEGRATIONS[name].switch
+    if name == "comet_ml" and _comet_mode() == "disabled":
+        return True
+    return switch is not None and os.environ.get(switch, "").upper() in ("1", "ON", "YES", "TRUE")
+
+
+def _comet_mode() -> str:
+    return os.environ.get("COMET_MODE", "").lower()
+
+
+def _is_available(name: str) -> bool:
+    """Whether 'all' includes a tracker."""
+    if _missing(name) or _is_switched_off(name):
+        return False
+    if name == "azure_ml":  # Azure's callback is for those who do not use MLflow, which writes there too
+        return not _is_available("mlflow")
+    if name == "comet_ml":
+        return _comet_is_configured()
+    return name != "kubeflow" or KUBEFLOW in os.environ
+
+
+def _comet_is_configured() -> bool:
+    """Whether Comet has a key; it would ask for one."""
+    from comet_ml.config import get_config  # type: ignore[attr-defined]
+
+    return get_config("comet.api_key") is not None
+
+
+def callbacks_of_transformers(names: Sequence[str]) -> list[Any]:
+    """The classes of transformers' callbacks for the trackers that no Lightning logger writes to."""
+    others = [name for name in names if not INTEGRATIONS[name].on_lightning]
+    if not others:
+        return []
+    from transformers.integrations.integration_utils import get_reporting_integration_callbacks
+
+    return get_reporting_integration_callbacks(others)
+
+
+def make_trackers(names: Sequence[str], loggers: Any, args: TrainingArguments) -> list[Any]:
+    """What this process writes to: nothing, but on the main process.
+
+    Raises:
+        InvalidArgument: for something in `loggers` that is no Lightning logger.
+    """
+    if loggers is not None and not isinstance(loggers, (list, tuple)):
+        raise InvalidArgument(f"loggers={loggers!r} ({type(loggers).__name__}): give a list of Lightning loggers.")
+    on_lightning = [name for name in names if INTEGRATIONS[name].on_lightning]
+    if not on_lightning and not loggers:
+        return []
+    from hftrainer_lightning.loggers import is_lightning_logger, make_trackers
+
+    for each in loggers or ():
+        if isinstance(each, type) or not is_lightning_logger(each):
+            raise InvalidArgument(
+                f"loggers holds {each!r} ({type(each).__name__}): give instances of Lightning's loggers, such as "
+                "lightning.pytorch.loggers.CSVLogger('logs'), or name a tracker in report_to."
+            )
+    return make_trackers(on_lightning, loggers or (), args) if args.process_index == 0 else []
+
+
+class ReportingCallback(TrainerCallback):
+    """Writes a run to its trackers.
+
+    Args:
+        trackers: what to write to.
+        save_model: writes the model into a folder, for trackers that upload it.
+    """
+
+    def __init__(self, trackers: Sequence[Any], save_model: Callable[[str], None]) -> None:
+        self.trackers = trackers
+        self.save_model = save_model
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        """Write the hyperparameters, if they are not written yet."""
+        for tracker in self.trackers:
+            tracker.begin(model, state)
+
+    def on_log(self, args, state, control, logs=None, model=None, **kwargs):
+        """Write the line."""
+        for tracker in self.trackers:
+            tracker.log(logs, model, state)
+
+    def on_predict(self, args, state, control, metrics, model=None, **kwargs):
+        """Write the metrics, where transformers does."""
+        for tracker in self.trackers:
+            tracker.predicted(metrics, model, state)
+
+    def on_save(self, args, state, control, **kwargs):
+        """Upload the checkpoint, where that is asked for."""
+        checkpoint = os.path.join(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+        for tracker in self.trackers:
+            tracker.saved(checkpoint, state)
+
+    def on_train_end(self, args, state, control, model=None, **kwargs):
+        """End the run."""
+        for tracker in self.trackers:
+            tracker.end(model, state, self.save_model)
