@@ -33,6 +33,11 @@ def is_lightning_callback(candidate: Any) -> bool:
     return issubclass(candidate, Callback) if isinstance(candidate, type) else isinstance(candidate, Callback)
 
 
+def has_progress_bar(callbacks: Sequence[Callback]) -> bool:
+    """Whether one of these shows a progress bar."""
+    return any(isinstance(callback, ProgressBar) for callback in callbacks)
+
+
 class LightningEngine:
     """Runs a model on Lightning.
 
@@ -184,7 +189,7 @@ class LightningEngine:
             plugins=[self._environment(), *(plugins if isinstance(plugins, list) else [plugins])],
             logger=False,
             enable_checkpointing=any(isinstance(callback, ModelCheckpoint) for callback in self.callbacks),
-            enable_progress_bar=any(isinstance(callback, ProgressBar) for callback in self.callbacks),
+            enable_progress_bar=has_progress_bar(self.callbacks),
             enable_model_summary=False,
             use_distributed_sampler=False,
             inference_mode=False,
