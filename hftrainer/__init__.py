@@ -21,6 +21,7 @@ _EXPORTS = {
         ),
         "hftrainer.progress": "PrinterCallback ProgressCallback",
         "hftrainer.notebook": "NotebookProgressCallback",
+        "hftrainer.plot": "PlotCallback",
         "hftrainer.trainer_utils": (
             "EvalLoopOutput EvalPrediction IntervalStrategy PredictionOutput SaveStrategy SchedulerType TrainOutput "
             "enable_full_determinism get_last_checkpoint set_seed"
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from hftrainer.hf_argparser import HfArgumentParser
     from hftrainer.notebook import NotebookProgressCallback
     from hftrainer.optimization import get_scheduler
+    from hftrainer.plot import PlotCallback
     from hftrainer.progress import PrinterCallback, ProgressCallback
     from hftrainer.swap import install, uninstall
     from hftrainer.trainer import Trainer

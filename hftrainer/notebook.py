@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import html
+import importlib.util
 import time
 from typing import Any
 
+from hftrainer.errors import MissingPackage
 from hftrainer.trainer_callback import TrainerCallback
 from hftrainer.trainer_utils import IntervalStrategy, has_length
 
@@ -26,7 +28,10 @@ class _Bar:
         self.total = total
         self.start_time = time.monotonic()
         self.start: int | None = None
-        self.html = ""
+        self._html = ""
+
+    def __str__(self) -> str:
+        return self._html
 
     def draw(self, value: int, comment: str = "") -> None:
         """Draw the bar at `value`; the first value is where it starts, and counts for no time."""
@@ -38,7 +43,7 @@ class _Bar:
             parts[0] += f" < {_clock(elapsed / done * (self.total - value))}"
             parts.append(f"{done / elapsed:.2f} it/s")
         label = ", ".join(part for part in [f"{value}/{self.total} {parts[0]}", *parts[1:], comment] if part)
-        self.html = (
+        self._html = (
             f"<div><progress value='{value}' max='{self.total}' style='width:300px; height:20px; "
             f"vertical-align: middle;'></progress> [{label}]</div>"
         )
@@ -98,9 +103,14 @@ class NotebookProgressCallback(TrainerCallback):
 
     The table has the step or epoch, the training loss, with evaluation the validation loss and the metrics; a row for
     each evaluation, or without evaluation for each log line with a loss.
+
+    Raises:
+        MissingPackage: without IPython, when it is made.
     """
 
     def __init__(self) -> None:
+        if importlib.util.find_spec("IPython") is None:
+            raise MissingPackage("NotebookProgressCallback shows through IPython: pip install ipython")
         self._training: _Bar | None = None
         self._evaluation: _Bar | None = None
         self._batches = 0
@@ -116,7 +126,7 @@ class NotebookProgressCallback(TrainerCallback):
         if args.eval_strategy != IntervalStrategy.NO:
             columns.append("Validation Loss")
         self._table = _Table(columns)
-        self._training = _Bar(state.max_steps)
+        self._training, self._evaluation = _Bar(state.max_steps), None
         self._display = _Display()
         self._draw_training(state)
 
@@ -141,8 +151,8 @@ class NotebookProgressCallback(TrainerCallback):
     def _show(self) -> None:
         if self._display is None:
             self._display = _Display()
-        parts = [self._training.html if self._training is not None else "", self._table if self._table else ""]
-        self._display.show("".join(map(str, parts)) + (self._evaluation.html if self._evaluation is not None else ""))
+        parts = (self._training, self._table, self._evaluation)
+        self._display.show("".join(str(part) for part in parts if part is not None))
 
     def on_prediction_step(self, args, state, control, eval_dataloader=None, **kwargs):
         """Move the bar of the evaluation on, opening it at the first batch."""
