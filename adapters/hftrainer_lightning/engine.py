@@ -13,13 +13,13 @@ from lightning.fabric.plugins.environments.cluster_environment import ClusterEnv
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
-from lightning.pytorch.profilers import PassThroughProfiler
 
 from hftrainer_lightning import seams
 from hftrainer_lightning.events import EvaluationHost, TrainingHost
 from hftrainer_lightning.module import HostedModule
 from hftrainer_lightning.plan import LightningPlan
 from hftrainer_lightning.precision import make_scaler
+from hftrainer_lightning.profiling import detached, report_in_our_words
 from hftrainer_lightning.strategies import build_strategy
 
 #: Lightning's loops over an evaluation or test set.
@@ -109,7 +109,6 @@ class LightningEngine:
         finally:
             self.fitting = False
             module.detach()
-        _print_profile(trainer)
 
     def evaluate(self, evaluation: EvaluationHost, model: torch.nn.Module, stage: Stage = "validate") -> None:
         """Drive a pass over an evaluation or test set, alone or within `fit`.
@@ -178,7 +177,7 @@ class LightningEngine:
         keywords = self.plan.trainer_keywords() | {"accumulate_grad_batches": accumulate_grad_batches}
         del keywords["precision"]  # the strategy carries the precision plugin
         plugins = keywords.pop("plugins", None) or []
-        keywords.setdefault("profiler", seams.NoProfiler())
+        keywords["profiler"] = detached(keywords.get("profiler", seams.NoProfiler()))
         trainer = seams.Trainer(
             **keywords,
             strategy=build_strategy(self.plan, self.scaler),
@@ -195,18 +194,12 @@ class LightningEngine:
             inference_mode=False,
         )
         seams.install_bare_evaluation(trainer)
+        report_in_our_words(trainer.profiler)  # type: ignore[attr-defined]
         return trainer
 
     def _environment(self) -> ClusterEnvironment:
         """What the launcher said; nothing that Lightning would find by itself, as inside a SLURM job."""
         return TorchElasticEnvironment() if self.plan.processes.several else LightningEnvironment()
-
-
-def _print_profile(trainer: pl.Trainer) -> None:
-    """Print what a profiler found, unless it has written it to a file; Lightning would log it, and is kept quiet."""
-    profiler = trainer.profiler  # type: ignore[attr-defined]
-    if not isinstance(profiler, PassThroughProfiler) and not profiler.filename:
-        print(profiler.summary())
 
 
 class _Batches:
