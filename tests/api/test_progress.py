@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 
 import hftrainer
 from hftrainer import Trainer, TrainingArguments
+from tests.parity.support import comparable
 from tests.tiny import make_plain, plain_data
 
 ROOT = Path(__file__).parents[2]
@@ -201,3 +202,26 @@ def test_only_the_main_process_shows(tmp_path, capfd):
         callback.on_evaluate(trainer.args, state, control, metrics={"eval_loss": 1.0})
         callback.on_train_end(trainer.args, state, control)
     assert capfd.readouterr() == ("", "")
+
+
+def test_classes_of_transformers(tmp_path):
+    """All of them, and a user's, given as classes: the run is the one without them."""
+    transformers = pytest.importorskip("transformers")
+    counted = []
+
+    class Counting(transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            counted.append(state.global_step)
+
+    names = ("DefaultFlowCallback", "ProgressCallback", "PrinterCallback", "EarlyStoppingCallback")
+    given = [*(getattr(transformers.trainer_callback, name) for name in names), Counting]
+    settings = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps"}
+    histories = []
+    for callbacks in (given, []):
+        args = TrainingArguments(str(tmp_path), max_steps=3, use_cpu=True, save_steps=1, logging_steps=1, **settings)
+        data = plain_data()
+        trainer = Trainer(make_plain(), args, train_dataset=data, eval_dataset=data, callbacks=list(callbacks))
+        trainer.train()
+        histories.append(comparable(trainer.state.log_history))
+    assert histories[0] == histories[1]
+    assert counted == [1, 2, 3]
