@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from hftrainer import peers
 from hftrainer.adafactor import Adafactor, AdafactorSchedule, get_adafactor_schedule
-from hftrainer.errors import InvalidArgument
+from hftrainer.errors import InvalidArgument, UnsupportedArgument
 from hftrainer.greedy_lr import GreedyLR
 from hftrainer.trainer_utils import SchedulerType
 
@@ -275,6 +275,23 @@ def follows_metric(scheduler: Any) -> bool:
     if isinstance(scheduler, LRScheduler):
         return isinstance(scheduler, ReduceLROnPlateau)
     return peers.is_greedy_scheduler(scheduler)
+
+
+def keep_pace(scheduler: Any, optimizer: Optimizer) -> None:
+    """Let a schedule pass over parameter groups that came to the optimizer later, whose rate others set.
+
+    Raises:
+        UnsupportedArgument: for schedules other than those of `lr_scheduler_type`: torch wants a rate for each group.
+    """
+    missing = optimizer.param_groups[len(getattr(scheduler, "base_lrs", optimizer.param_groups)) :]
+    if missing and not isinstance(scheduler, LambdaLR):
+        raise UnsupportedArgument(
+            f"{type(scheduler).__name__} cannot go on with the {len(missing)} parameter groups that a callback has "
+            "added to the optimizer: leave the scheduler to lr_scheduler_type."
+        )
+    for group in missing:
+        scheduler.base_lrs.append(1.0)
+        scheduler.lr_lambdas.append(lambda _, group=group: group["lr"])
 
 
 SCHEDULES: dict[SchedulerType, Callable[..., LRScheduler]] = {

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
+from collections.abc import Callable
 from typing import NamedTuple
 
 from hftrainer.errors import InvalidArgument
@@ -15,7 +17,7 @@ class TrainingSchedule(NamedTuple):
 
     Attributes:
         num_train_epochs: passes over the data that the run begins; `sys.maxsize` when only steps end it.
-        num_update_steps_per_epoch: optimizer steps in one pass.
+        num_update_steps_per_epoch: optimizer steps in one pass, the first if they differ.
         num_examples: samples in one pass.
         num_train_samples: samples in the whole run.
         total_train_batch_size: samples per optimizer step over all processes.
@@ -32,8 +34,40 @@ class TrainingSchedule(NamedTuple):
     max_steps: int
 
 
+#: Epoch → micro-batches per optimizer step in it.
+Accumulation = Callable[[int], int]
+
+
+def place_of(global_step: int, micro_batches: int, accumulation_at: Accumulation) -> tuple[int, int]:
+    """Epochs, and micro-batches of the next one, that are done after a number of optimizer steps."""
+    for epoch in itertools.count():
+        accumulation = accumulation_at(epoch)
+        steps = math.ceil(micro_batches / accumulation)
+        if global_step < steps:
+            return epoch, global_step * accumulation
+        global_step -= steps
+    raise AssertionError("unreachable")
+
+
+def _epochs_for(steps: int, micro_batches: int, accumulation_at: Accumulation) -> int:
+    """Epochs that a number of optimizer steps needs, the last possibly cut short."""
+    epochs, position = place_of(steps, micro_batches, accumulation_at)
+    return epochs + (position > 0)
+
+
+def _steps_in(epochs: float, micro_batches: int, accumulation_at: Accumulation) -> int:
+    """Optimizer steps in a number of epochs, the last possibly a part of one."""
+    whole = int(epochs)
+    steps = sum(math.ceil(micro_batches / accumulation_at(epoch)) for epoch in range(whole))
+    return math.ceil(steps + (epochs - whole) * math.ceil(micro_batches / accumulation_at(whole)))
+
+
 def plan_schedule(
-    args: TrainingArguments, micro_batches: int | None, num_examples: int | None, batch_size: int
+    args: TrainingArguments,
+    micro_batches: int | None,
+    num_examples: int | None,
+    batch_size: int,
+    accumulation_at: Accumulation,
 ) -> TrainingSchedule:
     """Work out the lengths of a run.
 
@@ -42,11 +76,12 @@ def plan_schedule(
         micro_batches: length of the loader, or None when it has none.
         num_examples: samples behind the loader, when it has a length.
         batch_size: samples in a micro-batch of one process.
+        accumulation_at: epoch → micro-batches per optimizer step in it.
 
     Raises:
         InvalidArgument: when nothing tells how long training is, or when there is no data.
     """
-    accumulation = args.gradient_accumulation_steps
+    accumulation = accumulation_at(0)
     total_batch_size = batch_size * accumulation * args.world_size
     if micro_batches == 0:
         raise InvalidArgument(
@@ -65,10 +100,11 @@ def plan_schedule(
     assert num_examples is not None
     per_epoch = math.ceil(micro_batches / accumulation)
     if args.max_steps > 0:
-        steps, epochs = args.max_steps, math.ceil(args.max_steps / per_epoch)
+        steps, epochs = args.max_steps, _epochs_for(args.max_steps, micro_batches, accumulation_at)
         samples = steps * total_batch_size
     else:
-        steps, epochs = math.ceil(args.num_train_epochs * per_epoch), math.ceil(args.num_train_epochs)
+        epochs = math.ceil(args.num_train_epochs)
+        steps = _steps_in(args.num_train_epochs, micro_batches, accumulation_at)
         if args.max_steps == 0:  # as in transformers: training stops after the step that finds it is enough
             steps = 0
         samples = num_examples * args.num_train_epochs  # type: ignore[assignment]

@@ -45,7 +45,7 @@ from hftrainer.out_of_memory import StartingPoint, empty_cache, is_out_of_memory
 from hftrainer.overrides import accepts, call_with_accepted, is_overridden, with_accepted
 from hftrainer.progress import own_progress
 from hftrainer.reporting import comparable_names, mean_loss, print_table, write_metrics
-from hftrainer.schedule import TrainingSchedule, plan_schedule
+from hftrainer.schedule import TrainingSchedule, place_of, plan_schedule
 from hftrainer.trainer_callback import (
     CallbackHandler,
     DefaultFlowCallback,
@@ -72,6 +72,7 @@ from hftrainer.trainer_utils import (
 )
 from hftrainer.training_args import TrainingArguments
 from hftrainer.training_loop import TrainingLoop
+from hftrainer.tuning import Tuning
 
 logger = logging.getLogger(__name__)
 
@@ -347,7 +348,7 @@ class Trainer:
 
     def _callbacks_like(self, callback: Any) -> Any:
         """The list that `callback` belongs to: Lightning's, or the handler of the Trainer's own."""
-        from hftrainer_lightning.engine import is_lightning_callback
+        from hftrainer_lightning.callbacks import is_lightning_callback
 
         return self._lightning_callbacks if is_lightning_callback(callback) else self.callback_handler
 
@@ -356,7 +357,7 @@ class Trainer:
 
         A progress bar of Lightning takes the place of the Trainer's own, whichever came first.
         """
-        from hftrainer_lightning.engine import has_progress_bar
+        from hftrainer_lightning.callbacks import has_progress_bar
 
         target = self._callbacks_like(callback)
         if target is self._lightning_callbacks:
@@ -703,9 +704,12 @@ class Trainer:
             self.optimizer = self.lr_scheduler = None
         if peers.is_tokenizing(self.processing_class) and hasattr(self.model, "config"):
             model_inspection.align_special_tokens(self.model, self.processing_class)
+        evaluates = self.args.eval_strategy != "no"
+        if refused := self._engine.refusals(finds_batch_size=self.args.auto_find_batch_size, evaluates=evaluates):
+            raise UnsupportedArgument("\n".join(refused))
         if folder is not None:
             self._load_from_checkpoint(folder)
-            if self.args.auto_find_batch_size:
+            if self.args.auto_find_batch_size or self._engine.finds_batch_size:
                 state = TrainerState.load_from_json(os.path.join(folder, names.TRAINER_STATE_NAME))
                 self._train_batch_size = state.train_batch_size or self._train_batch_size
         watcher = DebugUnderflowOverflow(self.model) if "underflow_overflow" in self.args.debug else None
@@ -771,10 +775,14 @@ class Trainer:
         self._logged_metrics = LoggedMetrics()
         self._checkpoints_written = []
         self.current_flos = 0.0
+        if resume_from_checkpoint is None:
+            self._find_batch_size()
         train_dataloader = self.get_train_dataloader()
         schedule = self.set_initial_training_values(self.args, train_dataloader)
         first_epoch, position = self._init_training_state(schedule, resume_from_checkpoint, trial)
         self._prepare_optimizer(schedule.max_steps, resume_from_checkpoint)
+        if resume_from_checkpoint is None:
+            self._find_learning_rate(schedule.max_steps)
         handler = self.callback_handler
         handler.model, handler.optimizer, handler.lr_scheduler = self.model, self.optimizer, self.lr_scheduler
         handler.train_dataloader = train_dataloader
@@ -802,10 +810,11 @@ class Trainer:
                     self.lr_scheduler,
                     max_epochs=schedule.num_train_epochs,
                     global_step=self.state.global_step,
-                    callback_states=resume.load_lightning_callbacks(resume_from_checkpoint),
+                    resumed_from=resume.load_lightning_callbacks(resume_from_checkpoint),
                     automatic_optimization=not is_overridden(self, "training_step", Trainer),
                 )
         else:  # the checkpoint's run was complete
+            loop.load_optimizer()
             loop.begin()
         return self._finalize_training(loop)
 
@@ -817,6 +826,7 @@ class Trainer:
             len(dataloader) if sized else None,
             self.num_examples(dataloader) if sized else None,
             self._train_batch_size,
+            self._engine.accumulation_at,
         )
 
     def _init_training_state(
@@ -831,8 +841,10 @@ class Trainer:
         if resume_from_checkpoint is not None:
             self.state = resume.load_state(resume_from_checkpoint, self.args)
             self._load_callback_state()
-            first_epoch, steps = divmod(self.state.global_step, schedule.num_update_steps_per_epoch)
-            position = 0 if self.args.ignore_data_skip else steps * self.args.gradient_accumulation_steps
+            first_epoch, position = place_of(
+                self.state.global_step, schedule.steps_in_epoch, self._engine.accumulation_at
+            )
+            position = 0 if self.args.ignore_data_skip else position
         if self.args.auto_find_batch_size:
             self.state.train_batch_size = self._train_batch_size
         self.state.max_steps = schedule.max_steps
@@ -845,9 +857,34 @@ class Trainer:
         if self._created_lr_scheduler:  # its shape belongs to the previous call's number of steps
             self.lr_scheduler = None
             self._created_lr_scheduler = False
+        freezes = self._engine.freeze_before_training(self.model)
         self.create_optimizer_and_scheduler(num_training_steps=max_steps)
-        self._load_optimizer_and_scheduler(resume_from_checkpoint)
+        if freezes:  # groups of what is unfrozen later are given no weight_decay, and take torch's default
+            self._made_optimizer().defaults["weight_decay"] = self.args.weight_decay
         self._load_scaler(resume_from_checkpoint)
+
+    def _find_batch_size(self) -> None:
+        """Let a `BatchSizeFinder` among the callbacks look for the batch size."""
+        given = self.optimizer
+        found = self._engine.find_batch_size(Tuning(self), self.model)
+        self.optimizer = given  # what the trial steps used was for them alone
+        if found is not None:
+            self._train_batch_size = found
+            logger.info("BatchSizeFinder: training with %d samples in a batch.", found)
+
+    def _find_learning_rate(self, max_steps: int) -> None:
+        """Let a `LearningRateFinder` among the callbacks look for the learning rate."""
+        found = self._engine.find_learning_rate(Tuning(self), self.model)
+        if found is None:
+            return
+        logger.info("LearningRateFinder: %g takes the place of learning_rate=%g.", found, self.args.learning_rate)
+        for group in self._made_optimizer().param_groups:
+            group["lr"] = group["initial_lr"] = found
+        if self._created_lr_scheduler:
+            self.lr_scheduler = None
+            self.create_scheduler(max_steps)
+        else:
+            self.lr_scheduler.base_lrs = [found for _ in self.lr_scheduler.base_lrs]
 
     def _log_plan(self, schedule: TrainingSchedule) -> None:
         logger.info(
@@ -1315,7 +1352,12 @@ class Trainer:
             output_dir: the folder; default `args.output_dir`.
         """
         if self.args.should_save:
-            self._save(output_dir if output_dir is not None else str(self.args.output_dir))
+            folder = output_dir if output_dir is not None else str(self.args.output_dir)
+            weights, _ = self._engine.for_checkpoint()
+            if weights is None:
+                self._save(folder)
+            else:  # as WeightAveraging has them
+                self._save(folder, state_dict=weights)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         output_dir = output_dir if output_dir is not None else str(self.args.output_dir)
@@ -1351,8 +1393,8 @@ class Trainer:
                 self._save_optimizer_and_scheduler(folder)
                 self._save_scaler(folder)
                 self._save_rng_state(folder)
-                if states := self._engine.callback_states():
-                    torch.save(states, os.path.join(folder, names.LIGHTNING_CALLBACKS_NAME))
+                if kept := self._engine.for_checkpoint()[1]:
+                    torch.save(kept, os.path.join(folder, names.LIGHTNING_CALLBACKS_NAME))
             self.state.stateful_callbacks = export_states(self._stateful_callbacks())
             self.state.save_to_json(os.path.join(folder, names.TRAINER_STATE_NAME))
         rotate_checkpoints(run_dir, self.args.save_total_limit, self.state.best_model_checkpoint)

@@ -16,7 +16,7 @@ import torch
 from hftrainer.arguments import legacy
 from hftrainer.data.loaders import skip_first
 from hftrainer.data.windows import MicroBatchFeed
-from hftrainer.optimization import follows_metric
+from hftrainer.optimization import follows_metric, keep_pace
 from hftrainer.overrides import with_accepted
 from hftrainer.schedule import TrainingSchedule
 from hftrainer.step_details import StepDetails, asked_for
@@ -73,7 +73,7 @@ class TrainingLoop:
         self._loss_readable_at_once = self.tr_loss.device.type == "cpu"
         self.feed = MicroBatchFeed(
             schedule,
-            trainer.args.gradient_accumulation_steps,
+            trainer._engine.accumulation_at(first_epoch),
             open_epoch=self._open_epoch,
             get_window=self._get_window,
             on_first_window=self._restore_rng_in_epoch,
@@ -86,6 +86,11 @@ class TrainingLoop:
         self._maybe_log_save_evaluate = with_accepted(trainer._maybe_log_save_evaluate, "start_time", "learning_rate")
 
     # ---- Training and epochs -----------------------------------------------------------------------------------
+
+    def load_optimizer(self) -> None:
+        """Load the state of optimizer and scheduler, into the parameter groups of the run so far."""
+        keep_pace(self.trainer.lr_scheduler, self.trainer._made_optimizer())
+        self.trainer._load_optimizer_and_scheduler(self.resume_folder)
 
     def begin(self) -> None:
         """Announce the start, and evaluate if that is asked for."""
@@ -100,6 +105,8 @@ class TrainingLoop:
         self.epoch = epoch
         self.grad_norm = self.learning_rate = None
         self.feed.window = None
+        self.feed.accumulation = self.trainer._engine.accumulation_at(epoch)
+        keep_pace(self.trainer.lr_scheduler, self.trainer._made_optimizer())
         self.trainer._past = None
         self._announce("on_epoch_begin")
 
@@ -211,11 +218,19 @@ class TrainingLoop:
         self.grad_norm = self.trainer._clip_grad_norm(model)
         self._announce("on_pre_optimizer_step")
 
-    def after_optimizer_step(self, skipped: bool) -> None:
-        """Announce the step, and move the learning rate on, unless the step was skipped for infinite gradients."""
+    def after_optimizer_step(self, skipped: bool, *, schedule_replaced: bool) -> None:
+        """Announce the step, and move the learning rate on.
+
+        Args:
+            skipped: the gradients were infinite, and the step was left out; the learning rate stays.
+            schedule_replaced: a Lightning callback moves the learning rate now.
+        """
         trainer = self.trainer
         trainer.accelerator.optimizer_step_was_skipped = skipped
         self._announce("on_optimizer_step")
+        if schedule_replaced:
+            self.learning_rate = float(trainer.get_learning_rates()[0])
+            return
         self.learning_rate = trainer._get_learning_rate()
         if not skipped and not follows_metric(trainer.lr_scheduler):  # those step on evaluations
             trainer.lr_scheduler.step()
@@ -249,6 +264,16 @@ class TrainingLoop:
             start_time=self.start_time,
             learning_rate=self.learning_rate,
         )
+
+    # ---- A pass over the data beside the run -------------------------------------------------------------------
+
+    def batches(self) -> Any:
+        """The training data, from the start."""
+        return self.trainer.get_train_dataloader()
+
+    def evaluate_loss(self, model: torch.nn.Module, inputs: Any) -> Any:
+        """The loss of a batch, without training on it."""
+        return self.trainer.compute_loss(model, self.trainer._prepare_inputs(inputs))
 
     # ---- Control -----------------------------------------------------------------------------------------------
 

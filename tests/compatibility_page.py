@@ -15,7 +15,7 @@ from hftrainer_lightning.arguments import PLANNED_VALUES, TABLE
 
 from hftrainer import Seq2SeqTrainingArguments
 from hftrainer.arguments.releases import EARLIER_DEFAULTS
-from tests.parity.differences import DIFFERENCES
+from tests.parity.differences import DIFFERENCES, LIGHTNING_CALLBACKS
 
 HEAD = """# Compatibility
 
@@ -28,6 +28,15 @@ names of checkpoint files, and the final weights by `torch.equal`.
 ## Where hftrainer differs
 
 | what | why |
+| --- | --- |
+"""
+CALLBACKS = """
+## Lightning's callbacks
+
+Each is tested in training alone, with evaluation, with accumulation, and resumed, which must end with the weights of an
+undisturbed run. `make test` prints the table.
+
+| callback | what to know |
 | --- | --- |
 """
 LIMITS = """
@@ -56,7 +65,8 @@ def page() -> str:
         if field.name in EARLIER_DEFAULTS:
             detail += f" (earlier default: {EARLIER_DEFAULTS[field.name]})"
         rows += f"| `{field.name}` | {row.kind} | {detail} |\n"
-    return HEAD + differences + LIMITS + rows
+    callbacks = "".join(f"| `{name}` | {note} |\n" for name, note in sorted(LIGHTNING_CALLBACKS.items()))
+    return HEAD + differences + CALLBACKS + callbacks + LIMITS + rows
 
 
 if __name__ == "__main__":

@@ -11,10 +11,16 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Print the table of optimizers and schedules, if their tests have run."""
-    table = sys.modules.get("tests.parity.optimizer_table")
-    if table is not None and table.STATUS:
-        terminalreporter.section("optimizers and schedules")
+    """Print the tables of what was found out, if their tests have run."""
+    tables = {
+        "optimizers and schedules": "tests.parity.optimizer_table",
+        "Lightning callbacks": "tests.conformance.callback_table",
+    }
+    for title, module in tables.items():
+        table = sys.modules.get(module)
+        if table is None or not table.STATUS:
+            continue
+        terminalreporter.section(title)
         for line in table.lines():
             terminalreporter.write_line(line)
 

@@ -12,10 +12,17 @@ import torch
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
+from lightning.pytorch.callbacks import (
+    BasePredictionWriter,
+    BatchSizeFinder,
+    Callback,
+    Checkpoint,
+    LearningRateFinder,
+)
 
-from hftrainer_lightning import seams
-from hftrainer_lightning.events import EvaluationHost, TrainingHost
+from hftrainer_lightning import callbacks as of_callbacks
+from hftrainer_lightning import seams, tuning
+from hftrainer_lightning.events import EvaluationHost, TrainingHost, TuningHost
 from hftrainer_lightning.module import HostedModule
 from hftrainer_lightning.plan import LightningPlan
 from hftrainer_lightning.precision import make_scaler
@@ -26,16 +33,6 @@ from hftrainer_lightning.strategies import build_strategy
 Stage = Literal["validate", "test", "predict"]
 #: Lightning validates every so many epochs by itself: never, since the Trainer's callbacks decide.
 NEVER = sys.maxsize
-
-
-def is_lightning_callback(candidate: Any) -> bool:
-    """Whether `candidate` is a Lightning callback, as an instance or as a class."""
-    return issubclass(candidate, Callback) if isinstance(candidate, type) else isinstance(candidate, Callback)
-
-
-def has_progress_bar(callbacks: Sequence[Callback]) -> bool:
-    """Whether one of these shows a progress bar."""
-    return any(isinstance(callback, ProgressBar) for callback in callbacks)
 
 
 class LightningEngine:
@@ -69,7 +66,7 @@ class LightningEngine:
         *,
         max_epochs: int,
         global_step: int,
-        callback_states: Mapping[str, Any],
+        resumed_from: Mapping[str, Any] | None,
         automatic_optimization: bool,
     ) -> None:
         """Drive a training run.
@@ -81,7 +78,7 @@ class LightningEngine:
             scheduler: the optimizer's learning-rate scheduler.
             max_epochs: epochs after which training ends; `sys.maxsize` when only the host ends it.
             global_step: optimizer steps that are done.
-            callback_states: what Lightning's callbacks go on from, by their `state_key`.
+            resumed_from: what `for_checkpoint` gave to the checkpoint that the run goes on from; None for a fresh run.
             automatic_optimization: False when the host's training step runs backward itself.
         """
         with seams.quiet():
@@ -91,7 +88,7 @@ class LightningEngine:
                 accumulate_grad_batches=self.plan.accumulate_grad_batches if automatic_optimization else 1,
             )
         self.module = module = HostedModule(model)
-        module.attach(host, optimizer, scheduler, callback_states, automatic_optimization=automatic_optimization)
+        module.attach(host, optimizer, scheduler, resumed_from, automatic_optimization=automatic_optimization)
         seams.install_window_accumulation(trainer, host.feed)
         if host.first_epoch or host.position:
             seams.restore_progress(
@@ -119,6 +116,9 @@ class LightningEngine:
             stage: which of Lightning's loops to run; within `fit` there is only the validation loop.
         """
         batches = _Batches(evaluation)
+        if of_callbacks.first_of(self._taking_part, BasePredictionWriter) is not None:
+            seen = evaluation.record_batches()
+            batches.batch_sampler = None if seen is None else seams.SeenBatches(seen)
         if self.fitting:
             assert self.trainer is not None and self.module is not None
             all_batches = stage == "predict"  # limit_val_batches is for evaluations
@@ -128,7 +128,7 @@ class LightningEngine:
         with seams.keyboard_interrupts_restored(), seams.quiet():
             if self.trainer is None or self.evaluating:  # metrics may evaluate something else meanwhile
                 self.trainer = self._build_trainer(max_epochs=1)
-            self.trainer.callbacks = list(self.callbacks)  # type: ignore[attr-defined]
+            self.trainer.callbacks = self._taking_part  # type: ignore[attr-defined]
             self.module = module = HostedModule(model)
             module.evaluate_with(evaluation, getattr(self.trainer, f"{stage}_loop"))
             self.evaluating = True
@@ -161,9 +161,55 @@ class LightningEngine:
         assert self.trainer is not None and self.module is not None
         seams.end_group(self.trainer, self.module, group, metrics)
 
-    def callback_states(self) -> dict[str, Any]:
-        """The states of Lightning's callbacks, by their `state_key`, of those that have one."""
-        return {callback.state_key: state for callback in self.callbacks if (state := callback.state_dict())}
+    def for_checkpoint(self) -> tuple[dict[str, torch.Tensor] | None, dict[str, Any]]:
+        """What Lightning's callbacks have to say to a checkpoint that is written within `fit`.
+
+        Returns:
+            The weights to save instead of the model's own, None when they are those; and what is to be kept for a run
+            that goes on from it, empty when there is nothing.
+        """
+        if not self.fitting:
+            return None, {}
+        assert self.trainer is not None and self.module is not None
+        return of_callbacks.save(self.trainer, self.module, self._taking_part)
+
+    @property
+    def _taking_part(self) -> list[Callback]:
+        """The callbacks but for those whose work is done before training begins."""
+        return [callback for callback in self.callbacks if not isinstance(callback, of_callbacks.FINDERS)]
+
+    @property
+    def finds_batch_size(self) -> bool:
+        """Whether a callback looks for the batch size."""
+        return of_callbacks.first_of(self.callbacks, BatchSizeFinder) is not None
+
+    def refusals(self, *, finds_batch_size: bool, evaluates: bool) -> list[str]:
+        """A sentence for each callback that cannot work with the arguments."""
+        arguments: dict[str, Any] = {
+            "accumulate_grad_batches": self.plan.accumulate_grad_batches,
+            "finds_batch_size": finds_batch_size,
+            "evaluates": evaluates,
+        }
+        reasons = (of_callbacks.refusal(callback, **arguments) for callback in self.callbacks)
+        return [reason for reason in reasons if reason is not None]
+
+    def accumulation_at(self, epoch: int) -> int:
+        """Micro-batches per optimizer step in an epoch, by the arguments or by a callback."""
+        return of_callbacks.accumulation_at(self.callbacks, epoch, self.plan.accumulate_grad_batches)
+
+    def freeze_before_training(self, model: torch.nn.Module) -> bool:
+        """Let callbacks that unfreeze parts of the model by and by freeze them now; whether there are any."""
+        return of_callbacks.freeze_before_training(self.callbacks, HostedModule(model))
+
+    def find_batch_size(self, host: TuningHost, model: torch.nn.Module) -> int | None:
+        """The batch size that a `BatchSizeFinder` among the callbacks finds; None without one."""
+        finder = of_callbacks.first_of(self.callbacks, BatchSizeFinder)
+        return None if finder is None else tuning.find_batch_size(self._build_trainer, finder, host, model)
+
+    def find_learning_rate(self, host: TuningHost, model: torch.nn.Module) -> float | None:
+        """The learning rate that a `LearningRateFinder` among the callbacks suggests; None without one."""
+        finder = of_callbacks.first_of(self.callbacks, LearningRateFinder)
+        return None if finder is None else tuning.find_learning_rate(self._build_trainer, finder, host, model)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Run backward: through Lightning's strategy within `fit`, plainly outside."""
@@ -173,8 +219,15 @@ class LightningEngine:
         else:
             loss.backward(**kwargs)
 
-    def _build_trainer(self, max_epochs: int, accumulate_grad_batches: int = 1) -> pl.Trainer:
+    def _build_trainer(
+        self,
+        max_epochs: int,
+        accumulate_grad_batches: int = 1,
+        callbacks: list[Callback] | None = None,
+        gradient_clip_val: float | None = None,
+    ) -> pl.Trainer:
         keywords = self.plan.trainer_keywords() | {"accumulate_grad_batches": accumulate_grad_batches}
+        callbacks = self._taking_part if callbacks is None else callbacks
         del keywords["precision"]  # the strategy carries the precision plugin
         plugins = keywords.pop("plugins", None) or []
         keywords["profiler"] = detached(keywords.get("profiler", seams.NoProfiler()))
@@ -184,11 +237,12 @@ class LightningEngine:
             max_epochs=max_epochs,
             check_val_every_n_epoch=NEVER,
             num_sanity_val_steps=0,
-            callbacks=list(self.callbacks),
+            callbacks=callbacks,
+            gradient_clip_val=gradient_clip_val,
             plugins=[self._environment(), *(plugins if isinstance(plugins, list) else [plugins])],
             logger=False,
-            enable_checkpointing=any(isinstance(callback, ModelCheckpoint) for callback in self.callbacks),
-            enable_progress_bar=has_progress_bar(self.callbacks),
+            enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),
+            enable_progress_bar=of_callbacks.has_progress_bar(callbacks),
             enable_model_summary=False,
             use_distributed_sampler=False,
             inference_mode=False,
@@ -208,6 +262,9 @@ class _Batches:
     The iterator is made when the first batch is asked for. Lightning calls `iter()` once more, to check that it can,
     and a `DataLoader` draws from torch's generator each time.
     """
+
+    #: Where prediction writers look for the indices of the samples in each batch.
+    batch_sampler: seams.SeenBatches | None = None
 
     def __init__(self, evaluation: EvaluationHost) -> None:
         self.evaluation = evaluation

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from hftrainer_lightning import callbacks
 from hftrainer_lightning.events import EvaluationHost, TrainingHost
 from hftrainer_lightning.precision import PlainSteps
 
@@ -24,6 +24,8 @@ def _can_be_logged(name: str, value: Any) -> bool:
 
 #: Attributes that change with every hook and are no parameters, buffers or modules.
 _PLAIN = frozenset({"_current_fx_name", "_last_loss", "_last_batch"})
+#: Attributes that belong to the run, not to the model: copies of the module, which callbacks make, are without them.
+_OF_THE_RUN = ("_host", "_optimizer", "_scheduler", "_resumed_from", "_last_loss", "_last_batch")
 
 
 class HostedModule(LightningModule):
@@ -40,10 +42,11 @@ class HostedModule(LightningModule):
         super().__init__()
         self.model = model
         self._host: TrainingHost | None = None
+        self.epoch_ended = False
         self.evaluating: tuple[EvaluationHost | None, Any] = None, None
         self._optimizer: torch.optim.Optimizer | None = None
         self._scheduler: Any = None
-        self._callback_states: Mapping[str, Any] = {}
+        self._resumed_from: Mapping[str, Any] | None = None
         self._last_loss: torch.Tensor | None = None
         self._last_batch: Any = None
 
@@ -59,22 +62,34 @@ class HostedModule(LightningModule):
         host: TrainingHost,
         optimizer: torch.optim.Optimizer,
         scheduler: Any,
-        callback_states: Mapping[str, Any],
+        resumed_from: Mapping[str, Any] | None,
         *,
         automatic_optimization: bool,
     ) -> None:
         """Connect the training run that `fit` will drive, and what its callbacks go on from."""
         self._host = host
-        self._callback_states = callback_states
+        self._resumed_from = resumed_from
         self._optimizer = optimizer
         self._scheduler = scheduler
         self.automatic_optimization = automatic_optimization
 
     def detach(self) -> None:
         """Let go of the training run, and of the model's gradients' last batch."""
-        self._host = self._optimizer = self._scheduler = None
+        self._host = self._optimizer = self._scheduler = self._resumed_from = None
         self.evaluating = None, None
         self._last_loss = self._last_batch = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), **dict.fromkeys(_OF_THE_RUN), "evaluating": (None, None)}
+
+    @property
+    def backbone(self) -> torch.nn.Module:
+        """The pretrained part of the model, which `BackboneFinetuning` freezes: its `backbone` or `base_model`."""
+        for name in ("backbone", "base_model"):
+            part = getattr(self.model, name, None)
+            if isinstance(part, torch.nn.Module) and part is not self.model:
+                return part
+        raise AttributeError("the model has neither a backbone nor a base_model")
 
     @property
     def host(self) -> TrainingHost:
@@ -94,11 +109,17 @@ class HostedModule(LightningModule):
         """Nothing, as above."""
         return batch
 
-    def configure_model(self) -> None:
-        """Give the callbacks their states: after `setup`, before `on_fit_start`, as Lightning does when it resumes."""
-        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
-            if callback.state_key in self._callback_states:
-                callback.load_state_dict(copy.deepcopy(self._callback_states[callback.state_key]))
+    def setup(self, stage: str) -> None:
+        """Give the callbacks what the checkpoint has kept for them."""
+        if self._resumed_from is not None:
+            callbacks.restore(self.trainer, self, self._resumed_from)
+
+    def on_fit_start(self) -> None:
+        """Load the optimizer's state, once callbacks have given it the parameter groups that it had."""
+        assert self._optimizer is not None
+        if self._resumed_from is not None:
+            callbacks.unfreeze_what_is_trained(self.trainer.callbacks, self._optimizer)  # type: ignore[attr-defined]
+            self.host.load_optimizer()
 
     # ---- Optimizer ---------------------------------------------------------------------------------------------
 
@@ -106,16 +127,25 @@ class HostedModule(LightningModule):
         """The Trainer's optimizer and scheduler; without a run attached (evaluation), none."""
         if self._optimizer is None:
             return None
-        # Lightning is shown the scheduler for its callbacks' sake; it does not take all that the Trainer does.
-        if not isinstance(self._scheduler, LRScheduler) or isinstance(self._scheduler, ReduceLROnPlateau):
+        if not self._shows_scheduler:
             return self._optimizer
         scheduler = {"scheduler": self._scheduler, "interval": "step"}
         return {"optimizer": self._optimizer, "lr_scheduler": scheduler}
 
+    @property
+    def _shows_scheduler(self) -> bool:
+        """Lightning is shown the scheduler for its callbacks' sake; it does not take all that the Trainer does."""
+        return isinstance(self._scheduler, LRScheduler) and not isinstance(self._scheduler, ReduceLROnPlateau)
+
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         """Run the closure (forward, backward, clipping) and the step, then tell the run."""
         optimizer.step(closure=optimizer_closure)
-        self.host.after_optimizer_step(self._precision.skipped)
+        self._after_optimizer_step()
+
+    def _after_optimizer_step(self) -> None:
+        configs = self.trainer.strategy.lr_scheduler_configs
+        replaced = self._shows_scheduler and not (configs and configs[0].scheduler is self._scheduler)
+        self.host.after_optimizer_step(self._precision.skipped, schedule_replaced=replaced)
 
     def configure_gradient_clipping(
         self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
@@ -124,7 +154,9 @@ class HostedModule(LightningModule):
         self.host.before_optimizer_step(self.model)
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
-        """Nothing: the run moves the learning rate on right after the step, before the step is announced."""
+        """Move on a schedule that a callback has put in place of the run's, which moves on by itself."""
+        if scheduler is not self._scheduler:
+            super().lr_scheduler_step(scheduler, metric)
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
         """Nothing: the run clears the gradients right after the step, not before the next."""
@@ -150,7 +182,10 @@ class HostedModule(LightningModule):
     def on_train_start(self) -> None:
         """Begin the run; resumed within an epoch, Lightning does not announce that epoch, so it is done here."""
         self.host.begin()
+        if self._resumed_from is not None and not self._resumed_from.get("epoch_ended", True):
+            callbacks.end_epoch_before(self.trainer, self)
         if self.trainer.fit_loop.restarted_mid_epoch:
+            callbacks.begin_epoch_in_the_middle(self.trainer, self)
             self.host.begin_epoch(self.current_epoch)
 
     def on_train_epoch_start(self) -> None:
@@ -193,7 +228,7 @@ class HostedModule(LightningModule):
         self._precision.unscale(self._optimizer)
         self.host.before_optimizer_step(self.model)
         self.optimizers().step()  # type: ignore[union-attr]
-        self.host.after_optimizer_step(self._precision.skipped)
+        self._after_optimizer_step()
 
     @property
     def _precision(self) -> PlainSteps:
@@ -212,9 +247,15 @@ class HostedModule(LightningModule):
 
     def on_train_epoch_end(self) -> None:
         """End an epoch."""
+        self.epoch_ended = True
         self.host.end_epoch()
+        self.epoch_ended = False
         if self.host.should_stop:
             self.trainer.should_stop = True
+
+    def on_train_end(self) -> None:
+        """Finish what callbacks have done to the model."""
+        callbacks.update_batch_norm(self.trainer, self, self.host)
 
     # ---- Evaluation and prediction -----------------------------------------------------------------------------
 

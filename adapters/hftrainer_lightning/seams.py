@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.optimization.automatic import ClosureResult, _AutomaticOptimization
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.profilers import PassThroughProfiler, PyTorchProfiler
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
@@ -59,7 +60,9 @@ class _WindowedEpochLoop(_TrainingEpochLoop):
         self._save_loggers_on_train_batch_end()
 
     def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
-        """Nothing: the training run moves the learning rate on, between the step and its announcement."""
+        """Only schedules by epoch, which callbacks bring: the run's own moves on between the step and its event."""
+        if interval == "epoch":
+            super().update_lr_schedulers(interval, update_plateau_schedulers)
 
     def _build_kwargs(self, kwargs: Any, batch: Any, batch_idx: int) -> Any:
         """The arguments of the generated module's `training_step`, which Lightning would inspect at every batch."""
@@ -228,6 +231,24 @@ def validate_in_fit(
         module.evaluate_with(*outer)
 
 
+class SeenBatches(_IndexBatchSamplerWrapper):
+    """Tells prediction writers which samples each batch holds; Lightning asks only what it has wrapped itself."""
+
+    def __init__(self, seen: list[list[int]]) -> None:
+        self.seen_batch_indices = seen
+
+
+@contextlib.contextmanager
+def in_previous_epoch(trainer: pl.Trainer) -> Iterator[None]:
+    """Let Lightning's epoch be the one that has just ended."""
+    progress: Any = trainer.fit_loop.epoch_progress.current
+    progress.processed -= 1
+    try:
+        yield
+    finally:
+        progress.processed += 1
+
+
 def release_data(loop: Any) -> None:
     """Let go of the loader of an evaluation that is over, and with it of its predictions."""
     loop._data_source.instance = loop._combined_loader = None
@@ -344,6 +365,11 @@ def quiet() -> Iterator[None]:
             warnings.filterwarnings("ignore", message="predict returned None if it was on purpose")
             # Processes share the metrics before they are logged.
             warnings.filterwarnings("ignore", message="It is recommended to use `self.log.*sync_dist=True")
+            # Their steps are the Trainer's, and are announced as it announces them.
+            warnings.filterwarnings("ignore", message="SWA is currently only supported every epoch")
+            warnings.filterwarnings(
+                "ignore", message="When using `Trainer.accumulate_grad_batches != 1.` and overriding"
+            )
             # Lightning 2.6 asks torch 2.13 by a deprecated name: not for the user to mend.
             warnings.filterwarnings("ignore", message=".*isinstance\\(treespec, LeafSpec\\)")
             yield

@@ -100,10 +100,12 @@ def load_scaler(folder: str, scaler: torch.amp.GradScaler) -> None:
         logger.warning("%s holds no scale of the loss: it is found anew.", folder)
 
 
-def load_lightning_callbacks(folder: str | None) -> dict[str, Any]:
-    """The states of Lightning's callbacks in a checkpoint, by their keys; none in one of transformers."""
-    path = os.path.join(folder, names.LIGHTNING_CALLBACKS_NAME) if folder is not None else ""
-    return torch.load(path, weights_only=True) if os.path.isfile(path) else {}
+def load_lightning_callbacks(folder: str | None) -> dict[str, Any] | None:
+    """What Lightning's callbacks have kept in a checkpoint, nothing in one of transformers; None without a folder."""
+    if folder is None:
+        return None
+    path = os.path.join(folder, names.LIGHTNING_CALLBACKS_NAME)
+    return torch.load(path, map_location="cpu", weights_only=True) if os.path.isfile(path) else {}
 
 
 def restore_callbacks(handler: CallbackHandler, control: TrainerControl, states: dict[str, Any]) -> TrainerControl:

@@ -43,16 +43,22 @@ class SkippingBatchSampler(BatchSampler):
     Args:
         batch_sampler: the sampler that gives the indices.
         skipped: batches to pass over at the next iteration.
+
+    Attributes:
+        seen: gets the indices of each batch that is given, if it is a list.
     """
 
     def __init__(self, batch_sampler: Any, skipped: int = 0) -> None:
         self.batch_sampler = batch_sampler
         self.skipped = skipped
+        self.seen: list[list[int]] | None = None
 
     def __iter__(self) -> Iterator[list[int]]:
         skipped, self.skipped = self.skipped, 0
         for index, batch in enumerate(self.batch_sampler):
             if index >= skipped:
+                if self.seen is not None:
+                    self.seen.append(list(batch))
                 yield batch
 
     def __len__(self) -> int:
@@ -160,6 +166,13 @@ class PreparedDataLoader(DataLoader):
             self.batch_sampler.skipped = batches
         else:
             self.skip_batches = batches
+
+    def record_batches(self) -> list[list[int]] | None:
+        """A list that the next iteration fills with the indices of the samples in each batch; None for a stream."""
+        if not isinstance(self.batch_sampler, SkippingBatchSampler):
+            return None
+        self.batch_sampler.seen = []
+        return self.batch_sampler.seen
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         skipped, self.skip_batches = self.skip_batches, 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -36,7 +37,7 @@ class MicroBatchFeed:
 
     Args:
         schedule: the lengths of the run.
-        accumulation: micro-batches per optimizer step.
+        accumulation: micro-batches per optimizer step in the next epoch.
         open_epoch: called with no argument when an epoch's iteration begins; returns its batch iterator.
         get_window: `(iterator, count) -> (micro-batches, num_items)`.
         on_first_window: called once after the first window of an iteration is fetched.
@@ -71,11 +72,12 @@ class MicroBatchFeed:
         index, self.position = self.position, 0
         iterator = self._open_epoch()
         total = self.schedule.steps_in_epoch
-        remainder = total % self.accumulation or self.accumulation
-        last_update = self.schedule.num_update_steps_per_epoch - 1
+        size = self.accumulation
+        remainder = total % size or size
+        last_update = math.ceil(total / size) - 1
         first = True
-        for update in range(index // self.accumulation, last_update + 1):
-            samples, num_items = self._get_window(iterator, remainder if update == last_update else self.accumulation)
+        for update in range(index // size, last_update + 1):
+            samples, num_items = self._get_window(iterator, remainder if update == last_update else size)
             if first:
                 self._on_first_window()
                 first = False
@@ -85,8 +87,8 @@ class MicroBatchFeed:
                 self.window = Window(
                     size=len(samples),
                     num_items=num_items,
-                    opens=index % self.accumulation == 0,
-                    closes=(index + 1) % self.accumulation == 0 or index + 1 == total,
+                    opens=index % size == 0,
+                    closes=(index + 1) % size == 0 or index + 1 == total,
                     sample=index,
                 )
                 index += 1

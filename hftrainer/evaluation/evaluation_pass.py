@@ -98,6 +98,10 @@ class EvaluationPass:
             raise TypeError("a stream has as many batches as it gives")
         return len(self.dataloader)
 
+    def record_batches(self) -> list[list[int]] | None:
+        """A list that gets the indices of the samples in each batch; None when the loader does not tell them."""
+        return self.dataloader.record_batches() if isinstance(self.dataloader, PreparedDataLoader) else None
+
     def step(self, inputs: Any, last: bool) -> Any:
         """Predict one batch, keep what is asked for, and return the predictions.
 

@@ -209,7 +209,7 @@ def test_states_are_in_the_checkpoint(tmp_path):
     assert stopper.wait_count == whole._lightning_callbacks[1].wait_count == 3
     assert stopper.best_score == whole._lightning_callbacks[1].best_score
     saved = torch.load(tmp_path / "a" / "checkpoint-4" / "lightning_callbacks.pt", weights_only=True)
-    assert timer.time_elapsed("train") > saved["Timer"]["time_elapsed"]["train"]
+    assert timer.time_elapsed("train") > saved["callbacks"]["Timer"]["time_elapsed"]["train"]
     plain = make_trainer(tmp_path / "c", [], **settings)
     plain.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-4"))
     assert not (tmp_path / "c" / "checkpoint-8" / "lightning_callbacks.pt").exists()

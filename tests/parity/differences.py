@@ -136,3 +136,51 @@ DIFFERENCES = {
         "It runs Lightning's prediction loop, whose callbacks see predict hooks; numbers and events are the same."
     ),
 }
+
+#: Every callback of `lightning.pytorch.callbacks` → what to know of it here; "" when there is nothing.
+LIGHTNING_CALLBACKS = {
+    "BackboneFinetuning": (
+        "Freezes the model's `backbone` or `base_model`, before the optimizer is made; what it unfreezes has the rate "
+        "that the callback sets, beside the schedule."
+    ),
+    "BaseFinetuning": "Freezes before the optimizer is made, so that what it unfreezes comes in as a group of its own.",
+    "BasePredictionWriter": "Called by `predict()`; gets the logits, and the indices of the samples.",
+    "BatchSizeFinder": (
+        "Looks once, before a fresh run, for `per_device_train_batch_size`. Refused together with "
+        "`auto_find_batch_size`, and when a subclass looks at other times."
+    ),
+    "Callback": "",
+    "Checkpoint": "Its files are beside `checkpoint-xxx`, which `save_strategy` rules.",
+    "DeviceStatsMonitor": "Writes to the loggers; without one, to the log lines.",
+    "EarlyStopping": "Looks at each evaluation. Refused without any (`eval_strategy='no'`).",
+    "EMAWeightAveraging": "The averaged weights are evaluated, saved in `checkpoint-xxx`, and left in the model.",
+    "GradientAccumulationScheduler": (
+        "The number of optimizer steps and the learning-rate schedule follow it. Refused together with "
+        "`gradient_accumulation_steps`."
+    ),
+    "LambdaCallback": "",
+    "LearningRateFinder": (
+        "Looks once, before a fresh run; what it suggests takes the place of `learning_rate`, with the schedule of "
+        "the arguments. Refused when a subclass looks at other times."
+    ),
+    "LearningRateMonitor": "Writes to the loggers; without one, to the log lines.",
+    "ModelCheckpoint": "Its files are beside `checkpoint-xxx`, which `save_strategy` rules.",
+    "ModelPruning": (
+        "`checkpoint-xxx` holds the pruned weights; a resumed run goes on with the same masks. Refused with "
+        "`make_pruning_permanent=False`, whose files `from_pretrained` cannot read."
+    ),
+    "ModelSummary": "",
+    "OnExceptionCheckpoint": "",
+    "ProgressBar": "Takes the place of the Trainer's own bar.",
+    "RichModelSummary": "",
+    "RichProgressBar": "Takes the place of the Trainer's own bar.",
+    "SpikeDetection": "",
+    "StochasticWeightAveraging": (
+        "Its schedule takes over from `lr_scheduler_type`. Statistics of batch normalization are computed after "
+        "training, in one more pass over the data."
+    ),
+    "ThroughputMonitor": "Writes to the loggers; without one, to the log lines.",
+    "Timer": "",
+    "TQDMProgressBar": "Takes the place of the Trainer's own bar.",
+    "WeightAveraging": "The averaged weights are evaluated, saved in `checkpoint-xxx`, and left in the model.",
+}

@@ -1,0 +1,50 @@
+"""What trial steps before training need of the Trainer: those of Lightning's finders."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hftrainer.logged_metrics import LoggedMetrics
+
+if TYPE_CHECKING:
+    from hftrainer.trainer import Trainer
+
+
+class Tuning:
+    """A Trainer's data, optimizer and loss, for steps that are not part of a run.
+
+    Attributes:
+        batch_size: samples in a micro-batch of one process, to begin with.
+        learning_rate: the learning rate of the arguments.
+        max_grad_norm: what gradients are clipped to; 0 for not at all.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self.batch_size = trainer._train_batch_size
+        self.learning_rate = trainer.args.learning_rate
+        self.max_grad_norm = trainer.args.max_grad_norm
+
+    def loader(self, batch_size: int) -> Any:
+        """The training data in batches of `batch_size` samples."""
+        trainer, before = self._trainer, self._trainer._train_batch_size
+        trainer._train_batch_size = batch_size
+        try:
+            return trainer.get_train_dataloader()
+        finally:
+            trainer._train_batch_size = before
+
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The Trainer's optimizer, made if there is none yet."""
+        return self._trainer.create_optimizer()
+
+    def loss(self, model: torch.nn.Module, inputs: Any) -> torch.Tensor:
+        """The loss of one batch that is an optimizer step by itself."""
+        trainer = self._trainer
+        trainer.current_gradient_accumulation_steps = 1
+        items = trainer._get_num_items_in_batch([inputs], trainer.args.device)
+        loss = trainer._training_loss(model, inputs, items)
+        trainer._logged_metrics = LoggedMetrics()
+        return loss
