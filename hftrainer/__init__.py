@@ -16,9 +16,12 @@ _EXPORTS = {
         "hftrainer.training_args": "TrainingArguments",
         "hftrainer.training_args_seq2seq": "Seq2SeqTrainingArguments",
         "hftrainer.trainer_callback": (
-            "CallbackHandler DefaultFlowCallback EarlyStoppingCallback ExportableState PrinterCallback "
-            "ProgressCallback TrainerCallback TrainerControl TrainerState"
+            "CallbackHandler DefaultFlowCallback EarlyStoppingCallback ExportableState TrainerCallback TrainerControl "
+            "TrainerState"
         ),
+        "hftrainer.progress": "PrinterCallback ProgressCallback",
+        "hftrainer.notebook": "NotebookProgressCallback",
+        "hftrainer.plot": "PlotCallback",
         "hftrainer.trainer_utils": (
             "EvalLoopOutput EvalPrediction IntervalStrategy PredictionOutput SaveStrategy SchedulerType TrainOutput "
             "enable_full_determinism get_last_checkpoint set_seed"
@@ -37,7 +40,10 @@ if TYPE_CHECKING:
     from hftrainer.data.collators import DataCollatorWithPadding, default_data_collator
     from hftrainer.evaluation.metrics import TorchMetrics
     from hftrainer.hf_argparser import HfArgumentParser
+    from hftrainer.notebook import NotebookProgressCallback
     from hftrainer.optimization import get_scheduler
+    from hftrainer.plot import PlotCallback
+    from hftrainer.progress import PrinterCallback, ProgressCallback
     from hftrainer.swap import install, uninstall
     from hftrainer.trainer import Trainer
     from hftrainer.trainer_callback import (
@@ -45,8 +51,6 @@ if TYPE_CHECKING:
         DefaultFlowCallback,
         EarlyStoppingCallback,
         ExportableState,
-        PrinterCallback,
-        ProgressCallback,
         TrainerCallback,
         TrainerControl,
         TrainerState,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hftrainer.checkpointing.folders import PREFIX_CHECKPOINT_DIR
+from hftrainer.checkpointing.names import PREFIX_CHECKPOINT_DIR
 from hftrainer.errors import InvalidArgument, MissingPackage, UnsupportedArgument
 from hftrainer.trainer_callback import TrainerCallback
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +14,10 @@ from typing import Any
 from hftrainer.checkpointing import names
 from hftrainer.checkpointing.folders import get_last_checkpoint
 from hftrainer.errors import InvalidArgument, MissingPackage
-from hftrainer.trainer_callback import TrainerState
+from hftrainer.progress import in_notebook
+from hftrainer.trainer_callback import TrainerCallback, TrainerState
+
+logger = logging.getLogger(__name__)
 
 #: Panel → the entries of log lines that it shows; 'metrics' shows all that are left.
 PANELS = {"loss": ("loss",), "metrics": (), "learning rate": ("learning_rate",), "gradient norm": ("grad_norm",)}
@@ -86,12 +91,16 @@ def lines(folders: list[str]) -> Iterator[Line]:
     # The shortest end of each path that tells it from the others.
     depth = next((n for n in range(1, 9) if len({path[-n:] for path in parts}) == len(parts)), 8)
     for number, (path, folder) in enumerate(zip(parts, folders, strict=True)):
-        for panel, found in curves(read_run(folder)).items():
-            for order, (name, (steps, values)) in enumerate(found.items()):
-                several = len(folders) > 1
-                label = f"{Path(*path[-depth:])}: {name}" if several else name
-                colour = COLOURS[(number if several else order) % len(COLOURS)]
-                yield Line(panel, label, steps, values, colour, order % 4 if several else 0)
+        state = read_run(folder)
+        yield from lines_of(state) if len(folders) == 1 else lines_of(state, f"{Path(*path[-depth:])}: ", number)
+
+
+def lines_of(state: TrainerState, label: str = "", number: int | None = None) -> Iterator[Line]:
+    """The curves of one run; as one of several, its `number` gives all of them one colour."""
+    for panel, found in curves(state).items():
+        for order, (name, (steps, values)) in enumerate(found.items()):
+            colour = COLOURS[(order if number is None else number) % len(COLOURS)]
+            yield Line(panel, label + name, steps, values, colour, 0 if number is None else order % 4)
 
 
 def draw_png(drawn: list[Line], path: str) -> None:
@@ -161,3 +170,30 @@ def plot(folders: list[str], *, html: bool = False, out: str | None = None) -> l
         draw_html(drawn, str(page))
         written.append(str(page))
     return written
+
+
+class PlotCallback(TrainerCallback):
+    """Draws the run when training ends: `training.png` in `output_dir`, shown below the cell in a notebook.
+
+    Raises:
+        MissingPackage: without matplotlib, when it is made.
+    """
+
+    def __init__(self) -> None:
+        _load("matplotlib.pyplot")
+
+    def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Draw what the run has logged."""
+        if not state.is_world_process_zero:
+            return
+        drawn = list(lines_of(state))
+        if not drawn:
+            logger.warning("PlotCallback: the run has logged nothing that could be drawn; see logging_steps.")
+            return
+        os.makedirs(args.output_dir, exist_ok=True)
+        path = os.path.join(args.output_dir, "training.png")
+        draw_png(drawn, path)
+        if in_notebook():
+            from IPython.display import Image, display
+
+            display(Image(filename=path))

@@ -46,18 +46,18 @@ from hftrainer.model_changes import changed_for_training, set_tf32
 from hftrainer.optimization import follows_metric, get_scheduler
 from hftrainer.out_of_memory import StartingPoint, empty_cache, is_out_of_memory
 from hftrainer.overrides import accepts, call_with_accepted, is_overridden, with_accepted
+from hftrainer.progress import own_progress
 from hftrainer.reporting import comparable_names, mean_loss, print_table, write_metrics
 from hftrainer.schedule import TrainingSchedule, place_of, plan_schedule
 from hftrainer.trainer_callback import (
     CallbackHandler,
     DefaultFlowCallback,
-    PrinterCallback,
-    ProgressCallback,
     TrainerControl,
     TrainerState,
     evaluation_key,
     export_states,
     is_exportable,
+    make_callback,
     pop_from,
 )
 from hftrainer.trainer_pt_utils import LabelSmoother, metrics_format, nested_detach
@@ -316,9 +316,12 @@ class Trainer:
         )
         if self._trackers:
             self.add_callback(integrations.ReportingCallback(self._trackers, lambda folder: self.save_model(folder)))
+        if not isinstance(callbacks, (list, tuple)):
+            raise TypeError(f"callbacks={callbacks!r}: give a list of callbacks.")
         for callback in callbacks:
             self.add_callback(callback)
-        self.add_callback(PrinterCallback if self.args.disable_tqdm else ProgressCallback)
+        if (progress := own_progress(self.args, self.callback_handler.callbacks)) is not None:
+            self.add_callback(progress)
         self.control = TrainerControl()
         self.state = TrainerState(
             is_local_process_zero=self.is_local_process_zero(),
@@ -379,12 +382,22 @@ class Trainer:
         return self._lightning_callbacks if is_lightning_callback(callback) else self.callback_handler
 
     def add_callback(self, callback: Any) -> None:
-        """Add a Trainer callback or a Lightning callback, given as a class or as an instance."""
+        """Add a Trainer callback or a Lightning callback, given as a class or as an instance.
+
+        A progress bar of Lightning takes the place of the Trainer's own, whichever came first.
+        """
+        from hftrainer_lightning.callbacks import has_progress_bar
+
         target = self._callbacks_like(callback)
         if target is self._lightning_callbacks:
-            target.append(callback() if isinstance(callback, type) else callback)
+            target.append(make_callback(callback))
         else:
             target.add_callback(callback)
+        if has_progress_bar(self._lightning_callbacks) and self.callback_handler.drop_bars():
+            logger.warning(
+                "Lightning's progress bar takes the place of the Trainer's own. Its log lines are in "
+                "state.log_history; disable_tqdm=True prints them too."
+            )
 
     def pop_callback(self, callback: Any) -> Any:
         """Remove a callback, by class or instance, and return it; None when there is none."""

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import inspect
 import json
 import logging
 import math
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hftrainer.trainer_utils import IntervalStrategy, SaveStrategy, has_length
+from torch import nn
+
+from hftrainer.trainer_utils import IntervalStrategy, SaveStrategy
 
 if TYPE_CHECKING:
+    from hftrainer.progress import PrinterCallback as PrinterCallback
+    from hftrainer.progress import ProgressCallback as ProgressCallback
     from hftrainer.training_args import TrainingArguments
 
 logger = logging.getLogger(__name__)
@@ -206,13 +213,48 @@ class TrainerCallback:
         """An upload to the Hub begins (since v5.0)."""
 
 
+def is_kind(callback: Any, *names: str) -> bool:
+    """Whether the callback is of a class of one of these names, or of a subclass: ours or transformers'."""
+    kinds = type(callback).__mro__
+    return any(kind.__name__ in names and _library(kind) in ("hftrainer", "transformers") for kind in kinds)
+
+
+def _library(kind: type) -> str:
+    return kind.__module__.partition(".")[0]
+
+
+def _is_wanted(present: Any, wanted: Any) -> bool:
+    if not isinstance(wanted, type):
+        return bool(present == wanted)
+    # Scripts remove transformers' ProgressCallback: here that is ours.
+    return isinstance(present, wanted) or (_library(wanted) == "transformers" and is_kind(present, wanted.__name__))
+
+
 def pop_from(callbacks: list[Any], callback: Any) -> Any:
-    """Remove the first of `callbacks` that is `callback`, or of that class, and return it; None when there is none."""
-    for present in callbacks:
-        if isinstance(present, callback) if isinstance(callback, type) else present == callback:
-            callbacks.remove(present)
-            return present
+    """Remove the first of `callbacks` that is `callback`, or of that class, and return it; None when there is none.
+
+    A class of transformers also stands for ours of the same name.
+    """
+    for number, present in enumerate(callbacks):
+        if _is_wanted(present, callback):
+            return callbacks.pop(number)
     return None
+
+
+def make_callback(callback: Any) -> Any:
+    """The callback itself, or one of the given class.
+
+    Raises:
+        TypeError: for a class whose constructor needs arguments.
+    """
+    if not isinstance(callback, type):
+        return callback
+    try:
+        inspect.signature(callback).bind()
+    except TypeError as error:
+        name = callback.__name__
+        raise TypeError(f"callbacks: the constructor of {name} has a {error}; give an instance, {name}(...).") from None
+    return callback()
 
 
 class CallbackHandler(TrainerCallback):
@@ -242,17 +284,28 @@ class CallbackHandler(TrainerCallback):
             logger.warning("Without DefaultFlowCallback nothing will be logged, evaluated or saved by itself.")
 
     def add_callback(self, callback: Any) -> None:
-        """Add a callback, given as a class or as an instance.
+        """Add a callback, given as a class or as an instance. A progress bar takes the place of the one that was there.
 
         Raises:
             TypeError: for something that handles none of the events.
         """
-        instance = callback() if isinstance(callback, type) else callback
-        if not any(callable(getattr(instance, event, None)) for event in EVENTS):
-            raise TypeError(f"{instance!r} ({type(instance).__name__}) is no callback: it handles none of the events")
+        if isinstance(callback, nn.Module):  # Lightning's have hooks of the same names
+            raise TypeError(f"callbacks: {type(callback).__name__} is a module, no callback.")
+        if not any(callable(getattr(callback, event, None)) for event in EVENTS):
+            given = f"{reprlib.repr(callback)} ({type(callback).__name__})"
+            raise TypeError(f"callbacks: {given} is no callback: it handles none of the events")
+        instance = make_callback(callback)
+        if is_kind(instance, *BARS):
+            self.drop_bars()
         if type(instance) in {type(present) for present in self.callbacks}:
             logger.warning("There already is a %s among the callbacks: %s", type(instance).__name__, self.callback_list)
         self.callbacks.append(instance)
+
+    def drop_bars(self) -> bool:
+        """Remove the callbacks that show a progress bar; returns whether there were any."""
+        before = len(self.callbacks)
+        self.callbacks[:] = [callback for callback in self.callbacks if not is_kind(callback, *BARS)]
+        return len(self.callbacks) < before
 
     def pop_callback(self, callback: Any) -> Any:
         """Remove a callback, by class or instance, and return it; None when there is none."""
@@ -304,6 +357,8 @@ def _announcer(event: str):
     return announce
 
 
+#: The callbacks that show a bar. One is enough.
+BARS = ("ProgressCallback", "NotebookProgressCallback")
 EVENTS = tuple(name for name in vars(TrainerCallback) if name.startswith("on_"))
 PAYLOAD = {"on_log": "logs", "on_evaluate": "metrics", "on_predict": "metrics"}
 #: The base class's empty handlers: a callback that inherits one is not called, which saves a few µs a step.
@@ -346,90 +401,6 @@ class DefaultFlowCallback(TrainerCallback):
 
 def _due(strategy: IntervalStrategy | SaveStrategy, step: int, interval: float) -> bool:
     return strategy == IntervalStrategy.STEPS and interval > 0 and step % interval == 0
-
-
-class ProgressCallback(TrainerCallback):
-    """A progress bar in optimizer steps, one in evaluation batches below it, and the log lines above both.
-
-    Args:
-        max_str_len: longest string value shown in a log line, in characters.
-    """
-
-    def __init__(self, max_str_len: int = 100) -> None:
-        self.training_bar: Any = None
-        self.prediction_bar: Any = None
-        self.max_str_len = max_str_len
-        self.current_step = 0
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        """Open the bar, at the step that training resumes from."""
-        if state.is_world_process_zero:
-            self.training_bar = _bar(total=state.max_steps)
-        self.current_step = 0
-
-    def on_step_end(self, args, state, control, **kwargs):
-        """Advance the bar."""
-        if self.training_bar is not None:
-            self.training_bar.update(state.global_step - self.current_step)
-            self.current_step = state.global_step
-
-    def on_prediction_step(self, args, state, control, eval_dataloader=None, **kwargs):
-        """Advance the evaluation bar, opening it at the first batch; without a length it only counts."""
-        if not state.is_world_process_zero:
-            return
-        if self.prediction_bar is None:
-            total = len(eval_dataloader) if has_length(eval_dataloader) else None
-            self.prediction_bar = _bar(total=total, leave=self.training_bar is None)
-        self.prediction_bar.update(1)
-
-    def _close_prediction_bar(self) -> None:
-        if self.prediction_bar is not None:
-            self.prediction_bar.close()
-            self.prediction_bar = None
-
-    def on_evaluate(self, args, state, control, **kwargs):
-        """Close the evaluation bar."""
-        self._close_prediction_bar()
-
-    def on_predict(self, args, state, control, metrics, **kwargs):
-        """Close the evaluation bar."""
-        self._close_prediction_bar()
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        """Write the log line above the bar."""
-        if self.training_bar is not None:
-            self.training_bar.write(str({name: self._shown(value) for name, value in _without_flos(logs).items()}))
-
-    def _shown(self, value: Any) -> Any:
-        if isinstance(value, str) and len(value) > self.max_str_len:
-            return f"[{len(value)} characters, more than max_str_len={self.max_str_len}]"
-        return f"{value:.4g}" if isinstance(value, float) else value
-
-    def on_train_end(self, args, state, control, **kwargs):
-        """Close the bar."""
-        if self.training_bar is not None:
-            self.training_bar.close()
-            self.training_bar = None
-
-
-class PrinterCallback(TrainerCallback):
-    """Prints the log lines: what the Trainer uses instead of the progress bar with `disable_tqdm`."""
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        """Print the line."""
-        if state.is_local_process_zero:
-            shown = _without_flos(logs).items()
-            print({name: f"{value:.4g}" if isinstance(value, float) else value for name, value in shown})
-
-
-def _without_flos(logs: dict[str, Any] | None) -> dict[str, Any]:
-    return {name: value for name, value in (logs or {}).items() if name != "total_flos"}
-
-
-def _bar(**kwargs: Any) -> Any:
-    from tqdm.auto import tqdm
-
-    return tqdm(dynamic_ncols=True, **kwargs)
 
 
 class EarlyStoppingCallback(TrainerCallback, ExportableState):
@@ -493,3 +464,9 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
 def evaluation_key(metric: str) -> str:
     """The name under which evaluation reports a metric: with its 'eval_'."""
     return metric if metric.startswith("eval_") else f"eval_{metric}"
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("PrinterCallback", "ProgressCallback"):  # here by transformers' layout
+        return getattr(importlib.import_module("hftrainer.progress"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

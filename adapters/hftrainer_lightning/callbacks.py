@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import (
     GradientAccumulationScheduler,
     LearningRateFinder,
     ModelPruning,
+    ProgressBar,
     SpikeDetection,
     StochasticWeightAveraging,
     WeightAveraging,
@@ -44,6 +45,11 @@ _PREFIX = "model."
 def is_lightning_callback(candidate: Any) -> bool:
     """Whether `candidate` is a Lightning callback, as an instance or as a class."""
     return issubclass(candidate, Callback) if isinstance(candidate, type) else isinstance(candidate, Callback)
+
+
+def has_progress_bar(callbacks: Iterable[Callback]) -> bool:
+    """Whether one of these shows a progress bar."""
+    return any(isinstance(callback, ProgressBar) for callback in callbacks)
 
 
 def refusal(callback: Callback, *, accumulate_grad_batches: int, finds_batch_size: bool, evaluates: bool) -> str | None:

@@ -18,10 +18,8 @@ from lightning.pytorch.callbacks import (
     Callback,
     Checkpoint,
     LearningRateFinder,
-    ProgressBar,
 )
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.profilers import PassThroughProfiler
 
 from hftrainer_lightning import callbacks as of_callbacks
 from hftrainer_lightning import seams, tuning
@@ -30,6 +28,7 @@ from hftrainer_lightning.loggers import CallbackValues
 from hftrainer_lightning.module import HostedModule
 from hftrainer_lightning.plan import LightningPlan
 from hftrainer_lightning.precision import make_scaler
+from hftrainer_lightning.profiling import detached, report_in_our_words
 from hftrainer_lightning.strategies import build_strategy
 
 #: Lightning's loops over an evaluation or test set.
@@ -125,7 +124,6 @@ class LightningEngine:
             self.fitting = False
             trainer.loggers = loggers
             module.detach()
-        _print_profile(trainer)
 
     def evaluate(self, evaluation: EvaluationHost, model: torch.nn.Module, stage: Stage = "validate") -> None:
         """Drive a pass over an evaluation or test set, alone or within `fit`.
@@ -251,7 +249,7 @@ class LightningEngine:
         callbacks = self._taking_part if callbacks is None else callbacks
         del keywords["precision"]  # the strategy carries the precision plugin
         plugins = keywords.pop("plugins", None) or []
-        keywords.setdefault("profiler", seams.NoProfiler())
+        keywords["profiler"] = detached(keywords.get("profiler", seams.NoProfiler()))
         trainer = seams.Trainer(
             **keywords,
             strategy=build_strategy(self.plan, self.scaler),
@@ -261,24 +259,18 @@ class LightningEngine:
             callbacks=callbacks,
             plugins=[self._environment(), *(plugins if isinstance(plugins, list) else [plugins])],
             enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),
-            enable_progress_bar=any(isinstance(callback, ProgressBar) for callback in callbacks),
+            enable_progress_bar=of_callbacks.has_progress_bar(callbacks),
             enable_model_summary=False,
             use_distributed_sampler=False,
             inference_mode=False,
         )
         seams.install_bare_evaluation(trainer)
+        report_in_our_words(trainer.profiler)  # type: ignore[attr-defined]
         return trainer
 
     def _environment(self) -> ClusterEnvironment:
         """What the launcher said; nothing that Lightning would find by itself, as inside a SLURM job."""
         return TorchElasticEnvironment() if self.plan.processes.several else LightningEnvironment()
-
-
-def _print_profile(trainer: pl.Trainer) -> None:
-    """Print what a profiler found, unless it has written it to a file; Lightning would log it, and is kept quiet."""
-    profiler = trainer.profiler  # type: ignore[attr-defined]
-    if not isinstance(profiler, PassThroughProfiler) and not profiler.filename:
-        print(profiler.summary())
 
 
 class _Batches:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from hftrainer import Trainer, TrainingArguments
+from hftrainer import Trainer, TrainerCallback, TrainingArguments
 from hftrainer.errors import (
     CheckpointNotFound,
     InvalidArgument,
@@ -266,9 +266,30 @@ def test_no_column_is_left(make_args):
 
 
 def test_not_a_callback(make_args):
-    for wrong in (object(), 3, "callback"):
-        with pytest.raises(TypeError, match="handles none of the events"):
+    for wrong in (object(), 3, "callback", {}, None, dict, print):
+        with pytest.raises(
+            TypeError, match=rf"\({type(wrong).__name__}\) is no callback: it handles none of the events"
+        ):
             Trainer(make_plain(), make_args(), callbacks=[wrong])
+    lightning = pytest.importorskip("lightning.pytorch")
+    for module in (make_plain(), lightning.LightningModule()):  # the second has an on_train_end
+        with pytest.raises(TypeError, match=f"{type(module).__name__} is a module"):
+            Trainer(make_plain(), make_args(), callbacks=[module])
+    with pytest.raises(TypeError, match=r"callbacks=.*: give a list"):
+        Trainer(make_plain(), make_args(), callbacks=TrainerCallback())
+
+
+class NeedsPath(TrainerCallback):
+    def __init__(self, path):
+        self.path = path
+
+
+def test_class_of_a_callback_that_needs_arguments(make_args):
+    from lightning.pytorch.callbacks import EarlyStopping
+
+    for kind, argument in ((NeedsPath, "path"), (EarlyStopping, "monitor")):
+        with pytest.raises(TypeError, match=f"{kind.__name__} has a missing .*'{argument}'; give an instance"):
+            Trainer(make_plain(), make_args(), callbacks=[kind])
 
 
 def test_early_stopping_needs_a_metric(make_args):

@@ -2,10 +2,13 @@
 
 import inspect
 import json
+import re
 
 import lightning.pytorch as pl
 import pytest
-from lightning.pytorch.profilers import SimpleProfiler
+import torch
+from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.profilers import PassThroughProfiler, SimpleProfiler
 
 from hftrainer import HfArgumentParser, Trainer, TrainingArguments
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
@@ -38,12 +41,69 @@ def test_passed_on(tmp_path, capsys):
     assert seen == [16]
 
 
-def test_profile_in_a_file(tmp_path, capsys):
-    trainer = make_trainer(tmp_path, {"profiler": SimpleProfiler(dirpath=tmp_path, filename="profile")})
+#: What a report of Lightning's is full of.
+LIGHTNINGS = re.compile(
+    r"Strategy|LightningModule|HostedModule|\b(training|validation)_step|run_training|dataloader_next|\[pl\]"
+)
+STEPS = ("get_batch_samples", "compute_loss (forward)", "backward", "clipping, grad_norm", "on_step_end, log, evaluate")
+EVALUATION = ("evaluation batches", "prediction_step", "compute_metrics, end of evaluation")
+
+
+def profiled(tmp_path, profiler, **settings):
+    settings = {"max_steps": 8, "gradient_accumulation_steps": 2, **settings}
+    trainer = make_trainer(tmp_path, {"profiler": profiler}, **settings)
+    if "eval_strategy" in settings:
+        trainer.add_callback(EarlyStopping("eval_loss"))
     trainer.train()
-    assert "Profiler Report" in next(tmp_path.glob("fit-profile*")).read_text()
-    assert "Profiler Report" not in capsys.readouterr().out
+    return trainer
+
+
+@pytest.mark.parametrize("profiler", ["simple", "advanced"])
+def test_report_in_our_words(tmp_path, profiler, capfd):
+    profiled(tmp_path, profiler, eval_strategy="steps", eval_steps=4)
+    out, err = capfd.readouterr()
+    assert out.count("Profiler Report") == 1
+    assert "Profiler Report" not in err
+    named = "\n".join(line for line in out.splitlines() if line.startswith(("|", "Profile stats for")))
+    for words in (*STEPS, *EVALUATION):
+        assert words in named
+    assert not LIGHTNINGS.search(named)
+    assert "{'monitor'" not in named
+    if profiler == "simple":
+        rows = [line.expandtabs() for line in out.splitlines() if line.startswith("|")]
+        assert len({tuple(place.start() for place in re.finditer(r"\|", row)) for row in rows}) == 1
+        assert sum(int(row.split("|")[3]) for row in rows[2:]) == int(rows[1].split("|")[3])  # all calls are there
+
+
+def test_report_of_the_pytorch_profiler(tmp_path, capfd):
+    profiled(tmp_path, "pytorch")
+    out, err = capfd.readouterr()
+    assert out.count("Profiler Report") == 1
+    assert "Profiler Report" not in err
+    names = [line[:55].strip() for line in out.splitlines()]
+    for words in ("compute_loss (forward)", "backward", "model.layers.0 (Linear)"):
+        assert words in names
+    assert not any(LIGHTNINGS.search(name) for name in names)
+
+
+def test_profile_in_a_file(tmp_path, capfd):
+    """Also with a profiler that a checkpoint's arguments must hold."""
+    profiler = SimpleProfiler(dirpath=tmp_path, filename="profile")
+    trainer = profiled(tmp_path, profiler, save_strategy="steps", save_steps=4)
+    report = next(tmp_path.glob("fit-profile*")).read_text()
+    assert report.count("Profiler Report") == 1
+    assert "compute_loss (forward)" in report
+    assert not LIGHTNINGS.search(report)
+    assert "Profiler Report" not in "".join(capfd.readouterr())
     assert "SimpleProfiler" in trainer.args.to_json_string()
+    saved = torch.load(tmp_path / "checkpoint-4" / "training_args.bin", weights_only=False)
+    assert not [value for value in vars(saved.lightning_config["profiler"]).values() if hasattr(value, "parameters")]
+    assert "[Strategy]SingleDevice.backward" in profiler.recorded_durations  # what it recorded is as it was
+
+
+def test_profiler_without_a_report(tmp_path, capfd):
+    profiled(tmp_path, PassThroughProfiler())
+    assert "Profiler Report" not in "".join(capfd.readouterr())
 
 
 def test_max_time_stops_training(tmp_path):

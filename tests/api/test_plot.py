@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from hftrainer import PlotCallback, Trainer, TrainingArguments
 from hftrainer.errors import InvalidArgument, MissingPackage
-from hftrainer.plot import curves, plot, read_run
+from hftrainer.plot import curves, lines_of, plot, read_run
 from tests.parity.support import accuracy, build
+from tests.tiny import make_plain, plain_data
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -103,3 +105,36 @@ def test_values_that_are_no_numbers(runs):
     ]
     assert curves(state)["loss"] == {"loss": ([2], [1.0])}
     assert curves(state)["metrics"] == {}
+
+
+def make_plotted(tmp_path, **settings):
+    args = TrainingArguments(
+        str(tmp_path / "out"), max_steps=4, use_cpu=True, save_strategy="no", disable_tqdm=True, **settings
+    )
+    return Trainer(make_plain(), args, train_dataset=plain_data(), callbacks=[PlotCallback])
+
+
+def test_callback_draws_when_training_ends(tmp_path):
+    trainer = make_plotted(tmp_path, logging_steps=1)
+    trainer.train()
+    assert (tmp_path / "out" / "training.png").read_bytes().startswith(b"\x89PNG")
+    assert {line.label for line in lines_of(trainer.state)} == {"loss", "learning_rate", "grad_norm"}
+
+
+def test_callback_of_a_run_that_logged_nothing(tmp_path, caplog):
+    make_plotted(tmp_path, logging_strategy="no").train()
+    assert "PlotCallback: the run has logged nothing" in caplog.text
+    assert not (tmp_path / "out" / "training.png").exists()
+
+
+def test_callback_draws_on_the_main_process_only(tmp_path):
+    trainer = make_plotted(tmp_path, logging_steps=1)
+    trainer.is_world_process_zero = lambda: False
+    trainer.train()
+    assert not (tmp_path / "out" / "training.png").exists()
+
+
+def test_callback_without_matplotlib(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    with pytest.raises(MissingPackage, match=r"pip install 'hftrainer\[plot\]'"):
+        PlotCallback()

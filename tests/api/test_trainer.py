@@ -378,13 +378,6 @@ def test_no_output_of_lightning(make_trainer, capfd, recwarn):
     assert not [str(warning.message) for warning in recwarn if "lightning" in warning.filename]
 
 
-def test_progress_bar_counts_optimizer_steps(make_trainer, capfd):
-    make_trainer(disable_tqdm=False, gradient_accumulation_steps=2, logging_steps=1).train()
-    err = capfd.readouterr().err
-    assert "3/3" in err
-    assert "6/6" not in err
-
-
 def test_accelerator_names(make_trainer):
     accelerator = make_trainer().accelerator
     model = make_plain()

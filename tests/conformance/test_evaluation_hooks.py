@@ -1,5 +1,7 @@
 """What Lightning's callbacks see of evaluations: hooks of the right loop, and every metric under its name."""
 
+import sys
+
 import pytest
 import torch
 from lightning.pytorch.callbacks import (
@@ -138,8 +140,9 @@ def test_lightning_progress_bars(tmp_path, bar, source, capsys):
 
 
 @pytest.mark.parametrize("source", ["sized", "stream"])
-def test_progress_of_evaluation(tmp_path, source, capfd):
+def test_progress_of_evaluation(tmp_path, source, capfd, monkeypatch):
     """Below the bar of training, with the number of batches where it is known."""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     data = plain_data(9) if source == "sized" else Stream(9)
     trainer = make_trainer(tmp_path, [], data, eval_strategy="steps", eval_steps=2, disable_tqdm=False)
     trainer.train()

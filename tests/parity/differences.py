@@ -70,6 +70,13 @@ DIFFERENCES = {
     "restore_callback_states_from_checkpoint": (
         "transformers replaces the callbacks by new ones at the end of the list; ours restores them in their places."
     ),
+    "several callbacks of one class that export a state": (
+        "transformers adds their states to those of the save before, so that resuming finds the oldest; "
+        "ours saves each once."
+    ),
+    "optimizer, lr_scheduler and loaders given to callbacks": (
+        "transformers gives accelerate's wrappers of them; ours gives them as they are."
+    ),
     "several PEFT adapters and load_best_model_at_end": (
         "transformers loads the adapter at the folder's root into the active one; ours loads each by its name."
     ),

@@ -1,0 +1,225 @@
+"""Progress in a notebook: a bar in optimizer steps, with a table of losses and metrics below it."""
+
+from __future__ import annotations
+
+import html
+import importlib.util
+import time
+from typing import Any
+
+from hftrainer.errors import MissingPackage
+from hftrainer.trainer_callback import TrainerCallback
+from hftrainer.trainer_utils import IntervalStrategy, has_length
+
+#: Seconds between two updates of a bar: each sends the whole output to the browser.
+UPDATE_EVERY = 0.2
+#: What evaluations report besides metrics.
+_TIMES = ("_runtime", "_samples_per_second", "_steps_per_second", "_model_preparation_time")
+
+
+class _Bar:
+    """A bar as HTML, with the time gone by and the time to go.
+
+    Args:
+        total: how much there is to do.
+    """
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.start_time = time.monotonic()
+        self.start: int | None = None
+        self._html = ""
+
+    def __str__(self) -> str:
+        return self._html
+
+    def draw(self, value: int, comment: str = "") -> None:
+        """Draw the bar at `value`; the first value is where it starts, and counts for no time."""
+        self.start = value if self.start is None else self.start
+        elapsed = time.monotonic() - self.start_time
+        parts = [_clock(elapsed)]
+        done = value - self.start
+        if done and elapsed and value < self.total:
+            parts[0] += f" < {_clock(elapsed / done * (self.total - value))}"
+            parts.append(f"{done / elapsed:.2f} it/s")
+        label = ", ".join(part for part in [f"{value}/{self.total} {parts[0]}", *parts[1:], comment] if part)
+        self._html = (
+            f"<div><progress value='{value}' max='{self.total}' style='width:300px; height:20px; "
+            f"vertical-align: middle;'></progress> [{label}]</div>"
+        )
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes:02d}:{rest:02d}"
+
+
+class _Table:
+    """Rows of named values. A row with the first column's value of the last one is written over it."""
+
+    def __init__(self, columns: list[str]) -> None:
+        self.columns = columns
+        self.rows: list[dict[str, Any]] = []
+
+    def write(self, values: dict[str, Any]) -> None:
+        """Add a row; names that are new become columns."""
+        self.columns += [name for name in values if name not in self.columns]
+        first = self.columns[0]
+        if self.rows and self.rows[-1][first] == values[first]:
+            self.rows[-1] |= values
+        else:
+            self.rows.append(dict(values))
+
+    def __str__(self) -> str:
+        cells = [[_shown(row.get(name, "No log")) for name in self.columns] for row in self.rows]
+        head = "".join(f"<th>{html.escape(name)}</th>" for name in self.columns)
+        body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in cells)
+        table = '<table border="1" class="dataframe"><thead><tr style="text-align: left;">'
+        return f"{table}{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.6f}" if isinstance(value, float) else html.escape(str(value))
+
+
+class _Display:
+    """An output of the notebook that is shown once and then written over."""
+
+    def __init__(self) -> None:
+        self._handle: Any = None
+
+    def show(self, text: str) -> None:
+        from IPython.display import HTML, display
+
+        if self._handle is None:
+            self._handle = display(HTML(text), display_id=True)
+        else:
+            self._handle.update(HTML(text))
+
+
+class NotebookProgressCallback(TrainerCallback):
+    """Shows a run in a notebook: what the Trainer uses there instead of `ProgressCallback`. Needs IPython.
+
+    The table has the step or epoch, the training loss, with evaluation the validation loss and the metrics; a row for
+    each evaluation, or without evaluation for each log line with a loss.
+
+    Raises:
+        MissingPackage: without IPython, when it is made.
+    """
+
+    def __init__(self) -> None:
+        if importlib.util.find_spec("IPython") is None:
+            raise MissingPackage("NotebookProgressCallback shows through IPython: pip install ipython")
+        self._training: _Bar | None = None
+        self._evaluation: _Bar | None = None
+        self._batches = 0
+        self._table: _Table | None = None
+        self._display: _Display | None = None
+        self._next_update = 0.0
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        """Show the bar, and the table's head."""
+        if not state.is_world_process_zero:
+            return
+        columns = [_first_column(args), "Training Loss"]
+        if args.eval_strategy != IntervalStrategy.NO:
+            columns.append("Validation Loss")
+        self._table = _Table(columns)
+        self._training, self._evaluation = _Bar(state.max_steps), None
+        self._display = _Display()
+        self._draw_training(state)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        """Move the bar on."""
+        if self._training is not None and self._is_due(state.global_step >= state.max_steps):
+            self._draw_training(state)
+
+    def _draw_training(self, state: Any) -> None:
+        assert self._training is not None
+        epoch = int(state.epoch) if state.epoch == int(state.epoch) else f"{state.epoch:.2f}"
+        self._training.draw(state.global_step, f"Epoch {epoch}/{state.num_train_epochs}")
+        self._show()
+
+    def _is_due(self, last: bool) -> bool:
+        now = time.monotonic()
+        if now < self._next_update and not last:
+            return False
+        self._next_update = now + UPDATE_EVERY
+        return True
+
+    def _show(self) -> None:
+        if self._display is None:
+            self._display = _Display()
+        parts = (self._training, self._table, self._evaluation)
+        self._display.show("".join(str(part) for part in parts if part is not None))
+
+    def on_prediction_step(self, args, state, control, eval_dataloader=None, **kwargs):
+        """Move the bar of the evaluation on, opening it at the first batch."""
+        if not state.is_world_process_zero or not has_length(eval_dataloader):
+            return
+        if self._evaluation is None:
+            self._evaluation, self._batches = _Bar(len(eval_dataloader)), 0
+            self._evaluation.draw(0)
+        self._batches += 1
+        if self._is_due(self._batches >= self._evaluation.total):
+            self._evaluation.draw(self._batches)
+            self._show()
+
+    def _close_evaluation(self) -> None:
+        self._evaluation = None
+        self._show()
+        if self._training is None:
+            self._display = None  # the next evaluation is shown below this one
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        """Add a row, when no evaluation will."""
+        if self._table is not None and args.eval_strategy == IntervalStrategy.NO and "loss" in (logs or {}):
+            self._table.write({"Step": state.global_step, "Training Loss": logs["loss"]})
+            self._show()
+
+    def on_evaluate(self, args, state, control, metrics=None, **kwargs):
+        """Add a row; outside training, show it by itself."""
+        if not state.is_world_process_zero:
+            return
+        first = _first_column(args)
+        losses = [line["loss"] for line in state.log_history if "loss" in line]
+        values = {
+            first: int(state.epoch) if first == "Epoch" else state.global_step,
+            "Training Loss": losses[-1] if losses else "No log",
+            "Validation Loss": "No log",
+            **_named(metrics or {}),
+        }
+        if self._training is None:
+            self._table = _Table([])
+        assert self._table is not None
+        self._table.write(values)
+        self._close_evaluation()
+        if self._training is None:
+            self._table = None
+
+    def on_predict(self, args, state, control, metrics, **kwargs):
+        """Take the bar of the prediction away."""
+        if self._evaluation is not None:
+            self._close_evaluation()
+
+    def on_train_end(self, args, state, control, **kwargs):
+        """Show where the run ended."""
+        if self._training is not None:
+            self._draw_training(state)
+        self._training = self._table = self._display = None
+
+
+def _first_column(args: Any) -> str:
+    return "Epoch" if args.eval_strategy == IntervalStrategy.EPOCH else "Step"
+
+
+def _named(metrics: dict[str, Any]) -> dict[str, Any]:
+    """Metrics by the names of columns: 'eval_f1_macro' is 'F1 Macro', the loss 'Validation Loss'."""
+    columns = {}
+    for name, value in metrics.items():
+        if name in ("epoch", "total_flos") or name.endswith(_TIMES):
+            continue
+        column = " ".join(part.capitalize() for part in name.split("_")[1:])
+        columns["Validation Loss" if column == "Loss" else column] = value
+    return columns
