@@ -38,6 +38,7 @@ from hftrainer.debug_utils import DebugUnderflowOverflow
 from hftrainer.errors import InvalidArgument, MetricNotFound, UnsupportedArgument
 from hftrainer.evaluation.evaluation_pass import EvaluationPass
 from hftrainer.evaluation.metrics import TorchMetrics, as_metrics
+from hftrainer.interruption import Interruption
 from hftrainer.layer_wise import LayerWiseDummyOptimizer
 from hftrainer.logged_metrics import LoggedMetrics, split_losses
 from hftrainer.loss import check_loss, first_output, outputs_without
@@ -166,6 +167,8 @@ class Trainer:
         self.create_accelerator_and_postprocess()
         self._set_model(model if model is not None else self.call_model_init())
         self._init_bookkeeping()
+        if not isinstance(callbacks, (list, tuple, type(None))):
+            raise TypeError(f"callbacks={callbacks!r}: give a list of callbacks.")
         self._init_callbacks([*integrations.callbacks_of_transformers(reports), *(callbacks or [])])
         if self.args.should_save:
             os.makedirs(str(self.args.output_dir), exist_ok=True)
@@ -309,6 +312,8 @@ class Trainer:
         self._past_index = legacy.value(self.args, "past_index")
         self._flos_per_token: tuple[Any, int] | None = None
         self._initial_num_input_tokens_seen = self._tokens_in_run = 0
+        self._interruption = Interruption(saves=False)
+        self._last_saved_step = 0
 
     def _init_callbacks(self, callbacks: list[Any]) -> None:
         self.callback_handler = CallbackHandler(
@@ -316,8 +321,6 @@ class Trainer:
         )
         if self._trackers:
             self.add_callback(integrations.ReportingCallback(self._trackers, lambda folder: self.save_model(folder)))
-        if not isinstance(callbacks, (list, tuple)):
-            raise TypeError(f"callbacks={callbacks!r}: give a list of callbacks.")
         for callback in callbacks:
             self.add_callback(callback)
         if (progress := own_progress(self.args, self.callback_handler.callbacks)) is not None:
@@ -745,8 +748,9 @@ class Trainer:
                 self._train_batch_size = state.train_batch_size or self._train_batch_size
         watcher = DebugUnderflowOverflow(self.model) if "underflow_overflow" in self.args.debug else None
         self.is_in_train = True
+        self._interruption = Interruption(saves=self._saves_on_interrupt())
         try:
-            with changed_for_training(self.model, self.args):
+            with changed_for_training(self.model, self.args), self._interruption.listening():
                 return self._train_with_fitting_batches(folder, trial, ignore_keys_for_eval)
         finally:
             self._past = None
@@ -832,6 +836,7 @@ class Trainer:
             for tracker in self._trackers:
                 tracker.start_trial(self.state.trial_name)
         self._total_loss_scalar = 0.0
+        self._last_saved_step = self.state.global_step
         self._tokens_in_run = 0
         self._initial_num_input_tokens_seen = self.state.num_input_tokens_seen
         self._initial_global_step = self._globalstep_last_logged = self.state.global_step
@@ -1119,6 +1124,7 @@ class Trainer:
                 self.control.should_save = is_new_best
         if self.control.should_save:
             self._save_checkpoint(model, trial)
+            self._last_saved_step = self.state.global_step
             self._announce_save()
 
     def _log_training_loss(
@@ -1321,7 +1327,7 @@ class Trainer:
             dataloader=dataloader,
             predict=predict,
             prepare_input=self._prepare_input,
-            announce_batch=lambda: self._announce("on_prediction_step"),
+            announce_batch=self._announce_prediction_step,
             num_examples=self.num_examples,
             main_input=getattr(self.model, "main_input_name", "input_ids"),
             metrics=as_metrics(self.compute_metrics, by_batch=self.args.batch_eval_metrics),
@@ -1332,6 +1338,10 @@ class Trainer:
             counts_last_batch_by_size=self.counts_last_batch_by_size,
             preparation_time=getattr(self, "model_preparation_time", None),
         )
+
+    def _announce_prediction_step(self) -> None:
+        self._announce("on_prediction_step")
+        self._interruption.check()
 
     def _draw(self, metrics: Any, prefix: str) -> None:
         if isinstance(metrics, TorchMetrics) and metrics.plot and self.is_world_process_zero():
@@ -1455,6 +1465,18 @@ class Trainer:
             self.state.save_to_json(os.path.join(folder, names.TRAINER_STATE_NAME))
         if self._checkpoint_writer.failed:
             self.state.best_model_checkpoint = earlier_best
+
+    def _save_if_needed(self, trial: Any) -> None:
+        """Write a checkpoint of this step unless there is one, and wait until it is on the disk."""
+        if self._last_saved_step != self.state.global_step:
+            self._save_checkpoint(self.model_wrapped, trial)
+            self._last_saved_step = self.state.global_step
+            self._announce_save()
+        self._checkpoint_writer.wait()
+
+    def _saves_on_interrupt(self) -> bool:
+        asked = getattr(self.args, "save_on_interrupt", True) or self.args.enable_jit_checkpoint
+        return asked and (self.args.save_strategy != SaveStrategy.NO or self.args.enable_jit_checkpoint)
 
     def _announce_save(self) -> None:
         """Announce the checkpoint once it is there, with the state that it holds."""

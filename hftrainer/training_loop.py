@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import signal
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,9 @@ import torch
 from hftrainer.arguments import legacy
 from hftrainer.data.loaders import skip_first
 from hftrainer.data.windows import MicroBatchFeed
+from hftrainer.errors import CheckpointNotWritten
 from hftrainer.optimization import follows_metric, keep_pace
+from hftrainer.out_of_memory import is_out_of_memory
 from hftrainer.overrides import with_accepted
 from hftrainer.schedule import TrainingSchedule
 from hftrainer.step_details import StepDetails, asked_for
@@ -69,6 +72,8 @@ class TrainingLoop:
         counted = trainer.args.include_num_input_tokens_seen != "no"
         self._counts_tokens = counted or legacy.value(trainer.args, "include_tokens_per_second")
         self._infinite: torch.Tensor | None = None
+        self._stepping = False  # the optimizer may have changed the weights, and the step is not counted yet
+        self.interruption = trainer._interruption
         self._warned = False
         self._loss_readable_at_once = self.tr_loss.device.type == "cpu"
         self.feed = MicroBatchFeed(
@@ -98,7 +103,9 @@ class TrainingLoop:
         trainer.model_wrapped.zero_grad()
         self._announce("on_train_begin")
         if trainer.args.eval_on_start:
-            trainer._evaluate(self.trial, self.ignore_keys, skip_scheduler=True)
+            with self.interruption.abandoning():
+                trainer._evaluate(self.trial, self.ignore_keys, skip_scheduler=True)
+            self._stop_if_signalled()
 
     def begin_epoch(self, epoch: int) -> None:
         """Announce an epoch, before its data is opened."""
@@ -137,6 +144,7 @@ class TrainingLoop:
             self.trainer.control.should_training_stop = True
         self._announce("on_epoch_end")
         self._log_save_evaluate()
+        self._stop_if_signalled()
 
     # ---- Micro-batches -----------------------------------------------------------------------------------------
 
@@ -215,6 +223,7 @@ class TrainingLoop:
 
     def before_optimizer_step(self, model: torch.nn.Module) -> None:
         """Clip the gradients and announce that they are complete."""
+        self._stepping = True
         self.grad_norm = self.trainer._clip_grad_norm(model)
         self._announce("on_pre_optimizer_step")
 
@@ -240,30 +249,60 @@ class TrainingLoop:
         return self.trainer._get_learning_rate()
 
     def end_step(self, model: torch.nn.Module) -> None:
-        """Count the step, announce it, then log, evaluate and save what is due."""
+        """Count the step, announce it, then log, evaluate and save what is due; stop if a signal asks for it."""
         window, state = self.feed.window, self.trainer.state
         assert window is not None
         model.zero_grad()
         state.global_step += 1
         state.epoch = self.epoch + (window.sample + 1) / self.schedule.steps_in_epoch
+        self._stepping = False
         self._announce("on_step_end", **self.details.take())
         self._log_save_evaluate()
+        self.trainer._checkpoint_writer.poll()
+        self._stop_if_signalled()
+
+    def _stop_if_signalled(self) -> None:
+        """Save and stop, if a signal has come."""
+        if self.interruption.received is None:
+            return
+        trainer = self.trainer
+        trainer._save_if_needed(self.trial)
+        if self.interruption.received == signal.SIGTERM and trainer.args.enable_jit_checkpoint:
+            trainer.control.should_training_stop = True  # as in transformers, train() then returns
+            self.interruption.received = None
+        else:
+            self.interruption.leave()
+
+    def failed(self, error: Exception) -> None:
+        """Save what has been done before an error ends the run, if the weights are those after a whole step."""
+        trainer = self.trainer
+        kept_elsewhere = isinstance(error, CheckpointNotWritten) or (
+            trainer.args.auto_find_batch_size and is_out_of_memory(error)
+        )
+        done = trainer.state.global_step > trainer._initial_global_step
+        if kept_elsewhere or self._stepping or not done or self.trial is not None or not trainer._saves_on_interrupt():
+            return
+        try:
+            trainer._save_if_needed(self.trial)
+        except Exception:
+            logger.exception("The error below ends the run, and its last state could not be saved.")
 
     def _log_save_evaluate(self) -> None:
         if self._infinite is not None and self.trainer.control.should_log:  # the log reads from the device anyway
             if bool(self._infinite):
                 self._warn_of_infinite_loss("was not finite before or", self.trainer.state.global_step)
             self._infinite = None
-        self._maybe_log_save_evaluate(
-            self.tr_loss,
-            self.grad_norm,
-            self.trainer.model_wrapped,
-            self.trial,
-            self.epoch,
-            self.ignore_keys,
-            start_time=self.start_time,
-            learning_rate=self.learning_rate,
-        )
+        with self.interruption.abandoning():
+            self._maybe_log_save_evaluate(
+                self.tr_loss,
+                self.grad_norm,
+                self.trainer.model_wrapped,
+                self.trial,
+                self.epoch,
+                self.ignore_keys,
+                start_time=self.start_time,
+                learning_rate=self.learning_rate,
+            )
 
     # ---- A pass over the data beside the run -------------------------------------------------------------------
 

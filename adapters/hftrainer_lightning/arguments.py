@@ -141,6 +141,8 @@ TABLE: dict[str, Row] = {
         save_strategy="trainer_callback",
         save_steps="trainer_callback",
         save_total_limit="checkpointing.folders",
+        save_on_interrupt="interruption",
+        enable_jit_checkpoint="interruption",
         save_only_model="trainer: _save_checkpoint",
         save_on_each_node="training_args: should_save",
         load_best_model_at_end="trainer",
@@ -166,7 +168,6 @@ TABLE: dict[str, Row] = {
         "hub_always_push",
         "hub_revision",
     ),
-    **_planned("save in your own signal handler", "enable_jit_checkpoint"),
     **_planned(
         "train in one process",
         "accelerator_config",

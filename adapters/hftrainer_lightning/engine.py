@@ -120,6 +120,9 @@ class LightningEngine:
             with seams.keyboard_interrupts_restored(), seams.quiet():
                 # The empty validation set stands for the ones that `evaluate` brings.
                 trainer.fit(module, train_dataloaders=host.feed, val_dataloaders=[])
+        except Exception as error:
+            host.failed(error)
+            raise
         finally:
             self.fitting = False
             trainer.loggers = loggers

@@ -42,7 +42,7 @@ class HostedModule(LightningModule):
         super().__init__()
         self.model = model
         self._host: TrainingHost | None = None
-        self.epoch_ended = False
+        self.epoch_ended = self.in_validation = False
         self.evaluating: tuple[EvaluationHost | None, Any] = None, None
         self._optimizer: torch.optim.Optimizer | None = None
         self._scheduler: Any = None
@@ -290,8 +290,13 @@ class HostedModule(LightningModule):
         with torch.enable_grad():
             return self.evaluation.step(batch, self.evaluating[1].batch_progress.is_last_batch)
 
+    def on_validation_epoch_start(self) -> None:
+        """Remember that callbacks have been told."""
+        self.in_validation = True
+
     def on_validation_epoch_end(self) -> None:
         """Compute the metrics, and log the numbers among them where Lightning's callbacks look for them."""
+        self.in_validation = False
         with torch.enable_grad():
             metrics = self.evaluation.finish()
         numbers = {name: float(value) for name, value in metrics.items() if _can_be_logged(name, value)}

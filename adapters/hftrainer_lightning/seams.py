@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.optimization.automatic import ClosureResult, _AutomaticOptimization
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
@@ -225,6 +226,13 @@ def validate_in_fit(
     try:
         with _validating(trainer, module):
             loop.run()
+    except BaseException:
+        if module.in_validation:  # the weights that it has put aside must come back, for a checkpoint may follow
+            module.in_validation = False
+            for callback in trainer.callbacks:  # type: ignore[attr-defined]
+                if isinstance(callback, WeightAveraging):
+                    callback.on_validation_epoch_end(trainer, module)
+        raise
     finally:
         loop.__class__, trainer.limit_val_batches = kind, limit
         release_data(loop)

@@ -19,7 +19,12 @@ class SavingArguments:
     )
     save_only_model: bool = arg(False, "Leave optimizer, scheduler and random states out: smaller, not resumable.")
     save_on_each_node: bool = arg(False, "With several nodes, write on each one's own disk.")
-    enable_jit_checkpoint: bool = arg(False, "Save once when SIGTERM announces the end.")
+    save_on_interrupt: bool = arg(
+        True,
+        "When SIGTERM, SIGUSR1 or Ctrl-C comes, or an error ends the run, save the last whole optimizer step first. "
+        "Nothing is saved with save_strategy='no'.",
+    )
+    enable_jit_checkpoint: bool = arg(False, "Save once when SIGTERM announces the end; train() then returns.")
     load_best_model_at_end: bool = arg(False, "Load the best checkpoint's weights when training ends.")
     resume_from_checkpoint: str | None = arg(
         None, "For your script to pass to `train()`; the Trainer itself does not read it."

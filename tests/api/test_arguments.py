@@ -19,7 +19,7 @@ OURS = {field.name: field for field in dataclasses.fields(TrainingArguments)}
 THEIRS = {field.name: field for field in dataclasses.fields(transformers.TrainingArguments) if field.init}
 
 
-OWN = {"lightning_config", "eval_memmap_dir"}
+OWN = {"lightning_config", "eval_memmap_dir", "save_on_interrupt"}
 LEGACY = {field.name for field in dataclasses.fields(LegacyArguments)}
 
 

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import hftrainer
-from hftrainer import Trainer, TrainingArguments
+from hftrainer import Trainer, TrainerCallback, TrainingArguments
+from hftrainer.errors import CheckpointNotWritten
 from tests.tiny import Plain, make_bert, make_llama, make_peft, make_plain, plain_data, text_data
 
 transformers = importlib.import_module("transformers")
@@ -305,6 +306,7 @@ def test_other_layouts(make_trainer, tmp_path, layout):
     folder = tmp_path / "out" / "checkpoint-2"
     saved = transformers.BertForSequenceClassification.from_pretrained(folder)
     (folder / "model.safetensors").unlink()
+    (folder / "manifest.json").unlink()  # as the message about the missing file says
     if layout == "sharded":
         saved.save_pretrained(folder, max_shard_size="4KB")
         assert len(list(folder.glob("model-*.safetensors"))) > 2
@@ -331,11 +333,33 @@ def test_a_failed_save_leaves_no_half_folder(make_trainer, tmp_path):
             assert os.listdir(output_dir)
             raise OSError("disk full")
 
-    trainer = make_trainer(save_steps=2)
+    trainer = make_trainer(save_steps=2, lightning_config={"on_save_error": "stop"})
     trainer.__class__ = Fails
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(CheckpointNotWritten, match=r"checkpoint-2 could not be written \(disk full\)"):
         trainer.train()
     assert os.listdir(tmp_path / "out") == []
+
+
+def test_a_failed_save_costs_the_checkpoint_only(make_trainer, tmp_path, caplog):
+    announced = []
+
+    class Announces(TrainerCallback):
+        def on_save(self, args, state, control, **kwargs):
+            announced.append(state.global_step)
+
+    class FailsOnce(Trainer):
+        def _save_rng_state(self, output_dir):
+            if self.state.global_step == 2:
+                raise OSError(28, "No space left on device")
+            super()._save_rng_state(output_dir)
+
+    trainer = make_trainer(save_steps=2, max_steps=6, trainer={"callbacks": [Announces]})
+    trainer.__class__ = FailsOnce
+    trainer.train()
+    assert announced == [4, 6]
+    assert sorted(os.listdir(tmp_path / "out")) == ["checkpoint-4", "checkpoint-6"]
+    assert "checkpoint-2 could not be written (No space left on device)" in caplog.text
+    assert "Training goes on" in caplog.text
 
 
 def test_a_save_replaces_an_older_run(make_trainer, tmp_path):

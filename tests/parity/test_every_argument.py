@@ -103,6 +103,8 @@ HANDLED = {
     "load_best_model_at_end": (True, {**BEST, "learning_rate": 0.5}),
     "ignore_data_skip": (True, {}),
     "restore_callback_states_from_checkpoint": (True, {}),
+    "save_on_interrupt": (False, STEPS),
+    "enable_jit_checkpoint": (True, STEPS),
     "debug": ("underflow_overflow", {}),
     "skip_memory_metrics": (False, {}),
     "report_to": ("csv", {}),
@@ -114,6 +116,8 @@ HANDLED = {
 }
 # Where a run on this machine is the same either way, the test that shows the effect:
 ELSEWHERE = {
+    "save_on_interrupt": "tests/reliability/test_interruption.py::test_signal",
+    "enable_jit_checkpoint": "tests/reliability/test_interruption.py::test_jit_checkpoint",
     "ignore_data_skip": "tests/parity/test_resume.py::test_ignore_data_skip",
     "restore_callback_states_from_checkpoint": "tests/parity/test_resume.py::test_callback_states",
     "debug": "tests/api/test_debugging.py::test_underflow_overflow",

@@ -1,0 +1,103 @@
+"""A small training script that the tests kill, stop and start again.
+
+python job.py OUTPUT_DIR [SETTINGS AS JSON]
+
+It resumes if there is anything to resume from, prints a line for each step, and writes `final.pt` when it is done.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from hftrainer import Trainer, TrainerCallback, TrainingArguments
+from hftrainer.trainer_utils import get_last_checkpoint
+
+
+class Net(nn.Module):
+    """Large enough that writing it takes a moment, with dropout."""
+
+    def __init__(self, width=64):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, width), nn.Dropout(0.2), nn.ReLU(), nn.Linear(width, 3))
+
+    def forward(self, x, labels=None):
+        logits = self.layers(x)
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+class Reports(TrainerCallback):
+    """Tells where training stands, line by line."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        print("step", state.global_step, flush=True)
+
+    def on_save(self, args, state, control, **kwargs):
+        print("saved", state.global_step, flush=True)
+
+
+def data(count=70):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(count, 8, generator=generator)
+    return [{"x": row, "labels": index % 3} for index, row in enumerate(x)]
+
+
+def kill_at(event, folder):
+    """`kill -9` this process when it has touched files below `folder` so many times."""
+    left = event
+
+    def audit(name, arguments):
+        nonlocal left
+        path = str(arguments[0]) if name in TOUCHES and arguments else "/"
+        if path.startswith(folder) or not path.startswith("/"):  # files that are deleted are named without their folder
+            left -= 1
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(audit)
+
+
+TOUCHES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir", "os.listdir"}
+
+
+def main(folder, settings):
+    torch.set_num_threads(1)
+    options = {key: settings.pop(key, default) for key, default in (("width", 64), ("pause", 0.0), ("kill_at", 0))}
+    if options["kill_at"]:
+        kill_at(options["kill_at"], folder)
+    torch.manual_seed(1)
+    defaults = {
+        "per_device_train_batch_size": 4,
+        "num_train_epochs": 4,
+        "learning_rate": 1e-2,
+        "save_steps": 7,
+        "save_total_limit": 2,
+        "logging_steps": 5,
+        "disable_tqdm": True,
+        "use_cpu": True,
+    }
+    args = TrainingArguments(folder, **{**defaults, **settings})
+
+    class Paused(Trainer):
+        def compute_loss(self, *given, **keywords):
+            if options["pause"]:
+                time.sleep(options["pause"])
+            return super().compute_loss(*given, **keywords)
+
+    samples = data()
+    trainer = Paused(Net(options["width"]), args, train_dataset=samples, eval_dataset=samples, callbacks=[Reports])
+    resumable = Path(folder).is_dir() and any(Path(folder).iterdir())
+    last = get_last_checkpoint(folder) if resumable else None
+    print("resuming from", last, flush=True)
+    trainer.train(resume_from_checkpoint=last)
+    torch.save(trainer.model.state_dict(), Path(folder) / "final.pt")
+    print("done", trainer.state.global_step, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], json.loads(sys.argv[2]) if len(sys.argv) > 2 else {})

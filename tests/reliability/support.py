@@ -1,0 +1,103 @@
+"""Starting, stopping and comparing the jobs of `job.py`."""
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).parents[2]
+JOB = Path(__file__).with_name("job.py")
+ENVIRONMENT = {
+    **os.environ,
+    "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'adapters'}",
+    "PYTHONUNBUFFERED": "1",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+def start(folder, **settings):
+    """A job that is running."""
+    return subprocess.Popen(
+        [sys.executable, str(JOB), str(folder), json.dumps(settings)],
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell's background jobs, as these tests may be, ignore Ctrl-C, and what they start would too.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+
+
+def read_until(process, line):
+    """Read the job's output until it prints a line; what it printed so far."""
+    seen = []
+    for printed in process.stdout:
+        seen.append(printed.strip())
+        if seen[-1] == line:
+            return seen
+    raise AssertionError(f"no {line!r} in {seen}: {process.stderr.read()}")
+
+
+def finish(folder, **settings):
+    """Run a job to its end; what it printed."""
+    process = start(folder, **settings)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    return out.splitlines(), err
+
+
+class Forked:
+    """A job in a process forked from one that has imported everything, so that fifty of them take little time."""
+
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["hftrainer_lightning.engine", "tests.reliability.job"])
+
+    def __init__(self, folder, **settings):
+        self.folder, self.output = Path(folder), Path(f"{folder}.out")
+        self.process = self.context.Process(target=run_forked, args=(str(folder), settings, str(self.output)))
+        self.process.start()
+
+    def wait_for(self, word):
+        """Wait until the job has printed a line that begins so."""
+        while not (self.output.exists() and f"\n{word}" in f"\n{self.output.read_text()}"):
+            assert self.process.is_alive(), self.output.read_text()
+            time.sleep(0.005)
+
+    def kill(self):
+        """`kill -9`, and wait for the end."""
+        self.process.kill()
+        self.process.join()
+
+    def finish(self):
+        """Wait for the end; what the job printed."""
+        self.process.join(timeout=120)
+        printed = self.output.read_text()
+        assert self.process.exitcode == 0, printed
+        return printed.splitlines()
+
+
+def run_forked(folder, settings, output):
+    """What the forked process does."""
+    from tests.reliability.job import main
+
+    with open(output, "w", buffering=1) as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+        main(folder, settings)
+
+
+def weights(folder):
+    """The final weights of a job."""
+    return torch.load(Path(folder) / "final.pt", weights_only=True)
+
+
+def assert_same(ours, theirs):
+    """Exactly the same weights."""
+    assert ours.keys() == theirs.keys()
+    assert not [name for name, tensor in ours.items() if not torch.equal(tensor, theirs[name])]

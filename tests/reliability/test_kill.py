@@ -1,0 +1,62 @@
+"""`kill -9` at random moments: whatever it hits, the next start goes on from a whole checkpoint to the same end."""
+
+import random
+import time
+from collections import Counter
+
+import pytest
+
+from tests.reliability.support import Forked, assert_same, weights
+
+ASYNC = {"lightning_config": {"async_checkpoint": True}}
+WIDTH = 10_000
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("undisturbed") / "out"
+    Forked(folder, width=WIDTH).finish()
+    return weights(folder)
+
+
+def kill_somewhere(folder, moments, settings):
+    """Start a job and kill it, by the clock or at some touch of its files; where that was."""
+    by_clock = moments.random() < 0.4
+    if by_clock:
+        job = Forked(folder, width=WIDTH, pause=0.004, **settings)
+        job.wait_for("resuming")
+        time.sleep(moments.uniform(0.0, 0.6))
+        job.kill()
+    else:
+        job = Forked(folder, width=WIDTH, kill_at=moments.randrange(1, 250), **settings)
+        job.process.join()
+    printed = job.output.read_text()
+    assert "Error" not in printed, printed
+    if "done" in printed:
+        return "finished"
+    if list(folder.glob("tmp-*/removed")):
+        return "rotating"
+    if list(folder.glob("tmp-*")):
+        return "saving"
+    return "training" if "step" in printed else "resuming"
+
+
+@pytest.mark.parametrize(("settings", "kills"), [({}, 50), (ASYNC, 20)], ids=["at-once", "in-background"])
+def test_killed_at_random(tmp_path, undisturbed, settings, kills):
+    """Runs of 72 steps that save every 7; each is killed a few times, then finishes."""
+    moments, where, runs = random.Random(7), Counter(), 0
+    while where.total() - where["finished"] < kills:
+        folder, runs = tmp_path / f"run-{runs}", runs + 1
+        for _ in range(6):
+            place = kill_somewhere(folder, moments, settings)
+            where[place] += 1
+            if place == "finished":
+                break
+        printed = Forked(folder, width=WIDTH, **settings).finish()
+        assert printed[-1] == "done 72"
+        assert_same(weights(folder), undisturbed)
+        assert not list(folder.glob("tmp-*"))
+        assert len(list(folder.glob("checkpoint-*"))) == 2
+    print(dict(where))
+    assert all(where[place] for place in ("training", "saving", "resuming"))
+    assert where["rotating"] or kills < 50
