@@ -1453,18 +1453,21 @@ class Trainer:
         rotate = functools.partial(
             rotate_checkpoints, run_dir, self.args.save_total_limit, self.state.best_model_checkpoint
         )
-        with self._checkpoint_writer.checkpoint(path, then=rotate) as folder:
-            self.save_model(folder, _internal_call=True)
-            if not self.args.save_only_model:
-                self._save_optimizer_and_scheduler(folder)
-                self._save_scaler(folder)
-                self._save_rng_state(folder)
-                if kept := self._engine.for_checkpoint()[1]:
-                    self._checkpoint_writer.save(kept, os.path.join(folder, names.LIGHTNING_CALLBACKS_NAME))
-            self.state.stateful_callbacks = export_states(self._stateful_callbacks())
-            self.state.save_to_json(os.path.join(folder, names.TRAINER_STATE_NAME))
+        self._checkpoint_writer.checkpoint(path, self._fill_checkpoint, then=rotate)
         if self._checkpoint_writer.failed:
             self.state.best_model_checkpoint = earlier_best
+
+    def _fill_checkpoint(self, folder: str) -> None:
+        """Write everything that a run needs to go on into `folder`."""
+        self.save_model(folder, _internal_call=True)
+        if not self.args.save_only_model:
+            self._save_optimizer_and_scheduler(folder)
+            self._save_scaler(folder)
+            self._save_rng_state(folder)
+            if kept := self._engine.for_checkpoint()[1]:
+                self._checkpoint_writer.save(kept, os.path.join(folder, names.LIGHTNING_CALLBACKS_NAME))
+        self.state.stateful_callbacks = export_states(self._stateful_callbacks())
+        self.state.save_to_json(os.path.join(folder, names.TRAINER_STATE_NAME))
 
     def _save_if_needed(self, trial: Any) -> None:
         """Write a checkpoint of this step unless there is one, and wait until it is on the disk."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +20,9 @@ from hftrainer.errors import CheckpointNotWritten
 
 logger = logging.getLogger(__name__)
 
+#: A disk with so many bytes left is full.
+_NEXT_TO_NOTHING = 1 << 18
+
 
 def is_storage_error(error: BaseException) -> bool:
     """Whether writing failed for the storage's sake: full, read-only, over a quota, gone."""
@@ -27,6 +32,18 @@ def is_storage_error(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(
         part in str(error) for part in ("PytorchStreamWriter failed", "inline_container", "unexpected pos")
     )
+
+
+def _give_up(folder: Path, error: BaseException) -> None:
+    """Remove a half-written checkpoint.
+
+    Raises:
+        OSError: that the disk is full, where torch or safetensors tell it in other words.
+    """
+    full = folder.is_dir() and shutil.disk_usage(folder).free < _NEXT_TO_NOTHING
+    shutil.rmtree(folder.parent, ignore_errors=True)
+    if full and is_storage_error(error) and not isinstance(error, OSError):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
 
 
 class CheckpointWriter:
@@ -52,12 +69,12 @@ class CheckpointWriter:
         self._thread: ThreadPoolExecutor | None = None
         self._stager: Any = None
 
-    @contextlib.contextmanager
-    def checkpoint(self, path: str, then: Callable[[], None]) -> Iterator[str]:
-        """A folder to write a checkpoint into, which becomes `path`.
+    def checkpoint(self, path: str, fill: Callable[[str], None], then: Callable[[], None]) -> None:
+        """Write a checkpoint.
 
         Args:
-            path: the checkpoint's folder.
+            path: its folder.
+            fill: called with the folder to write into.
             then: called when it is there, for instance to delete older ones; in the background too.
 
         Raises:
@@ -69,19 +86,18 @@ class CheckpointWriter:
         with self._reporting(path):
             try:
                 staging.begin(folder)
-                yield str(folder)
-                jobs, self._jobs = self._jobs or [], None
-                finish = _Finish(path, jobs, then)
-                if self.in_background:
-                    self._path = path
-                    self._pending = self._executor.submit(finish)
-                else:
-                    finish()
-            except BaseException:
-                shutil.rmtree(folder.parent, ignore_errors=True)
+                fill(str(folder))
+            except BaseException as error:
+                _give_up(folder, error)
                 raise
             finally:
-                self._jobs = None
+                jobs, self._jobs = self._jobs or [], None
+            finish = _Finish(path, jobs, then)
+            if self.in_background:
+                self._path = path
+                self._pending = self._executor.submit(finish)
+            else:
+                finish()
 
     @property
     def collects(self) -> bool:
@@ -187,8 +203,8 @@ class _Finish:
             for job in self.jobs:
                 job()
             staging.publish(self.path)
-        except BaseException:
-            shutil.rmtree(os.path.dirname(staging.staging_folder(self.path)), ignore_errors=True)
+        except BaseException as error:
+            _give_up(staging.staging_folder(self.path), error)
             raise
         try:
             self.then()
