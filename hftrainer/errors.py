@@ -23,6 +23,14 @@ class CheckpointNotFound(ValueError):
     """There is nothing to resume from where it was looked for."""
 
 
+class DamagedCheckpoint(ValueError):
+    """A file of a checkpoint is cut off or altered."""
+
+
+class UnsafeCheckpoint(ValueError):
+    """A file of a checkpoint holds objects that only unpickling could read; the message says how to allow them."""
+
+
 class MetricNotFound(KeyError, ValueError):
     """Evaluation does not return the metric that an argument names."""
 

@@ -1349,7 +1349,7 @@ class Trainer:
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         output_dir = output_dir if output_dir is not None else str(self.args.output_dir)
         os.makedirs(output_dir, exist_ok=True)
-        save_weights(self.model, output_dir, state_dict)
+        save_weights(self.model, output_dir, state_dict, safe=legacy.value(self.args, "save_safetensors"))
         processing_class = self.processing_class
         if processing_class is None:
             processing_class = getattr(self.data_collator, "tokenizer", None)

@@ -198,6 +198,7 @@ TABLE |= _rows(
     split_batches="accelerator_config['split_batches']",
     tpu_metrics_debug="debug='tpu_metrics_debug'",
     use_legacy_prediction_loop="trainer: prediction_loop",
+    save_safetensors="checkpointing.weights",
     past_index="trainer: compute_loss",
     include_tokens_per_second="trainer: the metrics of train()",
 )
@@ -207,7 +208,6 @@ TABLE |= _rows(
     logging_dir="a folder for trackers; there are none without report_to",
     use_mps_device="Apple's GPU is taken by itself",
 )
-TABLE |= _planned("convert the saved model yourself", "save_safetensors")
 TABLE |= _planned("search with optuna around train()", "ray_scope")
 TABLE |= _planned("train on a GPU or CPU", "tpu_num_cores")
 TABLE |= _rows(

@@ -47,10 +47,10 @@ TRANSLATED = [
     ("tpu_metrics_debug", True, "debug", ["tpu_metrics_debug"]),
 ]
 INERT = {"overwrite_output_dir": True, "logging_dir": "logs", "use_mps_device": True}
-#: Still work, under their own names: tests/api/test_evaluation.py, tests/parity/test_training_features.py.
-KEPT_WORKING = {"use_legacy_prediction_loop", "past_index", "include_tokens_per_second"}
+#: Still work, under their own names: see tests/api/test_evaluation.py, tests/parity/test_training_features.py and
+#: tests/parity/test_interchange.py.
+KEPT_WORKING = {"save_safetensors", "use_legacy_prediction_loop", "past_index", "include_tokens_per_second"}
 REFUSED = {
-    "save_safetensors": False,
     "jit_mode_eval": True,
     "ray_scope": "all",
     "tpu_num_cores": 8,
