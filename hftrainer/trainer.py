@@ -136,7 +136,6 @@ class Trainer:
         self._memory_tracker = TrainerMemoryTracker(self.args.skip_memory_metrics)
         self._memory_tracker.start()
         self._set_log_level()
-        self._seed_everything()
         set_tf32(self.args.tf32)
         self.train_dataset = train_dataset
         self.eval_dataset = eval_dataset
@@ -154,6 +153,7 @@ class Trainer:
         self._validate_args()
         self._lightning_callbacks: list[Any] = []
         self.create_accelerator_and_postprocess()
+        self._seed_everything()  # not before: libraries of the engine draw random numbers when they are imported
         self._set_model(model if model is not None else self.call_model_init())
         self._init_bookkeeping()
         self._init_callbacks(callbacks or [])
