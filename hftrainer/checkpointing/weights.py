@@ -123,9 +123,13 @@ def _adapter_folders(folder: str) -> dict[str | None, str]:
     found: dict[str | None, str] = {}
     for name in (None, *sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())):
         path = folder if name is None else os.path.join(folder, name)
-        if _first_file(path, names.ADAPTER_SAFE_WEIGHTS_NAME, names.ADAPTER_WEIGHTS_NAME):
+        if _adapter_file(path):
             found[name] = path
     return found
+
+
+def _adapter_file(folder: str) -> str | None:
+    return _first_file(folder, names.ADAPTER_SAFE_WEIGHTS_NAME, names.ADAPTER_WEIGHTS_NAME)
 
 
 def _names_fit(model: torch.nn.Module, paths: list[str]) -> bool:
@@ -180,5 +184,6 @@ def _load_adapters(model: Any, adapters: dict[str | None, str]) -> None:
     active = model.active_adapters[0]
     for name, path in adapters.items():
         adapter = name if name is not None else (active if len(adapters) == 1 else "default")
+        read_weights(str(_adapter_file(path)))  # which says more than PEFT does of a file that cannot be read
         known = adapter in model.peft_config  # stays as trainable and as precise as it is; one that is new comes frozen
         model.load_adapter(path, adapter, is_trainable=known, autocast_adapter_dtype=not known)

@@ -46,7 +46,7 @@ DIFFERENCES = {
         "Neither library reads them; ours names the file and the class, and how to allow it."
     ),
     "trainable flags of PEFT adapters": (
-        "transformers activates one adapter when it resumes, which freezes all others; ours leaves every flag as it was."
+        "transformers activates one adapter when it resumes, which freezes the others; ours leaves every flag as it is."
     ),
     "create_optimizer_and_scheduler": (
         "train() of transformers 5.23 calls create_optimizer and create_scheduler and never this one, which all "
