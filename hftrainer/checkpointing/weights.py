@@ -6,6 +6,7 @@ import inspect
 import json
 import logging
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -61,7 +62,8 @@ def _rewrite_as_bin(model: torch.nn.Module, folder: str) -> None:
     for name, tensor in tensors.items():
         same.setdefault(id(tensor), []).append(name)
     weight_map: dict[str, str] = {}
-    for path in _weights_files(folder) or [os.path.join(folder, names.ADAPTER_SAFE_WEIGHTS_NAME)]:
+    safe_files = _weights_files(folder, [names.SAFE_WEIGHTS_NAME], [names.SAFE_WEIGHTS_INDEX_NAME])
+    for path in safe_files or [os.path.join(folder, names.ADAPTER_SAFE_WEIGHTS_NAME)]:
         written = {name: tensor.clone() for name, tensor in read_weights(path).items()}
         for name in [name for name in written if name in tensors]:
             written.update(dict.fromkeys(same[id(tensors[name])], written[name]))
@@ -104,11 +106,15 @@ def _first_file(folder: str, *candidates: str) -> str | None:
     return next((path for path in paths if os.path.isfile(path)), None)
 
 
-def _weights_files(folder: str) -> list[str]:
-    """The file with the weights, or the shards that an index lists."""
-    if (whole := _first_file(folder, names.SAFE_WEIGHTS_NAME, names.WEIGHTS_NAME)) is not None:
+def _weights_files(
+    folder: str,
+    wholes: Sequence[str] = (names.SAFE_WEIGHTS_NAME, names.WEIGHTS_NAME),
+    indices: Sequence[str] = (names.SAFE_WEIGHTS_INDEX_NAME, names.WEIGHTS_INDEX_NAME),
+) -> list[str]:
+    """The file with the weights, or the shards that an index lists: of the first kind that is there."""
+    if (whole := _first_file(folder, *wholes)) is not None:
         return [whole]
-    if (index := _first_file(folder, names.SAFE_WEIGHTS_INDEX_NAME, names.WEIGHTS_INDEX_NAME)) is None:
+    if (index := _first_file(folder, *indices)) is None:
         return []
     return [os.path.join(folder, shard) for shard in sorted(set(_read_index(index)["weight_map"].values()))]
 

@@ -163,6 +163,21 @@ def test_from_pretrained(tmp_path, small_shards, model, layout):
         assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
 
 
+def test_adapters_inside_a_pretrained_model(tmp_path):
+    """`model.add_adapter` of transformers, without PEFT's wrapper."""
+    from peft import LoraConfig
+
+    model = make_llama()
+    model.add_adapter(LoraConfig(r=2, target_modules=["q_proj"]))
+    held = []
+    for safe in (True, False):
+        weights.save_weights(model, str(tmp_path / str(safe)), safe=safe)
+        file = "adapter_model.safetensors" if safe else "adapter_model.bin"
+        assert [path.name for path in (tmp_path / str(safe)).glob("*model*")] == [file]
+        held.append(read(tmp_path / str(safe) / file))
+    assert_same_weights(*held)
+
+
 @every_way
 @pytest.mark.parametrize("as_bin", [False, True], ids=["safetensors", "bin"])
 @pytest.mark.parametrize("model", ["peft", "adapters"])
