@@ -42,10 +42,10 @@ test: $(VENV)/.dev  ## run every test, and the linters
 	@$(VENV)/bin/mypy
 	@$(RUN) -m pytest
 
-test-versions: $(VENV)-4.48/.ready $(VENV)-4.57/.ready  ## unmodified scripts on older releases of transformers
+test-versions: $(VENV)/.dev $(VENV)-4.48/.ready $(VENV)-4.57/.ready  ## older releases of transformers: scripts, and runs begun there
 	@for release in 4.48 4.57; do \
 		echo "transformers $$release:"; \
-		HF_HUB_OFFLINE=1 $(VENV)-$$release/bin/python -m pytest tests/interop || exit 1; \
+		NEWEST_PYTHON=$(CURDIR)/$(VENV)/bin/python HF_HUB_OFFLINE=1 $(VENV)-$$release/bin/python -m pytest tests/interop || exit 1; \
 	done
 
 $(VENV)-%/.ready: tests/versions/%.txt

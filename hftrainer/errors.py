@@ -27,6 +27,14 @@ class CheckpointNotWritten(RuntimeError):
     """A checkpoint could not be written, and training was told to stop then."""
 
 
+class DamagedCheckpoint(ValueError):
+    """A file of a checkpoint is cut off or altered."""
+
+
+class UnsafeCheckpoint(ValueError):
+    """A file of a checkpoint holds objects that only unpickling could read; the message says how to allow them."""
+
+
 class MetricNotFound(KeyError, ValueError):
     """Evaluation does not return the metric that an argument names."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch.optim import Optimizer
@@ -55,7 +56,7 @@ def _warmup_then(
             return _warming_up(step, num_warmup_steps)
         return shape((step - num_warmup_steps) / max(1, num_training_steps - num_warmup_steps))
 
-    return LambdaLR(optimizer, factor, last_epoch)
+    return LambdaLR(optimizer, partial(factor), last_epoch)  # an object, as in transformers' scheduler.pt
 
 
 def get_constant_schedule(optimizer: Optimizer, last_epoch: int = -1) -> LambdaLR:
@@ -69,7 +70,7 @@ def get_constant_schedule_with_warmup(optimizer: Optimizer, num_warmup_steps: in
     def factor(step: int) -> float:
         return _warming_up(step, num_warmup_steps) if step < num_warmup_steps else 1.0
 
-    return LambdaLR(optimizer, factor, last_epoch)
+    return LambdaLR(optimizer, partial(factor), last_epoch)
 
 
 def get_linear_schedule_with_warmup(
@@ -82,7 +83,7 @@ def get_linear_schedule_with_warmup(
             return _warming_up(step, num_warmup_steps)
         return max(0.0, (num_training_steps - step) / max(1, num_training_steps - num_warmup_steps))
 
-    return LambdaLR(optimizer, factor, last_epoch)
+    return LambdaLR(optimizer, partial(factor), last_epoch)
 
 
 def get_cosine_schedule_with_warmup(
@@ -130,7 +131,7 @@ def get_polynomial_decay_schedule_with_warmup(
         left = 1 - (step - num_warmup_steps) / (num_training_steps - num_warmup_steps)
         return ((peak - lr_end) * left**power + lr_end) / peak
 
-    return LambdaLR(optimizer, factor, last_epoch)
+    return LambdaLR(optimizer, partial(factor), last_epoch)
 
 
 def get_inverse_sqrt_schedule(
@@ -144,7 +145,7 @@ def get_inverse_sqrt_schedule(
             return _warming_up(step, num_warmup_steps)
         return 1.0 / math.sqrt((step + scale - num_warmup_steps) / scale)
 
-    return LambdaLR(optimizer, factor, last_epoch)
+    return LambdaLR(optimizer, partial(factor), last_epoch)
 
 
 def _least_rate(optimizer: Optimizer, min_lr: float | None, min_lr_rate: float | None) -> float:
@@ -194,7 +195,7 @@ def get_cosine_with_min_lr_schedule_with_warmup_lr_rate(
         wave = 0.5 * (1.0 + math.cos(math.pi * num_cycles * 2.0 * progress))
         return max(0, wave * (1 - least) + least)
 
-    return LambdaLR(optimizer, factor, last_epoch)
+    return LambdaLR(optimizer, partial(factor), last_epoch)
 
 
 #: Shape of a rise from 0 to 1, and of a fall from 1 to 0, over `progress`; `num_cycles` is the cosine's.
@@ -257,7 +258,7 @@ def get_wsd_schedule(
             return min_lr_ratio
         return max(0.0, shape * (1.0 - min_lr_ratio) + min_lr_ratio)
 
-    return LambdaLR(optimizer, factor, last_epoch)
+    return LambdaLR(optimizer, partial(factor), last_epoch)
 
 
 def get_reduce_on_plateau_schedule(optimizer: Optimizer, **kwargs: Any) -> ReduceLROnPlateau:

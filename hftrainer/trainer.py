@@ -145,7 +145,6 @@ class Trainer:
         self._memory_tracker = TrainerMemoryTracker(self.args.skip_memory_metrics)
         self._memory_tracker.start()
         self._set_log_level()
-        self._seed_everything()
         set_tf32(self.args.tf32)
         self.train_dataset = train_dataset
         self.eval_dataset = eval_dataset
@@ -165,6 +164,7 @@ class Trainer:
         self._trackers = integrations.make_trackers(reports, loggers, self.args)
         self._lightning_callbacks: list[Any] = []
         self.create_accelerator_and_postprocess()
+        self._seed_everything()  # not before: libraries of the engine draw random numbers when they are imported
         self._set_model(model if model is not None else self.call_model_init())
         self._init_bookkeeping()
         if not isinstance(callbacks, (list, tuple, type(None))):
@@ -1421,7 +1421,8 @@ class Trainer:
         os.makedirs(output_dir, exist_ok=True)
         if self._checkpoint_writer.collects and state_dict is None and not peers.is_peft(self.model):
             state_dict = self.model.state_dict()  # training changes the model's own while it is written
-        self._checkpoint_writer.call(functools.partial(save_weights, self.model, output_dir), state_dict)
+        safe = legacy.value(self.args, "save_safetensors")
+        self._checkpoint_writer.call(functools.partial(save_weights, self.model, output_dir, safe=safe), state_dict)
         processing_class = self.processing_class
         if processing_class is None:
             processing_class = getattr(self.data_collator, "tokenizer", None)

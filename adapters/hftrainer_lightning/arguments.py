@@ -205,6 +205,7 @@ TABLE |= _rows(
     split_batches="accelerator_config['split_batches']",
     tpu_metrics_debug="debug='tpu_metrics_debug'",
     use_legacy_prediction_loop="trainer: prediction_loop",
+    save_safetensors="checkpointing.weights",
     past_index="trainer: compute_loss",
     include_tokens_per_second="trainer: the metrics of train()",
     logging_dir="loggers: folder of tensorboard and csv",
@@ -214,7 +215,6 @@ TABLE |= _rows(
     overwrite_output_dir="a switch for your script",
     use_mps_device="Apple's GPU is taken by itself",
 )
-TABLE |= _planned("convert the saved model yourself", "save_safetensors")
 TABLE |= _planned("search with optuna around train()", "ray_scope")
 TABLE |= _planned("train on a GPU or CPU", "tpu_num_cores")
 TABLE |= _rows(

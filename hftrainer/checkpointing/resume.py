@@ -12,6 +12,7 @@ import torch
 from hftrainer.checkpointing import names
 from hftrainer.checkpointing.folders import get_last_checkpoint
 from hftrainer.checkpointing.manifest import damage
+from hftrainer.checkpointing.reading import read_torch
 from hftrainer.checkpointing.weights import has_weights
 from hftrainer.errors import CheckpointNotFound
 from hftrainer.trainer_callback import CallbackHandler, TrainerControl, TrainerState
@@ -95,15 +96,15 @@ def load_optimizer_and_scheduler(folder: str, optimizer: torch.optim.Optimizer, 
         logger.warning("%s holds no optimizer or scheduler state: both start anew.", folder)
         return
     with torch.serialization.safe_globals(_projectors()):
-        optimizer.load_state_dict(torch.load(optimizer_file, map_location="cpu", weights_only=True))
-    scheduler.load_state_dict(torch.load(scheduler_file, weights_only=True))
+        optimizer.load_state_dict(read_torch(optimizer_file))
+    scheduler.load_state_dict(read_torch(scheduler_file))
 
 
 def load_scaler(folder: str, scaler: torch.amp.GradScaler) -> None:
     """Load the scale of the loss, in place."""
     path = os.path.join(folder, names.SCALER_NAME)
     if os.path.isfile(path):
-        scaler.load_state_dict(torch.load(path, weights_only=True))
+        scaler.load_state_dict(read_torch(path))
     else:
         logger.warning("%s holds no scale of the loss: it is found anew.", folder)
 
@@ -113,7 +114,7 @@ def load_lightning_callbacks(folder: str | None) -> dict[str, Any] | None:
     if folder is None:
         return None
     path = os.path.join(folder, names.LIGHTNING_CALLBACKS_NAME)
-    return torch.load(path, map_location="cpu", weights_only=True) if os.path.isfile(path) else {}
+    return read_torch(path) if os.path.isfile(path) else {}
 
 
 def restore_callbacks(handler: CallbackHandler, control: TrainerControl, states: dict[str, Any]) -> TrainerControl:

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from hftrainer.checkpointing.reading import read_torch
+
 logger = logging.getLogger(__name__)
 
 
@@ -31,7 +33,7 @@ def load_rng_state(path: str) -> None:
         logger.warning("There is no %s: training resumes, but not with the random numbers of the first run.", path)
         return
     with torch.serialization.safe_globals(_numpy_state_types()):
-        states = torch.load(path, weights_only=True)
+        states = read_torch(path)
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     torch.random.set_rng_state(states["cpu"])

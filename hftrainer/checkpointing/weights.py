@@ -2,32 +2,81 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import os
+from collections.abc import Sequence
 from typing import Any
 
-import safetensors
-import safetensors.torch
 import torch
+from huggingface_hub import save_torch_state_dict
 
 from hftrainer import peers
 from hftrainer.checkpointing import names
+from hftrainer.checkpointing.reading import read_weights
 from hftrainer.errors import CheckpointNotFound
 
 logger = logging.getLogger(__name__)
 
 
-def save_weights(model: torch.nn.Module, folder: str, state_dict: dict[str, Any] | None = None) -> None:
-    """Write `model` to `folder`: by its own `save_pretrained` if it is a library's model, else its state dict."""
+#: The largest file of a plain module's weights; `save_pretrained` of libraries has a limit of its own.
+MAX_SHARD_SIZE = "5GB"
+
+
+def save_weights(
+    model: torch.nn.Module, folder: str, state_dict: dict[str, Any] | None = None, *, safe: bool = True
+) -> None:
+    """Write `model` to `folder`: by its own `save_pretrained` if it is a library's model, else its state dict.
+
+    Args:
+        model: whose weights are written; tied ones once.
+        folder: an existing folder.
+        state_dict: the weights to write instead of the model's present ones.
+        safe: as safetensors; otherwise as `torch.save` does, in the files of v4.
+    """
     if peers.is_pretrained(model) or peers.is_peft(model):
-        model.save_pretrained(folder, state_dict=state_dict)  # type: ignore[operator]
+        _save_pretrained(model, folder, state_dict, safe)
         return
-    path = os.path.join(folder, names.SAFE_WEIGHTS_NAME)
-    if state_dict is None:
-        safetensors.torch.save_model(model, path, metadata={"format": "pt"})  # writes tied weights once
+    weights = dict(model.state_dict() if state_dict is None else state_dict)
+    if safe:
+        save_torch_state_dict(weights, folder, max_shard_size=MAX_SHARD_SIZE)
     else:
-        safetensors.torch.save_file(state_dict, path, metadata={"format": "pt"})
+        torch.save(weights, os.path.join(folder, names.WEIGHTS_NAME))
+
+
+def _save_pretrained(model: Any, folder: str, state_dict: dict[str, Any] | None, safe: bool) -> None:
+    if safe:
+        model.save_pretrained(folder, state_dict=state_dict)
+    elif "safe_serialization" in inspect.signature(model.save_pretrained).parameters:
+        model.save_pretrained(folder, state_dict=state_dict, safe_serialization=False)
+    else:  # transformers v5 writes safetensors only
+        model.save_pretrained(folder, state_dict=state_dict)
+        _rewrite_as_bin(model, folder)
+
+
+def _rewrite_as_bin(model: torch.nn.Module, folder: str) -> None:
+    """Turn the safetensors in `folder` into .bin files, file after file, with tied weights under all their names."""
+    same: dict[int, list[str]] = {}
+    tensors = model.state_dict(keep_vars=True)
+    for name, tensor in tensors.items():
+        same.setdefault(id(tensor), []).append(name)
+    weight_map: dict[str, str] = {}
+    safe_files = _weights_files(folder, [names.SAFE_WEIGHTS_NAME], [names.SAFE_WEIGHTS_INDEX_NAME])
+    for path in safe_files or [os.path.join(folder, names.ADAPTER_SAFE_WEIGHTS_NAME)]:
+        written = {name: tensor.clone() for name, tensor in read_weights(path).items()}
+        for name in [name for name in written if name in tensors]:
+            written.update(dict.fromkeys(same[id(tensors[name])], written[name]))
+        stem = os.path.basename(path).removesuffix(".safetensors")
+        file = (stem if stem.startswith("adapter") else f"pytorch_{stem}") + ".bin"
+        torch.save(written, os.path.join(folder, file))
+        weight_map.update(dict.fromkeys(written, file))
+        os.remove(path)
+    if (index := _first_file(folder, names.SAFE_WEIGHTS_INDEX_NAME)) is not None:
+        metadata = _read_index(index)["metadata"]
+        with open(os.path.join(folder, names.WEIGHTS_INDEX_NAME), "w", encoding="utf-8") as opened:
+            json.dump({"metadata": metadata, "weight_map": weight_map}, opened, indent=2, sort_keys=True)
+        os.remove(index)
 
 
 def has_weights(folder: str) -> bool:
@@ -57,14 +106,22 @@ def _first_file(folder: str, *candidates: str) -> str | None:
     return next((path for path in paths if os.path.isfile(path)), None)
 
 
-def _weights_files(folder: str) -> list[str]:
-    """The file with the weights, or the shards that an index lists."""
-    if (whole := _first_file(folder, names.SAFE_WEIGHTS_NAME, names.WEIGHTS_NAME)) is not None:
+def _weights_files(
+    folder: str,
+    wholes: Sequence[str] = (names.SAFE_WEIGHTS_NAME, names.WEIGHTS_NAME),
+    indices: Sequence[str] = (names.SAFE_WEIGHTS_INDEX_NAME, names.WEIGHTS_INDEX_NAME),
+) -> list[str]:
+    """The file with the weights, or the shards that an index lists: of the first kind that is there."""
+    if (whole := _first_file(folder, *wholes)) is not None:
         return [whole]
-    if (index := _first_file(folder, names.SAFE_WEIGHTS_INDEX_NAME, names.WEIGHTS_INDEX_NAME)) is None:
+    if (index := _first_file(folder, *indices)) is None:
         return []
-    with open(index, encoding="utf-8") as file:
-        return [os.path.join(folder, shard) for shard in sorted(set(json.load(file)["weight_map"].values()))]
+    return [os.path.join(folder, shard) for shard in sorted(set(_read_index(index)["weight_map"].values()))]
+
+
+def _read_index(path: str) -> dict[str, Any]:
+    with open(path, encoding="utf-8") as file:
+        return json.load(file)
 
 
 def _adapter_folders(folder: str) -> dict[str | None, str]:
@@ -72,20 +129,19 @@ def _adapter_folders(folder: str) -> dict[str | None, str]:
     found: dict[str | None, str] = {}
     for name in (None, *sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())):
         path = folder if name is None else os.path.join(folder, name)
-        if _first_file(path, names.ADAPTER_SAFE_WEIGHTS_NAME, names.ADAPTER_WEIGHTS_NAME):
+        if _adapter_file(path):
             found[name] = path
     return found
 
 
+def _adapter_file(folder: str) -> str | None:
+    return _first_file(folder, names.ADAPTER_SAFE_WEIGHTS_NAME, names.ADAPTER_WEIGHTS_NAME)
+
+
 def _names_fit(model: torch.nn.Module, paths: list[str]) -> bool:
-    """Whether the files have no weight that the model lacks, by name; read from the headers alone."""
+    """Whether the files have no weight that the model lacks, by name."""
     expected = model.state_dict(keep_vars=True).keys()
-    for path in paths:
-        if path.endswith(".safetensors"):
-            with safetensors.safe_open(path, framework="pt") as file:
-                if not expected >= set(file.keys()):
-                    return False
-    return True
+    return all(expected >= read_weights(path).keys() for path in paths)
 
 
 def _load_converted(model: Any, folder: str) -> None:
@@ -108,12 +164,7 @@ def _load_files(model: torch.nn.Module, paths: list[str]) -> None:
     expected = model.state_dict(keep_vars=True)
     loaded: set[str] = set()
     for path in paths:
-        if path.endswith(".safetensors"):
-            state_dict = safetensors.torch.load_file(path, device="cpu")
-        else:
-            state_dict = torch.load(path, map_location="cpu", weights_only=True)
-        model.load_state_dict(state_dict, strict=False)
-        loaded.update(state_dict)
+        loaded |= _load_file(model, path)
     filled = {id(expected[name]) for name in loaded & expected.keys()}
     missing = [name for name, tensor in expected.items() if name not in loaded and id(tensor) not in filled]
     unexpected = sorted(loaded - expected.keys())
@@ -123,6 +174,13 @@ def _load_files(model: torch.nn.Module, paths: list[str]) -> None:
         logger.warning("The checkpoint has weights that the model lacks, left out: %s", unexpected)
 
 
+def _load_file(model: torch.nn.Module, path: str) -> set[str]:
+    """Load one file and let go of it; returns the names in it."""
+    weights = read_weights(path)
+    model.load_state_dict(weights, strict=False)
+    return set(weights)
+
+
 def _load_adapters(model: Any, adapters: dict[str | None, str]) -> None:
     if not peers.is_peft(model):
         raise CheckpointNotFound(
@@ -130,8 +188,8 @@ def _load_adapters(model: Any, adapters: dict[str | None, str]) -> None:
             "peft.get_peft_model before resuming."
         )
     active = model.active_adapters[0]
-    alone = len(adapters) == 1
     for name, path in adapters.items():
-        adapter = name if name is not None else (active if alone else "default")
-        model.load_adapter(path, adapter, is_trainable=adapter == active)
-    model.set_adapter(active)
+        adapter = name if name is not None else (active if len(adapters) == 1 else "default")
+        read_weights(str(_adapter_file(path)))  # which says more than PEFT does of a file that cannot be read
+        known = adapter in model.peft_config  # stays as trainable and as precise as it is; one that is new comes frozen
+        model.load_adapter(path, adapter, is_trainable=known, autocast_adapter_dtype=not known)

@@ -48,10 +48,11 @@ TRANSLATED = [
 ]
 INERT = {"overwrite_output_dir": True, "use_mps_device": True}
 #: Still work, under their own names: tests/api/test_evaluation.py, tests/parity/test_training_features.py,
-#: tests/conformance/test_loggers.py.
-KEPT_WORKING = {"logging_dir", "use_legacy_prediction_loop", "past_index", "include_tokens_per_second"}
+#: tests/parity/test_interchange.py, tests/conformance/test_loggers.py.
+KEPT_WORKING = set(
+    "logging_dir save_safetensors use_legacy_prediction_loop past_index include_tokens_per_second".split()
+)
 REFUSED = {
-    "save_safetensors": False,
     "jit_mode_eval": True,
     "ray_scope": "all",
     "tpu_num_cores": 8,

@@ -3,6 +3,9 @@
 import importlib
 import json
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -423,3 +426,19 @@ def test_accelerator_names(make_trainer):
     loss = model(plain_data()[0]["x"][None], torch.tensor([1]))["loss"]
     accelerator.backward(loss)
     assert model.layers[0].weight.grad is not None
+
+
+def test_the_seed_holds_in_a_fresh_process():
+    """Libraries that the engine imports draw random numbers; the first Trainer of a process is seeded all the same."""
+    code = """
+import random, tempfile
+from hftrainer import Trainer, TrainingArguments
+from tests.tiny import make_plain
+Trainer(make_plain(), TrainingArguments(tempfile.mkdtemp(), save_strategy="no", report_to="none", use_cpu=True))
+drawn = random.getstate()
+random.seed(42)
+assert drawn == random.getstate()
+"""
+    root = Path(__file__).parents[2]
+    env = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{root / 'adapters'}"}
+    subprocess.run([sys.executable, "-c", code], env=env, check=True)

@@ -48,6 +48,25 @@ DIFFERENCES = {
         "neither a resumed run nor load_best_model_at_end gets the weights; ours loads them by from_pretrained."
     ),
     "tied weights of a plain module": "transformers cannot save them; ours writes the shared tensor once.",
+    "weights of a plain module above 5 GB": (
+        "transformers writes one file, whatever its size; ours writes shards with an index, as save_pretrained does. "
+        "transformers resumes from either."
+    ),
+    "save_safetensors=False": (
+        "transformers has it until v4.57; ours writes the same .bin files, with transformers v5 too, from the "
+        "safetensors that its save_pretrained has written."
+    ),
+    "runs begun with transformers 4.57": (
+        "They go on exactly, if the losses are the same: v5 and ours leave the first label of a sequence out of the "
+        "number that a causal loss is divided by, and set use_cache=False, which rounds attention differently; v5 "
+        "leaves the loss of BERT and others undivided when it accumulates, which is their code in transformers."
+    ),
+    "pickled objects in a checkpoint": (
+        "Neither library reads them; ours names the file and the class, and how to allow it."
+    ),
+    "trainable flags of PEFT adapters": (
+        "transformers activates one adapter when it resumes, which freezes the others; ours leaves every flag as it is."
+    ),
     "create_optimizer_and_scheduler": (
         "train() of transformers 5.23 calls create_optimizer and create_scheduler and never this one, which all "
         "releases document as the method to override; ours calls it, and its default calls the two."
