@@ -3,7 +3,7 @@
     make bench-checkpoint
 
 A model of 537 MB of weights with AdamW, so that a checkpoint has 1.6 GB. The time from the end of the step that saves
-to the beginning of the next, less what passes there without a save. Each variant runs in a process of its own, in turns.
+to the beginning of the next, less what passes there without a save; each variant in a process of its own, in turns.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import math
 import os
 import shutil
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -25,6 +26,7 @@ from hftrainer.arguments import legacy
 from hftrainer.arguments.validation import problems
 from hftrainer.checkpointing import names, resume, staging
 from hftrainer.checkpointing.folders import keep_only, rotate_checkpoints, why_unusable
+from hftrainer.checkpointing.lightning_file import unpack
 from hftrainer.checkpointing.rng import load_rng_state, save_rng_state
 from hftrainer.checkpointing.weights import load_weights, save_weights
 from hftrainer.checkpointing.writer import CheckpointWriter
@@ -713,7 +715,8 @@ class Trainer:
         """Train.
 
         Args:
-            resume_from_checkpoint: a checkpoint folder to go on from; True for the last one in `output_dir`.
+            resume_from_checkpoint: a checkpoint folder to go on from; True for the last whole one in `output_dir`; or a
+                Lightning checkpoint of this Trainer, `x.ckpt`.
             trial: the hyperparameter trial, given to `model_init`.
             ignore_keys_for_eval: outputs of the model that evaluation leaves out.
 
@@ -728,6 +731,9 @@ class Trainer:
                 f"train() in {self.args.world_size} processes is not supported yet (evaluate() and predict() are): "
                 "train in one process."
             )
+        if str(resume_from_checkpoint).endswith(".ckpt"):
+            with tempfile.TemporaryDirectory() as unpacked:
+                return self.train(unpack(str(resume_from_checkpoint), unpacked), trial, ignore_keys_for_eval)
         self._memory_tracker.start()
         if self.args.should_save:
             staging.clear_stale(str(self.args.output_dir))
@@ -1430,6 +1436,20 @@ class Trainer:
             processing_class.save_pretrained(output_dir)
         torch.save(self.args, os.path.join(output_dir, names.TRAINING_ARGS_NAME))
 
+    def save_lightning_checkpoint(self, path: str) -> None:
+        """Write a checkpoint as Lightning does, in one file, during or after `train()`.
+
+        Args:
+            path: the file, ending in '.ckpt'; `train(resume_from_checkpoint=path)` goes on from it.
+
+        Raises:
+            InvalidArgument: for another ending, or before the first `train()`.
+        """
+        if not str(path).endswith(".ckpt"):
+            raise InvalidArgument(f"save_lightning_checkpoint({str(path)!r}): give a file that ends in .ckpt.")
+        if not self._engine.save_lightning_checkpoint(str(path)):
+            raise InvalidArgument("save_lightning_checkpoint() needs a run: call train() first, or it from a callback.")
+
     def save_state(self) -> None:
         """Write `trainer_state.json` to the output folder."""
         if self.is_world_process_zero():
@@ -1487,7 +1507,9 @@ class Trainer:
         state = dataclasses.replace(self.state) if self._checkpoint_writer.in_background else self.state
 
         def announce() -> None:
+            due = self.control.should_save  # the next one, if this one was written in the background
             self.control = self.callback_handler.call_event("on_save", self.args, state, self.control)
+            self.control.should_save |= due
 
         self.control.should_save = False
         self._checkpoint_writer.when_done(announce)

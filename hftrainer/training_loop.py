@@ -5,6 +5,7 @@ The order of events, log lines and random draws is that of `transformers.Trainer
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import signal
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hftrainer.arguments import legacy
+from hftrainer.checkpointing.rng import rng_state
 from hftrainer.data.loaders import skip_first
 from hftrainer.data.windows import MicroBatchFeed
 from hftrainer.errors import CheckpointNotWritten
@@ -23,6 +25,7 @@ from hftrainer.out_of_memory import is_out_of_memory
 from hftrainer.overrides import with_accepted
 from hftrainer.schedule import TrainingSchedule
 from hftrainer.step_details import StepDetails, asked_for
+from hftrainer.trainer_callback import export_states
 
 if TYPE_CHECKING:
     from hftrainer.trainer import Trainer
@@ -73,6 +76,7 @@ class TrainingLoop:
         self._counts_tokens = counted or legacy.value(trainer.args, "include_tokens_per_second")
         self._infinite: torch.Tensor | None = None
         self._stepping = False  # the optimizer may have changed the weights, and the step is not counted yet
+        self._stepped = False  # it has, and the step is not counted yet
         self.interruption = trainer._interruption
         self._warned = False
         self._loss_readable_at_once = self.tr_loss.device.type == "cpu"
@@ -236,6 +240,7 @@ class TrainingLoop:
         """
         trainer = self.trainer
         trainer.accelerator.optimizer_step_was_skipped = skipped
+        self._stepped = True
         self._announce("on_optimizer_step")
         if schedule_replaced:
             self.learning_rate = float(trainer.get_learning_rates()[0])
@@ -250,16 +255,19 @@ class TrainingLoop:
 
     def end_step(self, model: torch.nn.Module) -> None:
         """Count the step, announce it, then log, evaluate and save what is due; stop if a signal asks for it."""
-        window, state = self.feed.window, self.trainer.state
-        assert window is not None
+        state = self.trainer.state
         model.zero_grad()
         state.global_step += 1
-        state.epoch = self.epoch + (window.sample + 1) / self.schedule.steps_in_epoch
-        self._stepping = False
+        state.epoch = self._epoch_after_step()
+        self._stepping = self._stepped = False
         self._announce("on_step_end", **self.details.take())
         self._log_save_evaluate()
         self.trainer._checkpoint_writer.poll()
         self._stop_if_signalled()
+
+    def _epoch_after_step(self) -> float:
+        assert self.feed.window is not None
+        return self.epoch + (self.feed.window.sample + 1) / self.schedule.steps_in_epoch
 
     def _stop_if_signalled(self) -> None:
         """Save and stop, if a signal has come."""
@@ -272,6 +280,22 @@ class TrainingLoop:
             self.interruption.received = None
         else:
             self.interruption.leave()
+
+    def own_state(self) -> dict[str, Any]:
+        """What the Trainer needs besides what Lightning keeps, for a Lightning checkpoint."""
+        trainer = self.trainer
+        trainer.store_flos()
+        trainer.state.stateful_callbacks = export_states(trainer._stateful_callbacks())
+        state = dataclasses.asdict(trainer.state)
+        if self._stepped:  # Lightning's callbacks end the batch before the step is counted here
+            state |= {"global_step": trainer.state.global_step + 1, "epoch": self._epoch_after_step()}
+        scaler = trainer.accelerator.scaler
+        return {
+            "trainer_state": state,
+            "scheduler": trainer.lr_scheduler.state_dict(),
+            "scaler": None if scaler is None else scaler.state_dict(),
+            "rng": rng_state(),
+        }
 
     def failed(self, error: Exception) -> None:
         """Save what has been done before an error ends the run, if the weights are those after a whole step."""

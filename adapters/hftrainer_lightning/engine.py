@@ -197,6 +197,13 @@ class LightningEngine:
         assert self.trainer is not None and self.module is not None
         return of_callbacks.save(self.trainer, self.module, self._taking_part)
 
+    def save_lightning_checkpoint(self, path: str) -> bool:
+        """Write a Lightning checkpoint of the run in progress or of the last one; False when there is none."""
+        if self.trainer is None or self.module is None or not self.module.was_fitted:
+            return False
+        self.trainer.save_checkpoint(path)
+        return True
+
     @property
     def _taking_part(self) -> list[Callback]:
         """The callbacks but for those whose work is done before training begins."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ def _can_be_logged(name: str, value: Any) -> bool:
 #: Attributes that change with every hook and are no parameters, buffers or modules.
 _PLAIN = frozenset({"_current_fx_name", "_last_loss", "_last_batch"})
 #: Attributes that belong to the run, not to the model: copies of the module, which callbacks make, are without them.
-_OF_THE_RUN = ("_host", "_optimizer", "_scheduler", "_resumed_from", "_last_loss", "_last_batch")
+_OF_THE_RUN = ("_host", "_own_state", "_optimizer", "_scheduler", "_resumed_from", "_last_loss", "_last_batch")
 
 
 class HostedModule(LightningModule):
@@ -47,6 +47,7 @@ class HostedModule(LightningModule):
         self._optimizer: torch.optim.Optimizer | None = None
         self._scheduler: Any = None
         self._resumed_from: Mapping[str, Any] | None = None
+        self._own_state: Callable[[], dict[str, Any]] | None = None
         self._last_loss: torch.Tensor | None = None
         self._last_batch: Any = None
 
@@ -68,6 +69,7 @@ class HostedModule(LightningModule):
     ) -> None:
         """Connect the training run that `fit` will drive, and what its callbacks go on from."""
         self._host = host
+        self._own_state = host.own_state
         self._resumed_from = resumed_from
         self._optimizer = optimizer
         self._scheduler = scheduler
@@ -81,6 +83,11 @@ class HostedModule(LightningModule):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), **dict.fromkeys(_OF_THE_RUN), "evaluating": (None, None)}
+
+    @property
+    def was_fitted(self) -> bool:
+        """Whether a training run is or was attached."""
+        return self._own_state is not None
 
     @property
     def backbone(self) -> torch.nn.Module:
@@ -182,6 +189,11 @@ class HostedModule(LightningModule):
             self._optimizer._opt_called = True  # type: ignore[union-attr] # or torch's schedulers miss a step()
 
     # ---- Training ----------------------------------------------------------------------------------------------
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add to a Lightning checkpoint what the Trainer needs to go on from it."""
+        if self._own_state is not None:
+            checkpoint["hftrainer"] = self._own_state()
 
     def on_train_start(self) -> None:
         """Begin the run; resumed within an epoch, Lightning does not announce that epoch, so it is done here."""

@@ -15,8 +15,8 @@ from hftrainer.checkpointing.reading import read_torch
 logger = logging.getLogger(__name__)
 
 
-def save_rng_state(path: str) -> None:
-    """Write the random states of this process to `path`, in the form that `transformers.Trainer` reads."""
+def rng_state() -> dict[str, Any]:
+    """The random states of this process, in the form that `transformers.Trainer` reads."""
     states: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
@@ -24,7 +24,12 @@ def save_rng_state(path: str) -> None:
     }
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.random.get_rng_state()
-    torch.save(states, path)
+    return states
+
+
+def save_rng_state(path: str) -> None:
+    """Write the random states of this process to `path`."""
+    torch.save(rng_state(), path)
 
 
 def load_rng_state(path: str) -> None:
@@ -32,7 +37,7 @@ def load_rng_state(path: str) -> None:
     if not os.path.isfile(path):
         logger.warning("There is no %s: training resumes, but not with the random numbers of the first run.", path)
         return
-    with torch.serialization.safe_globals(_numpy_state_types()):
+    with torch.serialization.safe_globals(numpy_state_types()):
         states = read_torch(path)
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
@@ -41,7 +46,7 @@ def load_rng_state(path: str) -> None:
         torch.cuda.random.set_rng_state(states["cuda"])
 
 
-def _numpy_state_types() -> list[Any]:
+def numpy_state_types() -> list[Any]:
     """What a pickled NumPy random state is made of, and nothing else."""
     core = np._core if hasattr(np, "_core") else np.core  # renamed in NumPy 2.0
     return [core.multiarray._reconstruct, np.ndarray, np.dtype, type(np.dtype(np.uint32))]

@@ -1,0 +1,56 @@
+"""Going on from a Lightning checkpoint (`x.ckpt`) of a run of ours: one file, turned into a checkpoint folder."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+import torch
+
+from hftrainer.checkpointing import names
+from hftrainer.checkpointing.reading import read_torch
+from hftrainer.checkpointing.rng import numpy_state_types
+from hftrainer.errors import CheckpointNotFound
+
+#: Under which key the Trainer's own part is in the file.
+OWN_PART = "hftrainer"
+#: What Lightning writes for itself; anything else in the file comes from callbacks.
+_OF_LIGHTNING = {
+    *("epoch", "global_step", "pytorch-lightning_version", "state_dict", "loops", "optimizer_states", "lr_schedulers"),
+    *("hparams_name", "hyper_parameters", "hparams_type"),
+}
+
+
+def unpack(path: str, folder: str) -> str:
+    """Write what is in a Lightning checkpoint to `folder`, as a checkpoint of the Trainer; returns `folder`.
+
+    Raises:
+        CheckpointNotFound: when there is no such file, or when it is of another LightningModule than ours.
+        UnsafeCheckpoint, DamagedCheckpoint: when it cannot be read.
+    """
+    if not os.path.isfile(path):
+        raise CheckpointNotFound(f"resume_from_checkpoint={path!r}: there is no such file.")
+    with torch.serialization.safe_globals(numpy_state_types()):
+        saved = read_torch(path)
+    if not isinstance(saved, dict) or OWN_PART not in saved or "state_dict" not in saved:
+        raise CheckpointNotFound(
+            f"resume_from_checkpoint={path!r}: it is no Lightning checkpoint of this Trainer. Load its weights into "
+            "the model yourself, and train without resuming."
+        )
+    own = saved[OWN_PART]
+
+    def write(name: str, value: Any) -> None:
+        torch.save(value, os.path.join(folder, name))
+
+    write(names.WEIGHTS_NAME, {name.removeprefix("model."): tensor for name, tensor in saved["state_dict"].items()})
+    write(names.OPTIMIZER_NAME, saved["optimizer_states"][0])
+    write(names.SCHEDULER_NAME, own["scheduler"])
+    write(names.rng_name(0, 1), own["rng"])
+    if own["scaler"] is not None:
+        write(names.SCALER_NAME, own["scaler"])
+    if kept := {name: value for name, value in saved.items() if name not in _OF_LIGHTNING | {OWN_PART}}:
+        write(names.LIGHTNING_CALLBACKS_NAME, kept)
+    with open(os.path.join(folder, names.TRAINER_STATE_NAME), "w", encoding="utf-8") as file:
+        json.dump(own["trainer_state"], file)
+    return folder
