@@ -6,6 +6,9 @@ Parity tests read it; `COMPATIBILITY.md` says the same to users.
 #: Keys of log lines that are measured times: equal in name, never in value.
 MEASURED = ("_runtime", "_per_second", "_model_preparation_time")
 
+#: Files that checkpoints of ours hold besides those of transformers, which passes over them.
+OURS_ALONE = {"progress.pt"}
+
 #: What must differ → why.
 DIFFERENCES = {
     "README.md of a PEFT adapter": (

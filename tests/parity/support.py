@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tests.parity.differences import MEASURED
+from tests.parity.differences import MEASURED, OURS_ALONE
 from tests.tiny import MODELS
 
 LIBRARIES = ("transformers", "hftrainer")
@@ -114,7 +114,7 @@ def record(trainer: Any, recorder: Any, folder: Path, **extra: Any) -> Record:
     return Record(
         logs=comparable(trainer.state.log_history),
         events=recorder.events,
-        files={path.name: sorted(os.listdir(path)) for path in folders},
+        files={path.name: sorted(set(os.listdir(path)) - OURS_ALONE) for path in folders},
         state_keys=sorted(json.loads(states[-1].read_text())) if states else [],
         weights={name: tensor.clone() for name, tensor in trainer.model.state_dict().items()},
         extra=extra,
