@@ -398,6 +398,9 @@ class Trainer:
         loader = self._get_dataloader(dataset, "evaluation", self.args.eval_batch_size, self._get_eval_sampler)
         if self.args.dataloader_persistent_workers and key is not ...:
             self._eval_dataloaders[key] = loader  # or each evaluation would start workers that stay
+            progress = None if self._loop is None else self._loop.progress
+            if progress is not None and key in progress.evaluation_workers and isinstance(loader, PreparedDataLoader):
+                loader.spare_seed()
         return loader
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:

@@ -320,6 +320,7 @@ class TrainingLoop:
             metrics=trainer._logged_metrics.state_dict(),
             grad_norm=self.grad_norm.cpu() if isinstance(self.grad_norm, torch.Tensor) else self.grad_norm,
             learning_rate=self.learning_rate,
+            evaluation_workers=list(trainer._eval_dataloaders),
             data=self.reader.state_dict() if begun else None,
         )
 

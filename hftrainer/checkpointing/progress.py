@@ -52,6 +52,7 @@ class RunProgress:
         metrics: sums of other numbers for the next log line.
         grad_norm: of the last step.
         learning_rate: of the last step.
+        evaluation_workers: evaluation sets whose loading processes have drawn their seed.
         data: what `EpochReader.state_dict` returned; None before the first micro-batch.
     """
 
@@ -64,6 +65,7 @@ class RunProgress:
     metrics: dict[str, Any]
     grad_norm: Any
     learning_rate: float | None
+    evaluation_workers: list[str | None]
     data: dict[str, Any] | None
 
     def place(self, micro_batches: int) -> tuple[int, int] | None:
@@ -74,7 +76,7 @@ class RunProgress:
         """
         if self.epoch is None or self.data is None:
             return None
-        if self.epoch_ended or self.position >= micro_batches:
+        if self.epoch_ended or self.data["exhausted"] or self.position >= micro_batches:
             return self.epoch + 1, 0
         return self.epoch, self.position
 

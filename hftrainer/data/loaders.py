@@ -213,6 +213,10 @@ class PreparedDataLoader(DataLoader):
         if saved is not None and used:
             self._continued = saved["before"], restore_random
 
+    def spare_seed(self) -> None:
+        """Start the next loading processes without drawing from torch's generator: the run before has done so."""
+        self._worker_seed = torch.Generator().get_state()
+
     def record_batches(self) -> list[list[int]] | None:
         """A list that the next iteration fills with the indices of the samples in each batch; None for a stream."""
         if not isinstance(self.batch_sampler, SkippingBatchSampler):
@@ -277,17 +281,16 @@ class PreparedDataLoader(DataLoader):
         """Begin to read; with a log, new loading processes tell their random states."""
         states, seed = self._worker_states, self._worker_seed
         self._worker_states, self._worker_seed = {}, None
-        kept = self.persistent_workers and self._iterator is not None
-        if self.log is None or not self.num_workers or kept:
+        if not self.num_workers or (self.persistent_workers and self._iterator is not None):
             return super().__iter__()
         given = self.collate_fn, self.worker_init_fn, self.generator
-        collator = TracedCollator(self.collate_fn)
-        self.collate_fn = collator
-        self.worker_init_fn = RestoredWorker(self.worker_init_fn, collator, states)
         if seed is not None:
             self.generator = torch.Generator()
             self.generator.set_state(seed)
-        self.log.begin_workers(self.generator, now=seed is None)
+        if self.log is not None:
+            self.collate_fn = collator = TracedCollator(self.collate_fn)
+            self.worker_init_fn = RestoredWorker(self.worker_init_fn, collator, states)
+            self.log.begin_workers(self.generator, now=seed is None)
         try:
             return super().__iter__()
         finally:

@@ -191,10 +191,10 @@ class EpochReader:
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint must hold, in tensors and plain values."""
         self._sources.look()
-        state = {"opened": self._opened, "held": self._sources.held(), "loader": None}
+        state = {"opened": self._opened, "held": self._sources.held(), "loader": None, "exhausted": False}
         if isinstance(self.loader, PreparedDataLoader):
             assert self.loader.log is not None
-            return state | self.loader.log.state_dict()
+            return state | {"exhausted": self.loader.at_end} | self.loader.log.state_dict()
         return state | {"loader": self.loader.state_dict() if is_stateful(self.loader) else None}
 
 

@@ -177,7 +177,7 @@ def test_stream_is_passed_over(tmp_path, accumulation):
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_stream_with_a_state_is_not_read_again(tmp_path, accumulation):
     more = {"max_steps": 7, "gradient_accumulation_steps": accumulation}
-    trainers = resumed_from_each(tmp_path, make_data=StatefulStream, **more)
+    trainers = resumed_from_each(tmp_path, make_data=lambda: StatefulStream(26), **more)
     assert trainers[0].train_dataset.read[0] == 4 * accumulation
     assert trainers[-1].train_dataset.read == []  # its run was complete
 
