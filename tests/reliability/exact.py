@@ -1,5 +1,6 @@
 """Runs a training whole, then again from each of its checkpoints, and compares the ends."""
 
+import gc
 import logging
 import random
 from pathlib import Path
@@ -101,20 +102,24 @@ def lines(trainer: Any) -> list[dict]:
 
 
 def resumed_from_each(tmp_path: Path, steps: Any = None, **settings: Any) -> list[Any]:
-    """Train, then resume from each checkpoint; asserts that all end alike. Returns the resumed trainers."""
+    """Train, then resume from each checkpoint; asserts that all end alike. Returns the datasets read."""
     logging.getLogger("hftrainer").setLevel(logging.ERROR)
     whole = build(tmp_path, **settings)
     whole.train()
-    end = whole.model.state_dict()
+    end, log, state = whole.model.state_dict(), lines(whole), whole.state
+    del whole
+    gc.collect()
     resumed = []
-    for step in steps or range(1, whole.state.global_step + 1):
+    for step in steps or range(1, state.global_step + 1):
         trainer = build(tmp_path / "resumed", **{**settings, "save_steps": 1000})
         trainer.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
         where = f"resumed from step {step}"
-        assert trainer.state.global_step == whole.state.global_step, where
-        assert lines(trainer) == lines(whole), where
+        assert trainer.state.global_step == state.global_step, where
+        assert lines(trainer) == log, where
         assert_same_weights(trainer.model.state_dict(), end)
         for name in ("total_flos", "best_metric", "num_input_tokens_seen", "epoch"):
-            assert getattr(trainer.state, name) == getattr(whole.state, name), where
-        resumed.append(trainer)
+            assert getattr(trainer.state, name) == getattr(state, name), where
+        resumed.append(trainer.train_dataset)
+        del trainer  # loading processes that stay end with it; many at once end slowly
+        gc.collect()
     return resumed
