@@ -1,6 +1,5 @@
 """Runs a training whole, then again from each of its checkpoints, and compares the ends."""
 
-import gc
 import logging
 import random
 from pathlib import Path
@@ -101,14 +100,20 @@ def lines(trainer: Any) -> list[dict]:
     return [*logs, {name: value for name, value in last.items() if name != "train_loss"}]
 
 
+def end_workers(trainer: Any) -> None:
+    """End loading processes that stay now: the garbage collector ends them slowly, in the middle of another test."""
+    for loader in (trainer.callback_handler.train_dataloader, *trainer._eval_dataloaders.values()):
+        if getattr(loader, "persistent_workers", False) and loader._iterator is not None:
+            loader._iterator._shutdown_workers()
+
+
 def resumed_from_each(tmp_path: Path, steps: Any = None, **settings: Any) -> list[Any]:
     """Train, then resume from each checkpoint; asserts that all end alike. Returns the datasets read."""
     logging.getLogger("hftrainer").setLevel(logging.ERROR)
     whole = build(tmp_path, **settings)
     whole.train()
     end, log, state = whole.model.state_dict(), lines(whole), whole.state
-    del whole
-    gc.collect()
+    end_workers(whole)
     resumed = []
     for step in steps or range(1, state.global_step + 1):
         trainer = build(tmp_path / "resumed", **{**settings, "save_steps": 1000})
@@ -120,6 +125,5 @@ def resumed_from_each(tmp_path: Path, steps: Any = None, **settings: Any) -> lis
         for name in ("total_flos", "best_metric", "num_input_tokens_seen", "epoch"):
             assert getattr(trainer.state, name) == getattr(state, name), where
         resumed.append(trainer.train_dataset)
-        del trainer  # loading processes that stay end with it; many at once end slowly
-        gc.collect()
+        end_workers(trainer)
     return resumed
