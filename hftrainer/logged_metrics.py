@@ -38,6 +38,15 @@ class LoggedMetrics:
         self._sums[name] = value.clone() if before is None else before + value.to(before.device)
         self._counts[name] = self._counts.get(name, 0) + count
 
+    def state_dict(self) -> dict[str, tuple[torch.Tensor, int]]:
+        """Sum and count of each, on the CPU."""
+        return {name: (value.cpu(), self._counts[name]) for name, value in self._sums.items()}
+
+    def load_state_dict(self, state: Mapping[str, tuple[torch.Tensor, int]], device: torch.device) -> None:
+        """Go on with what `state_dict` returned."""
+        self._sums = {name: value.to(device) for name, (value, _) in state.items()}
+        self._counts = {name: count for name, (_, count) in state.items()}
+
     def read(self, loss: torch.Tensor, steps: int) -> tuple[float, dict[str, float]]:
         """The loss, the means and the last values as numbers, in one transfer from the device; then begin anew.
 

@@ -53,6 +53,18 @@ def is_dataset(dataset: Any) -> bool:
     return _is_instance(dataset, "datasets", "Dataset")
 
 
+def loses_shuffle_buffer(dataset: Any) -> bool:
+    """Whether `dataset` is a stream of the datasets library whose state leaves out the samples in a shuffle buffer."""
+    return _is_instance(dataset, "datasets", "IterableDataset") and _is_buffered(dataset._ex_iterable)
+
+
+def _is_buffered(stream: Any) -> bool:
+    sources = [getattr(stream, "ex_iterable", None), *getattr(stream, "ex_iterables", [])]
+    return type(stream).__name__ == "BufferShuffledExamplesIterable" or any(
+        _is_buffered(source) for source in sources if source is not None
+    )
+
+
 def pads(processing_class: Any) -> bool:
     """Whether `processing_class` pads batches: a tokenizer, or a feature extractor for sequences."""
     return _is_instance(processing_class, "transformers", "PreTrainedTokenizerBase", "SequenceFeatureExtractor")

@@ -27,6 +27,7 @@ from hftrainer.arguments.validation import problems
 from hftrainer.checkpointing import names, resume, staging
 from hftrainer.checkpointing.folders import keep_only, rotate_checkpoints, why_unusable
 from hftrainer.checkpointing.lightning_file import unpack
+from hftrainer.checkpointing.progress import RunProgress, load_progress, position_settings, save_progress
 from hftrainer.checkpointing.rng import load_rng_state, save_rng_state
 from hftrainer.checkpointing.weights import load_weights, save_weights
 from hftrainer.checkpointing.writer import CheckpointWriter
@@ -310,6 +311,7 @@ class Trainer:
         self._preparation_measured = False
         self._logged_metrics = LoggedMetrics()
         self._past = None
+        self._loop: TrainingLoop | None = None
         self._checkpoints_written: list[str] = []
         self._past_index = legacy.value(self.args, "past_index")
         self._flos_per_token: tuple[Any, int] | None = None
@@ -443,6 +445,9 @@ class Trainer:
         loader = self._get_dataloader(dataset, "evaluation", self.args.eval_batch_size, self._get_eval_sampler)
         if self.args.dataloader_persistent_workers and key is not ...:
             self._eval_dataloaders[key] = loader  # or each evaluation would start workers that stay
+            progress = None if self._loop is None else self._loop.progress
+            if progress is not None and key in progress.evaluation_workers and isinstance(loader, PreparedDataLoader):
+                loader.spare_seed()
         return loader
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
@@ -759,7 +764,7 @@ class Trainer:
             with changed_for_training(self.model, self.args), self._interruption.listening():
                 return self._train_with_fitting_batches(folder, trial, ignore_keys_for_eval)
         finally:
-            self._past = None
+            self._past = self._loop = None
             self.is_in_train = False
             if watcher is not None:
                 watcher.remove()
@@ -820,7 +825,8 @@ class Trainer:
             self._find_batch_size()
         train_dataloader = self.get_train_dataloader()
         schedule = self.set_initial_training_values(self.args, train_dataloader)
-        first_epoch, position = self._init_training_state(schedule, resume_from_checkpoint, trial)
+        progress = self._load_progress(resume_from_checkpoint, schedule)
+        first_epoch, position = self._init_training_state(schedule, resume_from_checkpoint, trial, progress)
         self._prepare_optimizer(schedule.max_steps, resume_from_checkpoint)
         if resume_from_checkpoint is None:
             self._find_learning_rate(schedule.max_steps)
@@ -828,7 +834,7 @@ class Trainer:
         handler.model, handler.optimizer, handler.lr_scheduler = self.model, self.optimizer, self.lr_scheduler
         handler.train_dataloader = train_dataloader
         self._log_plan(schedule)
-        loop = TrainingLoop(
+        self._loop = loop = TrainingLoop(
             self,
             schedule,
             train_dataloader,
@@ -837,6 +843,7 @@ class Trainer:
             resume_folder=resume_from_checkpoint,
             first_epoch=first_epoch,
             position=position,
+            progress=progress,
         )
         if self.state.is_hyper_param_search:
             for tracker in self._trackers:
@@ -846,7 +853,9 @@ class Trainer:
         self._tokens_in_run = 0
         self._initial_num_input_tokens_seen = self.state.num_input_tokens_seen
         self._initial_global_step = self._globalstep_last_logged = self.state.global_step
-        if first_epoch < schedule.num_train_epochs:
+        loop.resume_log()
+        complete = resume_from_checkpoint is not None and self.state.global_step >= schedule.max_steps
+        if first_epoch < schedule.num_train_epochs and not complete:
             with loop.details.watching(self.model):
                 self._engine.fit(
                     loop,
@@ -884,7 +893,11 @@ class Trainer:
         )
 
     def _init_training_state(
-        self, schedule: TrainingSchedule, resume_from_checkpoint: str | None, trial: Any
+        self,
+        schedule: TrainingSchedule,
+        resume_from_checkpoint: str | None,
+        trial: Any,
+        progress: RunProgress | None = None,
     ) -> tuple[int, int]:
         """A fresh state, or the checkpoint's. Returns epochs done, and micro-batches done in the next."""
         self.state = TrainerState(stateful_callbacks=self._stateful_callbacks())
@@ -895,7 +908,8 @@ class Trainer:
         if resume_from_checkpoint is not None:
             self.state = resume.load_state(resume_from_checkpoint, self.args)
             self._load_callback_state()
-            first_epoch, position = place_of(
+            known = None if progress is None else progress.place(schedule.steps_in_epoch)
+            first_epoch, position = known or place_of(
                 self.state.global_step, schedule.steps_in_epoch, self._engine.accumulation_at
             )
             position = 0 if self.args.ignore_data_skip else position
@@ -906,6 +920,17 @@ class Trainer:
         self.state.is_local_process_zero = self.is_local_process_zero()
         self.state.is_world_process_zero = self.is_world_process_zero()
         return first_epoch, position
+
+    def _load_progress(self, folder: str | None, schedule: TrainingSchedule) -> RunProgress | None:
+        """What a checkpoint of ours tells besides the state; changed arguments are warned about."""
+        if folder is None:
+            return None
+        name = names.progress_name(self.args.process_index, self.args.world_size)
+        progress = load_progress(os.path.join(folder, name))
+        if progress is not None:
+            now = position_settings(self.args, schedule, self._train_batch_size)
+            progress.adapt(now, skips_data=not self.args.ignore_data_skip)
+        return progress
 
     def _prepare_optimizer(self, max_steps: int, resume_from_checkpoint: str | None) -> None:
         if self._created_lr_scheduler:  # its shape belongs to the previous call's number of steps
@@ -1485,6 +1510,7 @@ class Trainer:
             self._save_optimizer_and_scheduler(folder)
             self._save_scaler(folder)
             self._save_rng_state(folder)
+            self._save_progress(folder)
             if kept := self._engine.for_checkpoint()[1]:
                 self._checkpoint_writer.save(kept, os.path.join(folder, names.LIGHTNING_CALLBACKS_NAME))
         self.state.stateful_callbacks = export_states(self._stateful_callbacks())
@@ -1531,6 +1557,12 @@ class Trainer:
 
     def _save_rng_state(self, output_dir: str) -> None:
         save_rng_state(os.path.join(output_dir, names.rng_name(self.args.process_index, self.args.world_size)))
+
+    def _save_progress(self, output_dir: str) -> None:
+        """Write what `trainer_state.json` does not tell of how far training is."""
+        if self._loop is not None:
+            name = names.progress_name(self.args.process_index, self.args.world_size)
+            save_progress(self._loop.current_progress(), os.path.join(output_dir, name))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Load the weights of a checkpoint."""

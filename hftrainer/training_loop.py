@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hftrainer.arguments import legacy
+from hftrainer.checkpointing.progress import RunProgress, as_dict, position_settings
 from hftrainer.checkpointing.rng import rng_state
-from hftrainer.data.loaders import skip_first
+from hftrainer.data.reading import Continuation, EpochReader
 from hftrainer.data.windows import MicroBatchFeed
 from hftrainer.errors import CheckpointNotWritten
 from hftrainer.optimization import follows_metric, keep_pace
@@ -45,6 +46,7 @@ class TrainingLoop:
         resume_folder: the checkpoint that the run goes on from, if any.
         first_epoch: passes over the data that are done.
         position: micro-batches of the next pass that are done.
+        progress: what else the checkpoint tells of how far its run was; None in those of transformers.
     """
 
     def __init__(
@@ -58,15 +60,18 @@ class TrainingLoop:
         resume_folder: str | None = None,
         first_epoch: int = 0,
         position: int = 0,
+        progress: RunProgress | None = None,
     ) -> None:
         self.trainer = trainer
         self.schedule = schedule
-        self.train_dataloader = train_dataloader
+        self.reader = EpochReader(train_dataloader)
         self.trial = trial
         self.ignore_keys = ignore_keys
         self.resume_folder = resume_folder
         self.first_epoch = self.epoch = first_epoch
         self.position = position
+        self.progress = progress
+        self._epoch_ended = self._random_restored = False
         self.grad_norm: Any = None
         self.learning_rate: float | None = None
         self.start_time = time.time()
@@ -110,10 +115,27 @@ class TrainingLoop:
             with self.interruption.abandoning():
                 trainer._evaluate(self.trial, self.ignore_keys, skip_scheduler=True)
             self._stop_if_signalled()
+        if self.progress is not None and self._owes_epoch_end():
+            self._end_epoch_of_checkpoint(self.progress)
+
+    def _owes_epoch_end(self) -> bool:
+        """Whether the checkpoint was written after an epoch's last step, and before that epoch's end."""
+        progress, state = self.progress, self.trainer.state
+        if progress is None or progress.epoch_ended or progress.epoch is None:
+            return False
+        return progress.epoch < self.first_epoch or state.global_step >= self.schedule.max_steps
+
+    def _end_epoch_of_checkpoint(self, progress: RunProgress) -> None:
+        assert progress.epoch is not None
+        self.epoch, self.grad_norm, self.learning_rate = progress.epoch, progress.grad_norm, progress.learning_rate
+        self._restore_random()
+        self._random_restored = True
+        self._close_epoch()
 
     def begin_epoch(self, epoch: int) -> None:
         """Announce an epoch, before its data is opened."""
         self.epoch = epoch
+        self._epoch_ended = False
         self.grad_norm = self.learning_rate = None
         self.feed.window = None
         self.feed.accumulation = self.trainer._engine.accumulation_at(epoch)
@@ -122,30 +144,38 @@ class TrainingLoop:
         self._announce("on_epoch_begin")
 
     def _open_epoch(self) -> Iterator[Any]:
-        if self._resumes_here() and self.position == 0:
-            self.trainer._load_rng_state(self.resume_folder)
-        loader, skipped = self.train_dataloader, 0
-        if self._resumes_here() and self.position:
-            loader, skipped = skip_first(loader, self.position)
-        if callable(getattr(loader, "set_epoch", None)):
-            loader.set_epoch(self.epoch)
-        iterator = iter(loader)
-        for _ in range(skipped):
-            next(iterator, None)
-        return iterator
+        if not self._resumes_here():
+            return self.reader.open(self.epoch)
+        saved = None if self.progress is None else self.progress.data
+        return self.reader.open(self.epoch, Continuation(self.position, self._restore_random_once, saved))
 
     def _restore_rng_in_epoch(self) -> None:
-        if self._resumes_here() and self.position:
-            self.trainer._load_rng_state(self.resume_folder)
+        known = self.progress is not None and self.progress.data is not None
+        if self._resumes_here() and self.position and not known:
+            self._restore_random()
+
+    def _restore_random_once(self) -> None:
+        """Restore the random states, unless that was done for the end of the epoch before."""
+        if not self._random_restored:
+            self._restore_random()
+
+    def _restore_random(self) -> None:
+        self.trainer._load_rng_state(self.resume_folder)
+        if self.progress is not None and self.progress.data is not None:
+            self.reader.restore_held(self.progress.data)
 
     def _resumes_here(self) -> bool:
         return self.resume_folder is not None and self.epoch == self.first_epoch
 
     def end_epoch(self) -> None:
         """Announce the end of an epoch, then log, evaluate and save what is due."""
-        if self.feed.window is None:
+        if self.feed.window is None and not (self._resumes_here() and self.position):
             logger.warning("The training data gave not one batch in epoch %d: training stops.", self.epoch)
             self.trainer.control.should_training_stop = True
+        self._close_epoch()
+
+    def _close_epoch(self) -> None:
+        self._epoch_ended = True
         self._announce("on_epoch_end")
         self._log_save_evaluate()
         self._stop_if_signalled()
@@ -295,6 +325,7 @@ class TrainingLoop:
             "scheduler": trainer.lr_scheduler.state_dict(),
             "scaler": None if scaler is None else scaler.state_dict(),
             "rng": rng_state(),
+            "progress": as_dict(self.current_progress()),
         }
 
     def failed(self, error: Exception) -> None:
@@ -327,6 +358,35 @@ class TrainingLoop:
                 start_time=self.start_time,
                 learning_rate=self.learning_rate,
             )
+
+    # ---- Checkpoints -------------------------------------------------------------------------------------------
+
+    def resume_log(self) -> None:
+        """Go on summing for the next log line; the mean loss at the end is of this call's steps alone."""
+        trainer, progress = self.trainer, self.progress
+        if progress is not None:
+            self.tr_loss = progress.loss.to(self.tr_loss.device)
+            trainer._total_loss_scalar = -progress.loss.item()
+            trainer._globalstep_last_logged = progress.last_logged
+            trainer._logged_metrics.load_state_dict(progress.metrics, self.tr_loss.device)
+
+    def current_progress(self) -> RunProgress:
+        """What a checkpoint written now must hold, besides the trainer's state."""
+        trainer = self.trainer
+        begun = self.feed.window is not None
+        return RunProgress(
+            settings=position_settings(trainer.args, self.schedule, trainer._train_batch_size),
+            epoch=self.epoch if begun else None,
+            position=self.feed.window.sample + 1 if self.feed.window is not None else self.position,
+            epoch_ended=self._epoch_ended,
+            loss=self.tr_loss.cpu().clone(),
+            last_logged=trainer._globalstep_last_logged,
+            metrics=trainer._logged_metrics.state_dict(),
+            grad_norm=self.grad_norm.cpu() if isinstance(self.grad_norm, torch.Tensor) else self.grad_norm,
+            learning_rate=self.learning_rate,
+            evaluation_workers=list(trainer._eval_dataloaders),
+            data=self.reader.state_dict() if begun else None,
+        )
 
     # ---- A pass over the data beside the run -------------------------------------------------------------------
 

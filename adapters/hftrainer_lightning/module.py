@@ -197,9 +197,9 @@ class HostedModule(LightningModule):
 
     def on_train_start(self) -> None:
         """Begin the run; resumed within an epoch, Lightning does not announce that epoch, so it is done here."""
-        self.host.begin()
         if self._resumed_from is not None and not self._resumed_from.get("epoch_ended", True):
             callbacks.end_epoch_before(self.trainer, self)
+        self.host.begin()
         if self.trainer.fit_loop.restarted_mid_epoch:
             callbacks.begin_epoch_in_the_middle(self.trainer, self)
             self.host.begin_epoch(self.current_epoch)

@@ -47,6 +47,7 @@ def unpack(path: str, folder: str) -> str:
     write(names.OPTIMIZER_NAME, saved["optimizer_states"][0])
     write(names.SCHEDULER_NAME, own["scheduler"])
     write(names.rng_name(0, 1), own["rng"])
+    write(names.progress_name(0, 1), own["progress"])
     if own["scaler"] is not None:
         write(names.SCALER_NAME, own["scaler"])
     if kept := {name: value for name, value in saved.items() if name not in _OF_LIGHTNING | {OWN_PART}}:

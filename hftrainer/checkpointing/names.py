@@ -19,6 +19,11 @@ ADAPTER_SAFE_WEIGHTS_NAME = "adapter_model.safetensors"
 ADAPTER_WEIGHTS_NAME = "adapter_model.bin"
 
 
+def progress_name(process_index: int, world_size: int) -> str:
+    """The file, ours alone, with what `trainer_state.json` does not tell of how far one process is."""
+    return "progress.pt" if world_size <= 1 else f"progress_{process_index}.pt"
+
+
 def rng_name(process_index: int, world_size: int) -> str:
     """The file with the random states of one process."""
     return "rng_state.pth" if world_size <= 1 else f"rng_state_{process_index}.pth"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import logging
 import os
 import random
@@ -14,17 +16,54 @@ from hftrainer.checkpointing.reading import read_torch
 
 logger = logging.getLogger(__name__)
 
+#: Accelerators whose generators have a state; the first five under the names that `transformers.Trainer` uses.
+_ACCELERATORS = ("cuda", "npu", "hpu", "mlu", "musa", "xpu", "mps")
+#: Bytes of a Mersenne Twister: 624 words and its index.
+_TWISTER_SIZE = 625 * 4
+
+
+@functools.lru_cache(1)
+def _accelerators() -> dict[str, Any]:
+    modules = {name: getattr(torch, name, None) for name in _ACCELERATORS}
+    return {name: module for name, module in modules.items() if module is not None and module.is_available()}
+
+
+class _NumpyState:
+    """NumPy's global state; reading it takes 25 microseconds, so an unchanged one is not read again."""
+
+    def __init__(self) -> None:
+        self._bytes = b""
+        self._state: Any = None
+
+    def read(self) -> Any:
+        bits: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]
+        if not isinstance(bits, np.random.MT19937):
+            return np.random.get_state(legacy=False)
+        now = ctypes.string_at(bits.ctypes.state_address, _TWISTER_SIZE)
+        # A normal number kept for the next call is no part of these bytes: with one, they tell nothing.
+        if self._state is None or now != self._bytes or self._state[3]:
+            self._bytes, self._state = now, np.random.get_state()
+        return self._state
+
+
+_numpy_state = _NumpyState()
+
+
+def random_states() -> dict[str, Any]:
+    """The states of Python's, NumPy's and torch's generators on the host."""
+    return {"python": random.getstate(), "numpy": _numpy_state.read(), "cpu": torch.random.get_rng_state()}
+
+
+def restore_random_states(states: dict[str, Any]) -> None:
+    """Bring back what `random_states` returned."""
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.random.set_rng_state(states["cpu"])
+
 
 def rng_state() -> dict[str, Any]:
     """The random states of this process, in the form that `transformers.Trainer` reads."""
-    states: dict[str, Any] = {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "cpu": torch.random.get_rng_state(),
-    }
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.random.get_rng_state()
-    return states
+    return {**random_states(), **{name: module.get_rng_state() for name, module in _accelerators().items()}}
 
 
 def save_rng_state(path: str) -> None:
@@ -39,14 +78,16 @@ def load_rng_state(path: str) -> None:
         return
     with torch.serialization.safe_globals(numpy_state_types()):
         states = read_torch(path)
-    random.setstate(states["python"])
-    np.random.set_state(states["numpy"])
-    torch.random.set_rng_state(states["cpu"])
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.random.set_rng_state(states["cuda"])
+    restore_random_states(states)
+    for name, module in _accelerators().items():
+        if isinstance(states.get(name), list):  # one for each device, as distributed runs of transformers have them
+            module.set_rng_state_all(states[name])
+        elif name in states:
+            module.set_rng_state(states[name])
 
 
 def numpy_state_types() -> list[Any]:
     """What a pickled NumPy random state is made of, and nothing else."""
     core = np._core if hasattr(np, "_core") else np.core  # renamed in NumPy 2.0
-    return [core.multiarray._reconstruct, np.ndarray, np.dtype, type(np.dtype(np.uint32))]
+    dtypes = [type(np.dtype(number)) for number in (np.uint32, np.uint64)]
+    return [core.multiarray._reconstruct, np.ndarray, np.dtype, *dtypes]

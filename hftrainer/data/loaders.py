@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
 from hftrainer.data.sharding import ALL, ShardedBatchSampler, Share, shared_out
+from hftrainer.data.workers import RestoredWorker, TracedCollator
 from hftrainer.trainer_utils import has_length
+
+if TYPE_CHECKING:
+    from hftrainer.data.reading import ReadingLog
 
 
 class SeedableRandomSampler(RandomSampler):
@@ -20,6 +25,8 @@ class SeedableRandomSampler(RandomSampler):
         data_source: the dataset.
         seed: the permutation of epoch `e` comes from a generator seeded `seed + e`.
     """
+
+    seeds_itself = True  # its generator has no state worth keeping
 
     def __init__(self, data_source: Any, seed: int, **kwargs: Any) -> None:
         super().__init__(data_source, **kwargs)
@@ -52,14 +59,27 @@ class SkippingBatchSampler(BatchSampler):
         self.batch_sampler = batch_sampler
         self.skipped = skipped
         self.seen: list[list[int]] | None = None
+        self._batches: Iterator[Any] = iter(())
 
     def __iter__(self) -> Iterator[list[int]]:
+        self._batches = iter(self.batch_sampler)
+        return self._indices(self._batches)
+
+    def _indices(self, batches: Iterator[Any]) -> Iterator[list[int]]:
+        self.catch_up()  # not before the first batch is asked for: a loader draws its seed in between
+        for batch in batches:
+            if self.seen is not None:
+                self.seen.append(list(batch))
+            yield batch
+
+    def catch_up(self) -> None:
+        """Pass over the batches now, if they have not been."""
         skipped, self.skipped = self.skipped, 0
-        for index, batch in enumerate(self.batch_sampler):
-            if index >= skipped:
-                if self.seen is not None:
-                    self.seen.append(list(batch))
-                yield batch
+        for _ in range(skipped):
+            next(self._batches, None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_batches": None}  # for loading processes that are started anew; they do not iterate
 
     def __len__(self) -> int:
         return len(self.batch_sampler)
@@ -79,6 +99,7 @@ class PreparedDataLoader(DataLoader):
     Attributes:
         at_end: whether the batch given last is the last.
         filler: whether the batch given last only keeps step with the other processes.
+        log: told of what is read, in a loader that is trained on.
     """
 
     device: torch.device
@@ -90,6 +111,10 @@ class PreparedDataLoader(DataLoader):
     filler: bool
     shards: ShardedBatchSampler | None
     share: Share
+    log: ReadingLog | None = None
+    _continued: tuple[dict[str, Any] | None, Callable[[], None]] | None = None
+    _worker_states: Mapping[int, bytes] = MappingProxyType({})
+    _worker_seed: torch.Tensor | None = None
 
     @classmethod
     def from_loader(
@@ -167,6 +192,31 @@ class PreparedDataLoader(DataLoader):
         else:
             self.skip_batches = batches
 
+    def go_on(self, position: int, saved: dict[str, Any] | None, restore_random: Callable[[], None]) -> None:
+        """Let the next iteration go on within an epoch.
+
+        Args:
+            position: batches of the epoch that were used.
+            saved: what the log's `state_dict` returned then, if it is known.
+            restore_random: called when the first batch has been read, if it is known how it is read again.
+        """
+        read_again, used = 0, position
+        if saved is not None and self.num_workers:
+            assert self.log is not None
+            skipped, self._worker_states, self._worker_seed = self.log.go_on(position, saved)
+            read_again, position = position - skipped, skipped
+        elif saved is not None and saved["stream"] is not None:
+            self.dataset.load_state_dict(saved["stream"])  # type: ignore[attr-defined]
+            position = 0
+        self.skip_first(position)
+        self.skip_batches += read_again
+        if saved is not None and used:
+            self._continued = saved["before"], restore_random
+
+    def spare_seed(self) -> None:
+        """Start the next loading processes without drawing from torch's generator: the run before has done so."""
+        self._worker_seed = torch.Generator().get_state()
+
     def record_batches(self) -> list[list[int]] | None:
         """A list that the next iteration fills with the indices of the samples in each batch; None for a stream."""
         if not isinstance(self.batch_sampler, SkippingBatchSampler):
@@ -175,11 +225,10 @@ class PreparedDataLoader(DataLoader):
         return self.batch_sampler.seen
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        skipped, self.skip_batches = self.skip_batches, 0
         self.set_epoch(self.iteration)
         self.at_end = False
         share = self.share if isinstance(self.dataset, IterableDataset) else ALL
-        iterator = shared_out(super().__iter__(), share)
+        iterator = shared_out(self._read(share), share)
         nothing: Any = object()
         ahead = next(iterator, nothing)
         while ahead is not nothing:
@@ -188,13 +237,67 @@ class PreparedDataLoader(DataLoader):
             ahead = next(iterator, nothing)
             self.at_end = ahead is nothing
             self.filler = marked or (self.at_end and self.shards is not None and self.shards.ends_with_filler)
-            if skipped:
-                skipped -= 1
-            else:
-                yield batch
+            yield batch
         self.filler = False
         self.iteration += 1
 
+    def _read(self, share: Share) -> Iterator[Any]:
+        """The batches as the dataset gives them, from where this iteration is to begin."""
+        skipped, self.skip_batches = self.skip_batches * share.processes, 0
+        continued, self._continued = self._continued, None
+        iterator, log = self._open(), self.log
+        if isinstance(self.batch_sampler, SkippingBatchSampler):
+            self.batch_sampler.catch_up()
+        for _ in range(skipped):
+            passed_over = next(iterator, None)
+            if log is not None:
+                log.after_read(passed_over)
+        if log is None:
+            yield from iterator
+            return
+        if continued is not None:
+            first = self._read_again(iterator, log, *continued)
+            if first is _NOTHING:
+                return
+            yield first
+        log.before_read()
+        for batch in iterator:
+            yield log.after_read(batch)
+            log.before_read()
+
+    @staticmethod
+    def _read_again(
+        iterator: Iterator[Any], log: ReadingLog, before: dict[str, Any] | None, restore_random: Callable[[], None]
+    ) -> Any:
+        """The batch that had been read when the checkpoint was written, but not been used."""
+        if before is not None:
+            log.sources.restore(before)
+        log.before_read()
+        batch = next(iterator, _NOTHING)
+        restore_random()
+        return batch if batch is _NOTHING else log.after_read(batch)
+
+    def _open(self) -> Iterator[Any]:
+        """Begin to read; with a log, new loading processes tell their random states."""
+        states, seed = self._worker_states, self._worker_seed
+        self._worker_states, self._worker_seed = {}, None
+        if not self.num_workers or (self.persistent_workers and self._iterator is not None):
+            return super().__iter__()
+        given = self.collate_fn, self.worker_init_fn, self.generator
+        if seed is not None:
+            self.generator = torch.Generator()
+            self.generator.set_state(seed)
+        if self.log is not None:
+            self.collate_fn = collator = TracedCollator(self.collate_fn)
+            self.worker_init_fn = RestoredWorker(self.worker_init_fn, collator, states)
+            self.log.begin_workers(self.generator, now=seed is None)
+        try:
+            return super().__iter__()
+        finally:
+            self.collate_fn, self.worker_init_fn, self.generator = given
+
+
+_NOTHING: Any = object()
 
 _SETTINGS = """
     num_workers collate_fn pin_memory timeout worker_init_fn multiprocessing_context generator prefetch_factor

@@ -7,7 +7,7 @@ Parity tests read it; `COMPATIBILITY.md` says the same to users.
 MEASURED = ("_runtime", "_per_second", "_model_preparation_time")
 
 #: Files in a checkpoint that are ours alone.
-OWN_FILES = {"manifest.json", "lightning_callbacks.pt"}
+OWN_FILES = {"manifest.json", "lightning_callbacks.pt", "progress.pt"}
 
 #: What must differ → why.
 DIFFERENCES = {
@@ -103,6 +103,14 @@ DIFFERENCES = {
         "Log lines are those of v5: losses with all their digits instead of four places, the learning rate of the "
         "step instead of the next one's (before v4.57), and the newest defaults (fused AdamW since torch 2.8). The "
         "losses, metrics and weights are the same."
+    ),
+    "resuming from our own checkpoint": (
+        "transformers reads the first window before it restores the random states, sums the log line from the "
+        "checkpoint on, and leaves out the end of an epoch whose last step was saved; ours ends with the weights and "
+        "the log of the undisturbed run. Checkpoints hold one file more for this, progress.pt."
+    ),
+    "resuming a run that was complete": (
+        "transformers trains one more step when max_steps was reached within an epoch; ours trains none."
     ),
     "signals": "As with transformers, they are the script's; Lightning's own handlers are not installed.",
     "an empty evaluation set": "transformers returns metrics without a loss; ours says that there is no batch.",

@@ -1,0 +1,131 @@
+"""How far a run is, beyond what `trainer_state.json` tells: a file of our own that makes resuming exact."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hftrainer.checkpointing.reading import read_torch
+from hftrainer.checkpointing.rng import numpy_state_types
+from hftrainer.schedule import TrainingSchedule
+from hftrainer.training_args import TrainingArguments
+
+logger = logging.getLogger(__name__)
+
+#: Setting → what another value of it does to a resumed run.
+_POSITION = "the epoch goes on behind the same number of optimizer steps, which are other samples than were trained on"
+_ORDER = "the order of the samples is another one"
+_CHANGES = {
+    "per_device_train_batch_size": _POSITION,
+    "gradient_accumulation_steps": _POSITION,
+    "world_size": _POSITION,
+    "dataloader_drop_last": "the length of an epoch, and with it the epoch and place in it, may be another",
+    "samples in the data": f"{_ORDER}, and so are the epoch and the place in it",
+    "seed": f"{_ORDER}, unless data_seed is set",
+    "data_seed": _ORDER,
+    "train_sampling_strategy": _ORDER,
+    "dataloader_num_workers": "random numbers that the data draws are others",
+    "dataloader_persistent_workers": "random numbers that the data draws are others",
+    "max_steps": "the learning-rate schedule goes on with its new length",
+}
+#: Changes after which the data is still read where it was.
+_HARMLESS = frozenset({"max_steps"})
+#: Changes after which the same samples are still read in the same order.
+_SAME_SAMPLES = _HARMLESS | {"dataloader_num_workers", "dataloader_persistent_workers"}
+
+
+@dataclass
+class RunProgress:
+    """How far a run is.
+
+    Attributes:
+        settings: arguments that the place in the data depends on.
+        epoch: the epoch in hand, counted from 0; None before the first micro-batch.
+        position: micro-batches of it that are done.
+        epoch_ended: whether its end has been announced.
+        loss: sum of the losses since the last log line, shape `()`.
+        last_logged: optimizer step of the last log line.
+        metrics: sums of other numbers for the next log line.
+        grad_norm: of the last step.
+        learning_rate: of the last step.
+        evaluation_workers: evaluation sets whose loading processes have drawn their seed.
+        data: what `EpochReader.state_dict` returned; None before the first micro-batch.
+    """
+
+    settings: dict[str, Any]
+    epoch: int | None
+    position: int
+    epoch_ended: bool
+    loss: torch.Tensor
+    last_logged: int
+    metrics: dict[str, Any]
+    grad_norm: Any
+    learning_rate: float | None
+    evaluation_workers: list[str | None]
+    data: dict[str, Any] | None
+
+    def place(self, micro_batches: int) -> tuple[int, int] | None:
+        """Epochs, and micro-batches of the next one, that are done; None when they must be worked out from the steps.
+
+        Args:
+            micro_batches: in an epoch, at most: a stream may end before.
+        """
+        if self.epoch is None or self.data is None:
+            return None
+        if self.epoch_ended or self.data["exhausted"] or self.position >= micro_batches:
+            return self.epoch + 1, 0
+        return self.epoch, self.position
+
+    def adapt(self, now: dict[str, Any], *, skips_data: bool) -> None:
+        """Say what arguments that have changed mean, and forget the place in the data if they move it.
+
+        Args:
+            now: the settings of the resumed run.
+            skips_data: whether the data is read on in the middle of an epoch, rather than from its start.
+        """
+        changed = [name for name, value in now.items() if name in self.settings and self.settings[name] != value]
+        for name in changed:
+            logger.warning("Resuming with %s=%s, was %s: %s.", name, now[name], self.settings[name], _CHANGES[name])
+        if moved := [name for name in changed if name not in _SAME_SAMPLES]:
+            logger.warning("Until the end of this epoch samples may be repeated or left out: %s.", ", ".join(moved))
+        if not skips_data or set(changed) - _HARMLESS:
+            self.data = None
+
+
+def position_settings(args: TrainingArguments, schedule: TrainingSchedule, batch_size: int) -> dict[str, Any]:
+    """What the place in the data depends on; the names are those of `_CHANGES`."""
+    given = {name: getattr(args, name) for name in _CHANGES if hasattr(args, name)}
+    return given | {
+        "per_device_train_batch_size": batch_size,
+        "samples in the data": schedule.num_examples,
+        "max_steps": schedule.max_steps,
+        "train_sampling_strategy": str(args.train_sampling_strategy),
+    }
+
+
+def save_progress(progress: RunProgress, path: str) -> None:
+    """Write it to `path`."""
+    torch.save(as_dict(progress), path)
+
+
+def as_dict(progress: RunProgress) -> dict[str, Any]:
+    """What is written of it."""
+    return {field.name: getattr(progress, field.name) for field in dataclasses.fields(progress)}
+
+
+def load_progress(path: str) -> RunProgress | None:
+    """Read what `save_progress` wrote; None when there is no such file, as in checkpoints of transformers.
+
+    Raises:
+        UnsafeCheckpoint: when the state of the training data holds objects that only unpickling could read.
+        DamagedCheckpoint: when the file is cut off.
+    """
+    if not os.path.isfile(path):
+        return None
+    with torch.serialization.safe_globals(numpy_state_types()):
+        return RunProgress(**read_torch(path))
