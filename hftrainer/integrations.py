@@ -75,6 +75,10 @@ def chosen(report_to: str | Sequence[str] | None) -> list[str]:
         MissingPackage: for a tracker whose package is not installed.
     """
     given = [report_to] if isinstance(report_to, str) else list(report_to or [])
+    if wrong := [name for name in given if not isinstance(name, str)]:
+        raise InvalidArgument(f"report_to={wrong[0]!r}: give 'all', 'none', the name of a tracker, or a list of them.")
+    if len(given) > 1 and (alone := {"all", "none"} & set(given)):
+        raise InvalidArgument(f"report_to={given!r}: {min(alone)!r} stands alone, or leave it out.")
     if given == ["all"]:
         return [name for name, kind in INTEGRATIONS.items() if kind.in_all and _is_available(name)]
     names = [{"comet": "comet_ml"}.get(name, name) for name in given if name != "none"]
@@ -83,6 +87,24 @@ def chosen(report_to: str | Sequence[str] | None) -> list[str]:
     if _is_available("kubeflow"):  # its jobs are always reported on
         names.append("kubeflow")
     return [name for name in dict.fromkeys(names) if not _is_switched_off(name)]
+
+
+#: transformers' callbacks → the trackers that stand for them here.
+_STANDING_FOR = {
+    "CometCallback": "comet_ml",
+    "MLflowCallback": "mlflow",
+    "TensorBoardCallback": "tensorboard",
+    "WandbCallback": "wandb",
+}
+
+
+def pop_tracker(trackers: list[Any], callback: Any) -> Any:
+    """Take out the tracker that stands for a class of transformers' callbacks, and return it; None without one."""
+    name = _STANDING_FOR.get(getattr(callback, "__name__", ""))
+    found = next((tracker for tracker in trackers if name is not None and tracker.name == name), None)
+    if found is not None:
+        trackers.remove(found)
+    return found
 
 
 def _check(name: str) -> None:

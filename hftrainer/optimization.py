@@ -290,9 +290,10 @@ def keep_pace(scheduler: Any, optimizer: Optimizer) -> None:
             f"{type(scheduler).__name__} cannot go on with the {len(missing)} parameter groups that a callback has "
             "added to the optimizer: leave the scheduler to lr_scheduler_type."
         )
-    for group in missing:
-        scheduler.base_lrs.append(1.0)
-        scheduler.lr_lambdas.append(lambda _, group=group: group["lr"])
+    for _ in missing:
+        number = len(scheduler.base_lrs)
+        scheduler.base_lrs.append(1.0)  # load_state_dict makes new groups, so they are found by number
+        scheduler.lr_lambdas.append(lambda _, number=number: optimizer.param_groups[number]["lr"])
 
 
 SCHEDULES: dict[SchedulerType, Callable[..., LRScheduler]] = {

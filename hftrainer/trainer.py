@@ -409,7 +409,8 @@ class Trainer:
     def pop_callback(self, callback: Any) -> Any:
         """Remove a callback, by class or instance, and return it; None when there is none."""
         target = self._callbacks_like(callback)
-        return pop_from(target if target is self._lightning_callbacks else target.callbacks, callback)
+        popped = pop_from(target if target is self._lightning_callbacks else target.callbacks, callback)
+        return popped if popped is not None else integrations.pop_tracker(self._trackers, callback)
 
     def remove_callback(self, callback: Any) -> None:
         """Remove a callback, by class or instance."""
@@ -749,8 +750,12 @@ class Trainer:
             self.optimizer = self.lr_scheduler = None
         if peers.is_tokenizing(self.processing_class) and hasattr(self.model, "config"):
             model_inspection.align_special_tokens(self.model, self.processing_class)
-        evaluates = self.args.eval_strategy != "no"
-        if refused := self._engine.refusals(finds_batch_size=self.args.auto_find_batch_size, evaluates=evaluates):
+        if refused := self._engine.refusals(
+            finds_batch_size=self.args.auto_find_batch_size,
+            evaluates=self.args.eval_strategy != "no",
+            automatic_optimization=not is_overridden(self, "training_step", Trainer),
+            knows_epochs=has_length(self.train_dataset),
+        ):
             raise UnsupportedArgument("\n".join(refused))
         if folder is not None:
             self._load_from_checkpoint(folder)
@@ -938,6 +943,11 @@ class Trainer:
             self._created_lr_scheduler = False
         freezes = self._engine.freeze_before_training(self.model)
         self.create_optimizer_and_scheduler(num_training_steps=max_steps)
+        if freezes and not any(parameter.requires_grad for parameter in self.model.parameters()):
+            raise UnsupportedArgument(
+                "A callback that unfreezes by and by (BackboneFinetuning) has frozen all that is trained: with "
+                "adapters, write a BaseFinetuning that freezes what you choose."
+            )
         if freezes:  # groups of what is unfrozen later are given no weight_decay, and take torch's default
             self._made_optimizer().defaults["weight_decay"] = self.args.weight_decay
         self._load_scaler(resume_from_checkpoint)
@@ -1181,7 +1191,11 @@ class Trainer:
     ) -> dict[str, float]:
         """Evaluate within training; a scheduler that follows the metric steps on it."""
         try:
-            metrics = self.evaluate(ignore_keys=ignore_keys_for_eval)
+            with self._engine.evaluation_group() as for_lightning:
+                metrics = self.evaluate(ignore_keys=ignore_keys_for_eval)
+                if isinstance(self.eval_dataset, Mapping):
+                    metrics = mean_loss(metrics, self.eval_dataset, "eval") | metrics
+                for_lightning |= metrics
         except Exception as error:
             if not (self.args.auto_find_batch_size and is_out_of_memory(error)):
                 raise
@@ -1189,8 +1203,6 @@ class Trainer:
                 "The evaluation did not fit into memory, and auto_find_batch_size is about training batches: reduce "
                 f"per_device_eval_batch_size={self.args.per_device_eval_batch_size}."
             ) from error
-        if isinstance(self.eval_dataset, Mapping):
-            metrics = mean_loss(metrics, self.eval_dataset, "eval") | metrics
         if follows_metric(self.lr_scheduler) and not skip_scheduler:
             self.lr_scheduler.step(self._metric(metrics, self.args.metric_for_best_model or "loss"))
         return metrics
@@ -1441,11 +1453,11 @@ class Trainer:
         """
         if self.args.should_save:
             folder = output_dir if output_dir is not None else str(self.args.output_dir)
-            weights, _ = self._engine.for_checkpoint()
-            if weights is None:
-                self._save(folder)
-            else:  # as WeightAveraging has them
-                self._save(folder, state_dict=weights)
+            with self._engine.saving(self.model) as (weights, _):
+                if weights is None:
+                    self._save(folder)
+                else:  # as ModelPruning has them, under other names
+                    self._save(folder, state_dict=weights)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         output_dir = output_dir if output_dir is not None else str(self.args.output_dir)
@@ -1505,13 +1517,14 @@ class Trainer:
 
     def _fill_checkpoint(self, folder: str) -> None:
         """Write everything that a run needs to go on into `folder`."""
-        self.save_model(folder, _internal_call=True)
+        with self._engine.saving(self.model) as (_, kept):
+            self.save_model(folder, _internal_call=True)
         if not self.args.save_only_model:
             self._save_optimizer_and_scheduler(folder)
             self._save_scaler(folder)
             self._save_rng_state(folder)
             self._save_progress(folder)
-            if kept := self._engine.for_checkpoint()[1]:
+            if kept:
                 self._checkpoint_writer.save(kept, os.path.join(folder, names.LIGHTNING_CALLBACKS_NAME))
         self.state.stateful_callbacks = export_states(self._stateful_callbacks())
         self.state.save_to_json(os.path.join(folder, names.TRAINER_STATE_NAME))

@@ -289,8 +289,14 @@ class CallbackHandler(TrainerCallback):
         Raises:
             TypeError: for something that handles none of the events.
         """
-        if isinstance(callback, nn.Module):  # Lightning's have hooks of the same names
-            raise TypeError(f"callbacks: {type(callback).__name__} is a module, no callback.")
+        kind = callback if isinstance(callback, type) else type(callback)
+        if issubclass(kind, nn.Module):  # Lightning's have hooks of the same names
+            raise TypeError(f"callbacks: {kind.__name__} is a module, no callback.")
+        if any(_library(base) == "pytorch_lightning" for base in kind.__mro__):
+            raise TypeError(
+                f"callbacks: {kind.__name__} is of the package pytorch_lightning, which is another one: import it from "
+                "lightning.pytorch."
+            )
         if not any(callable(getattr(callback, event, None)) for event in EVENTS):
             given = f"{reprlib.repr(callback)} ({type(callback).__name__})"
             raise TypeError(f"callbacks: {given} is no callback: it handles none of the events")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -15,6 +16,7 @@ from lightning.pytorch.callbacks import (
     EarlyStopping,
     GradientAccumulationScheduler,
     LearningRateFinder,
+    ModelCheckpoint,
     ModelPruning,
     ProgressBar,
     SpikeDetection,
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
 _KEPT_ELSEWHERE = ("state_dict", "epoch", "global_step")
 #: Callbacks that look for a setting before training, and take no part in it.
 FINDERS = (BatchSizeFinder, LearningRateFinder)
+#: Callbacks that have nothing to do outside training.
+OF_TRAINING = (StochasticWeightAveraging, WeightAveraging)
 #: Callbacks that change weights when an epoch ends, which is after the checkpoint of its last step.
 _AT_EPOCH_END = (ModelPruning, WeightAveraging)
 _HOOKS = [name for name in vars(Callback) if name.startswith("on_") and name != "on_fit_start"]
@@ -52,7 +56,40 @@ def has_progress_bar(callbacks: Iterable[Callback]) -> bool:
     return any(isinstance(callback, ProgressBar) for callback in callbacks)
 
 
-def refusal(callback: Callback, *, accumulate_grad_batches: int, finds_batch_size: bool, evaluates: bool) -> str | None:
+def begin_anew(callbacks: Iterable[Callback]) -> None:
+    """Let callbacks that average weights begin with the run; Lightning has them go on from an earlier one's count."""
+    for callback in callbacks:
+        if isinstance(callback, WeightAveraging):
+            callback._latest_update_step, callback._latest_update_epoch = 0, -1
+        elif isinstance(callback, StochasticWeightAveraging):
+            callback._initialized, callback._latest_update_epoch, callback._init_n_averaged = False, -1, 0
+            callback.n_averaged = callback._swa_scheduler = callback._scheduler_state = None
+
+
+def let_go(callbacks: Iterable[Callback]) -> None:
+    """Free the averages of a run that is over: the model has them, and evaluations are of the model."""
+    for callback in callbacks:
+        if isinstance(callback, OF_TRAINING):
+            callback._average_model = None
+
+
+def refusals(callbacks: Sequence[Callback], **run: Any) -> list[str]:
+    """A sentence for each callback that cannot work; the keywords are those of `_refusal`."""
+    found = [reason for callback in callbacks if (reason := _refusal(callback, **run)) is not None]
+    if first_of(callbacks, ModelPruning) and first_of(callbacks, WeightAveraging):
+        found.append("ModelPruning changes the parameters that weight averaging averages: give one of them.")
+    return found
+
+
+def _refusal(
+    callback: Callback,
+    *,
+    accumulate_grad_batches: int,
+    finds_batch_size: bool,
+    evaluates: bool,
+    automatic_optimization: bool,
+    knows_epochs: bool,
+) -> str | None:
     """Why a callback cannot work with the arguments of the run; None when it can.
 
     Args:
@@ -60,6 +97,8 @@ def refusal(callback: Callback, *, accumulate_grad_batches: int, finds_batch_siz
         accumulate_grad_batches: micro-batches per optimizer step.
         finds_batch_size: whether the Trainer looks for the batch size itself.
         evaluates: whether the run evaluates.
+        automatic_optimization: whether backward is Lightning's, rather than in a `training_step` of the user's.
+        knows_epochs: whether the training data has a length.
     """
     name = type(callback).__name__
     if isinstance(callback, ModelPruning) and not callback._make_pruning_permanent:
@@ -67,13 +106,21 @@ def refusal(callback: Callback, *, accumulate_grad_batches: int, finds_batch_siz
             f"{name}(make_pruning_permanent=False) would leave masks in the model and in its checkpoints, which "
             "from_pretrained cannot read: leave it at True."
         )
-    if isinstance(callback, GradientAccumulationScheduler) and accumulate_grad_batches != 1:
-        return (
-            f"gradient_accumulation_steps={accumulate_grad_batches} and {name} both set the accumulation: leave the "
-            "argument at 1."
-        )
+    if isinstance(callback, GradientAccumulationScheduler):
+        if not automatic_optimization:
+            return f"{name} cannot work with a training_step of your own: set gradient_accumulation_steps instead."
+        if accumulate_grad_batches != 1:
+            return (
+                f"gradient_accumulation_steps={accumulate_grad_batches} and {name} both set the accumulation: leave "
+                "the argument at 1."
+            )
+    share = isinstance(callback, StochasticWeightAveraging) and isinstance(callback._swa_epoch_start, float)
+    if share and not knows_epochs:
+        return f"{name}(swa_epoch_start) is a share of the epochs, and the data has no length: give an integer."
     if isinstance(callback, EarlyStopping) and not (evaluates or callback._check_on_train_epoch_end):
         return f"{name}(monitor={callback.monitor!r}) looks at evaluations, and there are none: set eval_strategy."
+    if isinstance(callback, ModelCheckpoint) and not evaluates and str(callback.monitor).startswith("eval_"):
+        return f"{name}(monitor={callback.monitor!r}) waits for evaluations, and there are none: set eval_strategy."
     if isinstance(callback, FINDERS):
         if isinstance(callback, BatchSizeFinder) and finds_batch_size:
             return f"auto_find_batch_size and {name} both look for the batch size: give one of them."
@@ -118,6 +165,42 @@ def save(trainer: pl.Trainer, module: HostedModule, callbacks: Sequence[Callback
     if (weights := checkpoint["state_dict"]) is own:
         return None, kept
     return {name.removeprefix(_PREFIX): tensor for name, tensor in weights.items()}, kept
+
+
+def detached(kept: dict[str, Any]) -> dict[str, Any]:
+    """What is kept, with tensors of its own: the model's change while other weights are in it."""
+    return copy.deepcopy(kept)
+
+
+@contextlib.contextmanager
+def in_place(
+    model: torch.nn.Module, weights: dict[str, torch.Tensor] | None
+) -> Iterator[dict[str, torch.Tensor] | None]:
+    """Put weights that are to be saved into the model, so that whoever saves the model saves them; then put them back.
+
+    Yields:
+        The weights, when they do not fit into the model under the same names and must be handed on.
+    """
+    own = model.state_dict()
+    if weights is None or weights.keys() != own.keys():
+        yield weights
+        return
+    _swap(own, weights)
+    try:
+        yield None
+    finally:
+        _swap(own, weights)
+
+
+@torch.no_grad()
+def _swap(own: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    swapped = set()
+    for name, tensor in own.items():
+        if tensor.data_ptr() not in swapped or not tensor.numel():  # tied ones once
+            swapped.add(tensor.data_ptr())
+            kept = tensor.clone()
+            tensor.copy_(other[name])
+            other[name].copy_(kept)
 
 
 def restore(trainer: pl.Trainer, module: HostedModule, kept: Mapping[str, Any]) -> None:

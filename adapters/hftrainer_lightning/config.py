@@ -50,6 +50,7 @@ PLANNED = {
     "strategy": ("auto",),
     "sync_batchnorm": (False,),
 }
+PROFILERS = ("simple", "advanced", "pytorch", "xla")
 PRECISIONS = ("32-true", "32", 32, "bf16-mixed", "16-mixed")
 #: Keywords that arguments also set → those arguments.
 ALSO_SET_BY = {"precision": ("bf16", "fp16"), "deterministic": ("full_determinism",)}
@@ -111,6 +112,8 @@ def wrong_keywords(config: dict[str, Any]) -> list[str]:
         elif name in OWN and value not in OWN[name]:
             allowed = " or ".join(map(repr, OWN[name]))
             found.append(f"lightning_config[{name!r}]={value!r}: it must be {allowed}.")
+        elif name == "profiler" and isinstance(value, str) and value not in PROFILERS:
+            found.append(f"lightning_config['profiler']={value!r}: it must be {' or '.join(map(repr, PROFILERS))}.")
         elif name not in PASSED and name not in PLANNED and name not in OWN:
             near = difflib.get_close_matches(name, [*PASSED, *RULED, *PLANNED, *OWN], n=1)
             hint = f"; did you mean {near[0]!r}?" if near else "."

@@ -68,6 +68,7 @@ class LightningEngine:
         self.fitting = self.evaluating = False
         self.scaler = make_scaler(plan)
         self._group: seams.ValidationGroup | None = None
+        self._saving: tuple[dict[str, torch.Tensor] | None, dict[str, Any]] | None = None
 
     def fit(
         self,
@@ -92,7 +93,7 @@ class LightningEngine:
             max_epochs: epochs after which training ends; `sys.maxsize` when only the host ends it.
             global_step: optimizer steps that are done.
             log_every_n_steps: optimizer steps between two values that Lightning's callbacks log.
-            resumed_from: what `for_checkpoint` gave to the checkpoint that the run goes on from; None for a fresh run.
+            resumed_from: what `saving` gave to the checkpoint that the run goes on from; None for a fresh run.
             automatic_optimization: False when the host's training step runs backward itself.
         """
         with seams.quiet():
@@ -116,6 +117,8 @@ class LightningEngine:
                 global_step=global_step,
             )
         self.fitting = True
+        of_callbacks.begin_anew(self.callbacks)
+        rates = [group.get("initial_lr") for group in optimizer.param_groups]
         try:
             with seams.keyboard_interrupts_restored(), seams.quiet():
                 # The empty validation set stands for the ones that `evaluate` brings.
@@ -127,6 +130,11 @@ class LightningEngine:
             self.fitting = False
             trainer.loggers = loggers
             module.detach()
+            of_callbacks.let_go(self.callbacks)
+            for group, rate in zip(optimizer.param_groups, rates, strict=False):
+                group["initial_lr"] = (
+                    rate  # StochasticWeightAveraging leaves its own, which a next run would begin with
+                )
 
     def evaluate(self, evaluation: EvaluationHost, model: torch.nn.Module, stage: Stage = "validate") -> None:
         """Drive a pass over an evaluation or test set, alone or within `fit`.
@@ -149,7 +157,9 @@ class LightningEngine:
         with seams.keyboard_interrupts_restored(), seams.quiet():
             if self.trainer is None or self.evaluating:  # metrics may evaluate something else meanwhile
                 self.trainer = self._build_trainer(max_epochs=1)
-            self.trainer.callbacks = self._taking_part  # type: ignore[attr-defined]
+            self.trainer.callbacks = [  # type: ignore[attr-defined]
+                callback for callback in self._taking_part if not isinstance(callback, of_callbacks.OF_TRAINING)
+            ]
             # Lightning opens the loggers that it gets, which begins a run; only callbacks need them here.
             self.trainer.loggers = loggers = self._found_loggers() if self.callbacks else []
             self.module = module = HostedModule(model)
@@ -185,17 +195,28 @@ class LightningEngine:
         assert self.trainer is not None and self.module is not None
         seams.end_group(self.trainer, self.module, group, metrics)
 
-    def for_checkpoint(self) -> tuple[dict[str, torch.Tensor] | None, dict[str, Any]]:
-        """What Lightning's callbacks have to say to a checkpoint that is written within `fit`.
+    @contextlib.contextmanager
+    def saving(self, model: torch.nn.Module) -> Iterator[tuple[dict[str, torch.Tensor] | None, dict[str, Any]]]:
+        """Let Lightning's callbacks have their say to a checkpoint that is written in the block, within `fit`.
 
-        Returns:
-            The weights to save instead of the model's own, None when they are those; and what is to be kept for a run
-            that goes on from it, empty when there is nothing.
+        Weights that callbacks want saved instead of the model's are in the model meanwhile.
+
+        Yields:
+            Such weights if they do not fit into the model, else None; and what is to be kept for a run that goes on
+            from the checkpoint, empty when there is nothing. Within such a block, what that one yields.
         """
-        if not self.fitting:
-            return None, {}
+        if self._saving is not None or not self.fitting:
+            yield self._saving or (None, {})
+            return
         assert self.trainer is not None and self.module is not None
-        return of_callbacks.save(self.trainer, self.module, self._taking_part)
+        weights, kept = of_callbacks.save(self.trainer, self.module, self._taking_part)
+        kept = of_callbacks.detached(kept) if weights is not None else kept
+        with of_callbacks.in_place(model, weights) as left:
+            self._saving = left, kept
+            try:
+                yield self._saving
+            finally:
+                self._saving = None
 
     def save_lightning_checkpoint(self, path: str) -> bool:
         """Write a Lightning checkpoint of the run in progress or of the last one; False when there is none."""
@@ -214,15 +235,9 @@ class LightningEngine:
         """Whether a callback looks for the batch size."""
         return of_callbacks.first_of(self.callbacks, BatchSizeFinder) is not None
 
-    def refusals(self, *, finds_batch_size: bool, evaluates: bool) -> list[str]:
-        """A sentence for each callback that cannot work with the arguments."""
-        arguments: dict[str, Any] = {
-            "accumulate_grad_batches": self.plan.accumulate_grad_batches,
-            "finds_batch_size": finds_batch_size,
-            "evaluates": evaluates,
-        }
-        reasons = (of_callbacks.refusal(callback, **arguments) for callback in self.callbacks)
-        return [reason for reason in reasons if reason is not None]
+    def refusals(self, **run: bool) -> list[str]:
+        """A sentence for each callback that cannot work; the keywords are those of `callbacks.refusals`."""
+        return of_callbacks.refusals(self.callbacks, accumulate_grad_batches=self.plan.accumulate_grad_batches, **run)
 
     def accumulation_at(self, epoch: int) -> int:
         """Micro-batches per optimizer step in an epoch, by the arguments or by a callback."""

@@ -44,7 +44,9 @@ def make_trackers(names: Iterable[str], loggers: Iterable[Logger], args: Trainin
     trackers = []
     for name in names:
         module, _, kind = TRACKERS[name].partition(".")
-        trackers.append(getattr(importlib.import_module(f"hftrainer_lightning.{module}"), kind)(args, folder))
+        tracker = getattr(importlib.import_module(f"hftrainer_lightning.{module}"), kind)(args, folder)
+        tracker.name = name
+        trackers.append(tracker)
     return [*trackers, *(Tracker(args, folder, given) for given in loggers)]
 
 

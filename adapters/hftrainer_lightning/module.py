@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,16 +10,9 @@ import torch
 from lightning.pytorch import LightningModule
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from hftrainer_lightning import callbacks
+from hftrainer_lightning import callbacks, seams
 from hftrainer_lightning.events import EvaluationHost, TrainingHost
 from hftrainer_lightning.precision import PlainSteps
-
-
-def _can_be_logged(name: str, value: Any) -> bool:
-    """Whether Lightning takes this metric; `compute_metrics` may return anything under any name."""
-    reserved = "/dataloader_idx_" in name
-    return not reserved and (isinstance(value, float) or (isinstance(value, int) and abs(value) <= sys.float_info.max))
-
 
 #: Attributes that change with every hook and are no parameters, buffers or modules.
 _PLAIN = frozenset({"_current_fx_name", "_last_loss", "_last_batch"})
@@ -311,7 +303,7 @@ class HostedModule(LightningModule):
         self.in_validation = False
         with torch.enable_grad():
             metrics = self.evaluation.finish()
-        numbers = {name: float(value) for name, value in metrics.items() if _can_be_logged(name, value)}
+        numbers = {name: float(value) for name, value in metrics.items() if seams.can_be_logged(name, value)}
         if numbers:
             # Every process has the metrics of all, so there is nothing to synchronize.
             self.log_dict(numbers, logger=False, batch_size=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from lightning.pytorch.loops.optimization.automatic import ClosureResult, _Autom
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.profilers import PassThroughProfiler, PyTorchProfiler
+from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from lightning.pytorch.trainer.states import RunningStage
@@ -274,12 +276,21 @@ def end_group(trainer: pl.Trainer, module: HostedModule, group: ValidationGroup,
         group: the group.
         metrics: what callbacks find besides the metrics of each set.
     """
-    if group.begun:
-        with _validating(trainer, module):
-            trainer._logger_connector._callback_metrics.update(
-                {name: torch.tensor(value, dtype=torch.float32) for name, value in metrics.items()}
-            )
+    numbers = {name: torch.tensor(float(value)) for name, value in metrics.items() if can_be_logged(name, value)}
+    with _validating(trainer, module):
+        if not group.begun and numbers:  # an evaluation of the user's own, without Lightning's loop
+            call._call_callback_hooks(trainer, "on_validation_start")
+        trainer._logger_connector._callback_metrics.update(numbers)
+        if group.begun:
             trainer.fit_loop.epoch_loop.val_loop._on_evaluation_end()
+        elif numbers:
+            call._call_callback_hooks(trainer, "on_validation_end")
+
+
+def can_be_logged(name: str, value: Any) -> bool:
+    """Whether Lightning takes this metric; `compute_metrics` may return anything under any name."""
+    reserved = "/dataloader_idx_" in name
+    return not reserved and (isinstance(value, float) or (isinstance(value, int) and abs(value) <= sys.float_info.max))
 
 
 @contextlib.contextmanager

@@ -92,6 +92,8 @@ class Tracker:
         given: a logger that the user made.
     """
 
+    #: What `report_to` calls it; nothing for a logger that the user made.
+    name = ""
     #: Whether an evaluation without training writes the hyperparameters too.
     describes_evaluations = True
 
@@ -198,7 +200,7 @@ class TensorBoard(Tracker):
 
 
 class CSV(Tracker):
-    """A table of all log lines, `csv/version_N/metrics.csv`; each run has a number of its own."""
+    """A table of all log lines, `csv/version_N/metrics.csv`; each Trainer has a number of its own."""
 
     def open(self) -> Logger:
         """Write beside TensorBoard's files."""

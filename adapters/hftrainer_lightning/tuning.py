@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -39,6 +40,7 @@ class _Trial(pl.LightningModule):
         return self._host.loss(self.model, batch)
 
 
+_LIGHTNING = logging.getLogger("lightning.pytorch")
 #: Builds a `lightning.Trainer` from the plan; keywords win.
 Build = Callable[..., pl.Trainer]
 
@@ -70,4 +72,9 @@ def _run(
     with isolate_rng(), seams.quiet(), seams.keyboard_interrupts_restored(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The 'train_dataloader' does not have many workers")
         trainer = build(max_epochs=-1, callbacks=[finder], gradient_clip_val=host.max_grad_norm or None)
-        trainer.fit(trial)
+        level = _LIGHTNING.level
+        _LIGHTNING.setLevel(logging.WARNING)  # what was found is said by the Trainer
+        try:
+            trainer.fit(trial)
+        finally:
+            _LIGHTNING.setLevel(level)

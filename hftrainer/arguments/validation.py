@@ -134,7 +134,7 @@ def _typed(value: Any) -> Any:
 def _as_list(value: str | list[str] | None) -> list[str]:
     if value is None or value == "none" or value == ["none"]:
         return []
-    return [value] if isinstance(value, str) else list(value)
+    return list(value) if isinstance(value, (list, tuple, set)) else [value]
 
 
 def _choose_best_metric(args: TrainingArguments) -> None:

@@ -279,6 +279,24 @@ def test_not_a_callback(make_args):
         Trainer(make_plain(), make_args(), callbacks=TrainerCallback())
 
 
+def test_the_other_package_of_lightning(make_args):
+    kind = type("EarlyStopping", (), {"__module__": "pytorch_lightning.callbacks", "on_train_end": lambda self: None})
+    for wrong in (kind, kind()):
+        with pytest.raises(TypeError, match=r"EarlyStopping is of the package pytorch_lightning.*lightning\.pytorch"):
+            Trainer(make_plain(), make_args(), callbacks=[wrong])
+    with pytest.raises(TypeError, match="Plain is a module"):
+        Trainer(make_plain(), make_args(), callbacks=[Plain])
+
+
+@pytest.mark.parametrize(
+    ("report_to", "words"),
+    [(["none", "tensorboard"], "'none' stands alone"), (["all", "wandb"], "'all' stands alone"), (3, "report_to=3")],
+)
+def test_report_to(make_args, report_to, words):
+    with pytest.raises(InvalidArgument, match=words):
+        Trainer(make_plain(), make_args(report_to=report_to))
+
+
 class NeedsPath(TrainerCallback):
     def __init__(self, path):
         self.path = path

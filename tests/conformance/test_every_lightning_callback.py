@@ -173,6 +173,7 @@ CASES = {
     "BackboneFinetuning": Case(
         lambda: of.BackboneFinetuning(unfreeze_backbone_at_epoch=1, verbose=False),
         lambda run: len(run.trainer.optimizer.param_groups) == 3,
+        {"max_steps": 40, "num_train_epochs": 5},  # the callback moves its rate on in the third epoch
         changes_weights=True,
     ),
     "BaseFinetuning": Case(Freezes, lambda run: len(run.trainer.optimizer.param_groups) == 3, changes_weights=True),
@@ -292,7 +293,9 @@ def test_callback(tmp_path, name, mode, capfd, monkeypatch):
     folder = tmp_path / "a"
     if mode == "resume":
         whole = trainer
-        for step in (5, 15, 10):  # in the middle of an epoch, and at its end
+        for step in (5, 15, 25, 10):  # in the middle of an epoch, and at its end
+            if step >= whole.state.global_step:
+                continue
             folder, callback = tmp_path / f"from-{step}", case.make()
             trainer = make_trainer(folder, [callback], **settings)
             trainer.train(resume_from_checkpoint=str(tmp_path / "a" / f"checkpoint-{step}"))
@@ -313,6 +316,96 @@ def test_callback(tmp_path, name, mode, capfd, monkeypatch):
 def assert_same_weights(ours, theirs):
     for (name, a), b in zip(ours.state_dict().items(), theirs.state_dict().values(), strict=True):
         assert torch.equal(a, b), name
+
+
+AVERAGING = {
+    "ema": lambda: of.EMAWeightAveraging(decay=0.8),
+    "mean": of.WeightAveraging,
+    "swa": lambda: of.StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1),
+}
+
+
+@pytest.mark.parametrize("make", AVERAGING.values(), ids=AVERAGING)
+def test_one_callback_for_two_trainers(tmp_path, make):
+    """As in cross-validation: the second run is what it is with a callback of its own."""
+    settings = {"max_steps": -1, "save_strategy": "no"}
+    callback = make()
+    make_trainer(tmp_path, [callback], **settings).train()
+    again = make_trainer(tmp_path, [callback], **settings)
+    again.train()
+    own = make_trainer(tmp_path, [make()], **settings)
+    own.train()
+    assert_same_weights(again.model, own.model)
+    start = Model()
+    assert not all(torch.equal(a, b) for a, b in zip(again.model.parameters(), start.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("make", AVERAGING.values(), ids=AVERAGING)
+def test_two_runs_of_one_trainer(tmp_path, make):
+    trainer = make_trainer(tmp_path, [make()], max_steps=-1, save_strategy="no", logging_steps=1)
+    trainer.train()
+    before = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+    first = trainer.state.log_history[0]["learning_rate"]
+    trainer.train()
+    assert trainer.state.log_history[0]["learning_rate"] == first
+    assert any(not torch.equal(tensor, before[name]) for name, tensor in trainer.model.state_dict().items())
+
+
+@pytest.mark.parametrize("make", AVERAGING.values(), ids=AVERAGING)
+def test_evaluation_after_training_is_of_the_model(tmp_path, make):
+    trainer = make_trainer(tmp_path, [make()], max_steps=-1, save_strategy="no")
+    trainer.train()
+    for parameter in trainer.model.parameters():
+        parameter.data.zero_()
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(math.log(3))
+
+
+def test_overrides_save_the_average(tmp_path):
+    """As libraries do that write the model themselves; a resumed run is exact all the same."""
+
+    class Own(Trainer):
+        def _save(self, output_dir=None, state_dict=None):
+            super()._save(output_dir)
+            torch.save(self.model.state_dict(), f"{output_dir}/own.pt")
+
+    def trained(folder, **keywords):
+        trainer = make_trainer(folder, [of.EMAWeightAveraging(decay=0.7)], **keywords)
+        trainer.__class__ = Own
+        return trainer
+
+    from safetensors.torch import load_file
+
+    whole = trained(tmp_path / "a")
+    whole.train()
+    for step in (5, 20):
+        folder = tmp_path / "a" / f"checkpoint-{step}"
+        own, saved = torch.load(folder / "own.pt"), load_file(folder / "model.safetensors")
+        assert all(torch.equal(tensor, saved[name]) for name, tensor in own.items())
+    resumed = trained(tmp_path / "b")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-5"))
+    assert_same_weights(resumed.model, whole.model)
+
+
+def test_a_callback_is_asked_once_for_each_checkpoint(tmp_path):
+    asked = []
+    callback = of.LambdaCallback(on_save_checkpoint=lambda trainer, module, checkpoint: asked.append(module))
+    make_trainer(tmp_path, [callback]).train()
+    assert len(asked) == 4
+
+
+@pytest.mark.parametrize("calls_super", [True, False])
+def test_metrics_that_overrides_add_are_monitored(tmp_path, calls_super):
+    class Adds(Trainer):
+        def evaluate(self, *args, **kwargs):
+            metrics = super().evaluate(*args, **kwargs) if calls_super else {}
+            metrics["eval_extra"] = float(self.state.global_step)
+            return metrics
+
+    stopper = of.EarlyStopping("eval_extra", patience=1)
+    trainer = make_trainer(tmp_path, [stopper], eval_strategy="steps", eval_steps=5)
+    trainer.__class__ = Adds
+    assert trainer.train().global_step == 10  # it grows, and smaller is better
+    assert stopper.best_score == 5
 
 
 def test_spike_stops_training_and_names_the_batches(tmp_path):
@@ -433,6 +526,7 @@ class FinderByEpoch(of.LearningRateFinder):
         (lambda: of.GradientAccumulationScheduler({1: 2}), {"gradient_accumulation_steps": 3}, "steps=3"),
         (of.BatchSizeFinder, {"auto_find_batch_size": True}, "auto_find_batch_size and BatchSizeFinder"),
         (FinderByEpoch, {}, "FinderByEpoch.on_train_epoch_start"),
+        (lambda: of.ModelCheckpoint(monitor="eval_loss"), {}, "waits for evaluations"),
     ],
 )
 def test_refusals_say_why(tmp_path, callback, settings, words):

@@ -18,7 +18,7 @@ from hftrainer import HfArgumentParser, Seq2SeqTrainingArguments, Trainer, Train
 from hftrainer.errors import InvalidArgument, MissingPackage, UnsupportedArgument
 from hftrainer.integrations import INTEGRATIONS, ReportingCallback, chosen
 from tests.distributed.test_evaluation import torchrun
-from tests.tiny import make_plain
+from tests.tiny import make_plain, plain_data
 from tests.tracking import make_trainer, scalars, texts, wandb_items, wandb_records
 
 
@@ -359,7 +359,7 @@ def test_names(monkeypatch):
     from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
     assert INTEGRATIONS.keys() - {"csv"} == INTEGRATION_TO_CALLBACK.keys() - {"neptune"}
-    assert chosen(["csv", "csv", "none"]) == ["csv"]
+    assert chosen(["csv", "csv"]) == ["csv"]
     monkeypatch.setenv("COMET_MODE", "disabled")
     assert chosen("comet") == []
     monkeypatch.setenv("COMET_MODE", "sometimes")
@@ -462,3 +462,15 @@ def test_callback_is_there_for_trackers_only(tmp_path):
     trainer = Trainer(make_plain(), args)
     assert trainer.pop_callback(ReportingCallback) is None
     assert torch.is_tensor(trainer.model.layers[0].weight)
+
+
+def test_removing_a_tracker_by_the_class_of_transformers(tmp_path):
+    """Scripts that bring their own writer take the default one out so."""
+    from transformers.integrations import TensorBoardCallback
+
+    args = TrainingArguments(str(tmp_path), max_steps=2, report_to="tensorboard", use_cpu=True, disable_tqdm=True)
+    trainer = Trainer(make_plain(), args, train_dataset=plain_data())
+    assert trainer.pop_callback(TensorBoardCallback) is not None
+    assert trainer.pop_callback(TensorBoardCallback) is None
+    trainer.train()
+    assert not list(tmp_path.glob("runs/**/events*"))

@@ -1,6 +1,5 @@
 """Runs a training whole, then again from each of its checkpoints, and compares the ends."""
 
-import logging
 import random
 from pathlib import Path
 from typing import Any
@@ -109,7 +108,6 @@ def end_workers(trainer: Any) -> None:
 
 def resumed_from_each(tmp_path: Path, steps: Any = None, **settings: Any) -> list[Any]:
     """Train, then resume from each checkpoint; asserts that all end alike. Returns the datasets read."""
-    logging.getLogger("hftrainer").setLevel(logging.ERROR)
     whole = build(tmp_path, **settings)
     whole.train()
     end, log, state = whole.model.state_dict(), lines(whole), whole.state

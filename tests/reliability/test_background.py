@@ -9,6 +9,7 @@ import torch
 
 from hftrainer import Trainer, TrainerCallback, TrainingArguments
 from hftrainer.checkpointing import staging
+from hftrainer.checkpointing.rng import numpy_state_types
 from hftrainer.errors import CheckpointNotWritten
 from tests.parity.differences import OWN_FILES
 from tests.tiny import language_data, make_bert, make_llama, make_peft, make_plain, plain_data, text_data
@@ -56,7 +57,8 @@ def contents(path):
 
         return {name: tensor.tolist() for name, tensor in load_file(path).items()}
     if path.suffix in (".pt", ".bin") and path.name != "training_args.bin":
-        return repr(torch.load(path, weights_only=True))
+        with torch.serialization.safe_globals(numpy_state_types()):
+            return repr(torch.load(path, weights_only=True))
     return path.read_text() if path.suffix == ".json" else None
 
 
@@ -186,4 +188,4 @@ def test_two_runs_with_one_trainer(tmp_path):
     trainer.train()
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
     assert sorted(os.listdir(tmp_path)) == ["checkpoint-3", "checkpoint-6", "checkpoint-9"]
-    assert OWN_FILES & set(os.listdir(tmp_path / "checkpoint-9")) == {"manifest.json"}
+    assert OWN_FILES & set(os.listdir(tmp_path / "checkpoint-9")) == {"manifest.json", "progress.pt"}
