@@ -5,10 +5,10 @@ PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c 
 RUN := HF_HUB_OFFLINE=1 $(VENV)/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-plain test test-versions test-fast lint format bench bench-eval clean
+.PHONY: help demo demo-plain test test-versions test-fast lint format bench bench-eval bench-checkpoint clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -72,6 +72,9 @@ bench: $(VENV)/.dev  ## microseconds per optimizer step, against transformers an
 
 bench-eval: $(VENV)/.dev  ## memory and time of evaluation, against transformers
 	@$(RUN) benchmarks/eval_memory.py
+
+bench-checkpoint: $(VENV)/.dev  ## how long training stands still for a checkpoint, against transformers
+	@$(RUN) benchmarks/checkpoint.py
 
 clean:  ## remove the environment and what the demos wrote
 	rm -rf $(VENV) $(VENV)-* demo_output plain_torch_output

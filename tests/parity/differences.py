@@ -112,7 +112,18 @@ DIFFERENCES = {
     "resuming a run that was complete": (
         "transformers trains one more step when max_steps was reached within an epoch; ours trains none."
     ),
-    "signals": "As with transformers, they are the script's; Lightning's own handlers are not installed.",
+    "signals": (
+        "SIGTERM, SIGUSR1 and Ctrl-C save the optimizer step in hand and then end the script as they would have (status "
+        "143, 138, KeyboardInterrupt); the second one ends it at once. transformers is ended without saving. Handlers of "
+        "the script's own stay; save_on_interrupt=False or save_strategy='no' changes nothing about signals. Lightning's "
+        "handlers are not installed."
+    ),
+    "an error in the middle of a run": (
+        "What was trained is saved before the error goes on its way, if the last step is whole (save_on_interrupt)."
+    ),
+    "enable_jit_checkpoint": (
+        "Stops after the step in hand; transformers waits three seconds more, and writes into the final folder."
+    ),
     "an empty evaluation set": "transformers returns metrics without a loss; ours says that there is no batch.",
     "length_column_name": (
         "transformers removes the column of lengths as unused before it looks for it, and counts the lengths anew; "
