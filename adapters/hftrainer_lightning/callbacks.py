@@ -24,10 +24,10 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.utils import prune
 from torch.optim.swa_utils import update_bn
 
 from hftrainer_lightning import seams
+from hftrainer_lightning.pruning import keep_pruning, restore_pruning
 
 if TYPE_CHECKING:
     from hftrainer_lightning.events import TrainingHost
@@ -153,8 +153,7 @@ def save(trainer: pl.Trainer, module: HostedModule, callbacks: Sequence[Callback
     if first_of(callbacks, _AT_EPOCH_END) is not None and trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
         kept["epoch_ended"] = module.epoch_ended
     if (pruning := first_of(callbacks, ModelPruning)) is not None:
-        first_values = [layer["data"].state_dict() for layer in _first_layers(pruning)]
-        kept["pruning"] = {"masks": _masks(module), "first_values": first_values}
+        kept["pruning"] = keep_pruning(pruning, module)
     if not any(_overrides(callback, "on_save_checkpoint") for callback in callbacks):
         return None, kept
     own = module.state_dict()
@@ -209,8 +208,7 @@ def restore(trainer: pl.Trainer, module: HostedModule, kept: Mapping[str, Any]) 
     The model holds the checkpoint's weights by then.
     """
     if (pruning := first_of(trainer.callbacks, ModelPruning)) is not None and "pruning" in kept:  # type: ignore[attr-defined]
-        _put_masks(module, kept["pruning"]["masks"])
-        _restore_first_values(pruning, kept["pruning"]["first_values"])
+        restore_pruning(pruning, module, kept["pruning"])
     checkpoint = {"state_dict": module.state_dict(), "callbacks": {}, **copy.deepcopy(dict(kept))}
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     for callback in callbacks:
@@ -220,41 +218,6 @@ def restore(trainer: pl.Trainer, module: HostedModule, kept: Mapping[str, Any]) 
             if isinstance(callback, SpikeDetection):  # lightning 2.6 loads into a name that it does not have
                 callback.running = callback.running_mean  # type: ignore[attr-defined]
             callback.load_state_dict(checkpoint["callbacks"][callback.state_key])
-
-
-def _first_layers(pruning: ModelPruning) -> list[Any]:
-    """The layers as they were when training began, to whose values the lottery ticket hypothesis returns."""
-    return list((pruning._original_layers or {}).values())
-
-
-def _restore_first_values(pruning: ModelPruning, first_values: Sequence[Any]) -> None:
-    for layer, values in zip(_first_layers(pruning), first_values, strict=True):
-        layer["data"].load_state_dict(values)
-        for index, name in layer["names"]:
-            first, live = (
-                getattr(layer["data"], name),
-                getattr(pruning._parameters_to_prune[index][0], f"{name}_orig", None),
-            )
-            if live is not None and torch.equal(first, live):
-                # Once it has returned to them, Lightning trains on that very storage, so that they follow the training.
-                first.data = live.data
-
-
-def _masks(module: torch.nn.Module) -> dict[str, Any]:
-    """The masks of pruned parameters, and the values below them that training goes on with."""
-    return {
-        name: {"mask": mask, "original": module.get_parameter(f"{name}_orig").data}
-        for buffer, mask in module.named_buffers()
-        if (name := buffer.removesuffix("_mask")) != buffer and f"{name}_orig" in dict(module.named_parameters())
-    }
-
-
-def _put_masks(module: torch.nn.Module, masks: Mapping[str, Any]) -> None:
-    for path, saved in masks.items():
-        parent, _, name = path.rpartition(".")
-        owner = module.get_submodule(parent)
-        prune.custom_from_mask(owner, name, saved["mask"])
-        getattr(owner, f"{name}_orig").data.copy_(saved["original"])
 
 
 # ---- Schedules, and parameters that are frozen -----------------------------------------------------------------------

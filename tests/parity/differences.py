@@ -113,10 +113,10 @@ DIFFERENCES = {
         "transformers trains one more step when max_steps was reached within an epoch; ours trains none."
     ),
     "signals": (
-        "SIGTERM, SIGUSR1 and Ctrl-C save the optimizer step in hand and then end the script as they would have (status "
-        "143, 138, KeyboardInterrupt); the second one ends it at once. transformers is ended without saving. Handlers of "
-        "the script's own stay; save_on_interrupt=False or save_strategy='no' changes nothing about signals. Lightning's "
-        "handlers are not installed."
+        "SIGTERM, SIGUSR1 and Ctrl-C save the optimizer step in hand and then end the script as they would have "
+        "(status 143, 138, KeyboardInterrupt); the second one ends it at once. transformers is ended without saving. "
+        "Handlers of the script's own stay; save_on_interrupt=False or save_strategy='no' changes nothing about "
+        "signals. Lightning's handlers are not installed."
     ),
     "an error in the middle of a run": (
         "What was trained is saved before the error goes on its way, if the last step is whole (save_on_interrupt)."
