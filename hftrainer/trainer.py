@@ -80,7 +80,7 @@ from hftrainer.trainer_utils import (
 )
 from hftrainer.training_args import TrainingArguments
 from hftrainer.training_loop import TrainingLoop
-from hftrainer.tuning import Tuning
+from hftrainer.tuning import find_batch_size, find_learning_rate
 
 logger = logging.getLogger(__name__)
 
@@ -827,14 +827,14 @@ class Trainer:
         self._checkpoints_written = []
         self.current_flos = 0.0
         if resume_from_checkpoint is None:
-            self._find_batch_size()
+            find_batch_size(self)
         train_dataloader = self.get_train_dataloader()
         schedule = self.set_initial_training_values(self.args, train_dataloader)
         progress = self._load_progress(resume_from_checkpoint, schedule)
         first_epoch, position = self._init_training_state(schedule, resume_from_checkpoint, trial, progress)
         self._prepare_optimizer(schedule.max_steps, resume_from_checkpoint)
         if resume_from_checkpoint is None:
-            self._find_learning_rate(schedule.max_steps)
+            find_learning_rate(self, schedule.max_steps)
         handler = self.callback_handler
         handler.model, handler.optimizer, handler.lr_scheduler = self.model, self.optimizer, self.lr_scheduler
         handler.train_dataloader = train_dataloader
@@ -951,29 +951,6 @@ class Trainer:
         if freezes:  # groups of what is unfrozen later are given no weight_decay, and take torch's default
             self._made_optimizer().defaults["weight_decay"] = self.args.weight_decay
         self._load_scaler(resume_from_checkpoint)
-
-    def _find_batch_size(self) -> None:
-        """Let a `BatchSizeFinder` among the callbacks look for the batch size."""
-        given = self.optimizer
-        found = self._engine.find_batch_size(Tuning(self), self.model)
-        self.optimizer = given  # what the trial steps used was for them alone
-        if found is not None:
-            self._train_batch_size = found
-            logger.info("BatchSizeFinder: training with %d samples in a batch.", found)
-
-    def _find_learning_rate(self, max_steps: int) -> None:
-        """Let a `LearningRateFinder` among the callbacks look for the learning rate."""
-        found = self._engine.find_learning_rate(Tuning(self), self.model)
-        if found is None:
-            return
-        logger.info("LearningRateFinder: %g takes the place of learning_rate=%g.", found, self.args.learning_rate)
-        for group in self._made_optimizer().param_groups:
-            group["lr"] = group["initial_lr"] = found
-        if self._created_lr_scheduler:
-            self.lr_scheduler = None
-            self.create_scheduler(max_steps)
-        else:
-            self.lr_scheduler.base_lrs = [found for _ in self.lr_scheduler.base_lrs]
 
     def _log_plan(self, schedule: TrainingSchedule) -> None:
         logger.info(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +11,39 @@ from hftrainer.logged_metrics import LoggedMetrics
 
 if TYPE_CHECKING:
     from hftrainer.trainer import Trainer
+
+
+logger = logging.getLogger(__name__)
+
+
+def find_batch_size(trainer: Trainer) -> None:
+    """Let a `BatchSizeFinder` among the callbacks look for the batch size."""
+    given = trainer.optimizer
+    found = trainer._engine.find_batch_size(Tuning(trainer), trainer.model)
+    trainer.optimizer = given  # what the trial steps used was for them alone
+    if found is not None:
+        trainer._train_batch_size = found
+        logger.info("BatchSizeFinder: training with %d samples in a batch.", found)
+
+
+def find_learning_rate(trainer: Trainer, max_steps: int) -> None:
+    """Let a `LearningRateFinder` among the callbacks look for the learning rate.
+
+    Args:
+        trainer: whose optimizer and schedule take it.
+        max_steps: optimizer steps of the run.
+    """
+    found = trainer._engine.find_learning_rate(Tuning(trainer), trainer.model)
+    if found is None:
+        return
+    logger.info("LearningRateFinder: %g takes the place of learning_rate=%g.", found, trainer.args.learning_rate)
+    for group in trainer._made_optimizer().param_groups:
+        group["lr"] = group["initial_lr"] = found
+    if trainer._created_lr_scheduler:
+        trainer.lr_scheduler = None
+        trainer.create_scheduler(max_steps)
+    else:
+        trainer.lr_scheduler.base_lrs = [found for _ in trainer.lr_scheduler.base_lrs]
 
 
 class Tuning:
