@@ -25,8 +25,9 @@ from hftrainer import integrations, model_inspection, peers, trainer_optimizer
 from hftrainer.arguments import legacy
 from hftrainer.arguments.validation import problems
 from hftrainer.checkpointing import names, resume, staging
-from hftrainer.checkpointing.folders import keep_only, rotate_checkpoints, why_unusable
+from hftrainer.checkpointing.folders import keep_only, rotate_checkpoints
 from hftrainer.checkpointing.lightning_file import unpack
+from hftrainer.checkpointing.manifest import damage
 from hftrainer.checkpointing.progress import RunProgress, load_progress, position_settings, save_progress
 from hftrainer.checkpointing.rng import load_rng_state, save_rng_state
 from hftrainer.checkpointing.weights import load_weights, save_weights
@@ -318,6 +319,7 @@ class Trainer:
         self._initial_num_input_tokens_seen = self._tokens_in_run = 0
         self._interruption = Interruption(saves=False)
         self._last_saved_step = 0
+        self._resumed_from: str | None = None
 
     def _init_callbacks(self, callbacks: list[Any]) -> None:
         self.callback_handler = CallbackHandler(
@@ -741,6 +743,7 @@ class Trainer:
             with tempfile.TemporaryDirectory() as unpacked:
                 return self.train(unpack(str(resume_from_checkpoint), unpacked), trial, ignore_keys_for_eval)
         self._memory_tracker.start()
+        self._checkpoint_writer.settle()
         if self.args.should_save:
             staging.clear_stale(str(self.args.output_dir))
         folder = resume.find_folder(resume_from_checkpoint, str(self.args.output_dir))
@@ -762,12 +765,19 @@ class Trainer:
             if self.args.auto_find_batch_size or self._engine.finds_batch_size:
                 state = TrainerState.load_from_json(os.path.join(folder, names.TRAINER_STATE_NAME))
                 self._train_batch_size = state.train_batch_size or self._train_batch_size
+        self._resumed_from = folder
         watcher = DebugUnderflowOverflow(self.model) if "underflow_overflow" in self.args.debug else None
         self.is_in_train = True
         self._interruption = Interruption(saves=self._saves_on_interrupt())
         try:
             with changed_for_training(self.model, self.args), self._interruption.listening():
-                return self._train_with_fitting_batches(folder, trial, ignore_keys_for_eval)
+                output = self._train_with_fitting_batches(folder, trial, ignore_keys_for_eval)
+                if self._interruption.received is not None:  # after the last step: all is saved
+                    self._interruption.leave()
+                return output
+        except BaseException:
+            self._checkpoint_writer.settle()
+            raise
         finally:
             self._past = self._loop = None
             self.is_in_train = False
@@ -812,6 +822,7 @@ class Trainer:
             self.optimizer.remove_hooks()
         self._engine.trainer = self._engine.module = None
         self.optimizer = self.lr_scheduler = self.callback_handler.optimizer = self.callback_handler.lr_scheduler = None
+        self._checkpoint_writer.settle()
         for folder in filter(os.path.isdir, self._checkpoints_written):  # rotation may have taken some
             shutil.rmtree(folder)
 
@@ -978,7 +989,7 @@ class Trainer:
         self._checkpoint_writer.close()
         best = self.state.best_model_checkpoint
         if self.args.load_best_model_at_end and best is not None:
-            if (reason := why_unusable(best)) is None:
+            if (reason := damage(best, only_weights=True)) is None:
                 self._load_best_model()
             else:
                 logger.error("The best model cannot be loaded, and the last one is kept: %s.", reason)
@@ -1439,10 +1450,15 @@ class Trainer:
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         output_dir = output_dir if output_dir is not None else str(self.args.output_dir)
         os.makedirs(output_dir, exist_ok=True)
-        if self._checkpoint_writer.collects and state_dict is None and not peers.is_peft(self.model):
-            state_dict = self.model.state_dict()  # training changes the model's own while it is written
-        safe = legacy.value(self.args, "save_safetensors")
-        self._checkpoint_writer.call(functools.partial(save_weights, self.model, output_dir, safe=safe), state_dict)
+        write = functools.partial(
+            save_weights, self.model, output_dir, safe=legacy.value(self.args, "save_safetensors")
+        )
+        if peers.is_peft(self.model):  # adapters are small: at once
+            write(state_dict)
+        else:
+            if self._checkpoint_writer.collects and state_dict is None:
+                state_dict = self.model.state_dict()  # training changes the model's own while it is written
+            self._checkpoint_writer.call(write, state_dict)
         processing_class = self.processing_class
         if processing_class is None:
             processing_class = getattr(self.data_collator, "tokenizer", None)
@@ -1484,13 +1500,17 @@ class Trainer:
         if self.state.best_global_step == self.state.global_step or os.path.isdir(best):
             self.state.best_model_checkpoint = best
         path = os.path.join(run_dir, f"{names.PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
-        self._checkpoints_written.append(path)
-        rotate = functools.partial(
-            rotate_checkpoints, run_dir, self.args.save_total_limit, self.state.best_model_checkpoint
-        )
-        self._checkpoint_writer.checkpoint(path, self._fill_checkpoint, then=rotate)
-        if self._checkpoint_writer.failed:
+        limit, best_now = self.args.save_total_limit, self.state.best_model_checkpoint
+        keep = [path, *([self._resumed_from] if self._resumed_from and self.args.auto_find_batch_size else [])]
+
+        def then() -> None:
+            self._checkpoints_written.append(path)
+            rotate_checkpoints(run_dir, limit, best_now, keep)
+
+        def if_failed() -> None:
             self.state.best_model_checkpoint = earlier_best
+
+        self._checkpoint_writer.checkpoint(path, self._fill_checkpoint, then=then, if_failed=if_failed)
 
     def _fill_checkpoint(self, folder: str) -> None:
         """Write everything that a run needs to go on into `folder`."""
@@ -1508,7 +1528,8 @@ class Trainer:
 
     def _save_if_needed(self, trial: Any) -> None:
         """Write a checkpoint of this step unless there is one, and wait until it is on the disk."""
-        if self._last_saved_step != self.state.global_step:
+        self._checkpoint_writer.wait()
+        if self._last_saved_step != self.state.global_step or self._checkpoint_writer.failed:
             self._save_checkpoint(self.model_wrapped, trial)
             self._last_saved_step = self.state.global_step
             self._announce_save()
@@ -1550,7 +1571,7 @@ class Trainer:
 
     def _save_progress(self, output_dir: str) -> None:
         """Write what `trainer_state.json` does not tell of how far training is."""
-        if self._loop is not None:
+        if self._loop is not None and self._loop.between_steps:  # else the place follows from the steps alone
             name = names.progress_name(self.args.process_index, self.args.world_size)
             save_progress(self._loop.current_progress(), os.path.join(output_dir, name))
 

@@ -82,6 +82,7 @@ class TrainingLoop:
         self._infinite: torch.Tensor | None = None
         self._stepping = False  # the optimizer may have changed the weights, and the step is not counted yet
         self._stepped = False  # it has, and the step is not counted yet
+        self.between_steps = True  # nothing has been read or drawn for the next step
         self.interruption = trainer._interruption
         self._warned = False
         self._loss_readable_at_once = self.tr_loss.device.type == "cpu"
@@ -184,6 +185,7 @@ class TrainingLoop:
 
     def _get_window(self, iterator: Iterator[Any], count: int) -> tuple[list[Any], Any]:
         trainer = self.trainer
+        self.between_steps = False
         samples, num_items = self._get_batch_samples(iterator, count, device=self.tr_loss.device)
         trainer.current_gradient_accumulation_steps = len(samples)
         return samples, num_items
@@ -290,6 +292,7 @@ class TrainingLoop:
         state.global_step += 1
         state.epoch = self._epoch_after_step()
         self._stepping = self._stepped = False
+        self.between_steps = True
         self._announce("on_step_end", **self.details.take())
         self._log_save_evaluate()
         self.trainer._checkpoint_writer.poll()
@@ -339,6 +342,8 @@ class TrainingLoop:
             return
         try:
             trainer._save_if_needed(self.trial)
+            if not self.between_steps:
+                logger.warning("The error came within a step: a run resumed from here draws other random numbers.")
         except Exception:
             logger.exception("The error below ends the run, and its last state could not be saved.")
 
@@ -379,6 +384,7 @@ class TrainingLoop:
             epoch=self.epoch if begun else None,
             position=self.feed.window.sample + 1 if self.feed.window is not None else self.position,
             epoch_ended=self._epoch_ended,
+            epoch_left=self._epoch_ended and trainer.control.should_epoch_stop,
             loss=self.tr_loss.cpu().clone(),
             last_logged=trainer._globalstep_last_logged,
             metrics=trainer._logged_metrics.state_dict(),

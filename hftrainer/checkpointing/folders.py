@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hftrainer.checkpointing import names, staging
@@ -72,12 +72,22 @@ def sort_checkpoints(output_dir: str) -> list[str]:
     return [path for _, _, path in folders]
 
 
-def rotate_checkpoints(output_dir: str, save_total_limit: int | None, best: str | None) -> None:
-    """Delete the oldest checkpoints beyond `save_total_limit`; the newest whole one and the best always stay."""
+def rotate_checkpoints(
+    output_dir: str, save_total_limit: int | None, best: str | None, keep: Sequence[str] = ()
+) -> None:
+    """Delete the oldest checkpoints beyond `save_total_limit`; the newest whole one and the best always stay.
+
+    Args:
+        output_dir: where they are.
+        save_total_limit: how many may stay; None for all.
+        best: the best one, if there is one.
+        keep: others that stay, as the one just written.
+    """
     if save_total_limit is None or save_total_limit <= 0:
         return
     checkpoints = sort_checkpoints(output_dir)
-    kept = {path for path in checkpoints if best is not None and _same(path, best)}
+    staying = [path for path in (best, *keep) if path is not None]
+    kept = {path for path in checkpoints if any(_same(path, other) for other in staying)}
     newest_whole = next((path for path in reversed(checkpoints) if why_unusable(path, contents=False) is None), None)
     kept |= {*checkpoints[-1:], *([newest_whole] if newest_whole is not None else [])}
     surplus = len(checkpoints) - max(save_total_limit, len(kept))
@@ -87,11 +97,14 @@ def rotate_checkpoints(output_dir: str, save_total_limit: int | None, best: str 
 
 def keep_only(best: str, output_dir: str) -> None:
     """Delete every checkpoint but `best`, what `save_total_limit=1` leaves when a run ends; none if it is not whole."""
-    if why_unusable(best) is not None:
+    if damage(best, only_weights=True) is not None:
         return
     for checkpoint in sort_checkpoints(output_dir):
         if not _same(checkpoint, best):
-            staging.remove(checkpoint)
+            try:
+                staging.remove(checkpoint)
+            except OSError as error:
+                logger.warning("%s could not be deleted: %s", checkpoint, error)
 
 
 def _same(path: str, other: str) -> bool:

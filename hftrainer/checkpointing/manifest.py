@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import zipfile
 import zlib
 from pathlib import Path
@@ -18,13 +19,16 @@ import safetensors
 from hftrainer.checkpointing import names
 
 _CHUNK = 1 << 22  # bytes
+#: Files with weights, and the lists of their shards.
+_WEIGHTS = re.compile(r"(\.safetensors|model.*\.bin|\.index\.json)$")
 
 
 def write_manifest(folder: str | Path) -> None:
     """Write the manifest of everything in `folder`, and flush it all to the disk."""
     root = Path(folder)
-    files = {path.relative_to(root).as_posix(): _describe(path) for path in sorted(root.rglob("*")) if path.is_file()}
     manifest = root / names.MANIFEST_NAME
+    listed = (path for path in sorted(root.rglob("*")) if path.is_file() and path != manifest)
+    files = {path.relative_to(root).as_posix(): _describe(path) for path in listed}
     manifest.write_text(json.dumps({"files": files}, indent=1) + "\n", encoding="utf-8")
     flush_to_disk(manifest)
     for directory in [*(path for path in root.rglob("*") if path.is_dir()), root]:
@@ -57,22 +61,32 @@ def flush_to_disk(path: str | Path) -> None:
         os.close(descriptor)
 
 
-def damage(folder: str | Path, *, contents: bool = True) -> str | None:
+def damage(folder: str | Path, *, contents: bool = True, only_weights: bool = False) -> str | None:
     """What is wrong with a checkpoint, naming the file; None for a whole one.
 
     Args:
         folder: the checkpoint.
         contents: read all files and compare their checksums, rather than their sizes alone.
+        only_weights: ask for the weights and nothing else.
     """
-    manifest = Path(folder) / names.MANIFEST_NAME
+    try:
+        return _damage(Path(folder), contents, only_weights)
+    except OSError as error:  # it is deleted meanwhile, or the disk fails
+        return f"{error.filename or folder} cannot be read ({error.strerror or error})"
+
+
+def _damage(folder: Path, contents: bool, only_weights: bool) -> str | None:
+    manifest = folder / names.MANIFEST_NAME
     if not manifest.is_file():
-        return _visible_damage(Path(folder))
+        return _visible_damage(folder)
     try:
         files: dict[str, Any] = json.loads(manifest.read_text(encoding="utf-8"))["files"]
         expected = {manifest.parent / name: (entry["size"], entry["crc32"]) for name, entry in files.items()}
     except (ValueError, KeyError, TypeError, AttributeError):
         return f"{manifest} cannot be read"
     for path, (size, checksum) in expected.items():
+        if only_weights and not _WEIGHTS.search(path.name):
+            continue
         if not path.is_file():
             return f"{path} is missing"
         if (found := path.stat().st_size) != size:
@@ -93,9 +107,14 @@ def _visible_damage(folder: Path) -> str | None:
                 return f"{path} cannot be read ({error})"
         elif path.suffix == ".json" and path.is_file():
             try:
-                json.loads(path.read_text(encoding="utf-8"))
+                value = json.loads(path.read_text(encoding="utf-8"))
             except ValueError as error:
                 return f"{path} cannot be read ({error})"
+            if path.name == names.TRAINER_STATE_NAME and "global_step" not in value:
+                return f"{path} holds no state"
+            for shard in value.get("weight_map", {}).values() if path.name.endswith(".index.json") else ():
+                if not path.with_name(shard).is_file():
+                    return f"{path.with_name(shard)} is missing"
         elif path.suffix in (".pt", ".pth", ".bin") and path.is_file() and (reason := _not_torch(path)):
             return f"{path} {reason}"
     weights = (path for path in folder.rglob("*") if path.name.endswith((".safetensors", "model.bin")))

@@ -9,7 +9,7 @@ SCALER_NAME = "scaler.pt"
 #: Ours alone: the states of Lightning's callbacks, if there are any.
 LIGHTNING_CALLBACKS_NAME = "lightning_callbacks.pt"
 #: Ours alone: sizes and checksums of all other files.
-MANIFEST_NAME = "manifest.json"
+MANIFEST_NAME = "hftrainer_manifest.json"
 
 SAFE_WEIGHTS_NAME = "model.safetensors"
 SAFE_WEIGHTS_INDEX_NAME = "model.safetensors.index.json"

@@ -48,6 +48,7 @@ class RunProgress:
         epoch: the epoch in hand, counted from 0; None before the first micro-batch.
         position: micro-batches of it that are done.
         epoch_ended: whether its end has been announced.
+        epoch_left: whether a callback has ended it before its data was through.
         loss: sum of the losses since the last log line, shape `()`.
         last_logged: optimizer step of the last log line.
         metrics: sums of other numbers for the next log line.
@@ -61,6 +62,7 @@ class RunProgress:
     epoch: int | None
     position: int
     epoch_ended: bool
+    epoch_left: bool
     loss: torch.Tensor
     last_logged: int
     metrics: dict[str, Any]
@@ -77,7 +79,7 @@ class RunProgress:
         """
         if self.epoch is None or self.data is None:
             return None
-        if self.epoch_ended or self.data["exhausted"] or self.position >= micro_batches:
+        if self.epoch_left or self.data["exhausted"] or self.position >= micro_batches:
             return self.epoch + 1, 0
         return self.epoch, self.position
 
@@ -128,4 +130,6 @@ def load_progress(path: str) -> RunProgress | None:
     if not os.path.isfile(path):
         return None
     with torch.serialization.safe_globals(numpy_state_types()):
-        return RunProgress(**read_torch(path))
+        saved = read_torch(path)
+    known = {field.name for field in dataclasses.fields(RunProgress)}
+    return RunProgress(**{name: value for name, value in saved.items() if name in known})

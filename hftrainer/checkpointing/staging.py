@@ -60,17 +60,24 @@ def publish(folder: str) -> None:
     """Give the staging folder its final name, whole and on the disk."""
     staging, final = staging_folder(folder), Path(folder)
     write_manifest(staging)
-    replaced = staging.parent / _REPLACED
-    if final.exists():  # an earlier run in the same output folder wrote the same step, or was killed while it did
-        _move(final, replaced)
     try:
+        if final.exists():  # an earlier run in the same output folder wrote the same step, or was killed while it did
+            _move(final, staging.parent / _REPLACED)
         _move(staging, final)
     except BaseException:
-        shutil.rmtree(final, ignore_errors=True)
-        if replaced.exists():
-            _move(replaced, final)
+        discard(folder)
         raise
     flush_to_disk(final.parent)
+    shutil.rmtree(staging.parent, ignore_errors=True)
+
+
+def discard(folder: str) -> None:
+    """Remove what was written for `folder`; one that it was to replace is put back."""
+    staging, final = staging_folder(folder), Path(folder)
+    replaced = staging.parent / _REPLACED
+    if _is_checkpoint(replaced) and not _is_checkpoint(final):
+        shutil.rmtree(final, ignore_errors=True)
+        _move(replaced, final)
     shutil.rmtree(staging.parent, ignore_errors=True)
 
 
@@ -98,6 +105,9 @@ def _copy_in_order(source: Path, target: Path) -> None:
 def remove(folder: str | Path) -> None:
     """Delete a checkpoint so that it is never half there: under another name first."""
     path = Path(folder)
+    if path.is_symlink():
+        path.unlink()
+        return
     aside = path.with_name(_STAGING + path.name)
     try:
         aside.mkdir(exist_ok=True)
@@ -115,10 +125,24 @@ def clear_stale(output_dir: str) -> None:
     if not os.path.isdir(output_dir):
         return
     for outer in [path for path in Path(output_dir).iterdir() if _STALE.match(path.name) and path.is_dir()]:
-        final = outer.with_name(outer.name.removeprefix(_STAGING))
-        # Killed between the flush and the renaming, or between the two renamings.
-        for candidate in (outer / final.name, outer / _REPLACED):
-            if not final.exists() and (candidate / names.MANIFEST_NAME).is_file() and damage(candidate) is None:
-                candidate.rename(final)
-                logger.warning("%s was written but not yet in its place when a process was killed: it is now.", final)
-        shutil.rmtree(outer)
+        try:
+            _complete(outer)
+            shutil.rmtree(outer)
+        except OSError as error:
+            logger.warning("%s, which a process has left behind, could not be removed: %s", outer, error)
+
+
+def _complete(outer: Path) -> None:
+    """Put a checkpoint in its place that was killed between its flush and its renaming, or between two renamings."""
+    final = outer.with_name(outer.name.removeprefix(_STAGING))
+    for candidate in (outer / final.name, outer / _REPLACED):
+        whole = (candidate / names.MANIFEST_NAME).is_file() and damage(candidate) is None
+        if whole and not _is_checkpoint(final):
+            if final.exists():
+                shutil.rmtree(final)
+            _move(candidate, final)
+            logger.warning("%s was written but not yet in its place when a process was killed: it is now.", final)
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    return (folder / names.TRAINER_STATE_NAME).is_file() and damage(folder) is None

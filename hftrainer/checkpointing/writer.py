@@ -9,7 +9,6 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,9 +23,22 @@ logger = logging.getLogger(__name__)
 _NEXT_TO_NOTHING = 1 << 18
 
 
-def is_storage_error(error: BaseException) -> bool:
-    """Whether writing failed for the storage's sake: full, read-only, over a quota, gone."""
-    if isinstance(error, (OSError, SafetensorError)):
+#: What a storage answers that is full, over a quota, read-only, not ours, or broken.
+_OF_STORAGE = frozenset(
+    getattr(errno, name)
+    for name in "ENOSPC EDQUOT EROFS EACCES EPERM EIO ESTALE EFBIG ENODEV ENXIO".split()
+    if hasattr(errno, name)
+)
+#: What it answers, for a path in the output folder, when that folder is gone.
+_OF_PATHS = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EEXIST})
+
+
+def is_storage_error(error: BaseException, output_dir: str) -> bool:
+    """Whether writing to `output_dir` failed for the storage's sake: full, read-only, over a quota, gone."""
+    if isinstance(error, OSError):
+        below = str(error.filename or "").startswith(output_dir)
+        return error.errno in _OF_STORAGE or (error.errno in _OF_PATHS and below)
+    if isinstance(error, SafetensorError):
         return True
     # torch's own writer tells it in words only.
     return isinstance(error, RuntimeError) and any(
@@ -34,15 +46,16 @@ def is_storage_error(error: BaseException) -> bool:
     )
 
 
-def _give_up(folder: Path, error: BaseException) -> None:
+def _give_up(path: str, error: BaseException) -> None:
     """Remove a half-written checkpoint.
 
     Raises:
         OSError: that the disk is full, where torch or safetensors tell it in other words.
     """
+    folder = staging.staging_folder(path)
     full = folder.is_dir() and shutil.disk_usage(folder).free < _NEXT_TO_NOTHING
-    shutil.rmtree(folder.parent, ignore_errors=True)
-    if full and is_storage_error(error) and not isinstance(error, OSError):
+    staging.discard(path)
+    if full and not isinstance(error, OSError) and is_storage_error(error, os.path.dirname(path)):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
 
 
@@ -66,29 +79,33 @@ class CheckpointWriter:
         self._pending: Future[None] | None = None
         self._path = ""
         self._announce: Callable[[], None] | None = None
+        self._if_failed: Callable[[], None] | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._stager: Any = None
 
-    def checkpoint(self, path: str, fill: Callable[[str], None], then: Callable[[], None]) -> None:
+    def checkpoint(
+        self, path: str, fill: Callable[[str], None], *, then: Callable[[], None], if_failed: Callable[[], None]
+    ) -> None:
         """Write a checkpoint.
 
         Args:
             path: its folder.
             fill: called with the folder to write into.
             then: called when it is there, for instance to delete older ones; in the background too.
+            if_failed: called in the caller's thread when the storage has failed.
 
         Raises:
             CheckpointNotWritten: with `stop_on_error`, when this one or the one before could not be written.
         """
         self.wait()
         folder = staging.staging_folder(path)
-        self.failed, self._jobs = False, [] if self.in_background else None
+        self.failed, self._jobs, self._if_failed = False, [] if self.in_background else None, if_failed
         with self._reporting(path):
             try:
                 staging.begin(folder)
                 fill(str(folder))
             except BaseException as error:
-                _give_up(folder, error)
+                _give_up(path, error)
                 raise
             finally:
                 jobs, self._jobs = self._jobs or [], None
@@ -144,6 +161,13 @@ class CheckpointWriter:
         if not self.failed and announce is not None:
             announce()
 
+    def settle(self) -> None:
+        """Wait after an error of something else; what goes wrong here is said, and does not take its place."""
+        try:
+            self.wait()
+        except Exception:
+            logger.exception("The checkpoint that was being written has failed too.")
+
     def close(self) -> None:
         """Wait, and let go of the thread and of the copies."""
         try:
@@ -158,10 +182,12 @@ class CheckpointWriter:
         try:
             yield
         except Exception as error:
-            if not is_storage_error(error):
+            if not is_storage_error(error, os.path.dirname(path)):
                 raise
             self.failed = True
-            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            reason = error.strerror if isinstance(error, OSError) and error.errno in _OF_STORAGE else str(error)
+            if self._if_failed is not None:
+                self._if_failed()
             message = f"{path} could not be written ({reason}); nothing of it was left behind."
             if self.stop_on_error:
                 raise CheckpointNotWritten(message) from error
@@ -204,7 +230,7 @@ class _Finish:
                 job()
             staging.publish(self.path)
         except BaseException as error:
-            _give_up(staging.staging_folder(self.path), error)
+            _give_up(self.path, error)
             raise
         try:
             self.then()

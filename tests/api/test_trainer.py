@@ -309,7 +309,7 @@ def test_other_layouts(make_trainer, tmp_path, layout):
     folder = tmp_path / "out" / "checkpoint-2"
     saved = transformers.BertForSequenceClassification.from_pretrained(folder)
     (folder / "model.safetensors").unlink()
-    (folder / "manifest.json").unlink()  # as the message about the missing file says
+    (folder / "hftrainer_manifest.json").unlink()  # as the message about the missing file says
     if layout == "sharded":
         saved.save_pretrained(folder, max_shard_size="4KB")
         assert len(list(folder.glob("model-*.safetensors"))) > 2

@@ -7,11 +7,11 @@ Parity tests read it; `COMPATIBILITY.md` says the same to users.
 MEASURED = ("_runtime", "_per_second", "_model_preparation_time")
 
 #: Files in a checkpoint that are ours alone.
-OWN_FILES = {"manifest.json", "lightning_callbacks.pt", "progress.pt"}
+OWN_FILES = {"hftrainer_manifest.json", "lightning_callbacks.pt", "progress.pt"}
 
 #: What must differ → why.
 DIFFERENCES = {
-    "manifest.json and lightning_callbacks.pt in a checkpoint": (
+    "hftrainer_manifest.json and lightning_callbacks.pt in a checkpoint": (
         "Sizes and checksums of all files, by which a damaged checkpoint is known; and what Lightning's callbacks have "
         "kept, if there are any. transformers ignores both."
     ),

@@ -74,7 +74,7 @@ def test_the_same_files(tmp_path, model):
         now, later = tmp_path / "now" / f"checkpoint-{step}", tmp_path / "later" / f"checkpoint-{step}"
         assert sorted(os.listdir(now)) == sorted(os.listdir(later))
         for path in now.iterdir():
-            if path.name not in ("manifest.json", "README.md"):
+            if path.name not in ("hftrainer_manifest.json", "README.md"):
                 assert contents(path) == contents(later / path.name), path.name
 
 
@@ -188,4 +188,4 @@ def test_two_runs_with_one_trainer(tmp_path):
     trainer.train()
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
     assert sorted(os.listdir(tmp_path)) == ["checkpoint-3", "checkpoint-6", "checkpoint-9"]
-    assert OWN_FILES & set(os.listdir(tmp_path / "checkpoint-9")) == {"manifest.json", "progress.pt"}
+    assert OWN_FILES & set(os.listdir(tmp_path / "checkpoint-9")) == {"hftrainer_manifest.json", "progress.pt"}

@@ -77,7 +77,7 @@ def test_every_file(run, tmp_path, harm, caplog):
         resumed = make_trainer(folder, model)
         with caplog.at_level(logging.WARNING):
             resumed.train(resume_from_checkpoint=True)
-        if name.name == "manifest.json" and harm == "deleted":  # then the folder is like one of transformers
+        if name.name == "hftrainer_manifest.json" and harm == "deleted":  # then the folder is like one of transformers
             assert not caplog.text
         else:
             assert str(folder / "checkpoint-6" / name) in caplog.text, name
@@ -102,7 +102,7 @@ def test_folders_of_transformers(run, tmp_path, harm, caplog):
         shutil.copytree(source, folder)
         shutil.rmtree(folder / "checkpoint-9")
         for checkpoint in folder.glob("checkpoint-*"):
-            (checkpoint / "manifest.json").unlink()
+            (checkpoint / "hftrainer_manifest.json").unlink()
         HARM[harm](folder / "checkpoint-6" / name)
         caplog.clear()
         resumed = make_trainer(folder, model)
@@ -284,5 +284,5 @@ def test_without_renaming_folders(tmp_path, monkeypatch, caplog):
     make_trainer(tmp_path, save_total_limit=1).train()
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-9"]
     assert get_last_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-9")
-    assert order[-2:] == ["manifest.json", "trainer_state.json"]
+    assert order[-2:] == ["hftrainer_manifest.json", "trainer_state.json"]
     assert "copied one by one" in caplog.text
