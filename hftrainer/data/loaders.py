@@ -289,7 +289,7 @@ class PreparedDataLoader(DataLoader):
             self.generator.set_state(seed)
         if self.log is not None:
             self.collate_fn = collator = TracedCollator(self.collate_fn)
-            self.worker_init_fn = RestoredWorker(self.worker_init_fn, collator, states)
+            self.worker_init_fn = RestoredWorker(self.worker_init_fn, collator, dict(states))
             self.log.begin_workers(self.generator, now=seed is None)
         try:
             return super().__iter__()

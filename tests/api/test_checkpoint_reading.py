@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from hftrainer import Trainer, TrainingArguments
+from hftrainer.checkpointing.names import MANIFEST_NAME
 from hftrainer.checkpointing.reading import read_torch, read_weights
 from hftrainer.errors import DamagedCheckpoint, UnsafeCheckpoint
 from tests.tiny import language_data, make_peft, make_plain, plain_data
@@ -56,6 +57,7 @@ FILES = {
 def test_a_pickle_is_not_run(tmp_path, name, zipped):
     make_trainer(tmp_path, **FILES[name]).train()
     path = tmp_path / "checkpoint-2" / name
+    (tmp_path / "checkpoint-2" / MANIFEST_NAME).unlink()  # somebody who means harm would mend it
     held = torch.load(path, weights_only=name != "rng_state.pth")
     held["more"] = Mischief(tmp_path / "trace")
     torch.save(held, path, _use_new_zipfile_serialization=zipped)
@@ -66,6 +68,7 @@ def test_a_pickle_is_not_run(tmp_path, name, zipped):
 
 def test_the_arguments_are_never_read(tmp_path):
     make_trainer(tmp_path).train()
+    (tmp_path / "checkpoint-2" / MANIFEST_NAME).unlink()
     torch.save(Mischief(tmp_path / "trace"), tmp_path / "checkpoint-2" / "training_args.bin")
     make_trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert not (tmp_path / "trace").exists()
@@ -83,6 +86,7 @@ def test_a_class_that_the_user_allows(tmp_path):
     held = torch.load(path)
     held["param_groups"][0]["note"] = Note()
     torch.save(held, path)
+    (path.parent / MANIFEST_NAME).unlink()
     with pytest.raises(UnsafeCheckpoint, match=r"test_checkpoint_reading\.Note"):
         make_trainer(tmp_path).train(resume_from_checkpoint=str(path.parent))
     trainer = make_trainer(tmp_path)
