@@ -52,7 +52,9 @@ def has_progress_bar(callbacks: Iterable[Callback]) -> bool:
     return any(isinstance(callback, ProgressBar) for callback in callbacks)
 
 
-def refusal(callback: Callback, *, accumulate_grad_batches: int, finds_batch_size: bool, evaluates: bool) -> str | None:
+def refusal(
+    callback: Callback, *, accumulate_grad_batches: int, finds_batch_size: bool, evaluates: bool, several: bool
+) -> str | None:
     """Why a callback cannot work with the arguments of the run; None when it can.
 
     Args:
@@ -60,6 +62,7 @@ def refusal(callback: Callback, *, accumulate_grad_batches: int, finds_batch_siz
         accumulate_grad_batches: micro-batches per optimizer step.
         finds_batch_size: whether the Trainer looks for the batch size itself.
         evaluates: whether the run evaluates.
+        several: whether there are several processes.
     """
     name = type(callback).__name__
     if isinstance(callback, ModelPruning) and not callback._make_pruning_permanent:
@@ -75,6 +78,8 @@ def refusal(callback: Callback, *, accumulate_grad_batches: int, finds_batch_siz
     if isinstance(callback, EarlyStopping) and not (evaluates or callback._check_on_train_epoch_end):
         return f"{name}(monitor={callback.monitor!r}) looks at evaluations, and there are none: set eval_strategy."
     if isinstance(callback, FINDERS):
+        if several:
+            return f"{name} is not supported yet in several processes: let it look in one, and set what it finds."
         if isinstance(callback, BatchSizeFinder) and finds_batch_size:
             return f"auto_find_batch_size and {name} both look for the batch size: give one of them."
         if own := [hook for hook in _HOOKS if _overrides(callback, hook, *FINDERS)]:
