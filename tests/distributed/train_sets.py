@@ -11,7 +11,9 @@ from pathlib import Path
 
 import torch
 
-from tests.parity.support import train
+from hftrainer import Trainer, TrainerCallback
+from hftrainer.errors import CheckpointNotFound
+from tests.parity.support import build, comparable, record
 from tests.tiny import MODELS, plain_data
 
 SHARED = {"save_strategy": "steps", "save_steps": 2, "logging_steps": 1}
@@ -33,7 +35,7 @@ CASES = {
         },
     ),
     "llama": ("llama", {**SHARED, "per_device_train_batch_size": 5}),
-    "llama, accumulation 3": ("llama", {**SHARED, "gradient_accumulation_steps": 3}),
+    "llama, accumulation 3": ("llama", {**SHARED, "save_steps": 1, "gradient_accumulation_steps": 3}),
     "llama, tokens of each process": ("llama", {**SHARED, "average_tokens_across_devices": False}),
     "llama, ddp arguments": (
         "llama",
@@ -107,25 +109,10 @@ def run(library, name, folder, resume=None):
     settings = {key: dict(value) if key == "trainer" else value for key, value in settings.items()}
     if settings.pop("stops_early", False):
         settings["trainer"]["callbacks"] = [importlib.import_module(library).EarlyStoppingCallback(2)]
-        record = with_recorder_left_out(library, model, folder, settings)
-    else:
-        record = train(library, model, folder, resume, **settings)
-    return {
-        "logs": record.logs,
-        "weights": record.weights,
-        "files": record.files,
-        "extra": record.extra,
-        "random": torch.get_rng_state(),
-        "events": record.events,
-    }
-
-
-def with_recorder_left_out(library, model, folder, settings):
-    from tests.parity.support import build, record
-
     trainer, recorder = build(library, model, folder, **settings)
-    output = trainer.train()
-    return record(trainer, recorder, folder, global_step=output.global_step, training_loss=output.training_loss)
+    output = trainer.train(resume_from_checkpoint=resume)
+    found = record(trainer, recorder, folder, global_step=output.global_step, training_loss=output.training_loss)
+    return {**vars(found), "random": torch.get_rng_state()}
 
 
 def main(library, folder):
@@ -136,11 +123,61 @@ def main(library, folder):
         found[f"{name}, resumed"] = resumed(library, library, name, step, folder)
         if library == "hftrainer":
             found[f"{name}, resumed from theirs"] = resumed(library, "transformers", name, step, folder)
+    if library == "hftrainer":
+        found["agreed"] = dict(agreed(folder / "agreed"))
     (folder / f"{library}-{os.environ['RANK']}.pkl").write_bytes(pickle.dumps(found))
 
 
 #: Runs that go on from a step.
-RESUMED = (("plain", 4), ("plain", 6), ("llama, accumulation 3", 2))
+RESUMED = (("plain", 4), ("plain", 6), ("llama, accumulation 3", 3))
+
+
+class OnOne(TrainerCallback):
+    """Sets a flag of the control at an event, in the second process alone."""
+
+    def __init__(self, event, flag, step):
+        self.flag, self.step = flag, step
+        setattr(self, event, self.set_flag)
+
+    def set_flag(self, args, state, control, **kwargs):
+        if args.process_index == 1 and state.global_step == self.step:
+            setattr(control, self.flag, True)
+
+
+class Full(Trainer):
+    """Finds its disk full, which only the process that writes can see."""
+
+    def _save(self, output_dir=None, state_dict=None):
+        raise OSError(28, "No space left on device")
+
+
+#: Name → event, flag, step.
+FLAGS = {
+    "stops": ("on_step_end", "should_training_stop", 3),
+    "stops within a step": ("on_substep_end", "should_training_stop", 1),
+    "stops when it has logged": ("on_log", "should_training_stop", 4),
+    "ends the epoch": ("on_step_end", "should_epoch_stop", 2),
+    "saves when it has logged": ("on_log", "should_save", 2),
+    "evaluates": ("on_step_end", "should_evaluate", 3),
+}
+
+
+def agreed(folder):
+    """What the processes do when only one of them is asked to."""
+    settings = {"logging_steps": 2, "gradient_accumulation_steps": 2}
+    for name, flag in FLAGS.items():
+        trainer, _ = build("hftrainer", "plain", folder / name, trainer={"callbacks": [OnOne(*flag)]}, **settings)
+        trainer.train()
+        logs, state = comparable(trainer.state.log_history), trainer.state
+        yield name, {"logs": logs, "step": state.global_step, "folders": sorted(os.listdir(folder / name))}
+    best = {"eval_strategy": "steps", "save_strategy": "steps", "load_best_model_at_end": True, "save_steps": 2}
+    trainer, _ = build("hftrainer", "plain", folder / "full", trainer_class=lambda _: Full, eval_steps=2, **best)
+    trainer.train()
+    yield "full", {"best": trainer.state.best_model_checkpoint, "folders": os.listdir(folder / "full")}
+    try:
+        trainer.train(resume_from_checkpoint=True)
+    except CheckpointNotFound as error:
+        yield "nothing to resume from", str(error)
 
 
 def resumed(library, writer, name, step, folder):

@@ -7,7 +7,7 @@ Parity tests read it; `COMPATIBILITY.md` says the same to users.
 MEASURED = ("_runtime", "_per_second", "_model_preparation_time")
 
 #: Files in a checkpoint that are ours alone.
-OWN_FILES = {"manifest.json", "lightning_callbacks.pt", "progress.pt"}
+OWN_FILES = {"manifest.json", "lightning_callbacks.pt", "progress.pt", "progress_0.pt", "progress_1.pt"}
 
 #: What must differ → why.
 DIFFERENCES = {
