@@ -777,7 +777,7 @@ class Trainer:
                 self._train_batch_size = state.train_batch_size or self._train_batch_size
         watcher = DebugUnderflowOverflow(self.model) if "underflow_overflow" in self.args.debug else None
         self.is_in_train = True
-        self._interruption = Interruption(saves=self._saves_on_interrupt())
+        self._interruption = Interruption(saves=self._saves_on_interrupt(), launched=self.args.world_size > 1)
         try:
             with changed_for_training(self.model, self.args), self._interruption.listening():
                 return self._train_with_fitting_batches(folder, trial, ignore_keys_for_eval)

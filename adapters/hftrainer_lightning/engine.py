@@ -233,10 +233,11 @@ class LightningEngine:
 
     def agree(self, values: list[int]) -> list[int]:
         """The highest of all processes for each value; whether Lightning is to stop is agreed on beside them."""
-        assert self.trainer is not None
-        timeout = timedelta(seconds=self.plan.timeout)
-        *agreed, stops = self.plan.processes.highest([*values, int(self.trainer.should_stop)], timeout)
-        self.trainer.should_stop = bool(stops)
+        trainer = self.trainer if self.fitting else None  # none to resume a run that was complete
+        stops = trainer is not None and trainer.should_stop
+        *agreed, stops = self.plan.processes.highest([*values, stops], timedelta(seconds=self.plan.timeout))
+        if trainer is not None:
+            trainer.should_stop = bool(stops)
         return agreed
 
     def accumulation_at(self, epoch: int) -> int:

@@ -193,12 +193,14 @@ def finish(folder):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_signal_to_one_process(tmp_path, undisturbed, number):
-    """Both save after the same step and leave as the signal says."""
+    """Both save after the same step and leave as the signal says, though a launcher sends another after it."""
     pair = Pair(tmp_path / "out", pause=0.02)
     pair.jobs[1].wait_for("step 10")
     os.kill(pair.jobs[1].process.pid, number)
+    time.sleep(0.005)
+    os.kill(pair.jobs[1].process.pid, signal.SIGTERM)
     assert pair.end() == [128 + number] * 2, pair.printed()
-    last = [[line for line in printed.splitlines() if "step" in line][-1] for printed in pair.printed()]
+    last = [[line for line in printed.splitlines() if line.startswith("step")][-1] for printed in pair.printed()]
     assert last[0] == last[1]
     assert (tmp_path / "out" / f"checkpoint-{last[0].split()[1]}" / "progress_1.pt").is_file()
     finish(tmp_path / "out")
@@ -208,13 +210,13 @@ def test_signal_to_one_process(tmp_path, undisturbed, number):
 def kill_somewhere(folder, moments):
     """Start the pair and kill one of them, by the clock or at some touch of its files; what it was at."""
     rank = moments.randrange(2)
-    if moments.random() < 0.6:
+    if moments.random() < 0.5:
         pair = Pair(folder, pause=0.01)
         pair.jobs[rank].wait_for("resuming")
         time.sleep(moments.uniform(0.0, 0.8))
         pair.jobs[rank].kill()
     else:
-        pair = Pair(folder, kill_at=(moments.randrange(1, 250), 0))
+        pair = Pair(folder, kill_at=(moments.randrange(1, 120), 0))
     statuses = pair.end()
     if statuses == [0, 0]:
         return "finished"
