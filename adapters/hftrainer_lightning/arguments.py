@@ -173,7 +173,7 @@ TABLE: dict[str, Row] = {
         "hub_revision",
     ),
     **_planned(
-        "train in one process",
+        "leave it out",
         "accelerator_config",
         "parallelism_config",
         "fsdp",

@@ -234,8 +234,8 @@ class LightningEngine:
     def agree(self, values: list[int]) -> list[int]:
         """The highest of all processes for each value; whether Lightning is to stop is agreed on beside them."""
         trainer = self.trainer if self.fitting else None  # none to resume a run that was complete
-        stops = trainer is not None and trainer.should_stop
-        *agreed, stops = self.plan.processes.highest([*values, stops], timedelta(seconds=self.plan.timeout))
+        wanted = [*values, int(trainer is not None and trainer.should_stop)]
+        *agreed, stops = self.plan.processes.highest(wanted, timedelta(seconds=self.plan.timeout))
         if trainer is not None:
             trainer.should_stop = bool(stops)
         return agreed
