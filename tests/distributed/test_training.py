@@ -1,5 +1,6 @@
 """Two processes on gloo train as those of transformers do, agree on what they do next, and survive being ended."""
 
+import itertools
 import json
 import os
 import pickle
@@ -12,7 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.data import BatchSampler, SequentialSampler
 
+from hftrainer.data.sharding import EvenBatchSampler, Share
 from tests.distributed.test_evaluation import TORCHRUN, python, torchrun
 from tests.distributed.train_sets import CASES, FLAGS, RESUMED
 from tests.reliability.support import JOB, Forked, assert_same, weights
@@ -93,6 +96,31 @@ def test_a_full_disk_is_agreed_on(found, rank):
     agreed = found[f"hftrainer-{rank}"]["agreed"]
     assert agreed["full"] == {"best": None, "folders": []}
     assert "has no whole checkpoint-xxx folder" in agreed["nothing to resume from"]
+
+
+def batches(count, size, drop_last):
+    return BatchSampler(SequentialSampler(range(count)), size, drop_last)
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("processes", [2, 3, 4])
+def test_batches_are_those_of_accelerate(processes, drop_last):
+    from accelerate.data_loader import BatchSamplerShard
+
+    for count, size, rank in itertools.product(range(30), range(1, 6), range(processes)):
+        theirs = BatchSamplerShard(batches(count, size, drop_last), processes, rank)
+        ours = EvenBatchSampler(batches(count, size, drop_last), Share(rank, processes))
+        assert list(ours) == list(theirs)
+        assert len(ours) == len(list(theirs))
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_batches_of_any_size(rank):
+    from accelerate.data_loader import BatchSamplerShard
+
+    for count in range(9):
+        sizes = [[index] * (index % 3 + 1) for index in range(count)]
+        assert list(EvenBatchSampler(sizes, Share(rank, 3))) == list(BatchSamplerShard(sizes, 3, rank))
 
 
 REFUSED = """
