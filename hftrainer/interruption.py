@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any, NoReturn
@@ -15,6 +16,8 @@ logger = logging.getLogger(__name__)
 
 #: SIGUSR1 is what SLURM is asked to send before the time is up (`--signal=USR1@90`).
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name))
+#: Within which a launcher sends a signal on.
+_SECONDS_OF_ECHO = 3.0
 #: Handlers that are nobody's choice; any other is the script's own, and stays.
 _DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
 
@@ -26,18 +29,22 @@ class EvaluationAbandoned(BaseException):
 class Interruption:
     """Notices the signals that ask to stop, while it listens.
 
-    The first signal is remembered. The second ends the process at once, as it would have without us.
+    The first signal is remembered. The second ends the process at once, as it would have without us; not so soon after
+    the first that a launcher may have sent on to its processes what they got themselves, as with Ctrl-C.
 
     Args:
         saves: whether a signal is to become a checkpoint; if not, signals are left as they are.
+        launched: whether a launcher sends signals on.
 
     Attributes:
         received: the number of the signal that came, or None.
         may_abandon: whether an evaluation in progress is one that may be left.
     """
 
-    def __init__(self, saves: bool) -> None:
+    def __init__(self, saves: bool, *, launched: bool = False) -> None:
         self._saves = saves
+        self._echo = _SECONDS_OF_ECHO if launched else 0.0
+        self._received_at = 0.0
         self.received: int | None = None
         self.may_abandon = False
         self._before: dict[int, Any] = {}
@@ -91,9 +98,11 @@ class Interruption:
                 os.kill(os.getpid(), number)
             return
         if self.received is None:
-            self.received = number
+            self.received, self._received_at = number, time.monotonic()
             name = signal.Signals(number).name
             logger.warning("%s: saving after this optimizer step, then stopping. Once more stops at once.", name)
+            return
+        if time.monotonic() - self._received_at < self._echo:
             return
         self._restore()
         if number == signal.SIGINT:

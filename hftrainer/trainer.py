@@ -28,8 +28,8 @@ from hftrainer.checkpointing import names, resume, staging
 from hftrainer.checkpointing.folders import keep_only, rotate_checkpoints
 from hftrainer.checkpointing.lightning_file import unpack
 from hftrainer.checkpointing.manifest import damage
-from hftrainer.checkpointing.progress import RunProgress, load_progress, position_settings, save_progress
-from hftrainer.checkpointing.rng import load_rng_state, save_rng_state
+from hftrainer.checkpointing.progress import RunProgress, as_dict, load_progress, position_settings, save_progress
+from hftrainer.checkpointing.rng import load_rng_state, rng_state, save_rng_state
 from hftrainer.checkpointing.weights import load_weights, save_weights
 from hftrainer.checkpointing.writer import CheckpointWriter
 from hftrainer.data import columns
@@ -320,6 +320,8 @@ class Trainer:
         self._interruption = Interruption(saves=False)
         self._last_saved_step = 0
         self._resumed_from: str | None = None
+        self._prepares_training_data = False
+        self._averages_tokens = self.args.average_tokens_across_devices and self.args.world_size > 1
 
     def _init_callbacks(self, callbacks: list[Any]) -> None:
         self.callback_handler = CallbackHandler(
@@ -492,13 +494,30 @@ class Trainer:
                 settings["worker_init_fn"] = functools.partial(
                     seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index
                 )
-        return self.accelerator.prepare(DataLoader(dataset, **settings))
+        with self._preparing_training_data() if is_training else contextlib.nullcontext():
+            return self.accelerator.prepare(DataLoader(dataset, **settings))
+
+    @contextlib.contextmanager
+    def _preparing_training_data(self) -> Iterator[None]:
+        """Loaders that are prepared in the block are for training."""
+        before, self._prepares_training_data = self._prepares_training_data, True
+        try:
+            yield
+        finally:
+            self._prepares_training_data = before
 
     def _prepare_loader(self, loader: DataLoader) -> PreparedDataLoader:
         if isinstance(loader, PreparedDataLoader):
             return loader
-        share = Share(self.args.process_index, self.args.world_size)
-        return PreparedDataLoader.from_loader(loader, self.args.device, seed=self.args.data_seed, share=share)
+        share, training = Share(self.args.process_index, self.args.world_size), self._prepares_training_data
+        if training and share.processes > 1 and isinstance(loader.dataset, IterableDataset):
+            raise UnsupportedArgument(
+                f"train() in {share.processes} processes is not supported yet with an IterableDataset: train in one "
+                "process, or give a dataset with a length."
+            )
+        return PreparedDataLoader.from_loader(
+            loader, self.args.device, seed=self.args.data_seed, share=share, training=training
+        )
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler | None:
         """The order of the training samples; None leaves it to the dataset."""
@@ -597,15 +616,20 @@ class Trainer:
         return samples, self._get_num_items_in_batch(samples, device)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> torch.Tensor | None:
-        """Labels that are not -100, over all micro-batches; None when nobody asks for it."""
+        """Labels that are not -100, over all micro-batches; None when nobody asks for it.
+
+        Those of all processes with `average_tokens_across_devices`, but for an evaluation's, whose loss is a batch's.
+        """
         counted = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
         if not counted or not batch_samples or "labels" not in batch_samples[0]:
             return None
         labels = [self._counted_labels(batch) for batch in batch_samples]
         if not all(isinstance(each, torch.Tensor) for each in labels):
             return None  # detection models: labels are lists of dicts
-        count = sum(each.ne(-100).sum() for each in labels)
-        return count.to(device) / 1  # float32, as in transformers, which divides by the parallel sizes
+        count = sum(each.ne(-100).sum() for each in labels).to(device)
+        if self._averages_tokens:
+            count = self.accelerator.gather(count).sum()
+        return count / 1  # float32, as in transformers, which divides by the parallel sizes
 
     def _counted_labels(self, batch: Any) -> Any:
         if "shift_labels" in batch:
@@ -734,19 +758,13 @@ class Trainer:
         Raises:
             CheckpointNotFound: when there is nothing to resume from.
         """
-        if self.args.world_size > 1:
-            raise UnsupportedArgument(
-                f"train() in {self.args.world_size} processes is not supported yet (evaluate() and predict() are): "
-                "train in one process."
-            )
+        self._refuse_alone(resume_from_checkpoint)
         if str(resume_from_checkpoint).endswith(".ckpt"):
             with tempfile.TemporaryDirectory() as unpacked:
                 return self.train(unpack(str(resume_from_checkpoint), unpacked), trial, ignore_keys_for_eval)
         self._memory_tracker.start()
         self._checkpoint_writer.settle()
-        if self.args.should_save:
-            staging.clear_stale(str(self.args.output_dir))
-        folder = resume.find_folder(resume_from_checkpoint, str(self.args.output_dir))
+        folder = self._find_folder(resume_from_checkpoint)
         if self.model_init is not None:
             self._seed_everything()
             self._set_model(self.call_model_init(trial))
@@ -768,7 +786,7 @@ class Trainer:
         self._resumed_from = folder
         watcher = DebugUnderflowOverflow(self.model) if "underflow_overflow" in self.args.debug else None
         self.is_in_train = True
-        self._interruption = Interruption(saves=self._saves_on_interrupt())
+        self._interruption = Interruption(saves=self._saves_on_interrupt(), launched=self.args.world_size > 1)
         try:
             with changed_for_training(self.model, self.args), self._interruption.listening():
                 output = self._train_with_fitting_batches(folder, trial, ignore_keys_for_eval)
@@ -783,6 +801,27 @@ class Trainer:
             self.is_in_train = False
             if watcher is not None:
                 watcher.remove()
+
+    def _refuse_alone(self, resume_from_checkpoint: str | bool | None) -> None:
+        """Refuse what only one process can do."""
+        if self.args.world_size == 1:
+            return
+        asked = {
+            f"resume_from_checkpoint={str(resume_from_checkpoint)!r} holds the random states of one process: give a "
+            "checkpoint folder": str(resume_from_checkpoint).endswith(".ckpt"),
+            "auto_find_batch_size=True would start again in the one process whose memory ran out: set "
+            "per_device_train_batch_size": self.args.auto_find_batch_size,
+        }
+        if found := [sentence for sentence, given in asked.items() if given]:
+            raise UnsupportedArgument("\n".join(f"{sentence}, or train in one process." for sentence in found))
+
+    def _find_folder(self, resume_from_checkpoint: str | bool | None) -> str | None:
+        """The checkpoint that all processes go on from, once nothing half-written is left."""
+        output_dir, processes = str(self.args.output_dir), self.accelerator.processes
+        if self.args.should_save:
+            staging.clear_stale(output_dir)
+        processes.barrier()
+        return processes.from_main(lambda: resume.find_folder(resume_from_checkpoint, output_dir))
 
     def _train_with_fitting_batches(self, folder: str | None, trial: Any, ignore_keys: list[str] | None) -> TrainOutput:
         """Train; with `auto_find_batch_size`, from the start again with half the batch when memory runs out."""
@@ -839,7 +878,8 @@ class Trainer:
         self.current_flos = 0.0
         if resume_from_checkpoint is None:
             find_batch_size(self)
-        train_dataloader = self.get_train_dataloader()
+        with self._preparing_training_data():  # overrides prepare loaders of their own
+            train_dataloader = self.get_train_dataloader()
         schedule = self.set_initial_training_values(self.args, train_dataloader)
         progress = self._load_progress(resume_from_checkpoint, schedule)
         first_epoch, position = self._init_training_state(schedule, resume_from_checkpoint, trial, progress)
@@ -883,11 +923,21 @@ class Trainer:
                     log_every_n_steps=self._steps_between_logs(schedule),
                     resumed_from=resume.load_lightning_callbacks(resume_from_checkpoint),
                     automatic_optimization=not is_overridden(self, "training_step", Trainer),
+                    find_unused_parameters=self._finds_unused_parameters(),
                 )
         else:  # the checkpoint's run was complete
             loop.load_optimizer()
             loop.begin()
         return self._finalize_training(loop)
+
+    def _finds_unused_parameters(self) -> bool:
+        """Whether processes look for parameters that a step has not used, unless an argument says it."""
+        model: Any = self.model
+        if not peers.is_pretrained(model):
+            return True
+        renamed = hasattr(model, "is_activation_checkpointing")  # in v5.23
+        checkpoints = model.is_activation_checkpointing if renamed else model.is_gradient_checkpointing
+        return not (checkpoints or self.args.activation_checkpointing)
 
     def _steps_between_logs(self, schedule: TrainingSchedule) -> int:
         """Optimizer steps after which Lightning's callbacks log: as often as the Trainer itself."""
@@ -989,7 +1039,8 @@ class Trainer:
         self._checkpoint_writer.close()
         best = self.state.best_model_checkpoint
         if self.args.load_best_model_at_end and best is not None:
-            if (reason := damage(best, only_weights=True)) is None:
+            reason = self.accelerator.processes.from_main(lambda: damage(best, only_weights=True))
+            if reason is None:
                 self._load_best_model()
             else:
                 logger.error("The best model cannot be loaded, and the last one is kept: %s.", reason)
@@ -1089,6 +1140,9 @@ class Trainer:
             loss = self.label_smoother(outputs, labels, shift_labels=shift, num_items_in_batch=num_items_in_batch)
         else:
             loss = first_output(outputs, inputs)
+        takes_items = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
+        if self._averages_tokens and takes_items and num_items_in_batch is not None:
+            loss = loss * self.args.world_size  # what the mean of the gradients over all processes divides by
         return (loss, outputs) if return_outputs else loss
 
     def compute_loss_context_manager(self) -> contextlib.AbstractContextManager:
@@ -1129,7 +1183,10 @@ class Trainer:
 
     def store_flos(self) -> None:
         """Add the operations counted since the last call to `state.total_flos`."""
-        self.state.total_flos += self.current_flos
+        flos = self.current_flos
+        if self.args.world_size > 1:  # in float32, as transformers adds them
+            flos = self.accelerator.gather(torch.tensor([flos], device=self.args.device)).sum().item()
+        self.state.total_flos += flos
         self.current_flos = 0.0
 
     def _maybe_log_save_evaluate(
@@ -1146,21 +1203,30 @@ class Trainer:
         """Do what the callbacks have asked for at this point."""
         if self.control.should_log and self.state.global_step > self._globalstep_last_logged:
             self._log_training_loss(tr_loss, grad_norm, learning_rate, start_time)
+            self._agree()
         if self.control.should_evaluate:
             metrics = self._evaluate(trial, ignore_keys_for_eval)
             is_new_best = self._determine_best_metric(metrics=metrics, trial=trial)
             if self.args.save_strategy == SaveStrategy.BEST:
                 self.control.should_save = is_new_best
+            self._agree()
         if self.control.should_save:
             self._save_checkpoint(model, trial)
             self._last_saved_step = self.state.global_step
             self._announce_save()
+            self._agree()
+
+    def _agree(self) -> None:
+        """Let all processes do next what one of them is asked to."""
+        if self._loop is not None:
+            self._loop.agree()
 
     def _log_training_loss(
         self, tr_loss: torch.Tensor, grad_norm: Any, learning_rate: float | None, start_time: float | None
     ) -> None:
         steps = self.state.global_step - self._globalstep_last_logged
-        summed, further = self._logged_metrics.read(tr_loss, steps)
+        of_all = self.accelerator.gather(tr_loss).mean() if self.args.world_size > 1 else tr_loss
+        summed, further = self._logged_metrics.read(of_all, steps)
         tr_loss -= tr_loss  # not zero_(): a NaN that the filter let through stays, as in transformers
         logs: dict[str, float] = {"loss": summed / steps}
         if grad_norm is not None:
@@ -1420,6 +1486,13 @@ class Trainer:
         return loss, logits[0] if isinstance(logits, (tuple, list)) and len(logits) == 1 else logits, labels
 
     def _loss_and_outputs(self, model: nn.Module, inputs: Any, loss_only: bool) -> tuple[torch.Tensor, Any]:
+        averages, self._averages_tokens = self._averages_tokens, False
+        try:
+            return self._own_loss_and_outputs(model, inputs, loss_only)
+        finally:
+            self._averages_tokens = averages
+
+    def _own_loss_and_outputs(self, model: nn.Module, inputs: Any, loss_only: bool) -> tuple[torch.Tensor, Any]:
         num_items = self._get_num_items_in_batch([inputs], self.args.device)
         with self.compute_loss_context_manager():
             if accepts(self.compute_loss, "return_outputs"):
@@ -1497,11 +1570,13 @@ class Trainer:
         self._checkpoint_writer.wait()
         run_dir, earlier_best = self._get_output_dir(trial), self.state.best_model_checkpoint
         best = os.path.join(run_dir, f"{names.PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}")
-        if self.state.best_global_step == self.state.global_step or os.path.isdir(best):
+        there = self.accelerator.processes.from_main(lambda: os.path.isdir(best))
+        if self.state.best_global_step == self.state.global_step or there:
             self.state.best_model_checkpoint = best
         path = os.path.join(run_dir, f"{names.PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
         limit, best_now = self.args.save_total_limit, self.state.best_model_checkpoint
         keep = [path, *([self._resumed_from] if self._resumed_from and self.args.auto_find_batch_size else [])]
+        of_others = self._states_of_others()
 
         def then() -> None:
             self._checkpoints_written.append(path)
@@ -1510,9 +1585,29 @@ class Trainer:
         def if_failed() -> None:
             self.state.best_model_checkpoint = earlier_best
 
-        self._checkpoint_writer.checkpoint(path, self._fill_checkpoint, then=then, if_failed=if_failed)
+        if self.args.should_save:
+            fill = functools.partial(self._fill_checkpoint, of_others)
+            self._checkpoint_writer.checkpoint(path, fill, then=then, if_failed=if_failed)
+        else:
+            self.save_model(str(staging.staging_folder(path)), _internal_call=True)  # overrides may gather weights
+        self._checkpoint_writer.failed = any(
+            self.accelerator.processes.gather_objects([self._checkpoint_writer.failed])
+        )
+        if self._checkpoint_writer.failed:
+            if_failed()
 
-    def _fill_checkpoint(self, folder: str) -> None:
+    def _states_of_others(self) -> dict[str, Any]:
+        """File name → contents, of what the other processes have to say to a checkpoint."""
+        rank, size = self.args.process_index, self.args.world_size
+        if size == 1 or self.args.save_only_model:
+            return {}
+        own = {names.rng_name(rank, size): rng_state()}
+        if self._loop is not None:
+            own[names.progress_name(rank, size)] = as_dict(self._loop.current_progress())
+        of_all = self.accelerator.processes.gather_objects([own])
+        return {name: state for other, states in enumerate(of_all) if other != rank for name, state in states.items()}
+
+    def _fill_checkpoint(self, of_others: Mapping[str, Any], folder: str) -> None:
         """Write everything that a run needs to go on into `folder`."""
         with self._engine.saving(self.model) as (_, kept):
             self.save_model(folder, _internal_call=True)
@@ -1521,6 +1616,8 @@ class Trainer:
             self._save_scaler(folder)
             self._save_rng_state(folder)
             self._save_progress(folder)
+            for name, state in of_others.items():
+                torch.save(state, os.path.join(folder, name))
             if kept:
                 self._checkpoint_writer.save(kept, os.path.join(folder, names.LIGHTNING_CALLBACKS_NAME))
         self.state.stateful_callbacks = export_states(self._stateful_callbacks())

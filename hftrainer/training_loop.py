@@ -5,6 +5,7 @@ The order of events, log lines and random draws is that of `transformers.Trainer
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import math
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
     from hftrainer.trainer import Trainer
 
 logger = logging.getLogger(__name__)
+
+#: Flags of the control that all processes set when one does.
+_AGREED = ("should_training_stop", "should_epoch_stop", "should_log", "should_evaluate", "should_save")
 
 
 class TrainingLoop:
@@ -84,6 +88,9 @@ class TrainingLoop:
         self._stepped = False  # it has, and the step is not counted yet
         self.between_steps = True  # nothing has been read or drawn for the next step
         self.interruption = trainer._interruption
+        self._several = trainer.args.world_size > 1
+        self._agreed_signal = 0
+        self._agreed_stop = False
         self._warned = False
         self._loss_readable_at_once = self.tr_loss.device.type == "cpu"
         self.feed = MicroBatchFeed(
@@ -113,8 +120,9 @@ class TrainingLoop:
         trainer.model_wrapped.zero_grad()
         self._announce("on_train_begin")
         if trainer.args.eval_on_start:
-            with self.interruption.abandoning():
+            with self._abandoning():
                 trainer._evaluate(self.trial, self.ignore_keys, skip_scheduler=True)
+            self.agree()
             self._stop_if_signalled()
         if self.progress is not None and self._owes_epoch_end():
             self._end_epoch_of_checkpoint(self.progress)
@@ -136,7 +144,7 @@ class TrainingLoop:
     def begin_epoch(self, epoch: int) -> None:
         """Announce an epoch, before its data is opened."""
         self.epoch = epoch
-        self._epoch_ended = False
+        self._epoch_ended = self._agreed_stop = False
         self.grad_norm = self.learning_rate = None
         self.feed.window = None
         self.feed.accumulation = self.trainer._engine.accumulation_at(epoch)
@@ -302,15 +310,38 @@ class TrainingLoop:
         assert self.feed.window is not None
         return self.epoch + (self.feed.window.sample + 1) / self.schedule.steps_in_epoch
 
+    def agree(self) -> None:
+        """Let all processes do what one of them is asked to: by a callback, a signal, or Lightning.
+
+        Called at the end of each optimizer step, and again after what takes long; nothing in one process.
+        """
+        if not self._several:
+            return
+        control = self.trainer.control
+        flags = [getattr(control, name) for name in _AGREED]
+        agreed = self.trainer._engine.agree([self.interruption.received or 0, *map(int, flags)])
+        self._agreed_signal = agreed[0]
+        for name, flag in zip(_AGREED, agreed[1:], strict=True):
+            setattr(control, name, bool(flag))
+        self._agreed_stop = control.should_training_stop or control.should_epoch_stop
+
+    def _abandoning(self) -> contextlib.AbstractContextManager:
+        """Leave evaluations when a signal comes; not with other processes, which would wait for this one."""
+        return contextlib.nullcontext() if self._several else self.interruption.abandoning()
+
     def _stop_if_signalled(self) -> None:
         """Save and stop, if a signal has come."""
+        if self._several:
+            if not self._agreed_signal:
+                return
+            self.interruption.received = self._agreed_signal
         if self.interruption.received is None:
             return
         trainer = self.trainer
         trainer._save_if_needed(self.trial)
         if self.interruption.received == signal.SIGTERM and trainer.args.enable_jit_checkpoint:
             trainer.control.should_training_stop = True  # as in transformers, train() then returns
-            self.interruption.received = None
+            self.interruption.received, self._agreed_signal = None, 0
         else:
             self.interruption.leave()
 
@@ -332,13 +363,17 @@ class TrainingLoop:
         }
 
     def failed(self, error: Exception) -> None:
-        """Save what has been done before an error ends the run, if the weights are those after a whole step."""
+        """Save what has been done before an error ends the run, if the weights are those after a whole step.
+
+        Not with other processes: they are elsewhere, and end when this one does.
+        """
         trainer = self.trainer
         kept_elsewhere = isinstance(error, CheckpointNotWritten) or (
             trainer.args.auto_find_batch_size and is_out_of_memory(error)
         )
         done = trainer.state.global_step > trainer._initial_global_step
-        if kept_elsewhere or self._stepping or not done or self.trial is not None or not trainer._saves_on_interrupt():
+        nothing_to_save = kept_elsewhere or self._several or self._stepping or not done
+        if nothing_to_save or self.trial is not None or not trainer._saves_on_interrupt():
             return
         try:
             trainer._save_if_needed(self.trial)
@@ -348,11 +383,12 @@ class TrainingLoop:
             logger.exception("The error below ends the run, and its last state could not be saved.")
 
     def _log_save_evaluate(self) -> None:
+        self.agree()
         if self._infinite is not None and self.trainer.control.should_log:  # the log reads from the device anyway
             if bool(self._infinite):
                 self._warn_of_infinite_loss("was not finite before or", self.trainer.state.global_step)
             self._infinite = None
-        with self.interruption.abandoning():
+        with self._abandoning():
             self._maybe_log_save_evaluate(
                 self.tr_loss,
                 self.grad_norm,
@@ -371,7 +407,7 @@ class TrainingLoop:
         trainer, progress = self.trainer, self.progress
         if progress is not None:
             self.tr_loss = progress.loss.to(self.tr_loss.device)
-            trainer._total_loss_scalar = -progress.loss.item()
+            trainer._total_loss_scalar = -float(trainer.accelerator.reduce(self.tr_loss, "mean"))
             trainer._globalstep_last_logged = progress.last_logged
             trainer._logged_metrics.load_state_dict(progress.metrics, self.tr_loss.device)
 
@@ -409,11 +445,16 @@ class TrainingLoop:
     @property
     def should_stop(self) -> bool:
         """Whether training is to end."""
-        return self.trainer.control.should_training_stop
+        return self._may_stop and self.trainer.control.should_training_stop
+
+    @property
+    def _may_stop(self) -> bool:
+        """Not before all processes have agreed on it, at the end of the optimizer step."""
+        return self._agreed_stop or not self._several
 
     def _interrupted(self) -> bool:
         control = self.trainer.control
-        return control.should_epoch_stop or control.should_training_stop
+        return self._may_stop and (control.should_epoch_stop or control.should_training_stop)
 
     def _announce(self, event: str, **kwargs: Any) -> None:
         trainer = self.trainer

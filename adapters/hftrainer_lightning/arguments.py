@@ -58,6 +58,10 @@ TABLE: dict[str, Row] = {
         output_dir="default_root_dir",
         ddp_backend="strategy: process_group_backend",
         ddp_timeout="strategy: timeout",
+        ddp_find_unused_parameters="strategy: find_unused_parameters",
+        ddp_bucket_cap_mb="strategy: bucket_cap_mb",
+        ddp_broadcast_buffers="strategy: broadcast_buffers",
+        ddp_static_graph="strategy: static_graph",
         lightning_config="keywords of lightning.Trainer, which win over what the arguments say",
     ),
     **_rows(
@@ -76,6 +80,7 @@ TABLE: dict[str, Row] = {
         adam_beta1="trainer_optimizer",
         adam_beta2="trainer_optimizer",
         adam_epsilon="trainer_optimizer",
+        average_tokens_across_devices="trainer: num_items_in_batch",
         max_grad_norm="training_loop: clipping and grad_norm",
         use_cache="trainer: model.config",
         seed="trainer_utils.set_seed",
@@ -155,7 +160,6 @@ TABLE: dict[str, Row] = {
         do_eval="a switch for your script",
         do_predict="a switch for your script",
         resume_from_checkpoint="for your script to pass to train()",
-        average_tokens_across_devices="one process has nothing to average over",
         local_rank="launchers give the rank in the environment",
         hub_strategy="read with push_to_hub only",
     ),
@@ -169,13 +173,9 @@ TABLE: dict[str, Row] = {
         "hub_revision",
     ),
     **_planned(
-        "train in one process",
+        "leave it out",
         "accelerator_config",
         "parallelism_config",
-        "ddp_find_unused_parameters",
-        "ddp_bucket_cap_mb",
-        "ddp_broadcast_buffers",
-        "ddp_static_graph",
         "fsdp",
         "fsdp_config",
         "deepspeed",
@@ -265,6 +265,10 @@ LAUNCHER = {
 }
 
 
+#: Keywords of `DistributedDataParallel` that are arguments, with ddp_ before them.
+_DDP = ("find_unused_parameters", "bucket_cap_mb", "broadcast_buffers", "static_graph")
+
+
 def row_of(args: TrainingArguments, field: dataclasses.Field[Any]) -> tuple[Row, bool]:
     """What becomes of one argument with the value that it has, and whether that value asks for anything."""
     row, value = TABLE[field.name], getattr(args, field.name)
@@ -333,6 +337,9 @@ def make_plan(args: TrainingArguments) -> LightningPlan:
         processes=Processes.from_environment(),
         process_group_backend=args.ddp_backend,
         timeout=args.ddp_timeout,
+        ddp=MappingProxyType(
+            {name: value for name in _DDP if (value := getattr(args, f"ddp_{name}", None)) is not None}
+        ),
         async_checkpoint=config.get("async_checkpoint", False) or brings_async_checkpoints(config.get("plugins")),
         stop_on_save_error=config.get("on_save_error") == "stop",
         config=MappingProxyType(passed_on(config)),

@@ -89,6 +89,7 @@ def _refusal(
     evaluates: bool,
     automatic_optimization: bool,
     knows_epochs: bool,
+    several: bool,
 ) -> str | None:
     """Why a callback cannot work with the arguments of the run; None when it can.
 
@@ -99,6 +100,7 @@ def _refusal(
         evaluates: whether the run evaluates.
         automatic_optimization: whether backward is Lightning's, rather than in a `training_step` of the user's.
         knows_epochs: whether the training data has a length.
+        several: whether there are several processes.
     """
     name = type(callback).__name__
     if isinstance(callback, ModelPruning) and not callback._make_pruning_permanent:
@@ -122,6 +124,8 @@ def _refusal(
     if isinstance(callback, ModelCheckpoint) and not evaluates and str(callback.monitor).startswith("eval_"):
         return f"{name}(monitor={callback.monitor!r}) waits for evaluations, and there are none: set eval_strategy."
     if isinstance(callback, FINDERS):
+        if several:
+            return f"{name} is not supported yet in several processes: let it look in one, and set what it finds."
         if isinstance(callback, BatchSizeFinder) and finds_batch_size:
             return f"auto_find_batch_size and {name} both look for the batch size: give one of them."
         if own := [hook for hook in _HOOKS if _overrides(callback, hook, *FINDERS)]:

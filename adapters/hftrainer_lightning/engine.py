@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -20,6 +21,7 @@ from lightning.pytorch.callbacks import (
     LearningRateFinder,
 )
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.strategies import Strategy
 
 from hftrainer_lightning import callbacks as of_callbacks
 from hftrainer_lightning import seams, tuning
@@ -82,6 +84,7 @@ class LightningEngine:
         log_every_n_steps: int,
         resumed_from: Mapping[str, Any] | None,
         automatic_optimization: bool,
+        find_unused_parameters: bool,
     ) -> None:
         """Drive a training run.
 
@@ -95,6 +98,8 @@ class LightningEngine:
             log_every_n_steps: optimizer steps between two values that Lightning's callbacks log.
             resumed_from: what `saving` gave to the checkpoint that the run goes on from; None for a fresh run.
             automatic_optimization: False when the host's training step runs backward itself.
+            find_unused_parameters: whether several processes look for parameters that a step has not used, unless the
+                plan says it.
         """
         with seams.quiet():
             self.trainer = trainer = self._build_trainer(
@@ -103,6 +108,7 @@ class LightningEngine:
                 accumulate_grad_batches=self.plan.accumulate_grad_batches if automatic_optimization else 1,
                 logger=self._found_loggers(),
                 log_every_n_steps=log_every_n_steps,
+                strategy=build_strategy(self.plan, self.scaler, find_unused_parameters),
             )
         loggers = trainer.loggers
         self.module = module = HostedModule(model)
@@ -237,7 +243,21 @@ class LightningEngine:
 
     def refusals(self, **run: bool) -> list[str]:
         """A sentence for each callback that cannot work; the keywords are those of `callbacks.refusals`."""
-        return of_callbacks.refusals(self.callbacks, accumulate_grad_batches=self.plan.accumulate_grad_batches, **run)
+        return of_callbacks.refusals(
+            self.callbacks,
+            accumulate_grad_batches=self.plan.accumulate_grad_batches,
+            several=self.plan.processes.several,
+            **run,
+        )
+
+    def agree(self, values: list[int]) -> list[int]:
+        """The highest of all processes for each value; whether Lightning is to stop is agreed on beside them."""
+        trainer = self.trainer if self.fitting else None  # none to resume a run that was complete
+        wanted = [*values, int(trainer is not None and trainer.should_stop)]
+        *agreed, stops = self.plan.processes.highest(wanted, timedelta(seconds=self.plan.timeout))
+        if trainer is not None:
+            trainer.should_stop = bool(stops)
+        return agreed
 
     def accumulation_at(self, epoch: int) -> int:
         """Micro-batches per optimizer step in an epoch, by the arguments or by a callback."""
@@ -269,7 +289,13 @@ class LightningEngine:
         """The loggers, or what stands in for them where Lightning's callbacks would refuse to run without one."""
         return self._loggers() or ([self._values] if self.callbacks else [])
 
-    def _build_trainer(self, max_epochs: int, callbacks: list[Callback] | None = None, **settings: Any) -> pl.Trainer:
+    def _build_trainer(
+        self,
+        max_epochs: int,
+        callbacks: list[Callback] | None = None,
+        strategy: Strategy | None = None,
+        **settings: Any,
+    ) -> pl.Trainer:
         keywords = {"logger": False, **self.plan.trainer_keywords(), **settings}
         callbacks = self._taking_part if callbacks is None else callbacks
         del keywords["precision"]  # the strategy carries the precision plugin
@@ -277,7 +303,7 @@ class LightningEngine:
         keywords["profiler"] = detached(keywords.get("profiler", seams.NoProfiler()))
         trainer = seams.Trainer(
             **keywords,
-            strategy=build_strategy(self.plan, self.scaler),
+            strategy=strategy or build_strategy(self.plan, self.scaler),
             max_epochs=max_epochs,
             check_val_every_n_epoch=NEVER,
             num_sanity_val_steps=0,

@@ -24,6 +24,7 @@ class LightningPlan:
         processes: the processes of the run.
         process_group_backend: how they communicate; None takes the device's own way.
         timeout: seconds that a collective operation may take.
+        ddp: keywords of `DistributedDataParallel` that were given.
         async_checkpoint: whether checkpoints are written in the background.
         stop_on_save_error: whether training stops when a checkpoint cannot be written.
         config: further keywords of `lightning.Trainer`, from `lightning_config`; they win.
@@ -38,6 +39,7 @@ class LightningPlan:
     processes: Processes
     process_group_backend: str | None
     timeout: int
+    ddp: Mapping[str, Any]
     async_checkpoint: bool
     stop_on_save_error: bool
     config: Mapping[str, Any]

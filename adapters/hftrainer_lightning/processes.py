@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import distributed
 
+T = TypeVar("T")
 #: What a launcher must have put into the environment for processes to find each other.
 RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT", "RANK")
 
@@ -76,6 +78,32 @@ class Processes:
         """Wait for all processes."""
         if self.several:
             distributed.barrier()
+
+    def highest(self, values: list[int], timeout: timedelta) -> list[int]:
+        """The highest of all processes for each of a few numbers, without waiting for an accelerator.
+
+        Args:
+            values: as many in every process.
+            timeout: how long it may take, where the accelerators have a backend of their own.
+        """
+        numbers = torch.tensor(values)
+        distributed.all_reduce(numbers, op=distributed.ReduceOp.MAX, group=_group_on_host(timeout))
+        return numbers.tolist()
+
+    def from_main(self, decide: Callable[[], T]) -> T:
+        """What the main process finds by calling `decide`; the others wait for it, and raise what it raises."""
+        if not self.several:
+            return decide()
+        found: list[Any] = [None, None]
+        if self.rank == 0:
+            try:
+                found[0] = decide()
+            except Exception as error:
+                found[1] = error
+        distributed.broadcast_object_list(found)
+        if found[1] is not None:
+            raise found[1]
+        return found[0]
 
     def gather(self, data: Any, pad_index: int = -100, *, objects: bool = False) -> Any:
         """The rows of all processes for those of this one, in the order of the ranks.
@@ -151,6 +179,13 @@ class Processes:
         finally:
             if first:
                 self.barrier()
+
+
+@functools.cache
+def _group_on_host(timeout: timedelta) -> Any:
+    """A group of all processes for tensors in the host's memory; None is the default one."""
+    backends = distributed.get_backend()
+    return None if "gloo" in backends else distributed.new_group(backend="gloo", timeout=timeout)
 
 
 def _disconnect() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 import torch
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
@@ -37,14 +38,32 @@ class SingleDevice(_StaysInPlace, SingleDeviceStrategy):
 class Replicas(_StaysInPlace, DDPStrategy):
     """A replica of the model in each process."""
 
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """A batch of an evaluation within `fit`, by the module itself, as in the Trainer.
 
-def build_strategy(plan: LightningPlan, scaler: torch.amp.GradScaler | None) -> Strategy:
-    """The strategy that the plan names; `scaler` is of its precision plugin."""
+        DDP's wrapper would give all processes the buffers of the first.
+        """
+        assert self.lightning_module is not None
+        with self.precision_plugin.val_step_context():
+            return self.lightning_module.validation_step(*args, **kwargs)
+
+
+def build_strategy(
+    plan: LightningPlan, scaler: torch.amp.GradScaler | None, find_unused_parameters: bool = False
+) -> Strategy:
+    """The strategy that the plan names.
+
+    Args:
+        plan: the plan.
+        scaler: of its precision plugin.
+        find_unused_parameters: whether replicas look for parameters that a step has not used, unless the plan says it.
+    """
     precision = precision_plugin(plan, scaler)
     if plan.processes.several:
         return Replicas(
             precision_plugin=precision,
             process_group_backend=plan.process_group_backend,
             timeout=timedelta(seconds=plan.timeout),
+            **{"find_unused_parameters": find_unused_parameters, **plan.ddp},
         )
     return SingleDevice(device=torch.device(plan.device), precision_plugin=precision)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
-from hftrainer.data.sharding import ALL, ShardedBatchSampler, Share, shared_out
+from hftrainer.data.sharding import ALL, EvenBatchSampler, ShardedBatchSampler, Share, shared_out
 from hftrainer.data.workers import RestoredWorker, TracedCollator
 from hftrainer.trainer_utils import has_length
 
@@ -125,6 +125,7 @@ class PreparedDataLoader(DataLoader):
         seed: int | None = None,
         non_blocking: bool = False,
         share: Share = ALL,
+        training: bool = False,
     ) -> PreparedDataLoader:
         """Prepare a plain loader; a random sampler becomes seedable.
 
@@ -134,13 +135,16 @@ class PreparedDataLoader(DataLoader):
             seed: seed of the sample order; None takes torch's initial seed, as accelerate does.
             non_blocking: whether the move may run beside the computation.
             share: which of the batches are this process's.
+            training: give all processes as many batches, rather than no sample twice.
         """
         dataset, settings, shards = loader.dataset, _settings(loader), None
         if isinstance(dataset, IterableDataset):
             sampling: dict[str, Any] = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
         else:
             batches = loader.sampler if loader.batch_sampler is None else _seedable(loader.batch_sampler, seed)
-            if share.processes > 1:
+            if share.processes > 1 and training:
+                batches = EvenBatchSampler(batches, share)
+            elif share.processes > 1:
                 batches = shards = ShardedBatchSampler(batches, share)
             if loader.batch_sampler is None:  # the sampler gives what the dataset makes a whole batch of
                 sampling = {"batch_size": None, "sampler": batches}
@@ -177,7 +181,7 @@ class PreparedDataLoader(DataLoader):
         self.iteration = epoch
         for part in (self.batch_sampler, getattr(self.batch_sampler, "sampler", None)):
             inner: Any = part
-            while isinstance(inner, (SkippingBatchSampler, ShardedBatchSampler)):
+            while isinstance(inner, (SkippingBatchSampler, ShardedBatchSampler, EvenBatchSampler)):
                 inner = inner.batch_sampler
             if callable(getattr(inner, "set_epoch", None)):
                 inner.set_epoch(epoch)

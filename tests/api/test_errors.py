@@ -359,13 +359,6 @@ def test_several_processes_need_a_launcher(make_args, monkeypatch):
         Trainer(make_plain(), make_args())
 
 
-def test_training_in_several_processes_is_refused(make_args, monkeypatch):
-    trainer = Trainer(make_plain(), make_args(), train_dataset=plain_data())
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UnsupportedArgument, match="train\\(\\) in 2 processes is not supported yet"):
-        trainer.train()
-
-
 @pytest.mark.parametrize(
     ("name", "value"),
     [("ACCELERATE_MIXED_PRECISION", "fp8"), ("ACCELERATE_USE_FSDP", "true"), ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")],
@@ -381,5 +374,6 @@ def test_launchers_are_not_ignored(make_args, monkeypatch, name, value):
     [("ddp_find_unused_parameters", False), ("ddp_bucket_cap_mb", 0), ("ddp_broadcast_buffers", False)],
 )
 def test_false_and_zero_ask_for_something(make_args, name, value):
-    with pytest.raises(UnsupportedArgument, match=name):
-        Trainer(make_plain(), make_args(**{name: value}))
+    from hftrainer_lightning.arguments import make_plan
+
+    assert make_plan(make_args(**{name: value})).ddp == {name.removeprefix("ddp_"): value}

@@ -138,23 +138,3 @@ def test_lists_of_samples_are_not_mixed_up(tmp_path):
     run = torchrun(tmp_path, BOXES)
     assert run.returncode != 0
     assert "set eval_use_gather_object=True" in run.stderr
-
-
-TRAINS = """
-from hftrainer import Trainer, TrainingArguments
-from tests.tiny import make_plain, plain_data
-
-args = TrainingArguments("out", use_cpu=True, disable_tqdm=True)
-trainer = Trainer(make_plain(), args, train_dataset=plain_data())
-try:
-    trainer.train()
-except ValueError as error:
-    with trainer.accelerator.main_process_first():
-        trainer.accelerator.print(trainer.accelerator.process_index, trainer.accelerator.num_processes, error)
-"""
-
-
-def test_training_is_refused(tmp_path):
-    run = torchrun(tmp_path, TRAINS)
-    assert run.returncode == 0, run.stderr[-2000:]
-    assert run.stdout.count("0 2 train() in 2 processes is not supported yet") == 1

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.parity.differences import OWN_FILES
+
 ROOT = Path(__file__).parents[2]
 RELEASE = tuple(int(part) for part in version("transformers").split(".")[:2])
 SCRIPT = Path(__file__).parent / "ordinary_script.py"
@@ -57,9 +59,7 @@ def test_ordinary_script_gives_the_same_numbers(tmp_path):
     assert ours == theirs
     files = [
         sorted(
-            str(path.relative_to(tmp_path / who))
-            for path in (tmp_path / who).rglob("*")
-            if path.name not in OWN_FILES
+            str(path.relative_to(tmp_path / who)) for path in (tmp_path / who).rglob("*") if path.name not in OWN_FILES
         )
         for who in ("ours", "theirs")
     ]

@@ -7,7 +7,10 @@ Parity tests read it; `COMPATIBILITY.md` says the same to users.
 MEASURED = ("_runtime", "_per_second", "_model_preparation_time")
 
 #: Files in a checkpoint that are ours alone.
-OWN_FILES = {"hftrainer_manifest.json", "lightning_callbacks.pt", "progress.pt"}
+OWN_FILES = {
+    *("hftrainer_manifest.json", "lightning_callbacks.pt"),
+    *("progress.pt", "progress_0.pt", "progress_1.pt"),
+}
 
 #: What must differ → why.
 DIFFERENCES = {
@@ -141,6 +144,19 @@ DIFFERENCES = {
         "them; ours hands out whole batches in turn and drops what only keeps step, so that metrics and predictions "
         "are those of one process."
     ),
+    "eval_loss in training in several processes": (
+        "transformers divides an evaluation's loss by the items in the batches of all processes and multiplies it by "
+        "their number, where the model takes num_items_in_batch; ours is each batch's own, as in one process."
+    ),
+    "progress_0.pt and on in a checkpoint of several processes": (
+        "What progress.pt is for one process. One process gathers the random states and this of all, writes the whole "
+        "checkpoint and renames it."
+    ),
+    "control flags in several processes": (
+        "transformers lets each process follow its own; ours lets all do what one is asked to, at the end of the "
+        "optimizer step. A stop asked for within an accumulation window waits for its end."
+    ),
+    "log_metric in several processes": "Each process logs the mean of its own values; the loss is the mean of all.",
     "eval_use_gather_object": (
         "accelerate joins whatever a process returns into one list; ours keeps tensors, tuples and dicts as they are "
         "and joins lists, one item a sample."

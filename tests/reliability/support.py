@@ -58,9 +58,11 @@ class Forked:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["hftrainer_lightning.engine", "tests.reliability.job"])
 
-    def __init__(self, folder, **settings):
-        self.folder, self.output = Path(folder), Path(f"{folder}.out")
-        self.process = self.context.Process(target=run_forked, args=(str(folder), settings, str(self.output)))
+    def __init__(self, folder, environment=None, **settings):
+        environment = environment or {}
+        self.folder, self.output = Path(folder), Path(f"{folder}.out{environment.get('RANK', '')}")
+        arguments = (str(folder), settings, str(self.output), environment)
+        self.process = self.context.Process(target=run_forked, args=arguments)
         self.process.start()
 
     def wait_for(self, word):
@@ -82,8 +84,9 @@ class Forked:
         return printed.splitlines()
 
 
-def run_forked(folder, settings, output):
+def run_forked(folder, settings, output, environment):
     """What the forked process does."""
+    os.environ.update(environment)
     from tests.reliability.job import main
 
     with open(output, "w", buffering=1) as file:

@@ -1,0 +1,283 @@
+"""Two processes on gloo train as those of transformers do, agree on what they do next, and survive being ended."""
+
+import itertools
+import json
+import os
+import pickle
+import random
+import signal
+import socket
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, SequentialSampler
+
+from hftrainer.data.sharding import EvenBatchSampler, Share
+from tests.distributed.test_evaluation import TORCHRUN, python, torchrun
+from tests.distributed.train_sets import CASES, FLAGS, RESUMED
+from tests.reliability.support import JOB, Forked, assert_same, weights
+
+RANKS = ("0", "1")
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What `train_sets.py` wrote, by library and rank."""
+    folder = tmp_path_factory.mktemp("sets")
+    script = str(Path(__file__).with_name("train_sets.py"))
+    for library in ("transformers", "hftrainer"):  # ours goes on from their checkpoints
+        run = python(*TORCHRUN, script, library, str(folder))
+        assert run.returncode == 0, run.stderr[-3000:]
+    return {path.stem: pickle.loads(path.read_bytes()) for path in folder.glob("*.pkl")}
+
+
+@pytest.mark.parametrize("rank", RANKS)
+@pytest.mark.parametrize("case", [*CASES, *dict.fromkeys(f"{name}, resumed" for name, _ in RESUMED)])
+def test_same_as_transformers(found, case, rank):
+    """Log lines, events, files, weights, and the random numbers drawn."""
+    ours, theirs = dict(found[f"hftrainer-{rank}"][case]), dict(found[f"transformers-{rank}"][case])
+    assert torch.equal(ours.pop("random"), theirs.pop("random"))
+    assert_same(ours.pop("weights"), theirs.pop("weights"))
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_same_in_both_processes(found, case):
+    first, second = (found[f"hftrainer-{rank}"][case] for rank in RANKS)
+    assert first["logs"][:-1] == second["logs"][:-1]  # the last has the mean loss, which is each one's own
+    if case != "batch norm":  # whose statistics are each one's own until the next step
+        assert_same(first["weights"], second["weights"])
+
+
+@pytest.mark.parametrize("rank", RANKS)
+@pytest.mark.parametrize("name", [name for name, _ in RESUMED])
+@pytest.mark.parametrize("written", ["resumed", "resumed from theirs"])
+def test_resumed_run_ends_the_same(found, name, written, rank):
+    undisturbed, resumed = found[f"hftrainer-{rank}"][name], found[f"hftrainer-{rank}"][f"{name}, {written}"]
+    assert_same(resumed["weights"], undisturbed["weights"])
+    assert resumed["logs"][:-1] == undisturbed["logs"][:-1]
+    assert torch.equal(resumed["random"], undisturbed["random"])
+
+
+def test_dropout_draws_the_same_in_both(found):
+    """As in transformers: all processes are seeded alike."""
+    for library in ("transformers", "hftrainer"):
+        assert torch.equal(*(found[f"{library}-{rank}"]["plain"]["random"] for rank in RANKS))
+
+
+def test_early_stopping_stops(found):
+    assert found["hftrainer-0"]["early stopping"]["extra"]["global_step"] < 45
+
+
+AGREED = {
+    "stops": (3, []),
+    "stops within a step": (2, []),
+    "stops when it has logged": (4, []),
+    "ends the epoch": (5, []),
+    "saves when it has logged": (6, ["checkpoint-2"]),
+    "evaluates": (6, []),
+}
+
+
+@pytest.mark.parametrize("case", FLAGS)
+def test_what_one_is_asked_to_do_all_do(found, case):
+    first, second = (found[f"hftrainer-{rank}"]["agreed"][case] for rank in RANKS)
+    assert (first["step"], first["folders"]) == AGREED[case]
+    assert (second["step"], second["folders"]) == AGREED[case]
+    assert [sorted(line) for line in first["logs"]] == [sorted(line) for line in second["logs"]]
+    assert any("eval_loss" in line for line in first["logs"]) == (case == "evaluates")
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_a_full_disk_is_agreed_on(found, rank):
+    agreed = found[f"hftrainer-{rank}"]["agreed"]
+    assert agreed["full"] == {"best": None, "folders": []}
+    assert "has no whole checkpoint-xxx folder" in agreed["nothing to resume from"]
+
+
+def batches(count, size, drop_last):
+    return BatchSampler(SequentialSampler(range(count)), size, drop_last)
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("processes", [2, 3, 4])
+def test_batches_are_those_of_accelerate(processes, drop_last):
+    from accelerate.data_loader import BatchSamplerShard
+
+    for count, size, rank in itertools.product(range(30), range(1, 6), range(processes)):
+        theirs = BatchSamplerShard(batches(count, size, drop_last), processes, rank)
+        ours = EvenBatchSampler(batches(count, size, drop_last), Share(rank, processes))
+        assert list(ours) == list(theirs)
+        assert len(ours) == len(list(theirs))
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_batches_of_any_size(rank):
+    from accelerate.data_loader import BatchSamplerShard
+
+    for count in range(9):
+        sizes = [[index] * (index % 3 + 1) for index in range(count)]
+        assert list(EvenBatchSampler(sizes, Share(rank, 3))) == list(BatchSamplerShard(sizes, 3, rank))
+
+
+REFUSED = """
+import os, sys, torch
+from lightning.pytorch.callbacks import LearningRateFinder
+from hftrainer import Trainer, TrainingArguments
+from tests.tiny import Plain, make_plain, plain_data
+from tests.parity.test_evaluation import Stream
+
+def attempt(data, resume=None, callbacks=None, **settings):
+    args = TrainingArguments("out", use_cpu=True, disable_tqdm=True, max_steps=2, save_strategy="no", **settings)
+    try:
+        Trainer(make_plain(), args, train_dataset=data, callbacks=callbacks).train(resume)
+    except ValueError as error:
+        if args.process_index == 0:
+            print(error)
+
+attempt(Stream(9))
+attempt(plain_data(), resume="some.ckpt")
+attempt(plain_data(), auto_find_batch_size=True)
+attempt(plain_data(), callbacks=[LearningRateFinder()])
+sys.stdout.flush()
+
+class Fails(Plain):
+    def forward(self, x, labels=None):
+        if os.environ["RANK"] == "1":
+            raise RuntimeError("only here")
+        return super().forward(x, labels)
+
+args = TrainingArguments("out", use_cpu=True, disable_tqdm=True, ddp_timeout=120)
+Trainer(Fails(), args, train_dataset=plain_data()).train()
+"""
+
+
+def test_refusals_and_a_failing_process(tmp_path):
+    run = torchrun(tmp_path, REFUSED)
+    assert run.returncode != 0
+    assert "only here" in run.stderr
+    assert not list(tmp_path.glob("**/checkpoint-*"))
+    for sentence in (
+        "train() in 2 processes is not supported yet with an IterableDataset",
+        "resume_from_checkpoint='some.ckpt' holds the random states of one process",
+        "auto_find_batch_size=True would start again",
+        "LearningRateFinder is not supported yet in several processes",
+    ):
+        assert run.stdout.count(sentence) == 1
+
+
+# ---- Ended from outside ----------------------------------------------------------------------------------------------
+
+
+class Pair:
+    """Two processes of the job of `tests/reliability`, with the environment that torchrun gives them."""
+
+    def __init__(self, folder, kill_at=(0, 0), **settings):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        self.jobs = [
+            Forked(folder, {**shared, "RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": "0"}, kill_at=at, **settings)
+            for rank, at in zip(RANKS, kill_at, strict=True)
+        ]
+
+    def end(self):
+        """Wait for the end; when one process has ended by itself, end the other, as torchrun does. The statuses."""
+        processes = [job.process for job in self.jobs]
+        while all(process.is_alive() for process in processes):
+            time.sleep(0.01)
+        for process in processes:
+            process.join(timeout=5)
+            if process.is_alive():
+                process.terminate()
+                process.join(timeout=5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        return [process.exitcode for process in processes]
+
+    def printed(self):
+        return [job.output.read_text() for job in self.jobs]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("undisturbed") / "out"
+    pair = Pair(folder)
+    assert pair.end() == [0, 0], pair.printed()
+    return weights(folder)
+
+
+def finish(folder):
+    pair = Pair(folder)
+    assert pair.end() == [0, 0], pair.printed()
+    assert pair.printed()[0].splitlines()[-1] == "done 36"
+    assert not list(folder.glob("tmp-*"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_signal_to_one_process(tmp_path, undisturbed, number):
+    """Both save after the same step and leave as the signal says, though a launcher sends another after it."""
+    pair = Pair(tmp_path / "out", pause=0.02)
+    pair.jobs[1].wait_for("step 10")
+    os.kill(pair.jobs[1].process.pid, number)
+    time.sleep(0.005)
+    os.kill(pair.jobs[1].process.pid, signal.SIGTERM)
+    assert pair.end() == [128 + number] * 2, pair.printed()
+    last = [[line for line in printed.splitlines() if line.startswith("step")][-1] for printed in pair.printed()]
+    assert last[0] == last[1]
+    assert (tmp_path / "out" / f"checkpoint-{last[0].split()[1]}" / "progress_1.pt").is_file()
+    finish(tmp_path / "out")
+    assert_same(weights(tmp_path / "out"), undisturbed)
+
+
+def kill_somewhere(folder, moments):
+    """Start the pair and kill one of them, by the clock or at some touch of its files; what it was at."""
+    rank = moments.randrange(2)
+    if moments.random() < 0.5:
+        pair = Pair(folder, pause=0.01)
+        pair.jobs[rank].wait_for("resuming")
+        time.sleep(moments.uniform(0.0, 0.8))
+        pair.jobs[rank].kill()
+    else:
+        pair = Pair(folder, kill_at=(moments.randrange(1, 120), 0))
+    statuses = pair.end()
+    if statuses == [0, 0]:
+        return "finished"
+    assert -signal.SIGKILL in statuses, pair.printed()
+    assert 0 not in statuses, pair.printed()
+    if list(folder.glob("tmp-*")):
+        return "saving"
+    return "training" if "step" in pair.printed()[0] else "starting"
+
+
+def test_one_process_killed_at_random(tmp_path, undisturbed):
+    """Runs of 36 steps that save every 7, each killed a few times; the last end is torchrun's."""
+    moments, where, runs = random.Random(5), Counter(), 0
+    while where.total() - where["finished"] < 10:
+        folder, runs = tmp_path / f"run-{runs}", runs + 1
+        for _ in range(4):
+            place = kill_somewhere(folder, moments)
+            where[place] += 1
+            if place == "finished":
+                break
+        finish(folder)
+        assert_same(weights(folder), undisturbed)
+    print(dict(where))
+    assert where["training"]
+    assert where["saving"]
+
+
+def test_a_killed_run_goes_on_under_torchrun(tmp_path, undisturbed):
+    pair = Pair(tmp_path / "out", pause=0.02)
+    pair.jobs[0].wait_for("step 16")
+    pair.jobs[0].kill()
+    pair.end()
+    run = python(*TORCHRUN, str(JOB), str(tmp_path / "out"), json.dumps({}))
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert "checkpoint-14" in run.stdout
+    assert_same(weights(tmp_path / "out"), undisturbed)
