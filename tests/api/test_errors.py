@@ -223,7 +223,7 @@ def test_resume_without_checkpoint(make_args, tmp_path):
         (str(tmp_path / "absent"), "there is no such folder"),
         (str(tmp_path / "empty"), "it lacks trainer_state.json"),
         (str(tmp_path / "half"), "it lacks trainer_state.json"),
-        (str(tmp_path / "half" / "checkpoint-5"), "checkpoint-5 holds no weights"),
+        (str(tmp_path / "half" / "checkpoint-5"), "trainer_state.json holds no state"),
     ]:
         with pytest.raises(CheckpointNotFound, match=message):
             trainer.train(resume_from_checkpoint=path)
