@@ -36,7 +36,7 @@ _OF_PATHS = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EEXIST})
 def is_storage_error(error: BaseException, output_dir: str) -> bool:
     """Whether writing to `output_dir` failed for the storage's sake: full, read-only, over a quota, gone."""
     if isinstance(error, OSError):
-        below = str(error.filename or "").startswith(output_dir)
+        below = os.path.abspath(str(error.filename)).startswith(os.path.abspath(output_dir))
         return error.errno in _OF_STORAGE or (error.errno in _OF_PATHS and below)
     if isinstance(error, SafetensorError):
         return True
