@@ -1244,6 +1244,8 @@ class Trainer:
         self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False
     ) -> dict[str, float]:
         """Evaluate within training; a scheduler that follows the metric steps on it."""
+        if self._loop is not None:
+            self._loop.owes_evaluation = True
         try:
             with self._engine.evaluation_group() as for_lightning:
                 metrics = self.evaluate(ignore_keys=ignore_keys_for_eval)
@@ -1257,6 +1259,8 @@ class Trainer:
                 "The evaluation did not fit into memory, and auto_find_batch_size is about training batches: reduce "
                 f"per_device_eval_batch_size={self.args.per_device_eval_batch_size}."
             ) from error
+        if self._loop is not None:
+            self._loop.owes_evaluation = False
         if follows_metric(self.lr_scheduler) and not skip_scheduler:
             self.lr_scheduler.step(self._metric(metrics, self.args.metric_for_best_model or "loss"))
         return metrics

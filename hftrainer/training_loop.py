@@ -86,6 +86,7 @@ class TrainingLoop:
         self._infinite: torch.Tensor | None = None
         self._stepping = False  # the optimizer may have changed the weights, and the step is not counted yet
         self._stepped = False  # it has, and the step is not counted yet
+        self.owes_evaluation = False  # one has begun, and is not complete
         self.between_steps = True  # nothing has been read or drawn for the next step
         self.interruption = trainer._interruption
         self._several = trainer.args.world_size > 1
@@ -123,6 +124,10 @@ class TrainingLoop:
             with self._abandoning():
                 trainer._evaluate(self.trial, self.ignore_keys, skip_scheduler=True)
             self.agree()
+            self._stop_if_signalled()
+        if self.progress is not None and self.progress.owes_evaluation:
+            trainer.control.should_evaluate = True
+            self._log_save_evaluate()
             self._stop_if_signalled()
         if self.progress is not None and self._owes_epoch_end():
             self._end_epoch_of_checkpoint(self.progress)
@@ -421,6 +426,7 @@ class TrainingLoop:
             position=self.feed.window.sample + 1 if self.feed.window is not None else self.position,
             epoch_ended=self._epoch_ended,
             epoch_left=self._epoch_ended and trainer.control.should_epoch_stop,
+            owes_evaluation=self.owes_evaluation,
             loss=self.tr_loss.cpu().clone(),
             last_logged=trainer._globalstep_last_logged,
             metrics=trainer._logged_metrics.state_dict(),

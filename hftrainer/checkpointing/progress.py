@@ -49,6 +49,7 @@ class RunProgress:
         position: micro-batches of it that are done.
         epoch_ended: whether its end has been announced.
         epoch_left: whether a callback has ended it before its data was through.
+        owes_evaluation: whether the evaluation of this step was left, or failed, and is to be made up.
         loss: sum of the losses since the last log line, shape `()`.
         last_logged: optimizer step of the last log line.
         metrics: sums of other numbers for the next log line.
@@ -63,6 +64,7 @@ class RunProgress:
     position: int
     epoch_ended: bool
     epoch_left: bool
+    owes_evaluation: bool
     loss: torch.Tensor
     last_logged: int
     metrics: dict[str, Any]

@@ -240,6 +240,40 @@ def test_a_best_model_without_its_optimizer(tmp_path):
     assert trainer.evaluate()["eval_loss"] == pytest.approx(trainer.state.best_metric)
 
 
+@pytest.mark.parametrize("stopped_by", ["signal", "error"])
+@pytest.mark.parametrize("step", [3, 10])
+def test_an_evaluation_that_was_left_is_made_up(tmp_path, stopped_by, step):
+    """Else the log and the best metric would lack it."""
+
+    class Stops(TrainerCallback):
+        def on_prediction_step(self, args, state, control, **kwargs):
+            if state.global_step == step:
+                if stopped_by == "error":
+                    raise RuntimeError("my own bug")
+                signal.raise_signal(signal.SIGTERM)
+
+    settings = {
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "max_steps": 14,
+        "load_best_model_at_end": True,
+        "save_steps": 1,
+    }
+    whole = make_trainer(tmp_path / "a", **settings)
+    whole.train()
+    with pytest.raises(SystemExit if stopped_by == "signal" else RuntimeError):
+        make_trainer(tmp_path / "b", callbacks=[Stops()], **settings).train()
+    resumed = make_trainer(tmp_path / "b", **settings)
+    resumed.train(resume_from_checkpoint=True)
+
+    def losses(trainer):
+        return [(line["step"], line["eval_loss"]) for line in trainer.state.log_history if "eval_loss" in line]
+
+    assert losses(resumed) == losses(whole)
+    assert resumed.state.best_global_step == whole.state.best_global_step
+    assert resumed.state.best_metric == whole.state.best_metric
+
+
 def test_links_and_foreign_manifests(tmp_path):
     class Own(Trainer):
         def _save(self, output_dir=None, state_dict=None):
