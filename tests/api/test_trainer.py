@@ -334,11 +334,11 @@ def test_a_failed_save_leaves_no_half_folder(make_trainer, tmp_path):
     class Fails(Trainer):
         def _save_rng_state(self, output_dir):
             assert os.listdir(output_dir)
-            raise OSError("disk full")
+            raise OSError(28, "No space left on device")
 
     trainer = make_trainer(save_steps=2, lightning_config={"on_save_error": "stop"})
     trainer.__class__ = Fails
-    with pytest.raises(CheckpointNotWritten, match=r"checkpoint-2 could not be written \(disk full\)"):
+    with pytest.raises(CheckpointNotWritten, match=r"checkpoint-2 could not be written \(No space left on device\)"):
         trainer.train()
     assert os.listdir(tmp_path / "out") == []
 

@@ -430,6 +430,7 @@ def test_callbacks_of_transformers(tmp_path, monkeypatch):
 def test_default_of_unmodified_scripts(monkeypatch, release, default):
     """As in the release of transformers that is installed, through each way to make arguments; and undone."""
     monkeypatch.setattr("hftrainer.swap.importlib.metadata.version", lambda name: release)
+    monkeypatch.setattr("hftrainer.swap._warn_of_earlier_imports", lambda: None)  # of what other tests import
 
     @dataclasses.dataclass
     class Own(TrainingArguments):

@@ -58,6 +58,7 @@ HANDLED = {
     "logging_first_step": (True, {}),
     "logging_nan_inf_filter": (False, {}),
     "log_on_each_node": (False, {}),
+    "average_tokens_across_devices": (False, {}),
     "log_level": ("error", {}),
     "log_level_replica": ("error", {}),
     "disable_tqdm": (False, {}),
@@ -116,6 +117,7 @@ HANDLED = {
 }
 # Where a run on this machine is the same either way, the test that shows the effect:
 ELSEWHERE = {
+    "average_tokens_across_devices": "tests/distributed/test_training.py::test_same_as_transformers",
     "save_on_interrupt": "tests/reliability/test_interruption.py::test_signal",
     "enable_jit_checkpoint": "tests/reliability/test_interruption.py::test_jit_checkpoint",
     "ignore_data_skip": "tests/parity/test_resume.py::test_ignore_data_skip",
