@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.interop.interchange import SHAPES
+from tests.parity.differences import OWN_FILES
 
 ROOT = Path(__file__).parents[2]
 PYTHONS = {"4.57": sys.executable, "newest": os.environ.get("NEWEST_PYTHON", "")}
@@ -104,13 +105,18 @@ def last_checkpoint(folder: Path) -> Path:
     return max(folder.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
 
 
+def files_in(folder: Path) -> list[str]:
+    """The files of a checkpoint, without those that are ours alone."""
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.name not in OWN_FILES)
+
+
 def assert_same_end(folder: Path, reference: Path) -> None:
     """The same weights, the same log and best model, and the same last checkpoint, file by file."""
     assert same(read(folder / "final.pt"), read(reference / "final.pt"))
     assert report(folder) == report(reference)
     ours, theirs = last_checkpoint(folder), last_checkpoint(reference)
-    files = sorted(str(path.relative_to(theirs)) for path in theirs.rglob("*"))
-    assert sorted(str(path.relative_to(ours)) for path in ours.rglob("*")) == files
+    files = files_in(theirs)
+    assert files_in(ours) == files
     compared = [name for name in files if name.endswith((".safetensors", ".bin", ".pt", ".pth"))]
     compared.remove("training_args.bin")
     assert [name for name in compared if not same(read(ours / name), read(theirs / name))] == []
