@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hftrainer.checkpointing import names, staging
-from hftrainer.checkpointing.manifest import damage
+from hftrainer.checkpointing.manifest import damage, why_unusable
 
 logger = logging.getLogger(__name__)
 
@@ -25,18 +25,6 @@ def _by_step(folder: str) -> Iterator[str]:
     """The `checkpoint-xxx` folders, the one of the most optimizer steps first."""
     steps = {step: path for path in Path(folder).iterdir() if (step := _step_of(path)) is not None}
     return (os.path.join(folder, steps[step].name) for step in sorted(steps, reverse=True))
-
-
-def why_unusable(folder: str, *, contents: bool = True) -> str | None:
-    """Why nothing can go on from a checkpoint folder, naming the file; None when it is whole.
-
-    Args:
-        folder: the folder.
-        contents: compare the checksums too, which reads all of it.
-    """
-    if not os.path.isfile(os.path.join(folder, names.TRAINER_STATE_NAME)):
-        return f"{os.path.join(folder, names.TRAINER_STATE_NAME)} is missing"
-    return damage(folder, contents=contents)
 
 
 def get_last_checkpoint(folder: str) -> str | None:

@@ -61,6 +61,18 @@ def flush_to_disk(path: str | Path) -> None:
         os.close(descriptor)
 
 
+def why_unusable(folder: str | Path, *, contents: bool = True) -> str | None:
+    """Why nothing can go on from a checkpoint folder, naming the file; None when it is whole.
+
+    Args:
+        folder: the folder.
+        contents: compare the checksums too, which reads all of it.
+    """
+    if not os.path.isfile(os.path.join(folder, names.TRAINER_STATE_NAME)):
+        return f"{os.path.join(folder, names.TRAINER_STATE_NAME)} is missing"
+    return damage(folder, contents=contents)
+
+
 def damage(folder: str | Path, *, contents: bool = True, only_weights: bool = False) -> str | None:
     """What is wrong with a checkpoint, naming the file; None for a whole one.
 

@@ -15,11 +15,10 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 from hftrainer.checkpointing import names
-from hftrainer.checkpointing.manifest import damage, flush_to_disk, write_manifest
+from hftrainer.checkpointing.manifest import damage, flush_to_disk, why_unusable, write_manifest
 
 logger = logging.getLogger(__name__)
 
@@ -33,21 +32,6 @@ def staging_folder(folder: str) -> Path:
     """Where `folder` is written: under the same name, since overrides of `_save` read the step from it."""
     final = Path(folder)
     return final.with_name(_STAGING + final.name) / final.name
-
-
-@contextlib.contextmanager
-def staged(folder: str) -> Iterator[str]:
-    """A folder to write into that becomes `folder` when everything is in it.
-
-    On an exception the half-written folder is removed and `folder` stays as it was.
-    """
-    staging = staging_folder(folder)
-    begin(staging)
-    try:
-        yield str(staging)
-        publish(folder)
-    finally:
-        shutil.rmtree(staging.parent, ignore_errors=True)
 
 
 def begin(staging: Path) -> None:
@@ -75,7 +59,7 @@ def discard(folder: str) -> None:
     """Remove what was written for `folder`; one that it was to replace is put back."""
     staging, final = staging_folder(folder), Path(folder)
     replaced = staging.parent / _REPLACED
-    if _is_checkpoint(replaced) and not _is_checkpoint(final):
+    if why_unusable(replaced) is None and why_unusable(final) is not None:
         shutil.rmtree(final, ignore_errors=True)
         _move(replaced, final)
     shutil.rmtree(staging.parent, ignore_errors=True)
@@ -137,12 +121,8 @@ def _complete(outer: Path) -> None:
     final = outer.with_name(outer.name.removeprefix(_STAGING))
     for candidate in (outer / final.name, outer / _REPLACED):
         whole = (candidate / names.MANIFEST_NAME).is_file() and damage(candidate) is None
-        if whole and not _is_checkpoint(final):
+        if whole and why_unusable(final) is not None:
             if final.exists():
                 shutil.rmtree(final)
             _move(candidate, final)
             logger.warning("%s was written but not yet in its place when a process was killed: it is now.", final)
-
-
-def _is_checkpoint(folder: Path) -> bool:
-    return (folder / names.TRAINER_STATE_NAME).is_file() and damage(folder) is None
