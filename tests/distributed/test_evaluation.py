@@ -98,11 +98,8 @@ def test_gather_object(found):
     assert found["0"]["objects"][3]["flat"][0].keys() == {"best", "scores"}
 
 
-FAILS = """
-import os, torch
-from hftrainer import Trainer, TrainingArguments
-from tests.tiny import Plain, plain_data
-
+#: A model that fails in one of two processes.
+FAILS_IN_ONE = """
 class Fails(Plain):
     def forward(self, x, labels=None):
         if os.environ["RANK"] == "1":
@@ -110,8 +107,19 @@ class Fails(Plain):
         return super().forward(x, labels)
 
 args = TrainingArguments("out", use_cpu=True, disable_tqdm=True, ddp_timeout=120)
+"""
+FAILS = (
+    """
+import os, torch
+from hftrainer import Trainer, TrainingArguments
+from tests.tiny import Plain, plain_data
+
+"""
+    + FAILS_IN_ONE
+    + """
 Trainer(Fails(), args, eval_dataset=plain_data()).evaluate()
 """
+)
 
 
 def test_a_failing_process_ends_all(tmp_path):

@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import BatchSampler, SequentialSampler
 
 from hftrainer.data.sharding import EvenBatchSampler, Share
-from tests.distributed.test_evaluation import TORCHRUN, python, torchrun
+from tests.distributed.test_evaluation import FAILS_IN_ONE, TORCHRUN, python, torchrun
 from tests.distributed.train_sets import CASES, FLAGS, RESUMED
 from tests.reliability.support import JOB, Forked, assert_same, weights
 
@@ -123,7 +123,8 @@ def test_batches_of_any_size(rank):
         assert list(EvenBatchSampler(sizes, Share(rank, 3))) == list(BatchSamplerShard(sizes, 3, rank))
 
 
-REFUSED = """
+REFUSED = (
+    """
 import os, sys, torch
 from lightning.pytorch.callbacks import LearningRateFinder
 from hftrainer import Trainer, TrainingArguments
@@ -144,15 +145,12 @@ attempt(plain_data(), auto_find_batch_size=True)
 attempt(plain_data(), callbacks=[LearningRateFinder()])
 sys.stdout.flush()
 
-class Fails(Plain):
-    def forward(self, x, labels=None):
-        if os.environ["RANK"] == "1":
-            raise RuntimeError("only here")
-        return super().forward(x, labels)
-
-args = TrainingArguments("out", use_cpu=True, disable_tqdm=True, ddp_timeout=120)
+"""
+    + FAILS_IN_ONE
+    + """
 Trainer(Fails(), args, train_dataset=plain_data()).train()
 """
+)
 
 
 def test_refusals_and_a_failing_process(tmp_path):
