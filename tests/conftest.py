@@ -1,3 +1,4 @@
+import importlib
 import logging
 import os
 import sys
@@ -13,13 +14,34 @@ os.environ["COMET_ERROR_TRACKING_ENABLE"] = os.environ["WANDB_ERROR_REPORTING"] 
 os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
 
 
+TABLES = {
+    "optimizers and schedules": "tests.parity.optimizer_table",
+    "Lightning callbacks": "tests.conformance.callback_table",
+}
+
+
+class FoundOut:
+    """The tables of what tests have found out, in the process that prints them; pytest-xdist's workers send theirs."""
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node, error):
+        for module, status in getattr(node, "workeroutput", {}).get("tables", {}).items():
+            importlib.import_module(module).STATUS.update(status)
+
+
+def pytest_configure(config):
+    config.pluginmanager.register(FoundOut())
+
+
+def pytest_sessionfinish(session):
+    if hasattr(session.config, "workeroutput"):
+        imported = {module: sys.modules[module] for module in TABLES.values() if module in sys.modules}
+        session.config.workeroutput["tables"] = {module: dict(table.STATUS) for module, table in imported.items()}
+
+
 def pytest_terminal_summary(terminalreporter):
     """Print the tables of what was found out, if their tests have run."""
-    tables = {
-        "optimizers and schedules": "tests.parity.optimizer_table",
-        "Lightning callbacks": "tests.conformance.callback_table",
-    }
-    for title, module in tables.items():
+    for title, module in TABLES.items():
         table = sys.modules.get(module)
         if table is None or not table.STATUS:
             continue
