@@ -40,7 +40,7 @@ test: $(VENV)/.dev  ## run every test, and the linters
 	@$(VENV)/bin/ruff format --check --quiet .
 	@$(VENV)/bin/ruff check --quiet .
 	@$(VENV)/bin/mypy
-	@$(RUN) -m pytest
+	@$(RUN) -m pytest -n 2 --dist loadfile
 
 test-versions: $(VENV)/.dev $(VENV)-4.48/.ready $(VENV)-4.57/.ready  ## older releases of transformers: scripts, and runs begun there
 	@for release in 4.48 4.57; do \
