@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import gc
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -189,7 +190,13 @@ def _group_on_host(timeout: timedelta) -> Any:
 
 
 def _disconnect() -> None:
+    """Leave the group while Python still runs.
+
+    Gloo's threads let go of tensors late, which takes Python's lock; a process that ends meanwhile is aborted. They are
+    waited for when the group is destroyed, which needs that nothing holds it any more.
+    """
     if distributed.is_initialized():
+        gc.collect()
         distributed.destroy_process_group()
 
 
