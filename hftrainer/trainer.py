@@ -30,7 +30,8 @@ from hftrainer.checkpointing.lightning_file import unpack
 from hftrainer.checkpointing.manifest import damage
 from hftrainer.checkpointing.progress import RunProgress, as_dict, load_progress, position_settings, save_progress
 from hftrainer.checkpointing.rng import load_rng_state, rng_state, save_rng_state
-from hftrainer.checkpointing.weights import load_weights, save_weights
+from hftrainer.checkpointing.sharded import ShardedStates
+from hftrainer.checkpointing.weights import load_sharded_weights, load_weights, save_weights
 from hftrainer.checkpointing.writer import CheckpointWriter
 from hftrainer.data import columns
 from hftrainer.data.collators import DataCollatorWithPadding, default_data_collator
@@ -265,14 +266,14 @@ class Trainer:
             loggers=lambda: self.loggers,
             receive=lambda values: self._logged_metrics.set(values),
         )
-        self.accelerator = EngineAccelerator(
-            self._engine, self.args.device, plan.mixed_precision, self._prepare_loader, plan.processes
-        )
-        self.is_deepspeed_enabled = self.is_fsdp_enabled = False
+        self.accelerator = EngineAccelerator(self._engine, self.args.device, plan, self._prepare_loader)
+        self.is_deepspeed_enabled = False
+        self.is_fsdp_enabled = plan.sharding is not None
+        self._sharded_states = ShardedStates(self.accelerator.state.fsdp_plugin) if self.is_fsdp_enabled else None
         self.deepspeed = None
 
     def _set_model(self, model: nn.Module) -> None:
-        self.place_model_on_device = self.args.place_model_on_device is not False
+        self.place_model_on_device = self.args.place_model_on_device is not False and not self.is_fsdp_enabled
         self.is_model_parallel = len({d for d in getattr(model, "hf_device_map", {}).values() if d != "cpu"}) > 1
         self.model = self.model_wrapped = model
         if self.place_model_on_device:
@@ -770,7 +771,7 @@ class Trainer:
             self._set_model(self.call_model_init(trial))
             self.optimizer = self.lr_scheduler = None
         if peers.is_tokenizing(self.processing_class) and hasattr(self.model, "config"):
-            model_inspection.align_special_tokens(self.model, self.processing_class)
+            model_inspection.align_special_tokens(self._bare_model, self.processing_class)
         if refused := self._engine.refusals(
             finds_batch_size=self.args.auto_find_batch_size,
             evaluates=self.args.eval_strategy != "no",
@@ -779,7 +780,8 @@ class Trainer:
         ):
             raise UnsupportedArgument("\n".join(refused))
         if folder is not None:
-            self._load_from_checkpoint(folder)
+            if not self.is_fsdp_enabled:  # a sharded model loads its parts
+                self._load_from_checkpoint(folder)
             if self.args.auto_find_batch_size or self._engine.finds_batch_size:
                 state = TrainerState.load_from_json(os.path.join(folder, names.TRAINER_STATE_NAME))
                 self._train_batch_size = state.train_batch_size or self._train_batch_size
@@ -788,7 +790,7 @@ class Trainer:
         self.is_in_train = True
         self._interruption = Interruption(saves=self._saves_on_interrupt(), launched=self.args.world_size > 1)
         try:
-            with changed_for_training(self.model, self.args), self._interruption.listening():
+            with changed_for_training(self._bare_model, self.args), self._interruption.listening():
                 output = self._train_with_fitting_batches(folder, trial, ignore_keys_for_eval)
                 if self._interruption.received is not None:  # after the last step: all is saved
                     self._interruption.leave()
@@ -998,10 +1000,24 @@ class Trainer:
             progress.adapt(now, skips_data=not self.args.ignore_data_skip)
         return progress
 
+    def _prepare_model(self, resume_from_checkpoint: str | None = None) -> None:
+        """Shard the model, if that is asked for, before there is an optimizer; and load it then."""
+        if not self.is_fsdp_enabled:
+            return
+        self.model = self.model_wrapped = self._engine.prepare(self.model)
+        if resume_from_checkpoint is not None:
+            self._load_from_checkpoint(resume_from_checkpoint)
+
+    @property
+    def _bare_model(self) -> Any:
+        """The user's own model, without what shards it."""
+        return self.accelerator.unwrap_model(self.model)
+
     def _prepare_optimizer(self, max_steps: int, resume_from_checkpoint: str | None) -> None:
         if self._created_lr_scheduler:  # its shape belongs to the previous call's number of steps
             self.lr_scheduler = None
             self._created_lr_scheduler = False
+        self._prepare_model(resume_from_checkpoint)
         freezes = self._engine.freeze_before_training(self.model)
         self.create_optimizer_and_scheduler(num_training_steps=max_steps)
         if freezes and not any(parameter.requires_grad for parameter in self.model.parameters()):
@@ -1157,6 +1173,8 @@ class Trainer:
         """Clip the gradients to `max_grad_norm`, or only measure them when it is 0; returns the norm before."""
         if self.args.max_grad_norm > 0:
             return self.accelerator.clip_grad_norm_(model.parameters(), self.args.max_grad_norm)
+        if self.is_fsdp_enabled:  # each process has a part of the gradients
+            return self.accelerator.clip_grad_norm_(model.parameters(), math.inf)
         return torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
@@ -1409,6 +1427,7 @@ class Trainer:
 
     def _prepare_for_evaluation(self, dataloader: DataLoader) -> None:
         """Model and optimizer in evaluation mode; the weights in half precision where the arguments ask for it."""
+        self._prepare_model()
         if self._engine.trainer is None and not self.is_in_train:
             self.model_preparation_time = math.nan  # this evaluation measures it, and all later ones report it
         if not self.is_in_train and (self.args.fp16_full_eval or self.args.bf16_full_eval):
@@ -1516,8 +1535,14 @@ class Trainer:
         Args:
             output_dir: the folder; default `args.output_dir`.
         """
-        if self.args.should_save:
-            folder = output_dir if output_dir is not None else str(self.args.output_dir)
+        folder = output_dir if output_dir is not None else str(self.args.output_dir)
+        if self._sharded_states is not None:
+            if _internal_call and not self._sharded_states.whole:
+                return  # checkpoints hold a part from each process
+            gathered = self._sharded_states.whole_weights(self.model)
+            if self.args.should_save:
+                self._save(folder, state_dict=gathered)
+        elif self.args.should_save:
             with self._engine.saving(self.model) as (weights, _):
                 if weights is None:
                     self._save(folder)
@@ -1527,10 +1552,9 @@ class Trainer:
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         output_dir = output_dir if output_dir is not None else str(self.args.output_dir)
         os.makedirs(output_dir, exist_ok=True)
-        write = functools.partial(
-            save_weights, self.model, output_dir, safe=legacy.value(self.args, "save_safetensors")
-        )
-        if peers.is_peft(self.model):  # adapters are small: at once
+        model = self._bare_model
+        write = functools.partial(save_weights, model, output_dir, safe=legacy.value(self.args, "save_safetensors"))
+        if peers.is_peft(model):  # adapters are small: at once
             write(state_dict)
         else:
             if self._checkpoint_writer.collects and state_dict is None:
@@ -1581,6 +1605,8 @@ class Trainer:
         limit, best_now = self.args.save_total_limit, self.state.best_model_checkpoint
         keep = [path, *([self._resumed_from] if self._resumed_from and self.args.auto_find_batch_size else [])]
         of_others = self._states_of_others()
+        if self._sharded_states is not None:
+            self._sharded_states.gather(self.model, None if self.args.save_only_model else self._made_optimizer())
 
         def then() -> None:
             self._checkpoints_written.append(path)
@@ -1591,14 +1617,31 @@ class Trainer:
 
         if self.args.should_save:
             fill = functools.partial(self._fill_checkpoint, of_others)
-            self._checkpoint_writer.checkpoint(path, fill, then=then, if_failed=if_failed)
+            with self._writing_together():
+                self._checkpoint_writer.checkpoint(path, fill, then=then, if_failed=if_failed)
         else:
             self.save_model(str(staging.staging_folder(path)), _internal_call=True)  # overrides may gather weights
+            with self._writing_together(), self._checkpoint_writer.taking_part(path):
+                self._write_parts(str(staging.staging_folder(path)))
         self._checkpoint_writer.failed = any(
             self.accelerator.processes.gather_objects([self._checkpoint_writer.failed])
         )
         if self._checkpoint_writer.failed:
             if_failed()
+
+    @contextlib.contextmanager
+    def _writing_together(self) -> Iterator[None]:
+        """Write a checkpoint that all processes have gathered for, and let go of what they have gathered."""
+        try:
+            yield
+        finally:
+            if self._sharded_states is not None:
+                self._sharded_states.finish(self.accelerator.processes)
+
+    def _write_parts(self, folder: str) -> None:
+        """Write this process's part of a sharded model, if checkpoints hold parts, once the folder is there."""
+        if self._sharded_states is not None:
+            self._sharded_states.write_parts(folder, self.accelerator.processes)
 
     def _states_of_others(self) -> dict[str, Any]:
         """File name → contents, of what the other processes have to say to a checkpoint."""
@@ -1613,6 +1656,7 @@ class Trainer:
 
     def _fill_checkpoint(self, of_others: Mapping[str, Any], folder: str) -> None:
         """Write everything that a run needs to go on into `folder`."""
+        self._write_parts(folder)
         with self._engine.saving(self.model) as (_, kept):
             self.save_model(folder, _internal_call=True)
         if not self.args.save_only_model:
@@ -1654,7 +1698,11 @@ class Trainer:
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         write = self._checkpoint_writer.save
-        write(self._made_optimizer().state_dict(), os.path.join(output_dir, names.OPTIMIZER_NAME))
+        if self._sharded_states is None:
+            write(self._made_optimizer().state_dict(), os.path.join(output_dir, names.OPTIMIZER_NAME))
+        else:
+            for name, state in self._sharded_states.whole_files():
+                write(state, os.path.join(output_dir, name))
         write(self.lr_scheduler.state_dict(), os.path.join(output_dir, names.SCHEDULER_NAME))
 
     def _save_scaler(self, output_dir: str) -> None:
@@ -1678,18 +1726,26 @@ class Trainer:
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Load the weights of a checkpoint."""
-        load_weights(model if model is not None else self.model, resume_from_checkpoint)
+        self._load_weights(model if model is not None else self.model, resume_from_checkpoint)
+
+    def _load_weights(self, model: nn.Module, folder: str) -> None:
+        if self.is_fsdp_enabled:
+            load_sharded_weights(model, folder, only_trained=peers.is_peft(self._bare_model))
+        else:
+            load_weights(model, folder)
 
     def _load_best_model(self) -> None:
         """Load the weights of the best checkpoint."""
         best = self.state.best_model_checkpoint
         logger.info("Loading the best model, %s (metric %s).", best, self.state.best_metric)
-        load_weights(self.model, str(best))
+        self._load_weights(self.model, str(best))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load the optimizer's and the scheduler's state, if the checkpoint has them."""
         if checkpoint is not None:
-            resume.load_optimizer_and_scheduler(checkpoint, self._made_optimizer(), self.lr_scheduler)
+            resume.load_optimizer_and_scheduler(
+                checkpoint, self.model, self._made_optimizer(), self.lr_scheduler, sharded=self.is_fsdp_enabled
+            )
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Restore the random states of a checkpoint."""

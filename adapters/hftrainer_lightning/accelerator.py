@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hftrainer_lightning.fsdp_settings import FsdpPlugin
+from hftrainer_lightning.plan import LightningPlan
 from hftrainer_lightning.processes import Processes
 
 if TYPE_CHECKING:
@@ -22,9 +24,8 @@ class EngineAccelerator:
     Args:
         engine: what runs backward.
         device: the device that training runs on.
-        mixed_precision: 'no', 'bf16' or 'fp16', as accelerate calls it.
+        plan: what the arguments mean to Lightning.
         prepare_loader: prepares a `DataLoader` as the Trainer's own loaders are.
-        processes: where this process stands among others.
 
     Attributes:
         sync_gradients: whether the micro-batch in hand ends an optimizer step.
@@ -34,35 +35,37 @@ class EngineAccelerator:
         self,
         engine: LightningEngine,
         device: torch.device,
-        mixed_precision: str,
+        plan: LightningPlan,
         prepare_loader: Callable[[torch.utils.data.DataLoader], Any],
-        processes: Processes,
     ) -> None:
+        processes = plan.processes
         self._engine = engine
         self._prepare_loader = prepare_loader
         self._loaders: weakref.WeakSet[Any] = weakref.WeakSet()
         self.device = device
-        self.mixed_precision = mixed_precision
+        self.mixed_precision = plan.mixed_precision
         self.sync_gradients = True
-        self.processes = processes
+        self.processes: Processes = processes
         self.num_processes = processes.world_size
         self.process_index, self.local_process_index = processes.rank, processes.local_rank
         self.is_main_process, self.is_local_main_process = processes.rank == 0, processes.local_rank == 0
         self.is_last_process = processes.rank == processes.world_size - 1
         kind = "CPU" if device.type == "cpu" else "GPU"
         self.distributed_type = f"MULTI_{kind}" if processes.several else "NO"
+        if plan.sharding is not None:
+            self.distributed_type = "FSDP"
         self.scaler = engine.scaler
         self.optimizer_step_was_skipped = False
         self.parallelism_config = None
         self.state = SimpleNamespace(
             deepspeed_plugin=None,
-            fsdp_plugin=None,
+            fsdp_plugin=None if plan.sharding is None else FsdpPlugin(plan.sharding),
             device=device,
             num_processes=processes.world_size,
             process_index=processes.rank,
             local_process_index=processes.local_rank,
             is_main_process=self.is_main_process,
-            mixed_precision=mixed_precision,
+            mixed_precision=plan.mixed_precision,
             distributed_type=self.distributed_type,
         )
 
@@ -103,6 +106,7 @@ class EngineAccelerator:
         self, model: torch.nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> Any:
         """The user's model; of a compiled one, the original unless `keep_torch_compile`."""
+        model = getattr(model, "_fsdp_wrapped_module", model)
         original = getattr(model, "_orig_mod", None)
         return original if original is not None and not keep_torch_compile else model
 
@@ -136,7 +140,7 @@ class EngineAccelerator:
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip the gradients; returns their norm before."""
-        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+        return self._engine.clip_grad_norm(parameters, max_norm, norm_type)
 
     def autocast(self) -> Any:
         """Autocast as the training arguments ask for, for computations outside the model."""
@@ -146,8 +150,8 @@ class EngineAccelerator:
         return torch.autocast(self.device.type, dtype=dtype)
 
     def no_sync(self, model: Any = None) -> Any:
-        """Keep gradients from being synchronized: with one process, nothing to do."""
-        return contextlib.nullcontext()
+        """Keep gradients of backward passes in the block to this process."""
+        return self._engine.no_sync(model)
 
     def main_process_first(self) -> Any:
         """Let the main process of all go first."""
@@ -171,8 +175,13 @@ class EngineAccelerator:
         return function if self.is_local_main_process else _nothing
 
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The model's weights, gathered: with one process, as they are."""
-        return model.state_dict()
+        """The model's weights; of a sharded model gathered, which all processes must ask for."""
+        if not self._engine.shards:
+            return model.state_dict()
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+        offload = self.device.type != "cpu"
+        return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=offload))
 
     def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
         """Write to the trackers: there are none, `Trainer.log` keeps the history."""

@@ -16,6 +16,7 @@ from hftrainer_lightning.config import (
     read_config,
     wrong_keywords,
 )
+from hftrainer_lightning.fsdp_settings import read_fsdp
 from hftrainer_lightning.plan import LightningPlan
 from hftrainer_lightning.processes import Processes, missing_rendezvous
 
@@ -58,6 +59,8 @@ TABLE: dict[str, Row] = {
         output_dir="default_root_dir",
         ddp_backend="strategy: process_group_backend",
         ddp_timeout="strategy: timeout",
+        fsdp="strategy: FSDPStrategy or ModelParallelStrategy",
+        fsdp_config="fsdp_settings: how the model is sharded",
         ddp_find_unused_parameters="strategy: find_unused_parameters",
         ddp_bucket_cap_mb="strategy: bucket_cap_mb",
         ddp_broadcast_buffers="strategy: broadcast_buffers",
@@ -176,8 +179,6 @@ TABLE: dict[str, Row] = {
         "leave it out",
         "accelerator_config",
         "parallelism_config",
-        "fsdp",
-        "fsdp_config",
         "deepspeed",
     ),
 }
@@ -260,7 +261,6 @@ _KEPT = {
 LAUNCHER = {
     "ACCELERATE_MIXED_PRECISION": ("", "no", "fp32", "bf16", "fp16"),
     "ACCELERATE_DYNAMO_BACKEND": ("", "no"),
-    "ACCELERATE_USE_FSDP": ("", "false"),
     "ACCELERATE_USE_DEEPSPEED": ("", "false"),
 }
 
@@ -298,6 +298,7 @@ def unsupported(args: TrainingArguments) -> list[str]:
             found.append(f"The launcher asks for {name}={value}, which is not supported yet: launch without it.")
     try:
         found += wrong_keywords(read_config(getattr(args, "lightning_config", None)))
+        found += _wrong_sharding(args)
     except WrongConfig as error:
         found.append(str(error))
     if args.world_size > 1 and (missing := missing_rendezvous()):
@@ -305,6 +306,24 @@ def unsupported(args: TrainingArguments) -> list[str]:
             f"WORLD_SIZE={args.world_size} asks for several processes, but {' and '.join(missing)} are not set: start "
             "the script with torchrun."
         )
+    return found
+
+
+def _wrong_sharding(args: TrainingArguments) -> list[str]:
+    """A sentence for each way in which the model cannot be sharded as it is asked for."""
+    settings = read_fsdp(args.fsdp, args.fsdp_config)
+    if settings is None:
+        return []
+    found = []
+    if args.deepspeed:
+        found.append("fsdp and deepspeed both shard the model: give one of them.")
+    if missing := missing_rendezvous():
+        found.append(
+            f"fsdp shards the model over processes, and this one was not started with others ({' and '.join(missing)} "
+            "are not set): start the script with torchrun, accelerate launch or python -m hftrainer run --nproc."
+        )
+    elif "hybrid" in settings.strategy and args.world_size == 1:
+        found.append(f"fsdp={settings.strategy!r} needs at least two processes, and there is one: use 'full_shard'.")
     return found
 
 
@@ -340,6 +359,7 @@ def make_plan(args: TrainingArguments) -> LightningPlan:
         ddp=MappingProxyType(
             {name: value for name in _DDP if (value := getattr(args, f"ddp_{name}", None)) is not None}
         ),
+        sharding=read_fsdp(args.fsdp, args.fsdp_config),
         async_checkpoint=config.get("async_checkpoint", False) or brings_async_checkpoints(config.get("plugins")),
         stop_on_save_error=config.get("on_save_error") == "stop",
         config=MappingProxyType(passed_on(config)),

@@ -70,6 +70,7 @@ class LightningEngine:
         self.fitting = self.evaluating = False
         self.scaler = make_scaler(plan)
         self._group: seams.ValidationGroup | None = None
+        self._prepared: torch.nn.Module | None = None
         self._saving: tuple[dict[str, torch.Tensor] | None, dict[str, Any]] | None = None
 
     def fit(
@@ -141,6 +142,44 @@ class LightningEngine:
                 group["initial_lr"] = (
                     rate  # StochasticWeightAveraging leaves its own, which a next run would begin with
                 )
+
+    @property
+    def shards(self) -> bool:
+        """Whether models are sharded."""
+        return self.plan.sharding is not None
+
+    def prepare(self, model: torch.nn.Module) -> torch.nn.Module:
+        """The model as it is trained: sharded, if that is asked for."""
+        if self.plan.sharding is None:
+            return model
+        from hftrainer_lightning import sharding  # of torch's, a second of imports
+
+        self._prepared = sharding.shard(model, self.plan)
+        return self._prepared
+
+    def clip_grad_norm(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Clip the gradients, over all processes; returns their norm before."""
+        if self._prepared is None:
+            return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+        from hftrainer_lightning import sharding
+
+        return sharding.clip_grad_norm(self._prepared, max_norm, norm_type)
+
+    def no_sync(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
+        """Keep gradients of backward passes in the block to this process."""
+        if self._prepared is not None:
+            from hftrainer_lightning import sharding
+
+            return sharding.without_sync(self._prepared)
+        strategy: Any = self.trainer.strategy if self.trainer is not None and self.fitting else None
+        block = getattr(strategy, "block_backward_sync", None)
+        return contextlib.nullcontext() if block is None else block()
+
+    def whole_parameters(self) -> contextlib.AbstractContextManager[Any]:
+        """For calls of the model's own methods, such as `generate`, on a sharded model: yields the model to call."""
+        from hftrainer_lightning import sharding
+
+        return sharding.whole_parameters(self._prepared)
 
     def evaluate(self, evaluation: EvaluationHost, model: torch.nn.Module, stage: Stage = "validate") -> None:
         """Drive a pass over an evaluation or test set, alone or within `fit`.

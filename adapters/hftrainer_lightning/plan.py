@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
+    from hftrainer_lightning.fsdp_settings import FsdpSettings
     from hftrainer_lightning.processes import Processes
 
 
@@ -25,6 +26,7 @@ class LightningPlan:
         process_group_backend: how they communicate; None takes the device's own way.
         timeout: seconds that a collective operation may take.
         ddp: keywords of `DistributedDataParallel` that were given.
+        sharding: how the model is sharded; None for a replica in each process.
         async_checkpoint: whether checkpoints are written in the background.
         stop_on_save_error: whether training stops when a checkpoint cannot be written.
         config: further keywords of `lightning.Trainer`, from `lightning_config`; they win.
@@ -40,6 +42,7 @@ class LightningPlan:
     process_group_backend: str | None
     timeout: int
     ddp: Mapping[str, Any]
+    sharding: FsdpSettings | None
     async_checkpoint: bool
     stop_on_save_error: bool
     config: Mapping[str, Any]

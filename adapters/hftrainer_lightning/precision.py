@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from hftrainer_lightning.plan import LightningPlan
 
@@ -109,7 +110,14 @@ def _to_float32(outputs: Any) -> Any:
 
 def make_scaler(plan: LightningPlan) -> torch.amp.GradScaler | None:
     """What scales the loss so that float16 gradients do not vanish; other precisions need none."""
-    return torch.amp.GradScaler(torch.device(plan.device).type) if plan.precision == "16-mixed" else None
+    if plan.precision != "16-mixed":
+        return None
+    kind = torch.device(plan.device).type
+    if (
+        plan.sharding is not None and plan.sharding.version == 1
+    ):  # an overflow in one process's part skips the step in all
+        return ShardedGradScaler(kind)
+    return torch.amp.GradScaler(kind)
 
 
 def precision_plugin(plan: LightningPlan, scaler: torch.amp.GradScaler | None) -> Precision:

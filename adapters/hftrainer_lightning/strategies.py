@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Generator
 from datetime import timedelta
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    ParallelStrategy,
+    SingleDeviceStrategy,
+    Strategy,
+)
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+from torch.optim import Optimizer
 
+from hftrainer_lightning import sharding
 from hftrainer_lightning.plan import LightningPlan
 from hftrainer_lightning.precision import precision_plugin
 
@@ -24,8 +39,9 @@ class _StaysInPlace(Strategy):
             super().model_to_device()  # type: ignore[safe-super]
 
     def teardown(self) -> None:
-        """Tear down everything else."""
+        """Tear down everything else, and let go of wrappers, which would keep the process group."""
         self.precision_plugin.teardown()
+        self.model = self.lightning_module
         assert self.accelerator is not None
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
@@ -48,6 +64,82 @@ class Replicas(_StaysInPlace, DDPStrategy):
             return self.lightning_module.validation_step(*args, **kwargs)
 
 
+class _Sharded(_StaysInPlace, ParallelStrategy):
+    """What both versions of FSDP share: the model comes sharded, for the optimizer is made before Lightning begins."""
+
+    plan: LightningPlan
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Set up all but the model."""
+        assert self.accelerator is not None and self.model is not None
+        self.accelerator.setup(trainer)
+        self.model = self.precision_plugin.convert_module(self.model)
+        self.barrier()
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this process."""
+        return torch.device(self.plan.device)
+
+    @contextlib.contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Keep gradients to this process within an accumulation window."""
+        assert self.lightning_module is not None
+        with sharding.without_sync(self.lightning_module.model):
+            yield
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The whole weights, in the main process."""
+        assert self.model is not None
+        return get_model_state_dict(self.model, options=self._whole)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The whole state, in the main process, by the names of the parameters."""
+        assert self.model is not None
+        return get_optimizer_state_dict(self.model, getattr(optimizer, "_optimizer", optimizer), options=self._whole)
+
+    @property
+    def _whole(self) -> StateDictOptions:
+        # On the CPU there is nothing to move, and FSDP1 crashes when it is asked to.
+        return StateDictOptions(full_state_dict=True, cpu_offload=self.root_device.type != "cpu")
+
+
+class ShardedFirst(_Sharded, FSDPStrategy):
+    """A model sharded by FSDP1."""
+
+    def __init__(self, plan: LightningPlan, precision: Precision) -> None:
+        self.plan = plan
+        super().__init__(process_group_backend=plan.process_group_backend, timeout=timedelta(seconds=plan.timeout))
+        self._precision_plugin = precision
+
+    @property
+    def precision_plugin(self) -> Any:
+        """The plan's; Lightning's own for FSDP has autocast on CUDA only, and clips no norms."""
+        return self._precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        self._precision_plugin = precision_plugin
+
+
+class ShardedSecond(_Sharded, ModelParallelStrategy):
+    """A model sharded by FSDP2."""
+
+    def __init__(self, plan: LightningPlan, precision: Precision) -> None:
+        self.plan = plan
+        super().__init__(
+            data_parallel_size=plan.processes.world_size,
+            tensor_parallel_size=1,
+            save_distributed_checkpoint=False,
+            process_group_backend=plan.process_group_backend,
+            timeout=timedelta(seconds=plan.timeout),
+        )
+        self.precision_plugin = precision
+
+
 def build_strategy(
     plan: LightningPlan, scaler: torch.amp.GradScaler | None, find_unused_parameters: bool = False
 ) -> Strategy:
@@ -59,6 +151,8 @@ def build_strategy(
         find_unused_parameters: whether replicas look for parameters that a step has not used, unless the plan says it.
     """
     precision = precision_plugin(plan, scaler)
+    if plan.sharding is not None:
+        return (ShardedFirst if plan.sharding.version == 1 else ShardedSecond)(plan, precision)
     if plan.processes.several:
         return Replicas(
             precision_plugin=precision,

@@ -129,7 +129,11 @@ def _visible_damage(folder: Path) -> str | None:
                     return f"{path.with_name(shard)} is missing"
         elif path.suffix in (".pt", ".pth", ".bin") and path.is_file() and (reason := _not_torch(path)):
             return f"{path} {reason}"
-    weights = (path for path in folder.rglob("*") if path.name.endswith((".safetensors", "model.bin")))
+    weights = (
+        path
+        for path in folder.rglob("*")
+        if path.name.endswith((".safetensors", "model.bin", "model_fsdp.bin", ".distcp"))
+    )
     shards = folder.glob("pytorch_model-*.bin")
     return None if any(weights) or any(shards) else f"{folder} holds no weights"
 

@@ -6,6 +6,9 @@ TRAINING_ARGS_NAME = "training_args.bin"
 OPTIMIZER_NAME = "optimizer.pt"
 SCHEDULER_NAME = "scheduler.pt"
 SCALER_NAME = "scaler.pt"
+#: What FSDP writes: a file of whole weights and one of the whole optimizer, or a folder of parts for each.
+FSDP_MODEL_NAME = "pytorch_model_fsdp"
+FSDP_OPTIMIZER_NAME = "optimizer"
 #: Ours alone: the states of Lightning's callbacks, if there are any.
 LIGHTNING_CALLBACKS_NAME = "lightning_callbacks.pt"
 #: Ours alone: sizes and checksums of all other files.

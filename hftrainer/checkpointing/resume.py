@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hftrainer.checkpointing import names
+from hftrainer.checkpointing import distributed, names
 from hftrainer.checkpointing.folders import get_last_checkpoint
 from hftrainer.checkpointing.manifest import damage
 from hftrainer.checkpointing.reading import read_torch
@@ -88,16 +88,41 @@ def _projectors() -> list[Any]:
     return [getattr(sys.modules[module], name) for module, name in _PROJECTORS.items() if module in sys.modules]
 
 
-def load_optimizer_and_scheduler(folder: str, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
-    """Load both states, in place; a checkpoint of `save_only_model` has neither, which is said."""
+def load_optimizer_and_scheduler(
+    folder: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, *, sharded: bool = False
+) -> None:
+    """Load both states, in place; a checkpoint of `save_only_model` has neither, which is said.
+
+    Args:
+        folder: the checkpoint.
+        model: whose parameters the optimizer has.
+        optimizer: the optimizer.
+        scheduler: its schedule.
+        sharded: whether the model is spread over processes, all of which must then call this.
+    """
     optimizer_file = os.path.join(folder, names.OPTIMIZER_NAME)
     scheduler_file = os.path.join(folder, names.SCHEDULER_NAME)
-    if not (os.path.isfile(optimizer_file) and os.path.isfile(scheduler_file)):
+    parts, whole = (distributed.holds(files, "optimizer", folder) for files in (distributed.PARTS, distributed.WHOLES))
+    if not ((os.path.isfile(optimizer_file) or parts or whole) and os.path.isfile(scheduler_file)):
         logger.warning("%s holds no optimizer or scheduler state: both start anew.", folder)
         return
-    with torch.serialization.safe_globals(_projectors()):
-        optimizer.load_state_dict(read_torch(optimizer_file))
+    if parts:
+        distributed.load_optimizer_parts(model, optimizer, folder)
+    elif whole:
+        _load_whole(folder, model, optimizer)
+    else:
+        with torch.serialization.safe_globals(_projectors()):
+            state = read_torch(optimizer_file)
+        if sharded:
+            distributed.load_whole_optimizer(model, optimizer, distributed.by_name(state, model, optimizer))
+        else:
+            optimizer.load_state_dict(state)
     scheduler.load_state_dict(read_torch(scheduler_file))
+
+
+def _load_whole(folder: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    path = os.path.join(folder, distributed.WHOLES["optimizer"])
+    distributed.load_whole_optimizer(model, optimizer, read_torch(path) if distributed.is_first() else {})
 
 
 def load_scaler(folder: str, scaler: torch.amp.GradScaler) -> None:

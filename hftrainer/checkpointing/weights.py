@@ -13,7 +13,7 @@ import torch
 from huggingface_hub import save_torch_state_dict
 
 from hftrainer import peers
-from hftrainer.checkpointing import names
+from hftrainer.checkpointing import distributed, names
 from hftrainer.checkpointing.reading import read_weights
 from hftrainer.errors import CheckpointNotFound
 
@@ -81,7 +81,35 @@ def _rewrite_as_bin(model: torch.nn.Module, folder: str) -> None:
 
 def has_weights(folder: str) -> bool:
     """Whether `folder` holds weights in a layout that `load_weights` reads."""
-    return bool(_weights_files(folder) or _adapter_folders(folder))
+    return holds_fsdp(folder) or bool(_weights_files(folder) or _adapter_folders(folder))
+
+
+def holds_fsdp(folder: str) -> bool:
+    """Whether a sharded model has written the weights in `folder`."""
+    return any(distributed.holds(files, "model", folder) for files in (distributed.PARTS, distributed.WHOLES))
+
+
+def load_sharded_weights(model: torch.nn.Module, folder: str, *, only_trained: bool = False) -> None:
+    """Load the weights in `folder` into a model that is spread over processes; all of them must call it.
+
+    Args:
+        model: the model.
+        folder: written by a sharded model, or by any other.
+        only_trained: frozen weights stay as they are, as with adapters.
+
+    Raises:
+        CheckpointNotFound: when there are none, or adapters only, which have no place in a sharded model.
+    """
+    if distributed.holds(distributed.PARTS, "model", folder):
+        distributed.load_model_parts(model, folder, only_trained=only_trained)
+        return
+    whole = _first_file(folder, distributed.WHOLES["model"])
+    paths = _weights_files(folder) if whole is None else [whole]
+    if not paths:
+        raise CheckpointNotFound(f"There are no weights in {folder} that a sharded model can load.")
+    first = distributed.is_first()
+    weights = {name: value for path in paths for name, value in read_weights(path).items()} if first else {}
+    distributed.load_whole_model(model, weights)
 
 
 def load_weights(model: torch.nn.Module, folder: str) -> None:
@@ -90,10 +118,14 @@ def load_weights(model: torch.nn.Module, folder: str) -> None:
     Raises:
         CheckpointNotFound: when there are none.
     """
-    if paths := _weights_files(folder):
+    if distributed.holds(distributed.PARTS, "model", folder):
+        distributed.load_model_parts(model, folder, only_trained=peers.is_peft(model))
+    elif paths := _weights_files(folder):
         _load_files(model, paths) if _names_fit(model, paths) else _load_converted(model, folder)
     elif adapters := _adapter_folders(folder):
         _load_adapters(model, adapters)
+    elif (whole := _first_file(folder, distributed.WHOLES["model"])) is not None:
+        _load_files(model, [whole])
     else:
         raise CheckpointNotFound(
             f"There are no weights in {folder}: expected {names.SAFE_WEIGHTS_NAME}, {names.WEIGHTS_NAME}, an index of "

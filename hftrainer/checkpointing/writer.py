@@ -140,6 +140,11 @@ class CheckpointWriter:
             copied = self._copied(values)
             self._jobs.append(lambda: write(copied))
 
+    def taking_part(self, path: str) -> contextlib.AbstractContextManager[None]:
+        """For what other processes write into the checkpoint in hand: a storage that fails is reported as here."""
+        self.failed, self._if_failed = False, None
+        return self._reporting(path)
+
     def poll(self) -> None:
         """Announce a checkpoint that has been finished in the background."""
         if self._pending is not None and self._pending.done():

@@ -1,0 +1,250 @@
+"""Sharding a model over processes with torch's FSDP, before there is an optimizer."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import distributed, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+    offload_wrapper,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    CPUOffloadPolicy,
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
+from torch.distributed.fsdp.wrap import CustomPolicy
+
+from hftrainer_lightning.config import WrongConfig
+from hftrainer_lightning.fsdp_settings import FsdpSettings
+from hftrainer_lightning.plan import LightningPlan
+
+_HALF = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+
+
+def is_sharded(model: Any) -> bool:
+    """Whether a model is in FSDP's hands."""
+    return isinstance(model, (FullyShardedDataParallel, FSDPModule))
+
+
+def shard(model: nn.Module, plan: LightningPlan) -> nn.Module:
+    """Shard a model, unless it is; FSDP2 does it in place, FSDP1 returns a wrapper.
+
+    Args:
+        model: on any device; with `cpu_ram_efficient_loading` only the first process needs its weights.
+        plan: whose `sharding` says how.
+
+    Raises:
+        WrongConfig: for classes to wrap that the model does not have.
+    """
+    settings = plan.sharding
+    assert settings is not None
+    if is_sharded(model):
+        return model
+    device = torch.device(plan.device)
+    units = _units(model, settings)
+    if settings.sync_module_states:
+        _take_from_first(model, device)
+    if plan.precision in _HALF:
+        _keep_trained_in_float32(model)
+    sharded = _shard_first(model, units, plan) if settings.version == 1 else _shard_second(model, units, plan)
+    if hasattr(model, "generate") and settings.version == 2:
+        torch.distributed.fsdp.register_fsdp_forward_method(model, "generate")
+    return sharded
+
+
+def clip_grad_norm(model: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    """Clip the gradients of a sharded model, and return their norm before, over all processes."""
+    if isinstance(model, FullyShardedDataParallel):
+        return model.clip_grad_norm_(max_norm, norm_type)
+    norm: Any = nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type)
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+
+@contextlib.contextmanager
+def without_sync(model: Any) -> Iterator[None]:
+    """Keep the gradients of backward passes in the block to this process, until one outside of it."""
+    if isinstance(model, FullyShardedDataParallel):
+        with model.no_sync():
+            yield
+        return
+    model.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)
+
+
+@contextlib.contextmanager
+def whole_parameters(model: Any) -> Iterator[nn.Module]:
+    """The user's own model, with all parameters in each process (FSDP1), or gathered as it computes (FSDP2)."""
+    if not isinstance(model, FullyShardedDataParallel):
+        yield model
+        return
+    with FullyShardedDataParallel.summon_full_params(model, writeback=False):
+        yield model.module
+
+
+def mesh_of(plan: LightningPlan) -> DeviceMesh:
+    """The processes that share a model's parts: all, or with a hybrid strategy those of each node."""
+    kind, processes = torch.device(plan.device).type, plan.processes
+    assert plan.sharding is not None
+    if "hybrid" in plan.sharding.strategy:
+        nodes = processes.world_size // processes.local_world_size
+        return _made_mesh(kind, (nodes, processes.local_world_size))
+    return _made_mesh(kind, (processes.world_size,))
+
+
+@functools.cache
+def _made_mesh(kind: str, shape: tuple[int, ...]) -> DeviceMesh:
+    return init_device_mesh(kind, shape)
+
+
+# ---- What is a unit -------------------------------------------------------------------------------------------------
+
+
+def _units(model: nn.Module, settings: FsdpSettings) -> list[nn.Module]:
+    """The modules that are gathered one at a time, inner ones first."""
+    if settings.auto_wrap_policy == "NO_WRAP":
+        return []
+    if settings.auto_wrap_policy == "SIZE_BASED_WRAP":
+        return _large_modules(model, settings.min_num_params)
+    wanted = settings.wrap_classes or tuple(getattr(model, "_no_split_modules", None) or ())
+    there = {type(module).__name__ for module in model.modules()}
+    missing = [name for name in settings.wrap_classes or () if name not in there]
+    if missing:
+        raise WrongConfig(
+            f"fsdp_config['transformer_layer_cls_to_wrap']: the model has no {' or '.join(missing)}; it has "
+            f"{', '.join(sorted(there - {type(model).__name__}))}."
+        )
+    return [module for module in reversed(list(model.modules())) if type(module).__name__ in wanted]
+
+
+def _large_modules(model: nn.Module, least: int) -> list[nn.Module]:
+    """Modules with so many parameters that are in no unit below them, and that no other module shares."""
+    found: list[nn.Module] = []
+    taken: set[int] = set()
+    uses: dict[int, int] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            uses[id(parameter)] = uses.get(id(parameter), 0) + 1
+    for module in reversed(list(model.modules())[1:]):
+        own = [parameter for parameter in module.parameters() if id(parameter) not in taken]
+        shared = any(uses[id(parameter)] > 1 for parameter in own)
+        plain = not isinstance(module, (nn.ModuleList, nn.ModuleDict))
+        if own and plain and not shared and sum(parameter.numel() for parameter in own) >= least:
+            found.append(module)
+            taken |= {id(parameter) for parameter in own}
+    return found
+
+
+# ---- Before ---------------------------------------------------------------------------------------------------------
+
+
+def _take_from_first(model: nn.Module, device: torch.device) -> None:
+    """Give all processes the weights of the first; tensors without data are made first."""
+    empty = [module for module in model.modules() if any(tensor.is_meta for tensor in _own_tensors(module))]
+    for module in empty:
+        module.to_empty(device=device, recurse=False)
+    if empty and hasattr(model, "tie_weights"):
+        model.tie_weights()  # type: ignore[operator]
+    over_network = "nccl" in distributed.get_backend()
+    for tensor in (*model.parameters(), *model.buffers()):
+        moved = tensor.detach().to(device) if over_network else tensor.detach()
+        distributed.broadcast(moved, 0)
+        tensor.data.copy_(moved)
+
+
+def _own_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    yield from module.parameters(recurse=False)
+    yield from module.buffers(recurse=False)
+
+
+def _keep_trained_in_float32(model: nn.Module) -> None:
+    """With mixed precision the units compute in half precision, and the optimizer steps in full."""
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.is_floating_point():
+            parameter.data = parameter.data.float()
+
+
+# ---- FSDP1 and FSDP2 ------------------------------------------------------------------------------------------------
+
+
+def _shard_first(model: nn.Module, units: list[nn.Module], plan: LightningPlan) -> nn.Module:
+    settings, device, dtype = plan.sharding, torch.device(plan.device), _HALF.get(plan.precision)
+    assert settings is not None
+    if settings.cpu_offload and device.type == "cpu":
+        raise WrongConfig("fsdp='offload' moves what is on a GPU, and training is on the CPU already: leave it out.")
+    members = set(units)
+    prefetch = None if settings.backward_prefetch == "NO_PREFETCH" else BackwardPrefetch[settings.backward_prefetch]
+    name = settings.strategy.upper()
+    wrapped = FullyShardedDataParallel(
+        model,
+        device_mesh=mesh_of(plan),
+        sharding_strategy=ShardingStrategy["_" + name if name.endswith("ZERO2") else name],
+        auto_wrap_policy=CustomPolicy(members.__contains__),
+        cpu_offload=CPUOffload(offload_params=settings.cpu_offload),
+        mixed_precision=None if dtype is None else MixedPrecision(dtype, dtype, dtype),
+        device_id=device,
+        use_orig_params=settings.use_orig_params,
+        limit_all_gathers=settings.limit_all_gathers,
+        forward_prefetch=settings.forward_prefetch,
+        backward_prefetch=prefetch,
+    )
+    if settings.activation_checkpointing:
+        _checkpoint_activations(wrapped, members, settings)
+    return wrapped
+
+
+def _shard_second(model: nn.Module, units: list[nn.Module], plan: LightningPlan) -> nn.Module:
+    settings, dtype = plan.sharding, _HALF.get(plan.precision)
+    assert settings is not None
+    if settings.activation_checkpointing:
+        units = _checkpoint_activations(model, set(units), settings)
+    pinned = torch.device(plan.device).type != "cpu"
+    keywords: dict[str, Any] = {
+        "mesh": mesh_of(plan),
+        "offload_policy": CPUOffloadPolicy(pin_memory=pinned) if settings.cpu_offload else OffloadPolicy(),
+        "mp_policy": MixedPrecisionPolicy() if dtype is None else MixedPrecisionPolicy(dtype, dtype, dtype),
+    }
+    reshards = settings.strategy == "full_shard"
+    for unit in units:
+        fully_shard(unit, reshard_after_forward=reshards, **keywords)
+    # The outermost unit is needed first in the backward pass, so torch's default keeps it.
+    fully_shard(model, reshard_after_forward=None if reshards else False, **keywords)
+    return model
+
+
+def _checkpoint_activations(model: nn.Module, units: set[nn.Module], settings: FsdpSettings) -> list[nn.Module]:
+    """Wrap the units; returns the wrappers. FSDP belongs around them, or computing again would gather again."""
+    wrappers: list[nn.Module] = []
+
+    def wrap(module: nn.Module) -> nn.Module:
+        wrapped = checkpoint_wrapper(module, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
+        wrappers.append(offload_wrapper(wrapped) if settings.activation_checkpointing_offload else wrapped)
+        return wrappers[-1]
+
+    apply_activation_checkpointing(model, wrap, units.__contains__)
+    return wrappers
+
+
+def takes_synced_gpus(generate: Any) -> bool:
+    """Whether a `generate` can keep step with other processes, whose sequences may be longer."""
+    parameters = inspect.signature(generate).parameters
+    return "synced_gpus" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())

@@ -1,0 +1,151 @@
+"""Weights and optimizer states of models that are spread over processes: whole in one file, or a part from each.
+
+torch names everything by parameter here, whatever holds it (FSDP1, FSDP2, a plain model), so that a checkpoint of any
+of them can be read by any other, with any number of processes. All processes must call what talks to the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import distributed, nn
+
+from hftrainer.checkpointing import names
+
+#: What is in a checkpoint of parts → the folder with it.
+PARTS = {"model": f"{names.FSDP_MODEL_NAME}_0", "optimizer": f"{names.FSDP_OPTIMIZER_NAME}_0"}
+#: What is in a checkpoint of whole states → the file with it.
+WHOLES = {"model": f"{names.FSDP_MODEL_NAME}.bin", "optimizer": f"{names.FSDP_OPTIMIZER_NAME}.bin"}
+#: What wrappers add to the names of parameters.
+_WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})
+
+
+def holds(files: dict[str, str], kind: str, folder: str) -> bool:
+    """Whether a checkpoint holds the 'model' or the 'optimizer' in this way, `PARTS` or `WHOLES`."""
+    return os.path.exists(os.path.join(folder, files[kind]))
+
+
+def _options(model: nn.Module, whole: bool, only_trained: bool = False) -> Any:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+    # On the CPU there is nothing to move, and FSDP1 crashes when it is asked to.
+    on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
+    return StateDictOptions(full_state_dict=whole, cpu_offload=not on_cpu, ignore_frozen_params=only_trained)
+
+
+def model_state(model: nn.Module, *, whole: bool, only_trained: bool = False) -> dict[str, Any]:
+    """The weights by name; only the first process can count on whole ones.
+
+    Args:
+        model: the model.
+        whole: gather them, instead of this process's part.
+        only_trained: leave out what is frozen.
+    """
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+    return get_model_state_dict(model, options=_options(model, whole, only_trained))
+
+
+def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, whole: bool) -> dict[str, Any]:
+    """The optimizer's state by the names of the parameters; only the first process can count on a whole one."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    return get_optimizer_state_dict(model, optimizer, options=_options(model, whole))
+
+
+def load_whole_model(model: nn.Module, weights: dict[str, Any]) -> None:
+    """Load whole weights, in place; those of the first process."""
+    from torch.distributed.checkpoint.state_dict import set_model_state_dict
+
+    set_model_state_dict(model, weights, options=_from_first(strict=False))
+
+
+def load_whole_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Load a whole state by names, in place; that of the first process."""
+    from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+
+    set_optimizer_state_dict(model, optimizer, state, options=_from_first(strict=True))
+
+
+def _from_first(strict: bool) -> Any:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+    return StateDictOptions(full_state_dict=True, broadcast_from_rank0=distributed.is_initialized(), strict=strict)
+
+
+def is_first() -> bool:
+    """Whether this process has to read what all load."""
+    return not distributed.is_initialized() or distributed.get_rank() == 0
+
+
+# ---- A part from each process ---------------------------------------------------------------------------------------
+
+
+def save_parts(states: dict[str, Any], folder: str) -> None:
+    """Write this process's part of each state, by 'model' and 'optimizer'.
+
+    Raises:
+        OSError: the first that one of the processes ran into.
+    """
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    for kind, state in states.items():
+        with _plain_errors():
+            save({kind: state}, storage_writer=FileSystemWriter(os.path.join(folder, PARTS[kind])))
+
+
+def load_model_parts(model: nn.Module, folder: str, *, only_trained: bool = False) -> None:
+    """Load weights that any number of processes have written, in place."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    state = _loaded("model", model_state(model, whole=False, only_trained=only_trained), folder)
+    set_model_state_dict(model, state, options=StateDictOptions(strict=not only_trained))
+
+
+def load_optimizer_parts(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
+    """Load an optimizer's state that any number of processes have written, in place."""
+    from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+
+    state = _loaded("optimizer", optimizer_state(model, optimizer, whole=False), folder)
+    set_optimizer_state_dict(model, optimizer, state)
+
+
+def _loaded(kind: str, state: dict[str, Any], folder: str) -> dict[str, Any]:
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    with _plain_errors():
+        load({kind: state}, storage_reader=FileSystemReader(os.path.join(folder, PARTS[kind])))
+    return state
+
+
+@contextlib.contextmanager
+def _plain_errors() -> Iterator[None]:
+    """Raise what went wrong in a process; torch gathers it into an exception that no `except Exception` sees."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        yield
+    except CheckpointException as error:
+        first, _ = next(iter(error.failures.values()))
+        raise first from error
+
+
+# ---- Optimizer states of models that are not spread -----------------------------------------------------------------
+
+
+def by_name(state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """An optimizer's state by the parameters' names, from torch's own form, which numbers them."""
+    names_of = {id(parameter): _clean(name) for name, parameter in model.named_parameters()}
+    order = [names_of[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+    groups = [{**group, "params": [order[number] for number in group["params"]]} for group in state["param_groups"]]
+    return {"state": {order[number]: values for number, values in state["state"].items()}, "param_groups": groups}
+
+
+def _clean(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)

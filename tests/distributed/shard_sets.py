@@ -1,0 +1,105 @@
+"""Trains sharded models in many settings and writes what came of it: run by one, two or four processes.
+
+python shard_sets.py FOLDER GROUP
+
+With the same global batch the processes must find the losses, norms and weights of one.
+"""
+
+import functools
+import os
+import pickle
+import sys
+from pathlib import Path
+
+import torch
+
+from tests.parity.support import build
+from tests.tiny import MODELS
+
+WORLD = int(os.environ.get("WORLD_SIZE", "1"))
+#: Samples in a step of all processes; 40 of them make five steps an epoch, or two with accumulation.
+GLOBAL_BATCH = 8
+
+
+def without_dropout(make_model):
+    """Processes draw other masks than one does."""
+
+    def make():
+        model = make_model()
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+            if hasattr(module, "attention_dropout"):
+                module.attention_dropout = 0.0
+        return model
+
+    return make
+
+
+FIRST = {"version": 1}
+#: Name → arguments.
+STRATEGIES = {
+    "ddp": {},
+    "fsdp1 full_shard": {"fsdp": "full_shard auto_wrap", "fsdp_config": FIRST},
+    "fsdp1 shard_grad_op": {"fsdp": "shard_grad_op", "fsdp_config": FIRST},
+    "fsdp1 no_shard": {"fsdp": "no_shard"},
+    "fsdp1 hybrid_shard": {"fsdp": "hybrid_shard auto_wrap"},
+    "fsdp1 hybrid_shard_zero2": {"fsdp": "hybrid_shard_zero2"},
+    "fsdp1 flat": {"fsdp": True, "fsdp_config": {"fsdp_use_orig_params": False, "backward_prefetch": "backward_pre"}},
+    "fsdp1 by size": {"fsdp": "full_shard", "fsdp_config": {**FIRST, "min_num_params": 100}},
+    "fsdp1 recomputed": {"fsdp": "full_shard", "fsdp_config": {**FIRST, "activation_checkpointing": True}},
+    "fsdp2": {"fsdp": True},
+    "fsdp2 shard_grad_op": {"fsdp": "shard_grad_op"},
+    "fsdp2 offload": {"fsdp": "full_shard offload"},
+    "fsdp2 by size": {"fsdp": True, "fsdp_config": {"min_num_params": 100}},
+    "fsdp2 recomputed": {"fsdp": True, "fsdp_config": {"activation_checkpointing": True}},
+    "fairscale simple": {"sharded_ddp": "simple"},
+    "fairscale zero_dp_2": {"sharded_ddp": "zero_dp_2 auto_wrap"},
+    "fairscale zero_dp_3": {"sharded_ddp": "zero_dp_3 auto_wrap offload"},
+}
+SETTINGS = {
+    "plain": {},
+    "bert": {},
+    "llama": {"gradient_accumulation_steps": 3},
+}
+
+
+def settings_of(name):
+    """Arguments of a strategy; one process has none, unless FSDP is asked for by torchrun."""
+    return {key: dict(value) if isinstance(value, dict) else value for key, value in STRATEGIES[name].items()}
+
+
+def run(model, strategy, folder, resume=None, **settings):
+    trainer, _ = build(
+        "hftrainer",
+        model,
+        folder,
+        per_device_train_batch_size=GLOBAL_BATCH // WORLD,
+        logging_steps=1,
+        **{**SETTINGS[model], **(settings_of(strategy) if strategy else {}), **settings},
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    weights = trainer.accelerator.get_state_dict(trainer.model)
+    return {"logs": trainer.state.log_history, "weights": {name: value.clone() for name, value in weights.items()}}
+
+
+def compared(folder):
+    """Each model with each strategy; alone only without one."""
+    for model in SETTINGS:
+        for strategy in STRATEGIES if WORLD > 1 else [None]:
+            yield f"{model} {strategy}", run(model, strategy, folder / f"{model}-{strategy}")
+
+
+def main(folder, group):
+    torch.set_num_threads(1)
+    for name in SETTINGS:
+        make_model, make_data = MODELS[name]
+        MODELS[name] = (without_dropout(make_model), functools.partial(make_data, 40))
+    found = dict(GROUPS[group](folder))
+    (folder / f"{group}-{WORLD}-{os.environ.get('RANK', '0')}.pkl").write_bytes(pickle.dumps(found))
+
+
+GROUPS = {"compared": compared}
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])
