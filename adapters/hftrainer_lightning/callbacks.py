@@ -28,6 +28,7 @@ from torch.optim.swa_utils import update_bn
 
 from hftrainer_lightning import seams
 from hftrainer_lightning.pruning import keep_pruning, restore_pruning
+from hftrainer_lightning.sharding import is_sharded
 
 if TYPE_CHECKING:
     from hftrainer_lightning.events import TrainingHost
@@ -90,6 +91,7 @@ def _refusal(
     automatic_optimization: bool,
     knows_epochs: bool,
     several: bool,
+    sharded: bool,
 ) -> str | None:
     """Why a callback cannot work with the arguments of the run; None when it can.
 
@@ -101,8 +103,11 @@ def _refusal(
         automatic_optimization: whether backward is Lightning's, rather than in a `training_step` of the user's.
         knows_epochs: whether the training data has a length.
         several: whether there are several processes.
+        sharded: whether each process holds a part of the model only.
     """
     name = type(callback).__name__
+    if sharded and isinstance(callback, (ModelPruning, *OF_TRAINING)):
+        return f"{name} changes whole weights, and fsdp shards them: train without fsdp, or without {name}."
     if isinstance(callback, ModelPruning) and not callback._make_pruning_permanent:
         return (
             f"{name}(make_pruning_permanent=False) would leave masks in the model and in its checkpoints, which "
@@ -160,7 +165,7 @@ def save(trainer: pl.Trainer, module: HostedModule, callbacks: Sequence[Callback
         kept["pruning"] = keep_pruning(pruning, module)
     if not any(_overrides(callback, "on_save_checkpoint") for callback in callbacks):
         return None, kept
-    own = module.state_dict()
+    own = _weights_shown(module)
     checkpoint = {"state_dict": own, "epoch": trainer.current_epoch, "global_step": trainer.global_step, **kept}
     for callback in callbacks:
         callback.on_save_checkpoint(trainer, module, checkpoint)
@@ -168,6 +173,11 @@ def save(trainer: pl.Trainer, module: HostedModule, callbacks: Sequence[Callback
     if (weights := checkpoint["state_dict"]) is own:
         return None, kept
     return {name.removeprefix(_PREFIX): tensor for name, tensor in weights.items()}, kept
+
+
+def _weights_shown(module: HostedModule) -> dict[str, Any]:
+    """What callbacks see of the weights: nothing of sharded ones, which would have to be gathered."""
+    return {} if is_sharded(module.model) else module.state_dict()
 
 
 def detached(kept: dict[str, Any]) -> dict[str, Any]:
@@ -184,8 +194,7 @@ def in_place(
     Yields:
         The weights, when they do not fit into the model under the same names and must be handed on.
     """
-    own = model.state_dict()
-    if weights is None or weights.keys() != own.keys():
+    if weights is None or weights.keys() != (own := model.state_dict()).keys():
         yield weights
         return
     _swap(own, weights)
@@ -213,7 +222,7 @@ def restore(trainer: pl.Trainer, module: HostedModule, kept: Mapping[str, Any]) 
     """
     if (pruning := first_of(trainer.callbacks, ModelPruning)) is not None and "pruning" in kept:  # type: ignore[attr-defined]
         restore_pruning(pruning, module, kept["pruning"])
-    checkpoint = {"state_dict": module.state_dict(), "callbacks": {}, **copy.deepcopy(dict(kept))}
+    checkpoint = {"state_dict": _weights_shown(module), "callbacks": {}, **copy.deepcopy(dict(kept))}
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     for callback in callbacks:
         callback.on_load_checkpoint(trainer, module, checkpoint)

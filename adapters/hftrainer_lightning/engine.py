@@ -286,6 +286,7 @@ class LightningEngine:
             self.callbacks,
             accumulate_grad_batches=self.plan.accumulate_grad_batches,
             several=self.plan.processes.several,
+            sharded=self.shards,
             **run,
         )
 

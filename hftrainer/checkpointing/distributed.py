@@ -47,7 +47,15 @@ def model_state(model: nn.Module, *, whole: bool, only_trained: bool = False) ->
     """
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-    return get_model_state_dict(model, options=_options(model, whole, only_trained))
+    state = get_model_state_dict(model, options=_options(model, whole, only_trained))
+    return {name: _alone(value) for name, value in state.items()} if whole else state
+
+
+def _alone(value: Any) -> Any:
+    """A tensor that is no part of a larger one, which safetensors would not write."""
+    if not isinstance(value, torch.Tensor) or value.untyped_storage().nbytes() == value.nbytes:
+        return value
+    return value.clone()
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, whole: bool) -> dict[str, Any]:
@@ -57,11 +65,26 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, whole
     return get_optimizer_state_dict(model, optimizer, options=_options(model, whole))
 
 
-def load_whole_model(model: nn.Module, weights: dict[str, Any]) -> None:
-    """Load whole weights, in place; those of the first process."""
-    from torch.distributed.checkpoint.state_dict import set_model_state_dict
+def needs_whole_weights(model: nn.Module) -> bool:
+    """Whether this process has to read whole weights: for FSDP1 all, else the first, which sends them to the others."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
 
+    return isinstance(model, FullyShardedDataParallel) or is_first()
+
+
+def load_whole_model(model: nn.Module, weights: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """Load whole weights, in place; returns the names that the model has alone, and those that it lacks."""
+    from torch.distributed.checkpoint.state_dict import set_model_state_dict
+    from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+
+    if isinstance(model, FullyShardedDataParallel):  # torch's newer way cannot load flat parameters
+        with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+            missing, unexpected = model.load_state_dict(weights, strict=False)
+        return [_clean(name) for name in missing], list(unexpected)
+    own = {_clean(name) for name in model.state_dict()}
+    differ = sorted(own - weights.keys()), sorted(weights.keys() - own)
     set_model_state_dict(model, weights, options=_from_first(strict=False))
+    return differ if is_first() else ([], [])
 
 
 def load_whole_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:

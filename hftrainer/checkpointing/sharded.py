@@ -44,7 +44,8 @@ class ShardedStates:
     def whole_weights(self, model: nn.Module) -> dict[str, Any]:
         """The whole weights: those that were gathered for the checkpoint in hand, or else gathered now."""
         gathered = self._states.get("model") if self.whole else None
-        return gathered if gathered is not None else distributed.model_state(model, whole=True)
+        # A copy of the mapping: transformers empties the one that it is given to write.
+        return dict(gathered) if gathered is not None else distributed.model_state(model, whole=True)
 
     def whole_files(self) -> Iterator[tuple[str, Any]]:
         """File name → contents, of the whole states that were gathered."""

@@ -107,9 +107,10 @@ def load_sharded_weights(model: torch.nn.Module, folder: str, *, only_trained: b
     paths = _weights_files(folder) if whole is None else [whole]
     if not paths:
         raise CheckpointNotFound(f"There are no weights in {folder} that a sharded model can load.")
-    first = distributed.is_first()
-    weights = {name: value for path in paths for name, value in read_weights(path).items()} if first else {}
-    distributed.load_whole_model(model, weights)
+    paths = paths if distributed.needs_whole_weights(model) else []
+    weights = {name: value for path in paths for name, value in read_weights(path).items()}
+    missing, unexpected = distributed.load_whole_model(model, weights)
+    _say_what_differs([] if only_trained else missing, unexpected)
 
 
 def load_weights(model: torch.nn.Module, folder: str) -> None:
@@ -200,6 +201,10 @@ def _load_files(model: torch.nn.Module, paths: list[str]) -> None:
     filled = {id(expected[name]) for name in loaded & expected.keys()}
     missing = [name for name, tensor in expected.items() if name not in loaded and id(tensor) not in filled]
     unexpected = sorted(loaded - expected.keys())
+    _say_what_differs(missing, unexpected)
+
+
+def _say_what_differs(missing: list[str], unexpected: list[str]) -> None:
     if missing:
         logger.warning("The checkpoint lacks these weights of the model, left as they are: %s", missing)
     if unexpected:

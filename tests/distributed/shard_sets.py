@@ -1,6 +1,6 @@
 """Trains sharded models in many settings and writes what came of it: run by one, two or four processes.
 
-python shard_sets.py FOLDER GROUP
+python shard_sets.py FOLDER GROUP...
 
 With the same global batch the processes must find the losses, norms and weights of one.
 """
@@ -59,14 +59,29 @@ STRATEGIES = {
 }
 SETTINGS = {
     "plain": {},
-    "bert": {},
+    "bert": {"average_tokens_across_devices": False},  # which would double the loss of BERT, as in transformers
     "llama": {"gradient_accumulation_steps": 3},
 }
+PARTS = {"state_dict_type": "SHARDED_STATE_DICT"}
+#: Name → arguments, for checkpoints.
+SAVED = {
+    "ddp": {},
+    "fsdp1 whole": {"fsdp": True, "fsdp_config": FIRST},
+    "fsdp1 parts": {"fsdp": True, "fsdp_config": {**FIRST, **PARTS}},
+    "fsdp1 flat": {"fsdp": True, "fsdp_config": {**FIRST, "use_orig_params": False}},
+    "fsdp1 hybrid parts": {"fsdp": "hybrid_shard", "fsdp_config": PARTS},
+    "fsdp1 recomputed": {"fsdp": True, "fsdp_config": {**FIRST, "activation_checkpointing": True}},
+    "fsdp2 whole": {"fsdp": True},
+    "fsdp2 parts": {"fsdp": True, "fsdp_config": PARTS},
+    "fsdp2 offload": {"fsdp": "full_shard offload"},
+    "fsdp2 recomputed": {"fsdp": True, "fsdp_config": {"activation_checkpointing": True}},
+}
+#: Written by two processes, read by any number, with any of the others.
+EXCHANGED = ("ddp", "fsdp1 whole", "fsdp1 parts", "fsdp2 whole", "fsdp2 parts")
 
 
-def settings_of(name):
-    """Arguments of a strategy; one process has none, unless FSDP is asked for by torchrun."""
-    return {key: dict(value) if isinstance(value, dict) else value for key, value in STRATEGIES[name].items()}
+def copied(settings):
+    return {key: dict(value) if isinstance(value, dict) else value for key, value in settings.items()}
 
 
 def run(model, strategy, folder, resume=None, **settings):
@@ -76,7 +91,7 @@ def run(model, strategy, folder, resume=None, **settings):
         folder,
         per_device_train_batch_size=GLOBAL_BATCH // WORLD,
         logging_steps=1,
-        **{**SETTINGS[model], **(settings_of(strategy) if strategy else {}), **settings},
+        **{**SETTINGS[model], **copied(strategy), **settings},
     )
     trainer.train(resume_from_checkpoint=resume)
     weights = trainer.accelerator.get_state_dict(trainer.model)
@@ -86,20 +101,40 @@ def run(model, strategy, folder, resume=None, **settings):
 def compared(folder):
     """Each model with each strategy; alone only without one."""
     for model in SETTINGS:
-        for strategy in STRATEGIES if WORLD > 1 else [None]:
-            yield f"{model} {strategy}", run(model, strategy, folder / f"{model}-{strategy}")
+        for strategy in STRATEGIES if WORLD > 1 else ["ddp"]:
+            yield f"{model} {strategy}", run(model, STRATEGIES[strategy], folder / f"{model}-{strategy}")
 
 
-def main(folder, group):
+def saved(folder):
+    """Runs that save, and runs that go on from their checkpoints in the middle of the second epoch."""
+    for model, step in (("plain", 7), ("llama", 3)):
+        for name, strategy in SAVED.items():
+            where = folder / "saved" / f"{model} {name}"
+            saving = {"save_strategy": "steps", "save_steps": step}
+            yield f"{model} {name}", run(model, strategy, where, **saving)
+            yield f"{model} {name}, resumed", run(model, strategy, folder / "resumed", where / f"checkpoint-{step}")
+
+
+def exchanged(folder):
+    """Checkpoints of two processes, read by these with another strategy; one without a launcher has no FSDP."""
+    for reader in EXCHANGED if "RANK" in os.environ else ("ddp",):
+        for writer in EXCHANGED:
+            for model, step in (("plain", 7), ("llama", 3)):
+                checkpoint = folder / "saved" / f"{model} {writer}" / f"checkpoint-{step}"
+                yield f"{model} {writer} {reader}", run(model, SAVED[reader], folder / "exchanged", checkpoint)
+
+
+def main(folder, groups):
     torch.set_num_threads(1)
     for name in SETTINGS:
         make_model, make_data = MODELS[name]
         MODELS[name] = (without_dropout(make_model), functools.partial(make_data, 40))
-    found = dict(GROUPS[group](folder))
-    (folder / f"{group}-{WORLD}-{os.environ.get('RANK', '0')}.pkl").write_bytes(pickle.dumps(found))
+    for group in groups:
+        found = dict(GROUPS[group](folder))
+        (folder / f"{group}-{WORLD}-{os.environ.get('RANK', '0')}.pkl").write_bytes(pickle.dumps(found))
 
 
-GROUPS = {"compared": compared}
+GROUPS = {"compared": compared, "saved": saved, "exchanged": exchanged}
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]), sys.argv[2:])
