@@ -259,7 +259,9 @@ class Trainer:
         self._checkpoint_writer = CheckpointWriter(
             in_background=plan.async_checkpoint, stop_on_error=plan.stop_on_save_error
         )
-        plan.processes.connect(self.args.device, self.args.ddp_backend, self.args.ddp_timeout_delta)
+        plan.processes.connect(
+            self.args.device, self.args.ddp_backend, self.args.ddp_timeout_delta, even_alone=plan.sharding is not None
+        )
         self._engine = LightningEngine(
             plan,
             self._lightning_callbacks,
@@ -993,8 +995,7 @@ class Trainer:
         """What a checkpoint of ours tells besides the state; changed arguments are warned about."""
         if folder is None:
             return None
-        name = names.progress_name(self.args.process_index, self.args.world_size)
-        progress = load_progress(os.path.join(folder, name))
+        progress = load_progress(folder, self.args.process_index, self.args.world_size)
         if progress is not None:
             now = position_settings(self.args, schedule, self._train_batch_size)
             progress.adapt(now, skips_data=not self.args.ignore_data_skip)

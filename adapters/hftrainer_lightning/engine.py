@@ -361,7 +361,7 @@ class LightningEngine:
 
     def _environment(self) -> ClusterEnvironment:
         """What the launcher said; nothing that Lightning would find by itself, as inside a SLURM job."""
-        return TorchElasticEnvironment() if self.plan.processes.several else LightningEnvironment()
+        return TorchElasticEnvironment() if self.plan.processes.several or self.shards else LightningEnvironment()
 
 
 class _Batches:

@@ -59,15 +59,18 @@ class Processes:
         """Whether there are other processes."""
         return self.world_size > 1
 
-    def connect(self, device: torch.device, backend: str | None, timeout: timedelta) -> None:
+    def connect(
+        self, device: torch.device, backend: str | None, timeout: timedelta, *, even_alone: bool = False
+    ) -> None:
         """Join the process group, unless the script already has.
 
         Args:
             device: what this process computes on.
             backend: 'gloo', 'nccl', ...; None takes the device's own.
             timeout: how long a collective operation may take.
+            even_alone: make a group of one process too, as sharding needs it.
         """
-        if not self.several or distributed.is_initialized():
+        if not (self.several or even_alone) or distributed.is_initialized():
             return
         if device.type == "cuda":
             torch.cuda.set_device(device)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import os
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from hftrainer.checkpointing import names
 from hftrainer.checkpointing.reading import read_torch
 from hftrainer.checkpointing.rng import numpy_state_types
 from hftrainer.schedule import TrainingSchedule
@@ -33,6 +35,8 @@ _CHANGES = {
     "dataloader_persistent_workers": "random numbers that the data draws are others",
     "max_steps": "the learning-rate schedule goes on with its new length",
 }
+#: What makes up the samples of a step; they may change together and leave their number as it was.
+_OF_STEP = ("per_device_train_batch_size", "gradient_accumulation_steps", "world_size")
 #: Changes after which the data is still read where it was.
 _HARMLESS = frozenset({"max_steps"})
 #: Changes after which the same samples are still read in the same order.
@@ -93,6 +97,12 @@ class RunProgress:
             skips_data: whether the data is read on in the middle of an epoch, rather than from its start.
         """
         changed = [name for name, value in now.items() if name in self.settings and self.settings[name] != value]
+        samples, before = (math.prod(settings.get(name, 1) for name in _OF_STEP) for settings in (now, self.settings))
+        if samples == before and (shared := [name for name in changed if name in _OF_STEP]):
+            said = ", ".join(f"{name}={now[name]}, was {self.settings[name]}" for name in shared)
+            logger.warning("Resuming with %s: a step has the same %d samples, shared out anew.", said, samples)
+            changed = [name for name in changed if name not in _OF_STEP]
+            self.data = None
         for name in changed:
             logger.warning("Resuming with %s=%s, was %s: %s.", name, now[name], self.settings[name], _CHANGES[name])
         if moved := [name for name in changed if name not in _SAME_SAMPLES]:
@@ -122,15 +132,28 @@ def as_dict(progress: RunProgress) -> dict[str, Any]:
     return {field.name: getattr(progress, field.name) for field in dataclasses.fields(progress)}
 
 
-def load_progress(path: str) -> RunProgress | None:
-    """Read what `save_progress` wrote; None when there is no such file, as in checkpoints of transformers.
+def load_progress(folder: str, process_index: int, world_size: int) -> RunProgress | None:
+    """The progress of one process in a checkpoint; None when there is none, as in those of transformers.
+
+    A checkpoint of another number of processes gives all of these that of its first one, with the mean of the losses.
 
     Raises:
         UnsafeCheckpoint: when the state of the training data holds objects that only unpickling could read.
         DamagedCheckpoint: when the file is cut off.
     """
-    if not os.path.isfile(path):
+    of_first = [path for size in (1, 2) if os.path.isfile(path := os.path.join(folder, names.progress_name(0, size)))]
+    if not of_first:
         return None
+    first = _read(of_first[0])
+    written = first.settings.get("world_size", 1)
+    if written == world_size:
+        return first if process_index == 0 else _read(os.path.join(folder, names.progress_name(process_index, written)))
+    others = [_read(os.path.join(folder, names.progress_name(rank, written))) for rank in range(1, written)]
+    first.loss = torch.stack([first.loss, *(other.loss for other in others)]).mean()
+    return first
+
+
+def _read(path: str) -> RunProgress:
     with torch.serialization.safe_globals(numpy_state_types()):
         saved = read_torch(path)
     known = {field.name for field in dataclasses.fields(RunProgress)}
