@@ -25,6 +25,7 @@ from hftrainer import integrations, model_inspection, peers, trainer_optimizer
 from hftrainer.arguments import legacy
 from hftrainer.arguments.validation import problems
 from hftrainer.checkpointing import names, resume, staging
+from hftrainer.checkpointing.distributed import reshard
 from hftrainer.checkpointing.folders import keep_only, rotate_checkpoints
 from hftrainer.checkpointing.lightning_file import unpack
 from hftrainer.checkpointing.manifest import damage
@@ -1006,6 +1007,7 @@ class Trainer:
         if not self.is_fsdp_enabled:
             return
         self.model = self.model_wrapped = self._engine.prepare(self.model)
+        reshard(self.model)  # an evaluation may have gathered it
         if resume_from_checkpoint is not None:
             self._load_from_checkpoint(resume_from_checkpoint)
 

@@ -115,16 +115,18 @@ class Seq2SeqTrainer(Trainer):
 
     def _generate(self, inputs: dict[str, Any], gen_kwargs: dict[str, Any]) -> tuple[torch.Tensor, int]:
         """The generated tokens, and the length that sequences are padded to."""
-        model: Any = self.model
+        model: Any = self._bare_model
         wanted = {name: value for name, value in gen_kwargs.items() if value is not None or name not in _OPTIONAL}
-        wanted.setdefault("synced_gpus", False)
+        # Processes with a part of the model each need one another until the longest sequence is through.
+        wanted.setdefault("synced_gpus", self.is_fsdp_enabled)
         made_of_labels = (
             "labels" in inputs
             and "decoder_input_ids" in inputs
             and inputs["labels"].shape == inputs["decoder_input_ids"].shape
         )
         hidden = ("decoder_input_ids", "decoder_attention_mask") if made_of_labels else ()
-        tokens = model.generate(**{name: value for name, value in inputs.items() if name not in hidden}, **wanted)
+        with self._engine.whole_parameters():
+            tokens = model.generate(**{name: value for name, value in inputs.items() if name not in hidden}, **wanted)
         config = model.generation_config
         config._from_model_config = False  # or each batch would build the config anew
         if hasattr(config, "_get_default_generation_params"):  # v5 keeps the defaults elsewhere until they are needed

@@ -175,8 +175,10 @@ class LightningEngine:
         block = getattr(strategy, "block_backward_sync", None)
         return contextlib.nullcontext() if block is None else block()
 
-    def whole_parameters(self) -> contextlib.AbstractContextManager[Any]:
-        """For calls of the model's own methods, such as `generate`, on a sharded model: yields the model to call."""
+    def whole_parameters(self) -> contextlib.AbstractContextManager[None]:
+        """Let the model's own methods, such as `generate`, be called in the block, where it is sharded too."""
+        if self._prepared is None:
+            return contextlib.nullcontext()
         from hftrainer_lightning import sharding
 
         return sharding.whole_parameters(self._prepared)

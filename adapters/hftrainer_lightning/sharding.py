@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -92,13 +91,16 @@ def without_sync(model: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def whole_parameters(model: Any) -> Iterator[nn.Module]:
-    """The user's own model, with all parameters in each process (FSDP1), or gathered as it computes (FSDP2)."""
+def whole_parameters(model: Any) -> Iterator[None]:
+    """Let methods of the user's model be called in the block.
+
+    FSDP1 gathers all parameters for it; FSDP2 gathers as the model computes.
+    """
     if not isinstance(model, FullyShardedDataParallel):
-        yield model
+        yield
         return
     with FullyShardedDataParallel.summon_full_params(model, writeback=False):
-        yield model.module
+        yield
 
 
 def mesh_of(plan: LightningPlan) -> DeviceMesh:
@@ -242,9 +244,3 @@ def _checkpoint_activations(model: nn.Module, units: set[nn.Module], settings: F
 
     apply_activation_checkpointing(model, wrap, units.__contains__)
     return wrappers
-
-
-def takes_synced_gpus(generate: Any) -> bool:
-    """Whether a `generate` can keep step with other processes, whose sequences may be longer."""
-    parameters = inspect.signature(generate).parameters
-    return "synced_gpus" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())

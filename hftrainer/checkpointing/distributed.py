@@ -29,6 +29,18 @@ def holds(files: dict[str, str], kind: str, folder: str) -> bool:
     return os.path.exists(os.path.join(folder, files[kind]))
 
 
+def reshard(model: nn.Module) -> None:
+    """Let each process have its part alone again: after a forward pass without a backward pass FSDP2 keeps the whole.
+
+    The parameters that the model names, and the optimizer has, are those of the parts.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def _options(model: nn.Module, whole: bool, only_trained: bool = False) -> Any:
     from torch.distributed.checkpoint.state_dict import StateDictOptions
 
@@ -47,6 +59,7 @@ def model_state(model: nn.Module, *, whole: bool, only_trained: bool = False) ->
     """
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
+    reshard(model)
     state = get_model_state_dict(model, options=_options(model, whole, only_trained))
     return {name: _alone(value) for name, value in state.items()} if whole else state
 
@@ -62,6 +75,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, whole
     """The optimizer's state by the names of the parameters; only the first process can count on a whole one."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
+    reshard(model)
     return get_optimizer_state_dict(model, optimizer, options=_options(model, whole))
 
 
@@ -81,6 +95,7 @@ def load_whole_model(model: nn.Module, weights: dict[str, Any]) -> tuple[list[st
         with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
             missing, unexpected = model.load_state_dict(weights, strict=False)
         return [_clean(name) for name in missing], list(unexpected)
+    reshard(model)
     own = {_clean(name) for name in model.state_dict()}
     differ = sorted(own - weights.keys()), sorted(weights.keys() - own)
     set_model_state_dict(model, weights, options=_from_first(strict=False))

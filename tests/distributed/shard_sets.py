@@ -12,8 +12,11 @@ import sys
 from pathlib import Path
 
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 
+from hftrainer import Seq2SeqTrainer, Seq2SeqTrainingArguments
 from tests.parity.support import build
+from tests.parity.test_evaluation import make_t5, t5_data
 from tests.tiny import MODELS
 
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
@@ -61,7 +64,9 @@ SETTINGS = {
     "plain": {},
     "bert": {"average_tokens_across_devices": False},  # which would double the loss of BERT, as in transformers
     "llama": {"gradient_accumulation_steps": 3},
+    "peft": {},
 }
+COMPARED = ("plain", "bert", "llama")
 PARTS = {"state_dict_type": "SHARDED_STATE_DICT"}
 #: Name → arguments, for checkpoints.
 SAVED = {
@@ -100,7 +105,7 @@ def run(model, strategy, folder, resume=None, **settings):
 
 def compared(folder):
     """Each model with each strategy; alone only without one."""
-    for model in SETTINGS:
+    for model in COMPARED:
         for strategy in STRATEGIES if WORLD > 1 else ["ddp"]:
             yield f"{model} {strategy}", run(model, STRATEGIES[strategy], folder / f"{model}-{strategy}")
 
@@ -124,9 +129,57 @@ def exchanged(folder):
                 yield f"{model} {writer} {reader}", run(model, SAVED[reader], folder / "exchanged", checkpoint)
 
 
+EVALUATED = {
+    "ddp": {},
+    "fsdp1": SAVED["fsdp1 whole"],
+    "fsdp1 parts": SAVED["fsdp1 parts"],
+    "fsdp2 parts": SAVED["fsdp2 parts"],
+}
+
+
+def evaluated(folder):
+    """Evaluations before, in and after training, the best model loaded, and what save_model writes then."""
+    for name, strategy in EVALUATED.items():
+        where = folder / "evaluated" / name
+        best = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+        settings = {**best, "load_best_model_at_end": True, "save_total_limit": 1, **copied(strategy)}
+        trainer, _ = build("hftrainer", "llama", where, per_device_train_batch_size=4, **settings)
+        before = trainer.evaluate()
+        trainer.train()
+        trainer.save_model(str(where / "final"))
+        after = trainer.predict(trainer.eval_dataset)
+        yield name, {"before": before, "logs": trainer.state.log_history, "after": after}
+        generating = Seq2SeqTrainingArguments(
+            str(where / "tokens"), use_cpu=True, predict_with_generate=True, report_to="none", **copied(strategy)
+        )
+        seq2seq = Seq2SeqTrainer(make_t5(), generating)
+        yield f"{name} tokens", seq2seq.predict(t5_data(5), max_length=9, num_beams=2).predictions
+
+
+HALF = {f"{name} {precision}": {**SAVED[name], precision: True} for name in EXCHANGED for precision in ("bf16", "fp16")}
+
+
+def others(folder):
+    """Half precision, adapters, and Lightning's own checkpoints."""
+    for name, strategy in HALF.items():
+        if name.split()[-2:-1] != ["parts"]:
+            yield name, run("llama", strategy, folder / "half" / name, save_strategy="steps", save_steps=4)
+    for name in ("ddp", "fsdp1 whole", "fsdp2 whole", "fsdp2 parts"):
+        where = folder / "peft" / name
+        yield f"peft {name}", run("peft", SAVED[name], where, save_strategy="steps", save_steps=4, num_train_epochs=1)
+        again = run("peft", SAVED[name], folder / "resumed", where / "checkpoint-4", num_train_epochs=1)
+        yield f"peft {name}, resumed", again
+    for name in ("ddp", "fsdp1 whole", "fsdp2 parts"):
+        where = folder / "lightning" / name
+        kept = ModelCheckpoint(dirpath=where, filename="kept", every_n_train_steps=2, save_top_k=-1)
+        run("plain", SAVED[name], where, trainer={"callbacks": [kept]})
+        yield f"lightning {name}", sorted(os.listdir(where))
+
+
 def main(folder, groups):
     torch.set_num_threads(1)
-    for name in SETTINGS:
+    MODELS["peft"] = (without_dropout(MODELS["peft"][0]), MODELS["peft"][1])
+    for name in COMPARED:
         make_model, make_data = MODELS[name]
         MODELS[name] = (without_dropout(make_model), functools.partial(make_data, 40))
     for group in groups:
@@ -134,7 +187,7 @@ def main(folder, groups):
         (folder / f"{group}-{WORLD}-{os.environ.get('RANK', '0')}.pkl").write_bytes(pickle.dumps(found))
 
 
-GROUPS = {"compared": compared, "saved": saved, "exchanged": exchanged}
+GROUPS = {"compared": compared, "saved": saved, "exchanged": exchanged, "evaluated": evaluated, "others": others}
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]), sys.argv[2:])
