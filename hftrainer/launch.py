@@ -65,8 +65,6 @@ def launch(parser: argparse.ArgumentParser, options: argparse.Namespace) -> NoRe
 
 
 def _contradiction(options: argparse.Namespace) -> str | None:
-    if not options.as_module and not os.path.isfile(options.script):
-        return f"there is no script {options.script!r}"
     machines = [int(number) for number in (options.nnodes or "1").split(":")]
     meeting = any(getattr(options, name) is not None for name in _MEETING)
     if options.node_rank is not None and options.node_rank >= machines[-1]:
@@ -75,6 +73,8 @@ def _contradiction(options: argparse.Namespace) -> str | None:
         return f"--standalone is for one machine, and --nnodes {options.nnodes} asks for more: leave one of them out"
     if machines[-1] > 1 and not meeting:
         return f"--nnodes {options.nnodes} needs --rdzv-endpoint HOST:PORT, or --master-addr HOST and --node-rank N"
+    if not options.as_module and not os.path.isfile(options.script):
+        return f"there is no script {options.script!r}"
     return None
 
 

@@ -164,7 +164,7 @@ TABLE: dict[str, Row] = {
         do_eval="a switch for your script",
         do_predict="a switch for your script",
         resume_from_checkpoint="for your script to pass to train()",
-        local_rank="launchers give the rank in the environment",
+        local_rank="for launchers that add it to the command line; the rank is read from the environment",
         hub_strategy="read with push_to_hub only",
     ),
     **_planned(

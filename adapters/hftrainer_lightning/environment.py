@@ -322,7 +322,8 @@ def wrong_place(place: Place, config: Mapping[str, Any], gpus: int | None) -> li
     start = LAUNCHERS.get(place.launcher, LAUNCHERS["torchrun"])[1]
     if place.missing:
         who = f"WORLD_SIZE={place.world_size} asks" if "WORLD_SIZE" in os.environ else f"{place.launcher!r} asks"
-        found.append(f"{who} for several processes, but {' and '.join(place.missing)} are not set: {start}.")
+        verb = "are" if len(place.missing) > 1 else "is"
+        found.append(f"{who} for several processes, but {' and '.join(place.missing)} {verb} not set: {start}.")
     elif place.rank >= place.world_size or place.local_rank >= place.local_world_size:
         found.append(
             f"The launcher says that this is process {place.rank} of {place.world_size}, and {place.local_rank} of "
