@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 
 from hftrainer import __version__
+from hftrainer.launch import add_options, is_launch, launch
 
 
 def main() -> None:
@@ -17,8 +18,12 @@ def main() -> None:
     parser.add_argument("--version", action="version", version=f"hftrainer {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     run = commands.add_parser(
-        "run", help="run an unmodified Trainer script", usage="%(prog)s [-m] SCRIPT [arguments …]"
+        "run",
+        help="run an unmodified Trainer script, in one process or in several",
+        usage="%(prog)s [--nproc N ...] [-m] SCRIPT [arguments …]",
+        allow_abbrev=False,
     )
+    add_options(run)
     run.add_argument("-m", dest="as_module", action="store_true", help="SCRIPT is the name of a module")
     run.add_argument("script", metavar="SCRIPT", help="path of the script")
     run.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
@@ -40,6 +45,8 @@ def main() -> None:
         parser.error(f"unrecognized arguments: {' '.join(remaining)}")
     elif options.command == "plot":
         _plot(plot, options)
+    elif is_launch(options):
+        launch(run, options)
     else:
         from hftrainer.run import run_script
 

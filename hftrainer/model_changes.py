@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
+import os
 import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from torch import nn
 
 from hftrainer import peers
 from hftrainer.errors import InvalidArgument, MissingPackage
+from hftrainer.hf_argparser import string_to_bool
 
 if TYPE_CHECKING:
     from hftrainer.training_args import TrainingArguments
@@ -87,9 +89,25 @@ def enable_activation_checkpointing(model: Any, kwargs: dict[str, Any] | None) -
 
 
 def compile_model(model: nn.Module, args: TrainingArguments) -> None:
-    """Compile the model in place, once, so that its weights keep their names."""
-    if args.torch_compile and model._compiled_call_impl is None:
-        model.compile(backend=args.torch_compile_backend or "inductor", mode=args.torch_compile_mode)
+    """Compile the model in place, once, so that its weights keep their names.
+
+    What the arguments leave open `accelerate launch` decides; and it alone may ask for it.
+    """
+    backend = (args.torch_compile_backend or "inductor") if args.torch_compile else _dynamo("BACKEND").lower()
+    if backend in ("", "no") or model._compiled_call_impl is not None:
+        return
+    dynamic = _dynamo("USE_DYNAMIC")
+    model.compile(
+        backend=backend,
+        mode=args.torch_compile_mode or _dynamo("MODE") or None,
+        fullgraph=string_to_bool(_dynamo("USE_FULLGRAPH") or "no"),
+        dynamic=string_to_bool(dynamic) if dynamic else None,
+    )
+
+
+def _dynamo(setting: str) -> str:
+    """What `accelerate launch` was told about torch.compile, and hands on in the environment; '' for nothing."""
+    return os.environ.get(f"ACCELERATE_DYNAMO_{setting}", "")
 
 
 def apply_liger_kernel(model: Any, config: dict[str, Any] | None) -> None:

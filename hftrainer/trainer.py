@@ -246,7 +246,7 @@ class Trainer:
 
     def create_accelerator_and_postprocess(self) -> None:
         """Build the engine from the arguments, and `self.accelerator` over it."""
-        from hftrainer_lightning.arguments import make_plan, overridden, unsupported
+        from hftrainer_lightning.arguments import make_plan, overridden, place_of, unsupported
 
         found = unsupported(self.args)
         if found:
@@ -255,7 +255,9 @@ class Trainer:
             logger.warning(sentence)
         from hftrainer_lightning.accelerator import EngineAccelerator
         from hftrainer_lightning.engine import LightningEngine
+        from hftrainer_lightning.launching import start_others
 
+        start_others(place_of(self.args), self.args.ddp_timeout)
         plan = make_plan(self.args)
         self._checkpoint_writer = CheckpointWriter(
             in_background=plan.async_checkpoint, stop_on_error=plan.stop_on_save_error

@@ -23,13 +23,14 @@ from hftrainer.arguments._field import arg
 from hftrainer.arguments.releases import annotate
 from hftrainer.arguments.setters import ChainingSetters
 from hftrainer.arguments.validation import LOG_LEVELS, normalize, problems
-from hftrainer.errors import InvalidArgument, UnknownArgument
+from hftrainer.errors import InvalidArgument, UnknownArgument, UnsupportedArgument
 from hftrainer.trainer_utils import IntervalStrategy, OptimizerNames, ParallelMode
 
 __all__ = ["IntervalStrategy", "OptimizerNames", "ParallelMode", "TrainingArguments"]
 
 if TYPE_CHECKING:
     from hftrainer.explain import Explanation
+    from hftrainer_lightning.environment import Place
 
 logger = logging.getLogger(__name__)
 
@@ -96,13 +97,29 @@ class TrainingArguments(
     @property
     def device(self) -> torch.device:
         """The device that this process trains on: the accelerator torch finds, unless `use_cpu`."""
-        if self.use_cpu:
+        if self._on_cpu:
             return torch.device("cpu")
         if torch.cuda.is_available():
-            return torch.device("cuda", max(self.local_process_index, 0))
+            return torch.device("cuda", self._place.device_index(torch.cuda.device_count()))
         if torch.backends.mps.is_available():
             return torch.device("mps")
         return torch.device("cpu")
+
+    @property
+    def _on_cpu(self) -> bool:
+        """Whether the CPU is asked for, by `use_cpu` or by `accelerate launch --cpu`."""
+        return self.use_cpu or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "on", "t", "true", "y", "yes")
+
+    @property
+    def _place(self) -> Place:
+        """Where this process stands among others."""
+        from hftrainer_lightning.config import readable_config
+        from hftrainer_lightning.environment import find_place
+
+        return find_place(readable_config(self.lightning_config), gpus=self._count_gpus)
+
+    def _count_gpus(self) -> int:
+        return 0 if self._on_cpu or not torch.cuda.is_available() else torch.cuda.device_count()
 
     @property
     def _setup_devices(self) -> torch.device:
@@ -117,17 +134,17 @@ class TrainingArguments(
     @property
     def world_size(self) -> int:
         """Processes in this run."""
-        return int(os.environ.get("WORLD_SIZE", "1"))
+        return self._place.world_size
 
     @property
     def process_index(self) -> int:
         """Rank of this process among all, from 0."""
-        return int(os.environ.get("RANK", "0"))
+        return self._place.rank
 
     @property
     def local_process_index(self) -> int:
         """Rank of this process on its node, from 0."""
-        return int(os.environ.get("LOCAL_RANK", "0"))
+        return self._place.local_rank
 
     @property
     def parallel_mode(self) -> ParallelMode:
@@ -153,20 +170,29 @@ class TrainingArguments(
     def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:
         """Let the main process do some work before the others, which then find it done.
 
+        The processes meet for it, if they have not yet. A script that starts the others itself has done the work when
+        it does, so nobody waits before.
+
         Args:
             local: the main process of each node goes first, instead of that of all nodes.
             desc: what the work is, for the debug log.
+
+        Raises:
+            UnsupportedArgument: when a launcher has not said how the processes meet.
         """
-        waits = self.world_size > 1
-        first = (self.local_process_index if local else self.process_index) == 0
-        try:
-            if waits and not first:
-                logger.debug("Process %d waits for the main process to do %s.", self.process_index, desc)
-                torch.distributed.barrier()
+        from hftrainer_lightning.arguments import misplaced
+        from hftrainer_lightning.processes import Processes
+
+        processes = Processes.at(self._place)
+        if not processes.several or (processes.self_started and not torch.distributed.is_initialized()):
             yield
-        finally:
-            if waits and first:
-                torch.distributed.barrier()
+            return
+        if found := misplaced(self):
+            raise UnsupportedArgument("\n".join(found))
+        processes.connect(self.device, self.ddp_backend, self.ddp_timeout_delta)
+        logger.debug("Process %d of %d: %s, the main process first.", processes.rank, processes.world_size, desc)
+        with processes.in_turn(first=(processes.local_rank if local else processes.rank) == 0):
+            yield
 
     @property
     def ddp_timeout_delta(self) -> datetime.timedelta:

@@ -8,17 +8,21 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from hftrainer_lightning.config import (
     ALSO_SET_BY,
     WrongConfig,
     brings_async_checkpoints,
     passed_on,
     read_config,
+    readable_config,
     wrong_keywords,
 )
+from hftrainer_lightning.environment import Place, can_start_again, find_place, wrong_place
 from hftrainer_lightning.fsdp_settings import read_fsdp
 from hftrainer_lightning.plan import LightningPlan
-from hftrainer_lightning.processes import Processes, missing_rendezvous
+from hftrainer_lightning.processes import Processes
 
 if TYPE_CHECKING:
     from hftrainer.training_args import TrainingArguments
@@ -163,7 +167,7 @@ TABLE: dict[str, Row] = {
         do_eval="a switch for your script",
         do_predict="a switch for your script",
         resume_from_checkpoint="for your script to pass to train()",
-        local_rank="launchers give the rank in the environment",
+        local_rank="for launchers that add it to the command line; the rank is read from the environment",
         hub_strategy="read with push_to_hub only",
     ),
     **_planned(
@@ -260,7 +264,7 @@ _KEPT = {
 #: What `accelerate launch` puts into the environment that this release cannot honour → its neutral values.
 LAUNCHER = {
     "ACCELERATE_MIXED_PRECISION": ("", "no", "fp32", "bf16", "fp16"),
-    "ACCELERATE_DYNAMO_BACKEND": ("", "no"),
+    "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": ("", "0", "f", "false", "n", "no", "off"),
     "ACCELERATE_USE_DEEPSPEED": ("", "false"),
 }
 
@@ -297,16 +301,26 @@ def unsupported(args: TrainingArguments) -> list[str]:
         if (value := os.environ.get(name, "")).lower() not in neutral_values:
             found.append(f"The launcher asks for {name}={value}, which is not supported yet: launch without it.")
     try:
-        found += wrong_keywords(read_config(getattr(args, "lightning_config", None)))
+        found += wrong_keywords(read_config(_config(args)))
         found += _wrong_sharding(args)
     except WrongConfig as error:
         found.append(str(error))
-    if args.world_size > 1 and (missing := missing_rendezvous()):
-        found.append(
-            f"WORLD_SIZE={args.world_size} asks for several processes, but {' and '.join(missing)} are not set: start "
-            "the script with torchrun."
-        )
-    return found
+    return found + misplaced(args)
+
+
+def place_of(args: TrainingArguments) -> Place:
+    """Where this process stands; arguments of transformers count no GPUs, since they mean DataParallel."""
+    return getattr(args, "_place", None) or find_place(readable_config(_config(args)), gpus=lambda: 1)
+
+
+def misplaced(args: TrainingArguments) -> list[str]:
+    """A sentence for each reason why the processes, as the launcher has started them, cannot train."""
+    gpus = torch.cuda.device_count() if args.device.type == "cuda" else None
+    return wrong_place(place_of(args), readable_config(_config(args)), gpus)
+
+
+def _config(args: TrainingArguments) -> Any:
+    return getattr(args, "lightning_config", None)
 
 
 def _wrong_sharding(args: TrainingArguments) -> list[str]:
@@ -317,10 +331,10 @@ def _wrong_sharding(args: TrainingArguments) -> list[str]:
     found = []
     if args.deepspeed:
         found.append("fsdp and deepspeed both shard the model: give one of them.")
-    if missing := missing_rendezvous():
+    if args.world_size == 1 and place_of(args).launcher == "lightning":
         found.append(
-            f"fsdp shards the model over processes, and this one was not started with others ({' and '.join(missing)} "
-            "are not set): start the script with torchrun, accelerate launch or python -m hftrainer run --nproc."
+            "fsdp shards the model over processes, and there is one: start the script with torchrun, accelerate launch "
+            "or python -m hftrainer run --nproc N, or give lightning_config={'devices': N}."
         )
     elif "hybrid" in settings.strategy and args.world_size == 1:
         found.append(f"fsdp={settings.strategy!r} needs at least two processes, and there is one: use 'full_shard'.")
@@ -344,7 +358,7 @@ def _precision(args: TrainingArguments) -> str:
 def make_plan(args: TrainingArguments) -> LightningPlan:
     """The plan for these arguments."""
     device = args.device
-    config = read_config(getattr(args, "lightning_config", None))
+    config = read_config(_config(args))
     precision = str(config.get("precision", _precision(args)))
     return LightningPlan(
         accelerator=device.type,  # type: ignore[arg-type]
@@ -353,7 +367,7 @@ def make_plan(args: TrainingArguments) -> LightningPlan:
         accumulate_grad_batches=args.gradient_accumulation_steps,
         deterministic=args.full_determinism,
         default_root_dir=str(args.output_dir),
-        processes=Processes.from_environment(),
+        processes=Processes.at(place_of(args)),
         process_group_backend=args.ddp_backend,
         timeout=args.ddp_timeout,
         ddp=MappingProxyType(
@@ -367,9 +381,18 @@ def make_plan(args: TrainingArguments) -> LightningPlan:
 
 
 def overridden(args: TrainingArguments) -> list[str]:
-    """A sentence for each argument that was given and that `lightning_config` overrides."""
-    config = read_config(getattr(args, "lightning_config", None))
-    return [
+    """A sentence for each wish that is overridden: an argument's by `lightning_config`, or the launcher's."""
+    config, found = read_config(_config(args)), []
+    steps = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "")
+    if steps.isdecimal() and int(steps) != args.gradient_accumulation_steps:  # as transformers decides
+        found.append(
+            f"gradient_accumulation_steps={args.gradient_accumulation_steps} overrides the launcher's "
+            f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS={steps}."
+        )
+    gpus = torch.cuda.device_count() if args.device.type == "cuda" and "devices" not in config else 1
+    if gpus > place_of(args).world_size == 1 and not can_start_again():
+        found.append(f"One of {gpus} GPUs is used: the others need a script, or a launcher, to start processes.")
+    return found + [
         f"lightning_config[{name!r}]={config[name]!r} overrides {argument}={getattr(args, argument)!r}."
         for name, arguments in ALSO_SET_BY.items()
         for argument in arguments

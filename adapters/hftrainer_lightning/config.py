@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
+
+from hftrainer_lightning.environment import LAUNCHERS, wrong_choices
 
 #: Keywords that go to `lightning.Trainer` as they are.
 PASSED = frozenset(
@@ -41,13 +46,11 @@ RULED = {
     "use_distributed_sampler": "_get_train_sampler",
     "val_check_interval": "eval_strategy and eval_steps",
 }
-#: Keywords that this release cannot honour yet, but for one process on one device.
+#: Keywords that this release cannot honour yet → the values that ask for what happens anyway.
 PLANNED = {
     "barebones": (False, None),
-    "devices": (1, "1", "auto"),
     "inference_mode": (True, False),
-    "num_nodes": (1,),
-    "strategy": ("auto",),
+    "strategy": ("auto", "ddp"),
     "sync_batchnorm": (False,),
 }
 PROFILERS = ("simple", "advanced", "pytorch", "xla")
@@ -57,7 +60,13 @@ ALSO_SET_BY = {"precision": ("bf16", "fp16"), "deterministic": ("full_determinis
 
 
 #: Keywords that are ours, not Lightning's → the values that they take.
-OWN: dict[str, tuple[Any, ...]] = {"async_checkpoint": (False, True), "on_save_error": ("continue", "stop")}
+OWN: dict[str, tuple[Any, ...]] = {
+    "async_checkpoint": (False, True),
+    "environment": tuple(LAUNCHERS),
+    "on_save_error": ("continue", "stop"),
+}
+#: Keywords that decide which processes there are.
+PLACE = ("devices", "num_nodes")
 
 
 class WrongConfig(ValueError):
@@ -87,6 +96,22 @@ def read_config(given: Any) -> dict[str, Any]:
     return values
 
 
+def readable_config(given: Any) -> Mapping[str, Any]:
+    """The keywords in `lightning_config`; none when it cannot be read, which `read_config` is asked to say."""
+    if given is None or isinstance(given, dict):
+        return given or {}
+    try:
+        return _read_once(os.fspath(given), os.stat(given).st_mtime_ns)
+    except (OSError, WrongConfig):
+        return {}
+
+
+@functools.lru_cache(maxsize=8)
+def _read_once(path: str, _changed: int) -> Mapping[str, Any]:
+    """The keywords in a file as it was at some time; arguments are asked where they stand at every step."""
+    return MappingProxyType(read_config(path))
+
+
 def _read_yaml(text: str) -> Any:
     import yaml  # lightning brings it
 
@@ -98,12 +123,12 @@ def _read_yaml(text: str) -> Any:
 
 def wrong_keywords(config: dict[str, Any]) -> list[str]:
     """A sentence for each keyword that cannot be honoured."""
-    found = []
+    found = wrong_choices(config)
     for name, value in config.items():
         if name in RULED:
             found.append(f"lightning_config[{name!r}]: the Trainer decides this; use {RULED[name]}.")
         elif name in PLANNED and value not in PLANNED[name]:
-            found.append(f"lightning_config[{name!r}]={value!r} is not supported yet: train in one process.")
+            found.append(f"lightning_config[{name!r}]={value!r} is not supported yet: leave it out.")
         elif name == "precision" and value not in PRECISIONS:
             found.append(
                 f"lightning_config['precision']={value!r} is not supported yet: use '32-true', 'bf16-mixed' or "
@@ -114,8 +139,8 @@ def wrong_keywords(config: dict[str, Any]) -> list[str]:
             found.append(f"lightning_config[{name!r}]={value!r}: it must be {allowed}.")
         elif name == "profiler" and isinstance(value, str) and value not in PROFILERS:
             found.append(f"lightning_config['profiler']={value!r}: it must be {' or '.join(map(repr, PROFILERS))}.")
-        elif name not in PASSED and name not in PLANNED and name not in OWN:
-            near = difflib.get_close_matches(name, [*PASSED, *RULED, *PLANNED, *OWN], n=1)
+        elif not any(name in known for known in (PASSED, PLANNED, OWN, PLACE)):
+            near = difflib.get_close_matches(name, [*PASSED, *RULED, *PLANNED, *OWN, *PLACE], n=1)
             hint = f"; did you mean {near[0]!r}?" if near else "."
             found.append(f"lightning_config[{name!r}]: lightning.Trainer has no such keyword{hint}")
     return found

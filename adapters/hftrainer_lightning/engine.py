@@ -10,9 +10,6 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
-from lightning.fabric.plugins.environments.lightning import LightningEnvironment
-from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch.callbacks import (
     BasePredictionWriter,
     BatchSizeFinder,
@@ -25,7 +22,9 @@ from lightning.pytorch.strategies import Strategy
 
 from hftrainer_lightning import callbacks as of_callbacks
 from hftrainer_lightning import seams, tuning
+from hftrainer_lightning.environment import cluster_environment
 from hftrainer_lightning.events import EvaluationHost, TrainingHost, TuningHost
+from hftrainer_lightning.launching import Launched
 from hftrainer_lightning.loggers import CallbackValues
 from hftrainer_lightning.module import HostedModule
 from hftrainer_lightning.plan import LightningPlan
@@ -341,7 +340,10 @@ class LightningEngine:
         keywords = {"logger": False, **self.plan.trainer_keywords(), **settings}
         callbacks = self._taking_part if callbacks is None else callbacks
         del keywords["precision"]  # the strategy carries the precision plugin
-        plugins = keywords.pop("plugins", None) or []
+        given = keywords.pop("plugins", None) or []
+        plugins = given if isinstance(given, list) else [given]
+        if cluster_environment(plugins) is None:
+            plugins = [Launched(self.plan.processes), *plugins]
         keywords["profiler"] = detached(keywords.get("profiler", seams.NoProfiler()))
         trainer = seams.Trainer(
             **keywords,
@@ -350,7 +352,7 @@ class LightningEngine:
             check_val_every_n_epoch=NEVER,
             num_sanity_val_steps=0,
             callbacks=callbacks,
-            plugins=[self._environment(), *(plugins if isinstance(plugins, list) else [plugins])],
+            plugins=plugins,
             enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),
             enable_progress_bar=of_callbacks.has_progress_bar(callbacks),
             enable_model_summary=False,
@@ -360,10 +362,6 @@ class LightningEngine:
         seams.install_bare_evaluation(trainer)
         report_in_our_words(trainer.profiler)  # type: ignore[attr-defined]
         return trainer
-
-    def _environment(self) -> ClusterEnvironment:
-        """What the launcher said; nothing that Lightning would find by itself, as inside a SLURM job."""
-        return TorchElasticEnvironment() if self.plan.processes.several or self.shards else LightningEnvironment()
 
 
 class _Batches:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
+
 if TYPE_CHECKING:
     from hftrainer_lightning.fsdp_settings import FsdpSettings
     from hftrainer_lightning.processes import Processes
@@ -52,12 +54,18 @@ class LightningPlan:
         """The precision in accelerate's words."""
         return {"32-true": "no", "bf16-mixed": "bf16", "16-mixed": "fp16"}[self.precision]
 
+    @property
+    def shows_its_own_device(self) -> bool:
+        """Whether the launcher shows each process its own GPU alone."""
+        processes = self.processes
+        return torch.device(self.device).index not in (None, processes.local_rank)
+
     def trainer_keywords(self) -> dict[str, Any]:
         """Keywords of `lightning.Trainer` that follow from the arguments, as plain values."""
         return {
             "accelerator": self.accelerator,
-            "devices": self.processes.local_world_size,
-            "num_nodes": self.processes.world_size // self.processes.local_world_size,
+            "devices": 1 if self.shows_its_own_device else self.processes.local_world_size,
+            "num_nodes": self.processes.nodes,
             "precision": self.precision,
             "accumulate_grad_batches": self.accumulate_grad_batches,
             "deterministic": self.deterministic or None,

@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import functools
 import gc
-import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,42 +16,19 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import distributed
 
+from hftrainer_lightning.environment import Place
+
 T = TypeVar("T")
-#: What a launcher must have put into the environment for processes to find each other.
-RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT", "RANK")
-
-
-def missing_rendezvous() -> list[str]:
-    """The variables that a launcher should have set and has not."""
-    return [name for name in RENDEZVOUS if name not in os.environ]
 
 
 @dataclass(frozen=True)
-class Processes:
-    """Where this process stands, as the launcher said when the run began.
-
-    Attributes:
-        world_size: processes in all.
-        rank: number of this process among all.
-        local_rank: number of this process on its node.
-        local_world_size: processes on each node.
-    """
-
-    world_size: int = 1
-    rank: int = 0
-    local_rank: int = 0
-    local_world_size: int = 1
+class Processes(Place):
+    """The processes of a run, seen from one of them."""
 
     @classmethod
-    def from_environment(cls) -> Processes:
-        """As torchrun and its like describe it."""
-        world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        return cls(
-            world_size=world_size,
-            rank=int(os.environ.get("RANK", "0")),
-            local_rank=int(os.environ.get("LOCAL_RANK", "0")),
-            local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size))),
-        )
+    def at(cls, place: Place) -> Processes:
+        """The processes seen from a place."""
+        return cls(**vars(place))
 
     @property
     def several(self) -> bool:
@@ -75,7 +51,13 @@ class Processes:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         chosen = backend or distributed.get_default_backend_for_device(device)
-        distributed.init_process_group(chosen, timeout=timeout)
+        distributed.init_process_group(
+            chosen,
+            init_method=f"tcp://{self.address}:{self.port}",
+            rank=self.rank,
+            world_size=self.world_size,
+            timeout=timeout,
+        )
         atexit.register(_disconnect)
 
     def barrier(self) -> None:

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.optimization.automatic import ClosureResult, _AutomaticOptimization
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.profilers import PassThroughProfiler, PyTorchProfiler
+from lightning.pytorch.strategies.launchers import subprocess_script
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
@@ -397,6 +399,23 @@ def quiet() -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
+
+
+def start_script_again(environment: ClusterEnvironment, processes: int) -> Any:
+    """Start this command line once more for each further process; Lightning's launcher, which kills it with them.
+
+    Lightning would put the command together from `sys.argv`, which knows neither `python -m hftrainer run` nor what
+    the script has changed.
+    """
+    module: Any = subprocess_script
+    launcher = module._SubprocessScriptLauncher(environment, processes, num_nodes=1)
+    usual = module._basic_subprocess_cmd
+    module._basic_subprocess_cmd = lambda: [sys.executable, *sys.orig_argv[1:]]
+    try:
+        launcher.launch(lambda: None)
+    finally:
+        module._basic_subprocess_cmd = usual
+    return launcher
 
 
 def recorded_events(profiler: PyTorchProfiler) -> Any:

@@ -52,7 +52,21 @@ class SingleDevice(_StaysInPlace, SingleDeviceStrategy):
 
 
 class Replicas(_StaysInPlace, DDPStrategy):
-    """A replica of the model in each process."""
+    """A replica of the model in each process.
+
+    Args:
+        device: of this process. Lightning counts the visible ones, and a launcher may show each process its own alone.
+        settings: keywords of `DDPStrategy`.
+    """
+
+    def __init__(self, device: torch.device, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._device = device
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this process."""
+        return self._device
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """A batch of an evaluation within `fit`, by the module itself, as in the Trainer.
@@ -155,6 +169,7 @@ def build_strategy(
         return (ShardedFirst if plan.sharding.version == 1 else ShardedSecond)(plan, precision)
     if plan.processes.several:
         return Replicas(
+            torch.device(plan.device),
             precision_plugin=precision,
             process_group_backend=plan.process_group_backend,
             timeout=timedelta(seconds=plan.timeout),

@@ -361,7 +361,7 @@ def test_several_processes_need_a_launcher(make_args, monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("ACCELERATE_MIXED_PRECISION", "fp8"), ("ACCELERATE_USE_FSDP", "true"), ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")],
+    [("ACCELERATE_MIXED_PRECISION", "fp8"), ("ACCELERATE_USE_FSDP", "true")],
 )
 def test_launchers_are_not_ignored(make_args, monkeypatch, name, value):
     monkeypatch.setenv(name, value)

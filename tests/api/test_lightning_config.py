@@ -12,7 +12,7 @@ from lightning.pytorch.profilers import PassThroughProfiler, SimpleProfiler
 
 from hftrainer import HfArgumentParser, Trainer, TrainingArguments
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
-from hftrainer_lightning.config import PASSED, PLANNED, RULED
+from hftrainer_lightning.config import PASSED, PLACE, PLANNED, RULED
 from tests.tiny import make_plain, plain_data
 
 
@@ -24,7 +24,7 @@ def make_trainer(folder, config, **settings):
 
 def test_every_keyword_of_lightning_is_decided():
     keywords = set(inspect.signature(pl.Trainer.__init__).parameters) - {"self"}
-    assert keywords == PASSED | RULED.keys() | PLANNED.keys()
+    assert keywords == PASSED | RULED.keys() | PLANNED.keys() | set(PLACE)
     assert not PASSED & RULED.keys()
 
 
@@ -146,7 +146,7 @@ def test_what_the_arguments_rule(tmp_path, name):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"devices": 2}, r"\['devices'\]=2 is not supported yet"),
+        ({"strategy": "fsdp"}, r"\['strategy'\]='fsdp' is not supported yet"),
         ({"precision": "64-true"}, r"\['precision'\]='64-true' is not supported yet"),
         ({"profilr": "simple"}, r"\['profilr'\]: lightning.Trainer has no such keyword; did you mean 'profiler'"),
         ("absent.json", "there is no such file"),

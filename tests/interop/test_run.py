@@ -174,3 +174,59 @@ def test_help(tmp_path):
     done = run(tmp_path, "-m", "hftrainer", "--help")
     assert "run an unmodified Trainer script" in done.stdout
     assert run(tmp_path, "-m", "hftrainer").returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--nproc", "0"], "'0' is neither a number from 1 nor auto, cpu, gpu"),
+        (["--nnodes", "3:2"], "'3:2' is neither a number from 1 nor LEAST:MOST"),
+        (["--node-rank", "-1"], "'-1' is no number from 0"),
+        (["--nproc", "2", "--node_rank", "1"], "--node-rank 1 must be below --nnodes 1"),
+        (["--nnodes", "2"], "--nnodes 2 needs --rdzv-endpoint HOST:PORT, or --master-addr HOST"),
+        (["--nnodes", "2", "--standalone"], "--standalone is for one machine"),
+        (["--nproc", "2"], "there is no script 'absent.py'"),
+    ],
+)
+def test_wrong_numbers_of_processes(words, message, monkeypatch, capsys):
+    from hftrainer.__main__ import main
+
+    monkeypatch.setattr(sys, "argv", ["hftrainer", "run", *words, "absent.py"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--nproc", "2"], ["--nproc-per-node=2", "--standalone"]),
+        (
+            ["--nproc_per_node", "4", "--nnodes", "1:2", "--rdzv-endpoint", "a:1", "--rdzv-id", "x"],
+            ["--nproc-per-node=4", "--nnodes=1:2", "--rdzv-id=x", "--rdzv-endpoint=a:1", "--rdzv-backend=c10d"],
+        ),
+        (
+            ["--nnodes", "2", "--node-rank", "0", "--master-addr", "b", "--master-port", "5"],
+            ["--nproc-per-node=1", "--nnodes=2", "--node-rank=0", "--master-addr=b", "--master-port=5"],
+        ),
+    ],
+)
+def test_what_torchrun_is_told(words, expected, monkeypatch):
+    from torch.distributed import run as torchrun
+
+    from hftrainer.__main__ import main
+
+    told = []
+    monkeypatch.setattr(torchrun, "run", told.append)
+    monkeypatch.setattr(sys, "argv", ["hftrainer", "run", *words, "-m", "a.module", "--flag"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0
+    (options,) = told
+    assert options == torchrun.parse_args([*expected, "-m", "hftrainer", "run", "-m", "a.module", "--flag"])
+
+
+def test_status_of_the_process_that_fails(tmp_path):
+    path = script(tmp_path, "import os, sys, time\nif os.environ['RANK'] == '1':\n    sys.exit(7)\ntime.sleep(60)\n")
+    assert run(tmp_path, "-m", "hftrainer", "run", "--nproc", "2", path).returncode == 7
