@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from datetime import timedelta
 from typing import Any
 
@@ -38,6 +39,12 @@ class SingleDevice(_StaysInPlace, SingleDeviceStrategy):
 class Replicas(_StaysInPlace, DDPStrategy):
     """A replica of the model in each process."""
 
+    sync_each_batch = False
+
+    def block_backward_sync(self) -> Any:
+        """Around the micro-batches of a step but the last: keep the gradients local, unless each is to be averaged."""
+        return contextlib.nullcontext() if self.sync_each_batch else super().block_backward_sync()
+
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """A batch of an evaluation within `fit`, by the module itself, as in the Trainer.
 
@@ -49,7 +56,10 @@ class Replicas(_StaysInPlace, DDPStrategy):
 
 
 def build_strategy(
-    plan: LightningPlan, scaler: torch.amp.GradScaler | None, find_unused_parameters: bool = False
+    plan: LightningPlan,
+    scaler: torch.amp.GradScaler | None,
+    find_unused_parameters: bool = False,
+    sync_each_batch: bool = False,
 ) -> Strategy:
     """The strategy that the plan names.
 
@@ -57,13 +67,16 @@ def build_strategy(
         plan: the plan.
         scaler: of its precision plugin.
         find_unused_parameters: whether replicas look for parameters that a step has not used, unless the plan says it.
+        sync_each_batch: whether they average their gradients after each micro-batch, rather than once a step.
     """
     precision = precision_plugin(plan, scaler)
     if plan.processes.several:
-        return Replicas(
+        replicas = Replicas(
             precision_plugin=precision,
             process_group_backend=plan.process_group_backend,
             timeout=timedelta(seconds=plan.timeout),
             **{"find_unused_parameters": find_unused_parameters, **plan.ddp},
         )
+        replicas.sync_each_batch = sync_each_batch
+        return replicas
     return SingleDevice(device=torch.device(plan.device), precision_plugin=precision)

@@ -11,8 +11,9 @@ import torch
 from torch.utils.data import IterableDataset
 
 from hftrainer import peers
-from hftrainer.data.loaders import PreparedDataLoader, SkippingBatchSampler, skip_first
+from hftrainer.data.loaders import PreparedDataLoader, skip_first
 from hftrainer.data.randomness import RandomSources
+from hftrainer.data.samplers import SkippingBatchSampler
 from hftrainer.data.workers import Made
 
 
@@ -52,9 +53,10 @@ class ReadingLog:
         self.workers_began_now = False
         self._workers = loader.num_workers
         self._keeps_workers = loader.persistent_workers
+        self._reads_rounds = loader.delivery.round_size is not None
         streams = isinstance(loader.dataset, IterableDataset)
         self._streams = streams
-        self._stateful: Any = loader.dataset if streams and not self._workers and is_stateful(loader.dataset) else None
+        self._stateful: Any = loader.source if streams and not self._workers and is_stateful(loader.source) else None
         self._latest: dict[int, bytes] = {}
         self._round: dict[int, bytes] = {}
 
@@ -80,7 +82,12 @@ class ReadingLog:
             self.stream = self._stateful.state_dict()
 
     def after_read(self, made: Any) -> Any:
-        """Count a batch; returns it without what its loading process said."""
+        """Count a batch, or each of a round; returns it without what its loading process said."""
+        if isinstance(made, list) and self._reads_rounds:
+            return [self._after_batch(batch) for batch in made]
+        return self._after_batch(made)
+
+    def _after_batch(self, made: Any) -> Any:
         if not isinstance(made, Made):
             self.count += 1
             return made
