@@ -59,6 +59,7 @@ def deliver(
     dispatched = is_stream if config.dispatch_batches is None else config.dispatch_batches
     if messenger is not None and dispatched:
         delivery = _read_alone(loader, config, seed)
+        delivery.settings["generator"] = None  # as accelerate, whose seeds come from torch's own
         delivery.round_size = 1 if config.split_batches else share.processes
     elif messenger is not None and is_stream:
         delivery = _stream_of_one(loader, config, share)

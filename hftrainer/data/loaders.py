@@ -49,6 +49,7 @@ class PreparedDataLoader(DataLoader):
     _continued: tuple[dict[str, Any] | None, Callable[[], None]] | None = None
     _worker_states: Mapping[int, bytes] = MappingProxyType({})
     _worker_seed: torch.Tensor | None = None
+    _has_followed = False
 
     @classmethod
     def from_loader(
@@ -214,17 +215,19 @@ class PreparedDataLoader(DataLoader):
         """
         skipped, self.skip_batches = self.skip_batches * times, 0
         continued, self._continued = self._continued, None
-        batches, log, size = self._open(), self.log, self.delivery.round_size
+        log, size = self.log, self.delivery.round_size
         if size is not None and self.share.rank:
+            self._follow()
             if continued is not None:
                 continued[1]()
             return
+        batches = self._open()
         if isinstance(self.batch_sampler, SkippingBatchSampler):
             self.batch_sampler.catch_up()
         for _ in range(skipped):
             passed_over = next(batches, None)
             if log is not None:
-                log.after_read(passed_over)
+                log.pass_over(passed_over)
         iterator = batches if size is None else rounds(batches, size, self.drops_last)
         if log is None:
             yield from iterator
@@ -238,6 +241,18 @@ class PreparedDataLoader(DataLoader):
         for batch in iterator:
             yield log.after_read(batch)
             log.before_read()
+
+    def _follow(self) -> None:
+        """Draw what opening the data draws, and start no loading processes: the main process alone reads."""
+        seed, self._worker_seed = self._worker_seed, None
+        if not self.num_workers:
+            super().__iter__()
+        elif not (self.persistent_workers and self._has_followed):
+            if self.log is not None:
+                self.log.begin_workers(None, now=seed is None)
+            if seed is None:
+                torch.empty((), dtype=torch.int64).random_()
+            self._has_followed = True
 
     @staticmethod
     def _read_again(

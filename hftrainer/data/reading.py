@@ -58,13 +58,14 @@ class ReadingLog:
         self._streams = streams
         self._stateful: Any = loader.source if streams and not self._workers and is_stateful(loader.source) else None
         self._latest: dict[int, bytes] = {}
-        self._round: dict[int, bytes] = {}
+        self._turn: dict[int, bytes] = {}  # before the last batch of the first process
+        self._round: dict[int, bytes] = {}  # likewise, but not within what is used at once
 
     def begin_epoch(self) -> None:
         """Forget the last epoch, but for loading processes that stay."""
         self.count, self.before, self.stream, self.workers_began_now = 0, None, None, False
         self._latest = self._latest if self._keeps_workers else {}
-        self._round = dict(self._latest)
+        self._turn = self._round = dict(self._latest)
 
     def begin_workers(self, generator: torch.Generator | None, *, now: bool) -> None:
         """Remember what the seeds of new loading processes are drawn from, and whether it is this epoch's draw."""
@@ -82,17 +83,24 @@ class ReadingLog:
             self.stream = self._stateful.state_dict()
 
     def after_read(self, made: Any) -> Any:
-        """Count a batch, or each of a round; returns it without what its loading process said."""
-        if isinstance(made, list) and self._reads_rounds:
-            return [self._after_batch(batch) for batch in made]
-        return self._after_batch(made)
+        """Count a batch, or those of a round; returns them without what their loading processes said."""
+        if not self._reads_rounds:
+            return self.pass_over(made)
+        return [self._count(batch, opens=index == 0) for index, batch in enumerate(made)]
 
-    def _after_batch(self, made: Any) -> Any:
+    def pass_over(self, made: Any) -> Any:
+        """Count one batch."""
+        return self._count(made, opens=True)
+
+    def _count(self, made: Any, *, opens: bool) -> Any:
+        """Count a batch; `opens` says that what is used next begins with it."""
         if not isinstance(made, Made):
             self.count += 1
             return made
         if self.count % self._workers == 0 and not self._streams:
-            self._round = dict(self._latest)
+            self._turn = dict(self._latest)
+        if opens:
+            self._round = self._turn
         self._latest[made.worker] = made.states
         self.count += 1
         return made.batch
@@ -123,7 +131,7 @@ class ReadingLog:
         """
         workers = saved["workers"]
         self._latest = _packed(workers["round" if position else "latest"]) if position or self._keeps_workers else {}
-        self._round = dict(self._latest)
+        self._turn = self._round = dict(self._latest)
         self.count = 0 if self._streams else position - position % self._workers
         earlier = self._keeps_workers and not (position and workers["began_now"])
         return self.count, dict(self._latest), workers["seed"] if earlier else None

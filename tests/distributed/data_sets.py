@@ -66,7 +66,7 @@ class Shuffled(IterableDataset):
 class Counting(IterableDataset):
     """Can be brought back to where it was."""
 
-    def __init__(self, count=38):
+    def __init__(self, count=40):
         self.samples, self.at = plain_data(count), 0
 
     def __iter__(self):
@@ -107,7 +107,7 @@ def padded(samples):
     return {name: pad([s[name] for s in samples], batch_first=True, padding_value=v) for name, v in values.items()}
 
 
-SHARED = {"logging_steps": 1, "save_strategy": "steps", "save_steps": 3}
+SHARED = {"logging_steps": 1}
 STREAM = {**SHARED, "max_steps": 8}
 SPLIT, ALONE = {"split_batches": True}, {"dispatch_batches": False}
 MAIN = {"dispatch_batches": True}
@@ -143,7 +143,6 @@ CASES = {
     "stream, drop last": (None, Stream, {**STREAM, "dataloader_drop_last": True}),
     "stream, odd": (None, lambda: Stream(41), {**STREAM, "gradient_accumulation_steps": 2}),
     "stream, worker": (None, lambda: Stream(noisy=True), {**STREAM, "dataloader_num_workers": 1}),
-    "stream, two workers": (None, lambda: Stream(noisy=True), {**STREAM, "dataloader_num_workers": 2}),
     "stream, split": (SPLIT, lambda: Stream(37), STREAM),
     "stream, sized": (None, Sized, SHARED),
     "stream, alone": (ALONE, lambda: Stream(noisy=True), STREAM),
@@ -155,26 +154,27 @@ CASES = {
     "stream with a state": (None, Counting, STREAM),
     "stream with a state, alone": (ALONE, Counting, STREAM),
     "hub": (None, lambda: hub(38, 2), STREAM),
+    "main, kept workers": (MAIN, Noisy, {**SHARED, "dataloader_num_workers": 2, "dataloader_persistent_workers": True}),
     "hub, alone": (ALONE, lambda: hub(38, 2).shuffle(seed=1, buffer_size=5), STREAM),
     "hub, alone, few shards": (ALONE, lambda: hub(38, 1), STREAM),
     "hub, alone, split": ({**ALONE, **SPLIT}, lambda: hub(38, 2), STREAM),
 }
 #: Runs that go on from a step in the middle of an epoch.
 RESUMED = (
+    "stream with a state",
+    "stream with a state, alone",
     "split",
     "main",
     "main, worker",
+    "main, kept workers",
     "torch's order",
     "stream, noisy",
     "stream, worker",
-    "stream, two workers",
     "stream, alone",
     "stream, alone, worker",
     "stream, alone, shuffled",
     "hub, alone",
 )
-#: Streams that go on from their state, whose last round is completed otherwise.
-FROM_STATE = ("stream with a state", "stream with a state, alone")
 
 
 def seeing(library):
@@ -195,7 +195,8 @@ def run(library, name, folder, resume=None):
     model = "llama" if data is varied else "plain"
     given = {"train_dataset": data()} | ({"data_collator": padded} if data is varied else {})
     config = None if config is None else {key: dict(v) if isinstance(v, dict) else v for key, v in config.items()}
-    options = {**settings, "trainer": given, "trainer_class": seeing, "accelerator_config": config}
+    saves = {"save_strategy": "steps", "save_steps": 3} if name in RESUMED else {}
+    options = {**settings, **saves, "trainer": given, "trainer_class": seeing, "accelerator_config": config}
     trainer, recorder = build(library, model, folder, **options)
     output = trainer.train(resume_from_checkpoint=resume)
     found = record(trainer, recorder, folder, global_step=output.global_step, training_loss=output.training_loss)
@@ -212,7 +213,7 @@ def main(library, folder, cases):
     for name in cases:
         found[name] = run(library, name, place(folder, library, name))
     if library == "hftrainer":
-        for name in (*RESUMED, *FROM_STATE):
+        for name in RESUMED:
             if name in cases:
                 checkpoint = str(place(folder, library, name) / "checkpoint-3")
                 found[f"{name}, resumed"] = run(library, name, folder / "resumed" / name, checkpoint)
