@@ -517,15 +517,19 @@ class Trainer:
     def _prepare_loader(self, loader: DataLoader) -> PreparedDataLoader:
         if isinstance(loader, PreparedDataLoader):
             return loader
-        processes = self.accelerator.processes
-        scatter = functools.partial(processes.scatter, timeout=self.args.ddp_timeout_delta)
+        processes, timeout = self.accelerator.processes, self.args.ddp_timeout_delta
+        messenger = Messenger(
+            processes.from_main,
+            functools.partial(processes.scatter, timeout=timeout),
+            functools.partial(processes.highest, timeout=timeout),
+        )
         return PreparedDataLoader.from_loader(
             loader,
             self.args.device,
             seed=self.args.data_seed,
             config=self._accelerator_config,
             share=Share(self.args.process_index, self.args.world_size),
-            messenger=Messenger(processes.from_main, scatter) if self._prepares_training_data else None,
+            messenger=messenger if self._prepares_training_data else None,
         )
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler | None:

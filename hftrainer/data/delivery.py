@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +18,8 @@ from hftrainer.data.samplers import SeedableRandomSampler, SkippingBatchSampler
 from hftrainer.data.sharding import EvenBatchSampler, ShardedBatchSampler, ShardedStream, Share, check_split
 from hftrainer.errors import InvalidArgument
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass
 class Delivery:
@@ -28,6 +32,7 @@ class Delivery:
         messenger: what several processes tell each other in training.
         round_size: batches that the main process reads at once for all; None when each process reads its own.
         generator: draws the order, the same one in all processes.
+        counts_alone: how many batches there are is known to each process for itself only.
     """
 
     dataset: Any
@@ -36,6 +41,25 @@ class Delivery:
     messenger: Messenger | None = None
     round_size: int | None = None
     generator: torch.Generator | None = None
+    counts_alone: bool = False
+
+    def in_step(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The batches until one of the processes has no more."""
+        if not self.counts_alone:
+            yield from batches
+            return
+        assert self.messenger is not None
+        nothing: Any = object()
+        while True:
+            batch = next(batches, nothing)
+            if self.messenger.highest([batch is nothing])[0]:
+                break
+            yield batch
+        if batch is not nothing:
+            logger.warning(
+                "The epoch ends with the shortest part of the stream; this process leaves out what is left of its own. "
+                "Give each process as many samples to read all of them."
+            )
 
     @property
     def ends_with_filler(self) -> bool:
@@ -102,12 +126,14 @@ def _stream_of_one(loader: DataLoader, config: AcceleratorConfig, share: Share) 
         size //= share.processes
     else:
         dataset = peers.shard_of(loader.dataset, share.rank, share.processes)
-    generator = None
-    if dataset is None:
+    generator, has_shards = None, dataset is not None
+    if not has_shards:
         dataset = ShardedStream(loader.dataset, share, size, loader.drop_last)
         drawn_from = getattr(loader.dataset, "generator", None)
         generator = drawn_from if isinstance(drawn_from, torch.Generator) else None
-    return Delivery(dataset, {"batch_size": size, "drop_last": loader.drop_last}, generator=generator)
+    return Delivery(
+        dataset, {"batch_size": size, "drop_last": loader.drop_last}, generator=generator, counts_alone=has_shards
+    )
 
 
 def _sampling(loader: DataLoader, batches: Any) -> dict[str, Any]:

@@ -19,10 +19,12 @@ class Messenger:
     Attributes:
         from_main: what the main process finds by calling a function, in all processes.
         scatter: one item for each process of the list that the main process makes by calling a function.
+        highest: the highest of all processes for each of a few numbers.
     """
 
     from_main: Callable[[Callable[[], Any]], Any]
     scatter: Callable[[Callable[[], list[Any]]], Any]
+    highest: Callable[[list[int]], list[int]]
 
 
 def rounds(batches: Iterator[Any], count: int, drop_last: bool) -> Iterator[list[Any]]:

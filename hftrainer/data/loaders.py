@@ -184,7 +184,7 @@ class PreparedDataLoader(DataLoader):
         else:
             # A stream in an evaluation is read by every process.
             share = self.share if delivery.messenger is None and isinstance(self.dataset, IterableDataset) else ALL
-            iterator = shared_out(self._read(share.processes), share)
+            iterator = shared_out(delivery.in_step(self._read(share.processes)), share)
         nothing: Any = object()
         ahead = next(iterator, nothing)
         while ahead is not nothing:

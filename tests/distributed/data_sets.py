@@ -153,6 +153,7 @@ CASES = {
     "stream, alone, shuffled": (ALONE, Shuffled, STREAM),
     "stream with a state": (None, Counting, STREAM),
     "stream with a state, alone": (ALONE, Counting, STREAM),
+    "stream with a state, alone, ragged": (ALONE, lambda: Counting(38), STREAM),
     "hub": (None, lambda: hub(38, 2), STREAM),
     "main, kept workers": (MAIN, Noisy, {**SHARED, "dataloader_num_workers": 2, "dataloader_persistent_workers": True}),
     "hub, alone": (ALONE, lambda: hub(38, 2).shuffle(seed=1, buffer_size=5), STREAM),
@@ -217,8 +218,16 @@ def main(library, folder, cases):
             if name in cases:
                 checkpoint = str(place(folder, library, name) / "checkpoint-3")
                 found[f"{name}, resumed"] = run(library, name, folder / "resumed" / name, checkpoint)
+        DIFFERENT["trainer"] = {"train_dataset": hub(37, 3)}
+        trainer, recorder = build("hftrainer", "plain", folder / "lengths", **DIFFERENT)
+        trainer.train()
+        found["different lengths"] = vars(record(trainer, recorder, folder / "lengths"))
         found["refused"] = [refusal(*refused) for refused in REFUSED]
     (folder / f"{library}-{os.environ['RANK']}.pkl").write_bytes(pickle.dumps(found))
+
+
+#: Settings of a run whose processes have 7 and 3 batches.
+DIFFERENT = {**STREAM, "max_steps": 5, "accelerator_config": ALONE}
 
 
 class Broken(Stream):
