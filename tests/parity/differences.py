@@ -144,7 +144,8 @@ DIFFERENCES = {
         "whatever it says."
     ),
     "even_batches=False in several processes": (
-        "Where the processes would get different numbers of batches, transformers waits for ever; ours refuses to start."
+        "Where the processes would get different numbers of batches, transformers waits for ever; ours refuses to "
+        "start."
     ),
     "a stream in shards of different length, with dispatch_batches=False": (
         "transformers lets each process begin its next epoch when its own shards are through; ours ends the epoch for "
