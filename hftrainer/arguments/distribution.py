@@ -16,7 +16,7 @@ class DistributionArguments:
     local_rank: int = arg(-1, "Rank of this process on its node; launchers set it in the environment.")
     accelerator_config: dict[str, Any] | str | None = arg(
         None,
-        "How data reaches the processes: the keys of `AcceleratorConfig`, as a dict or as the path of a JSON file.",
+        "How data reaches the processes: keys of `AcceleratorConfig`, as a dict or the path of a JSON file.",
     )
     parallelism_config: Any = arg(None, "accelerate's `ParallelismConfig`.")
     ddp_find_unused_parameters: bool | None = arg(None, "`find_unused_parameters` of DDP.")
