@@ -65,6 +65,24 @@ def _is_buffered(stream: Any) -> bool:
     )
 
 
+def shard_of(dataset: Any, rank: int, processes: int) -> Any | None:
+    """The part of a stream of the datasets library that lies in a process's own shards; None when they are too few."""
+    if not _is_instance(dataset, "datasets", "IterableDataset") or dataset.num_shards < processes:
+        return None
+    return dataset.shard(num_shards=processes, index=rank)
+
+
+def wrong_accelerate_state(device: Any) -> str | None:
+    """What keeps a run on `device` from taking over the state that accelerate has been set up with, if anything."""
+    library = sys.modules.get("accelerate.state")
+    if library is None or not library.PartialState._shared_state:
+        return "accelerate has no state yet; make an Accelerator or PartialState before TrainingArguments."
+    found = library.PartialState().device
+    if found.type != device.type:
+        return f"accelerate's state is on {found}, and the run would be on {device}; set use_cpu to match."
+    return None
+
+
 def pads(processing_class: Any) -> bool:
     """Whether `processing_class` pads batches: a tokenizer, or a feature extractor for sequences."""
     return _is_instance(processing_class, "transformers", "PreTrainedTokenizerBase", "SequenceFeatureExtractor")

@@ -23,7 +23,8 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 
 from hftrainer import integrations, model_inspection, peers, trainer_optimizer
 from hftrainer.arguments import legacy
-from hftrainer.arguments.validation import problems
+from hftrainer.arguments.accelerator_config import AcceleratorConfig
+from hftrainer.arguments.validation import problems, wrong_accelerator_config
 from hftrainer.checkpointing import names, resume, staging
 from hftrainer.checkpointing.distributed import reshard
 from hftrainer.checkpointing.folders import keep_only, rotate_checkpoints
@@ -36,6 +37,7 @@ from hftrainer.checkpointing.weights import load_sharded_weights, load_weights, 
 from hftrainer.checkpointing.writer import CheckpointWriter
 from hftrainer.data import columns
 from hftrainer.data.collators import DataCollatorWithPadding, default_data_collator
+from hftrainer.data.dispatch import Messenger
 from hftrainer.data.loaders import PreparedDataLoader, to_device
 from hftrainer.data.samplers import LengthGroupedSampler
 from hftrainer.data.sharding import Share
@@ -207,7 +209,7 @@ class Trainer:
     def _validate_args(self) -> None:
         """Refuse what cannot work before anything is built; arguments may have been changed since they were made."""
         args = self.args
-        if isinstance(args, TrainingArguments) and (found := problems(args)):
+        if found := problems(args) if isinstance(args, TrainingArguments) else list(wrong_accelerator_config(args)):
             raise InvalidArgument("\n".join(found))
         if args.eval_strategy != "no" and self.eval_dataset is None:
             raise InvalidArgument(
@@ -253,6 +255,12 @@ class Trainer:
             raise UnsupportedArgument("\n".join(found))
         for sentence in overridden(self.args):
             logger.warning(sentence)
+        self._accelerator_config = AcceleratorConfig.read(self.args.accelerator_config)
+        if self._accelerator_config.non_blocking and not self.args.dataloader_pin_memory:
+            logger.warning(
+                "accelerator_config['non_blocking']=True changes nothing with dataloader_pin_memory=False: only from "
+                "page-locked memory do batches move beside the computation."
+            )
         from hftrainer_lightning.accelerator import EngineAccelerator
         from hftrainer_lightning.engine import LightningEngine
         from hftrainer_lightning.launching import start_others
@@ -515,14 +523,19 @@ class Trainer:
     def _prepare_loader(self, loader: DataLoader) -> PreparedDataLoader:
         if isinstance(loader, PreparedDataLoader):
             return loader
-        share, training = Share(self.args.process_index, self.args.world_size), self._prepares_training_data
-        if training and share.processes > 1 and isinstance(loader.dataset, IterableDataset):
-            raise UnsupportedArgument(
-                f"train() in {share.processes} processes is not supported yet with an IterableDataset: train in one "
-                "process, or give a dataset with a length."
-            )
+        processes, timeout = self.accelerator.processes, self.args.ddp_timeout_delta
+        messenger = Messenger(
+            processes.from_main,
+            functools.partial(processes.scatter, timeout=timeout),
+            functools.partial(processes.highest, timeout=timeout),
+        )
         return PreparedDataLoader.from_loader(
-            loader, self.args.device, seed=self.args.data_seed, share=share, training=training
+            loader,
+            self.args.device,
+            seed=self.args.data_seed,
+            config=self._accelerator_config,
+            share=Share(self.args.process_index, self.args.world_size),
+            messenger=messenger if self._prepares_training_data else None,
         )
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler | None:
@@ -599,8 +612,11 @@ class Trainer:
 
     def num_examples(self, dataloader: DataLoader) -> int:
         """Samples behind a loader; estimated from its batches when its dataset has no length."""
-        if has_length(getattr(dataloader, "dataset", None)):
-            return len(dataloader.dataset)  # type: ignore[arg-type]
+        dataset = (
+            dataloader.source if isinstance(dataloader, PreparedDataLoader) else getattr(dataloader, "dataset", None)
+        )
+        if has_length(dataset):
+            return len(dataset)  # type: ignore[arg-type]
         return len(dataloader) * self.args.per_device_train_batch_size
 
     @staticmethod
@@ -931,6 +947,7 @@ class Trainer:
                     resumed_from=resume.load_lightning_callbacks(resume_from_checkpoint),
                     automatic_optimization=not is_overridden(self, "training_step", Trainer),
                     find_unused_parameters=self._finds_unused_parameters(),
+                    sync_each_batch=self._accelerator_config.sync_each_batch,
                 )
         else:  # the checkpoint's run was complete
             loop.load_optimizer()

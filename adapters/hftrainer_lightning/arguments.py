@@ -103,6 +103,7 @@ TABLE: dict[str, Row] = {
         label_names="trainer: prediction_step",
         train_sampling_strategy="trainer: _get_train_sampler",
         length_column_name="data.samplers",
+        accelerator_config="data.delivery; strategy: sync_each_batch",
         logging_strategy="trainer_callback",
         logging_steps="trainer_callback",
         logging_first_step="trainer_callback",
@@ -181,7 +182,6 @@ TABLE: dict[str, Row] = {
     ),
     **_planned(
         "leave it out",
-        "accelerator_config",
         "parallelism_config",
         "deepspeed",
     ),

@@ -85,6 +85,7 @@ class LightningEngine:
         resumed_from: Mapping[str, Any] | None,
         automatic_optimization: bool,
         find_unused_parameters: bool,
+        sync_each_batch: bool = False,
     ) -> None:
         """Drive a training run.
 
@@ -100,6 +101,7 @@ class LightningEngine:
             automatic_optimization: False when the host's training step runs backward itself.
             find_unused_parameters: whether several processes look for parameters that a step has not used, unless the
                 plan says it.
+            sync_each_batch: whether they average their gradients after each micro-batch, rather than once a step.
         """
         with seams.quiet():
             self.trainer = trainer = self._build_trainer(
@@ -108,7 +110,7 @@ class LightningEngine:
                 accumulate_grad_batches=self.plan.accumulate_grad_batches if automatic_optimization else 1,
                 logger=self._found_loggers(),
                 log_every_n_steps=log_every_n_steps,
-                strategy=build_strategy(self.plan, self.scaler, find_unused_parameters),
+                strategy=build_strategy(self.plan, self.scaler, find_unused_parameters, sync_each_batch),
             )
         loggers = trainer.loggers
         self.module = module = HostedModule(model)

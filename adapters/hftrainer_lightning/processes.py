@@ -91,6 +91,26 @@ class Processes(Place):
             raise found[1]
         return found[0]
 
+    def scatter(self, make: Callable[[], list[T]], timeout: timedelta) -> T:
+        """One item for this process of those that the main process makes, through the host's memory.
+
+        Args:
+            make: called by the main process alone; an item for each process. What it raises, all raise.
+            timeout: how long it may take, where the accelerators have a backend of their own.
+        """
+        items: list[Any] | None = None
+        if self.rank == 0:
+            try:
+                items = [(item, None) for item in make()]
+            except Exception as error:
+                items = [(None, error)] * self.world_size
+        received: list[Any] = [None]
+        distributed.scatter_object_list(received, items, group=_group_on_host(timeout))
+        item, raised = received[0]
+        if raised is not None:
+            raise raised
+        return item
+
     def gather(self, data: Any, pad_index: int = -100, *, objects: bool = False) -> Any:
         """The rows of all processes for those of this one, in the order of the ranks.
 

@@ -68,6 +68,12 @@ class Replicas(_StaysInPlace, DDPStrategy):
         """The device of this process."""
         return self._device
 
+    sync_each_batch = False
+
+    def block_backward_sync(self) -> Any:
+        """Around the micro-batches of a step but the last: keep the gradients local, unless each is to be averaged."""
+        return contextlib.nullcontext() if self.sync_each_batch else super().block_backward_sync()
+
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """A batch of an evaluation within `fit`, by the module itself, as in the Trainer.
 
@@ -82,6 +88,7 @@ class _Sharded(_StaysInPlace, ParallelStrategy):
     """What both versions of FSDP share: the model comes sharded, for the optimizer is made before Lightning begins."""
 
     plan: LightningPlan
+    sync_each_batch = False
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Set up all but the model."""
@@ -100,9 +107,9 @@ class _Sharded(_StaysInPlace, ParallelStrategy):
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Keep gradients to this process within an accumulation window."""
+        """Keep gradients to this process within an accumulation window, unless each micro-batch's are to be averaged."""
         assert self.lightning_module is not None
-        with sharding.without_sync(self.lightning_module.model):
+        with contextlib.nullcontext() if self.sync_each_batch else sharding.without_sync(self.lightning_module.model):
             yield
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -155,7 +162,10 @@ class ShardedSecond(_Sharded, ModelParallelStrategy):
 
 
 def build_strategy(
-    plan: LightningPlan, scaler: torch.amp.GradScaler | None, find_unused_parameters: bool = False
+    plan: LightningPlan,
+    scaler: torch.amp.GradScaler | None,
+    find_unused_parameters: bool = False,
+    sync_each_batch: bool = False,
 ) -> Strategy:
     """The strategy that the plan names.
 
@@ -163,16 +173,21 @@ def build_strategy(
         plan: the plan.
         scaler: of its precision plugin.
         find_unused_parameters: whether replicas look for parameters that a step has not used, unless the plan says it.
+        sync_each_batch: whether they average their gradients after each micro-batch, rather than once a step.
     """
     precision = precision_plugin(plan, scaler)
     if plan.sharding is not None:
-        return (ShardedFirst if plan.sharding.version == 1 else ShardedSecond)(plan, precision)
+        sharded = (ShardedFirst if plan.sharding.version == 1 else ShardedSecond)(plan, precision)
+        sharded.sync_each_batch = sync_each_batch
+        return sharded
     if plan.processes.several:
-        return Replicas(
+        replicas = Replicas(
             torch.device(plan.device),
             precision_plugin=precision,
             process_group_backend=plan.process_group_backend,
             timeout=timedelta(seconds=plan.timeout),
             **{"find_unused_parameters": find_unused_parameters, **plan.ddp},
         )
+        replicas.sync_each_batch = sync_each_batch
+        return replicas
     return SingleDevice(device=torch.device(plan.device), precision_plugin=precision)

@@ -15,7 +15,8 @@ class DistributionArguments:
     use_cpu: bool = arg(False, "Train on the CPU even where there is an accelerator.")
     local_rank: int = arg(-1, "Rank of this process on its node; launchers set it in the environment.")
     accelerator_config: dict[str, Any] | str | None = arg(
-        None, "Data-loader settings of accelerate, as a dict or as the path of a JSON file."
+        None,
+        "How data reaches the processes: keys of `AcceleratorConfig`, as a dict or the path of a JSON file.",
     )
     parallelism_config: Any = arg(None, "accelerate's `ParallelismConfig`.")
     ddp_find_unused_parameters: bool | None = arg(None, "`find_unused_parameters` of DDP.")

@@ -68,6 +68,7 @@ class Rename:
         write: `(new value, old value) → new value`.
         read: `new value → old value`, what the old name reads as.
         merges: the old value is added to the new one, instead of taking its place.
+        takes_false: False asks for something, and is not what is read when nothing is given.
     """
 
     new: str
@@ -75,6 +76,7 @@ class Rename:
     write: Callable[[Any, Any], Any]
     read: Callable[[Any], Any]
     merges: bool = False
+    takes_false: bool = False
 
 
 def _same(new: str) -> Rename:
@@ -91,7 +93,7 @@ def _item(new: str, value: str) -> Rename:
     )
 
 
-def _key(new: str, key: str) -> Rename:
+def _key(new: str, key: str, *, takes_false: bool = False) -> Rename:
     def write(now: Any, old: Any) -> Any:
         if isinstance(now, str):
             raise InvalidArgument(f"{new} is the path of a file: set {key!r} there.")
@@ -100,7 +102,7 @@ def _key(new: str, key: str) -> Rename:
     def read(now: Any) -> Any:
         return now.get(key) if isinstance(now, dict) else None
 
-    return Rename(new, f"{new}[{key!r}]", write, read, merges=True)
+    return Rename(new, f"{new}[{key!r}]", write, read, merges=True, takes_false=takes_false)
 
 
 def _words(value: Any) -> list[Any]:
@@ -152,7 +154,7 @@ RENAMED: dict[str, Rename] = {
     "sharded_ddp": Rename("fsdp", "fsdp", _fsdp_of, lambda now: None),
     "fsdp_min_num_params": _key("fsdp_config", "min_num_params"),
     "fsdp_transformer_layer_cls_to_wrap": _key("fsdp_config", "transformer_layer_cls_to_wrap"),
-    "dispatch_batches": _key("accelerator_config", "dispatch_batches"),
+    "dispatch_batches": _key("accelerator_config", "dispatch_batches", takes_false=True),
     "split_batches": _key("accelerator_config", "split_batches"),
     "tpu_metrics_debug": _item("debug", "tpu_metrics_debug"),
 }
@@ -212,7 +214,7 @@ def translate(args: TrainingArguments, defaults: dict[str, Any], *, copied: bool
     """
     pending = vars(args).pop("_pending_legacy", {})
     vars(args)["_legacy_done"] = True
-    given = {} if copied else {name: value for name, value in pending.items() if value not in (None, False, "")}
+    given = {} if copied else {name: value for name, value in pending.items() if _is_given(name, value)}
     for name, value in given.items():
         _translate_one(args, name, value, defaults)
     for name, default in KEPT.items():
@@ -221,6 +223,10 @@ def translate(args: TrainingArguments, defaults: dict[str, Any], *, copied: bool
     if given:
         now = ", ".join(f"{name} is now {RENAMED[name].spelled}" for name in given)
         warnings.warn(f"Old names of training arguments: {now}", FutureWarning, stacklevel=4)
+
+
+def _is_given(name: str, value: Any) -> bool:
+    return RENAMED[name].takes_false if value is False else value not in (None, False, "")
 
 
 def _translate_one(args: TrainingArguments, name: str, value: Any, defaults: dict[str, Any]) -> None:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hftrainer import peers
+from hftrainer.arguments.accelerator_config import AcceleratorConfig
 from hftrainer.errors import InvalidArgument
 from hftrainer.trainer_utils import HubStrategy, IntervalStrategy, OptimizerNames, SaveStrategy, SchedulerType
 
@@ -81,6 +83,7 @@ def normalize(args: TrainingArguments) -> None:
     if args.eval_strategy == IntervalStrategy.STEPS and not args.eval_steps:
         args.eval_steps = args.logging_steps
     _choose_best_metric(args)
+    _normalize_accelerator_config(args)
     for name in ("logging_steps", "eval_steps", "save_steps"):
         value = getattr(args, name)
         if value is not None and value > 1 and value == int(value):
@@ -95,6 +98,7 @@ def problems(args: TrainingArguments) -> list[str]:
         *_wrong_intervals(args),
         *_wrong_best_model(args),
         *_wrong_precision(args),
+        *wrong_accelerator_config(args),
     ]
 
 
@@ -146,6 +150,31 @@ def _choose_best_metric(args: TrainingArguments) -> None:
         args.metric_for_best_model = "loss"
     if args.greater_is_better is None and args.metric_for_best_model is not None:
         args.greater_is_better = not args.metric_for_best_model.endswith("loss")
+
+
+def _normalize_accelerator_config(args: TrainingArguments) -> None:
+    """An object of transformers as a dict; and the accumulation that the config says, as the argument's value."""
+    config = AcceleratorConfig.read(args.accelerator_config)
+    if callable(getattr(args.accelerator_config, "to_dict", None)):
+        args.accelerator_config = args.accelerator_config.to_dict()  # type: ignore[union-attr]
+    if config.num_steps is not None and args.gradient_accumulation_steps == 1:
+        args.gradient_accumulation_steps = config.num_steps
+
+
+def wrong_accelerator_config(args: TrainingArguments) -> Iterator[str]:
+    """What is wrong with `accelerator_config`; of transformers' arguments too, which nobody has normalized."""
+    try:
+        config = AcceleratorConfig.read(args.accelerator_config)
+    except InvalidArgument as error:
+        yield str(error)
+        return
+    if config.num_steps is not None and config.num_steps != args.gradient_accumulation_steps:
+        yield (
+            f"gradient_accumulation_steps={args.gradient_accumulation_steps} and accelerator_config"
+            f"['gradient_accumulation_kwargs']['num_steps']={config.num_steps} contradict each other: give one of them."
+        )
+    if config.use_configured_state and (reason := peers.wrong_accelerate_state(args.device)):
+        yield f"accelerator_config['use_configured_state']=True: {reason}"
 
 
 def _out_of_range(args: TrainingArguments) -> Iterator[str]:

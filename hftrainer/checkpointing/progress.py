@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from hftrainer.arguments.accelerator_config import AcceleratorConfig
 from hftrainer.checkpointing import names
 from hftrainer.checkpointing.reading import read_torch
 from hftrainer.checkpointing.rng import numpy_state_types
@@ -31,6 +32,7 @@ _CHANGES = {
     "seed": f"{_ORDER}, unless data_seed is set",
     "data_seed": _ORDER,
     "train_sampling_strategy": _ORDER,
+    "accelerator_config": f"{_ORDER}, and so may be the place in it",
     "dataloader_num_workers": "random numbers that the data draws are others",
     "dataloader_persistent_workers": "random numbers that the data draws are others",
     "max_steps": "the learning-rate schedule goes on with its new length",
@@ -119,6 +121,7 @@ def position_settings(args: TrainingArguments, schedule: TrainingSchedule, batch
         "samples in the data": schedule.num_examples,
         "max_steps": schedule.max_steps,
         "train_sampling_strategy": str(args.train_sampling_strategy),
+        "accelerator_config": AcceleratorConfig.read(args.accelerator_config).of_data(),
     }
 
 

@@ -2,92 +2,26 @@
 
 from __future__ import annotations
 
-import copy
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, IterableDataset
 
-from hftrainer.data.sharding import ALL, EvenBatchSampler, ShardedBatchSampler, Share, shared_out
+from hftrainer.arguments.accelerator_config import DEFAULT, AcceleratorConfig
+from hftrainer.data.delivery import Delivery, deliver
+from hftrainer.data.dispatch import Messenger, parts, rounds
+from hftrainer.data.samplers import SkippingBatchSampler
+from hftrainer.data.sharding import ALL, EvenBatchSampler, ShardedBatchSampler, ShardedStream, Share, shared_out
 from hftrainer.data.workers import RestoredWorker, TracedCollator
 from hftrainer.trainer_utils import has_length
 
 if TYPE_CHECKING:
     from hftrainer.data.reading import ReadingLog
 
-
-class SeedableRandomSampler(RandomSampler):
-    """A random sampler whose order depends on seed and epoch alone, not on what was drawn before.
-
-    Args:
-        data_source: the dataset.
-        seed: the permutation of epoch `e` comes from a generator seeded `seed + e`.
-    """
-
-    seeds_itself = True  # its generator has no state worth keeping
-
-    def __init__(self, data_source: Any, seed: int, **kwargs: Any) -> None:
-        super().__init__(data_source, **kwargs)
-        self.seed = seed
-        self.epoch = 0
-
-    def __iter__(self) -> Iterator[int]:
-        if self.generator is None:
-            self.generator = torch.Generator()
-        self.generator.manual_seed(self.seed + self.epoch)
-        yield from super().__iter__()
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the permutation of `epoch`."""
-        self.epoch = epoch
-
-
-class SkippingBatchSampler(BatchSampler):
-    """A batch sampler that passes over its first batches once, so that their samples are never loaded.
-
-    Args:
-        batch_sampler: the sampler that gives the indices.
-        skipped: batches to pass over at the next iteration.
-
-    Attributes:
-        seen: gets the indices of each batch that is given, if it is a list.
-    """
-
-    def __init__(self, batch_sampler: Any, skipped: int = 0) -> None:
-        self.batch_sampler = batch_sampler
-        self.skipped = skipped
-        self.seen: list[list[int]] | None = None
-        self._batches: Iterator[Any] = iter(())
-
-    def __iter__(self) -> Iterator[list[int]]:
-        self._batches = iter(self.batch_sampler)
-        return self._indices(self._batches)
-
-    def _indices(self, batches: Iterator[Any]) -> Iterator[list[int]]:
-        self.catch_up()  # not before the first batch is asked for: a loader draws its seed in between
-        for batch in batches:
-            if self.seen is not None:
-                self.seen.append(list(batch))
-            yield batch
-
-    def catch_up(self) -> None:
-        """Pass over the batches now, if they have not been."""
-        skipped, self.skipped = self.skipped, 0
-        for _ in range(skipped):
-            next(self._batches, None)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_batches": None}  # for loading processes that are started anew; they do not iterate
-
-    def __len__(self) -> int:
-        return len(self.batch_sampler)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "batch_sampler":  # not set yet, while unpickling in a worker
-            raise AttributeError(name)
-        return getattr(self.batch_sampler, name)
+logger = logging.getLogger(__name__)
 
 
 class PreparedDataLoader(DataLoader):
@@ -109,12 +43,13 @@ class PreparedDataLoader(DataLoader):
     iteration: int
     at_end: bool
     filler: bool
-    shards: ShardedBatchSampler | None
+    delivery: Delivery
     share: Share
     log: ReadingLog | None = None
     _continued: tuple[dict[str, Any] | None, Callable[[], None]] | None = None
     _worker_states: Mapping[int, bytes] = MappingProxyType({})
     _worker_seed: torch.Tensor | None = None
+    _has_followed = False
 
     @classmethod
     def from_loader(
@@ -123,41 +58,34 @@ class PreparedDataLoader(DataLoader):
         device: torch.device,
         *,
         seed: int | None = None,
-        non_blocking: bool = False,
+        config: AcceleratorConfig = DEFAULT,
         share: Share = ALL,
-        training: bool = False,
+        messenger: Messenger | None = None,
     ) -> PreparedDataLoader:
-        """Prepare a plain loader; a random sampler becomes seedable.
+        """Prepare a plain loader.
 
         Args:
             loader: the loader to take dataset, samplers, collator and workers from.
             device: where batches are moved to.
             seed: seed of the sample order; None takes torch's initial seed, as accelerate does.
-            non_blocking: whether the move may run beside the computation.
+            config: how batches reach the processes in training.
             share: which of the batches are this process's.
-            training: give all processes as many batches, rather than no sample twice.
+            messenger: what several processes tell each other in training; without it the loader is for evaluation,
+                where no sample is read twice, whatever the config says.
+
+        Raises:
+            InvalidArgument: when the config cannot be followed with this data.
+            UnsupportedArgument: when processes would get different numbers of batches.
         """
-        dataset, settings, shards = loader.dataset, _settings(loader), None
-        if isinstance(dataset, IterableDataset):
-            sampling: dict[str, Any] = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
-        else:
-            batches = loader.sampler if loader.batch_sampler is None else _seedable(loader.batch_sampler, seed)
-            if share.processes > 1 and training:
-                batches = EvenBatchSampler(batches, share)
-            elif share.processes > 1:
-                batches = shards = ShardedBatchSampler(batches, share)
-            if loader.batch_sampler is None:  # the sampler gives what the dataset makes a whole batch of
-                sampling = {"batch_size": None, "sampler": batches}
-            else:
-                sampling = {"batch_sampler": SkippingBatchSampler(batches)}
-        prepared = cls(dataset, **settings, **sampling)
+        delivery = deliver(loader, config, share, messenger, seed)
+        prepared = cls(delivery.dataset, **(_settings(loader) | delivery.settings))
         prepared.device = device
-        prepared.non_blocking = non_blocking
+        prepared.non_blocking = config.non_blocking
         prepared.skip_batches = 0
         prepared.drops_last = loader.drop_last
         prepared.iteration = 0
         prepared.at_end = prepared.filler = False
-        prepared.shards, prepared.share = shards, share
+        prepared.delivery, prepared.share = delivery, share
         return prepared
 
     @property
@@ -167,7 +95,7 @@ class PreparedDataLoader(DataLoader):
             return -1
         if self.drops_last or not has_length(self.dataset) or not (size := self.samples_per_batch):
             return None
-        if self.shards is not None and not self.shards.owns_last:
+        if self.delivery.shards is not None and not self.delivery.shards.owns_last:
             return None
         return len(self.dataset) % size or None  # type: ignore[arg-type]
 
@@ -175,6 +103,18 @@ class PreparedDataLoader(DataLoader):
     def samples_per_batch(self) -> int | None:
         """Samples in a full batch, when it is known."""
         return self.batch_size if self.batch_size is not None else getattr(self.batch_sampler, "batch_size", None)
+
+    @property
+    def source(self) -> Any:
+        """The dataset that the loader was made with, of which this process may get a part only."""
+        return self.dataset.dataset if isinstance(self.dataset, ShardedStream) else self.dataset
+
+    def __len__(self) -> int:
+        """Batches that this process gets in an epoch."""
+        batches, count = super().__len__(), self.delivery.round_size
+        if count is None:
+            return batches
+        return batches // count if self.drops_last else -(-batches // count)
 
     def set_epoch(self, epoch: int) -> None:
         """Tell samplers and dataset which epoch the next iteration is."""
@@ -205,6 +145,7 @@ class PreparedDataLoader(DataLoader):
             restore_random: called when the first batch has been read, if it is known how it is read again.
         """
         read_again, used = 0, position
+        position *= self.delivery.round_size or 1
         if saved is not None and self.num_workers:
             assert self.log is not None
             skipped, self._worker_states, self._worker_seed = self.log.go_on(position, saved)
@@ -212,6 +153,11 @@ class PreparedDataLoader(DataLoader):
         elif saved is not None and saved["stream"] is not None:
             self.dataset.load_state_dict(saved["stream"])  # type: ignore[attr-defined]
             position = 0
+            if self.share.processes > 1 and not self.drops_last:
+                logger.warning(
+                    "The stream goes on from its state: if its last round of this epoch is not full, it is completed "
+                    "with the first samples behind that place, not with those of the epoch."
+                )
         self.skip_first(position)
         self.skip_batches += read_again
         if saved is not None and used:
@@ -231,8 +177,14 @@ class PreparedDataLoader(DataLoader):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         self.set_epoch(self.iteration)
         self.at_end = False
-        share = self.share if isinstance(self.dataset, IterableDataset) else ALL
-        iterator = shared_out(self._read(share), share)
+        delivery = self.delivery
+        delivery.synchronize()
+        if delivery.round_size is not None:
+            iterator: Iterator[tuple[Any, bool]] = ((batch, False) for batch in self._received())
+        else:
+            # A stream in an evaluation is read by every process.
+            share = self.share if delivery.messenger is None and isinstance(self.dataset, IterableDataset) else ALL
+            iterator = shared_out(delivery.in_step(self._read(share.processes)), share)
         nothing: Any = object()
         ahead = next(iterator, nothing)
         while ahead is not nothing:
@@ -240,22 +192,43 @@ class PreparedDataLoader(DataLoader):
             batch = to_device(batch, self.device, self.non_blocking)
             ahead = next(iterator, nothing)
             self.at_end = ahead is nothing
-            self.filler = marked or (self.at_end and self.shards is not None and self.shards.ends_with_filler)
+            self.filler = marked or (self.at_end and delivery.ends_with_filler)
             yield batch
         self.filler = False
         self.iteration += 1
 
-    def _read(self, share: Share) -> Iterator[Any]:
-        """The batches as the dataset gives them, from where this iteration is to begin."""
-        skipped, self.skip_batches = self.skip_batches * share.processes, 0
+    def _received(self) -> Iterator[Any]:
+        """What the main process reads, the part of this process."""
+        messenger, processes = self.delivery.messenger, self.share.processes
+        assert messenger is not None
+        groups = parts(self._read(1), processes, self.drops_last)
+        if self.share.rank:
+            next(groups, None)  # opens the data, which draws random numbers in every process
+        while (part := messenger.scatter(lambda: next(groups, [None] * processes))) is not None:
+            yield part
+
+    def _read(self, times: int) -> Iterator[Any]:
+        """The batches as the dataset gives them, from where this iteration is to begin; or the rounds to hand out.
+
+        Args:
+            times: how many of them are read for one that this process uses.
+        """
+        skipped, self.skip_batches = self.skip_batches * times, 0
         continued, self._continued = self._continued, None
-        iterator, log = self._open(), self.log
+        log, size = self.log, self.delivery.round_size
+        if size is not None and self.share.rank:
+            self._follow()
+            if continued is not None:
+                continued[1]()
+            return
+        batches = self._open()
         if isinstance(self.batch_sampler, SkippingBatchSampler):
             self.batch_sampler.catch_up()
         for _ in range(skipped):
-            passed_over = next(iterator, None)
+            passed_over = next(batches, None)
             if log is not None:
-                log.after_read(passed_over)
+                log.pass_over(passed_over)
+        iterator = batches if size is None else rounds(batches, size, self.drops_last)
         if log is None:
             yield from iterator
             return
@@ -268,6 +241,18 @@ class PreparedDataLoader(DataLoader):
         for batch in iterator:
             yield log.after_read(batch)
             log.before_read()
+
+    def _follow(self) -> None:
+        """Draw what opening the data draws, and start no loading processes: the main process alone reads."""
+        seed, self._worker_seed = self._worker_seed, None
+        if not self.num_workers:
+            super().__iter__()
+        elif not (self.persistent_workers and self._has_followed):
+            if self.log is not None:
+                self.log.begin_workers(None, now=seed is None)
+            if seed is None:
+                torch.empty((), dtype=torch.int64).random_()
+            self._has_followed = True
 
     @staticmethod
     def _read_again(
@@ -323,23 +308,6 @@ def skip_first(loader: Any, batches: int) -> tuple[Any, int]:
         sampler = SkippingBatchSampler(loader.batch_sampler, batches)
         return DataLoader(loader.dataset, batch_sampler=sampler, **_settings(loader)), 0
     return loader, batches
-
-
-def _seedable(batch_sampler: Any, seed: int | None) -> Any:
-    """The batch sampler, its random sampler replaced by a seedable one. The user's own object is left alone."""
-    sampler = getattr(batch_sampler, "sampler", None)
-    if not isinstance(sampler, RandomSampler):
-        return batch_sampler
-    seedable = SeedableRandomSampler(
-        sampler.data_source,
-        seed if seed is not None else torch.initial_seed(),
-        replacement=sampler.replacement,
-        num_samples=sampler._num_samples,
-        generator=sampler.generator,
-    )
-    replaced = copy.copy(batch_sampler)
-    replaced.sampler = seedable
-    return replaced
 
 
 def to_device(data: Any, device: torch.device, non_blocking: bool = False) -> Any:

@@ -11,8 +11,9 @@ import torch
 from torch.utils.data import IterableDataset
 
 from hftrainer import peers
-from hftrainer.data.loaders import PreparedDataLoader, SkippingBatchSampler, skip_first
+from hftrainer.data.loaders import PreparedDataLoader, skip_first
 from hftrainer.data.randomness import RandomSources
+from hftrainer.data.samplers import SkippingBatchSampler
 from hftrainer.data.workers import Made
 
 
@@ -52,17 +53,19 @@ class ReadingLog:
         self.workers_began_now = False
         self._workers = loader.num_workers
         self._keeps_workers = loader.persistent_workers
+        self._reads_rounds = loader.delivery.round_size is not None
         streams = isinstance(loader.dataset, IterableDataset)
         self._streams = streams
-        self._stateful: Any = loader.dataset if streams and not self._workers and is_stateful(loader.dataset) else None
+        self._stateful: Any = loader.source if streams and not self._workers and is_stateful(loader.source) else None
         self._latest: dict[int, bytes] = {}
-        self._round: dict[int, bytes] = {}
+        self._turn: dict[int, bytes] = {}  # before the last batch of the first process
+        self._round: dict[int, bytes] = {}  # likewise, but not within what is used at once
 
     def begin_epoch(self) -> None:
         """Forget the last epoch, but for loading processes that stay."""
         self.count, self.before, self.stream, self.workers_began_now = 0, None, None, False
         self._latest = self._latest if self._keeps_workers else {}
-        self._round = dict(self._latest)
+        self._turn = self._round = dict(self._latest)
 
     def begin_workers(self, generator: torch.Generator | None, *, now: bool) -> None:
         """Remember what the seeds of new loading processes are drawn from, and whether it is this epoch's draw."""
@@ -80,12 +83,24 @@ class ReadingLog:
             self.stream = self._stateful.state_dict()
 
     def after_read(self, made: Any) -> Any:
-        """Count a batch; returns it without what its loading process said."""
+        """Count a batch, or those of a round; returns them without what their loading processes said."""
+        if not self._reads_rounds:
+            return self.pass_over(made)
+        return [self._count(batch, opens=index == 0) for index, batch in enumerate(made)]
+
+    def pass_over(self, made: Any) -> Any:
+        """Count one batch."""
+        return self._count(made, opens=True)
+
+    def _count(self, made: Any, *, opens: bool) -> Any:
+        """Count a batch; `opens` says that what is used next begins with it."""
         if not isinstance(made, Made):
             self.count += 1
             return made
         if self.count % self._workers == 0 and not self._streams:
-            self._round = dict(self._latest)
+            self._turn = dict(self._latest)
+        if opens:
+            self._round = self._turn
         self._latest[made.worker] = made.states
         self.count += 1
         return made.batch
@@ -116,7 +131,7 @@ class ReadingLog:
         """
         workers = saved["workers"]
         self._latest = _packed(workers["round" if position else "latest"]) if position or self._keeps_workers else {}
-        self._round = dict(self._latest)
+        self._turn = self._round = dict(self._latest)
         self.count = 0 if self._streams else position - position % self._workers
         earlier = self._keeps_workers and not (position and workers["began_now"])
         return self.count, dict(self._latest), workers["seed"] if earlier else None

@@ -1,4 +1,4 @@
-"""Samplers that put samples of similar length into the same batch."""
+"""Samplers: orders that follow from a seed, samples of similar length together, and going on behind some batches."""
 
 from __future__ import annotations
 
@@ -6,12 +6,84 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import Sampler
+from torch.utils.data import BatchSampler, RandomSampler, Sampler
 
 from hftrainer.errors import InvalidArgument
 
 #: Batches that are sorted together, at most; the data is shuffled beyond them.
 _BATCHES_SORTED_TOGETHER = 50
+
+
+class SeedableRandomSampler(RandomSampler):
+    """A random sampler whose order depends on seed and epoch alone, not on what was drawn before.
+
+    Args:
+        data_source: the dataset.
+        seed: the permutation of epoch `e` comes from a generator seeded `seed + e`.
+    """
+
+    seeds_itself = True  # its generator has no state worth keeping
+
+    def __init__(self, data_source: Any, seed: int, **kwargs: Any) -> None:
+        super().__init__(data_source, **kwargs)
+        self.seed = seed
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[int]:
+        if self.generator is None:
+            self.generator = torch.Generator()
+        self.generator.manual_seed(self.seed + self.epoch)
+        yield from super().__iter__()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the permutation of `epoch`."""
+        self.epoch = epoch
+
+
+class SkippingBatchSampler(BatchSampler):
+    """A batch sampler that passes over its first batches once, so that their samples are never loaded.
+
+    Args:
+        batch_sampler: the sampler that gives the indices.
+        skipped: batches to pass over at the next iteration.
+
+    Attributes:
+        seen: gets the indices of each batch that is given, if it is a list.
+    """
+
+    def __init__(self, batch_sampler: Any, skipped: int = 0) -> None:
+        self.batch_sampler = batch_sampler
+        self.skipped = skipped
+        self.seen: list[list[int]] | None = None
+        self._batches: Iterator[Any] = iter(())
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self._batches = iter(self.batch_sampler)
+        return self._indices(self._batches)
+
+    def _indices(self, batches: Iterator[Any]) -> Iterator[list[int]]:
+        self.catch_up()  # not before the first batch is asked for: a loader draws its seed in between
+        for batch in batches:
+            if self.seen is not None:
+                self.seen.append(list(batch))
+            yield batch
+
+    def catch_up(self) -> None:
+        """Pass over the batches now, if they have not been."""
+        skipped, self.skipped = self.skipped, 0
+        for _ in range(skipped):
+            next(self._batches, None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_batches": None}  # for loading processes that are started anew; they do not iterate
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "batch_sampler":  # not set yet, while unpickling in a worker
+            raise AttributeError(name)
+        return getattr(self.batch_sampler, name)
 
 
 class LengthGroupedSampler(Sampler):

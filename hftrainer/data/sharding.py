@@ -16,7 +16,11 @@ from dataclasses import dataclass
 from itertools import chain, cycle, islice
 from typing import Any
 
-from torch.utils.data import BatchSampler
+import torch
+from torch.utils.data import BatchSampler, IterableDataset
+
+from hftrainer.errors import InvalidArgument, UnsupportedArgument
+from hftrainer.trainer_utils import has_length
 
 
 @dataclass(frozen=True)
@@ -90,14 +94,39 @@ class ShardedBatchSampler(_BatchesOfOne):
 
 
 class EvenBatchSampler(_BatchesOfOne):
-    """The batches of one process in training: as many and as large as those of every other.
+    """The batches of one process in training: as many as those of every other, and as large unless `even` is False.
 
     A sampler without `batch_size` gives batches of any size, and whole ones complete the last round. With `drop_last`
     an incomplete round is left out.
+
+    Args:
+        batch_sampler: gives the indices of all batches, the same in every process.
+        share: which of them are this process's.
+        split: each batch is shared out to the processes, instead of going to one of them.
+        even: complete the last round with samples from the epoch's beginning.
+
+    Raises:
+        InvalidArgument: when a batch cannot be split into equal parts.
+        UnsupportedArgument: when without completion some process would have a batch less.
     """
 
+    def __init__(self, batch_sampler: Any, share: Share, *, split: bool = False, even: bool = True) -> None:
+        super().__init__(batch_sampler, share)
+        self.split, self.even = split, even
+        if split:
+            check_split(self._size, share.processes)
+        if not even and not self._drops_last and not self._divides():
+            raise UnsupportedArgument(
+                f"accelerator_config['even_batches']=False: the data does not give each of the {share.processes} "
+                "processes as many batches, and those that have one more would wait for ever. Set "
+                "dataloader_drop_last=True, or leave even_batches out."
+            )
+
     def __iter__(self) -> Iterator[list[int]]:
-        size, processes = getattr(self.batch_sampler, "batch_size", None), self.share.processes
+        return self._parts() if self.split else self._whole()
+
+    def _whole(self) -> Iterator[list[int]]:
+        size, processes = self._size, self.share.processes
         first: list[list[int]] = []
         in_turn: list[list[int]] = []
         for batch in self.batch_sampler:
@@ -111,15 +140,52 @@ class EvenBatchSampler(_BatchesOfOne):
                 yield in_turn[self.share.rank]
                 in_turn = []
         if in_turn and not self._drops_last:
-            yield _completed(in_turn, first, size, processes)[self.share.rank]
+            last = _completed(in_turn, first, size, processes) if self.even else in_turn
+            yield last[self.share.rank]
+
+    def _parts(self) -> Iterator[list[int]]:
+        size, first = self._size, None
+        assert size is not None
+        of_one = size // self.share.processes
+        part = slice(self.share.rank * of_one, (self.share.rank + 1) * of_one)
+        for batch in self.batch_sampler:
+            first = list(batch) if first is None else first
+            if len(batch) < size and self.even:
+                batch = [*batch, *islice(cycle(first), size - len(batch))]
+            yield batch[part]
+
+    def _divides(self) -> bool:
+        """Whether each process gets as many batches without any completion."""
+        if not self.split:
+            return has_length(self.batch_sampler) and len(self.batch_sampler) % self.share.processes == 0
+        sampler, size = getattr(self.batch_sampler, "sampler", None), self._size
+        assert size is not None
+        left = len(sampler) % size if has_length(sampler) else 1  # type: ignore[arg-type]
+        return not left or left > size - size // self.share.processes
+
+    @property
+    def _size(self) -> int | None:
+        return getattr(self.batch_sampler, "batch_size", None)
 
     @property
     def _drops_last(self) -> bool:
         return getattr(self.batch_sampler, "drop_last", False)
 
     def __len__(self) -> int:
+        if self.split:
+            return len(self.batch_sampler)
         rounds, left = divmod(len(self.batch_sampler), self.share.processes)
         return rounds + (left > 0 and not self._drops_last)
+
+
+def check_split(size: int | None, processes: int) -> None:
+    """Raise InvalidArgument unless batches of `size` samples can be split into equal parts."""
+    if size is None or size % processes:
+        raise InvalidArgument(
+            f"accelerator_config['split_batches']=True shares each batch out to {processes} processes, but a batch has "
+            f"{'no known number of' if size is None else size} samples: set per_device_train_batch_size to a multiple "
+            f"of {processes}."
+        )
 
 
 def _completed(in_turn: list[Any], first: list[Any], size: int | None, processes: int) -> list[Any]:
@@ -129,6 +195,59 @@ def _completed(in_turn: list[Any], first: list[Any], size: int | None, processes
     samples = cycle(chain.from_iterable(first))
     last = [*in_turn[-1], *islice(samples, size - len(in_turn[-1]))]
     return [*in_turn[:-1], last, *(list(islice(samples, size)) for _ in range(processes - len(in_turn)))]
+
+
+class ShardedStream(IterableDataset):
+    """The samples of one process out of a stream that every process reads.
+
+    A round is `size` samples for each process. The last is completed with samples from the first, or left out.
+
+    Args:
+        dataset: the stream. Without a `set_epoch` of its own, a torch generator in its attribute `generator` is seeded
+            with the number of the epoch, as in accelerate.
+        share: whose samples these are.
+        size: samples of one process in a round.
+        drop_last: leave out a round that is not full.
+    """
+
+    def __init__(self, dataset: Any, share: Share, size: int, drop_last: bool) -> None:
+        self.dataset = dataset
+        self.share = share
+        self.size = size
+        self.drop_last = drop_last
+        self.epoch = 0
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "dataset":  # not set yet, while unpickling in a worker
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the stream which epoch the next iteration is."""
+        self.epoch = epoch
+        if callable(getattr(self.dataset, "set_epoch", None)):
+            self.dataset.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        generator = getattr(self.dataset, "generator", None)
+        if isinstance(generator, torch.Generator) and not hasattr(self.dataset, "set_epoch"):
+            generator.manual_seed(self.epoch)
+        whole = self.size * self.share.processes
+        mine = slice(self.share.rank * self.size, (self.share.rank + 1) * self.size)
+        first: list[Any] | None = None
+        current: list[Any] = []
+        for sample in self.dataset:
+            current.append(sample)
+            if len(current) == whole:
+                yield from current[mine]
+                first, current = first or current, []
+        if current and not self.drop_last:
+            yield from [*current, *islice(cycle(first or current), whole - len(current))][mine]
+
+    def __len__(self) -> int:
+        whole = self.size * self.share.processes
+        count = len(self.dataset)
+        return (count // whole if self.drop_last else -(-count // whole)) * self.size
 
 
 def shared_out(batches: Iterable[Any], share: Share) -> Iterator[tuple[Any, bool]]:

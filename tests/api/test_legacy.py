@@ -43,6 +43,7 @@ TRANSLATED = [
         {"transformer_layer_cls_to_wrap": "Block"},
     ),
     ("dispatch_batches", True, "accelerator_config", {"dispatch_batches": True}),
+    ("dispatch_batches", False, "accelerator_config", {"dispatch_batches": False}),
     ("split_batches", True, "accelerator_config", {"split_batches": True}),
     ("tpu_metrics_debug", True, "debug", ["tpu_metrics_debug"]),
 ]

@@ -1,6 +1,5 @@
 """Two processes on gloo train as those of transformers do, agree on what they do next, and survive being ended."""
 
-import itertools
 import json
 import os
 import pickle
@@ -13,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, SequentialSampler
 
 from hftrainer.data.sharding import EvenBatchSampler, Share
 from tests.distributed.test_evaluation import FAILS_IN_ONE, TORCHRUN, python, torchrun
@@ -98,22 +96,6 @@ def test_a_full_disk_is_agreed_on(found, rank):
     assert "has no whole checkpoint-xxx folder" in agreed["nothing to resume from"]
 
 
-def batches(count, size, drop_last):
-    return BatchSampler(SequentialSampler(range(count)), size, drop_last)
-
-
-@pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("processes", [2, 3, 4])
-def test_batches_are_those_of_accelerate(processes, drop_last):
-    from accelerate.data_loader import BatchSamplerShard
-
-    for count, size, rank in itertools.product(range(30), range(1, 6), range(processes)):
-        theirs = BatchSamplerShard(batches(count, size, drop_last), processes, rank)
-        ours = EvenBatchSampler(batches(count, size, drop_last), Share(rank, processes))
-        assert list(ours) == list(theirs)
-        assert len(ours) == len(list(theirs))
-
-
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_batches_of_any_size(rank):
     from accelerate.data_loader import BatchSamplerShard
@@ -129,7 +111,6 @@ import os, sys, torch
 from lightning.pytorch.callbacks import LearningRateFinder
 from hftrainer import Trainer, TrainingArguments
 from tests.tiny import Plain, make_plain, plain_data
-from tests.parity.test_evaluation import Stream
 
 def attempt(data, resume=None, callbacks=None, **settings):
     args = TrainingArguments("out", use_cpu=True, disable_tqdm=True, max_steps=2, save_strategy="no", **settings)
@@ -139,7 +120,6 @@ def attempt(data, resume=None, callbacks=None, **settings):
         if args.process_index == 0:
             print(error)
 
-attempt(Stream(9))
 attempt(plain_data(), resume="some.ckpt")
 attempt(plain_data(), auto_find_batch_size=True)
 attempt(plain_data(), callbacks=[LearningRateFinder()])
@@ -159,7 +139,6 @@ def test_refusals_and_a_failing_process(tmp_path):
     assert "only here" in run.stderr
     assert not list(tmp_path.glob("**/checkpoint-*"))
     for sentence in (
-        "train() in 2 processes is not supported yet with an IterableDataset",
         "resume_from_checkpoint='some.ckpt' holds the random states of one process",
         "auto_find_batch_size=True would start again",
         "LearningRateFinder is not supported yet in several processes",

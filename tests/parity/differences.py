@@ -139,6 +139,22 @@ DIFFERENCES = {
     "an evaluation set that is a dict, and metric_for_best_model='loss'": (
         "transformers stops with a KeyError, since each set has its own loss; ours takes the mean of the sets' losses."
     ),
+    "accelerator_config in evaluation": (
+        "Says how batches reach the processes in training only: in an evaluation whole batches are handed out in turn, "
+        "whatever it says."
+    ),
+    "even_batches=False in several processes": (
+        "Where the processes would get different numbers of batches, transformers waits for ever; ours refuses to "
+        "start."
+    ),
+    "a stream in shards of different length, with dispatch_batches=False": (
+        "transformers lets each process begin its next epoch when its own shards are through; ours ends the epoch for "
+        "all with the shortest, and says so."
+    ),
+    "resuming with dispatch_batches=True": (
+        "transformers passes over too few batches of a dataset with a length, one for each process's; ours goes on "
+        "behind the samples that were used."
+    ),
     "evaluation in several processes": (
         "accelerate fills the last batches up with samples seen before, so their losses and running statistics include "
         "them; ours hands out whole batches in turn and drops what only keeps step, so that metrics and predictions "

@@ -78,6 +78,7 @@ HANDLED = {
     "fp16_full_eval": (True, STEPS),
     "include_num_input_tokens_seen": ("all", {}),
     "length_column_name": ("other", {}),
+    "accelerator_config": ({"use_seedable_sampler": False}, {}),
     "optim_args": ("momentum=0.9", {"optim": "sgd"}),
     "optim_target_modules": ("all-linear", {}),
     "tf32": (False, {}),

@@ -1,0 +1,184 @@
+"""How the data reaches each process: what its loader reads, and what the processes tell each other about it."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+
+from hftrainer import peers
+from hftrainer.arguments.accelerator_config import AcceleratorConfig
+from hftrainer.data.dispatch import Messenger
+from hftrainer.data.samplers import SeedableRandomSampler, SkippingBatchSampler
+from hftrainer.data.sharding import EvenBatchSampler, ShardedBatchSampler, ShardedStream, Share, check_split
+from hftrainer.errors import InvalidArgument
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Delivery:
+    """What is particular to the loader of one process.
+
+    Attributes:
+        dataset: what it reads.
+        settings: keywords of its `DataLoader` for sampling.
+        shards: the batches of an evaluation in several processes.
+        messenger: what several processes tell each other in training.
+        round_size: batches that the main process reads at once for all; None when each process reads its own.
+        generator: draws the order, the same one in all processes.
+        counts_alone: how many batches there are is known to each process for itself only.
+    """
+
+    dataset: Any
+    settings: dict[str, Any]
+    shards: ShardedBatchSampler | None = None
+    messenger: Messenger | None = None
+    round_size: int | None = None
+    generator: torch.Generator | None = None
+    counts_alone: bool = False
+
+    def in_step(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The batches until one of the processes has no more."""
+        if not self.counts_alone:
+            yield from batches
+            return
+        assert self.messenger is not None
+        nothing: Any = object()
+        while True:
+            batch = next(batches, nothing)
+            if self.messenger.highest([batch is nothing])[0]:
+                break
+            yield batch
+        if batch is not nothing:
+            logger.warning(
+                "The epoch ends with the shortest part of the stream; this process leaves out what is left of its own. "
+                "Give each process as many samples to read all of them."
+            )
+
+    @property
+    def ends_with_filler(self) -> bool:
+        """Whether this process's last batch only keeps step with the others."""
+        return self.shards is not None and self.shards.ends_with_filler
+
+    def synchronize(self) -> None:
+        """Let all processes draw the order as the main one does."""
+        if self.generator is not None and self.messenger is not None:
+            self.generator.set_state(self.messenger.from_main(self.generator.get_state))
+
+
+def deliver(
+    loader: DataLoader, config: AcceleratorConfig, share: Share, messenger: Messenger | None, seed: int | None
+) -> Delivery:
+    """How a loader's data reaches one process; the arguments are those of `PreparedDataLoader.from_loader`."""
+    messenger = messenger if share.processes > 1 else None
+    is_stream = isinstance(loader.dataset, IterableDataset)
+    if messenger is not None and config.split_batches:
+        check_split(_batch_size(loader), share.processes)
+    dispatched = is_stream if config.dispatch_batches is None else config.dispatch_batches
+    if messenger is not None and dispatched:
+        delivery = _read_alone(loader, config, seed)
+        delivery.settings["generator"] = None  # as accelerate, whose seeds come from torch's own
+        delivery.round_size = 1 if config.split_batches else share.processes
+    elif messenger is not None and is_stream:
+        delivery = _stream_of_one(loader, config, share)
+    elif messenger is not None:
+        delivery = _batches_of_one(loader, config, share, seed)
+    elif share.processes > 1 and not is_stream:
+        shards = ShardedBatchSampler(_batches(loader, seed), share)
+        delivery = Delivery(loader.dataset, _sampling(loader, shards), shards)
+    else:
+        delivery = _read_alone(loader, config, seed)
+    delivery.messenger = messenger
+    return delivery
+
+
+def _read_alone(loader: DataLoader, config: AcceleratorConfig, seed: int | None) -> Delivery:
+    """All of the data, as one process reads it."""
+    if isinstance(loader.dataset, IterableDataset):
+        return Delivery(loader.dataset, {"batch_size": loader.batch_size, "drop_last": loader.drop_last})
+    return Delivery(loader.dataset, _sampling(loader, _batches(loader, seed, seedable=config.use_seedable_sampler)))
+
+
+def _batches_of_one(loader: DataLoader, config: AcceleratorConfig, share: Share, seed: int | None) -> Delivery:
+    """The batches of one process in training."""
+    batches, generator = _batches(loader, seed, seedable=config.use_seedable_sampler), None
+    if not config.use_seedable_sampler:
+        batches, generator = _with_generator(batches)
+    even = EvenBatchSampler(batches, share, split=config.split_batches, even=config.even_batches)
+    return Delivery(loader.dataset, _sampling(loader, even), generator=generator)
+
+
+def _stream_of_one(loader: DataLoader, config: AcceleratorConfig, share: Share) -> Delivery:
+    """The samples of one process in training: its own shards, or its part of each round."""
+    size, dataset = loader.batch_size, None
+    if size is None:
+        raise InvalidArgument(
+            "accelerator_config['dispatch_batches']=False shares out the samples of a stream, but this loader has no "
+            "batch_size: give it one, or leave dispatch_batches out."
+        )
+    if config.split_batches:
+        size //= share.processes
+    else:
+        dataset = peers.shard_of(loader.dataset, share.rank, share.processes)
+    generator, has_shards = None, dataset is not None
+    if not has_shards:
+        dataset = ShardedStream(loader.dataset, share, size, loader.drop_last)
+        drawn_from = getattr(loader.dataset, "generator", None)
+        generator = drawn_from if isinstance(drawn_from, torch.Generator) else None
+    return Delivery(
+        dataset, {"batch_size": size, "drop_last": loader.drop_last}, generator=generator, counts_alone=has_shards
+    )
+
+
+def _sampling(loader: DataLoader, batches: Any) -> dict[str, Any]:
+    if loader.batch_sampler is None:  # the sampler gives what the dataset makes a whole batch of
+        return {"batch_size": None, "sampler": batches}
+    return {"batch_sampler": SkippingBatchSampler(batches)}
+
+
+def _batches(loader: DataLoader, seed: int | None, *, seedable: bool = True) -> Any:
+    """What gives the indices of whole batches, a random order made seedable. The user's own object is left alone."""
+    if loader.batch_sampler is None:
+        return loader.sampler
+    sampler: Any = getattr(loader.batch_sampler, "sampler", None)
+    if not seedable or not isinstance(sampler, RandomSampler):
+        return loader.batch_sampler
+    return _with_sampler(
+        loader.batch_sampler,
+        SeedableRandomSampler(
+            sampler.data_source,
+            seed if seed is not None else torch.initial_seed(),
+            replacement=sampler.replacement,
+            num_samples=sampler._num_samples,
+            generator=sampler.generator,
+        ),
+    )
+
+
+def _with_generator(batches: Any) -> tuple[Any, torch.Generator | None]:
+    """The batch sampler, its sampler with a generator if it can have one, and that generator."""
+    sampler: Any = getattr(batches, "sampler", None)
+    if not hasattr(sampler, "generator"):
+        return batches, None
+    if sampler.generator is None:
+        sampler = copy.copy(sampler)
+        sampler.generator = torch.Generator()
+        sampler.generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
+        batches = _with_sampler(batches, sampler)
+    return batches, sampler.generator
+
+
+def _with_sampler(batches: Any, sampler: Any) -> Any:
+    replaced = copy.copy(batches)
+    replaced.sampler = sampler
+    return replaced
+
+
+def _batch_size(loader: DataLoader) -> int | None:
+    return loader.batch_size if loader.batch_size is not None else getattr(loader.batch_sampler, "batch_size", None)
