@@ -108,15 +108,26 @@ def _to_float32(outputs: Any) -> Any:
     return outputs
 
 
+class _ShardedScaler(ShardedGradScaler):
+    """Leaves a step out in all processes when the gradients of one are infinite.
+
+    Whether they are is a tensor of shape `(1,)` in torch's, which its own fused optimizers do not take.
+    """
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the gradients by the scale, and find out whether they are finite in all processes."""
+        super().unscale_(optimizer)
+        found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        found.update({device: value.reshape(()) for device, value in found.items()})
+
+
 def make_scaler(plan: LightningPlan) -> torch.amp.GradScaler | None:
     """What scales the loss so that float16 gradients do not vanish; other precisions need none."""
     if plan.precision != "16-mixed":
         return None
     kind = torch.device(plan.device).type
-    if (
-        plan.sharding is not None and plan.sharding.version == 1
-    ):  # an overflow in one process's part skips the step in all
-        return ShardedGradScaler(kind)
+    if plan.sharding is not None and plan.sharding.version == 1:
+        return _ShardedScaler(kind)
     return torch.amp.GradScaler(kind)
 
 

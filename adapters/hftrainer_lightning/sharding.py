@@ -223,7 +223,8 @@ def _shard_second(model: nn.Module, units: list[nn.Module], plan: LightningPlan)
     keywords: dict[str, Any] = {
         "mesh": mesh_of(plan),
         "offload_policy": CPUOffloadPolicy(pin_memory=pinned) if settings.cpu_offload else OffloadPolicy(),
-        "mp_policy": MixedPrecisionPolicy() if dtype is None else MixedPrecisionPolicy(dtype, dtype, dtype),
+        # Outputs stay in float32: a loss in half precision is logged in steps of 0.02, and overflows when it is scaled.
+        "mp_policy": MixedPrecisionPolicy() if dtype is None else MixedPrecisionPolicy(dtype, dtype),
     }
     reshards = settings.strategy == "full_shard"
     for unit in units:

@@ -107,7 +107,7 @@ class _Sharded(_StaysInPlace, ParallelStrategy):
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Keep gradients to this process within an accumulation window, unless each micro-batch's are to be averaged."""
+        """Keep gradients to this process within an accumulation window, unless each is to be averaged."""
         assert self.lightning_module is not None
         with contextlib.nullcontext() if self.sync_each_batch else sharding.without_sync(self.lightning_module.model):
             yield

@@ -129,6 +129,16 @@ def exchanged(folder):
                 yield f"{model} {writer} {reader}", run(model, SAVED[reader], folder / "exchanged", checkpoint)
 
 
+def chained(folder):
+    """A run that two processes have begun, gone on in one, which saves, and then in four."""
+    if WORLD == 1:
+        begun = folder / "saved" / "plain fsdp2 parts" / "checkpoint-7"
+        yield "alone", run("plain", {}, folder / "chained", begun, save_strategy="steps", save_steps=8)
+        return
+    for reader in EXCHANGED:
+        yield reader, run("plain", SAVED[reader], folder / "resumed", folder / "chained" / "checkpoint-8")
+
+
 EVALUATED = {
     "ddp": {},
     "fsdp1": SAVED["fsdp1 whole"],
@@ -148,7 +158,8 @@ def evaluated(folder):
         trainer.train()
         trainer.save_model(str(where / "final"))
         after = trainer.predict(trainer.eval_dataset)
-        yield name, {"before": before, "logs": trainer.state.log_history, "after": after}
+        weights = trainer.accelerator.get_state_dict(trainer.model)
+        yield name, {"before": before, "logs": trainer.state.log_history, "after": after, "weights": weights}
         generating = Seq2SeqTrainingArguments(
             str(where / "tokens"), use_cpu=True, predict_with_generate=True, report_to="none", **copied(strategy)
         )
@@ -171,9 +182,10 @@ def others(folder):
         yield f"peft {name}, resumed", again
     for name in ("ddp", "fsdp1 whole", "fsdp2 parts"):
         where = folder / "lightning" / name
-        kept = ModelCheckpoint(dirpath=where, filename="kept", every_n_train_steps=2, save_top_k=-1)
-        run("plain", SAVED[name], where, trainer={"callbacks": [kept]})
-        yield f"lightning {name}", sorted(os.listdir(where))
+        kept = ModelCheckpoint(
+            dirpath=where, filename="step-{step}", auto_insert_metric_name=False, every_n_train_steps=5
+        )
+        yield f"lightning {name}", run("plain", SAVED[name], where, trainer={"callbacks": [kept]})
 
 
 def main(folder, groups):
@@ -187,7 +199,14 @@ def main(folder, groups):
         (folder / f"{group}-{WORLD}-{os.environ.get('RANK', '0')}.pkl").write_bytes(pickle.dumps(found))
 
 
-GROUPS = {"compared": compared, "saved": saved, "exchanged": exchanged, "evaluated": evaluated, "others": others}
+GROUPS = {
+    "compared": compared,
+    "saved": saved,
+    "exchanged": exchanged,
+    "evaluated": evaluated,
+    "others": others,
+    "chained": chained,
+}
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,156 @@
+"""Sharded models train as whole ones do, in one process or several, and their checkpoints fit all of them."""
+
+import os
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.distributed.shard_sets import COMPARED, EVALUATED, EXCHANGED, HALF, SAVED, STRATEGIES
+from tests.distributed.test_evaluation import python
+from tests.reliability.support import assert_same
+
+#: Processes add up the parts of a loss, a norm and a gradient in another order: float32 has 24 bits, and these runs
+#: lose two of them at most.
+TOLERANCE = 5e-7
+SCRIPT = str(Path(__file__).with_name("shard_sets.py"))
+MODELS_SAVED = ("plain", "llama")
+
+
+def run(folder, processes, *groups):
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)] if processes else []
+    done = python(*launcher, SCRIPT, str(folder), *groups)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What `shard_sets.py` wrote: by group, processes and rank."""
+    folder = tmp_path_factory.mktemp("shards")
+    run(folder, 2, "compared", "saved", "exchanged", "evaluated", "others")
+    run(folder, 0, "compared", "exchanged", "chained")
+    run(folder, 4, "exchanged", "chained")
+    return {path.stem: pickle.loads(path.read_bytes()) for path in folder.glob("*.pkl")} | {"folder": folder}
+
+
+def close(ours, expected):
+    """The same log lines and weights, but for the order of summation."""
+    assert len(ours["logs"]) == len(expected["logs"])
+    for line, other in zip(ours["logs"], expected["logs"], strict=True):
+        for name in ("loss", "grad_norm", "learning_rate", "epoch", "step"):
+            assert line.get(name) == pytest.approx(other.get(name), rel=TOLERANCE)
+    assert ours["weights"].keys() == expected["weights"].keys()
+    for name, value in expected["weights"].items():
+        assert torch.allclose(ours["weights"][name], value, rtol=0, atol=1e-6), name
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("model", COMPARED)
+def test_same_as_one_process(found, model, strategy):
+    ours, one = found["compared-2-0"][f"{model} {strategy}"], found["compared-1-0"][f"{model} ddp"]
+    if strategy == "fsdp1 flat":  # a flat parameter has one weight decay for all that is in it
+        assert [line.get("loss") for line in ours["logs"][:2]] == pytest.approx(
+            [line.get("loss") for line in one["logs"][:2]], rel=TOLERANCE
+        )
+        return
+    close(ours, one)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("model", COMPARED)
+def test_same_in_both_processes(found, model, strategy):
+    first, second = (found[f"compared-2-{rank}"][f"{model} {strategy}"] for rank in (0, 1))
+    assert first["logs"][:-1] == second["logs"][:-1]  # the last has measured times
+
+
+@pytest.mark.parametrize("strategy", SAVED)
+@pytest.mark.parametrize("model", MODELS_SAVED)
+def test_resumed_run_ends_the_same(found, model, strategy):
+    """To the last bit."""
+    undisturbed, resumed = (found["saved-2-0"][f"{model} {strategy}{which}"] for which in ("", ", resumed"))
+    assert_same(resumed["weights"], undisturbed["weights"])
+    assert resumed["logs"][:-1] == undisturbed["logs"][:-1]
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4])
+@pytest.mark.parametrize("writer", EXCHANGED)
+@pytest.mark.parametrize("model", MODELS_SAVED)
+def test_any_reads_what_any_has_written(found, model, writer, processes):
+    """One process without FSDP; two and four with each strategy."""
+    for reader in EXCHANGED if processes > 1 else ("ddp",):
+        ours = found[f"exchanged-{processes}-0"][f"{model} {writer} {reader}"]
+        close(ours, found["saved-2-0"][f"{model} ddp"])
+
+
+@pytest.mark.parametrize("reader", EXCHANGED)
+def test_two_then_one_then_four(found, reader):
+    """A run of two processes goes on in one, and that in four."""
+    close(found["chained-4-0"][reader], found["saved-2-0"]["plain ddp"])
+
+
+@pytest.mark.parametrize("strategy", ["fsdp1 whole", "fsdp2 whole"])
+def test_files_of_whole_states(found, strategy):
+    folder = found["folder"] / "saved" / f"llama {strategy}" / "checkpoint-3"
+    assert {"model.safetensors", "config.json", "pytorch_model_fsdp.bin", "optimizer.bin"} <= set(os.listdir(folder))
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM.from_pretrained(folder)
+    written = torch.load(folder / "pytorch_model_fsdp.bin")
+    assert_same(model.state_dict(), written)
+    assert model.config.architectures == ["LlamaForCausalLM"]
+
+
+@pytest.mark.parametrize("strategy", ["fsdp1 parts", "fsdp2 parts"])
+def test_files_of_parts(found, strategy):
+    folder = found["folder"] / "saved" / f"llama {strategy}" / "checkpoint-3"
+    for name in ("pytorch_model_fsdp_0", "optimizer_0"):
+        assert set(os.listdir(folder / name)) == {".metadata", "__0_0.distcp", "__1_0.distcp"}
+    assert not (folder / "optimizer.pt").exists()
+
+
+@pytest.mark.parametrize("strategy", [name for name in EVALUATED if name != "ddp"])
+def test_evaluations(found, strategy):
+    ours, replicas = found["evaluated-2-0"][strategy], found["evaluated-2-0"]["ddp"]
+    losses = [[line["eval_loss"] for line in each["logs"] if "eval_loss" in line] for each in (ours, replicas)]
+    assert losses[0] == pytest.approx(losses[1], rel=TOLERANCE)
+    assert ours["before"]["eval_loss"] == pytest.approx(replicas["before"]["eval_loss"], rel=TOLERANCE)
+    assert np.allclose(ours["after"].predictions, replicas["after"].predictions, rtol=0, atol=1e-6)
+    tokens = found["evaluated-2-0"]
+    assert np.array_equal(tokens[f"{strategy} tokens"], tokens["ddp tokens"])
+
+
+@pytest.mark.parametrize("strategy", EVALUATED)
+def test_save_model_gathers(found, strategy):
+    from transformers import LlamaForCausalLM
+
+    folder = found["folder"] / "evaluated" / strategy
+    model = LlamaForCausalLM.from_pretrained(folder / "final")
+    assert_same(model.state_dict(), found["evaluated-2-0"][strategy]["weights"])
+
+
+@pytest.mark.parametrize("name", HALF)
+def test_half_precision(found, name):
+    """The optimizer steps in float32, and the losses are those of float32 to three digits."""
+    ours, whole = found["others-2-0"][name], found["saved-2-0"]["llama ddp"]
+    losses = [[line["loss"] for line in each["logs"] if "loss" in line] for each in (ours, whole)]
+    assert losses[0] == pytest.approx(losses[1], rel=2e-3)
+    assert {weight.dtype for weight in ours["weights"].values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("strategy", ["fsdp1 whole", "fsdp2 whole", "fsdp2 parts"])
+def test_adapters(found, strategy):
+    ours, resumed = (found["others-2-0"][f"peft {strategy}{which}"] for which in ("", ", resumed"))
+    close(ours, found["others-2-0"]["peft ddp"])
+    assert_same(resumed["weights"], ours["weights"])
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp1 whole", "fsdp2 parts"])
+def test_lightning_checkpoints(found, strategy):
+    """Lightning's own callback writes whole weights by the names of the model."""
+    kept = torch.load(found["folder"] / "lightning" / strategy / "step-10.ckpt", weights_only=False)
+    expected = found["saved-2-0"]["plain ddp"]["weights"]
+    assert {name.removeprefix("model.") for name in kept["state_dict"]} == expected.keys()
+    for name, value in expected.items():
+        assert torch.allclose(kept["state_dict"][f"model.{name}"], value, rtol=0, atol=1e-6)
