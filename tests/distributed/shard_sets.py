@@ -83,6 +83,8 @@ SAVED = {
 }
 #: Written by two processes, read by any number, with any of the others.
 EXCHANGED = ("ddp", "fsdp1 whole", "fsdp1 parts", "fsdp2 whole", "fsdp2 parts")
+#: Processes → who reads; one has no launcher, and so no FSDP.
+READERS = {1: ("ddp",), 2: EXCHANGED, 4: ("fsdp1 parts", "fsdp2 whole")}
 
 
 def copied(settings):
@@ -110,21 +112,25 @@ def compared(folder):
             yield f"{model} {strategy}", run(model, STRATEGIES[strategy], folder / f"{model}-{strategy}")
 
 
+#: Model → a step in the middle of the second epoch.
+RESUMED_AT = (("plain", 8), ("llama", 3))
+
+
 def saved(folder):
     """Runs that save, and runs that go on from their checkpoints in the middle of the second epoch."""
-    for model, step in (("plain", 7), ("llama", 3)):
+    for model, step in RESUMED_AT:
         for name, strategy in SAVED.items():
             where = folder / "saved" / f"{model} {name}"
-            saving = {"save_strategy": "steps", "save_steps": step}
+            saving = {"save_strategy": "steps", "save_steps": min(step, 4)}
             yield f"{model} {name}", run(model, strategy, where, **saving)
             yield f"{model} {name}, resumed", run(model, strategy, folder / "resumed", where / f"checkpoint-{step}")
 
 
 def exchanged(folder):
-    """Checkpoints of two processes, read by these with another strategy; one without a launcher has no FSDP."""
-    for reader in EXCHANGED if "RANK" in os.environ else ("ddp",):
+    """Checkpoints of two processes, read by these with another strategy, by one and by four."""
+    for reader in READERS[WORLD]:
         for writer in EXCHANGED:
-            for model, step in (("plain", 7), ("llama", 3)):
+            for model, step in RESUMED_AT:
                 checkpoint = folder / "saved" / f"{model} {writer}" / f"checkpoint-{step}"
                 yield f"{model} {writer} {reader}", run(model, SAVED[reader], folder / "exchanged", checkpoint)
 
@@ -132,19 +138,14 @@ def exchanged(folder):
 def chained(folder):
     """A run that two processes have begun, gone on in one, which saves, and then in four."""
     if WORLD == 1:
-        begun = folder / "saved" / "plain fsdp2 parts" / "checkpoint-7"
-        yield "alone", run("plain", {}, folder / "chained", begun, save_strategy="steps", save_steps=8)
+        begun = folder / "saved" / "plain fsdp2 parts" / "checkpoint-4"
+        yield "alone", run("plain", {}, folder / "chained", begun, save_strategy="steps", save_steps=4)
         return
-    for reader in EXCHANGED:
+    for reader in READERS[WORLD]:
         yield reader, run("plain", SAVED[reader], folder / "resumed", folder / "chained" / "checkpoint-8")
 
 
-EVALUATED = {
-    "ddp": {},
-    "fsdp1": SAVED["fsdp1 whole"],
-    "fsdp1 parts": SAVED["fsdp1 parts"],
-    "fsdp2 parts": SAVED["fsdp2 parts"],
-}
+EVALUATED = {name: SAVED[name] for name in ("ddp", "fsdp1 whole", "fsdp1 parts", "fsdp2 parts")}
 
 
 def evaluated(folder):
@@ -167,14 +168,17 @@ def evaluated(folder):
         yield f"{name} tokens", seq2seq.predict(t5_data(5), max_length=9, num_beams=2).predictions
 
 
-HALF = {f"{name} {precision}": {**SAVED[name], precision: True} for name in EXCHANGED for precision in ("bf16", "fp16")}
+HALF = {
+    f"{name} {precision}": {**SAVED[name], precision: True}
+    for name in ("ddp", "fsdp1 whole", "fsdp2 whole")
+    for precision in ("bf16", "fp16")
+}
 
 
 def others(folder):
     """Half precision, adapters, and Lightning's own checkpoints."""
     for name, strategy in HALF.items():
-        if name.split()[-2:-1] != ["parts"]:
-            yield name, run("llama", strategy, folder / "half" / name, save_strategy="steps", save_steps=4)
+        yield name, run("llama", strategy, folder / "half" / name, save_strategy="steps", save_steps=4)
     for name in ("ddp", "fsdp1 whole", "fsdp2 whole", "fsdp2 parts"):
         where = folder / "peft" / name
         yield f"peft {name}", run("peft", SAVED[name], where, save_strategy="steps", save_steps=4, num_train_epochs=1)
@@ -182,9 +186,7 @@ def others(folder):
         yield f"peft {name}, resumed", again
     for name in ("ddp", "fsdp1 whole", "fsdp2 parts"):
         where = folder / "lightning" / name
-        kept = ModelCheckpoint(
-            dirpath=where, filename="step-{step}", auto_insert_metric_name=False, every_n_train_steps=5
-        )
+        kept = ModelCheckpoint(dirpath=where, filename="kept", every_n_train_steps=5)
         yield f"lightning {name}", run("plain", SAVED[name], where, trainer={"callbacks": [kept]})
 
 
@@ -199,14 +201,7 @@ def main(folder, groups):
         (folder / f"{group}-{WORLD}-{os.environ.get('RANK', '0')}.pkl").write_bytes(pickle.dumps(found))
 
 
-GROUPS = {
-    "compared": compared,
-    "saved": saved,
-    "exchanged": exchanged,
-    "evaluated": evaluated,
-    "others": others,
-    "chained": chained,
-}
+GROUPS = {each.__name__: each for each in (compared, saved, exchanged, chained, evaluated, others)}
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]), sys.argv[2:])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.distributed.shard_sets import COMPARED, EVALUATED, EXCHANGED, HALF, SAVED, STRATEGIES
+from tests.distributed.shard_sets import COMPARED, EVALUATED, EXCHANGED, HALF, READERS, SAVED, STRATEGIES
 from tests.distributed.test_evaluation import python
 from tests.reliability.support import assert_same
 
@@ -38,9 +38,8 @@ def found(tmp_path_factory):
 def close(ours, expected):
     """The same log lines and weights, but for the order of summation."""
     assert len(ours["logs"]) == len(expected["logs"])
-    for line, other in zip(ours["logs"], expected["logs"], strict=True):
-        for name in ("loss", "grad_norm", "learning_rate", "epoch", "step"):
-            assert line.get(name) == pytest.approx(other.get(name), rel=TOLERANCE)
+    for line, other in zip(ours["logs"][:-1], expected["logs"][:-1], strict=True):  # the last has measured times
+        assert line == pytest.approx(other, rel=TOLERANCE)
     assert ours["weights"].keys() == expected["weights"].keys()
     for name, value in expected["weights"].items():
         assert torch.allclose(ours["weights"][name], value, rtol=0, atol=1e-6), name
@@ -74,17 +73,16 @@ def test_resumed_run_ends_the_same(found, model, strategy):
     assert resumed["logs"][:-1] == undisturbed["logs"][:-1]
 
 
-@pytest.mark.parametrize("processes", [1, 2, 4])
+@pytest.mark.parametrize("processes", READERS)
 @pytest.mark.parametrize("writer", EXCHANGED)
 @pytest.mark.parametrize("model", MODELS_SAVED)
 def test_any_reads_what_any_has_written(found, model, writer, processes):
-    """One process without FSDP; two and four with each strategy."""
-    for reader in EXCHANGED if processes > 1 else ("ddp",):
+    for reader in READERS[processes]:
         ours = found[f"exchanged-{processes}-0"][f"{model} {writer} {reader}"]
         close(ours, found["saved-2-0"][f"{model} ddp"])
 
 
-@pytest.mark.parametrize("reader", EXCHANGED)
+@pytest.mark.parametrize("reader", READERS[4])
 def test_two_then_one_then_four(found, reader):
     """A run of two processes goes on in one, and that in four."""
     close(found["chained-4-0"][reader], found["saved-2-0"]["plain ddp"])
@@ -149,7 +147,7 @@ def test_adapters(found, strategy):
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp1 whole", "fsdp2 parts"])
 def test_lightning_checkpoints(found, strategy):
     """Lightning's own callback writes whole weights by the names of the model."""
-    kept = torch.load(found["folder"] / "lightning" / strategy / "step-10.ckpt", weights_only=False)
+    kept = torch.load(found["folder"] / "lightning" / strategy / "kept.ckpt", weights_only=False)
     expected = found["saved-2-0"]["plain ddp"]["weights"]
     assert {name.removeprefix("model.") for name in kept["state_dict"]} == expected.keys()
     for name, value in expected.items():
