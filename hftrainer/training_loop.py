@@ -19,6 +19,7 @@ import torch
 from hftrainer.arguments import legacy
 from hftrainer.checkpointing.progress import RunProgress, as_dict, position_settings
 from hftrainer.checkpointing.rng import rng_state
+from hftrainer.communication import is_of_communication
 from hftrainer.data.reading import Continuation, EpochReader
 from hftrainer.data.windows import MicroBatchFeed
 from hftrainer.errors import CheckpointNotWritten
@@ -373,6 +374,13 @@ class TrainingLoop:
         Not with other processes: they are elsewhere, and end when this one does.
         """
         trainer = self.trainer
+        if self._several and is_of_communication(error):
+            logger.error(
+                "Process %d has lost the others: one of them has ended or did not answer within ddp_timeout=%d s, and "
+                "its own messages say why. train(resume_from_checkpoint=True) goes on from the last checkpoint.",
+                trainer.args.process_index,
+                trainer.args.ddp_timeout,
+            )
         kept_elsewhere = isinstance(error, CheckpointNotWritten) or (
             trainer.args.auto_find_batch_size and is_out_of_memory(error)
         )

@@ -328,15 +328,20 @@ def _wrong_sharding(args: TrainingArguments) -> list[str]:
     settings = read_fsdp(args.fsdp, args.fsdp_config)
     if settings is None:
         return []
-    found = []
+    asked, found = f"fsdp={args.fsdp!r}" if args.fsdp else "ACCELERATE_USE_FSDP=true", []
     if args.deepspeed:
         found.append("fsdp and deepspeed both shard the model: give one of them.")
     if args.world_size == 1 and place_of(args).launcher == "lightning":
         found.append(
-            "fsdp shards the model over processes, and there is one: start the script with torchrun, accelerate launch "
-            "or python -m hftrainer run --nproc N, or give lightning_config={'devices': N}."
+            f"{asked} shards the model over processes, and there is one: start the script with torchrun, accelerate "
+            "launch or python -m hftrainer run --nproc N, or give lightning_config={'devices': N}."
         )
-    elif "hybrid" in settings.strategy and args.world_size == 1:
+    if settings.state_dict_type != "FULL_STATE_DICT" and read_config(_config(args)).get("async_checkpoint"):
+        found.append(
+            "lightning_config['async_checkpoint']=True writes from one process, and fsdp_config['state_dict_type']="
+            "'SHARDED_STATE_DICT' from all: leave one of them out."
+        )
+    if "hybrid" in settings.strategy and args.world_size == 1 and not found:
         found.append(f"fsdp={settings.strategy!r} needs at least two processes, and there is one: use 'full_shard'.")
     return found
 

@@ -135,8 +135,10 @@ def read_fsdp(fsdp: Any, fsdp_config: Any, environment: Mapping[str, str] = os.e
         if environment.get("ACCELERATE_USE_FSDP", "false").lower() not in ("true", "1"):
             return None
         given = {name[5:].lower(): value for name, value in environment.items() if name.startswith("FSDP_")}
+        version = given.get("version", _OF_LAUNCHER["version"])
+        given.pop("sharding_strategy" if version == "2" else "reshard_after_forward", None)  # it sets both
         keys = _named({**_OF_LAUNCHER, **given}, "the launcher's FSDP_")
-        if keys["version"] == "2":
+        if version == "2":
             keys = {name: value for name, value in keys.items() if name not in _ONLY_FIRST}
             keys.setdefault("state_dict_type", "SHARDED_STATE_DICT")
         return _settings(keys)
@@ -203,7 +205,7 @@ def _settings(keys: dict[str, Any]) -> FsdpSettings:
     version, strategy = _strategy(keys)
     classes = keys.pop("transformer_layer_cls_to_wrap", None)
     classes = classes.split(",") if isinstance(classes, str) else classes
-    least = int(keys.pop("min_num_params", 0) or 0)
+    least = _count("min_num_params", keys.pop("min_num_params", None) or 0)
     by_size = least > 0 and not classes
     policy = _one_of(
         "auto_wrap_policy", keys.pop("auto_wrap_policy", POLICIES[by_size]), POLICIES
@@ -261,6 +263,12 @@ def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> str:
     if word not in allowed:
         raise WrongConfig(f"fsdp_config[{name!r}]={value!r}: it must be {', '.join(allowed[:-1])} or {allowed[-1]}.")
     return word
+
+
+def _count(name: str, value: Any) -> int:
+    if not str(value).isdecimal():
+        raise WrongConfig(f"fsdp_config[{name!r}]={value!r}: it must be a number from 0.")
+    return int(value)
 
 
 def _truth(name: str, value: Any) -> bool:

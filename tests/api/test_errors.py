@@ -202,7 +202,7 @@ def test_wrong_values(settings):
 def test_unsupported_arguments_are_named_together(make_args):
     with pytest.raises(UnsupportedArgument) as caught:
         Trainer(make_plain(), make_args(fsdp="full_shard", push_to_hub=True))
-    for name in ("fsdp='full_shard'", "push_to_hub=True"):
+    for name in ("fsdp='full_shard' shards the model over processes", "push_to_hub=True"):
         assert name in str(caught.value)
 
 
@@ -361,7 +361,7 @@ def test_several_processes_need_a_launcher(make_args, monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("ACCELERATE_MIXED_PRECISION", "fp8"), ("ACCELERATE_USE_FSDP", "true")],
+    [("ACCELERATE_MIXED_PRECISION", "fp8"), ("ACCELERATE_USE_FSDP", "true"), ("ACCELERATE_USE_DEEPSPEED", "true")],
 )
 def test_launchers_are_not_ignored(make_args, monkeypatch, name, value):
     monkeypatch.setenv(name, value)

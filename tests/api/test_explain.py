@@ -62,8 +62,8 @@ def test_wrong_arguments(words, message):
 @pytest.mark.parametrize(
     ("settings", "kind", "argument"),
     [
-        ({"fsdp": "full_shard auto_wrap"}, "planned", "fsdp"),
-        ({"sharded_ddp": "zero_dp_3"}, "planned", "fsdp"),
+        ({"fsdp": "full_shard auto_wrap"}, "mapped", "fsdp"),
+        ({"sharded_ddp": "zero_dp_3"}, "mapped", "fsdp"),
         ({"deepspeed": "ds.json"}, "planned", "deepspeed"),
         ({"tpu_num_cores": 8}, "planned", "tpu_num_cores"),
         ({"use_mps_device": True}, "inert", "use_mps_device"),

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from hftrainer import HfArgumentParser, Trainer, TrainerCallback, TrainingArguments
-from tests.tiny import make_plain, plain_data
+from tests.tiny import MODELS
 
 
 class Misbehaving(TrainerCallback):
@@ -30,7 +30,8 @@ def main():
         with args.main_process_first(local=local):
             order.append(sorted(path.name for path in folder.glob(f"first-{local}-*")))
             (folder / f"first-{local}-{args.process_index}").touch()
-    trainer = Trainer(make_plain(), args, train_dataset=plain_data(), callbacks=[Misbehaving])
+    make_model, make_data = MODELS[os.environ.get("MODEL", "plain")]
+    trainer = Trainer(make_model(), args, train_dataset=make_data(), callbacks=[Misbehaving])
     if os.environ.get("MISBEHAVE") == "wait":
         print("waiting", os.getpid(), flush=True)
         time.sleep(60)
@@ -41,7 +42,8 @@ def main():
         "still": [args.world_size, args.process_index, args.local_process_index],
         "order": order,
         "step": trainer.state.global_step,
-        "weights": [value.tolist() for value in trainer.model.state_dict().values()],
+        "weights": [value.tolist() for value in trainer.accelerator.get_state_dict(trainer.model).values()],
+        "kind": str(trainer.accelerator.distributed_type),
         "environment": type(trainer.lightning_trainer.strategy.cluster_environment).__name__,
         "compiled": trainer.model._compiled_call_impl is not None,
         "local_rank": args.local_rank,

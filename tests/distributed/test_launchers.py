@@ -115,6 +115,49 @@ def test_accelerate_compiles_and_rounds(expected, tmp_path):
     assert found[0]["weights"] == found[1]["weights"] != expected[0]["weights"]
 
 
+#: The file with FSDP in the documentation of `accelerate launch`.
+FSDP_FILE = """
+compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+downcast_bf16: 'no'
+fsdp_config:
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_backward_prefetch_policy: BACKWARD_PRE
+  fsdp_forward_prefetch: true
+  fsdp_offload_params: false
+  fsdp_sharding_strategy: 1
+  fsdp_state_dict_type: FULL_STATE_DICT
+  fsdp_sync_module_states: true
+  fsdp_transformer_layer_cls_to_wrap: BertLayer
+  fsdp_use_orig_params: true
+machine_rank: 0
+main_training_function: main
+mixed_precision: bf16
+num_machines: 1
+num_processes: 2
+rdzv_backend: static
+same_network: true
+tpu_env: []
+tpu_use_cluster: false
+tpu_use_sudo: false
+use_cpu: false
+"""
+
+
+def test_accelerate_shards(tmp_path):
+    """By the documentation's file, and by arguments with torchrun and with `hftrainer run`: the same weights."""
+    pytest.importorskip("accelerate")
+    path = tmp_path / "accelerate.yaml"
+    path.write_text(FSDP_FILE)
+    before = accelerate("--config_file", str(path), f"--main_process_port={port()}")
+    launched = launch(tmp_path / "a", before, MODEL="bert")
+    words = ["--fsdp", "full_shard auto_wrap", "--fsdp_config", '{"version": 1}', "--bf16", "True"]
+    for name, starter in {"b": TORCHRUN, "c": LAUNCHERS["hftrainer"]()}.items():
+        by_arguments = launch(tmp_path / name, starter, words, MODEL="bert")
+        assert [one["kind"] for one in launched] == [one["kind"] for one in by_arguments] == ["FSDP", "FSDP"]
+        assert launched[0]["weights"] == by_arguments[0]["weights"]
+
+
 def deepspeed(rank):
     place = {"RANK": rank, "LOCAL_RANK": rank, "LOCAL_SIZE": 2, "CROSS_RANK": 0, "CROSS_SIZE": 1, "WORLD_SIZE": 2}
     return {**place, "MASTER_ADDR": "127.0.0.1"}

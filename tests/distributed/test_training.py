@@ -189,8 +189,8 @@ def undisturbed(tmp_path_factory):
     return weights(folder)
 
 
-def finish(folder):
-    pair = Pair(folder)
+def finish(folder, **settings):
+    pair = Pair(folder, **settings)
     assert pair.end() == [0, 0], pair.printed()
     assert pair.printed()[0].splitlines()[-1] == "done 36"
     assert not list(folder.glob("tmp-*"))
@@ -212,16 +212,16 @@ def test_signal_to_one_process(tmp_path, undisturbed, number):
     assert_same(weights(tmp_path / "out"), undisturbed)
 
 
-def kill_somewhere(folder, moments):
+def kill_somewhere(folder, moments, **settings):
     """Start the pair and kill one of them, by the clock or at some touch of its files; what it was at."""
     rank = moments.randrange(2)
     if moments.random() < 0.5:
-        pair = Pair(folder, pause=0.01)
+        pair = Pair(folder, pause=0.01, **settings)
         pair.jobs[rank].wait_for("resuming")
         time.sleep(moments.uniform(0.0, 0.8))
         pair.jobs[rank].kill()
     else:
-        pair = Pair(folder, kill_at=(moments.randrange(1, 120), 0))
+        pair = Pair(folder, kill_at=(moments.randrange(1, 120), 0), **settings)
     statuses = pair.end()
     if statuses == [0, 0]:
         return "finished"
@@ -247,6 +247,50 @@ def test_one_process_killed_at_random(tmp_path, undisturbed):
     print(dict(where))
     assert where["training"]
     assert where["saving"]
+
+
+SHARDED = {"fsdp": True, "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}
+
+
+def test_one_process_of_a_sharded_run_killed_at_random(tmp_path):
+    """Both write each checkpoint: it is whole or absent all the same."""
+    finish(tmp_path / "undisturbed", **SHARDED)
+    moments = random.Random(7)
+    for number in range(2):
+        folder = tmp_path / f"run-{number}"
+        for _ in range(3):
+            kill_somewhere(folder, moments, **SHARDED)
+        finish(folder, **SHARDED)
+        assert_same(weights(folder), weights(tmp_path / "undisturbed"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_the_other_ends_within_the_timeout_and_says_why(tmp_path, undisturbed, number):
+    """One that is killed, and one that hangs."""
+    pair = Pair(tmp_path / "out", pause=0.02, ddp_timeout=5)
+    pair.jobs[1].wait_for("step 16")
+    began = time.monotonic()
+    os.kill(pair.jobs[1].process.pid, number)
+    pair.jobs[0].process.join(timeout=30)
+    took = time.monotonic() - began
+    pair.jobs[1].kill()
+    assert pair.jobs[0].process.exitcode not in (None, 0)
+    assert took < 15
+    assert "Process 0 has lost the others" in pair.printed()[0]
+    finish(tmp_path / "out")
+    assert_same(weights(tmp_path / "out"), undisturbed)
+
+
+@pytest.mark.parametrize("settings", [{}, {"fsdp": True}], ids=["replicas", "sharded"])
+def test_saved_in_the_background(tmp_path, settings):
+    config = {"lightning_config": {"async_checkpoint": True}}
+    finish(tmp_path / "plain", **settings)
+    pair = Pair(tmp_path / "out", **settings, **config)
+    pair.jobs[0].wait_for("step 16")
+    pair.jobs[1].kill()
+    pair.end()
+    finish(tmp_path / "out", **settings, **config)
+    assert_same(weights(tmp_path / "out"), weights(tmp_path / "plain"))
 
 
 def test_a_killed_run_goes_on_under_torchrun(tmp_path, undisturbed):

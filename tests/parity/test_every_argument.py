@@ -240,8 +240,8 @@ def test_inert_arguments_change_nothing(tmp_path, name):
 
 
 def test_what_processes_write(monkeypatch):
-    monkeypatch.setenv("RANK", "2")
-    monkeypatch.setenv("LOCAL_RANK", "0")  # the first of the second node
+    for name, value in {"WORLD_SIZE": "4", "RANK": "2", "LOCAL_RANK": "0"}.items():  # the first of the second node
+        monkeypatch.setenv(name, value)
     args = hftrainer.TrainingArguments()
     assert (args.should_log, args.should_save) == (True, False)
     args = hftrainer.TrainingArguments(log_on_each_node=False, save_on_each_node=True)

@@ -95,8 +95,9 @@ def main(folder, settings):
     last = get_last_checkpoint(folder) if resumable else None
     print("resuming from", last, flush=True)
     trainer.train(resume_from_checkpoint=last)
+    weights = trainer.accelerator.get_state_dict(trainer.model)
     if trainer.is_world_process_zero():
-        torch.save(trainer.model.state_dict(), Path(folder) / "final.pt")
+        torch.save(weights, Path(folder) / "final.pt")
     print("done", trainer.state.global_step, flush=True)
 
 

@@ -1,0 +1,172 @@
+"""`fsdp`, `fsdp_config` and what `accelerate launch --use_fsdp` leaves in the environment, read into one form."""
+
+import json
+
+import pytest
+
+from hftrainer import TrainingArguments
+from hftrainer_lightning.arguments import unsupported
+from hftrainer_lightning.config import WrongConfig
+from hftrainer_lightning.fsdp_settings import FsdpPlugin, FsdpSettings, read_fsdp
+
+#: As `accelerate launch` sets them for the file with FSDP in the documentation.
+LAUNCHED = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "1",
+    "FSDP_SHARDING_STRATEGY": "1",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+    "FSDP_OFFLOAD_PARAMS": "false",
+    "FSDP_MIN_NUM_PARAMS": "100000000",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_TRANSFORMER_CLS_TO_WRAP": "BertLayer",
+    "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
+    "FSDP_FORWARD_PREFETCH": "true",
+    "FSDP_USE_ORIG_PARAMS": "true",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
+    "FSDP_SYNC_MODULE_STATES": "true",
+    "FSDP_ACTIVATION_CHECKPOINTING": "false",
+    "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "false",
+}
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "fsdp_config", "expected"),
+    [
+        (True, None, {}),
+        ("True", None, {}),
+        ("full_shard auto_wrap", None, {}),
+        (["full_shard", "offload"], None, {"cpu_offload": True}),
+        ("shard_grad_op", None, {"strategy": "shard_grad_op"}),
+        ("no_shard", None, {"version": 1, "strategy": "no_shard"}),
+        ("hybrid_shard auto_wrap", None, {"version": 1, "strategy": "hybrid_shard"}),
+        ("hybrid_shard_zero2", None, {"version": 1, "strategy": "hybrid_shard_zero2"}),
+        ("shard_grad_op", {"version": 1}, {"version": 1, "strategy": "shard_grad_op"}),
+        (True, {"fsdp_version": "1", "fsdp_sharding_strategy": 4}, {"version": 1, "strategy": "hybrid_shard"}),
+        (True, {"reshard_after_forward": False}, {"strategy": "shard_grad_op"}),
+        (True, {"reshard_after_forward": "true"}, {}),
+        (True, {"cpu_offload": "true", "fsdp_activation_checkpointing": True}, "both"),
+        (True, {"fsdp_backward_prefetch": "backward_post"}, {"version": 1, "backward_prefetch": "BACKWARD_POST"}),
+        (True, {"forward_prefetch": "True"}, {"version": 1, "forward_prefetch": True}),
+        (True, {"use_orig_params": "false"}, {"version": 1, "use_orig_params": False}),
+        (True, {"limit_all_gathers": False}, {"version": 1, "limit_all_gathers": False}),
+        (True, {"sync_module_states": "false"}, {"sync_module_states": False}),
+        (True, {"cpu_ram_efficient_loading": True, "sync_module_states": False}, {"cpu_ram_efficient_loading": True}),
+        (True, {"state_dict_type": "sharded_state_dict"}, {"state_dict_type": "SHARDED_STATE_DICT"}),
+        (True, {"transformer_layer_cls_to_wrap": "A, B"}, {"wrap_classes": ("A", "B")}),
+        (True, {"fsdp_transformer_layer_cls_to_wrap": ["A"]}, {"wrap_classes": ("A",)}),
+        (True, {"min_num_params": 9}, {"min_num_params": 9, "auto_wrap_policy": "SIZE_BASED_WRAP"}),
+        (True, {"auto_wrap_policy": "no_wrap"}, {"auto_wrap_policy": "NO_WRAP"}),
+        (True, {"xla": False, "xla_fsdp_grad_ckpt": False}, {}),
+    ],
+)
+def test_settings(fsdp, fsdp_config, expected):
+    expected = {"cpu_offload": True, "activation_checkpointing": True} if expected == "both" else expected
+    assert read_fsdp(fsdp, fsdp_config, {}) == FsdpSettings(**expected)
+
+
+@pytest.mark.parametrize("fsdp", [None, False, "", [], "no"])
+def test_not_asked_for(fsdp):
+    assert read_fsdp(fsdp, {"min_num_params": 4}, {}) is None
+
+
+def test_a_file(tmp_path):
+    path = tmp_path / "fsdp.json"
+    path.write_text(json.dumps({"fsdp_min_num_params": 2000, "fsdp_backward_prefetch": "backward_pre"}))
+    settings = read_fsdp("full_shard", str(path), {})
+    assert (settings.version, settings.min_num_params, settings.backward_prefetch) == (1, 2000, "BACKWARD_PRE")
+
+
+def test_the_launcher():
+    assert read_fsdp(None, None, LAUNCHED) == FsdpSettings(
+        version=1,
+        wrap_classes=("BertLayer",),
+        min_num_params=100000000,
+        forward_prefetch=True,
+        cpu_ram_efficient_loading=True,
+    )
+    second = {**LAUNCHED, "FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "false"}
+    del second["FSDP_STATE_DICT_TYPE"], second["FSDP_AUTO_WRAP_POLICY"]
+    settings = read_fsdp(None, None, second)
+    assert (settings.version, settings.strategy) == (2, "shard_grad_op")
+    assert (settings.state_dict_type, settings.auto_wrap_policy) == ("SHARDED_STATE_DICT", "NO_WRAP")
+    assert read_fsdp("no_shard", None, LAUNCHED).strategy == "no_shard"  # the argument wins
+    assert read_fsdp(None, None, {**LAUNCHED, "ACCELERATE_USE_FSDP": "false"}) is None
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "fsdp_config", "message"),
+    [
+        ("full_shrd", None, "'full_shrd' is unknown; did you mean 'full_shard'"),
+        ("full_shard no_shard", None, "full_shard and no_shard are two strategies"),
+        (True, {"min_num_param": 3}, "'min_num_param' is no key of it; did you mean 'min_num_params'"),
+        (True, {"version": 3}, "it must be 1 or 2"),
+        ("no_shard", {"version": 2}, "only FSDP1 has 'no_shard'"),
+        (True, {"version": 2, "forward_prefetch": True}, "only FSDP1 has forward_prefetch"),
+        (True, {"reshard_after_forward": "sometimes"}, "'sometimes' is unknown"),
+        (True, {"state_dict_type": "LOCAL_STATE_DICT"}, "FULL_STATE_DICT or SHARDED_STATE_DICT"),
+        (True, {"auto_wrap_policy": "by_hand"}, "TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP or NO_WRAP"),
+        (True, {"backward_prefetch": "soon"}, "BACKWARD_PRE, BACKWARD_POST or NO_PREFETCH"),
+        (True, {"cpu_offload": "perhaps"}, "it must be true or false"),
+        (True, {"min_num_params": "many"}, r"fsdp_config\['min_num_params'\]='many': it must be a number"),
+        (True, {"activation_checkpointing_offload": True}, "needs 'activation_checkpointing'"),
+        (True, {"xla": True}, "TPUs"),
+        (True, "absent.json", "there is no such file"),
+    ],
+)
+def test_wrong_values(fsdp, fsdp_config, message):
+    with pytest.raises(WrongConfig, match=message):
+        read_fsdp(fsdp, fsdp_config, {})
+
+
+def test_malformed_files(tmp_path):
+    path = tmp_path / "fsdp.json"
+    for text, message in (("{1", "is malformed"), ("[1]", "holds a list")):
+        path.write_text(text)
+        with pytest.raises(WrongConfig, match=message):
+            read_fsdp(True, str(path), {})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"fsdp": True}, "fsdp=True shards the model over processes, and there is one"),
+        ({"fsdp": True, "deepspeed": {"bf16": {}}}, "fsdp and deepspeed both shard the model"),
+        ({"fsdp": "full_shrd"}, "did you mean 'full_shard'"),
+        (
+            {
+                "fsdp": True,
+                "lightning_config": {"async_checkpoint": True},
+                "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"},
+            },
+            "async_checkpoint",
+        ),
+    ],
+)
+def test_refusals(settings, message):
+    args = TrainingArguments("unused", use_cpu=True, **settings)
+    assert any(message in sentence for sentence in unsupported(args))
+
+
+def test_hybrid_needs_two(monkeypatch):
+    for name, value in {
+        "WORLD_SIZE": "1",
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "h",
+        "MASTER_PORT": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    assert not unsupported(TrainingArguments("unused", use_cpu=True, fsdp=True))
+    (message,) = unsupported(TrainingArguments("unused", use_cpu=True, fsdp="hybrid_shard"))
+    assert "needs at least two processes" in message
+
+
+def test_state_dict_type_may_change():
+    plugin = FsdpPlugin(FsdpSettings(state_dict_type="SHARDED_STATE_DICT"))
+    assert not plugin.whole
+    plugin.set_state_dict_type("FULL_STATE_DICT")
+    assert plugin.whole
+    assert "FULL_STATE_DICT" in str(plugin.state_dict_type)
+    assert (plugin.fsdp_version, plugin.cpu_offload, plugin.reshard_after_forward) == (2, False, True)
+    with pytest.raises(WrongConfig, match="FULL_STATE_DICT or SHARDED_STATE_DICT"):
+        plugin.set_state_dict_type("LOCAL_STATE_DICT")
