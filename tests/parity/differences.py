@@ -157,8 +157,8 @@ DIFFERENCES = {
     ),
     "fsdp without a GPU": "transformers trains replicas without a word; ours shards the model.",
     "fsdp='no_shard', 'hybrid_shard' and keys that only FSDP1 has": (
-        "transformers 5 refuses them unless `fsdp_config['version']` is 1; ours takes FSDP1 by itself, so that scripts for "
-        "transformers 4 run."
+        "transformers 5 refuses them unless `fsdp_config['version']` is 1; ours takes FSDP1 by itself, so that scripts "
+        "for transformers 4 run."
     ),
     "min_num_params without auto_wrap_policy": "It wraps by size, as in transformers 4; transformers 5 ignores it.",
     "outputs of a model sharded by FSDP2 in half precision": (
@@ -166,8 +166,8 @@ DIFFERENCES = {
     ),
     "save_model() with SHARDED_STATE_DICT": "transformers writes nothing; ours gathers the whole weights.",
     "resuming from a checkpoint of FSDP": (
-        "transformers needs FSDP with the same `state_dict_type`; ours reads both kinds with any strategy and any number of "
-        "processes, also without FSDP."
+        "transformers needs FSDP with the same `state_dict_type`; ours reads both kinds with any strategy and any number "
+        "of processes, also without FSDP."
     ),
     "evaluation in several processes": (
         "accelerate fills the last batches up with samples seen before, so their losses and running statistics include "
