@@ -166,8 +166,8 @@ DIFFERENCES = {
     ),
     "save_model() with SHARDED_STATE_DICT": "transformers writes nothing; ours gathers the whole weights.",
     "resuming from a checkpoint of FSDP": (
-        "transformers needs FSDP with the same `state_dict_type`; ours reads both kinds with any strategy and any number "
-        "of processes, also without FSDP."
+        "transformers needs FSDP with the same `state_dict_type`; ours reads both kinds with any strategy, also without "
+        "FSDP, and any number of processes."
     ),
     "evaluation in several processes": (
         "accelerate fills the last batches up with samples seen before, so their losses and running statistics include "
