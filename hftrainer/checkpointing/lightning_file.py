@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from hftrainer.checkpointing import names
+from hftrainer.checkpointing.distributed import WHOLES
 from hftrainer.checkpointing.reading import read_torch
 from hftrainer.checkpointing.rng import numpy_state_types
 from hftrainer.errors import CheckpointNotFound
@@ -20,6 +21,9 @@ _OF_LIGHTNING = {
     *("epoch", "global_step", "pytorch-lightning_version", "state_dict", "loops", "optimizer_states", "lr_schedulers"),
     *("hparams_name", "hyper_parameters", "hparams_type"),
 }
+
+#: The generated module's name for the model.
+_PREFIX = "model."
 
 
 def unpack(path: str, folder: str) -> str:
@@ -43,8 +47,10 @@ def unpack(path: str, folder: str) -> str:
     def write(name: str, value: Any) -> None:
         torch.save(value, os.path.join(folder, name))
 
-    write(names.WEIGHTS_NAME, {name.removeprefix("model."): tensor for name, tensor in saved["state_dict"].items()})
-    write(names.OPTIMIZER_NAME, saved["optimizer_states"][0])
+    write(names.WEIGHTS_NAME, {name.removeprefix(_PREFIX): tensor for name, tensor in saved["state_dict"].items()})
+    optimizer = saved["optimizer_states"][0]
+    named = any(isinstance(key, str) for key in optimizer["state"])  # a sharded run has written it
+    write(WHOLES["optimizer"] if named else names.OPTIMIZER_NAME, _of_the_model(optimizer) if named else optimizer)
     write(names.SCHEDULER_NAME, own["scheduler"])
     write(names.rng_name(0, 1), own["rng"])
     write(names.progress_name(0, 1), own["progress"])
@@ -55,3 +61,15 @@ def unpack(path: str, folder: str) -> str:
     with open(os.path.join(folder, names.TRAINER_STATE_NAME), "w", encoding="utf-8") as file:
         json.dump(own["trainer_state"], file)
     return folder
+
+
+def _of_the_model(optimizer: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's state by the model's own names of its parameters."""
+    groups = [
+        {**group, "params": [name.removeprefix(_PREFIX) for name in group["params"]]}
+        for group in optimizer["param_groups"]
+    ]
+    return {
+        "state": {name.removeprefix(_PREFIX): state for name, state in optimizer["state"].items()},
+        "param_groups": groups,
+    }

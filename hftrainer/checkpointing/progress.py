@@ -151,8 +151,9 @@ def load_progress(folder: str, process_index: int, world_size: int) -> RunProgre
     written = first.settings.get("world_size", 1)
     if written == world_size:
         return first if process_index == 0 else _read(os.path.join(folder, names.progress_name(process_index, written)))
-    others = [_read(os.path.join(folder, names.progress_name(rank, written))) for rank in range(1, written)]
-    first.loss = torch.stack([first.loss, *(other.loss for other in others)]).mean()
+    others = [os.path.join(folder, names.progress_name(rank, written)) for rank in range(1, written)]
+    losses = [_read(path).loss for path in others if os.path.isfile(path)]  # a .ckpt has those of the first alone
+    first.loss = torch.stack([first.loss, *losses]).mean()
     return first
 
 

@@ -83,6 +83,8 @@ SAVED = {
 }
 #: Written by two processes, read by any number, with any of the others.
 EXCHANGED = ("ddp", "fsdp1 whole", "fsdp1 parts", "fsdp2 whole", "fsdp2 parts")
+#: With which Lightning's own checkpoints are written.
+LIGHTNING = ("ddp", "fsdp1 whole", "fsdp2 parts")
 #: Processes → who reads; one has no launcher, and so no FSDP.
 READERS = {1: ("ddp",), 2: EXCHANGED, 4: ("fsdp1 parts", "fsdp2 whole")}
 
@@ -139,6 +141,8 @@ def chained(folder):
     """A run that two processes have begun, gone on in one, which saves, and then in four."""
     if WORLD == 1:
         begun = folder / "saved" / "plain fsdp2 parts" / "checkpoint-4"
+        for name in LIGHTNING:
+            yield name, run("plain", {}, folder / "resumed", folder / "lightning" / name / "step=5.ckpt")
         yield "alone", run("plain", {}, folder / "chained", begun, save_strategy="steps", save_steps=4)
         return
     for reader in READERS[WORLD]:
@@ -184,9 +188,9 @@ def others(folder):
         yield f"peft {name}", run("peft", SAVED[name], where, save_strategy="steps", save_steps=4, num_train_epochs=1)
         again = run("peft", SAVED[name], folder / "resumed", where / "checkpoint-4", num_train_epochs=1)
         yield f"peft {name}, resumed", again
-    for name in ("ddp", "fsdp1 whole", "fsdp2 parts"):
+    for name in LIGHTNING:
         where = folder / "lightning" / name
-        kept = ModelCheckpoint(dirpath=where, filename="kept", every_n_train_steps=5)
+        kept = ModelCheckpoint(dirpath=where, filename="{step}", every_n_train_steps=5, save_top_k=-1)
         yield f"lightning {name}", run("plain", SAVED[name], where, trainer={"callbacks": [kept]})
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.distributed.shard_sets import COMPARED, EVALUATED, EXCHANGED, HALF, READERS, SAVED, STRATEGIES
+from tests.distributed.shard_sets import COMPARED, EVALUATED, EXCHANGED, HALF, LIGHTNING, READERS, SAVED, STRATEGIES
 from tests.distributed.test_evaluation import python
 from tests.reliability.support import assert_same
 
@@ -144,11 +144,12 @@ def test_adapters(found, strategy):
     assert_same(resumed["weights"], ours["weights"])
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp1 whole", "fsdp2 parts"])
+@pytest.mark.parametrize("strategy", LIGHTNING)
 def test_lightning_checkpoints(found, strategy):
-    """Lightning's own callback writes whole weights by the names of the model."""
-    kept = torch.load(found["folder"] / "lightning" / strategy / "kept.ckpt", weights_only=False)
+    """Lightning's own callback writes whole weights by the names of the model, and one process goes on from them."""
+    kept = torch.load(found["folder"] / "lightning" / strategy / "step=10.ckpt", weights_only=False)
     expected = found["saved-2-0"]["plain ddp"]["weights"]
     assert {name.removeprefix("model.") for name in kept["state_dict"]} == expected.keys()
     for name, value in expected.items():
         assert torch.allclose(kept["state_dict"][f"model.{name}"], value, rtol=0, atol=1e-6)
+        assert torch.allclose(found["chained-1-0"][strategy]["weights"][name], value, rtol=0, atol=1e-6)

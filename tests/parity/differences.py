@@ -166,7 +166,7 @@ DIFFERENCES = {
     ),
     "save_model() with SHARDED_STATE_DICT": "transformers writes nothing; ours gathers the whole weights.",
     "resuming from a checkpoint of FSDP": (
-        "transformers needs FSDP with the same `state_dict_type`; ours reads both kinds with any strategy, also without "
+        "transformers needs FSDP with the same `state_dict_type`; ours reads both kinds with any strategy, or without "
         "FSDP, and any number of processes."
     ),
     "evaluation in several processes": (
