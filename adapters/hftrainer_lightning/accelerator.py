@@ -124,7 +124,7 @@ class EngineAccelerator:
         if any(loader.filler for loader in self._loaders):
             input_data = [] if use_gather_object else self.processes.without_rows(input_data)
         gather = self.processes.gather_objects if use_gather_object else self.processes.gather
-        return gather(input_data)
+        return gather(input_data, distinct=True)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Tensors of all processes, summed or averaged."""

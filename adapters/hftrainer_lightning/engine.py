@@ -25,7 +25,9 @@ from lightning.pytorch.strategies import Strategy
 
 from hftrainer_lightning import callbacks as of_callbacks
 from hftrainer_lightning import seams, tuning
+from hftrainer_lightning.config import WrongConfig
 from hftrainer_lightning.events import EvaluationHost, TrainingHost, TuningHost
+from hftrainer_lightning.layout import wrong_model
 from hftrainer_lightning.loggers import CallbackValues
 from hftrainer_lightning.module import HostedModule
 from hftrainer_lightning.plan import LightningPlan
@@ -145,12 +147,21 @@ class LightningEngine:
 
     @property
     def shards(self) -> bool:
-        """Whether models are sharded."""
-        return self.plan.sharding is not None
+        """Whether each process has a part of the model only."""
+        return self.plan.spreads_model
+
+    def check(self, model: torch.nn.Module) -> None:
+        """Refuse a model that does not fit the layout of the processes.
+
+        Raises:
+            WrongConfig: saying how to load it.
+        """
+        if (wrong := wrong_model(self.plan.layout, model)) is not None:
+            raise WrongConfig(wrong)
 
     def prepare(self, model: torch.nn.Module) -> torch.nn.Module:
         """The model as it is trained: sharded, if that is asked for."""
-        if self.plan.sharding is None:
+        if not self.shards:
             return model
         from hftrainer_lightning import sharding  # of torch's, a second of imports
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from hftrainer_lightning.fsdp_settings import FsdpSettings
+    from hftrainer_lightning.layout import Layout
     from hftrainer_lightning.processes import Processes
 
 
@@ -27,6 +28,7 @@ class LightningPlan:
         timeout: seconds that a collective operation may take.
         ddp: keywords of `DistributedDataParallel` that were given.
         sharding: how the model is sharded; None for a replica in each process.
+        layout: how the processes share the model and the batches.
         async_checkpoint: whether checkpoints are written in the background.
         stop_on_save_error: whether training stops when a checkpoint cannot be written.
         config: further keywords of `lightning.Trainer`, from `lightning_config`; they win.
@@ -43,6 +45,7 @@ class LightningPlan:
     timeout: int
     ddp: Mapping[str, Any]
     sharding: FsdpSettings | None
+    layout: Layout
     async_checkpoint: bool
     stop_on_save_error: bool
     config: Mapping[str, Any]
@@ -51,6 +54,11 @@ class LightningPlan:
     def mixed_precision(self) -> str:
         """The precision in accelerate's words."""
         return {"32-true": "no", "bf16-mixed": "bf16", "16-mixed": "fp16"}[self.precision]
+
+    @property
+    def spreads_model(self) -> bool:
+        """Whether each process has a part of the model only."""
+        return self.sharding is not None or self.layout.tp_size > 1
 
     def trainer_keywords(self) -> dict[str, Any]:
         """Keywords of `lightning.Trainer` that follow from the arguments, as plain values."""

@@ -36,28 +36,41 @@ class Processes:
         rank: number of this process among all.
         local_rank: number of this process on its node.
         local_world_size: processes on each node.
+        tp_size: neighbouring processes that get the same batches, since they share each layer's computation.
     """
 
     world_size: int = 1
     rank: int = 0
     local_rank: int = 0
     local_world_size: int = 1
+    tp_size: int = 1
 
     @classmethod
-    def from_environment(cls) -> Processes:
-        """As torchrun and its like describe it."""
+    def from_environment(cls, tp_size: int = 1) -> Processes:
+        """As torchrun and its like describe it, in groups of `tp_size`."""
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         return cls(
             world_size=world_size,
             rank=int(os.environ.get("RANK", "0")),
             local_rank=int(os.environ.get("LOCAL_RANK", "0")),
             local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size))),
+            tp_size=tp_size,
         )
 
     @property
     def several(self) -> bool:
         """Whether there are other processes."""
         return self.world_size > 1
+
+    @property
+    def data_rank(self) -> int:
+        """Number of this process's batches among those of all."""
+        return self.rank // self.tp_size
+
+    @property
+    def data_processes(self) -> int:
+        """In how many parts the batches are shared out."""
+        return self.world_size // self.tp_size
 
     def connect(
         self, device: torch.device, backend: str | None, timeout: timedelta, *, even_alone: bool = False
@@ -109,7 +122,7 @@ class Processes:
             raise found[1]
         return found[0]
 
-    def gather(self, data: Any, pad_index: int = -100, *, objects: bool = False) -> Any:
+    def gather(self, data: Any, pad_index: int = -100, *, objects: bool = False, distinct: bool = False) -> Any:
         """The rows of all processes for those of this one, in the order of the ranks.
 
         Args:
@@ -117,6 +130,7 @@ class Processes:
                 processes may differ in `rows`, and in `length`, which is padded on the right.
             pad_index: what shorter rows are padded with.
             objects: take each list as a sequence of samples, which may be anything, and join the lists.
+            distinct: take one of those processes that have the same batches.
 
         Raises:
             TypeError: for other things than tensors, unless they are in lists and `objects` is set.
@@ -126,12 +140,18 @@ class Processes:
 
         def gathered(leaf: Any) -> Any:
             if isinstance(leaf, list):
-                return self.gather_objects(leaf) if objects else self._gather_list(leaf, pad_index)
-            return _gathered(leaf, pad_index)
+                return self.gather_objects(leaf, distinct) if objects else self._gather_list(leaf, pad_index, distinct)
+            return _gathered(leaf, pad_index, self.tp_size if distinct else 1)
 
         return apply_to_collection(data, (list, *_LEAVES), gathered)
 
-    def _gather_list(self, items: list[Any], pad_index: int) -> list[Any]:
+    def distinct_parts(self, tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
+        """The tensors of all processes, of one of those that have the same batches; for torchmetrics."""
+        from torchmetrics.utilities.distributed import gather_all_tensors
+
+        return gather_all_tensors(tensor, group)[:: self.tp_size]
+
+    def _gather_list(self, items: list[Any], pad_index: int, distinct: bool) -> list[Any]:
         """A list of outputs, of the same length in every process; a list of samples would be mixed up."""
         lengths = set(self.gather_objects([len(items)]))
         if len(lengths) > 1 or any(isinstance(item, Mapping) for item in items):
@@ -139,20 +159,20 @@ class Processes:
                 "Processes cannot gather a list with one item a sample as tensors: set eval_use_gather_object=True, "
                 "and eval_do_concat_batches=False to get a list of batches."
             )
-        return [self.gather(item, pad_index) for item in items]
+        return [self.gather(item, pad_index, distinct=distinct) for item in items]
 
     @staticmethod
     def without_rows(data: Any) -> Any:
         """The data without a single row."""
         return apply_to_collection(data, (torch.Tensor, np.ndarray), lambda rows: rows[:0] if rows.ndim else rows)
 
-    def gather_objects(self, items: Any) -> Any:
-        """The items of all processes' sequences in one list: anything that can be pickled."""
+    def gather_objects(self, items: Any, distinct: bool = False) -> Any:
+        """The items of all processes' sequences in one list, whatever can be pickled; `distinct` as in `gather`."""
         if not self.several:
             return items
         gathered: list[Any] = [None] * self.world_size
         distributed.all_gather_object(gathered, items)
-        return [item for part in gathered for item in part]
+        return [item for part in gathered[:: self.tp_size if distinct else 1] for item in part]
 
     def reduce(self, data: Any, reduction: str = "sum") -> Any:
         """Tensors in nested containers, summed ('sum') or averaged ('mean') over all processes."""
@@ -207,11 +227,11 @@ def _disconnect() -> None:
 _LEAVES = (torch.Tensor, np.ndarray, np.generic, str, bytes, bool, int, float, complex)
 
 
-def _gathered(leaf: Any, pad_index: int) -> Any:
+def _gathered(leaf: Any, pad_index: int, every: int) -> Any:
     from torchmetrics.utilities.distributed import gather_all_tensors  # seconds of imports, for several processes only
 
     if isinstance(leaf, np.ndarray):
-        return _gathered(torch.from_numpy(leaf), pad_index).cpu().numpy()
+        return _gathered(torch.from_numpy(leaf), pad_index, every).cpu().numpy()
     if not isinstance(leaf, torch.Tensor):
         raise TypeError(
             f"Processes can only gather tensors, got a {type(leaf).__name__}: put it into a list with one item a "
@@ -219,7 +239,7 @@ def _gathered(leaf: Any, pad_index: int) -> Any:
         )
     # NCCL takes what is on its GPU only.
     home = torch.device("cuda", torch.cuda.current_device()) if "nccl" in distributed.get_backend() else leaf.device
-    return _joined(gather_all_tensors(torch.atleast_1d(leaf.to(home))), pad_index).to(leaf.device)
+    return _joined(gather_all_tensors(torch.atleast_1d(leaf.to(home)))[::every], pad_index).to(leaf.device)
 
 
 def _summed(tensor: torch.Tensor) -> torch.Tensor:
