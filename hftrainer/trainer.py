@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
 from hftrainer import integrations, model_inspection, peers, trainer_optimizer
+from hftrainer.agreement import check_agreement
 from hftrainer.arguments import legacy
 from hftrainer.arguments.validation import problems
 from hftrainer.checkpointing import names, resume, staging
@@ -263,13 +264,20 @@ class Trainer:
         plan.processes.connect(
             self.args.device, self.args.ddp_backend, self.args.ddp_timeout_delta, even_alone=plan.spreads_model
         )
+        check_agreement(self.args, plan.processes)
         self._engine = LightningEngine(
             plan,
             self._lightning_callbacks,
             loggers=lambda: self.loggers,
             receive=lambda values: self._logged_metrics.set(values),
         )
-        self.accelerator = EngineAccelerator(self._engine, self.args.device, plan, self._prepare_loader)
+        self.accelerator = EngineAccelerator(
+            self._engine,
+            self.args.device,
+            plan,
+            self._prepare_loader,
+            is_own=lambda model: model is self.model or model is self.model_wrapped,
+        )
         self.is_deepspeed_enabled = False
         self.is_fsdp_enabled = plan.sharding is not None
         self._sharded_states = ShardedStates(self.accelerator.state.fsdp_plugin) if plan.spreads_model else None

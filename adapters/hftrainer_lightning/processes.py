@@ -175,23 +175,46 @@ class Processes:
         return [item for part in gathered[:: self.tp_size if distinct else 1] for item in part]
 
     def reduce(self, data: Any, reduction: str = "sum") -> Any:
-        """Tensors in nested containers, summed ('sum') or averaged ('mean') over all processes."""
+        """Tensors in nested containers, reduced over all processes: 'sum', 'mean', 'max', or 'none' for as they are.
+
+        Raises:
+            ValueError: for another reduction.
+        """
+        if reduction not in ("sum", "mean", "max", "none"):
+            raise ValueError(f"reduction={reduction!r}: it must be 'sum', 'mean', 'max' or 'none'.")
         if not self.several or reduction == "none":
             return data
-        divisor = self.world_size if reduction == "mean" else 1
-        return apply_to_collection(data, torch.Tensor, lambda tensor: _summed(tensor) / divisor)
+
+        def reduced(tensor: torch.Tensor) -> torch.Tensor:
+            result = tensor.clone()
+            distributed.all_reduce(result, distributed.ReduceOp.MAX if reduction == "max" else distributed.ReduceOp.SUM)
+            return result / self.world_size if reduction == "mean" else result
+
+        return apply_to_collection(data, torch.Tensor, reduced)
 
     def pad(self, data: Any, dim: int, pad_index: int, pad_first: bool) -> Any:
         """Tensors in nested containers, padded in one dimension to the longest of all processes."""
 
         def pad(tensor: torch.Tensor) -> torch.Tensor:
-            if dim >= tensor.ndim:
+            if not -tensor.ndim <= dim < tensor.ndim:
                 return tensor
             longest = torch.tensor(tensor.shape[dim], device=tensor.device)
             distributed.all_reduce(longest, op=distributed.ReduceOp.MAX)
-            return _padded(tensor, dim, int(longest), pad_index, pad_first)
+            return _padded(tensor, dim % tensor.ndim, int(longest), pad_index, pad_first)
 
         return apply_to_collection(data, torch.Tensor, pad) if self.several else data
+
+    def part_of(self, items: Any, padded: bool) -> Any:
+        """The part of this process in a sequence or tensor; the first get one more, unless all are padded."""
+        least, extra = divmod(len(items), self.world_size)
+        start = self.rank * least + min(self.rank, extra)
+        part = items[start : start + least + (self.rank < extra)]
+        missing = least + (extra > 0) - len(part) if padded else 0
+        if not missing:
+            return part
+        if isinstance(items, torch.Tensor):
+            return torch.cat([part, items[-1:].expand(missing, *items.shape[1:])])
+        return part + type(part)([items[-1]]) * missing
 
     @contextlib.contextmanager
     def in_turn(self, first: bool) -> Iterator[None]:
@@ -240,12 +263,6 @@ def _gathered(leaf: Any, pad_index: int, every: int) -> Any:
     # NCCL takes what is on its GPU only.
     home = torch.device("cuda", torch.cuda.current_device()) if "nccl" in distributed.get_backend() else leaf.device
     return _joined(gather_all_tensors(torch.atleast_1d(leaf.to(home)))[::every], pad_index).to(leaf.device)
-
-
-def _summed(tensor: torch.Tensor) -> torch.Tensor:
-    total = tensor.clone()
-    distributed.all_reduce(total)
-    return total
 
 
 def _joined(parts: list[torch.Tensor], pad_index: int) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -90,6 +91,10 @@ class SkippingBatchSampler(BatchSampler):
         return getattr(self.batch_sampler, name)
 
 
+#: Numbers the iterations of all loaders.
+_STARTS = itertools.count(1)
+
+
 class PreparedDataLoader(DataLoader):
     """A `DataLoader` on the training device, one batch ahead, in Hugging Face's order.
 
@@ -100,6 +105,7 @@ class PreparedDataLoader(DataLoader):
         at_end: whether the batch given last is the last.
         filler: whether the batch given last only keeps step with the other processes.
         log: told of what is read, in a loader that is trained on.
+        started: number of the iteration that goes on, among those of all loaders; 0 when there is none.
     """
 
     device: torch.device
@@ -112,6 +118,7 @@ class PreparedDataLoader(DataLoader):
     shards: ShardedBatchSampler | None
     share: Share
     log: ReadingLog | None = None
+    started: int = 0
     _continued: tuple[dict[str, Any] | None, Callable[[], None]] | None = None
     _worker_states: Mapping[int, bytes] = MappingProxyType({})
     _worker_seed: torch.Tensor | None = None
@@ -229,6 +236,13 @@ class PreparedDataLoader(DataLoader):
         return self.batch_sampler.seen
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        self.started = next(_STARTS)
+        try:
+            yield from self._batches()
+        finally:
+            self.started = 0
+
+    def _batches(self) -> Iterator[Any]:
         self.set_epoch(self.iteration)
         self.at_end = False
         share = self.share if isinstance(self.dataset, IterableDataset) else ALL
