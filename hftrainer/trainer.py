@@ -285,7 +285,8 @@ class Trainer:
 
     def _set_model(self, model: nn.Module) -> None:
         self.place_model_on_device = self.args.place_model_on_device is not False and self._sharded_states is None
-        self._engine.check(model)
+        if (misfit := self._engine.misfit(model)) is not None:
+            raise InvalidArgument(misfit)
         self.is_model_parallel = len({d for d in getattr(model, "hf_device_map", {}).values() if d != "cpu"}) > 1
         self.model = self.model_wrapped = model
         if self.place_model_on_device:

@@ -25,7 +25,6 @@ from lightning.pytorch.strategies import Strategy
 
 from hftrainer_lightning import callbacks as of_callbacks
 from hftrainer_lightning import seams, tuning
-from hftrainer_lightning.config import WrongConfig
 from hftrainer_lightning.events import EvaluationHost, TrainingHost, TuningHost
 from hftrainer_lightning.layout import wrong_model
 from hftrainer_lightning.loggers import CallbackValues
@@ -150,14 +149,9 @@ class LightningEngine:
         """Whether each process has a part of the model only."""
         return self.plan.spreads_model
 
-    def check(self, model: torch.nn.Module) -> None:
-        """Refuse a model that does not fit the layout of the processes.
-
-        Raises:
-            WrongConfig: saying how to load it.
-        """
-        if (wrong := wrong_model(self.plan.layout, model)) is not None:
-            raise WrongConfig(wrong)
+    def misfit(self, model: torch.nn.Module) -> str | None:
+        """Why a model does not fit the layout of the processes, and how to load it; None when it does."""
+        return wrong_model(self.plan.layout, model)
 
     def prepare(self, model: torch.nn.Module) -> torch.nn.Module:
         """The model as it is trained: sharded, if that is asked for."""

@@ -128,8 +128,12 @@ def wrong_model(layout: Layout, model: Any) -> str | None:
 def _given(given: Any, environment: Mapping[str, str]) -> dict[str, Any]:
     if given is None and environment.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
         return {name: environment.get(f"PARALLELISM_CONFIG_{name.upper()}", "1") for name in _SIZES}
+    if given is None:
+        return {}
     if not isinstance(given, Mapping):
-        return {} if given is None else {name: getattr(given, name) for name in _SIZES}
+        if not hasattr(given, _SIZES[0]):
+            raise WrongConfig(f"parallelism_config={given!r}: give a dict of sizes, or accelerate's ParallelismConfig.")
+        return {name: getattr(given, name, 1) for name in _SIZES}
     for name in given:
         if name not in (*_SIZES, *_DETAILS):
             raise WrongConfig(f"parallelism_config: {name!r} is no key of it{nearest(name, (*_SIZES, *_DETAILS))}")

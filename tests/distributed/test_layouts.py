@@ -1,12 +1,16 @@
 """Processes laid out by `parallelism_config`, or by how the model was loaded, train and evaluate as one does."""
 
+import json
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from hftrainer import Trainer, TrainingArguments
 from hftrainer.errors import UnsupportedArgument
+from hftrainer_lightning.config import WrongConfig
+from hftrainer_lightning.layout import Layout, read_layout, wrong_model
 from tests.distributed.layout_sets import EVALUATED, LAYOUTS
 from tests.distributed.test_evaluation import TORCHRUN, python
 from tests.reliability.support import assert_same
@@ -88,10 +92,27 @@ def test_refused(tmp_path, case):
     assert sentence in str(caught.value)
 
 
+def loaded(**sizes):
+    """Something that looks like a model which transformers has split."""
+    sizes = {"tp_size": 1, "fsdp_size": 1, "dp_replicate_size": 1, **sizes}
+    config = SimpleNamespace(distributed_config=SimpleNamespace(**sizes))
+    return SimpleNamespace(config=config, _is_distributed_loading_by_transformers=True)
+
+
+def test_models_that_do_not_fit():
+    assert "Load it with from_pretrained(..., distributed_config=DistributedConfig(tp_size=2, fsdp_size=1))" in str(
+        wrong_model(Layout(tp_size=2), make_plain())
+    )
+    assert "set parallelism_config to the former" in str(wrong_model(Layout(), loaded(tp_size=2)))
+    assert wrong_model(Layout(tp_size=2), loaded(tp_size=2)) is None
+    with pytest.raises(WrongConfig, match="asks for dp_shard_size=2, and the model was loaded with tp_size=2"):
+        read_layout({"dp_shard_size": 2}, loaded(tp_size=2))
+    with pytest.raises(WrongConfig, match="pipeline parallelism is not supported yet"):
+        read_layout(None, loaded(pp_size=2))
+
+
 def test_accelerates_own_config_and_the_launchers_environment():
     from accelerate import ParallelismConfig
-
-    from hftrainer_lightning.layout import Layout, read_layout
 
     wanted = Layout(dp_replicate_size=2, dp_shard_size=3)
     assert read_layout(ParallelismConfig(dp_replicate_size=2, dp_shard_size=3)) == wanted
@@ -99,3 +120,7 @@ def test_accelerates_own_config_and_the_launchers_environment():
     assert read_layout(None, environment=environment) == Layout()
     assert read_layout(None, environment={**environment, "ACCELERATE_USE_PARALLELISM_CONFIG": "true"}) == wanted
     assert read_layout({}, environment=environment) == Layout()
+    args = TrainingArguments("unused", parallelism_config=ParallelismConfig(dp_shard_size=2))
+    assert json.loads(args.to_json_string())["parallelism_config"]["dp_shard_size"] == 2
+    with pytest.raises(WrongConfig, match="give a dict of sizes"):
+        read_layout(3)
