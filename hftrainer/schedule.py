@@ -68,6 +68,7 @@ def plan_schedule(
     num_examples: int | None,
     batch_size: int,
     accumulation_at: Accumulation,
+    processes: int,
 ) -> TrainingSchedule:
     """Work out the lengths of a run.
 
@@ -77,12 +78,13 @@ def plan_schedule(
         num_examples: samples behind the loader, when it has a length.
         batch_size: samples in a micro-batch of one process.
         accumulation_at: epoch → micro-batches per optimizer step in it.
+        processes: those with batches of their own.
 
     Raises:
         InvalidArgument: when nothing tells how long training is, or when there is no data.
     """
     accumulation = accumulation_at(0)
-    total_batch_size = batch_size * accumulation * args.world_size
+    total_batch_size = batch_size * accumulation * processes
     if micro_batches == 0:
         raise InvalidArgument(
             "The training data holds not one batch: the dataset is empty, or smaller than a batch and "

@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
 from hftrainer import integrations, model_inspection, peers, trainer_optimizer
+from hftrainer.agreement import check_agreement
 from hftrainer.arguments import legacy
 from hftrainer.arguments.accelerator_config import AcceleratorConfig
 from hftrainer.arguments.validation import problems, wrong_accelerator_config
@@ -171,6 +172,7 @@ class Trainer:
         reports = integrations.chosen(self.args.report_to)
         self._trackers = integrations.make_trackers(reports, loggers, self.args)
         self._lightning_callbacks: list[Any] = []
+        self.model: nn.Module = model  # type: ignore[assignment]  # None until model_init is called
         self.create_accelerator_and_postprocess()
         self._seed_everything()  # not before: libraries of the engine draw random numbers when they are imported
         self._set_model(model if model is not None else self.call_model_init())
@@ -250,7 +252,7 @@ class Trainer:
         """Build the engine from the arguments, and `self.accelerator` over it."""
         from hftrainer_lightning.arguments import make_plan, overridden, place_of, unsupported
 
-        found = unsupported(self.args)
+        found = unsupported(self.args, self.model)
         if found:
             raise UnsupportedArgument("\n".join(found))
         for sentence in overridden(self.args):
@@ -266,27 +268,36 @@ class Trainer:
         from hftrainer_lightning.launching import start_others
 
         start_others(place_of(self.args), self.args.ddp_timeout)
-        plan = make_plan(self.args)
+        plan = make_plan(self.args, self.model)
         self._checkpoint_writer = CheckpointWriter(
             in_background=plan.async_checkpoint, stop_on_error=plan.stop_on_save_error
         )
         plan.processes.connect(
-            self.args.device, self.args.ddp_backend, self.args.ddp_timeout_delta, even_alone=plan.sharding is not None
+            self.args.device, self.args.ddp_backend, self.args.ddp_timeout_delta, even_alone=plan.spreads_model
         )
+        check_agreement(self.args, plan.processes)
         self._engine = LightningEngine(
             plan,
             self._lightning_callbacks,
             loggers=lambda: self.loggers,
             receive=lambda values: self._logged_metrics.set(values),
         )
-        self.accelerator = EngineAccelerator(self._engine, self.args.device, plan, self._prepare_loader)
+        self.accelerator = EngineAccelerator(
+            self._engine,
+            self.args.device,
+            plan,
+            self._prepare_loader,
+            is_own=lambda model: model is self.model or model is self.model_wrapped,
+        )
         self.is_deepspeed_enabled = False
         self.is_fsdp_enabled = plan.sharding is not None
-        self._sharded_states = ShardedStates(self.accelerator.state.fsdp_plugin) if self.is_fsdp_enabled else None
+        self._sharded_states = ShardedStates(self.accelerator.state.fsdp_plugin) if plan.spreads_model else None
         self.deepspeed = None
 
     def _set_model(self, model: nn.Module) -> None:
-        self.place_model_on_device = self.args.place_model_on_device is not False and not self.is_fsdp_enabled
+        self.place_model_on_device = self.args.place_model_on_device is not False and self._sharded_states is None
+        if (misfit := self._engine.misfit(model)) is not None:
+            raise InvalidArgument(misfit)
         self.is_model_parallel = len({d for d in getattr(model, "hf_device_map", {}).values() if d != "cpu"}) > 1
         self.model = self.model_wrapped = model
         if self.place_model_on_device:
@@ -506,7 +517,9 @@ class Trainer:
             settings["drop_last"] = args.dataloader_drop_last
             if is_training:
                 settings["worker_init_fn"] = functools.partial(
-                    seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index
+                    seed_worker,
+                    num_workers=args.dataloader_num_workers,
+                    rank=self.accelerator.processes.data_rank,
                 )
         with self._preparing_training_data() if is_training else contextlib.nullcontext():
             return self.accelerator.prepare(DataLoader(dataset, **settings))
@@ -529,13 +542,20 @@ class Trainer:
             functools.partial(processes.scatter, timeout=timeout),
             functools.partial(processes.highest, timeout=timeout),
         )
+        training = self._prepares_training_data
+        dispatched = isinstance(loader.dataset, IterableDataset) or self._accelerator_config.dispatch_batches
+        if training and dispatched and processes.tp_size > 1:
+            raise UnsupportedArgument(
+                "tp_size gives neighbouring processes the same batches, which streams and dispatch_batches do not: "
+                "give a dataset with a length, without dispatch_batches."
+            )
         return PreparedDataLoader.from_loader(
             loader,
             self.args.device,
             seed=self.args.data_seed,
             config=self._accelerator_config,
-            share=Share(self.args.process_index, self.args.world_size),
-            messenger=messenger if self._prepares_training_data else None,
+            share=Share(processes.data_rank, processes.data_processes),
+            messenger=messenger if training else None,
         )
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler | None:
@@ -650,8 +670,8 @@ class Trainer:
             return None  # detection models: labels are lists of dicts
         count = sum(each.ne(-100).sum() for each in labels).to(device)
         if self._averages_tokens:
-            count = self.accelerator.gather(count).sum()
-        return count / 1  # float32, as in transformers, which divides by the parallel sizes
+            count = self._sum_over_data(count)
+        return count / 1  # float32, as in transformers
 
     def _counted_labels(self, batch: Any) -> Any:
         if "shift_labels" in batch:
@@ -801,7 +821,7 @@ class Trainer:
         ):
             raise UnsupportedArgument("\n".join(refused))
         if folder is not None:
-            if not self.is_fsdp_enabled:  # a sharded model loads its parts
+            if self._sharded_states is None:  # a sharded model loads its parts
                 self._load_from_checkpoint(folder)
             if self.args.auto_find_batch_size or self._engine.finds_batch_size:
                 state = TrainerState.load_from_json(os.path.join(folder, names.TRAINER_STATE_NAME))
@@ -980,6 +1000,7 @@ class Trainer:
             self.num_examples(dataloader) if sized else None,
             self._train_batch_size,
             self._engine.accumulation_at,
+            self.accelerator.processes.data_processes,
         )
 
     def _init_training_state(
@@ -1017,13 +1038,14 @@ class Trainer:
             return None
         progress = load_progress(folder, self.args.process_index, self.args.world_size)
         if progress is not None:
-            now = position_settings(self.args, schedule, self._train_batch_size)
+            processes = self.accelerator.processes.data_processes
+            now = position_settings(self.args, schedule, self._train_batch_size, processes)
             progress.adapt(now, skips_data=not self.args.ignore_data_skip)
         return progress
 
     def _prepare_model(self, resume_from_checkpoint: str | None = None) -> None:
         """Shard the model, if that is asked for, before there is an optimizer; and load it then."""
-        if not self.is_fsdp_enabled:
+        if self._sharded_states is None:
             return
         self.model = self.model_wrapped = self._engine.prepare(self.model)
         reshard(self.model)  # an evaluation may have gathered it
@@ -1180,7 +1202,9 @@ class Trainer:
             loss = first_output(outputs, inputs)
         takes_items = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
         if self._averages_tokens and takes_items and num_items_in_batch is not None:
-            loss = loss * self.args.world_size  # what the mean of the gradients over all processes divides by
+            loss = (
+                loss * self.accelerator.processes.data_processes
+            )  # what the mean of the gradients over all processes divides by
         return (loss, outputs) if return_outputs else loss
 
     def compute_loss_context_manager(self) -> contextlib.AbstractContextManager:
@@ -1195,7 +1219,7 @@ class Trainer:
         """Clip the gradients to `max_grad_norm`, or only measure them when it is 0; returns the norm before."""
         if self.args.max_grad_norm > 0:
             return self.accelerator.clip_grad_norm_(model.parameters(), self.args.max_grad_norm)
-        if self.is_fsdp_enabled:  # each process has a part of the gradients
+        if self._sharded_states is not None:  # each process has a part of the gradients
             return self.accelerator.clip_grad_norm_(model.parameters(), math.inf)
         return torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
 
@@ -1212,20 +1236,24 @@ class Trainer:
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
         """Count the input tokens of a micro-batch, of all processes, for the arguments that ask for it."""
         if legacy.value(self.args, "include_tokens_per_second") and "input_ids" in inputs:
-            self._tokens_in_run += inputs["input_ids"].numel() * self.args.world_size
+            self._tokens_in_run += inputs["input_ids"].numel() * self.accelerator.processes.data_processes
         how = str(self.args.include_num_input_tokens_seen)
         if how == "no":
             return
         main_input = getattr(self.model, "main_input_name", "input_ids")
         count = count_tokens(inputs, main_input, how, getattr(self.processing_class, "pad_token_id", None))
         if count is not None:
-            self.state.num_input_tokens_seen += int(self.accelerator.gather(count.to(self.args.device)).sum())
+            self.state.num_input_tokens_seen += int(self._sum_over_data(count))
+
+    def _sum_over_data(self, count: torch.Tensor) -> torch.Tensor:
+        """The sum over all processes of what each has counted in its batches."""
+        return self.accelerator.processes.gather(count.to(self.args.device), distinct=True).sum()
 
     def store_flos(self) -> None:
         """Add the operations counted since the last call to `state.total_flos`."""
         flos = self.current_flos
         if self.args.world_size > 1:  # in float32, as transformers adds them
-            flos = self.accelerator.gather(torch.tensor([flos], device=self.args.device)).sum().item()
+            flos = self._sum_over_data(torch.tensor([flos])).item()
         self.state.total_flos += flos
         self.current_flos = 0.0
 
@@ -1387,7 +1415,7 @@ class Trainer:
         if self._preparation_measured:  # by this pass; later ones only report it
             start_time += metrics.get(f"{prefix}_model_preparation_time", 0)
             self._preparation_measured = False
-        steps = math.ceil(samples / (self.args.eval_batch_size * self.args.world_size))
+        steps = math.ceil(samples / (self.args.eval_batch_size * self.accelerator.processes.data_processes))
         return metrics | speed_metrics(prefix, start_time, num_samples=samples, num_steps=steps)
 
     def prediction_loop(
@@ -1464,6 +1492,10 @@ class Trainer:
         self, dataloader: DataLoader, predict: Callable[..., Any], prefix: str, predicting: bool
     ) -> EvaluationPass:
         """What Lightning's loop is to drive."""
+        processes = self.accelerator.processes
+        metrics = as_metrics(self.compute_metrics, by_batch=self.args.batch_eval_metrics)
+        if isinstance(metrics, TorchMetrics) and processes.tp_size > 1:
+            metrics.gather_by(processes.distinct_parts)
         return EvaluationPass(
             args=self.args,
             dataloader=dataloader,
@@ -1472,9 +1504,9 @@ class Trainer:
             announce_batch=self._announce_prediction_step,
             num_examples=self.num_examples,
             main_input=getattr(self.model, "main_input_name", "input_ids"),
-            metrics=as_metrics(self.compute_metrics, by_batch=self.args.batch_eval_metrics),
+            metrics=metrics,
             preprocess_logits=self.preprocess_logits_for_metrics,
-            gather=functools.partial(self.accelerator.processes.gather, objects=self.args.eval_use_gather_object),
+            gather=functools.partial(processes.gather, objects=self.args.eval_use_gather_object, distinct=True),
             prefix=prefix,
             returns_predictions=predicting,
             counts_last_batch_by_size=self.counts_last_batch_by_size,
@@ -1751,7 +1783,7 @@ class Trainer:
         self._load_weights(model if model is not None else self.model, resume_from_checkpoint)
 
     def _load_weights(self, model: nn.Module, folder: str) -> None:
-        if self.is_fsdp_enabled:
+        if self._sharded_states is not None:
             load_sharded_weights(model, folder, only_trained=peers.is_peft(self._bare_model))
         else:
             load_weights(model, folder)
@@ -1766,7 +1798,11 @@ class Trainer:
         """Load the optimizer's and the scheduler's state, if the checkpoint has them."""
         if checkpoint is not None:
             resume.load_optimizer_and_scheduler(
-                checkpoint, self.model, self._made_optimizer(), self.lr_scheduler, sharded=self.is_fsdp_enabled
+                checkpoint,
+                self.model,
+                self._made_optimizer(),
+                self.lr_scheduler,
+                sharded=self._sharded_states is not None,
             )
 
     def _load_rng_state(self, checkpoint: str | None) -> None:

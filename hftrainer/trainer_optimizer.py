@@ -44,13 +44,31 @@ def decay_parameter_names(model: nn.Module) -> list[str]:
 
 
 def parameter_groups(model: nn.Module, decayed: list[str], weight_decay: float) -> list[dict[str, Any]]:
-    """Two groups of the trainable parameters: with weight decay and without."""
+    """Two groups of the trainable parameters: with weight decay and without.
+
+    Of a model that only some layers of are split over processes each becomes several, by their device mesh: a fused
+    step cannot take tensors of different ones.
+    """
     names = set(decayed)
     trainable = [(name in names, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    return [
+    groups: list[dict[str, Any]] = [
         {"params": [parameter for decays, parameter in trainable if decays], "weight_decay": weight_decay},
         {"params": [parameter for decays, parameter in trainable if not decays], "weight_decay": 0.0},
     ]
+    meshes = list(dict.fromkeys(_mesh_of(parameter) for _, parameter in trainable))
+    if len(meshes) < 2:
+        return groups
+    split = [
+        {**group, "params": [parameter for parameter in group["params"] if _mesh_of(parameter) == mesh]}
+        for group in groups
+        for mesh in meshes
+    ]
+    return [group for group in split if group["params"]]
+
+
+def _mesh_of(parameter: nn.Parameter) -> Any:
+    """The processes that a parameter is spread over; None for a whole one."""
+    return getattr(parameter, "device_mesh", None)
 
 
 @dataclass

@@ -233,6 +233,8 @@ class TrainingArguments(
                 value = value.value
             elif field.name == "lightning_config" and isinstance(value, dict):
                 value = {key: item if _is_plain(item) else str(item) for key, item in value.items()}
+            elif field.name == "parallelism_config" and dataclasses.is_dataclass(value):
+                value = {name: size for name, size in vars(value).items() if name.endswith("_size")}
             elif isinstance(value, list):
                 value = [item.value if isinstance(item, enum.Enum) else item for item in value]
             if field.name.endswith("_token"):

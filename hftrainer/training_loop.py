@@ -429,7 +429,12 @@ class TrainingLoop:
         trainer = self.trainer
         begun = self.feed.window is not None
         return RunProgress(
-            settings=position_settings(trainer.args, self.schedule, trainer._train_batch_size),
+            settings=position_settings(
+                trainer.args,
+                self.schedule,
+                trainer._train_batch_size,
+                trainer.accelerator.processes.data_processes,
+            ),
             epoch=self.epoch if begun else None,
             position=self.feed.window.sample + 1 if self.feed.window is not None else self.position,
             epoch_ended=self._epoch_ended,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
 import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -10,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hftrainer_lightning.config import WrongConfig
 from hftrainer_lightning.fsdp_settings import FsdpPlugin
+from hftrainer_lightning.gradient_state import GradientState
 from hftrainer_lightning.plan import LightningPlan
 from hftrainer_lightning.processes import Processes
 
@@ -26,9 +30,11 @@ class EngineAccelerator:
         device: the device that training runs on.
         plan: what the arguments mean to Lightning.
         prepare_loader: prepares a `DataLoader` as the Trainer's own loaders are.
+        is_own: whether a model is the Trainer's, which training itself prepares.
 
     Attributes:
         sync_gradients: whether the micro-batch in hand ends an optimizer step.
+        gradient_state: the same, and how far the loader in hand is.
     """
 
     def __init__(
@@ -37,10 +43,14 @@ class EngineAccelerator:
         device: torch.device,
         plan: LightningPlan,
         prepare_loader: Callable[[torch.utils.data.DataLoader], Any],
+        is_own: Callable[[torch.nn.Module], bool],
     ) -> None:
         processes = plan.processes
         self._engine = engine
+        self._plan = plan
         self._prepare_loader = prepare_loader
+        self._is_own = is_own
+        self._triggered = False
         self._loaders: weakref.WeakSet[Any] = weakref.WeakSet()
         self.device = device
         self.mixed_precision = plan.mixed_precision
@@ -56,7 +66,13 @@ class EngineAccelerator:
             self.distributed_type = "FSDP"
         self.scaler = engine.scaler
         self.optimizer_step_was_skipped = False
-        self.parallelism_config = None
+        self.parallelism_config = plan.layout if plan.layout.total_size > 1 else None
+        self.is_fsdp2 = plan.sharding is not None and plan.sharding.version == 2
+        self.use_distributed = self.multi_device = processes.several
+        self.gradient_accumulation_steps = plan.accumulate_grad_batches
+        self.gradient_state = GradientState(
+            self._loaders, processes.data_processes, plan.accumulate_grad_batches, lambda: self.sync_gradients
+        )
         self.state = SimpleNamespace(
             deepspeed_plugin=None,
             fsdp_plugin=None if plan.sharding is None else FsdpPlugin(plan.sharding),
@@ -67,12 +83,14 @@ class EngineAccelerator:
             is_main_process=self.is_main_process,
             mixed_precision=plan.mixed_precision,
             distributed_type=self.distributed_type,
+            is_fsdp2=self.is_fsdp2,
+            use_distributed=processes.several,
         )
 
-    @property
-    def gradient_state(self) -> SimpleNamespace:
-        """`sync_gradients`, where accelerate also keeps it."""
-        return SimpleNamespace(sync_gradients=self.sync_gradients)
+    def __getattr__(self, name: str) -> Any:
+        """Names of accelerate that have their place elsewhere in the Trainer."""
+        instead = _ELSEWHERE.get(name)
+        raise AttributeError(f"accelerator.{name} is not there" + (f": {instead}." if instead else "."))
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Run backward, as the precision and strategy need it."""
@@ -99,16 +117,52 @@ class EngineAccelerator:
     def prepare_model(
         self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
-        """The model on the device, unless `device_placement` is False."""
-        return model if device_placement is False else model.to(self.device)
+        """The model on the device, and spread over the processes as the Trainer's own is.
+
+        Args:
+            model: the Trainer's model is only moved: training spreads it.
+            device_placement: False leaves the model where it is.
+            evaluation_mode: whether it is not trained, and needs no exchange of gradients.
+        """
+        if device_placement is not False:
+            model = model.to(self.device)
+        trained = any(parameter.requires_grad for parameter in model.parameters())
+        if evaluation_mode or not trained or not self.processes.several or self._is_own(model):
+            return model
+        if self._plan.sharding is not None:
+            from hftrainer_lightning import sharding
+
+            return sharding.shard(model, self._plan)
+        return torch.nn.parallel.DistributedDataParallel(model, **self._plan.ddp)
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
+        """The optimizer: it needs nothing, on any device."""
+        return optimizer
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """The scheduler: it needs nothing."""
+        return scheduler
 
     def unwrap_model(
         self, model: torch.nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> Any:
-        """The user's model; of a compiled one, the original unless `keep_torch_compile`."""
-        model = getattr(model, "_fsdp_wrapped_module", model)
-        original = getattr(model, "_orig_mod", None)
-        return original if original is not None and not keep_torch_compile else model
+        """The user's model, without what spreads it over processes.
+
+        Args:
+            model: wrapped or not.
+            keep_fp32_wrapper: False takes autocast off the `forward` of a model that is being trained.
+            keep_torch_compile: False gives the original of a compiled model.
+        """
+        compiled = model if hasattr(model, "_orig_mod") else None
+        bare: Any = model if compiled is None else compiled._orig_mod
+        while isinstance(bare, _WRAPPERS) or hasattr(bare, "_fsdp_wrapped_module"):
+            bare = bare.module
+        if not keep_fp32_wrapper and hasattr(bare.__dict__.get("forward"), "__wrapped__"):
+            del bare.forward
+        if compiled is None or not keep_torch_compile:
+            return bare
+        compiled._orig_mod = bare
+        return compiled
 
     def gather(self, tensor: Any) -> Any:
         """Tensors of all processes, concatenated in the first dimension."""
@@ -124,10 +178,21 @@ class EngineAccelerator:
         if any(loader.filler for loader in self._loaders):
             input_data = [] if use_gather_object else self.processes.without_rows(input_data)
         gather = self.processes.gather_objects if use_gather_object else self.processes.gather
-        return gather(input_data)
+        return gather(input_data, distinct=True)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Tensors of all processes, summed or averaged."""
+        """Tensors of all processes, reduced.
+
+        Args:
+            tensor: tensors in nested containers.
+            reduction: 'sum', 'mean', 'max' or 'none'.
+            scale: what accelerate multiplies by on TPUs, and nowhere else.
+
+        Raises:
+            WrongConfig: for a scale.
+        """
+        if scale != 1.0:
+            raise WrongConfig(f"reduce(scale={scale}) is for TPUs only: multiply the result instead.")
         return self.processes.reduce(tensor, reduction)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
@@ -170,6 +235,115 @@ class EngineAccelerator:
         """Decorate a function to run on the main process only; the others get None."""
         return function if self.is_main_process else _nothing
 
+    def on_last_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Decorate a function to run on the last process only; the others get None."""
+        return function if self.is_last_process else _nothing
+
+    def on_process(
+        self, function: Callable[..., Any] | None = None, process_index: int | None = None
+    ) -> Callable[..., Any]:
+        """Decorate a function to run on one process of all only, also as `@on_process(process_index=1)`."""
+        if function is None:
+            return functools.partial(self.on_process, process_index=process_index)
+        return function if self.process_index == process_index else _nothing
+
+    def on_local_process(
+        self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
+    ) -> Callable[..., Any]:
+        """Decorate a function to run on one process of each node only."""
+        if function is None:
+            return functools.partial(self.on_local_process, local_process_index=local_process_index)
+        return function if self.local_process_index == local_process_index else _nothing
+
+    @contextlib.contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """The part of this process in a sequence, tensor, or dict of them; the first processes get one more.
+
+        Args:
+            inputs: of the same length, in a dict.
+            apply_padding: repeat the last item, so that all parts are as long.
+
+        Raises:
+            ValueError: for a dict of different lengths.
+        """
+        parts = inputs.values() if isinstance(inputs, dict) else [inputs]
+        if len({len(part) for part in parts}) > 1:
+            raise ValueError("split_between_processes: all values of the dict must have the same length.")
+        if isinstance(inputs, dict):
+            yield {name: self.processes.part_of(part, apply_padding) for name, part in inputs.items()}
+        else:
+            yield self.processes.part_of(inputs, apply_padding)
+
+    def set_trigger(self) -> None:
+        """Let `check_trigger` return True in all processes, once."""
+        self._triggered = True
+
+    def check_trigger(self) -> bool:
+        """Whether any process has called `set_trigger` since the last check; all must ask."""
+        flag = self.processes.reduce(torch.tensor(int(self._triggered), device=self.device), "max")
+        self._triggered = self._triggered and not bool(flag)
+        return bool(flag)
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """A prepared loader whose next iteration passes over some batches, at its sampler if it has one."""
+        prepared = self.prepare_data_loader(dataloader)
+        prepared.skip_first(num_batches)
+        return prepared
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Nothing: with float16 the engine unscales them before they are clipped."""
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Clip each gradient.
+
+        Raises:
+            WrongConfig: for a sharded model, as in accelerate.
+        """
+        if self._engine.shards:
+            raise WrongConfig("clip_grad_value_ is not for sharded models: use clip_grad_norm_.")
+        torch.nn.utils.clip_grad_value_(parameters, clip_value)
+
+    def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
+        """Write an object, or tensors by name, on the main process.
+
+        Args:
+            obj: what `torch.save` takes, or with `safe_serialization` a dict of tensors.
+            f: the file.
+            safe_serialization: as safetensors.
+        """
+        if not self.is_main_process:
+            return
+        if safe_serialization:
+            from safetensors.torch import save_file
+
+            save_file(obj, f, metadata={"format": "pt"})
+        else:
+            torch.save(obj, f)
+
+    def save_model(
+        self,
+        model: torch.nn.Module,
+        save_directory: Any,
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Write a model's whole weights to a folder, on the main process; all must call it.
+
+        Args:
+            model: any model, sharded or not.
+            save_directory: the folder.
+            max_shard_size: size of a file, in bytes or as '10GB'.
+            safe_serialization: as safetensors; else as `torch.save` does.
+        """
+        from huggingface_hub import save_torch_state_dict
+
+        weights = self.get_state_dict(model)
+        if self.is_main_process:
+            os.makedirs(save_directory, exist_ok=True)
+            save_torch_state_dict(
+                weights, save_directory, max_shard_size=max_shard_size, safe_serialization=safe_serialization
+            )
+
     def on_local_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Decorate a function to run on each node's main process only; the others get None."""
         return function if self.is_local_main_process else _nothing
@@ -199,6 +373,26 @@ class EngineAccelerator:
         """Print on the main process of each node."""
         if self.is_local_main_process:
             print(*args, **kwargs)
+
+
+#: What spreads a model over processes or devices, besides FSDP1.
+_WRAPPERS = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
+_CHECKPOINTS = (
+    "checkpoints are the Trainer's: save_strategy writes them, and train(resume_from_checkpoint=...) reads them"
+)
+_TRACKING = "trackers are the Trainer's: report_to or Trainer(loggers=[...]) opens them, and Trainer.log writes to them"
+#: Names of accelerate → what to use instead.
+_ELSEWHERE = {
+    **dict.fromkeys(("save_state", "load_state", "save_iteration"), _CHECKPOINTS),
+    **dict.fromkeys(("register_save_state_pre_hook", "register_load_state_pre_hook"), "override _save_checkpoint"),
+    "register_for_checkpointing": "a callback that exports its state is saved with checkpoints",
+    **dict.fromkeys(("init_trackers", "get_tracker", "trackers", "log_with"), _TRACKING),
+    "profile": "use lightning_config={'profiler': ...}",
+    "join_uneven_inputs": "the Trainer's loaders give all processes as many batches",
+    "maybe_context_parallel": "context parallelism is not supported; use fsdp",
+    "trigger_sync_in_backward": "gradients are exchanged at the end of each accumulation window",
+    "lomo_backward": "optim='lomo' steps in accelerator.backward",
+}
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

@@ -20,7 +20,8 @@ from hftrainer_lightning.config import (
     wrong_keywords,
 )
 from hftrainer_lightning.environment import Place, can_start_again, find_place, wrong_place
-from hftrainer_lightning.fsdp_settings import read_fsdp
+from hftrainer_lightning.fsdp_settings import FsdpSettings, read_fsdp
+from hftrainer_lightning.layout import Layout, read_layout, wrong_layout
 from hftrainer_lightning.plan import LightningPlan
 from hftrainer_lightning.processes import Processes
 
@@ -65,6 +66,7 @@ TABLE: dict[str, Row] = {
         ddp_timeout="strategy: timeout",
         fsdp="strategy: FSDPStrategy or ModelParallelStrategy",
         fsdp_config="fsdp_settings: how the model is sharded",
+        parallelism_config="strategy: ModelParallelStrategy; FSDP2 by dp_shard_size, also without fsdp",
         ddp_find_unused_parameters="strategy: find_unused_parameters",
         ddp_bucket_cap_mb="strategy: bucket_cap_mb",
         ddp_broadcast_buffers="strategy: broadcast_buffers",
@@ -182,7 +184,6 @@ TABLE: dict[str, Row] = {
     ),
     **_planned(
         "leave it out",
-        "parallelism_config",
         "deepspeed",
     ),
 }
@@ -287,8 +288,13 @@ def row_of(args: TrainingArguments, field: dataclasses.Field[Any]) -> tuple[Row,
     return row, not _is_neutral(value, field.default)
 
 
-def unsupported(args: TrainingArguments) -> list[str]:
-    """A sentence for each argument that asks for what this release cannot do yet."""
+def unsupported(args: TrainingArguments, model: Any = None) -> list[str]:
+    """A sentence for each argument that asks for what this release cannot do yet.
+
+    Args:
+        args: the training arguments.
+        model: the model, if there is one yet: how it was loaded has to fit.
+    """
     found = []
     for field in dataclasses.fields(args):
         if field.name not in TABLE:
@@ -303,6 +309,8 @@ def unsupported(args: TrainingArguments) -> list[str]:
     try:
         found += wrong_keywords(read_config(_config(args)))
         found += _wrong_sharding(args)
+        layout = read_layout(args.parallelism_config, model)
+        found += wrong_layout(layout, read_fsdp(args.fsdp, args.fsdp_config), args.world_size)
     except WrongConfig as error:
         found.append(str(error))
     return found + misplaced(args)
@@ -360,9 +368,14 @@ def _precision(args: TrainingArguments) -> str:
     return {"bf16": "bf16-mixed", "fp16": "16-mixed"}.get(asked, "32-true")
 
 
-def make_plan(args: TrainingArguments) -> LightningPlan:
-    """The plan for these arguments."""
-    device = args.device
+def _sharding(args: TrainingArguments, layout: Layout) -> FsdpSettings | None:
+    """How the model is sharded; `dp_shard_size` asks for FSDP2 with what `fsdp_config` would begin with."""
+    return read_fsdp(args.fsdp, args.fsdp_config) or (FsdpSettings() if layout.shards else None)
+
+
+def make_plan(args: TrainingArguments, model: Any = None) -> LightningPlan:
+    """The plan for these arguments, and for a model that may have been split while it was loaded."""
+    device, layout = args.device, read_layout(args.parallelism_config, model)
     config = read_config(_config(args))
     precision = str(config.get("precision", _precision(args)))
     return LightningPlan(
@@ -372,13 +385,14 @@ def make_plan(args: TrainingArguments) -> LightningPlan:
         accumulate_grad_batches=args.gradient_accumulation_steps,
         deterministic=args.full_determinism,
         default_root_dir=str(args.output_dir),
-        processes=Processes.at(place_of(args)),
+        processes=Processes.at(place_of(args), layout.tp_size),
         process_group_backend=args.ddp_backend,
         timeout=args.ddp_timeout,
         ddp=MappingProxyType(
             {name: value for name in _DDP if (value := getattr(args, f"ddp_{name}", None)) is not None}
         ),
-        sharding=read_fsdp(args.fsdp, args.fsdp_config),
+        sharding=_sharding(args, layout),
+        layout=layout,
         async_checkpoint=config.get("async_checkpoint", False) or brings_async_checkpoints(config.get("plugins")),
         stop_on_save_error=config.get("on_save_error") == "stop",
         config=MappingProxyType(passed_on(config)),

@@ -25,6 +25,7 @@ from hftrainer_lightning import seams, tuning
 from hftrainer_lightning.environment import cluster_environment
 from hftrainer_lightning.events import EvaluationHost, TrainingHost, TuningHost
 from hftrainer_lightning.launching import Launched
+from hftrainer_lightning.layout import wrong_model
 from hftrainer_lightning.loggers import CallbackValues
 from hftrainer_lightning.module import HostedModule
 from hftrainer_lightning.plan import LightningPlan
@@ -146,12 +147,16 @@ class LightningEngine:
 
     @property
     def shards(self) -> bool:
-        """Whether models are sharded."""
-        return self.plan.sharding is not None
+        """Whether each process has a part of the model only."""
+        return self.plan.spreads_model
+
+    def misfit(self, model: torch.nn.Module) -> str | None:
+        """Why a model does not fit the layout of the processes, and how to load it; None when it does."""
+        return wrong_model(self.plan.layout, model)
 
     def prepare(self, model: torch.nn.Module) -> torch.nn.Module:
         """The model as it is trained: sharded, if that is asked for."""
-        if self.plan.sharding is None:
+        if not self.shards:
             return model
         from hftrainer_lightning import sharding  # of torch's, a second of imports
 

@@ -172,7 +172,7 @@ def _of_words(fsdp: Any) -> dict[str, Any]:
     allowed = (*STRATEGIES, "offload", "auto_wrap")
     for word in words:
         if word not in allowed:
-            raise WrongConfig(f"fsdp={fsdp!r}: {word!r} is unknown{_nearest(word, allowed)}")
+            raise WrongConfig(f"fsdp={fsdp!r}: {word!r} is unknown{nearest(word, allowed)}")
     chosen = [word for word in words if word in STRATEGIES]
     if len(chosen) > 1:
         raise WrongConfig(f"fsdp={fsdp!r}: {' and '.join(chosen)} are two strategies: give one of them.")
@@ -189,7 +189,7 @@ def _named(given: Mapping[str, Any], where: str) -> dict[str, Any]:
         bare = given_name.removeprefix("fsdp_")
         name = _ALIASES.get(bare, bare)
         if name not in known:
-            raise WrongConfig(f"{where}: {given_name!r} is no key of it{_nearest(bare, [*known, *_ALIASES])}")
+            raise WrongConfig(f"{where}: {given_name!r} is no key of it{nearest(bare, [*known, *_ALIASES])}")
         if name not in keys or bare == name:  # an alias does not win over the name itself
             keys[name] = value
     return keys
@@ -254,7 +254,7 @@ def _strategy_name(value: Any) -> str:
     if word.isdigit() and 1 <= int(word) <= len(STRATEGIES):
         return STRATEGIES[int(word) - 1]
     if word not in STRATEGIES:
-        raise WrongConfig(f"fsdp_config['reshard_after_forward']={value!r} is unknown{_nearest(word, STRATEGIES)}")
+        raise WrongConfig(f"fsdp_config['reshard_after_forward']={value!r} is unknown{nearest(word, STRATEGIES)}")
     return word
 
 
@@ -278,6 +278,7 @@ def _truth(name: str, value: Any) -> bool:
     return word in ("true", "1")
 
 
-def _nearest(word: str, allowed: Any) -> str:
+def nearest(word: str, allowed: Any) -> str:
+    """The end of a sentence about an unknown word: the one that was meant, or all that there are."""
     near = difflib.get_close_matches(word, list(allowed), n=1)
     return f"; did you mean {near[0]!r}?" if near else f": it may be {', '.join(sorted(allowed))}."

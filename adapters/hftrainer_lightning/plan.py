@@ -10,6 +10,7 @@ import torch
 
 if TYPE_CHECKING:
     from hftrainer_lightning.fsdp_settings import FsdpSettings
+    from hftrainer_lightning.layout import Layout
     from hftrainer_lightning.processes import Processes
 
 
@@ -29,6 +30,7 @@ class LightningPlan:
         timeout: seconds that a collective operation may take.
         ddp: keywords of `DistributedDataParallel` that were given.
         sharding: how the model is sharded; None for a replica in each process.
+        layout: how the processes share the model and the batches.
         async_checkpoint: whether checkpoints are written in the background.
         stop_on_save_error: whether training stops when a checkpoint cannot be written.
         config: further keywords of `lightning.Trainer`, from `lightning_config`; they win.
@@ -45,6 +47,7 @@ class LightningPlan:
     timeout: int
     ddp: Mapping[str, Any]
     sharding: FsdpSettings | None
+    layout: Layout
     async_checkpoint: bool
     stop_on_save_error: bool
     config: Mapping[str, Any]
@@ -59,6 +62,11 @@ class LightningPlan:
         """Whether the launcher shows each process its own GPU alone."""
         processes = self.processes
         return torch.device(self.device).index not in (None, processes.local_rank)
+
+    @property
+    def spreads_model(self) -> bool:
+        """Whether each process has a part of the model only."""
+        return self.sharding is not None or self.layout.tp_size > 1
 
     def trainer_keywords(self) -> dict[str, Any]:
         """Keywords of `lightning.Trainer` that follow from the arguments, as plain values."""

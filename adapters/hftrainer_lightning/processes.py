@@ -23,17 +23,33 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Processes(Place):
-    """The processes of a run, seen from one of them."""
+    """The processes of a run, seen from one of them.
+
+    Attributes:
+        tp_size: neighbouring processes that get the same batches, since they share each layer's computation.
+    """
+
+    tp_size: int = 1
 
     @classmethod
-    def at(cls, place: Place) -> Processes:
-        """The processes seen from a place."""
-        return cls(**vars(place))
+    def at(cls, place: Place, tp_size: int = 1) -> Processes:
+        """The processes seen from a place, in groups of `tp_size`."""
+        return cls(**vars(place), tp_size=tp_size)
 
     @property
     def several(self) -> bool:
         """Whether there are other processes."""
         return self.world_size > 1
+
+    @property
+    def data_rank(self) -> int:
+        """Number of this process's batches among those of all."""
+        return self.rank // self.tp_size
+
+    @property
+    def data_processes(self) -> int:
+        """In how many parts the batches are shared out."""
+        return self.world_size // self.tp_size
 
     def connect(
         self, device: torch.device, backend: str | None, timeout: timedelta, *, even_alone: bool = False
@@ -111,7 +127,7 @@ class Processes(Place):
             raise raised
         return item
 
-    def gather(self, data: Any, pad_index: int = -100, *, objects: bool = False) -> Any:
+    def gather(self, data: Any, pad_index: int = -100, *, objects: bool = False, distinct: bool = False) -> Any:
         """The rows of all processes for those of this one, in the order of the ranks.
 
         Args:
@@ -119,6 +135,7 @@ class Processes(Place):
                 processes may differ in `rows`, and in `length`, which is padded on the right.
             pad_index: what shorter rows are padded with.
             objects: take each list as a sequence of samples, which may be anything, and join the lists.
+            distinct: take one of those processes that have the same batches.
 
         Raises:
             TypeError: for other things than tensors, unless they are in lists and `objects` is set.
@@ -128,12 +145,18 @@ class Processes(Place):
 
         def gathered(leaf: Any) -> Any:
             if isinstance(leaf, list):
-                return self.gather_objects(leaf) if objects else self._gather_list(leaf, pad_index)
-            return _gathered(leaf, pad_index)
+                return self.gather_objects(leaf, distinct) if objects else self._gather_list(leaf, pad_index, distinct)
+            return _gathered(leaf, pad_index, self.tp_size if distinct else 1)
 
         return apply_to_collection(data, (list, *_LEAVES), gathered)
 
-    def _gather_list(self, items: list[Any], pad_index: int) -> list[Any]:
+    def distinct_parts(self, tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
+        """The tensors of all processes, of one of those that have the same batches; for torchmetrics."""
+        from torchmetrics.utilities.distributed import gather_all_tensors
+
+        return gather_all_tensors(tensor, group)[:: self.tp_size]
+
+    def _gather_list(self, items: list[Any], pad_index: int, distinct: bool) -> list[Any]:
         """A list of outputs, of the same length in every process; a list of samples would be mixed up."""
         lengths = set(self.gather_objects([len(items)]))
         if len(lengths) > 1 or any(isinstance(item, Mapping) for item in items):
@@ -141,39 +164,62 @@ class Processes(Place):
                 "Processes cannot gather a list with one item a sample as tensors: set eval_use_gather_object=True, "
                 "and eval_do_concat_batches=False to get a list of batches."
             )
-        return [self.gather(item, pad_index) for item in items]
+        return [self.gather(item, pad_index, distinct=distinct) for item in items]
 
     @staticmethod
     def without_rows(data: Any) -> Any:
         """The data without a single row."""
         return apply_to_collection(data, (torch.Tensor, np.ndarray), lambda rows: rows[:0] if rows.ndim else rows)
 
-    def gather_objects(self, items: Any) -> Any:
-        """The items of all processes' sequences in one list: anything that can be pickled."""
+    def gather_objects(self, items: Any, distinct: bool = False) -> Any:
+        """The items of all processes' sequences in one list, whatever can be pickled; `distinct` as in `gather`."""
         if not self.several:
             return items
         gathered: list[Any] = [None] * self.world_size
         distributed.all_gather_object(gathered, items)
-        return [item for part in gathered for item in part]
+        return [item for part in gathered[:: self.tp_size if distinct else 1] for item in part]
 
     def reduce(self, data: Any, reduction: str = "sum") -> Any:
-        """Tensors in nested containers, summed ('sum') or averaged ('mean') over all processes."""
+        """Tensors in nested containers, reduced over all processes: 'sum', 'mean', 'max', or 'none' for as they are.
+
+        Raises:
+            ValueError: for another reduction.
+        """
+        if reduction not in ("sum", "mean", "max", "none"):
+            raise ValueError(f"reduction={reduction!r}: it must be 'sum', 'mean', 'max' or 'none'.")
         if not self.several or reduction == "none":
             return data
-        divisor = self.world_size if reduction == "mean" else 1
-        return apply_to_collection(data, torch.Tensor, lambda tensor: _summed(tensor) / divisor)
+
+        def reduced(tensor: torch.Tensor) -> torch.Tensor:
+            result = tensor.clone()
+            distributed.all_reduce(result, distributed.ReduceOp.MAX if reduction == "max" else distributed.ReduceOp.SUM)
+            return result / self.world_size if reduction == "mean" else result
+
+        return apply_to_collection(data, torch.Tensor, reduced)
 
     def pad(self, data: Any, dim: int, pad_index: int, pad_first: bool) -> Any:
         """Tensors in nested containers, padded in one dimension to the longest of all processes."""
 
         def pad(tensor: torch.Tensor) -> torch.Tensor:
-            if dim >= tensor.ndim:
+            if not -tensor.ndim <= dim < tensor.ndim:
                 return tensor
             longest = torch.tensor(tensor.shape[dim], device=tensor.device)
             distributed.all_reduce(longest, op=distributed.ReduceOp.MAX)
-            return _padded(tensor, dim, int(longest), pad_index, pad_first)
+            return _padded(tensor, dim % tensor.ndim, int(longest), pad_index, pad_first)
 
         return apply_to_collection(data, torch.Tensor, pad) if self.several else data
+
+    def part_of(self, items: Any, padded: bool) -> Any:
+        """The part of this process in a sequence or tensor; the first get one more, unless all are padded."""
+        least, extra = divmod(len(items), self.world_size)
+        start = self.rank * least + min(self.rank, extra)
+        part = items[start : start + least + (self.rank < extra)]
+        missing = least + (extra > 0) - len(part) if padded else 0
+        if not missing:
+            return part
+        if isinstance(items, torch.Tensor):
+            return torch.cat([part, items[-1:].expand(missing, *items.shape[1:])])
+        return part + type(part)([items[-1]]) * missing
 
     @contextlib.contextmanager
     def in_turn(self, first: bool) -> Iterator[None]:
@@ -209,11 +255,11 @@ def _disconnect() -> None:
 _LEAVES = (torch.Tensor, np.ndarray, np.generic, str, bytes, bool, int, float, complex)
 
 
-def _gathered(leaf: Any, pad_index: int) -> Any:
+def _gathered(leaf: Any, pad_index: int, every: int) -> Any:
     from torchmetrics.utilities.distributed import gather_all_tensors  # seconds of imports, for several processes only
 
     if isinstance(leaf, np.ndarray):
-        return _gathered(torch.from_numpy(leaf), pad_index).cpu().numpy()
+        return _gathered(torch.from_numpy(leaf), pad_index, every).cpu().numpy()
     if not isinstance(leaf, torch.Tensor):
         raise TypeError(
             f"Processes can only gather tensors, got a {type(leaf).__name__}: put it into a list with one item a "
@@ -221,13 +267,7 @@ def _gathered(leaf: Any, pad_index: int) -> Any:
         )
     # NCCL takes what is on its GPU only.
     home = torch.device("cuda", torch.cuda.current_device()) if "nccl" in distributed.get_backend() else leaf.device
-    return _joined(gather_all_tensors(torch.atleast_1d(leaf.to(home))), pad_index).to(leaf.device)
-
-
-def _summed(tensor: torch.Tensor) -> torch.Tensor:
-    total = tensor.clone()
-    distributed.all_reduce(total)
-    return total
+    return _joined(gather_all_tensors(torch.atleast_1d(leaf.to(home)))[::every], pad_index).to(leaf.device)
 
 
 def _joined(parts: list[torch.Tensor], pad_index: int) -> torch.Tensor:

@@ -47,14 +47,13 @@ def shard(model: nn.Module, plan: LightningPlan) -> nn.Module:
 
     Args:
         model: on any device; with `cpu_ram_efficient_loading` only the first process needs its weights.
-        plan: whose `sharding` says how.
+        plan: whose `sharding` says how; None leaves a model with tensor parallelism alone as it was loaded.
 
     Raises:
         WrongConfig: for classes to wrap that the model does not have.
     """
     settings = plan.sharding
-    assert settings is not None
-    if is_sharded(model):
+    if settings is None or is_sharded(model):  # loaded in parts
         return model
     device = torch.device(plan.device)
     units = _units(model, settings)
@@ -72,7 +71,19 @@ def clip_grad_norm(model: Any, max_norm: float, norm_type: float = 2.0) -> torch
     """Clip the gradients of a sharded model, and return their norm before, over all processes."""
     if isinstance(model, FullyShardedDataParallel):
         return model.clip_grad_norm_(max_norm, norm_type)
-    norm: Any = nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type)
+    by_mesh: dict[Any, list[Any]] = {}  # torch cannot take the norm of tensors on different ones
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            by_mesh.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter)
+    norms = [_whole_norm([parameter.grad for parameter in group], norm_type) for group in by_mesh.values()]
+    total = norms[0] if len(norms) == 1 else nn.utils.get_total_norm(norms, norm_type)
+    for group in by_mesh.values():
+        nn.utils.clip_grads_with_norm_(group, max_norm, total)
+    return total
+
+
+def _whole_norm(gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor:
+    norm: Any = nn.utils.get_total_norm(gradients, norm_type)
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
 
@@ -82,6 +93,9 @@ def without_sync(model: Any) -> Iterator[None]:
     if isinstance(model, FullyShardedDataParallel):
         with model.no_sync():
             yield
+        return
+    if not isinstance(model, FSDPModule):  # tensor parallelism has gradients of the same batch only
+        yield
         return
     model.set_requires_gradient_sync(False)
     try:
@@ -104,18 +118,20 @@ def whole_parameters(model: Any) -> Iterator[None]:
 
 
 def mesh_of(plan: LightningPlan) -> DeviceMesh:
-    """The processes that share a model's parts: all, or with a hybrid strategy those of each node."""
-    kind, processes = torch.device(plan.device).type, plan.processes
+    """The processes that share a model's parts: all, those of a copy, or with a hybrid strategy those of each node."""
+    kind, processes, layout = torch.device(plan.device).type, plan.processes, plan.layout
     assert plan.sharding is not None
     if "hybrid" in plan.sharding.strategy:
         nodes = processes.world_size // processes.local_world_size
         return _made_mesh(kind, (nodes, processes.local_world_size))
+    if layout.dp_replicate_size > 1:
+        return _made_mesh(kind, (layout.dp_replicate_size, layout.dp_shard_size))
     return _made_mesh(kind, (processes.world_size,))
 
 
 @functools.cache
 def _made_mesh(kind: str, shape: tuple[int, ...]) -> DeviceMesh:
-    return init_device_mesh(kind, shape)
+    return init_device_mesh(kind, shape, mesh_dim_names=("dp_replicate", "dp_shard")[-len(shape) :])
 
 
 # ---- What is a unit -------------------------------------------------------------------------------------------------

@@ -147,13 +147,13 @@ class ShardedFirst(_Sharded, FSDPStrategy):
 
 
 class ShardedSecond(_Sharded, ModelParallelStrategy):
-    """A model sharded by FSDP2."""
+    """A model sharded by FSDP2, or split by tensor parallelism."""
 
     def __init__(self, plan: LightningPlan, precision: Precision) -> None:
         self.plan = plan
         super().__init__(
-            data_parallel_size=plan.processes.world_size,
-            tensor_parallel_size=1,
+            data_parallel_size=plan.processes.data_processes,
+            tensor_parallel_size=plan.processes.tp_size,
             save_distributed_checkpoint=False,
             process_group_backend=plan.process_group_backend,
             timeout=timedelta(seconds=plan.timeout),
@@ -176,8 +176,9 @@ def build_strategy(
         sync_each_batch: whether they average their gradients after each micro-batch, rather than once a step.
     """
     precision = precision_plugin(plan, scaler)
-    if plan.sharding is not None:
-        sharded = (ShardedFirst if plan.sharding.version == 1 else ShardedSecond)(plan, precision)
+    if plan.spreads_model:
+        first = plan.sharding is not None and plan.sharding.version == 1
+        sharded = (ShardedFirst if first else ShardedSecond)(plan, precision)
         sharded.sync_each_batch = sync_each_batch
         return sharded
     if plan.processes.several:

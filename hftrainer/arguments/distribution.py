@@ -18,7 +18,10 @@ class DistributionArguments:
         None,
         "How data reaches the processes: keys of `AcceleratorConfig`, as a dict or the path of a JSON file.",
     )
-    parallelism_config: Any = arg(None, "accelerate's `ParallelismConfig`.")
+    parallelism_config: Any = arg(
+        None,
+        "accelerate's `ParallelismConfig`, or a dict of its sizes, each a number of processes: `dp_shard_size`, ...",
+    )
     ddp_find_unused_parameters: bool | None = arg(None, "`find_unused_parameters` of DDP.")
     ddp_bucket_cap_mb: int | None = arg(None, "`bucket_cap_mb` of DDP, in MiB.")
     ddp_broadcast_buffers: bool | None = arg(None, "`broadcast_buffers` of DDP.")

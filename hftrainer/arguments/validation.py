@@ -31,6 +31,7 @@ JSON_FIELDS = (
     "activation_checkpointing_kwargs",
     "gradient_checkpointing_kwargs",
     "accelerator_config",
+    "parallelism_config",
     "fsdp_config",
     "deepspeed",
     "lightning_config",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import glob
 import logging
 import math
 import os
@@ -113,11 +114,21 @@ class RunProgress:
             self.data = None
 
 
-def position_settings(args: TrainingArguments, schedule: TrainingSchedule, batch_size: int) -> dict[str, Any]:
-    """What the place in the data depends on; the names are those of `_CHANGES`."""
+def position_settings(
+    args: TrainingArguments, schedule: TrainingSchedule, batch_size: int, processes: int
+) -> dict[str, Any]:
+    """What the place in the data depends on; the names are those of `_CHANGES`.
+
+    Args:
+        args: the training arguments.
+        schedule: of the run.
+        batch_size: samples in a micro-batch of one process.
+        processes: those with batches of their own.
+    """
     given = {name: getattr(args, name) for name in _CHANGES if hasattr(args, name)}
     return given | {
         "per_device_train_batch_size": batch_size,
+        "world_size": processes,
         "samples in the data": schedule.num_examples,
         "max_steps": schedule.max_steps,
         "train_sampling_strategy": str(args.train_sampling_strategy),
@@ -148,7 +159,7 @@ def load_progress(folder: str, process_index: int, world_size: int) -> RunProgre
     if not of_first:
         return None
     first = _read(of_first[0])
-    written = first.settings.get("world_size", 1)
+    written = max(1, len(glob.glob(os.path.join(glob.escape(folder), "progress_*.pt"))))
     if written == world_size:
         return first if process_index == 0 else _read(os.path.join(folder, names.progress_name(process_index, written)))
     others = [os.path.join(folder, names.progress_name(rank, written)) for rank in range(1, written)]

@@ -21,10 +21,11 @@ class ShardedStates:
     """What is gathered of a sharded model while a checkpoint is written.
 
     Args:
-        plugin: says whether checkpoints hold whole states or parts; that may change during a run.
+        plugin: says whether checkpoints hold whole states or parts; that may change during a run. None for whole
+            ones of a model that is sharded by tensor parallelism alone, whose weights nobody expects in a second file.
     """
 
-    def __init__(self, plugin: _Plugin) -> None:
+    def __init__(self, plugin: _Plugin | None) -> None:
         self._plugin = plugin
         self._states: dict[str, Any] = {}
         self._opened = False
@@ -32,7 +33,7 @@ class ShardedStates:
     @property
     def whole(self) -> bool:
         """Whether checkpoints hold whole states."""
-        return self._plugin.whole
+        return self._plugin is None or self._plugin.whole
 
     def gather(self, model: Any, optimizer: torch.optim.Optimizer | None) -> None:
         """Gather weights and, unless it is None, the optimizer's state; all processes must call it."""
@@ -51,6 +52,8 @@ class ShardedStates:
         """File name → contents, of the whole states that were gathered."""
         if self.whole:
             for kind, state in self._states.items():
+                if kind == "model" and self._plugin is None:
+                    continue
                 yield distributed.WHOLES[kind], state
 
     def write_parts(self, folder: str, processes: Any) -> None:

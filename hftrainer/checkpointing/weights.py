@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -36,13 +37,29 @@ def save_weights(
         safe: as safetensors; otherwise as `torch.save` does, in the files of v4.
     """
     if peers.is_pretrained(model) or peers.is_peft(model):
-        _save_pretrained(model, folder, state_dict, safe)
+        with _as_if_whole(model):
+            _save_pretrained(model, folder, state_dict, safe)
         return
     weights = dict(model.state_dict() if state_dict is None else state_dict)
     if safe:
         save_torch_state_dict(weights, folder, max_shard_size=MAX_SHARD_SIZE)
     else:
         torch.save(weights, os.path.join(folder, names.WEIGHTS_NAME))
+
+
+@contextlib.contextmanager
+def _as_if_whole(model: Any) -> Iterator[None]:
+    """Let a model that was loaded in parts write what has been gathered, without waiting for other processes."""
+    config: Any = getattr(model, "config", None)
+    loaded = getattr(config, "distributed_config", None)
+    if loaded is None:
+        yield
+        return
+    config.distributed_config = None
+    try:
+        yield
+    finally:
+        config.distributed_config = loaded
 
 
 def _save_pretrained(model: Any, folder: str, state_dict: dict[str, Any] | None, safe: bool) -> None:

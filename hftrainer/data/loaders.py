@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+#: Numbers the iterations of all loaders.
+_STARTS = itertools.count(1)
+
+
 class PreparedDataLoader(DataLoader):
     """A `DataLoader` on the training device, one batch ahead, in Hugging Face's order.
 
@@ -34,6 +39,7 @@ class PreparedDataLoader(DataLoader):
         at_end: whether the batch given last is the last.
         filler: whether the batch given last only keeps step with the other processes.
         log: told of what is read, in a loader that is trained on.
+        started: number of the iteration that goes on, among those of all loaders; 0 when there is none.
     """
 
     device: torch.device
@@ -46,6 +52,7 @@ class PreparedDataLoader(DataLoader):
     delivery: Delivery
     share: Share
     log: ReadingLog | None = None
+    started: int = 0
     _continued: tuple[dict[str, Any] | None, Callable[[], None]] | None = None
     _worker_states: Mapping[int, bytes] = MappingProxyType({})
     _worker_seed: torch.Tensor | None = None
@@ -175,6 +182,13 @@ class PreparedDataLoader(DataLoader):
         return self.batch_sampler.seen
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        self.started = next(_STARTS)
+        try:
+            yield from self._batches()
+        finally:
+            self.started = 0
+
+    def _batches(self) -> Iterator[Any]:
         self.set_epoch(self.iteration)
         self.at_end = False
         delivery = self.delivery

@@ -120,6 +120,11 @@ class TorchMetrics:
         self._first: Any = None
         self._drawn: dict[str, Any] = {}
 
+    def gather_by(self, parts: Callable[..., list[torch.Tensor]]) -> None:
+        """Gather states by a function like torchmetrics' own: a tensor → those of the processes that count."""
+        for metric in self.collection.values(copy_state=False):
+            metric.dist_sync_fn = parts
+
     def add_own(self, prediction: EvalPrediction, filler: bool) -> None:
         """Update with this process's batch, unless it is a filler."""
         if prediction.predictions is None or (self.adapter is None and prediction.label_ids is None):

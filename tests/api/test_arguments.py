@@ -96,6 +96,7 @@ def test_mapped_fields_change_the_plan():
         {"full_determinism": True},
         {"output_dir": "there"},
         {"lightning_config": {"detect_anomaly": True}},
+        {"parallelism_config": {"dp_shard_size": 2}},
     ):
         assert plan(**settings) != base
     assert {name for name, row in TABLE.items() if row.kind == "mapped"} == {
@@ -114,6 +115,7 @@ def test_mapped_fields_change_the_plan():
         "output_dir",
         "use_cpu",
         "lightning_config",
+        "parallelism_config",
     }
     with pytest.raises(dataclasses.FrozenInstanceError):
         base.device = "cuda:1"

@@ -14,6 +14,14 @@ OWN_FILES = {
 
 #: What must differ → why.
 DIFFERENCES = {
+    "parallelism_config with dp_shard_size, without fsdp": (
+        "accelerate makes replicas (DDP) of it, and shards with fsdp only; ours shards in both cases."
+    ),
+    "tensor parallelism": (
+        "Processes with the same batches count once: in the rows that compute_metrics gets, in num_input_tokens_seen "
+        "and in total_flos; transformers counts each. It also runs on the CPU, where accelerate refuses to. The "
+        "optimizer's whole state is in optimizer.bin."
+    ),
     "hftrainer_manifest.json and lightning_callbacks.pt in a checkpoint": (
         "Sizes and checksums of all files, by which a damaged checkpoint is known; and what Lightning's callbacks have "
         "kept, if there are any. transformers ignores both."

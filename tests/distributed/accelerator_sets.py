@@ -1,0 +1,142 @@
+"""Uses the names of accelerate in two processes, and lets them disagree on arguments: what was found, by rank.
+
+python accelerator_sets.py FOLDER
+"""
+
+import contextlib
+import io
+import os
+import pickle
+import sys
+from pathlib import Path
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from hftrainer import Trainer, TrainingArguments
+from tests.distributed.shard_sets import without_dropout
+from tests.tiny import make_plain, plain_data
+
+RANK = int(os.environ["RANK"])
+
+
+def make_trainer(folder, kind=Trainer, **settings):
+    defaults = {"output_dir": str(folder / "out"), "use_cpu": True, "disable_tqdm": True, "report_to": "none"}
+    args = TrainingArguments(**{**defaults, "max_steps": 1, "save_strategy": "no", **settings})
+    return kind(without_dropout(make_plain)(), args, train_dataset=plain_data(10), eval_dataset=plain_data(5))
+
+
+def refusal(call, *arguments, **keywords):
+    try:
+        call(*arguments, **keywords)
+    except (AttributeError, ValueError) as error:
+        return str(error)
+    return None
+
+
+class Unsynced(Trainer):
+    """Its gradients stay with each process in the first backward pass, and are exchanged in the second."""
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        weight = self.model.layers[0].weight
+        with self.accelerator.no_sync(model):
+            loss = self.compute_loss(model, inputs)
+            self.accelerator.backward(loss)
+        self.own = weight.grad.clone()
+        loss = self.compute_loss(model, inputs)
+        self.accelerator.backward(loss)
+        self.exchanged = weight.grad.clone()
+        return loss.detach()
+
+
+def collectives(trainer):
+    accelerator, value = trainer.accelerator, torch.tensor([1.0 + RANK, 5.0 - RANK])
+    shorter = torch.ones(2, 2 + RANK)
+    yield "reduce", {how: accelerator.reduce(value, how).tolist() for how in ("sum", "mean", "max", "none")}
+    yield "scale", refusal(accelerator.reduce, value, scale=2.0)
+    yield "unknown", refusal(accelerator.reduce, value, "min")
+    yield "padded", accelerator.pad_across_processes(shorter, dim=-1, pad_index=7).tolist()
+    yield "padded first", accelerator.pad_across_processes(shorter, dim=1, pad_first=True).tolist()
+    yield "gather", accelerator.gather({"a": value})["a"].tolist()
+    for name, items in (("list", list("abc")), ("tensor", torch.arange(3)), ("dict", {"x": [1, 2, 3]})):
+        for padded in (False, True):
+            with accelerator.split_between_processes(items, apply_padding=padded) as part:
+                yield f"split {name} {padded}", part.tolist() if isinstance(part, torch.Tensor) else part
+    checks = [accelerator.check_trigger()]
+    if RANK == 1:
+        accelerator.set_trigger()
+    yield "trigger", [*checks, accelerator.check_trigger(), accelerator.check_trigger()]
+
+
+def processes(trainer, folder):
+    accelerator = trainer.accelerator
+    decorators = {
+        "main": accelerator.on_main_process,
+        "last": accelerator.on_last_process,
+        "second": accelerator.on_process(process_index=1),
+        "local": accelerator.on_local_process(local_process_index=0),
+    }
+    yield "ran", {name: decorate(lambda: "ran")() for name, decorate in decorators.items()}
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        accelerator.print("said")
+    yield "printed", printed.getvalue()
+    accelerator.save({"a": torch.ones(1)}, folder / "saved.pt")
+    accelerator.save({"a": torch.ones(1)}, folder / "saved.safetensors", safe_serialization=True)
+    accelerator.save_model(trainer.model, folder / "model")
+    accelerator.wait_for_everyone()
+    yield "files", sorted(path.name for path in [*folder.glob("saved.*"), *(folder / "model").glob("*")])
+    yield "elsewhere", refusal(lambda: accelerator.save_state("x"))
+    yield "unheard of", refusal(lambda: accelerator.make_coffee())
+
+
+def models(trainer):
+    accelerator, own, other = trainer.accelerator, trainer.model, make_plain()
+    yield "own", accelerator.prepare(own) is own
+    prepared = accelerator.prepare(other)
+    yield "wrapped", isinstance(prepared, DistributedDataParallel)
+    yield "not trained", accelerator.prepare_model(make_plain(), evaluation_mode=True).__class__.__name__
+    yield "unwrapped", accelerator.unwrap_model(prepared) is other
+    compiled = torch.compile(prepared)
+    yield "compiled", accelerator.unwrap_model(compiled, keep_torch_compile=False) is other
+    kept = accelerator.unwrap_model(compiled)
+    yield "kept", kept is compiled and kept._orig_mod is other
+
+
+def loaders(trainer):
+    accelerator, state = trainer.accelerator, trainer.accelerator.gradient_state
+    yield "outside", [state.in_dataloader, state.end_of_dataloader, state.remainder]
+    loader = accelerator.prepare(torch.utils.data.DataLoader(plain_data(7), batch_size=2))
+    yield "within", [(state.end_of_dataloader, state.remainder) for _ in loader]
+    yield "after", state.in_dataloader
+    skipped = accelerator.skip_first_batches(loader, 1)
+    yield "skipped", [len(batch["x"]) for batch in skipped]
+
+
+def disagreements(folder):
+    cases = {
+        "same": {},
+        "own": {"output_dir": str(folder / f"out{RANK}"), "dataloader_num_workers": RANK},
+        "rate and seed": {"learning_rate": 1e-3 * (RANK + 1), "seed": 7 + RANK},
+    }
+    for name, settings in cases.items():
+        yield name, refusal(make_trainer, folder, **settings)
+
+
+def main(folder):
+    torch.set_num_threads(1)
+    trainer = make_trainer(folder)
+    found = {
+        **dict(collectives(trainer)),
+        **dict(processes(trainer, folder)),
+        **dict(models(trainer)),
+        **dict(loaders(trainer)),
+        "disagree": dict(disagreements(folder)),
+    }
+    unsynced = make_trainer(folder, Unsynced, ddp_find_unused_parameters=False)
+    unsynced.train()
+    found["no_sync"] = {"own": unsynced.own, "exchanged": unsynced.exchanged}
+    (folder / f"{RANK}.pkl").write_bytes(pickle.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

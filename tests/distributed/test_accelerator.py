@@ -1,0 +1,91 @@
+"""The names of accelerate in two processes, and arguments on which processes disagree."""
+
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+
+from hftrainer.agreement import OWN
+from hftrainer.training_args_seq2seq import Seq2SeqTrainingArguments
+from tests.distributed.test_evaluation import TORCHRUN, python
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What `accelerator_sets.py` wrote, by rank."""
+    folder = tmp_path_factory.mktemp("accelerator")
+    run = python(*TORCHRUN, str(Path(__file__).with_name("accelerator_sets.py")), str(folder))
+    assert run.returncode == 0, run.stderr[-3000:]
+    return [pickle.loads((folder / f"{rank}.pkl").read_bytes()) for rank in range(2)]
+
+
+#: What both processes find.
+BOTH = {
+    "scale": "reduce(scale=2.0) is for TPUs only: multiply the result instead.",
+    "unknown": "reduction='min': it must be 'sum', 'mean', 'max' or 'none'.",
+    "gather": [1.0, 5.0, 2.0, 4.0],
+    "trigger": [False, True, False],
+    "files": ["model.safetensors", "saved.pt", "saved.safetensors"],
+    "unheard of": "accelerator.make_coffee is not there.",
+    **dict.fromkeys(("own", "wrapped", "unwrapped", "compiled", "kept"), True),
+    "not trained": "Plain",
+    "outside": [False, False, -1],
+    "within": [(False, 3), (True, 3)],
+    "after": False,
+}
+#: What each finds.
+EACH = {
+    "padded": ([[1, 1, 7], [1, 1, 7]], [[1, 1, 1], [1, 1, 1]]),
+    "padded first": ([[0, 1, 1], [0, 1, 1]], [[1, 1, 1], [1, 1, 1]]),
+    "split list False": (["a", "b"], ["c"]),
+    "split list True": (["a", "b"], ["c", "c"]),
+    "split tensor False": ([0, 1], [2]),
+    "split tensor True": ([0, 1], [2, 2]),
+    "split dict False": ({"x": [1, 2]}, {"x": [3]}),
+    "split dict True": ({"x": [1, 2]}, {"x": [3, 3]}),
+    "ran": (
+        {"main": "ran", "last": None, "second": None, "local": "ran"},
+        {"main": None, "last": "ran", "second": "ran", "local": None},
+    ),
+    "printed": ("said\n", ""),
+    "skipped": ([2], [1]),
+}
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_in_both(found, name):
+    assert [of_rank[name] for of_rank in found] == [BOTH[name]] * 2
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_in_each(found, name):
+    assert tuple(of_rank[name] for of_rank in found) == EACH[name]
+
+
+def test_reduce(found):
+    for of_rank, own in zip(found, ([1, 5], [2, 4]), strict=True):
+        assert of_rank["reduce"] == {"sum": [3, 9], "mean": [1.5, 4.5], "max": [2, 5], "none": own}
+
+
+def test_names_that_are_elsewhere_say_where(found):
+    assert "train(resume_from_checkpoint=...)" in found[0]["elsewhere"]
+
+
+def test_no_sync_in_a_training_step(found):
+    first, second = (of_rank["no_sync"] for of_rank in found)
+    assert not torch.equal(first["own"], second["own"])
+    assert torch.equal(first["exchanged"], second["exchanged"])
+    torch.testing.assert_close(first["exchanged"], first["own"] + second["own"])  # twice their mean
+
+
+def test_processes_that_disagree(found):
+    for of_rank in found:
+        said = of_rank["disagree"]
+        assert said["same"] is said["own"] is None
+        assert "learning_rate is 0.001 in rank 0; 0.002 in rank 1." in said["rate and seed"]
+        assert "seed is 7 in rank 0; 8 in rank 1." in said["rate and seed"]
+
+
+def test_arguments_that_may_differ_are_there():
+    assert OWN.keys() <= Seq2SeqTrainingArguments.__dataclass_fields__.keys()
