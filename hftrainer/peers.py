@@ -33,7 +33,7 @@ def is_torchmetric(value: Any) -> bool:
 
 def is_causal_lm(model: Any) -> bool:
     """Whether `model` is one of transformers' causal language models, by the name of its class."""
-    return "transformers" in sys.modules and type(model).__name__ in _causal_lm_names()
+    return "transformers" in sys.modules and type(model).__name__.removeprefix("FSDP") in _causal_lm_names()
 
 
 @functools.lru_cache(maxsize=1)

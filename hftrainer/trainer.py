@@ -27,7 +27,7 @@ from hftrainer.arguments import legacy
 from hftrainer.arguments.accelerator_config import AcceleratorConfig
 from hftrainer.arguments.validation import problems, wrong_accelerator_config
 from hftrainer.checkpointing import names, resume, staging
-from hftrainer.checkpointing.distributed import reshard
+from hftrainer.checkpointing.distributed import reshard, share_buffers
 from hftrainer.checkpointing.folders import keep_only, rotate_checkpoints
 from hftrainer.checkpointing.lightning_file import unpack
 from hftrainer.checkpointing.manifest import damage
@@ -252,7 +252,7 @@ class Trainer:
         """Build the engine from the arguments, and `self.accelerator` over it."""
         from hftrainer_lightning.arguments import make_plan, overridden, place_of, unsupported
 
-        found = unsupported(self.args, self.model)
+        found = unsupported(self.args, self.model, own_optimizer=self.optimizer is not None)
         if found:
             raise UnsupportedArgument("\n".join(found))
         for sentence in overridden(self.args):
@@ -273,7 +273,7 @@ class Trainer:
             in_background=plan.async_checkpoint, stop_on_error=plan.stop_on_save_error
         )
         plan.processes.connect(
-            self.args.device, self.args.ddp_backend, self.args.ddp_timeout_delta, even_alone=plan.spreads_model
+            self.args.device, plan.process_group_backend, self.args.ddp_timeout_delta, even_alone=plan.spreads_model
         )
         check_agreement(self.args, plan.processes)
         self._engine = LightningEngine(
@@ -608,7 +608,7 @@ class Trainer:
 
     def _set_signature_columns_if_needed(self) -> None:
         if self._signature_columns is None:
-            self._signature_columns = columns.signature_columns(self.model, self.label_names)
+            self._signature_columns = columns.signature_columns(self._bare_model, self.label_names)
 
     def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
         """The dataset without the columns that the model does not take."""
@@ -1047,7 +1047,9 @@ class Trainer:
         """Shard the model, if that is asked for, before there is an optimizer; and load it then."""
         if self._sharded_states is None:
             return
+        per_token = self._count_flos_per_token(self.model)  # of the whole model
         self.model = self.model_wrapped = self._engine.prepare(self.model)
+        self._flos_per_token = (self.model, per_token)
         reshard(self.model)  # an evaluation may have gathered it
         if resume_from_checkpoint is not None:
             self._load_from_checkpoint(resume_from_checkpoint)
@@ -1096,6 +1098,7 @@ class Trainer:
         metrics["train_loss"] = train_loss
         self._memory_tracker.stop_and_update_metrics(metrics)
         self.log(metrics)
+        self._wait_for_checkpoint()
         self._checkpoint_writer.close()
         best = self.state.best_model_checkpoint
         if self.args.load_best_model_at_end and best is not None:
@@ -1227,11 +1230,14 @@ class Trainer:
         """Floating-point operations of forward and backward on a batch: 6 per token and parameter; 0 if unknown."""
         model = self.model
         main_input = getattr(model, "main_input_name", "input_ids")
-        if main_input not in inputs or not hasattr(model, "num_parameters"):
-            return 0
+        return inputs[main_input].numel() * self._count_flos_per_token(model) if main_input in inputs else 0
+
+    def _count_flos_per_token(self, model: Any) -> int:
+        """Floating-point operations of forward and backward on a token; counted once for each model."""
         if self._flos_per_token is None or self._flos_per_token[0] is not model:
-            self._flos_per_token = (model, 6 * model.num_parameters(exclude_embeddings=True))  # type: ignore[operator]
-        return inputs[main_input].numel() * self._flos_per_token[1]
+            count = model.num_parameters(exclude_embeddings=True) if hasattr(model, "num_parameters") else 0
+            self._flos_per_token = (model, 6 * count)
+        return self._flos_per_token[1]
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
         """Count the input tokens of a micro-batch, of all processes, for the arguments that ask for it."""
@@ -1478,6 +1484,8 @@ class Trainer:
     def _prepare_for_evaluation(self, dataloader: DataLoader) -> None:
         """Model and optimizer in evaluation mode; the weights in half precision where the arguments ask for it."""
         self._prepare_model()
+        if self._sharded_states is not None:
+            share_buffers(self.model)
         if self._engine.trainer is None and not self.is_in_train:
             self.model_preparation_time = math.nan  # this evaluation measures it, and all later ones report it
         if not self.is_in_train and (self.args.fp16_full_eval or self.args.bf16_full_eval):
@@ -1649,7 +1657,7 @@ class Trainer:
         A storage that fails (full, read-only) costs the checkpoint and not the run, which is said.
         """
         self.store_flos()
-        self._checkpoint_writer.wait()
+        self._wait_for_checkpoint()
         run_dir, earlier_best = self._get_output_dir(trial), self.state.best_model_checkpoint
         best = os.path.join(run_dir, f"{names.PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}")
         there = self.accelerator.processes.from_main(lambda: os.path.isdir(best))
@@ -1722,17 +1730,28 @@ class Trainer:
                 torch.save(state, os.path.join(folder, name))
             if kept:
                 self._checkpoint_writer.save(kept, os.path.join(folder, names.LIGHTNING_CALLBACKS_NAME))
+        elif self._sharded_states is not None and peers.is_peft(self._bare_model):  # which can load no adapters
+            self._save_whole_states(folder)
         self.state.stateful_callbacks = export_states(self._stateful_callbacks())
         self.state.save_to_json(os.path.join(folder, names.TRAINER_STATE_NAME))
 
+    def _wait_for_checkpoint(self) -> None:
+        """Wait for a checkpoint in the background; all processes know then alike whether it is there."""
+        writer, from_main = self._checkpoint_writer, self.accelerator.processes.from_main
+        if not writer.in_background:
+            return
+        from_main(writer.wait)
+        best = self.state.best_model_checkpoint
+        writer.failed, self.state.best_model_checkpoint = from_main(lambda: (writer.failed, best))
+
     def _save_if_needed(self, trial: Any) -> None:
         """Write a checkpoint of this step unless there is one, and wait until it is on the disk."""
-        self._checkpoint_writer.wait()
+        self._wait_for_checkpoint()
         if self._last_saved_step != self.state.global_step or self._checkpoint_writer.failed:
             self._save_checkpoint(self.model_wrapped, trial)
             self._last_saved_step = self.state.global_step
             self._announce_save()
-        self._checkpoint_writer.wait()
+        self._wait_for_checkpoint()
 
     def _saves_on_interrupt(self) -> bool:
         asked = getattr(self.args, "save_on_interrupt", True) or self.args.enable_jit_checkpoint
@@ -1755,9 +1774,13 @@ class Trainer:
         if self._sharded_states is None:
             write(self._made_optimizer().state_dict(), os.path.join(output_dir, names.OPTIMIZER_NAME))
         else:
-            for name, state in self._sharded_states.whole_files():
-                write(state, os.path.join(output_dir, name))
+            self._save_whole_states(output_dir)
         write(self.lr_scheduler.state_dict(), os.path.join(output_dir, names.SCHEDULER_NAME))
+
+    def _save_whole_states(self, output_dir: str) -> None:
+        assert self._sharded_states is not None
+        for name, state in self._sharded_states.whole_files():
+            self._checkpoint_writer.save(state, os.path.join(output_dir, name))
 
     def _save_scaler(self, output_dir: str) -> None:
         """Write the scale of the loss, with fp16."""

@@ -24,6 +24,7 @@ from hftrainer_lightning.fsdp_settings import FsdpSettings, read_fsdp
 from hftrainer_lightning.layout import Layout, read_layout, wrong_layout
 from hftrainer_lightning.plan import LightningPlan
 from hftrainer_lightning.processes import Processes
+from hftrainer_lightning.sharding_limits import limits
 
 if TYPE_CHECKING:
     from hftrainer.training_args import TrainingArguments
@@ -288,12 +289,13 @@ def row_of(args: TrainingArguments, field: dataclasses.Field[Any]) -> tuple[Row,
     return row, not _is_neutral(value, field.default)
 
 
-def unsupported(args: TrainingArguments, model: Any = None) -> list[str]:
+def unsupported(args: TrainingArguments, model: Any = None, *, own_optimizer: bool = False) -> list[str]:
     """A sentence for each argument that asks for what this release cannot do yet.
 
     Args:
         args: the training arguments.
         model: the model, if there is one yet: how it was loaded has to fit.
+        own_optimizer: whether the script has made the optimizer.
     """
     found = []
     for field in dataclasses.fields(args):
@@ -308,7 +310,7 @@ def unsupported(args: TrainingArguments, model: Any = None) -> list[str]:
             found.append(f"The launcher asks for {name}={value}, which is not supported yet: launch without it.")
     try:
         found += wrong_keywords(read_config(_config(args)))
-        found += _wrong_sharding(args)
+        found += _wrong_sharding(args, own_optimizer)
         layout = read_layout(args.parallelism_config, model)
         found += wrong_layout(layout, read_fsdp(args.fsdp, args.fsdp_config), args.world_size)
     except WrongConfig as error:
@@ -331,27 +333,12 @@ def _config(args: TrainingArguments) -> Any:
     return getattr(args, "lightning_config", None)
 
 
-def _wrong_sharding(args: TrainingArguments) -> list[str]:
-    """A sentence for each way in which the model cannot be sharded as it is asked for."""
+def _wrong_sharding(args: TrainingArguments, own_optimizer: bool) -> list[str]:
     settings = read_fsdp(args.fsdp, args.fsdp_config)
     if settings is None:
         return []
-    asked, found = f"fsdp={args.fsdp!r}" if args.fsdp else "ACCELERATE_USE_FSDP=true", []
-    if args.deepspeed:
-        found.append("fsdp and deepspeed both shard the model: give one of them.")
-    if args.world_size == 1 and place_of(args).launcher == "lightning":
-        found.append(
-            f"{asked} shards the model over processes, and there is one: start the script with torchrun, accelerate "
-            "launch or python -m hftrainer run --nproc N, or give lightning_config={'devices': N}."
-        )
-    if settings.state_dict_type != "FULL_STATE_DICT" and read_config(_config(args)).get("async_checkpoint"):
-        found.append(
-            "lightning_config['async_checkpoint']=True writes from one process, and fsdp_config['state_dict_type']="
-            "'SHARDED_STATE_DICT' from all: leave one of them out."
-        )
-    if "hybrid" in settings.strategy and args.world_size == 1 and not found:
-        found.append(f"fsdp={settings.strategy!r} needs at least two processes, and there is one: use 'full_shard'.")
-    return found
+    launched = place_of(args).launcher != "lightning"
+    return list(limits(args, settings, read_config(_config(args)), launched=launched, own_optimizer=own_optimizer))
 
 
 def _is_neutral(value: Any, default: Any) -> bool:
@@ -373,9 +360,16 @@ def _sharding(args: TrainingArguments, layout: Layout) -> FsdpSettings | None:
     return read_fsdp(args.fsdp, args.fsdp_config) or (FsdpSettings() if layout.shards else None)
 
 
+def _backend(args: TrainingArguments, device: torch.device, sharding: FsdpSettings | None) -> str | None:
+    """How processes communicate; parameters that are kept in the host's memory are clipped there too."""
+    offloads = sharding is not None and sharding.cpu_offload and device.type == "cuda"
+    return "cpu:gloo,cuda:nccl" if offloads and args.ddp_backend is None else args.ddp_backend
+
+
 def make_plan(args: TrainingArguments, model: Any = None) -> LightningPlan:
     """The plan for these arguments, and for a model that may have been split while it was loaded."""
     device, layout = args.device, read_layout(args.parallelism_config, model)
+    sharding = _sharding(args, layout)
     config = read_config(_config(args))
     precision = str(config.get("precision", _precision(args)))
     return LightningPlan(
@@ -386,12 +380,12 @@ def make_plan(args: TrainingArguments, model: Any = None) -> LightningPlan:
         deterministic=args.full_determinism,
         default_root_dir=str(args.output_dir),
         processes=Processes.at(place_of(args), layout.tp_size),
-        process_group_backend=args.ddp_backend,
+        process_group_backend=_backend(args, device, sharding),
         timeout=args.ddp_timeout,
         ddp=MappingProxyType(
             {name: value for name in _DDP if (value := getattr(args, f"ddp_{name}", None)) is not None}
         ),
-        sharding=_sharding(args, layout),
+        sharding=sharding,
         layout=layout,
         async_checkpoint=config.get("async_checkpoint", False) or brings_async_checkpoints(config.get("plugins")),
         stop_on_save_error=config.get("on_save_error") == "stop",
@@ -411,6 +405,10 @@ def overridden(args: TrainingArguments) -> list[str]:
     gpus = torch.cuda.device_count() if args.device.type == "cuda" and "devices" not in config else 1
     if gpus > place_of(args).world_size == 1 and not can_start_again():
         found.append(f"One of {gpus} GPUs is used: the others need a script, or a launcher, to start processes.")
+    if args.fsdp_config and not args.fsdp:
+        found.append("fsdp_config changes nothing without fsdp=True.")
+    if args.fsdp and (given := [f"ddp_{name}" for name in _DDP if getattr(args, f"ddp_{name}", None) is not None]):
+        found.append(f"{' and '.join(given)} change nothing with fsdp: there are no replicas.")
     return found + [
         f"lightning_config[{name!r}]={config[name]!r} overrides {argument}={getattr(args, argument)!r}."
         for name, arguments in ALSO_SET_BY.items()

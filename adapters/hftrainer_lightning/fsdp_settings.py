@@ -144,6 +144,8 @@ def read_fsdp(fsdp: Any, fsdp_config: Any, environment: Mapping[str, str] = os.e
         return _settings(keys)
     keys = _named(_read(fsdp_config), "fsdp_config")
     for name, value in _of_words(fsdp).items():
+        if name == "reshard_after_forward" and _strategy_name(keys.get(name, value)) != value:
+            raise WrongConfig(f"fsdp={fsdp!r} and fsdp_config[{name!r}]={keys[name]!r} are two strategies: give one.")
         keys.setdefault(name, value)
     return _settings(keys)
 

@@ -111,14 +111,14 @@ def _to_float32(outputs: Any) -> Any:
 class _ShardedScaler(ShardedGradScaler):
     """Leaves a step out in all processes when the gradients of one are infinite.
 
-    Whether they are is a tensor of shape `(1,)` in torch's, which its own fused optimizers do not take.
+    torch adds up in how many they are, in a tensor of shape `(1,)`; its fused optimizers take 0 or 1 of shape `()`.
     """
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients by the scale, and find out whether they are finite in all processes."""
         super().unscale_(optimizer)
         found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-        found.update({device: value.reshape(()) for device, value in found.items()})
+        found.update({device: value.reshape(()).clamp(max=1) for device, value in found.items()})
 
 
 def make_scaler(plan: LightningPlan) -> torch.amp.GradScaler | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -34,6 +35,8 @@ from hftrainer_lightning.config import WrongConfig
 from hftrainer_lightning.fsdp_settings import FsdpSettings
 from hftrainer_lightning.plan import LightningPlan
 
+logger = logging.getLogger(__name__)
+
 _HALF = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
@@ -61,10 +64,31 @@ def shard(model: nn.Module, plan: LightningPlan) -> nn.Module:
         _take_from_first(model, device)
     if plan.precision in _HALF:
         _keep_trained_in_float32(model)
-    sharded = _shard_first(model, units, plan) if settings.version == 1 else _shard_second(model, units, plan)
+    try:
+        sharded = _shard_first(model, units, plan) if settings.version == 1 else _shard_second(model, units, plan)
+    except ValueError as error:  # of torch, which names neither the argument nor the parameter
+        raise _explained(error, model, settings) from error
+    logger.info(
+        "The model is sharded by FSDP%d (%s) over %d processes, in %d units.",
+        settings.version,
+        settings.strategy,
+        plan.processes.world_size,
+        len(units) + 1,
+    )
     if hasattr(model, "generate") and settings.version == 2:
         torch.distributed.fsdp.register_fsdp_forward_method(model, "generate")
     return sharded
+
+
+def _explained(error: ValueError, model: nn.Module, settings: FsdpSettings) -> WrongConfig:
+    """Why torch cannot shard a model, with the names of the parameters that it may be about."""
+    if isinstance(error, WrongConfig):
+        return error
+    scalars = [name for name, parameter in model.named_parameters() if not parameter.ndim]
+    advice = f" Give {' and '.join(scalars)} the shape (1,), or train without fsdp." if scalars else ""
+    if settings.version == 1 and not scalars:
+        advice = " fsdp_config={'version': 2} takes such models."
+    return WrongConfig(f"fsdp: the model cannot be sharded: {error}.{advice}")
 
 
 def clip_grad_norm(model: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -151,7 +175,13 @@ def _units(model: nn.Module, settings: FsdpSettings) -> list[nn.Module]:
             f"fsdp_config['transformer_layer_cls_to_wrap']: the model has no {' or '.join(missing)}; it has "
             f"{', '.join(sorted(there - {type(model).__name__}))}."
         )
-    return [module for module in reversed(list(model.modules())) if type(module).__name__ in wanted]
+    units = [module for module in reversed(list(model.modules())) if type(module).__name__ in wanted]
+    if not units:
+        logger.warning(
+            "fsdp: the model names no class that is to be gathered by itself, so all of it is gathered at once. Name "
+            "classes in fsdp_config['transformer_layer_cls_to_wrap'], or give a size, 'min_num_params'."
+        )
+    return units
 
 
 def _large_modules(model: nn.Module, least: int) -> list[nn.Module]:

@@ -45,7 +45,7 @@ def _options(model: nn.Module, whole: bool, only_trained: bool = False) -> Any:
     from torch.distributed.checkpoint.state_dict import StateDictOptions
 
     # On the CPU there is nothing to move, and FSDP1 crashes when it is asked to.
-    on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
+    on_cpu = not torch.cuda.is_initialized() and all(each.device.type == "cpu" for each in model.parameters())
     return StateDictOptions(full_state_dict=whole, cpu_offload=not on_cpu, ignore_frozen_params=only_trained)
 
 
@@ -61,7 +61,24 @@ def model_state(model: nn.Module, *, whole: bool, only_trained: bool = False) ->
 
     reshard(model)
     state = get_model_state_dict(model, options=_options(model, whole, only_trained))
-    return {name: _alone(value) for name, value in state.items()} if whole else state
+    return _tied_again({name: _alone(value) for name, value in state.items()}, model) if whole else state
+
+
+def _tied_again(state: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+    """Whole weights in which the names of one parameter have one tensor, which is written once."""
+    first: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        same = first.setdefault(id(parameter), _clean(name))
+        if same in state and _clean(name) in state:
+            state[_clean(name)] = state[same]
+    return state
+
+
+def share_buffers(model: nn.Module) -> None:
+    """Give all processes the buffers of the first, as replicas have them; each has statistics of its own data."""
+    if distributed.is_initialized():
+        for buffer in model.buffers():
+            distributed.broadcast(buffer, 0)
 
 
 def _alone(value: Any) -> Any:
@@ -106,7 +123,16 @@ def load_whole_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, sta
     """Load a whole state by names, in place; that of the first process."""
     from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
-    set_optimizer_state_dict(model, optimizer, state, options=_from_first(strict=True))
+    _let_step(optimizer)
+    # Not strict: a parameter that no step has used has no state.
+    set_optimizer_state_dict(model, optimizer, state, options=_from_first(strict=False))
+
+
+def _let_step(optimizer: torch.optim.Optimizer) -> None:
+    """Let torch make states by an empty step, which schedule-free optimizers take in their training mode only."""
+    for group in optimizer.param_groups:
+        if "train_mode" in group:
+            group["train_mode"] = True
 
 
 def _from_first(strict: bool) -> Any:
@@ -149,16 +175,21 @@ def load_optimizer_parts(model: nn.Module, optimizer: torch.optim.Optimizer, fol
     """Load an optimizer's state that any number of processes have written, in place."""
     from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
+    _let_step(optimizer)
     state = _loaded("optimizer", optimizer_state(model, optimizer, whole=False), folder)
     set_optimizer_state_dict(model, optimizer, state)
 
 
 def _loaded(kind: str, state: dict[str, Any], folder: str) -> dict[str, Any]:
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
     with _plain_errors():
-        load({kind: state}, storage_reader=FileSystemReader(os.path.join(folder, PARTS[kind])))
+        reader = FileSystemReader(os.path.join(folder, PARTS[kind]))
+        # What no step has used has no state, and was not written.
+        planner = DefaultLoadPlanner(allow_partial_load=kind == "optimizer")
+        load({kind: state}, storage_reader=reader, planner=planner)
     return state
 
 
@@ -183,6 +214,11 @@ def by_name(state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Opti
     order = [names_of[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
     groups = [{**group, "params": [order[number] for number in group["params"]]} for group in state["param_groups"]]
     return {"state": {order[number]: values for number, values in state["state"].items()}, "param_groups": groups}
+
+
+def names_of(model: nn.Module) -> set[str]:
+    """The names of the parameters, without what wrappers add."""
+    return {_clean(name) for name, _ in model.named_parameters()}
 
 
 def _clean(name: str) -> str:

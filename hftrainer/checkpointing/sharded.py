@@ -37,6 +37,7 @@ class ShardedStates:
 
     def gather(self, model: Any, optimizer: torch.optim.Optimizer | None) -> None:
         """Gather weights and, unless it is None, the optimizer's state; all processes must call it."""
+        distributed.share_buffers(model)
         only_trained = peers.is_peft(getattr(model, "_fsdp_wrapped_module", model))
         self._states = {"model": distributed.model_state(model, whole=self.whole, only_trained=only_trained)}
         if optimizer is not None:

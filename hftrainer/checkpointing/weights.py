@@ -126,8 +126,23 @@ def load_sharded_weights(model: torch.nn.Module, folder: str, *, only_trained: b
         raise CheckpointNotFound(f"There are no weights in {folder} that a sharded model can load.")
     paths = paths if distributed.needs_whole_weights(model) else []
     weights = {name: value for path in paths for name, value in read_weights(path).items()}
+    if whole is None and paths and not distributed.names_of(model) <= weights.keys():
+        weights = _converted(model, folder) or weights
     missing, unexpected = distributed.load_whole_model(model, weights)
     _say_what_differs([] if only_trained else missing, unexpected)
+
+
+def _converted(model: torch.nn.Module, folder: str) -> dict[str, torch.Tensor]:
+    """The weights in a folder by the names that a transformers model has for them; empty for other models."""
+    from torch.distributed.fsdp import FSDPModule
+
+    bare: Any = getattr(model, "_fsdp_wrapped_module", model)
+    if not peers.is_pretrained(bare):
+        return {}
+    own: Any = next(
+        kind for kind in type(bare).__mro__ if not issubclass(kind, FSDPModule)
+    )  # FSDP2 makes a class of its own
+    return own.from_pretrained(folder, config=bare.config).state_dict()
 
 
 def load_weights(model: torch.nn.Module, folder: str) -> None:
