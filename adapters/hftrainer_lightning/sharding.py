@@ -85,10 +85,11 @@ def _explained(error: ValueError, model: nn.Module, settings: FsdpSettings) -> W
     if isinstance(error, WrongConfig):
         return error
     scalars = [name for name, parameter in model.named_parameters() if not parameter.ndim]
+    text = str(error).rstrip(".")
     advice = f" Give {' and '.join(scalars)} the shape (1,), or train without fsdp." if scalars else ""
     if settings.version == 1 and not scalars:
         advice = " fsdp_config={'version': 2} takes such models."
-    return WrongConfig(f"fsdp: the model cannot be sharded: {error}.{advice}")
+    return WrongConfig(f"fsdp: the model cannot be sharded: {text}.{advice}")
 
 
 def clip_grad_norm(model: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:

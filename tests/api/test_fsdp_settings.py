@@ -107,6 +107,7 @@ def test_the_launcher():
         (True, {"auto_wrap_policy": "by_hand"}, "TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP or NO_WRAP"),
         (True, {"backward_prefetch": "soon"}, "BACKWARD_PRE, BACKWARD_POST or NO_PREFETCH"),
         (True, {"cpu_offload": "perhaps"}, "it must be true or false"),
+        ("shard_grad_op", {"reshard_after_forward": True}, "are two strategies"),
         (True, {"min_num_params": "many"}, r"fsdp_config\['min_num_params'\]='many': it must be a number"),
         (True, {"activation_checkpointing_offload": True}, "needs 'activation_checkpointing'"),
         (True, {"xla": True}, "TPUs"),
@@ -145,6 +146,31 @@ def test_malformed_files(tmp_path):
 def test_refusals(settings, message):
     args = TrainingArguments("unused", use_cpu=True, **settings)
     assert any(message in sentence for sentence in unsupported(args))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"optim": "lomo"}, "optim='lomo' needs whole parameters"),
+        ({"optim": "adamw_bnb_8bit"}, "optim='adamw_bnb_8bit' needs whole parameters"),
+        ({"optim": "adafactor", "fsdp_config": {"version": 1}}, "FSDP1 flattens them: use FSDP2"),
+        ({"bf16_full_eval": True}, "bf16_full_eval=True would round weights"),
+        ({"activation_checkpointing": True, "fsdp_config": {"activation_checkpointing": True}}, "a third time"),
+        ({"report_to": "wandb"}, "WANDB_LOG_MODEL=end saves the model in the main process alone"),
+    ],
+)
+def test_what_sharded_models_cannot_have(settings, message, monkeypatch):
+    monkeypatch.setenv("WANDB_LOG_MODEL", "end")
+    args = TrainingArguments("unused", use_cpu=True, fsdp=True, lightning_config={"devices": 2}, **settings)
+    assert any(message in sentence for sentence in unsupported(args))
+
+
+@pytest.mark.parametrize("optim", ["adafactor", "sgd", "adamw_torch_8bit", "schedule_free_adamw", "adamw_torch"])
+def test_optimizers_that_can_be_sharded(optim):
+    args = TrainingArguments("unused", use_cpu=True, fsdp=True, lightning_config={"devices": 2}, optim=optim)
+    assert not unsupported(args)
+    (message,) = unsupported(args, own_optimizer=True)
+    assert "optimizers holds the parameters of the whole model" in message
 
 
 def test_hybrid_needs_two(monkeypatch):

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from hftrainer import Seq2SeqTrainer, Seq2SeqTrainingArguments
+from hftrainer import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
 from tests.parity.support import build
 from tests.parity.test_evaluation import make_t5, t5_data
 from tests.tiny import MODELS
@@ -65,6 +65,8 @@ SETTINGS = {
     "bert": {"average_tokens_across_devices": False},  # which would double the loss of BERT, as in transformers
     "llama": {"gradient_accumulation_steps": 3},
     "peft": {},
+    "odd": {},
+    "vit": {},
 }
 COMPARED = ("plain", "bert", "llama")
 PARTS = {"state_dict_type": "SHARDED_STATE_DICT"}
@@ -194,6 +196,81 @@ def others(folder):
         yield f"lightning {name}", run("plain", SAVED[name], where, trainer={"callbacks": [kept]})
 
 
+class Odd(torch.nn.Module):
+    """With running statistics, two names for one parameter, and a layer that no step uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.same = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+        self.same.weight = self.first.weight
+        self.norm, self.last, self.unused = torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 3), torch.nn.Linear(4, 4)
+
+    def forward(self, x, labels=None):
+        logits = self.last(self.norm(self.same(self.first(x).relu())))
+        return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def make_odd():
+    torch.manual_seed(3)
+    return Odd()
+
+
+def make_vit():
+    from transformers import ViTConfig, ViTForImageClassification
+
+    torch.manual_seed(3)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    config = ViTConfig(**sizes, image_size=8, patch_size=4, num_channels=1, num_labels=3, hidden_dropout_prob=0.0)
+    return ViTForImageClassification(config)
+
+
+def image_data(count=40):
+    generator = torch.Generator().manual_seed(0)
+    return [{"pixel_values": torch.randn(1, 8, 8, generator=generator), "labels": i % 3} for i in range(count)]
+
+
+class OwnLoader(Trainer):
+    """Nobody asks for the model's columns before it is sharded."""
+
+    def get_train_dataloader(self):
+        return self.accelerator.prepare(torch.utils.data.DataLoader(self.train_dataset, batch_size=4))
+
+
+def overflowing(strategy, folder):
+    """The first losses are scaled so far that all processes find infinite gradients."""
+    trainer, _ = build("hftrainer", "llama", folder, fp16=True, max_steps=20, logging_steps=1, **copied(strategy))
+    trainer.accelerator.scaler._init_scale = 2.0**30
+    trainer.train()
+    return {"logs": trainer.state.log_history, "weights": trainer.accelerator.get_state_dict(trainer.model)}
+
+
+REVIEWED = ("ddp", "fsdp1 whole", "fsdp1 parts", "fsdp2 whole", "fsdp2 parts")
+
+
+def reviewed(folder):
+    """What went wrong once."""
+    MODELS["odd"], MODELS["vit"] = (make_odd, MODELS["plain"][1]), (make_vit, image_data)
+    saving = {"save_strategy": "steps", "save_steps": 3, "num_train_epochs": 1}
+    for name in REVIEWED:
+        where, strategy = folder / "reviewed" / name, SAVED[name]
+        yield f"overflow {name}", overflowing(strategy, where / "overflow")
+        smooth = {"label_smoothing_factor": 0.1, "max_steps": 3}
+        yield f"label smoothing {name}", run("llama", strategy, where / "smooth", **smooth)
+        own = {"trainer_class": lambda library: OwnLoader, "eval_strategy": "epoch", "num_train_epochs": 1}
+        yield f"own loader {name}", run("plain", strategy, where / "own", **own)
+        for model, settings in (("odd", {}), ("vit", {}), ("plain", {"optim": "schedule_free_adamw", **CONSTANT})):
+            yield f"{model} {name}", run(model, strategy, where / model, **saving, **settings)
+            again = run(
+                model, strategy, folder / "resumed", where / model / "checkpoint-3", num_train_epochs=1, **settings
+            )
+            yield f"{model} {name}, resumed", again
+        begun = folder / "reviewed" / "ddp" / "vit" / "checkpoint-3"
+        yield f"vit {name}, from ddp", run("vit", strategy, folder / "resumed", begun, num_train_epochs=1)
+
+
+CONSTANT = {"lr_scheduler_type": "constant", "warmup_steps": 0}
+
+
 def main(folder, groups):
     torch.set_num_threads(1)
     MODELS["peft"] = (without_dropout(MODELS["peft"][0]), MODELS["peft"][1])
@@ -205,7 +282,7 @@ def main(folder, groups):
         (folder / f"{group}-{WORLD}-{os.environ.get('RANK', '0')}.pkl").write_bytes(pickle.dumps(found))
 
 
-GROUPS = {each.__name__: each for each in (compared, saved, exchanged, chained, evaluated, others)}
+GROUPS = {each.__name__: each for each in (compared, saved, exchanged, chained, evaluated, others, reviewed)}
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]), sys.argv[2:])

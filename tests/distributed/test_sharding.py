@@ -8,7 +8,17 @@ import numpy as np
 import pytest
 import torch
 
-from tests.distributed.shard_sets import COMPARED, EVALUATED, EXCHANGED, HALF, LIGHTNING, READERS, SAVED, STRATEGIES
+from tests.distributed.shard_sets import (
+    COMPARED,
+    EVALUATED,
+    EXCHANGED,
+    HALF,
+    LIGHTNING,
+    READERS,
+    REVIEWED,
+    SAVED,
+    STRATEGIES,
+)
 from tests.distributed.test_evaluation import python
 from tests.reliability.support import assert_same
 
@@ -29,7 +39,7 @@ def run(folder, processes, *groups):
 def found(tmp_path_factory):
     """What `shard_sets.py` wrote: by group, processes and rank."""
     folder = tmp_path_factory.mktemp("shards")
-    run(folder, 2, "compared", "saved", "exchanged", "evaluated", "others")
+    run(folder, 2, "compared", "saved", "exchanged", "evaluated", "others", "reviewed")
     run(folder, 0, "compared", "exchanged", "chained")
     run(folder, 4, "exchanged", "chained")
     return {path.stem: pickle.loads(path.read_bytes()) for path in folder.glob("*.pkl")} | {"folder": folder}
@@ -153,3 +163,33 @@ def test_lightning_checkpoints(found, strategy):
     for name, value in expected.items():
         assert torch.allclose(kept["state_dict"][f"model.{name}"], value, rtol=0, atol=1e-6)
         assert torch.allclose(found["chained-1-0"][strategy]["weights"][name], value, rtol=0, atol=1e-6)
+
+
+# ---- What went wrong once --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", REVIEWED)
+def test_infinite_gradients_skip_the_step(found, strategy):
+    ours, replicas = (found["reviewed-2-0"][f"overflow {name}"] for name in (strategy, "ddp"))
+    losses = [[line["loss"] for line in each["logs"] if "loss" in line] for each in (ours, replicas)]
+    assert losses[0] == pytest.approx(losses[1], rel=2e-3)
+    assert all(weight.isfinite().all() for weight in ours["weights"].values())
+
+
+@pytest.mark.parametrize("strategy", REVIEWED)
+@pytest.mark.parametrize("case", ["label smoothing", "own loader", "vit"])
+def test_same_as_replicas(found, case, strategy):
+    close(found["reviewed-2-0"][f"{case} {strategy}"], found["reviewed-2-0"][f"{case} ddp"])
+
+
+@pytest.mark.parametrize("strategy", REVIEWED)
+@pytest.mark.parametrize("model", ["odd", "vit", "plain"])
+def test_odd_models_resume(found, model, strategy):
+    """Unused, tied and buffered parts; weights that transformers renames; an optimizer with modes."""
+    undisturbed, resumed = (found["reviewed-2-0"][f"{model} {strategy}{which}"] for which in ("", ", resumed"))
+    assert_same(resumed["weights"], undisturbed["weights"])
+
+
+@pytest.mark.parametrize("strategy", REVIEWED)
+def test_weights_under_other_names_are_loaded(found, strategy):
+    close(found["reviewed-2-0"][f"vit {strategy}, from ddp"], found["reviewed-2-0"]["vit ddp"])
