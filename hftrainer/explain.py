@@ -70,8 +70,11 @@ def explain(args: TrainingArguments) -> Explanation:
         row, given = row_of(args, field)
         if given:
             lines.append(Line(field.name, values[field.name], row.kind, row.detail))
-    keywords = make_plan(args).trainer_keywords()
-    call = ", ".join(f"{name}={value!r}" for name, value in keywords.items())
+    plan = make_plan(args)
+    call = ", ".join(f"{name}={value!r}" for name, value in plan.trainer_keywords().items())
+    if plan.spreads_model:
+        first = plan.sharding is not None and plan.sharding.version == 1
+        call += f", strategy={'FSDPStrategy' if first else 'ModelParallelStrategy'}()"
     return Explanation(tuple(lines), f"lightning.Trainer({call})")
 
 

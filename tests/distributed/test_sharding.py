@@ -20,6 +20,7 @@ from tests.distributed.shard_sets import (
     STRATEGIES,
 )
 from tests.distributed.test_evaluation import python
+from tests.parity.differences import MEASURED
 from tests.reliability.support import assert_same
 
 #: Processes add up the parts of a loss, a norm and a gradient in another order: float32 has 24 bits, and these runs
@@ -45,14 +46,18 @@ def found(tmp_path_factory):
     return {path.stem: pickle.loads(path.read_bytes()) for path in folder.glob("*.pkl")} | {"folder": folder}
 
 
-def close(ours, expected):
-    """The same log lines and weights, but for the order of summation."""
+def close(ours, expected, atol=1e-6):
+    """The same log lines and weights, but for the order of summation.
+
+    Weights whose gradient is nothing but rounding (the keys' biases of ViT) are as far apart as AdamW makes them.
+    """
     assert len(ours["logs"]) == len(expected["logs"])
     for line, other in zip(ours["logs"][:-1], expected["logs"][:-1], strict=True):  # the last has measured times
+        line, other = ({k: v for k, v in each.items() if not k.endswith(MEASURED)} for each in (line, other))
         assert line == pytest.approx(other, rel=TOLERANCE)
     assert ours["weights"].keys() == expected["weights"].keys()
     for name, value in expected["weights"].items():
-        assert torch.allclose(ours["weights"][name], value, rtol=0, atol=1e-6), name
+        assert torch.allclose(ours["weights"][name], value, rtol=0, atol=atol), name
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -172,14 +177,16 @@ def test_lightning_checkpoints(found, strategy):
 def test_infinite_gradients_skip_the_step(found, strategy):
     ours, replicas = (found["reviewed-2-0"][f"overflow {name}"] for name in (strategy, "ddp"))
     losses = [[line["loss"] for line in each["logs"] if "loss" in line] for each in (ours, replicas)]
-    assert losses[0] == pytest.approx(losses[1], rel=2e-3)
+    assert losses[0] == pytest.approx(losses[1], rel=3e-2)  # sharded weights are float16 in the forward pass
+    assert losses[0][:5] == pytest.approx(losses[1][:5], rel=1e-3)
     assert all(weight.isfinite().all() for weight in ours["weights"].values())
 
 
 @pytest.mark.parametrize("strategy", REVIEWED)
 @pytest.mark.parametrize("case", ["label smoothing", "own loader", "vit"])
 def test_same_as_replicas(found, case, strategy):
-    close(found["reviewed-2-0"][f"{case} {strategy}"], found["reviewed-2-0"][f"{case} ddp"])
+    ours, replicas = (found["reviewed-2-0"][f"{case} {name}"] for name in (strategy, "ddp"))
+    close(ours, replicas, atol=2e-5 if case == "vit" else 1e-6)
 
 
 @pytest.mark.parametrize("strategy", REVIEWED)
@@ -192,4 +199,4 @@ def test_odd_models_resume(found, model, strategy):
 
 @pytest.mark.parametrize("strategy", REVIEWED)
 def test_weights_under_other_names_are_loaded(found, strategy):
-    close(found["reviewed-2-0"][f"vit {strategy}, from ddp"], found["reviewed-2-0"]["vit ddp"])
+    close(found["reviewed-2-0"][f"vit {strategy}, from ddp"], found["reviewed-2-0"]["vit ddp"], atol=2e-5)
