@@ -1205,9 +1205,7 @@ class Trainer:
             loss = first_output(outputs, inputs)
         takes_items = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
         if self._averages_tokens and takes_items and num_items_in_batch is not None:
-            loss = (
-                loss * self.accelerator.processes.data_processes
-            )  # what the mean of the gradients over all processes divides by
+            loss = loss * self.accelerator.processes.data_processes  # what the mean of the gradients divides by
         return (loss, outputs) if return_outputs else loss
 
     def compute_loss_context_manager(self) -> contextlib.AbstractContextManager:

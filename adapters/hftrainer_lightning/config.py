@@ -73,8 +73,8 @@ class WrongConfig(ValueError):
     """`lightning_config` cannot be read."""
 
 
-def read_config(given: Any) -> dict[str, Any]:
-    """The keywords in `lightning_config`: a dict, or the path of a JSON or YAML file.
+def read_config(given: Any, argument: str = "lightning_config") -> dict[str, Any]:
+    """The keywords in an argument: a dict, or the path of a JSON or YAML file.
 
     Raises:
         WrongConfig: when the file is missing or malformed, with its path and the position.
@@ -83,16 +83,14 @@ def read_config(given: Any) -> dict[str, Any]:
         return dict(given or {})
     path = Path(os.fspath(given))
     if not path.is_file():
-        raise WrongConfig(f"lightning_config={str(given)!r}: there is no such file.")
+        raise WrongConfig(f"{argument}={str(given)!r}: there is no such file.")
     text = path.read_text(encoding="utf-8")
     try:
         values = json.loads(text) if path.suffix == ".json" else _read_yaml(text)
     except ValueError as error:
-        raise WrongConfig(f"lightning_config: {path} is malformed: {error}") from error
+        raise WrongConfig(f"{argument}: {path} is malformed: {error}") from error
     if not isinstance(values, dict):
-        raise WrongConfig(
-            f"lightning_config: {path} must hold keywords and values, and holds a {type(values).__name__}."
-        )
+        raise WrongConfig(f"{argument}: {path} must hold keywords and values, and holds a {type(values).__name__}.")
     return values
 
 

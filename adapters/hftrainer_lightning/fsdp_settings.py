@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from hftrainer_lightning.config import WrongConfig
+from hftrainer_lightning.config import WrongConfig, read_config
 
 #: What `fsdp` and `reshard_after_forward` may name, in the order of the numbers that accelerate gives them from 1.
 STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
@@ -142,28 +140,12 @@ def read_fsdp(fsdp: Any, fsdp_config: Any, environment: Mapping[str, str] = os.e
             keys = {name: value for name, value in keys.items() if name not in _ONLY_FIRST}
             keys.setdefault("state_dict_type", "SHARDED_STATE_DICT")
         return _settings(keys)
-    keys = _named(_read(fsdp_config), "fsdp_config")
+    keys = _named(read_config(fsdp_config, "fsdp_config"), "fsdp_config")
     for name, value in _of_words(fsdp).items():
         if name == "reshard_after_forward" and _strategy_name(keys.get(name, value)) != value:
             raise WrongConfig(f"fsdp={fsdp!r} and fsdp_config[{name!r}]={keys[name]!r} are two strategies: give one.")
         keys.setdefault(name, value)
     return _settings(keys)
-
-
-def _read(fsdp_config: Any) -> dict[str, Any]:
-    if fsdp_config is None or isinstance(fsdp_config, dict):
-        return dict(fsdp_config or {})
-    path = Path(os.fspath(fsdp_config))
-    if not path.is_file():
-        raise WrongConfig(f"fsdp_config={str(fsdp_config)!r}: there is no such file.")
-    text = path.read_text(encoding="utf-8")
-    try:
-        values = json.loads(text)
-    except ValueError as error:
-        raise WrongConfig(f"fsdp_config: {path} is malformed: {error}") from error
-    if not isinstance(values, dict):
-        raise WrongConfig(f"fsdp_config: {path} must hold keys and values, and holds a {type(values).__name__}.")
-    return values
 
 
 def _of_words(fsdp: Any) -> dict[str, Any]:

@@ -139,9 +139,8 @@ def _converted(model: torch.nn.Module, folder: str) -> dict[str, torch.Tensor]:
     bare: Any = getattr(model, "_fsdp_wrapped_module", model)
     if not peers.is_pretrained(bare):
         return {}
-    own: Any = next(
-        kind for kind in type(bare).__mro__ if not issubclass(kind, FSDPModule)
-    )  # FSDP2 makes a class of its own
+    # FSDP2 makes a class of its own.
+    own: Any = next(kind for kind in type(bare).__mro__ if not issubclass(kind, FSDPModule))
     return own.from_pretrained(folder, config=bare.config).state_dict()
 
 
