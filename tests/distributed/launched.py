@@ -33,7 +33,8 @@ def main():
     make_model, make_data = MODELS[os.environ.get("MODEL", "plain")]
     trainer = Trainer(make_model(), args, train_dataset=make_data(), callbacks=[Misbehaving])
     if os.environ.get("MISBEHAVE") == "wait":
-        print("waiting", os.getpid(), flush=True)
+        sys.stdout.write(f"waiting {os.getpid()}\n")  # in one piece: two processes share the pipe
+        sys.stdout.flush()
         time.sleep(60)
     trainer.train()
     trainer.save_model(str(folder / "final"))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -233,11 +234,12 @@ def alive(pid):
 )
 def test_signals_to_the_first_end_all(before, after, number, tmp_path):
     process = start(tmp_path, before, after, MISBEHAVE="wait")
-    pids: list[int] = []
+    printed, pids = "", []
     while len(pids) < 2:
         line = process.stdout.readline()
-        assert line, "ended before it waited"
-        pids += [int(line.split()[-1])] if line.startswith("waiting") else []
+        assert line, f"ended before it waited: {printed}"
+        printed += line
+        pids = [int(pid) for pid in re.findall(r"waiting (\d+)", printed)]
     os.kill(process.pid, number)
     process.communicate(timeout=60)
     assert process.returncode != 0

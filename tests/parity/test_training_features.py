@@ -122,8 +122,8 @@ def test_compilation_settings(tmp_path, monkeypatch):
         trainer, _ = build("hftrainer", "plain", tmp_path, max_steps=1, **settings)
         trainer.train()
     assert asked == [
-        {"backend": "inductor", "mode": None},
-        {"backend": "inductor", "mode": "reduce-overhead"},
+        {"backend": "inductor", "mode": None, "fullgraph": False, "dynamic": None},
+        {"backend": "inductor", "mode": "reduce-overhead", "fullgraph": False, "dynamic": None},
     ]
 
 
