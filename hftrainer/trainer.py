@@ -27,7 +27,7 @@ from hftrainer.arguments import legacy
 from hftrainer.arguments.accelerator_config import AcceleratorConfig
 from hftrainer.arguments.validation import problems, wrong_accelerator_config
 from hftrainer.checkpointing import names, resume, staging
-from hftrainer.checkpointing.distributed import reshard, share_buffers
+from hftrainer.checkpointing.distributed import share_buffers
 from hftrainer.checkpointing.folders import keep_only, rotate_checkpoints
 from hftrainer.checkpointing.lightning_file import unpack
 from hftrainer.checkpointing.manifest import damage
@@ -1050,7 +1050,6 @@ class Trainer:
         per_token = self._count_flos_per_token(self.model)  # of the whole model
         self.model = self.model_wrapped = self._engine.prepare(self.model)
         self._flos_per_token = (self.model, per_token)
-        reshard(self.model)  # an evaluation may have gathered it
         if resume_from_checkpoint is not None:
             self._load_from_checkpoint(resume_from_checkpoint)
 

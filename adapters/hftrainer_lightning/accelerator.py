@@ -352,10 +352,9 @@ class EngineAccelerator:
         """The model's weights; of a sharded model gathered, which all processes must ask for."""
         if not self._engine.shards:
             return model.state_dict()
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+        from hftrainer_lightning.sharding import whole_model_state
 
-        offload = self.device.type != "cpu"
-        return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=offload))
+        return whole_model_state(model, self.device)
 
     def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
         """Write to the trackers: there are none, `Trainer.log` keeps the history."""

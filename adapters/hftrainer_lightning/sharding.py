@@ -16,6 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
     offload_wrapper,
 )
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     BackwardPrefetch,
@@ -57,6 +58,7 @@ def shard(model: nn.Module, plan: LightningPlan) -> nn.Module:
     """
     settings = plan.sharding
     if settings is None or is_sharded(model):  # loaded in parts
+        reshard(model)
         return model
     device = torch.device(plan.device)
     units = _units(model, settings)
@@ -78,6 +80,33 @@ def shard(model: nn.Module, plan: LightningPlan) -> nn.Module:
     if hasattr(model, "generate") and settings.version == 2:
         torch.distributed.fsdp.register_fsdp_forward_method(model, "generate")
     return sharded
+
+
+def reshard(model: nn.Module) -> None:
+    """Let each process have its part alone again: after a forward pass without a backward pass FSDP2 keeps the whole.
+
+    The parameters that the model names, and the optimizer has, are those of the parts.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def whole_model_state(model: nn.Module, device: torch.device) -> dict[str, Any]:
+    """The whole weights by name, gathered by all processes; off the CPU only the first gets them."""
+    reshard(model)
+    return get_model_state_dict(model, options=_whole_on(device))
+
+
+def whole_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> dict[str, Any]:
+    """The optimizer's whole state by the names of the parameters, gathered as the weights."""
+    reshard(model)
+    return get_optimizer_state_dict(model, optimizer, options=_whole_on(device))
+
+
+def _whole_on(device: torch.device) -> StateDictOptions:
+    # On the CPU there is nothing to move, and FSDP1 crashes when it is asked to.
+    return StateDictOptions(full_state_dict=True, cpu_offload=device.type != "cpu")
 
 
 def _explained(error: ValueError, model: nn.Module, settings: FsdpSettings) -> WrongConfig:

@@ -19,7 +19,6 @@ from lightning.pytorch.strategies import (
     Strategy,
 )
 from lightning.pytorch.trainer.states import TrainerFn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.optim import Optimizer
 
 from hftrainer_lightning import sharding
@@ -115,17 +114,13 @@ class _Sharded(_StaysInPlace, ParallelStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The whole weights, in the main process."""
         assert self.model is not None
-        return get_model_state_dict(self.model, options=self._whole)
+        return sharding.whole_model_state(self.model, self.root_device)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The whole state, in the main process, by the names of the parameters."""
         assert self.model is not None
-        return get_optimizer_state_dict(self.model, getattr(optimizer, "_optimizer", optimizer), options=self._whole)
-
-    @property
-    def _whole(self) -> StateDictOptions:
-        # On the CPU there is nothing to move, and FSDP1 crashes when it is asked to.
-        return StateDictOptions(full_state_dict=True, cpu_offload=self.root_device.type != "cpu")
+        optimizer = getattr(optimizer, "_optimizer", optimizer)
+        return sharding.whole_optimizer_state(self.model, optimizer, self.root_device)
 
 
 class ShardedFirst(_Sharded, FSDPStrategy):

@@ -29,18 +29,6 @@ def holds(files: dict[str, str], kind: str, folder: str) -> bool:
     return os.path.exists(os.path.join(folder, files[kind]))
 
 
-def reshard(model: nn.Module) -> None:
-    """Let each process have its part alone again: after a forward pass without a backward pass FSDP2 keeps the whole.
-
-    The parameters that the model names, and the optimizer has, are those of the parts.
-    """
-    from torch.distributed.fsdp import FSDPModule
-
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-
-
 def _options(model: nn.Module, whole: bool, only_trained: bool = False) -> Any:
     from torch.distributed.checkpoint.state_dict import StateDictOptions
 
@@ -58,6 +46,8 @@ def model_state(model: nn.Module, *, whole: bool, only_trained: bool = False) ->
         only_trained: leave out what is frozen.
     """
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+    from hftrainer_lightning.sharding import reshard
 
     reshard(model)
     state = get_model_state_dict(model, options=_options(model, whole, only_trained))
@@ -92,6 +82,8 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, whole
     """The optimizer's state by the names of the parameters; only the first process can count on a whole one."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
+    from hftrainer_lightning.sharding import reshard
+
     reshard(model)
     return get_optimizer_state_dict(model, optimizer, options=_options(model, whole))
 
@@ -107,6 +99,8 @@ def load_whole_model(model: nn.Module, weights: dict[str, Any]) -> tuple[list[st
     """Load whole weights, in place; returns the names that the model has alone, and those that it lacks."""
     from torch.distributed.checkpoint.state_dict import set_model_state_dict
     from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+
+    from hftrainer_lightning.sharding import reshard
 
     if isinstance(model, FullyShardedDataParallel):  # torch's newer way cannot load flat parameters
         with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):

@@ -196,7 +196,9 @@ def others(folder):
     for name in LIGHTNING:
         where = folder / "lightning" / name
         kept = ModelCheckpoint(dirpath=where, filename="{step}", every_n_train_steps=5, save_top_k=-1)
-        yield f"lightning {name}", run("plain", SAVED[name], where, trainer={"callbacks": [kept]})
+        best = ModelCheckpoint(dirpath=where / "best", monitor="eval_loss")  # saves when an evaluation has just ended
+        evaluating = {"eval_strategy": "steps", "eval_steps": 5, "trainer": {"callbacks": [kept, best]}}
+        yield f"lightning {name}", run("plain", SAVED[name], where, **evaluating)
 
 
 class Odd(torch.nn.Module):

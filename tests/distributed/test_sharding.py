@@ -163,6 +163,7 @@ def test_adapters(found, strategy):
 def test_lightning_checkpoints(found, strategy):
     """Lightning's own callback writes whole weights by the names of the model, and one process goes on from them."""
     kept = torch.load(found["folder"] / "lightning" / strategy / "step=10.ckpt", weights_only=False)
+    assert len(os.listdir(found["folder"] / "lightning" / strategy / "best")) == 1
     expected = found["saved-2-0"]["plain ddp"]["weights"]
     assert {name.removeprefix("model.") for name in kept["state_dict"]} == expected.keys()
     for name, value in expected.items():
