@@ -34,7 +34,7 @@ from hftrainer.checkpointing.manifest import damage
 from hftrainer.checkpointing.progress import RunProgress, as_dict, load_progress, position_settings, save_progress
 from hftrainer.checkpointing.rng import load_rng_state, rng_state, save_rng_state
 from hftrainer.checkpointing.sharded import ShardedStates
-from hftrainer.checkpointing.weights import load_sharded_weights, load_weights, save_weights
+from hftrainer.checkpointing.weights import load_sharded_weights, load_weights, save_configs, save_weights
 from hftrainer.checkpointing.writer import CheckpointWriter
 from hftrainer.data import columns
 from hftrainer.data.collators import DataCollatorWithPadding, default_data_collator
@@ -44,6 +44,9 @@ from hftrainer.data.samplers import LengthGroupedSampler
 from hftrainer.data.sharding import Share
 from hftrainer.data.tokens import count_tokens
 from hftrainer.debug_utils import DebugUnderflowOverflow
+from hftrainer.deepspeed import PartitionedStates, to_floating_type
+from hftrainer.deepspeed import initialize as initialize_deepspeed
+from hftrainer.deepspeed import prepare_for_evaluation as prepare_deepspeed_for_evaluation
 from hftrainer.errors import InvalidArgument, MetricNotFound, UnsupportedArgument
 from hftrainer.evaluation.evaluation_pass import EvaluationPass
 from hftrainer.evaluation.metrics import TorchMetrics, as_metrics
@@ -163,6 +166,7 @@ class Trainer:
         self.compute_metrics = compute_metrics
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
         self.optimizer, self.lr_scheduler = optimizers
+        self._optimizer_given = optimizers[0] is not None
         self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
         self.data_collator = data_collator if data_collator is not None else self._default_collator()
         if (model is None) == (model_init is None):
@@ -289,10 +293,14 @@ class Trainer:
             self._prepare_loader,
             is_own=lambda model: model is self.model or model is self.model_wrapped,
         )
-        self.is_deepspeed_enabled = False
+        self.is_deepspeed_enabled = plan.deepspeed is not None
         self.is_fsdp_enabled = plan.sharding is not None
-        self._sharded_states = ShardedStates(self.accelerator.state.fsdp_plugin) if plan.spreads_model else None
-        self.deepspeed = None
+        self._sharded_states: ShardedStates | PartitionedStates | None = None
+        if self._engine.deepspeed is not None:
+            self._sharded_states = PartitionedStates(self._engine.deepspeed)
+        elif plan.spreads_model:
+            self._sharded_states = ShardedStates(self.accelerator.state.fsdp_plugin)
+        self.deepspeed: Any = None
 
     def _set_model(self, model: nn.Module) -> None:
         self.place_model_on_device = self.args.place_model_on_device is not False and self._sharded_states is None
@@ -692,7 +700,8 @@ class Trainer:
         return inputs
 
     def _prepare_input(self, data: Any) -> Any:
-        return to_device(data, self.accelerator.device)
+        moved = to_device(data, self.accelerator.device)
+        return moved if self.deepspeed is None else to_floating_type(moved, self._engine.deepspeed.config.dtype())
 
     # ---- Optimizer and scheduler -------------------------------------------------------------------------------
 
@@ -1062,6 +1071,9 @@ class Trainer:
         if self._created_lr_scheduler:  # its shape belongs to the previous call's number of steps
             self.lr_scheduler = None
             self._created_lr_scheduler = False
+        if self.is_deepspeed_enabled:
+            initialize_deepspeed(self, Trainer, max_steps, resume_from_checkpoint)
+            return
         self._prepare_model(resume_from_checkpoint)
         freezes = self._engine.freeze_before_training(self.model)
         self.create_optimizer_and_scheduler(num_training_steps=max_steps)
@@ -1480,12 +1492,16 @@ class Trainer:
 
     def _prepare_for_evaluation(self, dataloader: DataLoader) -> None:
         """Model and optimizer in evaluation mode; the weights in half precision where the arguments ask for it."""
-        self._prepare_model()
-        if self._sharded_states is not None:
-            share_buffers(self.model)
+        if self.is_deepspeed_enabled:
+            prepare_deepspeed_for_evaluation(self)
+        else:
+            self._prepare_model()
+            if self._sharded_states is not None:
+                share_buffers(self.model)
         if self._engine.trainer is None and not self.is_in_train:
             self.model_preparation_time = math.nan  # this evaluation measures it, and all later ones report it
-        if not self.is_in_train and (self.args.fp16_full_eval or self.args.bf16_full_eval):
+        casts = self.args.fp16_full_eval or self.args.bf16_full_eval
+        if casts and not self.is_in_train and self.deepspeed is None:  # whose weights are of that type already
             dtype = torch.float16 if self.args.fp16_full_eval else torch.bfloat16
             self.model.to(dtype=dtype, device=self.args.device)
         self.callback_handler.eval_dataloader = dataloader
@@ -1596,11 +1612,13 @@ class Trainer:
         """
         folder = output_dir if output_dir is not None else str(self.args.output_dir)
         if self._sharded_states is not None:
-            if _internal_call and not self._sharded_states.whole:
+            if _internal_call and self._sharded_states.only_parts:
                 return  # checkpoints hold a part from each process
             gathered = self._sharded_states.whole_weights(self.model)
             if self.args.should_save:
                 self._save(folder, state_dict=gathered)
+            if not _internal_call:
+                self._sharded_states.save_beside(folder, self.accelerator.processes)
         elif self.args.should_save:
             with self._engine.saving(self.model) as (weights, _):
                 if weights is None:
@@ -1613,7 +1631,9 @@ class Trainer:
         os.makedirs(output_dir, exist_ok=True)
         model = self._bare_model
         write = functools.partial(save_weights, model, output_dir, safe=legacy.value(self.args, "save_safetensors"))
-        if peers.is_peft(model):  # adapters are small: at once
+        if state_dict == {}:  # DeepSpeed's weights stay in parts
+            save_configs(model, output_dir)
+        elif peers.is_peft(model):  # adapters are small: at once
             write(state_dict)
         else:
             if self._checkpoint_writer.collects and state_dict is None:
@@ -1772,7 +1792,8 @@ class Trainer:
             write(self._made_optimizer().state_dict(), os.path.join(output_dir, names.OPTIMIZER_NAME))
         else:
             self._save_whole_states(output_dir)
-        write(self.lr_scheduler.state_dict(), os.path.join(output_dir, names.SCHEDULER_NAME))
+        if not (self.is_deepspeed_enabled and self._engine.deepspeed.brings_scheduler):  # which it keeps itself
+            write(self.lr_scheduler.state_dict(), os.path.join(output_dir, names.SCHEDULER_NAME))
 
     def _save_whole_states(self, output_dir: str) -> None:
         assert self._sharded_states is not None
@@ -1812,11 +1833,17 @@ class Trainer:
         """Load the weights of the best checkpoint."""
         best = self.state.best_model_checkpoint
         logger.info("Loading the best model, %s (metric %s).", best, self.state.best_metric)
-        self._load_weights(self.model, str(best))
+        if self.is_deepspeed_enabled:  # weights and the copies that its optimizer has of them
+            self._engine.deepspeed.load(str(best), strict=not peers.is_peft(self.model))
+        else:
+            self._load_weights(self.model, str(best))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load the optimizer's and the scheduler's state, if the checkpoint has them."""
-        if checkpoint is not None:
+        if checkpoint is not None and self.is_deepspeed_enabled:
+            if not self._engine.deepspeed.brings_scheduler:
+                resume.load_scheduler(checkpoint, self.lr_scheduler)
+        elif checkpoint is not None:
             resume.load_optimizer_and_scheduler(
                 checkpoint,
                 self.model,

@@ -23,6 +23,7 @@ from hftrainer.arguments._field import arg
 from hftrainer.arguments.releases import annotate
 from hftrainer.arguments.setters import ChainingSetters
 from hftrainer.arguments.validation import LOG_LEVELS, normalize, problems
+from hftrainer.deepspeed import begin as begin_deepspeed
 from hftrainer.errors import InvalidArgument, UnknownArgument, UnsupportedArgument
 from hftrainer.trainer_utils import IntervalStrategy, OptimizerNames, ParallelMode
 
@@ -79,6 +80,7 @@ class TrainingArguments(
         found = problems(self)
         if found:
             raise InvalidArgument("\n".join(found))
+        self.hf_deepspeed_config = begin_deepspeed(self)
 
     # ---- Batch sizes -------------------------------------------------------------------------------------------
 

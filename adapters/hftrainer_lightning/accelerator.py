@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from hftrainer_lightning.plan import LightningPlan
 from hftrainer_lightning.processes import Processes
 
 if TYPE_CHECKING:
+    from hftrainer_lightning.deepspeed_settings import DeepSpeedConfig
     from hftrainer_lightning.engine import LightningEngine
 
 
@@ -64,6 +66,8 @@ class EngineAccelerator:
         self.distributed_type = f"MULTI_{kind}" if processes.several else "NO"
         if plan.sharding is not None:
             self.distributed_type = "FSDP"
+        elif plan.deepspeed is not None:
+            self.distributed_type = "DEEPSPEED"
         self.scaler = engine.scaler
         self.optimizer_step_was_skipped = False
         self.parallelism_config = plan.layout if plan.layout.total_size > 1 else None
@@ -74,7 +78,7 @@ class EngineAccelerator:
             self._loaders, processes.data_processes, plan.accumulate_grad_batches, lambda: self.sync_gradients
         )
         self.state = SimpleNamespace(
-            deepspeed_plugin=None,
+            deepspeed_plugin=None if plan.deepspeed is None else _deepspeed_plugin(plan.deepspeed),
             fsdp_plugin=None if plan.sharding is None else FsdpPlugin(plan.sharding),
             device=device,
             num_processes=processes.world_size,
@@ -129,6 +133,8 @@ class EngineAccelerator:
         trained = any(parameter.requires_grad for parameter in model.parameters())
         if evaluation_mode or not trained or not self.processes.several or self._is_own(model):
             return model
+        if self._plan.deepspeed is not None:
+            raise WrongConfig("accelerator.prepare: deepspeed trains one model, the Trainer's: freeze the others.")
         if self._plan.sharding is not None:
             from hftrainer_lightning import sharding
 
@@ -155,7 +161,7 @@ class EngineAccelerator:
         """
         compiled = model if hasattr(model, "_orig_mod") else None
         bare: Any = model if compiled is None else compiled._orig_mod
-        while isinstance(bare, _WRAPPERS) or hasattr(bare, "_fsdp_wrapped_module"):
+        while isinstance(bare, _WRAPPERS) or hasattr(bare, "_fsdp_wrapped_module") or _is_deepspeed(bare):
             bare = bare.module
         if not keep_fp32_wrapper and hasattr(bare.__dict__.get("forward"), "__wrapped__"):
             del bare.forward
@@ -352,6 +358,8 @@ class EngineAccelerator:
         """The model's weights; of a sharded model gathered, which all processes must ask for."""
         if not self._engine.shards:
             return model.state_dict()
+        if self._engine.deepspeed is not None:
+            return self._engine.deepspeed.whole_weights(self.unwrap_model(model))
         from hftrainer_lightning.sharding import whole_model_state
 
         return whole_model_state(model, self.device)
@@ -392,6 +400,17 @@ _ELSEWHERE = {
     "trigger_sync_in_backward": "gradients are exchanged at the end of each accumulation window",
     "lomo_backward": "optim='lomo' steps in accelerator.backward",
 }
+
+
+def _deepspeed_plugin(config: DeepSpeedConfig) -> Any:
+    from hftrainer_lightning.deepspeed_run import DeepSpeedPlugin
+
+    return DeepSpeedPlugin(config)
+
+
+def _is_deepspeed(model: Any) -> bool:
+    module = sys.modules.get("hftrainer_lightning.deepspeed_run")
+    return module is not None and module.is_engine(model)
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

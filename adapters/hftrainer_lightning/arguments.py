@@ -19,6 +19,8 @@ from hftrainer_lightning.config import (
     readable_config,
     wrong_keywords,
 )
+from hftrainer_lightning.deepspeed_settings import configure
+from hftrainer_lightning.deepspeed_settings import limits as limits_of_deepspeed
 from hftrainer_lightning.environment import Place, can_start_again, find_place, wrong_place
 from hftrainer_lightning.fsdp_settings import FsdpSettings, read_fsdp
 from hftrainer_lightning.layout import Layout, read_layout, wrong_layout
@@ -66,6 +68,7 @@ TABLE: dict[str, Row] = {
         ddp_backend="strategy: process_group_backend",
         ddp_timeout="strategy: timeout",
         fsdp="strategy: FSDPStrategy or ModelParallelStrategy",
+        deepspeed="strategy: DeepSpeedStrategy",
         fsdp_config="fsdp_settings: how the model is sharded",
         parallelism_config="strategy: ModelParallelStrategy; FSDP2 by dp_shard_size, also without fsdp",
         ddp_find_unused_parameters="strategy: find_unused_parameters",
@@ -183,10 +186,6 @@ TABLE: dict[str, Row] = {
         "hub_always_push",
         "hub_revision",
     ),
-    **_planned(
-        "leave it out",
-        "deepspeed",
-    ),
 }
 
 #: Old spellings. What each is today stands in `hftrainer.arguments.legacy`, which translates them.
@@ -267,7 +266,6 @@ _KEPT = {
 LAUNCHER = {
     "ACCELERATE_MIXED_PRECISION": ("", "no", "fp32", "bf16", "fp16"),
     "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": ("", "0", "f", "false", "n", "no", "off"),
-    "ACCELERATE_USE_DEEPSPEED": ("", "false"),
 }
 
 
@@ -311,6 +309,7 @@ def unsupported(args: TrainingArguments, model: Any = None, *, own_optimizer: bo
     try:
         found += wrong_keywords(read_config(_config(args)))
         found += _wrong_sharding(args, own_optimizer)
+        found += wrong_deepspeed(args)
         layout = read_layout(args.parallelism_config, model)
         found += wrong_layout(layout, read_fsdp(args.fsdp, args.fsdp_config), args.world_size)
     except WrongConfig as error:
@@ -339,6 +338,12 @@ def _wrong_sharding(args: TrainingArguments, own_optimizer: bool) -> list[str]:
         return []
     launched = place_of(args).launcher != "lightning"
     return list(limits(args, settings, read_config(_config(args)), launched=launched, own_optimizer=own_optimizer))
+
+
+def wrong_deepspeed(args: TrainingArguments) -> list[str]:
+    """A sentence for each way in which DeepSpeed cannot be used as it is asked for."""
+    config = configure(args)
+    return [] if config is None else list(limits_of_deepspeed(args, config, read_config(_config(args))))
 
 
 def _is_neutral(value: Any, default: Any) -> bool:
@@ -370,8 +375,8 @@ def make_plan(args: TrainingArguments, model: Any = None) -> LightningPlan:
     """The plan for these arguments, and for a model that may have been split while it was loaded."""
     device, layout = args.device, read_layout(args.parallelism_config, model)
     sharding = _sharding(args, layout)
-    config = read_config(_config(args))
-    precision = str(config.get("precision", _precision(args)))
+    config, deepspeed = read_config(_config(args)), configure(args)
+    precision = deepspeed.precision if deepspeed else str(config.get("precision", _precision(args)))
     return LightningPlan(
         accelerator=device.type,  # type: ignore[arg-type]
         device=str(device),
@@ -387,6 +392,7 @@ def make_plan(args: TrainingArguments, model: Any = None) -> LightningPlan:
         ),
         sharding=sharding,
         layout=layout,
+        deepspeed=deepspeed,
         async_checkpoint=config.get("async_checkpoint", False) or brings_async_checkpoints(config.get("plugins")),
         stop_on_save_error=config.get("on_save_error") == "stop",
         config=MappingProxyType(passed_on(config)),

@@ -71,6 +71,7 @@ class LightningEngine:
         self.scaler = make_scaler(plan)
         self._group: seams.ValidationGroup | None = None
         self._prepared: torch.nn.Module | None = None
+        self.deepspeed: Any = None if plan.deepspeed is None else _deepspeed_run(plan)
         self._saving: tuple[dict[str, torch.Tensor] | None, dict[str, Any]] | None = None
 
     def fit(
@@ -111,10 +112,10 @@ class LightningEngine:
                 accumulate_grad_batches=self.plan.accumulate_grad_batches if automatic_optimization else 1,
                 logger=self._found_loggers(),
                 log_every_n_steps=log_every_n_steps,
-                strategy=build_strategy(self.plan, self.scaler, find_unused_parameters, sync_each_batch),
+                strategy=self._build_strategy(find_unused_parameters, sync_each_batch),
             )
         loggers = trainer.loggers
-        self.module = module = HostedModule(model)
+        self.module = module = HostedModule(model if self.deepspeed is None else self.deepspeed.engine)
         module.attach(host, optimizer, scheduler, resumed_from, automatic_optimization=automatic_optimization)
         seams.install_window_accumulation(trainer, host.feed)
         if host.first_epoch or host.position:
@@ -156,7 +157,7 @@ class LightningEngine:
 
     def prepare(self, model: torch.nn.Module) -> torch.nn.Module:
         """The model as it is trained: sharded, if that is asked for."""
-        if not self.shards:
+        if not self.shards or self.deepspeed is not None:
             return model
         from hftrainer_lightning import sharding  # of torch's, a second of imports
 
@@ -165,6 +166,8 @@ class LightningEngine:
 
     def clip_grad_norm(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip the gradients, over all processes; returns their norm before."""
+        if self.deepspeed is not None and self.deepspeed.is_training:  # which has clipped them
+            return self.deepspeed.grad_norm()
         if self._prepared is None:
             return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
         from hftrainer_lightning import sharding
@@ -333,6 +336,13 @@ class LightningEngine:
         else:
             loss.backward(**kwargs)
 
+    def _build_strategy(self, find_unused_parameters: bool = False, sync_each_batch: bool = False) -> Strategy:
+        if self.deepspeed is None:
+            return build_strategy(self.plan, self.scaler, find_unused_parameters, sync_each_batch)
+        from hftrainer_lightning.deepspeed_run import PartitionedByDeepSpeed
+
+        return PartitionedByDeepSpeed(self.plan, self.deepspeed)
+
     def _found_loggers(self) -> list[Logger]:
         """The loggers, or what stands in for them where Lightning's callbacks would refuse to run without one."""
         return self._loggers() or ([self._values] if self.callbacks else [])
@@ -354,7 +364,7 @@ class LightningEngine:
         keywords["profiler"] = detached(keywords.get("profiler", seams.NoProfiler()))
         trainer = seams.Trainer(
             **keywords,
-            strategy=strategy or build_strategy(self.plan, self.scaler),
+            strategy=strategy or self._build_strategy(),
             max_epochs=max_epochs,
             check_val_every_n_epoch=NEVER,
             num_sanity_val_steps=0,
@@ -369,6 +379,14 @@ class LightningEngine:
         seams.install_bare_evaluation(trainer)
         report_in_our_words(trainer.profiler)  # type: ignore[attr-defined]
         return trainer
+
+
+def _deepspeed_run(plan: LightningPlan) -> Any:
+    from hftrainer_lightning.deepspeed_run import DeepSpeedRun
+    from hftrainer_lightning.deepspeed_start import connect
+
+    connect(plan.processes, torch.device(plan.device), timedelta(seconds=plan.timeout))
+    return DeepSpeedRun(plan)
 
 
 class _Batches:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 if TYPE_CHECKING:
+    from hftrainer_lightning.deepspeed_settings import DeepSpeedConfig
     from hftrainer_lightning.fsdp_settings import FsdpSettings
     from hftrainer_lightning.layout import Layout
     from hftrainer_lightning.processes import Processes
@@ -31,6 +32,7 @@ class LightningPlan:
         ddp: keywords of `DistributedDataParallel` that were given.
         sharding: how the model is sharded; None for a replica in each process.
         layout: how the processes share the model and the batches.
+        deepspeed: DeepSpeed's configuration; None when Lightning's own strategies train.
         async_checkpoint: whether checkpoints are written in the background.
         stop_on_save_error: whether training stops when a checkpoint cannot be written.
         config: further keywords of `lightning.Trainer`, from `lightning_config`; they win.
@@ -48,6 +50,7 @@ class LightningPlan:
     ddp: Mapping[str, Any]
     sharding: FsdpSettings | None
     layout: Layout
+    deepspeed: DeepSpeedConfig | None
     async_checkpoint: bool
     stop_on_save_error: bool
     config: Mapping[str, Any]
@@ -65,8 +68,8 @@ class LightningPlan:
 
     @property
     def spreads_model(self) -> bool:
-        """Whether each process has a part of the model only."""
-        return self.sharding is not None or self.layout.tp_size > 1
+        """Whether each process has a part only of the model, or of what its optimizer keeps."""
+        return self.sharding is not None or self.layout.tp_size > 1 or self.deepspeed is not None
 
     def trainer_keywords(self) -> dict[str, Any]:
         """Keywords of `lightning.Trainer` that follow from the arguments, as plain values."""

@@ -123,7 +123,7 @@ class _ShardedScaler(ShardedGradScaler):
 
 def make_scaler(plan: LightningPlan) -> torch.amp.GradScaler | None:
     """What scales the loss so that float16 gradients do not vanish; other precisions need none."""
-    if plan.precision != "16-mixed":
+    if plan.precision != "16-mixed" or plan.deepspeed is not None:
         return None
     kind = torch.device(plan.device).type
     if plan.sharding is not None and plan.sharding.version == 1:

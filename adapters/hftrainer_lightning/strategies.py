@@ -83,11 +83,10 @@ class Replicas(_StaysInPlace, DDPStrategy):
             return self.lightning_module.validation_step(*args, **kwargs)
 
 
-class _Sharded(_StaysInPlace, ParallelStrategy):
-    """What both versions of FSDP share: the model comes sharded, for the optimizer is made before Lightning begins."""
+class Prepared(_StaysInPlace, ParallelStrategy):
+    """A model that comes in parts, since its optimizer is made before Lightning begins."""
 
     plan: LightningPlan
-    sync_each_batch = False
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Set up all but the model."""
@@ -103,6 +102,12 @@ class _Sharded(_StaysInPlace, ParallelStrategy):
     def root_device(self) -> torch.device:
         """The device of this process."""
         return torch.device(self.plan.device)
+
+
+class _Sharded(Prepared):
+    """What both versions of FSDP share."""
+
+    sync_each_batch = False
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
@@ -171,7 +176,7 @@ def build_strategy(
         sync_each_batch: whether they average their gradients after each micro-batch, rather than once a step.
     """
     precision = precision_plugin(plan, scaler)
-    if plan.spreads_model:
+    if plan.sharding is not None or plan.layout.tp_size > 1:
         first = plan.sharding is not None and plan.sharding.version == 1
         sharded = (ShardedFirst if first else ShardedSecond)(plan, precision)
         sharded.sync_each_batch = sync_each_batch

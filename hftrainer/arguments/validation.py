@@ -100,6 +100,7 @@ def problems(args: TrainingArguments) -> list[str]:
         *_wrong_best_model(args),
         *_wrong_precision(args),
         *wrong_accelerator_config(args),
+        *_wrong_deepspeed(args),
     ]
 
 
@@ -176,6 +177,20 @@ def wrong_accelerator_config(args: TrainingArguments) -> Iterator[str]:
         )
     if config.use_configured_state and (reason := peers.wrong_accelerate_state(args.device)):
         yield f"accelerator_config['use_configured_state']=True: {reason}"
+
+
+def _wrong_deepspeed(args: TrainingArguments) -> Iterator[str]:
+    """What is wrong with `deepspeed`, as far as the arguments tell."""
+    from hftrainer_lightning.config import WrongConfig, readable_config
+    from hftrainer_lightning.deepspeed_settings import configure, limits
+
+    try:
+        config = configure(args)
+    except WrongConfig as error:
+        yield str(error)
+        return
+    if config is not None:
+        yield from limits(args, config, readable_config(args.lightning_config))
 
 
 def _out_of_range(args: TrainingArguments) -> Iterator[str]:

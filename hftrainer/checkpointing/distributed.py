@@ -51,11 +51,12 @@ def model_state(model: nn.Module, *, whole: bool, only_trained: bool = False) ->
 
     reshard(model)
     state = get_model_state_dict(model, options=_options(model, whole, only_trained))
-    return _tied_again({name: _alone(value) for name, value in state.items()}, model) if whole else state
+    return to_be_written(state, model) if whole else state
 
 
-def _tied_again(state: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Whole weights in which the names of one parameter have one tensor, which is written once."""
+def to_be_written(state: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+    """Whole weights that are no parts of larger tensors; the names of one parameter have one tensor, written once."""
+    state = {name: _alone(value) for name, value in state.items()}
     first: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         same = first.setdefault(id(parameter), _clean(name))

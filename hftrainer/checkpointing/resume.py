@@ -125,6 +125,15 @@ def _load_whole(folder: str, model: torch.nn.Module, optimizer: torch.optim.Opti
     distributed.load_whole_optimizer(model, optimizer, read_torch(path) if distributed.is_first() else {})
 
 
+def load_scheduler(folder: str, scheduler: Any) -> None:
+    """Load the scheduler's state, in place."""
+    path = os.path.join(folder, names.SCHEDULER_NAME)
+    if os.path.isfile(path):
+        scheduler.load_state_dict(read_torch(path))
+    else:
+        logger.warning("%s holds no scheduler state: it starts anew.", folder)
+
+
 def load_scaler(folder: str, scaler: torch.amp.GradScaler) -> None:
     """Load the scale of the loss, in place."""
     path = os.path.join(folder, names.SCALER_NAME)

@@ -35,6 +35,11 @@ class ShardedStates:
         """Whether checkpoints hold whole states."""
         return self._plugin is None or self._plugin.whole
 
+    @property
+    def only_parts(self) -> bool:
+        """Whether checkpoints hold nothing of the model but parts."""
+        return not self.whole
+
     def gather(self, model: Any, optimizer: torch.optim.Optimizer | None) -> None:
         """Gather weights and, unless it is None, the optimizer's state; all processes must call it."""
         distributed.share_buffers(model)
@@ -64,6 +69,9 @@ class ShardedStates:
         self._opened = True
         if processes.from_main(lambda: True):
             distributed.save_parts(self._states, folder)
+
+    def save_beside(self, folder: str, processes: Any) -> None:
+        """Nothing: `save_model()` writes whole weights."""
 
     def finish(self, processes: Any) -> None:
         """Let go of what was gathered; others that wait for a folder which could not be made are told."""

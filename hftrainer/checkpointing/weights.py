@@ -62,6 +62,14 @@ def _as_if_whole(model: Any) -> Iterator[None]:
         config.distributed_config = loaded
 
 
+def save_configs(model: Any, folder: str) -> None:
+    """Write what `save_weights` writes beside the weights, of a model whose weights stay elsewhere."""
+    for name in ("config", "generation_config"):
+        config: Any = getattr(model, name, None)
+        if callable(getattr(config, "save_pretrained", None)):
+            config.save_pretrained(folder)
+
+
 def _save_pretrained(model: Any, folder: str, state_dict: dict[str, Any] | None, safe: bool) -> None:
     if safe:
         model.save_pretrained(folder, state_dict=state_dict)
@@ -98,7 +106,8 @@ def _rewrite_as_bin(model: torch.nn.Module, folder: str) -> None:
 
 def has_weights(folder: str) -> bool:
     """Whether `folder` holds weights in a layout that `load_weights` reads."""
-    return holds_fsdp(folder) or bool(_weights_files(folder) or _adapter_folders(folder))
+    parts = os.path.isfile(os.path.join(folder, "latest"))  # of DeepSpeed's
+    return holds_fsdp(folder) or parts or bool(_weights_files(folder) or _adapter_folders(folder))
 
 
 def holds_fsdp(folder: str) -> bool:

@@ -1,0 +1,457 @@
+"""DeepSpeed at work: its engine around the model, the steps that it takes, and its own part of checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies import DeepSpeedStrategy
+
+from hftrainer_lightning.config import WrongConfig
+from hftrainer_lightning.deepspeed_settings import DeepSpeedConfig
+from hftrainer_lightning.deepspeed_start import announce, announced
+from hftrainer_lightning.plan import LightningPlan
+from hftrainer_lightning.precision import PlainSteps
+from hftrainer_lightning.processes import Processes
+from hftrainer_lightning.strategies import Prepared
+
+
+def is_engine(model: Any) -> bool:
+    """Whether a model is DeepSpeed's engine around one."""
+    library = sys.modules.get("deepspeed")
+    return library is not None and isinstance(model, library.DeepSpeedEngine)
+
+
+class DeepSpeedPlugin:
+    """`accelerator.state.deepspeed_plugin`: the configuration under accelerate's names.
+
+    Args:
+        config: the configuration.
+    """
+
+    def __init__(self, config: DeepSpeedConfig) -> None:
+        self.hf_ds_config = config
+        self.zero3_init_flag = config.is_zero3()
+        self.selected = True
+
+    @property
+    def deepspeed_config(self) -> dict[str, Any]:
+        """The configuration itself."""
+        return self.hf_ds_config.config
+
+    @property
+    def zero_stage(self) -> int:
+        """ZeRO's stage."""
+        return self.hf_ds_config.stage
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches per optimizer step."""
+        return self.get_value("gradient_accumulation_steps")
+
+    @property
+    def gradient_clipping(self) -> float:
+        """The norm to which gradients are clipped; 0 leaves them alone."""
+        return self.get_value("gradient_clipping")
+
+    def get_value(self, ds_key_long: str, default: Any = None) -> Any:
+        """The value of a key such as 'zero_optimization.stage'."""
+        return self.hf_ds_config.get_value(ds_key_long, default)
+
+    def is_auto(self, ds_key_long: str) -> bool:
+        """Whether a key is left to the arguments."""
+        return self.hf_ds_config.is_auto(ds_key_long)
+
+    def is_zero3_init_enabled(self) -> bool:
+        """Whether models are partitioned while they are made."""
+        return self.zero3_init_flag
+
+    @contextlib.contextmanager
+    def zero3_init_context_manager(self, enable: bool = False) -> Iterator[None]:
+        """Partition models that are made in the block, or do not."""
+        before, self.zero3_init_flag = self.zero3_init_flag, enable
+        outer = announced()
+        try:
+            if not enable:
+                announce(None)
+            yield
+        finally:
+            self.zero3_init_flag = before
+            announce(outer)
+
+
+class DeepSpeedRun:
+    """DeepSpeed's engine for one model, made anew by each training run.
+
+    Args:
+        plan: whose `deepspeed` says how.
+
+    Attributes:
+        engine: the `DeepSpeedEngine`, or None.
+    """
+
+    def __init__(self, plan: LightningPlan) -> None:
+        assert plan.deepspeed is not None
+        self.config: DeepSpeedConfig = plan.deepspeed
+        self.engine: Any = None
+        self._trains = False
+
+    @property
+    def brings_optimizer(self) -> bool:
+        """Whether the configuration chooses the optimizer."""
+        return "optimizer" in self.config.config
+
+    @property
+    def brings_scheduler(self) -> bool:
+        """Whether the configuration chooses the schedule."""
+        return "scheduler" in self.config.config
+
+    def initialize(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> Any:
+        """Make the engine that trains a model.
+
+        Args:
+            model: the user's.
+            optimizer: the Trainer's, unless the configuration brings one.
+
+        Returns:
+            The optimizer as the others see it, and the engine's schedule, None when the configuration brings none.
+        """
+        import deepspeed
+
+        self.destroy()
+        config = {**self.config.config}
+        if optimizer is not None:
+            config["zero_allow_untested_optimizer"] = True
+            if self.config.offloads("optimizer") and config.get("zero_force_ds_cpu_optimizer", True):
+                optimizer = _on_the_host(optimizer)
+        self.engine, _, _, scheduler = deepspeed.initialize(
+            model=model,
+            optimizer=optimizer,
+            model_parameters=None if optimizer is not None else [p for p in model.parameters() if p.requires_grad],
+            config=config,
+            dist_init_required=False,
+        )
+        self._trains = True
+        _configure_activation_checkpointing(config)
+        self.engine.checkpoint_engine = _Telling(self.engine.checkpoint_engine)
+        return EngineOptimizer(self.engine.optimizer), None if scheduler is None else SteppedByEngine(scheduler)
+
+    def initialize_inference(self, model: torch.nn.Module) -> Any:
+        """An engine that only computes, with partitioned parameters; unless there is one."""
+        import deepspeed
+
+        if self.engine is None:
+            left_out = ("optimizer", "scheduler")
+            config = {name: value for name, value in self.config.config.items() if name not in left_out}
+            self.engine = deepspeed.initialize(model=model, config=config, dist_init_required=False)[0]
+        return self.engine
+
+    def destroy(self) -> None:
+        """Take the engine of an earlier run out of the model."""
+        if self.engine is not None:
+            self.engine.destroy()
+        self.engine = None
+        self._trains = False
+
+    @property
+    def is_training(self) -> bool:
+        """Whether there is an engine that trains."""
+        return self._trains
+
+    # ---- Steps -------------------------------------------------------------------------------------------------
+
+    def backward(self, loss: torch.Tensor, *, closes: bool, **kwargs: Any) -> None:
+        """Run backward; at the end of an accumulation window, clip and step too, which the engine does in one."""
+        self.engine.set_gradient_accumulation_boundary(is_boundary=closes)
+        self.engine.backward(loss, scale_wrt_gas=False, **kwargs)  # the Trainer has divided the loss
+        if closes:
+            self.engine.step()
+
+    def grad_norm(self) -> Any:
+        """The norm of the gradients of the last step, before they were clipped."""
+        norm = self.engine.get_global_grad_norm()
+        return norm.item() if isinstance(norm, torch.Tensor) else norm
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the last step was left out, since the scaled gradients were not finite."""
+        return bool(getattr(self.engine.optimizer, "overflow", False))
+
+    # ---- Checkpoints ---------------------------------------------------------------------------------------------
+
+    @property
+    def gathers(self) -> bool:
+        """Whether whole weights can be had: always, unless the configuration forbids to gather partitioned ones."""
+        return not self.config.is_zero3() or self.config.is_true(
+            "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+        )
+
+    def whole_weights(self, model: torch.nn.Module, *, only_trained: bool = False) -> dict[str, Any]:
+        """The weights by name; only the first process can count on them.
+
+        Args:
+            model: the user's.
+            only_trained: leave out what is frozen, of partitioned weights.
+        """
+        if self.config.is_zero3() and self.engine is not None:
+            return self.engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=only_trained) or {}
+        return model.state_dict()
+
+    def save(self, folder: str, processes: Processes) -> None:
+        """Write the engine's states; all processes must call it.
+
+        Raises:
+            OSError: the first that one of the processes ran into.
+        """
+        writer = self.engine.checkpoint_engine
+        self.engine.save_checkpoint(folder, exclude_frozen_parameters=hasattr(self.engine.module, "peft_config"))
+        errors = [error for error in processes.gather_objects([writer.take_error()]) if error is not None]
+        if errors:
+            raise errors[0]
+
+    def load(self, folder: str, *, strict: bool) -> None:
+        """Load the engine's states, and the model with them; all processes must call it.
+
+        Raises:
+            WrongConfig: when there are none, or they are of another number of processes.
+        """
+        universal = self.config.is_true("checkpoint.load_universal")
+        if not has_states(folder, universal=universal):
+            raise WrongConfig(_why_unreadable(folder, universal))
+        written = len(glob.glob(os.path.join(folder, _tag(folder), "*zero_pp_rank_*_optim_states.pt")))
+        if not universal and written not in (0, torch.distributed.get_world_size()):
+            raise WrongConfig(
+                f"{folder} holds the parts of {written} processes, and there are {torch.distributed.get_world_size()}. "
+                "Make a universal checkpoint of it with python -m deepspeed.checkpoint.ds_to_universal --input_folder "
+                f"{os.path.join(folder, _tag(folder))} --output_folder {os.path.join(folder, 'universal')}, and set "
+                "'checkpoint': {'load_universal': true} in the configuration."
+            )
+        loaded, _ = self.engine.load_checkpoint(folder, load_module_strict=strict)
+        if loaded is None:
+            raise WrongConfig(f"DeepSpeed cannot go on from {folder}; its messages above say why.")
+
+
+def has_states(folder: str, *, universal: bool = False) -> bool:
+    """Whether a checkpoint holds states of DeepSpeed's."""
+    return os.path.isfile(os.path.join(folder, "latest_universal" if universal else "latest"))
+
+
+def _why_unreadable(folder: str, universal: bool) -> str:
+    if universal:
+        return (
+            f"checkpoint.load_universal is set, and {folder} has no file latest_universal: make one with python -m "
+            "deepspeed.checkpoint.ds_to_universal, or leave the key out."
+        )
+    return (
+        f"{folder} was not written by DeepSpeed: load its weights into the model with from_pretrained, and train "
+        "without resume_from_checkpoint, or resume without deepspeed."
+    )
+
+
+def _tag(folder: str) -> str:
+    path = os.path.join(folder, "latest")
+    if not os.path.isfile(path):
+        return ""
+    with open(path, encoding="utf-8") as file:
+        return file.read().strip()
+
+
+def _on_the_host(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer of DeepSpeed's that computes in the host's memory, for one of torch's.
+
+    Raises:
+        WrongConfig: for one that has no counterpart.
+    """
+    from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    given: dict[str, Any] = {
+        name: optimizer.defaults[name] for name in ("lr", "weight_decay") if name in optimizer.defaults
+    }
+    if isinstance(optimizer, torch.optim.Adam):  # AdamW is one
+        return DeepSpeedCPUAdam(optimizer.param_groups, adamw_mode=isinstance(optimizer, torch.optim.AdamW), **given)
+    if isinstance(optimizer, torch.optim.Adagrad):
+        return DeepSpeedCPUAdagrad(optimizer.param_groups, **given)
+    raise WrongConfig(
+        f"deepspeed: with offload_optimizer DeepSpeed steps with its own Adam, AdamW or Adagrad, and the optimizer is "
+        f"{type(optimizer).__name__}: choose one of them, or set 'zero_force_ds_cpu_optimizer': false to use it as it is."
+    )
+
+
+def _configure_activation_checkpointing(config: dict[str, Any]) -> None:
+    """Hand the section to `deepspeed.checkpointing`, for models that call it."""
+    import deepspeed
+
+    section = config.get("activation_checkpointing")
+    if section:
+        deepspeed.checkpointing.configure(
+            None,
+            partition_activations=section.get("partition_activations"),
+            contiguous_checkpointing=section.get("contiguous_memory_optimization"),
+            num_checkpoints=section.get("number_checkpoints"),
+            checkpoint_in_cpu=section.get("cpu_checkpointing"),
+            synchronize=section.get("synchronize_checkpoint_boundary"),
+            profile=section.get("profile"),
+        )
+
+
+class EngineOptimizer(torch.optim.Optimizer):
+    """What callbacks and schedules see of an optimizer that the engine steps.
+
+    DeepSpeed's own are none of torch's, or free what they hold when Lightning lets go of its copy of them.
+
+    Args:
+        optimizer: DeepSpeed's.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._of_engine = optimizer
+        self._optimizer_step_pre_hooks = self._optimizer_step_post_hooks = {}  # type: ignore[assignment]
+        self.defaults = getattr(optimizer, "defaults", {})
+
+    @property
+    def optimizer(self) -> Any:
+        """DeepSpeed's."""
+        return self._of_engine
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """Its groups; with ZeRO their parameters are flat parts."""
+        return self._of_engine.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """Its state by parameter."""
+        return self._of_engine.state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Its state, of this process's part."""
+        return self._of_engine.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load such a state."""
+        self._of_engine.load_state_dict(state_dict)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Nothing: the engine has done it."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing: the engine has done it."""
+
+
+class SteppedByEngine:
+    """A schedule of DeepSpeed's, which the engine moves on as it steps.
+
+    Args:
+        scheduler: DeepSpeed's.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: the engine has done it."""
+
+    def get_last_lr(self) -> list[float]:
+        """The learning rates; 0 before the first step that was not left out."""
+        return list(getattr(self._scheduler, "_last_lr", [0.0]))
+
+    def __getattr__(self, name: str) -> Any:
+        """All else is the schedule's own."""
+        if name == "_scheduler":
+            raise AttributeError(name)
+        return getattr(self._scheduler, name)
+
+
+class _Telling:
+    """Writes for DeepSpeed, and keeps an error of the storage until all processes can be told.
+
+    DeepSpeed's processes wait for each other after writing: one that raises at once would leave the others there.
+    """
+
+    def __init__(self, writer: Any) -> None:
+        self._writer = writer
+        self._error: OSError | RuntimeError | None = None
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Write a file, or remember why not."""
+        try:
+            self._writer.save(state_dict, path)
+        except (OSError, RuntimeError) as error:  # torch's own writer raises the latter when a disk is full
+            self._error = self._error or error
+
+    def take_error(self) -> OSError | RuntimeError | None:
+        """The first error since the last call."""
+        error, self._error = self._error, None
+        return error
+
+    def __getattr__(self, name: str) -> Any:
+        """All else is the writer's own."""
+        if name == "_writer":
+            raise AttributeError(name)
+        return getattr(self._writer, name)
+
+
+class EngineSteps(PlainSteps):
+    """Leaves backward, clipping and the step to DeepSpeed's engine.
+
+    Args:
+        run: with the engine.
+    """
+
+    def __init__(self, run: DeepSpeedRun) -> None:
+        super().__init__()
+        self._run = run
+
+    def backward(self, tensor: torch.Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        """Run backward, and at the end of the window the step."""
+        self._run.backward(tensor, closes=model.host.feed.window.closes, **kwargs)
+
+    def optimizer_step(self, optimizer: Any, model: Any, closure: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        """Forward and backward; the engine has stepped then."""
+        closure()
+        self._after_closure(model, optimizer)
+        optimizer.step()  # which torch's schedules count
+        self.skipped = self._run.skipped
+
+
+class PartitionedByDeepSpeed(Prepared, DeepSpeedStrategy):
+    """A model in the hands of DeepSpeed's engine, which is made before Lightning begins."""
+
+    def __init__(self, plan: LightningPlan, run: DeepSpeedRun) -> None:
+        self.plan = plan
+        self._run = run
+        super().__init__(config=run.config.config, process_group_backend=plan.process_group_backend)
+        self.precision_plugin = EngineSteps(run)
+
+    def setup_environment(self) -> None:
+        """As for replicas; Lightning's own refuses all but CUDA here."""
+        super(DeepSpeedStrategy, self).setup_environment()
+
+    def setup_distributed(self) -> None:
+        """The processes have met already."""
+        self.set_world_ranks()
+
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        """Show Lightning's callbacks the optimizer."""
+        super(DeepSpeedStrategy, self).setup_optimizers(trainer)
+
+    def block_backward_sync(self) -> Any:
+        """Nothing: the engine is told where a window ends."""
+        return contextlib.nullcontext()
+
+    @property
+    def handles_gradient_accumulation(self) -> bool:
+        """Windows of micro-batches are the Trainer's."""
+        return False
+
+    @property
+    def deepspeed_engine(self) -> Any:
+        """The engine."""
+        return self._run.engine
