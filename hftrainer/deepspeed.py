@@ -145,7 +145,11 @@ def initialize(trainer: Trainer, base: type, max_steps: int, folder: str | None)
         trainer.create_optimizer_and_scheduler(num_training_steps=max_steps)
     elif not run.brings_optimizer:
         trainer.create_optimizer()
-    trainer.optimizer, scheduler = run.initialize(trainer.model, None if run.brings_optimizer else trainer.optimizer)
+    trainer.optimizer, scheduler = run.initialize(
+        trainer.model,
+        None if run.brings_optimizer else trainer.optimizer,
+        lambda optimizer: trainer.create_scheduler(num_training_steps=max_steps, optimizer=optimizer),
+    )
     trainer.model_wrapped = trainer.deepspeed = run.engine
     if scheduler is not None:
         trainer.lr_scheduler = scheduler

@@ -1792,7 +1792,7 @@ class Trainer:
             write(self._made_optimizer().state_dict(), os.path.join(output_dir, names.OPTIMIZER_NAME))
         else:
             self._save_whole_states(output_dir)
-        if not (self.is_deepspeed_enabled and self._engine.deepspeed.brings_scheduler):  # which it keeps itself
+        if not (self.is_deepspeed_enabled and self._engine.deepspeed.keeps_scheduler):  # which it keeps itself
             write(self.lr_scheduler.state_dict(), os.path.join(output_dir, names.SCHEDULER_NAME))
 
     def _save_whole_states(self, output_dir: str) -> None:
@@ -1841,7 +1841,7 @@ class Trainer:
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load the optimizer's and the scheduler's state, if the checkpoint has them."""
         if checkpoint is not None and self.is_deepspeed_enabled:
-            if not self._engine.deepspeed.brings_scheduler:
+            if not self._engine.deepspeed.keeps_scheduler:
                 resume.load_scheduler(checkpoint, self.lr_scheduler)
         elif checkpoint is not None:
             resume.load_optimizer_and_scheduler(

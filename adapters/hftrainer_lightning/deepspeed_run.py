@@ -6,7 +6,7 @@ import contextlib
 import glob
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import lightning.pytorch as pl
@@ -112,15 +112,27 @@ class DeepSpeedRun:
         """Whether the configuration chooses the schedule."""
         return "scheduler" in self.config.config
 
-    def initialize(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> Any:
+    @property
+    def keeps_scheduler(self) -> bool:
+        """Whether the engine moves the schedule on, and has it in its checkpoints."""
+        return self.brings_scheduler or self.brings_optimizer
+
+    def initialize(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        make_scheduler: Callable[[torch.optim.Optimizer], Any],
+    ) -> Any:
         """Make the engine that trains a model.
 
         Args:
             model: the user's.
             optimizer: the Trainer's, unless the configuration brings one.
+            make_scheduler: makes the Trainer's schedule for the configuration's optimizer. DeepSpeed keeps it then, as
+                it does for transformers, so that either can go on from the other's checkpoints.
 
         Returns:
-            The optimizer as the others see it, and the engine's schedule, None when the configuration brings none.
+            The optimizer as the others see it, and the schedule that the engine moves on, None when the Trainer does.
         """
         import deepspeed
 
@@ -134,6 +146,7 @@ class DeepSpeedRun:
             model=model,
             optimizer=optimizer,
             model_parameters=None if optimizer is not None else [p for p in model.parameters() if p.requires_grad],
+            lr_scheduler=make_scheduler if self.brings_optimizer and not self.brings_scheduler else None,
             config=config,
             dist_init_required=False,
         )
@@ -280,7 +293,7 @@ def _on_the_host(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         return DeepSpeedCPUAdagrad(optimizer.param_groups, **given)
     raise WrongConfig(
         f"deepspeed: with offload_optimizer DeepSpeed steps with its own Adam, AdamW or Adagrad, and the optimizer is "
-        f"{type(optimizer).__name__}: choose one of them, or set 'zero_force_ds_cpu_optimizer': false to use it as it is."
+        f"{type(optimizer).__name__}: choose one of them, or use it as it is with 'zero_force_ds_cpu_optimizer': false."
     )
 
 

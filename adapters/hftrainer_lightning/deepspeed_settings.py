@@ -154,7 +154,8 @@ class DeepSpeedConfig:
         for key in asked:
             if hidden is None:
                 raise WrongConfig(
-                    f"deepspeed: {key}='auto' follows from the hidden_size in model.config, and there is none: give a number."
+                    f"deepspeed: {key}='auto' follows from the hidden_size in model.config, and there is none: give a "
+                    "number."
                 )
             self.settle(key, _BY_HIDDEN_SIZE[key](hidden), "hidden_size")
 
@@ -168,7 +169,7 @@ def _hidden_size(config: Any) -> int | None:
     return None
 
 
-# ---- Reading ----------------------------------------------------------------------------------------------------------
+# ---- Reading --------------------------------------------------------------------------------------------------------
 
 
 def read_deepspeed(given: Any, environment: Mapping[str, str] = os.environ) -> dict[str, Any] | None:
@@ -225,7 +226,7 @@ def _of_launcher(environment: Mapping[str, str]) -> dict[str, Any] | None:
     return {"zero_optimization": zero, **own}
 
 
-# ---- The arguments ------------------------------------------------------------------------------------------------------
+# ---- The arguments --------------------------------------------------------------------------------------------------
 
 
 def configure(args: TrainingArguments) -> DeepSpeedConfig | None:
@@ -298,12 +299,12 @@ def _settle_precision(config: DeepSpeedConfig, args: TrainingArguments) -> None:
         config.settle(f"{name}.enabled", wanted, name, is_default=not wanted)
     if config.is_true("bf16.enabled") and config.is_true("fp16.enabled"):
         config.mismatches.append(
-            f"deepspeed: fp16 and bf16 are both enabled by the configuration, by fp16={args.fp16} and bf16={args.bf16}: "
-            "choose one."
+            f"deepspeed: fp16 and bf16 are both enabled, by the configuration or by fp16={args.fp16} and "
+            f"bf16={args.bf16}: choose one."
         )
 
 
-# ---- What cannot be had ---------------------------------------------------------------------------------------------------
+# ---- What cannot be had ---------------------------------------------------------------------------------------------
 
 #: Optimizers that need whole parameters or modes of their own, and are given flat parts: parts of their names.
 _NEED_WHOLE = ("galore", "apollo", "lomo", "schedule_free", "grokadamw", "layerwise")
@@ -323,7 +324,9 @@ def limits(args: TrainingArguments, config: DeepSpeedConfig, lightning_config: M
     for section, key in (("tensor_parallel", "autotp_size"), ("sequence_parallel_size", ""), ("pipeline", "")):
         value = config.get_value(f"{section}.{key}" if key else section)
         if value not in (None, 0, 1, {}):
-            yield f"deepspeed: {section} is not supported yet: leave it out, or use parallelism_config without deepspeed."
+            yield (
+                f"deepspeed: {section} is not supported yet: leave it out, or use parallelism_config without deepspeed."
+            )
     if "optimizer" not in config.config and any(part in str(args.optim) for part in _NEED_WHOLE):
         yield f"optim={str(args.optim)!r} needs whole parameters, and deepspeed gives it flat parts: use 'adamw_torch'."
     if args.save_only_model and args.load_best_model_at_end:

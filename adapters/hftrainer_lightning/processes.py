@@ -67,13 +67,10 @@ class Processes(Place):
         if device.type == "cuda":
             torch.cuda.set_device(device)
         chosen = backend or distributed.get_default_backend_for_device(device)
-        distributed.init_process_group(
-            chosen,
-            init_method=f"tcp://{self.address}:{self.port}",
-            rank=self.rank,
-            world_size=self.world_size,
-            timeout=timeout,
-        )
+        meeting: dict[str, Any] = {"init_method": f"tcp://{self.address}:{self.port}"}
+        if self.address is None:  # alone, without a launcher
+            meeting = {"store": distributed.HashStore()}
+        distributed.init_process_group(chosen, **meeting, rank=self.rank, world_size=self.world_size, timeout=timeout)
         atexit.register(_disconnect)
 
     def barrier(self) -> None:

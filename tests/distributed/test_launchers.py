@@ -19,14 +19,14 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "
 DEVICES = ["--lightning_config", '{"devices": 2}']
 
 
-def start(folder, before, after=(), **environment):
+def start(folder, before, after=(), script=SCRIPT, **environment):
     """The script in a folder, by a launcher's words, with further arguments."""
     folder.mkdir(exist_ok=True)
     settings = ["--output_dir", str(folder), "--max_steps", "3", "--learning_rate", "0.1", "--use_cpu", "True"]
     settings += ["--disable_tqdm", "True", "--save_strategy", "no", "--report_to", "none"]
     paths = os.pathsep.join([str(ROOT), str(ROOT / "adapters")])
     return subprocess.Popen(
-        [sys.executable, *before, SCRIPT, *settings, *after],
+        [sys.executable, *before, script, *settings, *after],
         env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

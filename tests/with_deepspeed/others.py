@@ -1,0 +1,215 @@
+"""What DeepSpeed does besides training alike: run by two processes under torchrun, or by one.
+
+python others.py FOLDER [CASE ...]
+"""
+
+import os
+import pickle
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+import hftrainer
+from hftrainer import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
+from hftrainer.errors import UnsupportedArgument
+from tests.parity.support import build
+from tests.tiny import language_data, make_llama, make_plain, plain_data
+from tests.with_deepspeed.sets import STAGES, without_compiler
+
+RANK = int(os.environ.get("RANK", "0"))
+IN_PARTS = {**STAGES[3], "zero_optimization": {"stage": 3}}
+
+
+def arguments(folder, kind=TrainingArguments, **settings):
+    defaults = {
+        "max_steps": 3,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+    }
+    return kind(str(folder), **{**defaults, **settings})
+
+
+def losses(trainer):
+    return [line["loss"] for line in trainer.state.log_history if "loss" in line]
+
+
+def loading(folder):
+    """`from_pretrained` partitions while it loads, as long as the arguments live; training is as without it."""
+    from transformers import LlamaForCausalLM
+
+    if RANK == 0:
+        make_llama().save_pretrained(folder / "model")
+    found = {}
+    for name in ("whole", "partitioned"):
+        whole = make_llama() if name == "whole" else None
+        args = arguments(folder / name, deepspeed=STAGES[3])
+        torch.distributed.barrier()
+        model = LlamaForCausalLM.from_pretrained(folder / "model") if whole is None else whole
+        found[f"{name}, partitioned at first"] = all(hasattr(each, "ds_id") for each in model.parameters())
+        found[f"{name}, numbers at first"] = sum(each.numel() for each in model.parameters())
+        trainer = Trainer(model, args, train_dataset=language_data())
+        trainer.train()
+        found[name] = losses(trainer)
+        trainer.save_model(str(folder / name / "final"))
+        torch.distributed.barrier()
+        found[f"{name}, files"] = sorted(os.listdir(folder / name / "final"))
+    del args, trainer
+    found["whole again"] = not any(hasattr(each, "ds_id") for each in make_llama().parameters())
+    return found
+
+
+def in_parts(folder):
+    """Weights that are not to be gathered stay in parts, and DeepSpeed's script makes one file of them."""
+    args = arguments(folder, deepspeed=IN_PARTS, save_strategy="steps", save_steps=2)
+    trainer = Trainer(make_llama(), args, train_dataset=language_data())
+    trainer.train()
+    trainer.save_model(str(folder / "final"))
+    torch.distributed.barrier()
+    run = trainer._engine.deepspeed
+    gathered = run.whole_weights(trainer.model)
+    found = {name: sorted(os.listdir(folder / name)) for name in ("final", "checkpoint-2")}
+    if RANK == 0:
+        command = [sys.executable, "zero_to_fp32.py", ".", "joined"]
+        subprocess.run(command, cwd=folder / "final", check=True, capture_output=True, env={**os.environ, "RANK": "0"})
+        joined = torch.load(folder / "final" / "joined" / "pytorch_model.bin")
+        found["same"] = all(torch.equal(joined[name], value) for name, value in gathered.items())
+    return found
+
+
+def evaluating(folder):
+    """Evaluation before training, between two runs, and after; with and without partitioned parameters."""
+    found = {}
+    for name, config in (("none", None), ("stage 2", STAGES[2]), ("stage 3", STAGES[3])):
+        args = arguments(folder / name, deepspeed=config)
+        trainer = Trainer(make_llama(), args, train_dataset=language_data(), eval_dataset=language_data(9))
+        found[name] = [trainer.evaluate()["eval_loss"]]
+        for _ in range(2):
+            trainer.train()
+            found[name] += [*losses(trainer), trainer.evaluate()["eval_loss"]]
+        found[name].append(trainer.predict(language_data(9)).predictions.sum().item())
+    return found
+
+
+def generating(folder):
+    """Partitioned models generate what they would generate whole."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(1)
+    config = T5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, decoder_start_token_id=0)
+    model = T5ForConditionalGeneration(config)
+    data = [{"input_ids": torch.arange(3 + n % 3, 9), "labels": torch.arange(5, 9 + n % 2)} for n in range(8)]
+    args = arguments(
+        folder,
+        Seq2SeqTrainingArguments,
+        deepspeed=STAGES[3],
+        predict_with_generate=True,
+        generation_max_length=8,
+        per_device_train_batch_size=1,
+        per_device_eval_batch_size=1,
+    )
+    trainer = Seq2SeqTrainer(model, args, train_dataset=data, eval_dataset=data)
+    trainer.train()
+    predictions = trainer.predict(data).predictions
+    trainer.save_model()
+    torch.distributed.barrier()
+    trainer.args.hf_deepspeed_config = None  # models are made whole again
+    whole = T5ForConditionalGeneration.from_pretrained(folder).eval()
+    return {
+        "partitioned": predictions.tolist(),
+        "whole": [whole.generate(each["input_ids"][None], max_length=8)[0].tolist() for each in data],
+    }
+
+
+def full(folder):
+    """The second process alone cannot write one checkpoint: nothing hangs, and the next is whole."""
+
+    class Full(hftrainer.TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if RANK == 1:
+                low = 512 if state.global_step == 2 else resource.RLIM_INFINITY
+                resource.setrlimit(resource.RLIMIT_FSIZE, (low, resource.RLIM_INFINITY))
+
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    args = arguments(folder, deepspeed=STAGES[2], save_strategy="steps", save_steps=1, max_steps=4)
+    trainer = Trainer(make_plain(), args, train_dataset=plain_data(), callbacks=[Full()])
+    trainer.train()
+    torch.distributed.barrier()
+    return {"folders": sorted(os.listdir(folder)), "steps": trainer.state.global_step}
+
+
+def names(folder):
+    """The names that libraries look for, a training step of the user's own, and an optimizer of the script's."""
+
+    class Own(Trainer):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            loss = self.compute_loss(model, self._prepare_inputs(inputs))
+            self.accelerator.backward(loss)
+            return loss.detach()
+
+    model = make_plain()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    args = arguments(folder, deepspeed=STAGES[2])
+    trainer = Own(model, args, train_dataset=plain_data(), optimizers=(optimizer, None))
+    trainer.train()
+    accelerator = trainer.accelerator
+    try:
+        trainer.train()
+    except UnsupportedArgument as error:
+        refused = str(error)
+    return {
+        "losses": losses(trainer),
+        "enabled": trainer.is_deepspeed_enabled,
+        "type": accelerator.distributed_type,
+        "stage": accelerator.state.deepspeed_plugin.zero_stage,
+        "clipping": accelerator.state.deepspeed_plugin.deepspeed_config["gradient_clipping"],
+        "unwrapped": accelerator.unwrap_model(trainer.model_wrapped) is trainer.model is model,
+        "engine": type(trainer.deepspeed).__name__,
+        "strategy": type(trainer.lightning_trainer.strategy).__mro__[2].__name__,
+        "shown": trainer.lightning_trainer.strategy.deepspeed_engine is trainer.deepspeed,
+        "refused": refused,
+    }
+
+
+def one(folder):
+    """One process, without a launcher, goes on from two processes' checkpoint, once it is a universal one."""
+    written = folder / "hftrainer" / "stage 2" / "checkpoint-4"
+    found = {}
+    for name, config in (("parts", STAGES[2]), ("universal", {**STAGES[2], "checkpoint": {"load_universal": True}})):
+        settings = {"deepspeed": config, "logging_steps": 1, "per_device_train_batch_size": 8}
+        trainer, _ = build("hftrainer", "plain", folder / "one" / name, **settings)
+        try:
+            trainer.train(resume_from_checkpoint=str(written))
+            found[name] = trainer.state.log_history
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+        if name == "parts":
+            tag = written / "global_step4"
+            command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--num_extract_workers", "1"]
+            command += ["--num_merge_workers", "1", "--input_folder", str(tag), "--output_folder", f"{tag}_universal"]
+            subprocess.run(command, check=True, capture_output=True)
+    return found
+
+
+CASES = (loading, in_parts, evaluating, generating, full, names)
+
+
+def main(folder, chosen):
+    without_compiler()
+    torch.set_num_threads(1)
+    for case in [globals()[name] for name in chosen] or CASES:
+        home = folder if case is one else folder / case.__name__
+        found = case(home)
+        (folder / f"{case.__name__}-{RANK}.pkl").write_bytes(pickle.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
