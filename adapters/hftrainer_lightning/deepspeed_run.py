@@ -222,8 +222,15 @@ class DeepSpeedRun:
         Raises:
             OSError: the first that one of the processes ran into.
         """
+        from deepspeed.checkpoint import constants
+
         writer = self.engine.checkpoint_engine
-        self.engine.save_checkpoint(folder, exclude_frozen_parameters=hasattr(self.engine.module, "peft_config"))
+        universal = {constants.UNIVERSAL_CHECKPOINT_VERSION_KEY: constants.UNIVERSAL_CHECKPOINT_VERSION_VALUE}
+        self.engine.save_checkpoint(
+            folder,
+            client_state={constants.UNIVERSAL_CHECKPOINT_INFO: universal},  # or no universal one can be made of it
+            exclude_frozen_parameters=hasattr(self.engine.module, "peft_config"),
+        )
         errors = [error for error in processes.gather_objects([writer.take_error()]) if error is not None]
         if errors:
             raise errors[0]
@@ -422,7 +429,7 @@ class EngineSteps(PlainSteps):
         super().__init__()
         self._run = run
 
-    def backward(self, tensor: torch.Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+    def backward(self, tensor: torch.Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         """Run backward, and at the end of the window the step."""
         self._run.backward(tensor, closes=model.host.feed.window.closes, **kwargs)
 

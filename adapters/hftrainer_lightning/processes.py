@@ -69,7 +69,7 @@ class Processes(Place):
         chosen = backend or distributed.get_default_backend_for_device(device)
         meeting: dict[str, Any] = {"init_method": f"tcp://{self.address}:{self.port}"}
         if self.address is None:  # alone, without a launcher
-            meeting = {"store": distributed.HashStore()}
+            meeting = {"store": distributed.HashStore()}  # type: ignore[attr-defined]
         distributed.init_process_group(chosen, **meeting, rank=self.rank, world_size=self.world_size, timeout=timeout)
         atexit.register(_disconnect)
 

@@ -183,12 +183,14 @@ def one(folder):
     """One process, without a launcher, goes on from two processes' checkpoint, once it is a universal one."""
     written = folder / "hftrainer" / "stage 2" / "checkpoint-4"
     found = {}
-    for name, config in (("parts", STAGES[2]), ("universal", {**STAGES[2], "checkpoint": {"load_universal": True}})):
-        settings = {"deepspeed": config, "logging_steps": 1, "per_device_train_batch_size": 8}
+    universal = {**STAGES[2], "checkpoint": {"load_universal": True}}
+    for name, config, steps in (("parts", STAGES[2], 10), ("loaded", universal, 4), ("universal", universal, 10)):
+        settings = {"deepspeed": config, "logging_steps": 1, "per_device_train_batch_size": 8, "max_steps": steps}
         trainer, _ = build("hftrainer", "plain", folder / "one" / name, **settings)
         try:
             trainer.train(resume_from_checkpoint=str(written))
             found[name] = trainer.state.log_history
+            found[f"{name}, weights"] = {key: value.clone() for key, value in trainer.model.state_dict().items()}
         except Exception as error:
             found[name] = f"{type(error).__name__}: {error}"
         if name == "parts":

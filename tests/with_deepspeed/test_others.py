@@ -5,10 +5,12 @@ import pickle
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from tests.distributed.test_evaluation import TORCHRUN, python
 from tests.distributed.test_launchers import accelerate, port, read
 from tests.distributed.test_launchers import start as start_script
+from tests.reliability.support import assert_same
 from tests.with_deepspeed.sets import AUTO, STAGES
 from tests.with_deepspeed.test_training import TOLERANCE
 
@@ -101,6 +103,8 @@ def test_fewer_processes(tmp_path):
     one = pickle.loads((tmp_path / "one-0.pkl").read_bytes())
     assert "holds the parts of 2 processes, and there are 1" in one["parts"]
     assert "ds_to_universal" in one["parts"]
+    written = load_file(tmp_path / "hftrainer" / "stage 2" / "checkpoint-4" / "model.safetensors")
+    assert_same(one["loaded, weights"], written)
     assert [line["step"] for line in one["universal"]] == [line["step"] for line in both]
     for line, other in zip(one["universal"][:-1], both[:-1], strict=True):
         assert line["learning_rate"] == other["learning_rate"]
