@@ -7,7 +7,7 @@ import inspect
 import threading
 from typing import Any
 
-import torch
+from hftrainer import devices
 
 #: Method that starts or ends a stage → the stage's name in the metrics.
 STAGES = {
@@ -52,8 +52,7 @@ class TrainerMemoryTracker:
             return
         self.stage = self._calling_stage()
         gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
+        devices.reset_memory_peak()
         self._begin = self._used()
         self._peak = self._begin["cpu"]
         self._watching = threading.Event()
@@ -68,16 +67,15 @@ class TrainerMemoryTracker:
         self._watcher.join()
         gc.collect()
         end = self._used()
-        peaks = {"cpu": self._peak}
-        if torch.cuda.is_available():
-            peaks["gpu"] = torch.cuda.max_memory_allocated()
+        peaks = {"cpu": self._peak, "gpu": devices.memory_peak()}
         stage, self.stage = self.stage, None
         measured: dict[str, int] = {}
-        for kind, peak in peaks.items():
-            measured[f"{stage}_mem_{kind}_alloc_delta"] = end[kind] - self._begin[kind]
-            measured[f"{stage}_mem_{kind}_peaked_delta"] = max(0, peak - end[kind])
+        for kind, used in end.items():
+            measured[f"{stage}_mem_{kind}_alloc_delta"] = used - self._begin[kind]
+            if (peak := peaks[kind]) is not None:
+                measured[f"{stage}_mem_{kind}_peaked_delta"] = max(0, peak - used)
         if stage == "init":  # it has no metrics of its own: the first stage that has reports it
-            self._init = measured, {f"before_init_mem_{kind}": self._begin[kind] for kind in peaks}
+            self._init = measured, {f"before_init_mem_{kind}": self._begin[kind] for kind in end}
         elif metrics is not None:
             (init, before), self._init = self._init, ({}, {})
             metrics.update({**init, **measured, **before})
@@ -90,8 +88,8 @@ class TrainerMemoryTracker:
 
     def _used(self) -> dict[str, int]:
         used = {"cpu": self._process.memory_info().rss}
-        if torch.cuda.is_available():
-            used["gpu"] = torch.cuda.memory_allocated()
+        if (on_device := devices.memory_used()) is not None:
+            used["gpu"] = on_device
         return used
 
     def _watch(self) -> None:

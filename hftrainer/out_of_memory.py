@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import random
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
+from hftrainer.checkpointing.rng import restore_rng_state, rng_state
 from hftrainer.trainer_pt_utils import nested_apply
 
 #: What errors say that are not `torch.OutOfMemoryError`.
@@ -25,14 +24,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
-
-
-def empty_cache() -> None:
-    """Give memory that torch keeps for later back to the device."""
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    if torch.backends.mps.is_available():
-        torch.mps.empty_cache()
 
 
 class StartingPoint:
@@ -52,8 +43,9 @@ class StartingPoint:
         self._scaler = scaler
         self._scale = None if scaler is None else scaler.state_dict()
         self._others = [(thing, nested_apply(_copied, thing.state_dict())) for thing in stateful if thing is not None]
-        self._random = random.getstate(), np.random.get_state(), torch.random.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+        self._random = rng_state()
+        if torch.cuda.is_available():  # the model may be spread over several
+            self._random["cuda"] = torch.cuda.get_rng_state_all()
 
     def _changing(self) -> dict[str, torch.Tensor]:
         trained = {name: weight for name, weight in self._model.named_parameters() if weight.requires_grad}
@@ -71,12 +63,7 @@ class StartingPoint:
             self._scaler.scale(next(self._model.parameters()).new_zeros(()))  # or it may not have begun yet
             self._scaler.update(self._scale["scale"])  # forgets what it knows of a step that has failed
             self._scaler.load_state_dict(self._scale)
-        python, numpy, cpu = self._random
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.random.set_rng_state(cpu)
-        if self._cuda:
-            torch.cuda.set_rng_state_all(self._cuda)
+        restore_rng_state(self._random)
 
 
 def _copied(leaf: Any) -> Any:

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
-from hftrainer import integrations, model_inspection, peers, trainer_optimizer
+from hftrainer import devices, integrations, model_inspection, peers, trainer_optimizer
 from hftrainer.agreement import check_agreement
 from hftrainer.arguments import legacy
 from hftrainer.arguments.accelerator_config import AcceleratorConfig
@@ -57,7 +57,7 @@ from hftrainer.loss import check_loss, first_output, outputs_without
 from hftrainer.memory import TrainerMemoryTracker
 from hftrainer.model_changes import changed_for_training, set_tf32
 from hftrainer.optimization import follows_metric, get_scheduler
-from hftrainer.out_of_memory import StartingPoint, empty_cache, is_out_of_memory
+from hftrainer.out_of_memory import StartingPoint, is_out_of_memory
 from hftrainer.overrides import accepts, call_with_accepted, is_overridden, with_accepted
 from hftrainer.progress import own_progress
 from hftrainer.reporting import comparable_names, mean_loss, print_table, write_metrics
@@ -513,7 +513,7 @@ class Trainer:
             "batch_size": batch_size,
             "collate_fn": collator,
             "num_workers": args.dataloader_num_workers,
-            "pin_memory": args.dataloader_pin_memory and args.device.type != "cpu",
+            "pin_memory": args.dataloader_pin_memory and args.device.type not in devices.UNPINNED,
             "persistent_workers": args.dataloader_persistent_workers,
             "multiprocessing_context": args.dataloader_multiprocessing_context,
             "prefetch_factor": args.dataloader_prefetch_factor,
@@ -905,7 +905,7 @@ class Trainer:
             self.optimizer, self.lr_scheduler = given
             start.restore()
             gc.collect()
-            empty_cache()
+            devices.empty_cache()
 
     def _forget_attempt(self) -> None:
         """Let go of everything that a failed run has made: its optimizer, its hooks and its checkpoints."""
@@ -964,7 +964,7 @@ class Trainer:
         loop.resume_log()
         complete = resume_from_checkpoint is not None and self.state.global_step >= schedule.max_steps
         if first_epoch < schedule.num_train_epochs and not complete:
-            with loop.details.watching(self.model):
+            with loop.details.watching(self.model), devices.hinted():
                 self._engine.fit(
                     loop,
                     self.model,
@@ -1150,7 +1150,7 @@ class Trainer:
             loss = call_with_accepted(self.compute_loss, model, inputs, num_items_in_batch=num_items_in_batch)
         every = self.args.torch_empty_cache_steps
         if every is not None and self.state.global_step % every == 0:
-            empty_cache()
+            devices.empty_cache()
         loss, parts = split_losses(loss)
         loss = check_loss(loss)
         accumulation = self.current_gradient_accumulation_steps
@@ -1475,7 +1475,8 @@ class Trainer:
         kept = self._past, self._logged_metrics  # of training, where evaluation has no say
         self._past, self._logged_metrics = None, LoggedMetrics()
         try:
-            self._engine.evaluate(evaluation, self.model, stage)  # type: ignore[arg-type]
+            with devices.hinted():
+                self._engine.evaluate(evaluation, self.model, stage)  # type: ignore[arg-type]
         finally:
             self._past, self._logged_metrics = kept
         output, evaluation.output = evaluation.output, None

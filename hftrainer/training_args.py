@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hftrainer import arguments as groups
+from hftrainer import devices
 from hftrainer.arguments import legacy
 from hftrainer.arguments._field import arg
 from hftrainer.arguments.releases import annotate
@@ -99,13 +100,10 @@ class TrainingArguments(
     @property
     def device(self) -> torch.device:
         """The device that this process trains on: the accelerator torch finds, unless `use_cpu`."""
-        if self._on_cpu:
-            return torch.device("cpu")
-        if torch.cuda.is_available():
-            return torch.device("cuda", self._place.device_index(torch.cuda.device_count()))
-        if torch.backends.mps.is_available():
-            return torch.device("mps")
-        return torch.device("cpu")
+        kind = "cpu" if self._on_cpu else devices.found()
+        if kind in ("cpu", "mps"):
+            return torch.device(kind)
+        return torch.device(kind, self._place.device_index(devices.count(kind)))
 
     @property
     def _on_cpu(self) -> bool:
@@ -121,7 +119,7 @@ class TrainingArguments(
         return find_place(readable_config(self.lightning_config), gpus=self._count_gpus)
 
     def _count_gpus(self) -> int:
-        return 0 if self._on_cpu or not torch.cuda.is_available() else torch.cuda.device_count()
+        return 0 if self._on_cpu else devices.count(devices.found())
 
     @property
     def _setup_devices(self) -> torch.device:
@@ -131,7 +129,7 @@ class TrainingArguments(
     @property
     def n_gpu(self) -> int:
         """GPUs that this process uses: one or none, since several mean several processes here, never DataParallel."""
-        return int(self.device.type == "cuda")
+        return int(self.device.type not in ("cpu", "xla"))
 
     @property
     def world_size(self) -> int:

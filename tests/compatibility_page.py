@@ -39,6 +39,33 @@ undisturbed run. `make test` prints the table.
 | callback | what to know |
 | --- | --- |
 """
+DEVICES = """
+## Devices
+
+A GPU of NVIDIA or AMD is `cuda`: torch for ROCm calls it so, and `nccl` its library, so nothing else has to be set.
+`use_cpu=True` (`no_cuda` until v4.57) trains on the CPU wherever it is set.
+
+| device | what it can do |
+| --- | --- |
+"""
+BY_DEVICE = {
+    "CPU, CUDA, ROCm": "everything on this page",
+    "MPS (Apple Silicon)": (
+        "one process; float32, bf16 (macOS 14), fp16 (torch 2.8); no pinned memory; loading processes are forked. "
+        "torch refuses float64, and operators that it lacks need `PYTORCH_ENABLE_MPS_FALLBACK=1`"
+    ),
+    "XPU (Intel), NPU (Ascend), MLU (Cambricon), MUSA (Moore Threads)": (
+        "one process, or a copy of the model in each, by torch's own module for the device and the backend `xccl`, "
+        "`hccl`, `cncl` or `mccl`; no FSDP, no tensor parallelism"
+    ),
+    "HPU (Gaudi), SDAA, Neuron": "refused, unless `use_cpu=True`",
+}
+UNTESTED = """
+**Not tested on a Mac.** None was at hand: the choice of the device, precision, loaders, random states and errors are
+tested with torch told that it is there, and no step has been computed on Apple's GPU. Nor has one on AMD's, or on
+those of the third row. For these a whole run, resumed and with a scaled loss, is tested on a device that is made of
+Python, by the hooks that torch has for plug-ins (`tests/fake_npu.py`); several processes have not been run on them.
+"""
 LIMITS = """
 Tools that rewrite the source text of the private loop of `transformers.Trainer` cannot work here: there is none.
 
@@ -66,7 +93,8 @@ def page() -> str:
             detail += f" (earlier default: {EARLIER_DEFAULTS[field.name]})"
         rows += f"| `{field.name}` | {row.kind} | {detail} |\n"
     callbacks = "".join(f"| `{name}` | {note} |\n" for name, note in sorted(LIGHTNING_CALLBACKS.items()))
-    return HEAD + differences + CALLBACKS + callbacks + LIMITS + rows
+    devices = "".join(f"| {device} | {what} |\n" for device, what in BY_DEVICE.items())
+    return HEAD + differences + CALLBACKS + callbacks + DEVICES + devices + UNTESTED + LIMITS + rows
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ class EngineAccelerator:
         self.process_index, self.local_process_index = processes.rank, processes.local_rank
         self.is_main_process, self.is_local_main_process = processes.rank == 0, processes.local_rank == 0
         self.is_last_process = processes.rank == processes.world_size - 1
-        kind = "CPU" if device.type == "cpu" else "GPU"
+        kind = "GPU" if device.type == "cuda" else device.type.upper()
         self.distributed_type = f"MULTI_{kind}" if processes.several else "NO"
         if plan.sharding is not None:
             self.distributed_type = "FSDP"
@@ -369,8 +369,8 @@ class EngineAccelerator:
 
     def free_memory(self, *objects: Any) -> Any:
         """Let go of objects, and of cached device memory; returns a None for each."""
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        if self.device.type != "cpu":
+            torch.get_device_module(self.device).empty_cache()
         return [None for _ in objects]
 
     def end_training(self) -> None:

@@ -21,6 +21,7 @@ from hftrainer_lightning.config import (
 )
 from hftrainer_lightning.deepspeed_settings import configure
 from hftrainer_lightning.deepspeed_settings import limits as limits_of_deepspeed
+from hftrainer_lightning.devices import OTHERS, count, own_backend, wrong_device
 from hftrainer_lightning.environment import Place, can_start_again, find_place, wrong_place
 from hftrainer_lightning.fsdp_settings import FsdpSettings, read_fsdp
 from hftrainer_lightning.layout import Layout, read_layout, wrong_layout
@@ -215,11 +216,11 @@ TABLE |= _rows(
     past_index="trainer: compute_loss",
     include_tokens_per_second="trainer: the metrics of train()",
     logging_dir="loggers: folder of tensorboard and csv",
+    use_mps_device="devices: Apple's GPU is taken by itself; refused where there is none",
 )
 TABLE |= _rows(
     "inert",
     overwrite_output_dir="a switch for your script",
-    use_mps_device="Apple's GPU is taken by itself",
 )
 TABLE |= _planned("search with optuna around train()", "ray_scope")
 TABLE |= _planned("train on a GPU or CPU", "tpu_num_cores")
@@ -312,6 +313,8 @@ def unsupported(args: TrainingArguments, model: Any = None, *, own_optimizer: bo
         found += wrong_deepspeed(args)
         layout = read_layout(args.parallelism_config, model)
         found += wrong_layout(layout, read_fsdp(args.fsdp, args.fsdp_config), args.world_size)
+        spreads = _sharding(args, layout) is not None or layout.tp_size > 1
+        found += wrong_device(args, _precision(args), place_of(args).world_size, spreads)
     except WrongConfig as error:
         found.append(str(error))
     return found + misplaced(args)
@@ -324,8 +327,7 @@ def place_of(args: TrainingArguments) -> Place:
 
 def misplaced(args: TrainingArguments) -> list[str]:
     """A sentence for each reason why the processes, as the launcher has started them, cannot train."""
-    gpus = torch.cuda.device_count() if args.device.type == "cuda" else None
-    return wrong_place(place_of(args), readable_config(_config(args)), gpus)
+    return wrong_place(place_of(args), readable_config(_config(args)), count(args.device))
 
 
 def _config(args: TrainingArguments) -> Any:
@@ -334,7 +336,7 @@ def _config(args: TrainingArguments) -> Any:
 
 def _wrong_sharding(args: TrainingArguments, own_optimizer: bool) -> list[str]:
     settings = read_fsdp(args.fsdp, args.fsdp_config)
-    if settings is None:
+    if settings is None or args.device.type in ("mps", *OTHERS):  # where `wrong_device` refuses it altogether
         return []
     launched = place_of(args).launcher != "lightning"
     return list(limits(args, settings, read_config(_config(args)), launched=launched, own_optimizer=own_optimizer))
@@ -355,7 +357,9 @@ def _is_neutral(value: Any, default: Any) -> bool:
 
 
 def _precision(args: TrainingArguments) -> str:
-    """Lightning's precision: the argument's, or else the launcher's."""
+    """Lightning's precision: that of `lightning_config`, the argument's, or else the launcher's."""
+    if (given := read_config(_config(args)).get("precision")) is not None:
+        return "32-true" if str(given) == "32" else str(given)
     asked = "bf16" if args.bf16 else "fp16" if args.fp16 else os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     return {"bf16": "bf16-mixed", "fp16": "16-mixed"}.get(asked, "32-true")
 
@@ -368,7 +372,8 @@ def _sharding(args: TrainingArguments, layout: Layout) -> FsdpSettings | None:
 def _backend(args: TrainingArguments, device: torch.device, sharding: FsdpSettings | None) -> str | None:
     """How processes communicate; parameters that are kept in the host's memory are clipped there too."""
     offloads = sharding is not None and sharding.cpu_offload and device.type == "cuda"
-    return "cpu:gloo,cuda:nccl" if offloads and args.ddp_backend is None else args.ddp_backend
+    own = "cpu:gloo,cuda:nccl" if offloads else own_backend(device.type) if device.type in OTHERS else None
+    return own if args.ddp_backend is None else args.ddp_backend
 
 
 def make_plan(args: TrainingArguments, model: Any = None) -> LightningPlan:
@@ -376,11 +381,10 @@ def make_plan(args: TrainingArguments, model: Any = None) -> LightningPlan:
     device, layout = args.device, read_layout(args.parallelism_config, model)
     sharding = _sharding(args, layout)
     config, deepspeed = read_config(_config(args)), configure(args)
-    precision = deepspeed.precision if deepspeed else str(config.get("precision", _precision(args)))
     return LightningPlan(
-        accelerator=device.type,  # type: ignore[arg-type]
+        accelerator=device.type,
         device=str(device),
-        precision="32-true" if precision == "32" else precision,  # type: ignore[arg-type]
+        precision=deepspeed.precision if deepspeed else _precision(args),  # type: ignore[arg-type]
         accumulate_grad_batches=args.gradient_accumulation_steps,
         deterministic=args.full_determinism,
         default_root_dir=str(args.output_dir),
@@ -408,7 +412,7 @@ def overridden(args: TrainingArguments) -> list[str]:
             f"gradient_accumulation_steps={args.gradient_accumulation_steps} overrides the launcher's "
             f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS={steps}."
         )
-    gpus = torch.cuda.device_count() if args.device.type == "cuda" and "devices" not in config else 1
+    gpus = 1 if "devices" in config else count(args.device) or 1
     if gpus > place_of(args).world_size == 1 and not can_start_again():
         found.append(f"One of {gpus} GPUs is used: the others need a script, or a launcher, to start processes.")
     if args.fsdp_config and not args.fsdp:

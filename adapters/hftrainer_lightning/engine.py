@@ -22,6 +22,7 @@ from lightning.pytorch.strategies import Strategy
 
 from hftrainer_lightning import callbacks as of_callbacks
 from hftrainer_lightning import seams, tuning
+from hftrainer_lightning.devices import accelerator
 from hftrainer_lightning.environment import cluster_environment
 from hftrainer_lightning.events import EvaluationHost, TrainingHost, TuningHost
 from hftrainer_lightning.launching import Launched
@@ -357,6 +358,7 @@ class LightningEngine:
         keywords = {"logger": False, **self.plan.trainer_keywords(), **settings}
         callbacks = self._taking_part if callbacks is None else callbacks
         del keywords["precision"]  # the strategy carries the precision plugin
+        keywords["accelerator"] = accelerator(self.plan.accelerator)
         given = keywords.pop("plugins", None) or []
         plugins = given if isinstance(given, list) else [given]
         if cluster_environment(plugins) is None:

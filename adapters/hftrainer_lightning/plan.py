@@ -38,7 +38,7 @@ class LightningPlan:
         config: further keywords of `lightning.Trainer`, from `lightning_config`; they win.
     """
 
-    accelerator: Literal["cpu", "cuda", "mps"]
+    accelerator: str
     device: str
     precision: Literal["32-true", "bf16-mixed", "16-mixed"]
     accumulate_grad_batches: int

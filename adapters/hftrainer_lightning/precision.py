@@ -128,7 +128,8 @@ def make_scaler(plan: LightningPlan) -> torch.amp.GradScaler | None:
     kind = torch.device(plan.device).type
     if plan.sharding is not None and plan.sharding.version == 1:
         return _ShardedScaler(kind)
-    return torch.amp.GradScaler(kind)
+    own = getattr(torch.get_device_module(kind), "amp", None) if kind in ("npu", "mlu", "musa") else None
+    return own.GradScaler() if own is not None else torch.amp.GradScaler(kind)
 
 
 def precision_plugin(plan: LightningPlan, scaler: torch.amp.GradScaler | None) -> Precision:

@@ -16,6 +16,7 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import distributed
 
+from hftrainer_lightning.devices import ON_DEVICE, count
 from hftrainer_lightning.environment import Place
 
 T = TypeVar("T")
@@ -64,8 +65,8 @@ class Processes(Place):
         """
         if not (self.several or even_alone) or distributed.is_initialized():
             return
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
+        if count(device) is not None:
+            torch.get_device_module(device).set_device(device)
         chosen = backend or distributed.get_default_backend_for_device(device)
         meeting: dict[str, Any] = {"init_method": f"tcp://{self.address}:{self.port}"}
         if self.address is None:  # alone, without a launcher
@@ -262,8 +263,9 @@ def _gathered(leaf: Any, pad_index: int, every: int) -> Any:
             f"Processes can only gather tensors, got a {type(leaf).__name__}: put it into a list with one item a "
             "sample, and set eval_use_gather_object=True."
         )
-    # NCCL takes what is on its GPU only.
-    home = torch.device("cuda", torch.cuda.current_device()) if "nccl" in distributed.get_backend() else leaf.device
+    # Most backends take what is on their accelerator only.
+    kind = next((device for name, device in ON_DEVICE.items() if name in distributed.get_backend()), None)
+    home = torch.device(kind, torch.get_device_module(kind).current_device()) if kind else leaf.device
     return _joined(gather_all_tensors(torch.atleast_1d(leaf.to(home)))[::every], pad_index).to(leaf.device)
 
 

@@ -67,6 +67,10 @@ class Replicas(_StaysInPlace, DDPStrategy):
         """The device of this process."""
         return self._device
 
+    def determine_ddp_device_ids(self) -> list[int] | None:
+        """The index of a GPU; DDP of other devices takes the model's, and Lightning would open a stream of CUDA."""
+        return super().determine_ddp_device_ids() if self.root_device.type == "cuda" else None
+
     sync_each_batch = False
 
     def block_backward_sync(self) -> Any:

@@ -68,6 +68,8 @@ def normalize(args: TrainingArguments) -> None:
         args.torch_compile = True
     if args.torch_compile and args.torch_compile_backend is None:
         args.torch_compile_backend = "inductor"
+    if args.dataloader_num_workers > 1 and args.dataloader_multiprocessing_context is None:
+        args.dataloader_multiprocessing_context = "fork" if torch.backends.mps.is_available() else None
     args.debug = args.debug.split() if isinstance(args.debug, str) else list(args.debug or [])
     args.report_to = _as_list(args.report_to)
     for old, new in (

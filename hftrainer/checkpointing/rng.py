@@ -78,6 +78,11 @@ def load_rng_state(path: str) -> None:
         return
     with torch.serialization.safe_globals(numpy_state_types()):
         states = read_torch(path)
+    restore_rng_state(states)
+
+
+def restore_rng_state(states: dict[str, Any]) -> None:
+    """Bring back what `rng_state` returned."""
     restore_random_states(states)
     for name, module in _accelerators().items():
         if isinstance(states.get(name), list):  # one for each device, as distributed runs of transformers have them

@@ -87,7 +87,8 @@ class PreparedDataLoader(DataLoader):
         delivery = deliver(loader, config, share, messenger, seed)
         prepared = cls(delivery.dataset, **(_settings(loader) | delivery.settings))
         prepared.device = device
-        prepared.non_blocking = config.non_blocking
+        # On MPS other numbers would arrive: https://github.com/pytorch/pytorch/issues/139550
+        prepared.non_blocking = config.non_blocking and device.type != "mps"
         prepared.skip_batches = 0
         prepared.drops_last = loader.drop_last
         prepared.iteration = 0

@@ -47,12 +47,13 @@ TRANSLATED = [
     ("split_batches", True, "accelerator_config", {"split_batches": True}),
     ("tpu_metrics_debug", True, "debug", ["tpu_metrics_debug"]),
 ]
-INERT = {"overwrite_output_dir": True, "use_mps_device": True}
+INERT = {"overwrite_output_dir": True}
 #: Still work, under their own names: tests/api/test_evaluation.py, tests/parity/test_training_features.py,
-#: tests/parity/test_interchange.py, tests/conformance/test_loggers.py.
-KEPT_WORKING = set(
-    "logging_dir save_safetensors use_legacy_prediction_loop past_index include_tokens_per_second".split()
-)
+#: tests/parity/test_interchange.py, tests/conformance/test_loggers.py, tests/api/test_devices.py.
+KEPT_WORKING = {
+    *("logging_dir", "save_safetensors", "use_legacy_prediction_loop", "past_index", "include_tokens_per_second"),
+    "use_mps_device",
+}
 REFUSED = {
     "jit_mode_eval": True,
     "ray_scope": "all",

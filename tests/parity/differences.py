@@ -163,6 +163,22 @@ DIFFERENCES = {
         "transformers passes over too few batches of a dataset with a length, one for each process's; ours goes on "
         "behind the samples that were used."
     ),
+    "several processes on MPS": (
+        "transformers trains the same model in each, alone; ours refuses, since no backend connects them."
+    ),
+    "accelerator_config['non_blocking']=True on MPS": (
+        "transformers copies so, and other numbers may arrive (pytorch/pytorch#139550); ours waits for the copy."
+    ),
+    "PYTORCH_ENABLE_MPS_FALLBACK": (
+        "accelerate sets it when torch has long read it; ours leaves it, and names it when an operator is missing."
+    ),
+    "skip_memory_metrics=False on MPS": (
+        "transformers reports the text 'Not available' as the peak, which torch does not measure; ours leaves it out."
+    ),
+    "ddp_backend": (
+        "On the CPU, NPU, MLU and MUSA accelerate takes its own, whatever is given; ours refuses by name what the "
+        "device cannot have."
+    ),
     "fsdp without a GPU": "transformers trains replicas without a word; ours shards the model.",
     "fsdp='no_shard', 'hybrid_shard' and keys that only FSDP1 has": (
         "transformers 5 refuses them unless `fsdp_config['version']` is 1; ours takes FSDP1 by itself, so that scripts "
