@@ -5,7 +5,7 @@ PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c 
 RUN := HF_HUB_OFFLINE=1 $(VENV)/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-plain test test-versions test-fast lint format bench bench-eval bench-checkpoint clean
+.PHONY: help demo demo-plain test test-versions test-deepspeed test-fast lint format bench bench-eval bench-checkpoint clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -54,6 +54,22 @@ $(VENV)-%/.ready: tests/versions/%.txt
 	@$(VENV)-$*/bin/python -m pip install --quiet --disable-pip-version-check -c $< torch
 	@$(VENV)-$*/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	@touch $@
+
+# Its environment is its own, and so is the folder of what it compiles: a build that was interrupted blocks the next.
+test-deepspeed: $(VENV)-deepspeed/.ready  ## DeepSpeed: two processes on the CPU, against transformers
+	@DS_ACCELERATOR=cpu TORCH_EXTENSIONS_DIR=$(CURDIR)/$(VENV)-deepspeed/extensions PATH=$(CURDIR)/$(VENV)-deepspeed/bin:$$PATH \
+		HF_HUB_OFFLINE=1 $(VENV)-deepspeed/bin/python -m pytest tests/with_deepspeed
+
+# torch first, as above; DeepSpeed compiles nothing while it is installed, and looks at the torch that is there.
+$(VENV)-deepspeed/.ready: pyproject.toml constraints.txt | $(VENV)-deepspeed/bin/python
+	@echo "Installing DeepSpeed into $(VENV)-deepspeed ..."
+	@$(VENV)-deepspeed/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch setuptools wheel ninja py-cpuinfo
+	@DS_BUILD_OPS=0 $(VENV)-deepspeed/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -c constraints.txt deepspeed
+	@$(VENV)-deepspeed/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[transformers,deepspeed]' peft pytest
+	@touch $@
+
+$(VENV)-deepspeed/bin/python:
+	$(PYTHON) -m venv $(VENV)-deepspeed
 
 test-fast: $(VENV)/.dev  ## the tests that take seconds
 	@$(RUN) -m pytest -m "not slow" -x -q

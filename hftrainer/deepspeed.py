@@ -36,11 +36,11 @@ def begin(args: TrainingArguments) -> Any:
     config = configure(args)
     if config is None:
         return None
-    from hftrainer_lightning.deepspeed_start import announce, connect
+    from hftrainer_lightning.deepspeed_start import connect
     from hftrainer_lightning.launching import start_others
     from hftrainer_lightning.processes import Processes
 
-    announce(config)
+    peers.announce_deepspeed(config)
     if config.is_zero3():
         start_others(args._place, args.ddp_timeout)
         processes = Processes.at(args._place)
@@ -128,7 +128,7 @@ def initialize(trainer: Trainer, base: type, max_steps: int, folder: str | None)
         UnsupportedArgument: when the script's own optimizer has been in the hands of an engine before.
     """
     run, args = trainer._engine.deepspeed, trainer.args
-    run.config.complete(
+    run.complete(
         trainer._bare_model, max_steps, args.get_warmup_steps(max_steps), warmup_is_default=not args.warmup_steps
     )
     if trainer.deepspeed is not None and run.is_training:
@@ -166,7 +166,7 @@ def prepare_for_evaluation(trainer: Trainer) -> None:
     if run.is_training:
         return
     if run.config.is_zero3():
-        run.config.complete(trainer._bare_model, 0, 0, warmup_is_default=True)
+        run.complete(trainer._bare_model, 0, 0, warmup_is_default=True)
         trainer.model_wrapped = trainer.deepspeed = run.initialize_inference(trainer.model)
     else:
         trainer._move_model_to_device(trainer.model, trainer.args.device)

@@ -1,4 +1,4 @@
-"""Other libraries, recognized when they are there and never imported for it.
+"""Other libraries, recognized when they are there and hardly ever imported for it.
 
 An object of a library can only reach us when that library has been imported, so `sys.modules` answers.
 """
@@ -6,6 +6,7 @@ An object of a library can only reach us when that library has been imported, so
 from __future__ import annotations
 
 import functools
+import importlib.util
 import sys
 from typing import Any
 
@@ -29,6 +30,17 @@ def is_peft(model: Any) -> bool:
 def is_torchmetric(value: Any) -> bool:
     """Whether `value` is a metric of torchmetrics, or a collection of them."""
     return _is_instance(value, "torchmetrics", "Metric", "MetricCollection")
+
+
+def announce_deepspeed(config: Any) -> None:
+    """Tell transformers, if it is installed, by which configuration of DeepSpeed models are made.
+
+    With ZeRO-3 `from_pretrained` then partitions a model while it is loaded. It keeps no reference of its own.
+    """
+    if importlib.util.find_spec("transformers") is not None:
+        from transformers.integrations.deepspeed import set_hf_deepspeed_config
+
+        set_hf_deepspeed_config(config)
 
 
 def is_causal_lm(model: Any) -> bool:

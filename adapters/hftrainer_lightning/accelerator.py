@@ -20,7 +20,6 @@ from hftrainer_lightning.plan import LightningPlan
 from hftrainer_lightning.processes import Processes
 
 if TYPE_CHECKING:
-    from hftrainer_lightning.deepspeed_settings import DeepSpeedConfig
     from hftrainer_lightning.engine import LightningEngine
 
 
@@ -78,7 +77,7 @@ class EngineAccelerator:
             self._loaders, processes.data_processes, plan.accumulate_grad_batches, lambda: self.sync_gradients
         )
         self.state = SimpleNamespace(
-            deepspeed_plugin=None if plan.deepspeed is None else _deepspeed_plugin(plan.deepspeed),
+            deepspeed_plugin=None if engine.deepspeed is None else _deepspeed_plugin(engine.deepspeed),
             fsdp_plugin=None if plan.sharding is None else FsdpPlugin(plan.sharding),
             device=device,
             num_processes=processes.world_size,
@@ -402,10 +401,10 @@ _ELSEWHERE = {
 }
 
 
-def _deepspeed_plugin(config: DeepSpeedConfig) -> Any:
+def _deepspeed_plugin(run: Any) -> Any:
     from hftrainer_lightning.deepspeed_run import DeepSpeedPlugin
 
-    return DeepSpeedPlugin(config)
+    return DeepSpeedPlugin(run)
 
 
 def _is_deepspeed(model: Any) -> bool:

@@ -415,6 +415,8 @@ def overridden(args: TrainingArguments) -> list[str]:
     gpus = 1 if "devices" in config else count(args.device) or 1
     if gpus > place_of(args).world_size == 1 and not can_start_again():
         found.append(f"One of {gpus} GPUs is used: the others need a script, or a launcher, to start processes.")
+    if (deepspeed := configure(args)) is not None:
+        found += deepspeed.notes
     if args.fsdp_config and not args.fsdp:
         found.append("fsdp_config changes nothing without fsdp=True.")
     if args.fsdp and (given := [f"ddp_{name}" for name in _DDP if getattr(args, f"ddp_{name}", None) is not None]):

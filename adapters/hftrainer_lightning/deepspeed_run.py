@@ -6,6 +6,7 @@ import contextlib
 import glob
 import os
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,7 +16,6 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 
 from hftrainer_lightning.config import WrongConfig
 from hftrainer_lightning.deepspeed_settings import DeepSpeedConfig
-from hftrainer_lightning.deepspeed_start import announce, announced
 from hftrainer_lightning.plan import LightningPlan
 from hftrainer_lightning.precision import PlainSteps
 from hftrainer_lightning.processes import Processes
@@ -32,13 +32,18 @@ class DeepSpeedPlugin:
     """`accelerator.state.deepspeed_plugin`: the configuration under accelerate's names.
 
     Args:
-        config: the configuration.
+        run: whose configuration it is; complete once training has begun.
     """
 
-    def __init__(self, config: DeepSpeedConfig) -> None:
-        self.hf_ds_config = config
-        self.zero3_init_flag = config.is_zero3()
+    def __init__(self, run: DeepSpeedRun) -> None:
+        self._run = run
+        self.zero3_init_flag = run.config.is_zero3()
         self.selected = True
+
+    @property
+    def hf_ds_config(self) -> DeepSpeedConfig:
+        """The configuration, with the questions that it answers."""
+        return self._run.config
 
     @property
     def deepspeed_config(self) -> dict[str, Any]:
@@ -74,16 +79,18 @@ class DeepSpeedPlugin:
 
     @contextlib.contextmanager
     def zero3_init_context_manager(self, enable: bool = False) -> Iterator[None]:
-        """Partition models that are made in the block, or do not."""
+        """Partition models that transformers makes in the block, or do not."""
         before, self.zero3_init_flag = self.zero3_init_flag, enable
-        outer = announced()
+        peer = sys.modules.get("transformers.integrations.deepspeed")
+        announced = getattr(peer, "_hf_deepspeed_config_weak_ref", None)
         try:
-            if not enable:
-                announce(None)
+            if peer is not None:
+                peer._hf_deepspeed_config_weak_ref = weakref.ref(self.hf_ds_config) if enable else None  # type: ignore[attr-defined]
             yield
         finally:
             self.zero3_init_flag = before
-            announce(outer)
+            if peer is not None:
+                peer._hf_deepspeed_config_weak_ref = announced  # type: ignore[attr-defined]
 
 
 class DeepSpeedRun:
@@ -93,14 +100,19 @@ class DeepSpeedRun:
         plan: whose `deepspeed` says how.
 
     Attributes:
+        config: the configuration, as far as it is known.
         engine: the `DeepSpeedEngine`, or None.
     """
 
     def __init__(self, plan: LightningPlan) -> None:
         assert plan.deepspeed is not None
-        self.config: DeepSpeedConfig = plan.deepspeed
+        self.config = self._given = plan.deepspeed
         self.engine: Any = None
         self._trains = False
+
+    def complete(self, model: torch.nn.Module, steps: int, warmup_steps: int, *, warmup_is_default: bool) -> None:
+        """Fill in what only a run knows; the arguments are those of `DeepSpeedConfig.completed`."""
+        self.config = self._given.completed(model, steps, warmup_steps, warmup_is_default=warmup_is_default)
 
     @property
     def brings_optimizer(self) -> bool:

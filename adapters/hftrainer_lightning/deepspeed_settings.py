@@ -131,8 +131,10 @@ class DeepSpeedConfig:
                 "configuration, or give both the same value."
             )
 
-    def complete(self, model: torch.nn.Module, steps: int, warmup_steps: int, *, warmup_is_default: bool) -> None:
-        """Fill in what only a run knows.
+    def completed(
+        self, model: torch.nn.Module, steps: int, warmup_steps: int, *, warmup_is_default: bool
+    ) -> DeepSpeedConfig:
+        """A copy with what only a run knows.
 
         Args:
             model: the model, whose hidden size decides how much is gathered at a time.
@@ -143,12 +145,12 @@ class DeepSpeedConfig:
         Raises:
             WrongConfig: for values that contradict an argument, or that nothing can fill in.
         """
-        found = len(self.mismatches)
-        self.settle(_OF_SCHEDULE[0], steps, "the optimizer steps of this run")
+        copied = DeepSpeedConfig(copy.deepcopy(self.config))
+        copied.settle(_OF_SCHEDULE[0], steps, "the optimizer steps of this run")
         # DeepSpeed takes no warm-up of 0 steps.
-        self.settle(_OF_SCHEDULE[1], max(1, warmup_steps), "warmup_steps", is_default=warmup_is_default)
-        if wrong := self.mismatches[found:]:
-            raise WrongConfig("\n".join(wrong))
+        copied.settle(_OF_SCHEDULE[1], max(1, warmup_steps), "warmup_steps", is_default=warmup_is_default)
+        if copied.mismatches:
+            raise WrongConfig("\n".join(copied.mismatches))
         asked = [key for key in _BY_HIDDEN_SIZE if self.is_auto(key)]
         hidden = _hidden_size(getattr(model, "config", None)) if asked else 0
         for key in asked:
@@ -157,7 +159,8 @@ class DeepSpeedConfig:
                     f"deepspeed: {key}='auto' follows from the hidden_size in model.config, and there is none: give a "
                     "number."
                 )
-            self.settle(key, _BY_HIDDEN_SIZE[key](hidden), "hidden_size")
+            copied.settle(key, _BY_HIDDEN_SIZE[key](hidden), "hidden_size")
+        return copied
 
 
 def _hidden_size(config: Any) -> int | None:
@@ -313,7 +316,8 @@ _NEED_WHOLE = ("galore", "apollo", "lomo", "schedule_free", "grokadamw", "layerw
 def limits(args: TrainingArguments, config: DeepSpeedConfig, lightning_config: Mapping[str, Any]) -> Iterator[str]:
     """A sentence for each way in which DeepSpeed cannot be used as it is asked for."""
     if importlib.util.find_spec("deepspeed") is None:
-        yield f"deepspeed={args.deepspeed!r} needs DeepSpeed, which is not installed: {INSTALL}."
+        asked = f"deepspeed={args.deepspeed!r}" if args.deepspeed else "ACCELERATE_USE_DEEPSPEED=true"
+        yield f"{asked} needs DeepSpeed, which is not installed: {INSTALL}."
     yield from config.mismatches
     known = (*_BY_HIDDEN_SIZE, *_OF_SCHEDULE)
     for key in _autos(config.config):

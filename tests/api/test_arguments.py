@@ -76,6 +76,7 @@ def test_planned_fields_refuse_all_but_their_default(name):
         Trainer(make_plain(), args)
 
 
+@pytest.mark.usefixtures("deepspeed_installed")
 def test_mapped_fields_change_the_plan():
     def plan(**settings):
         return make_plan(TrainingArguments(**{"output_dir": "here", "use_cpu": True, **settings}))
@@ -92,6 +93,7 @@ def test_mapped_fields_change_the_plan():
         {"ddp_broadcast_buffers": False},
         {"ddp_static_graph": True},
         {"fsdp": True},
+        {"deepspeed": True},
         {"fsdp": True, "fsdp_config": {"min_num_params": 5}},
         {"full_determinism": True},
         {"output_dir": "there"},
@@ -109,6 +111,7 @@ def test_mapped_fields_change_the_plan():
         "ddp_bucket_cap_mb",
         "ddp_broadcast_buffers",
         "ddp_static_graph",
+        "deepspeed",
         "fsdp",
         "fsdp_config",
         "full_determinism",

@@ -50,7 +50,10 @@ def test_other_libraries_are_optional(path):
 
 @pytest.mark.parametrize("path", sources("adapters"), ids=lambda path: str(path.relative_to(ROOT)))
 def test_the_adapter_knows_its_host_by_protocol(path):
-    at_run_time = {name for name, checking, _ in imports(path) if not checking}
+    """DeepSpeed is behind one of Lightning's strategies, and imported when that is asked for."""
+    at_run_time = {
+        name for name, checking, inside in imports(path) if not (checking or (inside and name == "deepspeed"))
+    }
     assert not at_run_time & (PEERS | {"hftrainer"})
 
 

@@ -1,5 +1,7 @@
 """Bad input gets one clear error that names the argument, the reason and what to do, before any training."""
 
+import importlib.util
+
 import pytest
 import torch
 from torch import nn
@@ -361,12 +363,19 @@ def test_several_processes_need_a_launcher(make_args, monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("ACCELERATE_MIXED_PRECISION", "fp8"), ("ACCELERATE_USE_FSDP", "true"), ("ACCELERATE_USE_DEEPSPEED", "true")],
+    [("ACCELERATE_MIXED_PRECISION", "fp8"), ("ACCELERATE_USE_FSDP", "true")],
 )
 def test_launchers_are_not_ignored(make_args, monkeypatch, name, value):
     monkeypatch.setenv(name, value)
     with pytest.raises(UnsupportedArgument, match=f"{name}={value}"):
         Trainer(make_plain(), make_args())
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is not None, reason="DeepSpeed is here")
+def test_launcher_of_a_missing_package(make_args, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    with pytest.raises(InvalidArgument, match="ACCELERATE_USE_DEEPSPEED=true needs DeepSpeed"):
+        make_args()
 
 
 @pytest.mark.parametrize(

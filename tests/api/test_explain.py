@@ -64,7 +64,7 @@ def test_wrong_arguments(words, message):
     [
         ({"fsdp": "full_shard auto_wrap"}, "mapped", "fsdp"),
         ({"sharded_ddp": "zero_dp_3"}, "mapped", "fsdp"),
-        ({"deepspeed": "ds.json"}, "planned", "deepspeed"),
+        ({"deepspeed": {"zero_optimization": {"stage": 2}}}, "mapped", "deepspeed"),
         ({"tpu_num_cores": 8}, "planned", "tpu_num_cores"),
         ({"use_mps_device": True}, "handled", "use_mps_device"),
         ({"bf16": True}, "mapped", "bf16"),
@@ -73,6 +73,7 @@ def test_wrong_arguments(words, message):
         ({"use_ipex": True}, "refused", "use_ipex"),
     ],
 )
+@pytest.mark.usefixtures("deepspeed_installed")
 def test_kinds(settings, kind, argument):
     lines = {line.argument: line for line in TrainingArguments(**settings).explain().lines}
     assert lines[argument].kind == kind

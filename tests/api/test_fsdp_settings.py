@@ -143,6 +143,7 @@ def test_malformed_files(tmp_path):
         ),
     ],
 )
+@pytest.mark.usefixtures("deepspeed_installed")
 def test_refusals(settings, message):
     args = TrainingArguments("unused", use_cpu=True, **settings)
     assert any(message in sentence for sentence in unsupported(args))

@@ -297,7 +297,6 @@ DOCUMENTED = [
         "--output_dir out --log_level warning --log_level_replica error --log_on_each_node 0", None, id="v4.15-logging"
     ),
     pytest.param("--output_dir out --sharded_ddp simple", "fsdp='shard_grad_op'", id="v4.15-sharded"),
-    pytest.param("--output_dir out --deepspeed ds_config.json", "deepspeed='ds_config.json'", id="v4.15-deepspeed"),
     pytest.param("--output_dir out --fsdp full_shard", "fsdp='full_shard'", id="v4.48-fsdp"),
 ]
 

@@ -160,13 +160,13 @@ def names(folder):
     args = arguments(folder, deepspeed=STAGES[2])
     trainer = Own(model, args, train_dataset=plain_data(), optimizers=(optimizer, None))
     trainer.train()
-    accelerator = trainer.accelerator
+    logged, accelerator = losses(trainer), trainer.accelerator
     try:
         trainer.train()
     except UnsupportedArgument as error:
         refused = str(error)
     return {
-        "losses": losses(trainer),
+        "losses": logged,
         "enabled": trainer.is_deepspeed_enabled,
         "type": accelerator.distributed_type,
         "stage": accelerator.state.deepspeed_plugin.zero_stage,

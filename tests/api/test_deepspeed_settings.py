@@ -1,0 +1,288 @@
+"""`deepspeed`: what the configuration says, what the arguments fill in, what contradicts them. Needs no DeepSpeed."""
+
+import base64
+import copy
+import importlib.util
+import json
+import re
+
+import pytest
+import torch
+from transformers.integrations.deepspeed import deepspeed_config, is_deepspeed_zero3_enabled
+
+from hftrainer import HfArgumentParser, TrainingArguments
+from hftrainer.errors import InvalidArgument
+from hftrainer_lightning.config import WrongConfig
+from hftrainer_lightning.deepspeed_settings import DeepSpeedConfig, configure, read_deepspeed
+
+ZERO = {
+    "stage": 2,
+    "allgather_partitions": True,
+    "allgather_bucket_size": 5e8,
+    "overlap_comm": True,
+    "reduce_scatter": True,
+    "reduce_bucket_size": 5e8,
+    "contiguous_gradients": True,
+    "cpu_offload": True,
+}
+#: The two configurations of the documentation of v4.1, which mean the same.
+LONG = {
+    "fp16": {"enabled": True, "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1},
+    "zero_optimization": ZERO,
+    "optimizer": {"type": "AdamW", "params": {"lr": 3e-5, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7}},
+    "zero_allow_untested_optimizer": True,
+    "scheduler": {
+        "type": "WarmupLR",
+        "params": {"warmup_min_lr": 0, "warmup_max_lr": 3e-5, "warmup_num_steps": 500},
+    },
+}
+SHORT = {"zero_optimization": ZERO}
+SHORT_WORDS = (
+    "--learning_rate 3e-5 --warmup_steps 500 --adam_beta1 0.8 --adam_beta2 0.999 --adam_epsilon 1e-8 "
+    "--weight_decay 3e-7 --lr_scheduler_type constant_with_warmup --fp16 --fp16_backend amp"
+)
+
+
+pytestmark = pytest.mark.usefixtures("deepspeed_installed")
+
+
+def arguments(config, **settings):
+    return TrainingArguments("unused", deepspeed=config, use_cpu=True, **settings)
+
+
+def configured(config, **settings):
+    return arguments(config, **settings).hf_deepspeed_config.config
+
+
+def test_auto_is_filled_in():
+    filled = configured(
+        {
+            "train_batch_size": "auto",
+            "train_micro_batch_size_per_gpu": "auto",
+            "gradient_accumulation_steps": "auto",
+            "gradient_clipping": "auto",
+            "bf16": {"enabled": "auto"},
+            "fp16": {"enabled": "auto"},
+            "zero_optimization": {"stage": 2},
+            "optimizer": {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")},
+            "scheduler": {"type": "WarmupLR", "params": dict.fromkeys(("warmup_min_lr", "warmup_max_lr"), "auto")},
+        },
+        per_device_train_batch_size=3,
+        gradient_accumulation_steps=4,
+        max_grad_norm=0.5,
+        bf16=True,
+        learning_rate=2e-3,
+        adam_beta1=0.7,
+        adam_epsilon=1e-6,
+        weight_decay=0.1,
+        save_on_each_node=True,
+    )
+    assert filled == {
+        "train_batch_size": 12,
+        "train_micro_batch_size_per_gpu": 3,
+        "gradient_accumulation_steps": 4,
+        "gradient_clipping": 0.5,
+        "bf16": {"enabled": True},
+        "fp16": {"enabled": False},
+        "zero_optimization": {"stage": 2},
+        "optimizer": {"type": "AdamW", "params": {"lr": 2e-3, "betas": [0.7, 0.999], "eps": 1e-6, "weight_decay": 0.1}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 2e-3}},
+        "checkpoint": {"use_node_local_storage": True},
+        "steps_per_print": float("inf"),
+    }
+
+
+def test_what_is_not_there_comes_from_the_arguments():
+    filled = configured({"zero_optimization": {"stage": 1}}, per_device_train_batch_size=2, fp16=True)
+    assert (filled["train_batch_size"], filled["train_micro_batch_size_per_gpu"]) == (2, 2)
+    assert filled["gradient_clipping"] == 1.0  # transformers 4.15 and later would not clip
+    assert filled["fp16"] == {"enabled": True, "auto_cast": True}
+    assert "optimizer" not in filled
+    assert "scheduler" not in filled
+
+
+def test_given_configuration_stays_as_it_is():
+    given = {"zero_optimization": dict(ZERO)}
+    before = copy.deepcopy(given)
+    configured(given)
+    assert given == before
+
+
+def test_both_configurations_of_v4_1_mean_the_same(tmp_path):
+    """The file with everything, and the file with ZeRO's settings alone and a command line."""
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps(SHORT))
+    words = ["--output_dir", "unused", "--use_cpu", "True", "--deepspeed", str(path), *SHORT_WORDS.split()]
+    (short,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(words)
+    long = arguments(LONG)
+    one, other = long.hf_deepspeed_config, short.hf_deepspeed_config
+    shared = ("zero_optimization", "gradient_clipping", "train_batch_size", "gradient_accumulation_steps")
+    assert {key: one.config[key] for key in shared} == {key: other.config[key] for key in shared}
+    assert one.config["zero_optimization"]["offload_optimizer"] == {"device": "cpu"}
+    assert "cpu_offload" not in one.config["zero_optimization"]
+    assert one.dtype() == other.dtype() == torch.float16
+    assert one.precision == other.precision == "16-mixed"
+    params, schedule = one.config["optimizer"]["params"], one.config["scheduler"]["params"]
+    assert params["lr"] == schedule["warmup_max_lr"] == short.learning_rate
+    assert params["betas"] == [short.adam_beta1, short.adam_beta2]
+    assert (params["eps"], params["weight_decay"]) == (short.adam_epsilon, short.weight_decay)
+    assert schedule["warmup_num_steps"] == short.get_warmup_steps(10_000)
+    assert (str(short.optim).split("_")[0], str(short.lr_scheduler_type)) == ("adamw", "constant_with_warmup")
+    model = torch.nn.Linear(1, 1)
+    assert one.completed(model, 10_000, long.get_warmup_steps(10_000), warmup_is_default=True).config == one.config
+    assert other.completed(model, 10_000, 500, warmup_is_default=False).config == other.config
+    assert any("optimizer.params.lr=3e-05 is used" in note for note in one.notes)
+    assert not other.notes
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "named"),
+    [
+        ({"gradient_clipping": 0.1}, {"max_grad_norm": 0.5}, ("gradient_clipping=0.1", "max_grad_norm=0.5")),
+        ({"train_batch_size": 5}, {}, ("train_batch_size=5", "per_device_train_batch_size")),
+        ({"gradient_accumulation_steps": 5}, {}, ("gradient_accumulation_steps=5", "gradient_accumulation_steps=1")),
+        ({"bf16": {"enabled": False}}, {"bf16": True}, ("bf16.enabled=False", "bf16=True")),
+        ({"fp16": {"enabled": True}}, {"bf16": True}, ("fp16", "bf16=True")),
+        (
+            {"optimizer": {"type": "Adam", "params": {"lr": 1e-3}}},
+            {"learning_rate": 1e-4},
+            ("optimizer.params.lr=0.001", "learning_rate=0.0001"),
+        ),
+        (
+            {"optimizer": {"type": "Adam", "params": {"betas": [0.1, 0.2]}}},
+            {"adam_beta2": 0.5},
+            ("optimizer.params.betas=[0.1, 0.2]", "adam_beta1 and adam_beta2=[0.9, 0.5]"),
+        ),
+        ({"zero_optimization": {"sub_group_size": "auto"}}, {}, ("zero_optimization.sub_group_size='auto'",)),
+        ({"zero_optimization": {"stage": 4}}, {}, ("stage=4", "0, 1, 2 or 3")),
+        ({"tensor_parallel": {"autotp_size": 2}}, {}, ("tensor_parallel", "not supported yet")),
+        ({}, {"optim": "galore_adamw", "optim_target_modules": ["a"]}, ("optim='galore_adamw'", "flat parts")),
+        ({}, {"auto_find_batch_size": True}, ("auto_find_batch_size=True",)),
+        ({}, {"lightning_config": {"async_checkpoint": True}}, ("async_checkpoint",)),
+        (
+            {},
+            {
+                "save_only_model": True,
+                "load_best_model_at_end": True,
+                "eval_strategy": "steps",
+                "eval_steps": 500,
+            },
+            ("save_only_model=True", "load_best_model_at_end"),
+        ),
+    ],
+)
+def test_contradictions_name_both(config, settings, named):
+    with pytest.raises(InvalidArgument) as raised:
+        arguments({"zero_optimization": {"stage": 2}, **config}, **settings)
+    for words in named:
+        assert words in str(raised.value)
+
+
+def test_all_contradictions_are_named_at_once():
+    with pytest.raises(InvalidArgument) as raised:
+        arguments({"gradient_clipping": 0.1, "train_batch_size": 3}, max_grad_norm=2.0)
+    assert len(str(raised.value).splitlines()) == 2
+
+
+def test_defaults_give_way_and_it_is_said():
+    config = arguments({"gradient_clipping": 0.1}).hf_deepspeed_config
+    assert config.config["gradient_clipping"] == 0.1
+    assert config.notes == ["deepspeed: gradient_clipping=0.1 is used, and not the default max_grad_norm=1.0."]
+
+
+def test_read_from_anywhere(tmp_path):
+    config = {"zero_optimization": {"stage": 1}}
+    (tmp_path / "a.json").write_text(json.dumps(config))
+    (tmp_path / "a.yaml").write_text("zero_optimization:\n  stage: 1\n")
+    encoded = base64.urlsafe_b64encode(json.dumps(config).encode()).decode()
+    for given in (config, str(tmp_path / "a.json"), str(tmp_path / "a.yaml"), json.dumps(config), encoded):
+        assert read_deepspeed(given, {}) == config, given
+    assert read_deepspeed(True, {}) == read_deepspeed("true", {}) == {"zero_optimization": {"stage": 2}}
+    assert read_deepspeed(None, {}) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [(None, "no such file"), ("{", "malformed"), ("[]", "must hold keywords")],
+)
+def test_unreadable_files_are_named(tmp_path, text, words):
+    path = tmp_path / "ds_config.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(InvalidArgument, match=re.escape(str(path)) + ".*" + words):
+        arguments(str(path))
+
+
+def test_launcher():
+    environment = {
+        "ACCELERATE_USE_DEEPSPEED": "true",
+        "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
+        "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu",
+        "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "nvme",
+        "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH": "/fast",
+        "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "true",
+        "ACCELERATE_GRADIENT_CLIPPING": "0.5",
+    }
+    assert read_deepspeed(None, environment) == {
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": {"device": "cpu"},
+            "offload_param": {"device": "nvme", "nvme_path": "/fast"},
+            "stage3_gather_16bit_weights_on_model_save": True,
+        },
+        "gradient_clipping": 0.5,
+    }
+    assert read_deepspeed(None, {"ACCELERATE_USE_DEEPSPEED": "false"}) is None
+
+
+def test_missing_package_is_named(monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "deepspeed" else find(name, *rest)
+    )
+    with pytest.raises(InvalidArgument, match=r"needs DeepSpeed, which is not installed.*hftrainer\[deepspeed\]"):
+        arguments(True)
+
+
+def test_sizes_follow_the_model():
+    keys = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+    config = DeepSpeedConfig({"zero_optimization": {"stage": 3, **dict.fromkeys(keys, "auto")}})
+    model = torch.nn.Linear(1, 1)
+    with pytest.raises(WrongConfig, match="reduce_bucket_size='auto' follows from the hidden_size"):
+        config.completed(model, 10, 0, warmup_is_default=True)
+    model.config = type("Config", (), {"hidden_sizes": [8, 10]})()
+    completed = config.completed(model, 10, 0, warmup_is_default=True)
+    assert config.is_auto("zero_optimization.reduce_bucket_size")  # the next run may have another model
+    assert [completed.get_value(f"zero_optimization.{key}") for key in keys] == [100, 90, 100]
+
+
+def test_schedule_follows_the_run():
+    params = {"warmup_num_steps": "auto", "total_num_steps": "auto"}
+    config, model = DeepSpeedConfig({"scheduler": {"type": "WarmupDecayLR", "params": params}}), torch.nn.Linear(1, 1)
+    for steps in (10, 20):  # runs of one Trainer
+        completed = config.completed(model, steps, 0, warmup_is_default=True).config["scheduler"]["params"]
+        assert completed == {"warmup_num_steps": 1, "total_num_steps": steps}  # DeepSpeed takes no warm-up of 0 steps
+    params["total_num_steps"] = 10
+    with pytest.raises(WrongConfig, match="total_num_steps=10 contradicts the optimizer steps of this run=20"):
+        config.completed(model, 20, 0, warmup_is_default=True)
+
+
+def test_transformers_knows_the_configuration_while_the_arguments_live():
+    args = arguments({"zero_optimization": {"stage": 2}})
+    assert deepspeed_config() is args.hf_deepspeed_config.config
+    assert not is_deepspeed_zero3_enabled()
+    del args
+    assert deepspeed_config() is None
+
+
+def test_answers_of_the_configuration():
+    config = configure(arguments({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}}))
+    assert (config.is_zero2(), config.is_zero3(), config.is_offload(), config.offloads("param")) == (
+        True,
+        False,
+        True,
+        False,
+    )
+    assert config.is_false("bf16.enabled") is False  # not there
+    assert config.get_value("a.b", 3) == 3
+    assert config.dtype() == torch.float32
