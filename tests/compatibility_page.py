@@ -39,6 +39,45 @@ undisturbed run. `make test` prints the table.
 | callback | what to know |
 | --- | --- |
 """
+DEEPSPEED = """
+## DeepSpeed
+
+`deepspeed` is a dict, the path of a JSON or YAML file, JSON, or True for ZeRO-2 with all from the arguments. DeepSpeed
+has to be there: `pip install 'hftrainer[deepspeed]'` (0.19.8 is what is tested, `make test-deepspeed`). On a machine
+without a GPU it wants `DS_ACCELERATOR=cpu`.
+
+| in the configuration | what becomes of it |
+| --- | --- |
+"""
+BY_KEY = {
+    "`train_batch_size`, `train_micro_batch_size_per_gpu`, `gradient_accumulation_steps`": (
+        "derived from the arguments; other values are refused"
+    ),
+    "`'auto'`": (
+        "the argument's value: batch sizes, `gradient_clipping`, `fp16.enabled`, `bf16.enabled`, `optimizer.params.lr`, "
+        "`betas`, `eps`, `weight_decay`, `scheduler.params.warmup_min_lr`, `warmup_max_lr`, `warmup_num_steps`, "
+        "`total_num_steps`; from the model's hidden size `reduce_bucket_size`, `stage3_prefetch_bucket_size`, "
+        "`stage3_param_persistence_threshold`; anywhere else it is refused by name"
+    ),
+    "no `optimizer`": "the Trainer's (`optim`), in DeepSpeed's hands; with `offload_optimizer` DeepSpeed's Adam for the CPU",
+    "no `scheduler`": "the Trainer's (`lr_scheduler_type`)",
+    "no `fp16`, `bf16`": "what the arguments or `accelerate launch --mixed_precision` ask for",
+    "`zero_optimization.cpu_offload` (v4.1)": "`offload_optimizer` on the CPU",
+    "`stage3_gather_16bit_weights_on_model_save`": (
+        "with it checkpoints and `save_model()` hold `model.safetensors`; without it parts, and `zero_to_fp32.py` makes one "
+        "file of them"
+    ),
+    "`checkpoint.load_universal`": (
+        "resumes in any number of processes from what `python -m deepspeed.checkpoint.ds_to_universal` makes of a "
+        "checkpoint; without it the number must be the same, which an error says"
+    ),
+    "`activation_checkpointing`": "given to `deepspeed.checkpointing`, for models that call it",
+    "`tensor_parallel`, `sequence_parallel_size`, `pipeline`": "not supported yet",
+    "all else": "DeepSpeed's: communication, NVMe, `amp`, profilers, compression ...",
+}
+AFTER_DEEPSPEED = """
+fp16, NVMe, `amp` and NCCL need a GPU, and have **not been run** in these tests.
+"""
 DEVICES = """
 ## Devices
 
@@ -94,7 +133,9 @@ def page() -> str:
         rows += f"| `{field.name}` | {row.kind} | {detail} |\n"
     callbacks = "".join(f"| `{name}` | {note} |\n" for name, note in sorted(LIGHTNING_CALLBACKS.items()))
     devices = "".join(f"| {device} | {what} |\n" for device, what in BY_DEVICE.items())
-    return HEAD + differences + CALLBACKS + callbacks + DEVICES + devices + UNTESTED + LIMITS + rows
+    deepspeed = "".join(f"| {key} | {what} |\n" for key, what in BY_KEY.items()) + AFTER_DEEPSPEED
+    tables = (differences, CALLBACKS, callbacks, DEEPSPEED, deepspeed, DEVICES, devices, UNTESTED, LIMITS, rows)
+    return HEAD + "".join(tables)
 
 
 if __name__ == "__main__":

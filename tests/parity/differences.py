@@ -193,6 +193,30 @@ DIFFERENCES = {
         "transformers needs FSDP with the same `state_dict_type`; ours reads both kinds with any strategy, or without "
         "FSDP, and any number of processes."
     ),
+    "deepspeed: no gradient_clipping in the configuration": (
+        "`max_grad_norm` is used, as v4.1 documents it; transformers 5 does not clip then, and ignores the argument."
+    ),
+    "deepspeed: values that differ from an argument's default": (
+        "The configuration wins, which is logged, so that the documents' configurations run by themselves; transformers "
+        "asks for the argument too. Values that differ from an argument that is given are refused by both."
+    ),
+    "deepspeed: bf16=True or fp16=True without a section of that name": (
+        "transformers enables it and leaves the batch's floating-point tensors in float32, which fails at the first layer; "
+        "ours casts them."
+    ),
+    "deepspeed: offload_optimizer with an optimizer that DeepSpeed has not for the CPU": (
+        "transformers trains with Adam instead, without a word; ours refuses it by name."
+    ),
+    "deepspeed: optimizers=(...)": (
+        "transformers drops the script's optimizer and makes its own; ours uses it, in one `train()`."
+    ),
+    "deepspeed: evaluation before training": (
+        "transformers refuses it without ZeRO-3; ours evaluates the model as it is."
+    ),
+    "deepspeed: an optimizer step's events": (
+        "As in transformers the engine clips and steps before `on_pre_optimizer_step`, and a schedule of the "
+        "configuration's shows the next step's learning rate."
+    ),
     "evaluation in several processes": (
         "accelerate fills the last batches up with samples seen before, so their losses and running statistics include "
         "them; ours hands out whole batches in turn and drops what only keeps step, so that metrics and predictions "
