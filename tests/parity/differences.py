@@ -197,12 +197,12 @@ DIFFERENCES = {
         "`max_grad_norm` is used, as v4.1 documents it; transformers 5 does not clip then, and ignores the argument."
     ),
     "deepspeed: values that differ from an argument's default": (
-        "The configuration wins, which is logged, so that the documents' configurations run by themselves; transformers "
-        "asks for the argument too. Values that differ from an argument that is given are refused by both."
+        "The configuration wins, which is logged, so that the documents' configurations run by themselves; "
+        "transformers asks for the argument too. Values that differ from an argument that is given are refused by both."
     ),
     "deepspeed: bf16=True or fp16=True without a section of that name": (
-        "transformers enables it and leaves the batch's floating-point tensors in float32, which fails at the first layer; "
-        "ours casts them."
+        "transformers enables it and leaves the batch's floating-point tensors in float32, which fails at the first "
+        "layer; ours casts them."
     ),
     "deepspeed: offload_optimizer with an optimizer that DeepSpeed has not for the CPU": (
         "transformers trains with Adam instead, without a word; ours refuses it by name."
