@@ -55,7 +55,8 @@ BY_KEY = {
     ),
     "`'auto'`": (
         "the argument's value: batch sizes, `gradient_clipping`, `fp16.enabled`, `bf16.enabled`, "
-        "`optimizer.params.lr`, `betas`, `eps`, `weight_decay`, `scheduler.params.warmup_min_lr`, `warmup_max_lr`, `warmup_num_steps`, "
+        "`optimizer.params.lr`, `betas`, `eps`, `weight_decay`, `scheduler.params.warmup_min_lr`, "
+        "`warmup_max_lr`, `warmup_num_steps`, "
         "`total_num_steps`; from the model's hidden size `reduce_bucket_size`, `stage3_prefetch_bucket_size`, "
         "`stage3_param_persistence_threshold`; anywhere else it is refused by name"
     ),
@@ -66,7 +67,8 @@ BY_KEY = {
     "no `fp16`, `bf16`": "what the arguments or `accelerate launch --mixed_precision` ask for",
     "`zero_optimization.cpu_offload` (v4.1)": "`offload_optimizer` on the CPU",
     "`stage3_gather_16bit_weights_on_model_save`": (
-        "with it checkpoints and `save_model()` hold `model.safetensors`; without it parts, and `zero_to_fp32.py` makes "
+        "with it checkpoints and `save_model()` hold `model.safetensors`; without it parts, and "
+        "`zero_to_fp32.py` makes "
         "one file of them"
     ),
     "`checkpoint.load_universal`": (
