@@ -1967,7 +1967,7 @@ class Trainer:
         self._checkpoint_writer.close()
         handler = self.callback_handler
         self.model = self.model_wrapped = handler.model = None  # type: ignore[assignment]  # until the next trial
-        handler.train_dataloader = handler.eval_dataloader = None
+        handler.train_dataloader = None
         self._flos_per_token = None
         gc.collect()
         empty_cache()

@@ -14,7 +14,7 @@ from hftrainer.errors import InvalidArgument, SearchFailed, UnknownArgument, Uns
 from hftrainer.out_of_memory import is_out_of_memory
 from hftrainer.search.backend import SearchBackend
 from hftrainer.search.shared_trial import SharedTrial
-from hftrainer.search.studies import FAILED, INTERRUPTED, OWNER, TrialCount, interrupt, this_process
+from hftrainer.search.studies import FAILED, INTERRUPTED, OWNER, TrialCount, this_process
 from hftrainer.trainer_utils import BestRun, default_hp_space_optuna
 
 if TYPE_CHECKING:
@@ -228,7 +228,9 @@ class _Objective:
         except optuna.TrialPruned as pruned:
             return None, optuna.TrialPruned(str(pruned))
         except (KeyboardInterrupt, SystemExit) as ended:
-            interrupt(self.search.study, trial, f"stopped by {type(ended).__name__}")
+            trial.set_user_attr(INTERRUPTED, f"stopped by {type(ended).__name__}")
+            if isinstance(ended, SystemExit):  # which Optuna does not notice
+                self.search.study.tell(trial, state=optuna.trial.TrialState.FAIL)
             raise
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"

@@ -7,7 +7,7 @@ import socket
 import time
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from optuna import Study
@@ -96,20 +96,19 @@ class TrialCount:
                 late = datetime.now() - trial.datetime_start > _TO_SAY_SO
                 unclear |= not late
             if is_gone(owner) if owner is not None else late:
-                interrupt(self.study, trial, f"its process ({owner or 'unknown'}) has ended")
+                self._interrupt(trial, f"its process ({owner or 'unknown'}) has ended")
         return unclear
 
+    def _interrupt(self, trial: FrozenTrial, reason: str) -> None:
+        """Mark a trial as cut off, unless another process has done so at the same moment."""
+        from optuna.exceptions import UpdateFinishedTrialError
+        from optuna.trial import TrialState
 
-def interrupt(study: Study, trial: Any, reason: str) -> None:
-    """Mark a trial as cut off, unless another process has done so."""
-    from optuna.exceptions import UpdateFinishedTrialError
-    from optuna.trial import TrialState
-
-    try:
-        study._storage.set_trial_user_attr(trial._trial_id, INTERRUPTED, reason)
-        study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)
-    except UpdateFinishedTrialError:
-        return
+        try:
+            self.study._storage.set_trial_user_attr(trial._trial_id, INTERRUPTED, reason)
+            self.study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)
+        except UpdateFinishedTrialError:
+            return
 
 
 def _counts(trial: FrozenTrial) -> bool:
