@@ -14,7 +14,7 @@ from hftrainer.errors import InvalidArgument, SearchFailed, UnknownArgument, Uns
 from hftrainer.out_of_memory import is_out_of_memory
 from hftrainer.search.backend import SearchBackend
 from hftrainer.search.shared_trial import SharedTrial
-from hftrainer.search.studies import FAILED, INTERRUPTED, OWNER, TrialCount, this_process
+from hftrainer.search.studies import FAILED, INTERRUPTED, OWNER, TrialCount, open_storage, this_process
 from hftrainer.trainer_utils import BestRun, default_hp_space_optuna
 
 if TYPE_CHECKING:
@@ -119,8 +119,7 @@ class OptunaSearch(SearchBackend):
         """Make the study, or go on with one that exists; its sampler then draws other numbers than the one before."""
         import optuna
 
-        storage = optuna.storages.get_storage(kwargs.get("storage"))
-        kwargs = {**kwargs, "storage": storage, "directions": self.directions}
+        kwargs = {**kwargs, "storage": open_storage(kwargs.get("storage")), "directions": self.directions}
         goes_on = kwargs.pop("load_if_exists", False)
         try:
             study = optuna.create_study(**kwargs)

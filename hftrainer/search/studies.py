@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import time
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from optuna import Study
     from optuna.trial import FrozenTrial
+
+logger = logging.getLogger(__name__)
 
 #: User attribute of a trial → what it says.
 OWNER = "process"  # who trains it: host, process id, and when that process began
@@ -19,6 +22,28 @@ FAILED = "failed"  # why it failed by itself; it counts as one of the trials ask
 INTERRUPTED = "interrupted"  # why it was cut off; another one takes its place
 #: After which a running trial whose process has not said who it is counts as cut off.
 _TO_SAY_SO = timedelta(seconds=10)
+
+
+#: Seconds after which a database is opened again.
+_UNTIL_OTHERS_HAVE_MADE_IT = (0.1, 0.5, 2.0)
+
+
+def open_storage(given: Any) -> Any:
+    """A storage of Optuna from what `create_study` takes as `storage`.
+
+    Of several processes that begin with a new database at once, all but one fail to make its tables; a moment later
+    they are there.
+    """
+    from optuna.storages import get_storage
+    from sqlalchemy.exc import DBAPIError
+
+    for pause in _UNTIL_OTHERS_HAVE_MADE_IT:
+        try:
+            return get_storage(given)
+        except DBAPIError as error:
+            logger.info("The storage could not be opened, and is tried again in %g s: %s", pause, error)
+        time.sleep(pause)
+    return get_storage(given)
 
 
 def this_process() -> str:
