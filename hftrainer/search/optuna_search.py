@@ -14,7 +14,7 @@ from hftrainer.errors import InvalidArgument, SearchFailed, UnknownArgument, Uns
 from hftrainer.out_of_memory import is_out_of_memory
 from hftrainer.search.backend import SearchBackend
 from hftrainer.search.shared_trial import SharedTrial
-from hftrainer.search.studies import FAILED, INTERRUPTED, OWNER, TrialCount, open_storage, this_process
+from hftrainer.search.studies import FAILED, INTERRUPTED, OWNER, TrialCount, open_storage, this_process, try_again
 from hftrainer.trainer_utils import BestRun, default_hp_space_optuna
 
 if TYPE_CHECKING:
@@ -230,6 +230,7 @@ class _Objective:
             trial.set_user_attr(INTERRUPTED, f"stopped by {type(ended).__name__}")
             if isinstance(ended, SystemExit):  # which Optuna does not notice
                 self.search.study.tell(trial, state=optuna.trial.TrialState.FAIL)
+            try_again(self.search.study, trial)
             raise
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"

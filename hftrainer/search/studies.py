@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 OWNER = "process"  # who trains it: host, process id, and when that process began
 FAILED = "failed"  # why it failed by itself; it counts as one of the trials asked for
 INTERRUPTED = "interrupted"  # why it was cut off; another one takes its place
+AGAIN = "again"  # the trial that was cut off and had the same hyperparameters
 #: After which a running trial whose process has not said who it is counts as cut off.
 _TO_SAY_SO = timedelta(seconds=10)
 
@@ -131,9 +132,16 @@ class TrialCount:
 
         try:
             self.study._storage.set_trial_user_attr(trial._trial_id, INTERRUPTED, reason)
-            self.study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)
-        except UpdateFinishedTrialError:
+            self.study.tell(trial.number, state=TrialState.FAIL)
+        except (UpdateFinishedTrialError, ValueError):
             return
+        try_again(self.study, trial)
+
+
+def try_again(study: Study, trial: Any) -> None:
+    """Let the next trial have the hyperparameters of one that was cut off; once, for it may be to blame itself."""
+    if trial.params and AGAIN not in trial.user_attrs:
+        study.enqueue_trial(trial.params, user_attrs={AGAIN: trial.number})
 
 
 def _counts(trial: FrozenTrial) -> bool:

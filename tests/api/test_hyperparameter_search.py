@@ -14,7 +14,7 @@ import torch
 
 from hftrainer import Trainer, TrainerCallback, TrainingArguments
 from hftrainer.errors import InvalidArgument, MissingPackage, SearchFailed, UnknownArgument, UnsupportedArgument
-from hftrainer.search.studies import FAILED, INTERRUPTED, OWNER, TrialCount, is_gone, this_process
+from hftrainer.search.studies import AGAIN, FAILED, INTERRUPTED, OWNER, TrialCount, is_gone, this_process
 from hftrainer.trainer_utils import BestRun, HPSearchBackend, default_compute_objective
 from tests.tiny import Plain, make_plain, plain_data
 
@@ -209,10 +209,12 @@ def test_interrupted(tmp_path, error):
     trainer = make_trainer(tmp_path, {"callbacks": [Interrupting(4, error)]})
     with pytest.raises(error):
         trainer.hyperparameter_search(rates, **keywords)
-    assert of(trainer.hp_study) == ["COMPLETE", "FAIL"]
+    assert of(trainer.hp_study) == ["COMPLETE", "FAIL", "WAITING"]
     assert trainer.hp_study.trials[1].user_attrs[INTERRUPTED] == f"stopped by {error.__name__}"
     trainer.hyperparameter_search(rates, **keywords)
     assert of(trainer.hp_study) == ["COMPLETE", "FAIL", "COMPLETE", "COMPLETE"]
+    _, lost, again, last = trainer.hp_study.trials
+    assert again.params == lost.params != last.params and again.user_attrs[AGAIN] == 1
     before = trainer.hp_study.best_trial.number
     assert trainer.hyperparameter_search(rates, **keywords).run_id == str(before)  # nothing is left to do
     assert len(trainer.hp_study.trials) == 4
@@ -249,6 +251,17 @@ def test_count(monkeypatch):
     assert count.left() == 0
     assert count.is_surplus(study.ask().number)
     assert TrialCount(study, None).left() is None
+
+
+def test_tried_again_once():
+    study = optuna.create_study()
+    for number in (0, 1):
+        trial = study.ask()
+        trial.suggest_float("x", 0, 1)
+        trial.set_user_attr(OWNER, f"{this_process().split(' ')[0]} {2**22 + 1} 1")
+        assert TrialCount(study, 1).left() == 1
+        assert of(study) == [["FAIL", "WAITING"], ["FAIL", "FAIL"]][number]
+    assert study.trials[0].params == study.trials[1].params
 
 
 def test_a_process_that_was_killed_before_it_said_who_it_is(monkeypatch):
