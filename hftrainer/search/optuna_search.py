@@ -174,6 +174,12 @@ class OptunaSearch(SearchBackend):
         trials = self.study.get_trials(deepcopy=False)
         if not any(trial.state is TrialState.COMPLETE for trial in trials):
             raise SearchFailed(_why_none(trials))
+        if running := sum(trial.state is TrialState.RUNNING for trial in trials):
+            logger.warning(
+                "%d of the trials are still running in other processes: the best is that of the finished ones. Of "
+                "processes on other machines only a storage with a heartbeat_interval finds out that they have ended.",
+                running,
+            )
         if len(self.directions) == 1:
             best = self.study.best_trial
             return BestRun(str(best.number), best.value, best.params)  # type: ignore[arg-type]

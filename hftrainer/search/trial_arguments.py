@@ -16,6 +16,8 @@ logger = logging.getLogger(__name__)
 
 #: How near a name must be to an argument's to be taken for a slip, where it could also be meant for `model_init`.
 _A_SLIP = 0.85
+#: Read once, when the Trainer is made.
+_FIXED = ("report_to", "disable_tqdm", "log_level", "log_level_replica", "skip_memory_metrics")
 
 
 def set_arguments(args: Any, params: Any, *, for_model_too: bool) -> None:
@@ -27,7 +29,7 @@ def set_arguments(args: Any, params: Any, *, for_model_too: bool) -> None:
         for_model_too: `model_init` takes the trial, so names that are no arguments may be its own.
 
     Raises:
-        InvalidArgument: when `params` is no mapping, or a value cannot be cast.
+        InvalidArgument: when `params` is no mapping, a value cannot be cast, or a trial cannot change an argument.
         UnknownArgument: for a name that is no argument, with the nearest one.
     """
     if not isinstance(params, Mapping):
@@ -40,6 +42,8 @@ def set_arguments(args: Any, params: Any, *, for_model_too: bool) -> None:
         raise UnknownArgument("; ".join(_unknown(args, name, near[name]) for name in wrong))
     if unknown:
         logger.info("%s: no training arguments, left to model_init.", ", ".join(unknown))
+    if fixed := [name for name in _FIXED if name in params]:
+        raise InvalidArgument(f"hp_space: {', '.join(fixed)}: read once, when the Trainer is made; set it there.")
     for name in params.keys() & fields.keys():
         value = _cast(name, params[name], getattr(args, name), str(fields[name].type))
         setattr(args, name, value)

@@ -80,6 +80,7 @@ REFUSED = {
         InvalidArgument,
         "gradient_accumulation_steps=0: give a number of at least 1",
     ),
+    "read once": ({"hp_space": lambda trial: {"report_to": "csv"}}, InvalidArgument, "report_to: read once, when"),
     "nothing returned": ({"compute_objective": lambda metrics: None}, InvalidArgument, "returned None: it must return"),
     "two for one": ({"compute_objective": lambda metrics: (1, 2)}, InvalidArgument, r"returned \(1, 2\): .* a number"),
     "one for two": ({"direction": ["minimize"] * 2}, InvalidArgument, "it must return 2 numbers, as direction has"),
@@ -251,6 +252,8 @@ def test_count(monkeypatch):
     assert count.left() == 0
     assert count.is_surplus(study.ask().number)
     assert TrialCount(study, None).left() is None
+    study.tell(fourth, state=optuna.trial.TrialState.FAIL)  # without a reason, as Optuna's heartbeat does
+    assert TrialCount(study, 4).left() == 1
 
 
 def test_tried_again_once():
@@ -301,6 +304,16 @@ def test_time_and_callbacks_end_it(tmp_path):
 
     trainer.hyperparameter_search(rates, n_trials=5, callbacks=[stop], gc_after_trial=True)
     assert seen == [0]
+
+
+def test_trials_on_another_machine(tmp_path, caplog):
+    """Nobody here knows whether they are still running: they count, and the result says that they are not in it."""
+    keywords = {"storage": f"sqlite:///{tmp_path}/a.db", "study_name": "a"}
+    optuna.create_study(**keywords).ask().set_user_attr(OWNER, "elsewhere 1 1")
+    trainer = make_trainer(tmp_path)
+    trainer.hyperparameter_search(rates, n_trials=3, load_if_exists=True, **keywords)
+    assert of(trainer.hp_study) == ["RUNNING", "COMPLETE", "COMPLETE"]
+    assert "1 of the trials are still running in other processes" in caplog.text
 
 
 def test_enqueued_trials_come_first(tmp_path):

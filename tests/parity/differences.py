@@ -259,8 +259,8 @@ DIFFERENCES = {
     ),
     "hyperparameter_search: the values of a trial": (
         "Each trial begins with the arguments from before the search, which are back when it ends; in transformers the "
-        "values of earlier trials stay where a trial chooses none. They are checked as by the constructor, a share such "
-        "as `warmup_steps=0.1` is not cut to an int, and all that follows from arguments is built anew, the label "
+        "values of earlier trials stay where a trial chooses none. They are checked as by the constructor, a share "
+        "like `warmup_steps=0.1` is not cut to an int, and all that follows from arguments is built anew, the label "
         "smoother too."
     ),
     "hyperparameter_search: trials that fail": (
