@@ -1964,11 +1964,14 @@ class Trainer:
     def _release_trial(self) -> None:
         """Let go of a trial's model and of all that was made for it."""
         self._let_go()
+        self._engine.release()
         self._checkpoint_writer.close()
         handler = self.callback_handler
         self.model = self.model_wrapped = handler.model = None  # type: ignore[assignment]  # until the next trial
         handler.train_dataloader = None
         self._flos_per_token = None
+        if self.args.torch_compile:
+            torch.compiler.reset()  # what was compiled for this model is held until then
         gc.collect()
         empty_cache()
 

@@ -145,6 +145,10 @@ class LightningEngine:
                     rate  # StochasticWeightAveraging leaves its own, which a next run would begin with
                 )
 
+    def release(self) -> None:
+        """Let go of the last run's model and of all that was built around it."""
+        self.trainer = self.module = self._prepared = None
+
     @property
     def shards(self) -> bool:
         """Whether each process has a part of the model only."""
