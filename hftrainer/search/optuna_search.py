@@ -236,7 +236,7 @@ class _Objective:
             trial.set_user_attr(INTERRUPTED, f"stopped by {type(ended).__name__}")
             if isinstance(ended, SystemExit):  # which Optuna does not notice
                 self.search.study.tell(trial, state=optuna.trial.TrialState.FAIL)
-            try_again(self.search.study, trial)
+            try_again(self.search.study, trial.number)
             raise
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"

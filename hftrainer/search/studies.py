@@ -135,13 +135,18 @@ class TrialCount:
             self.study.tell(trial.number, state=TrialState.FAIL)
         except (UpdateFinishedTrialError, ValueError):
             return
-        try_again(self.study, trial)
+        try_again(self.study, trial.number)
 
 
-def try_again(study: Study, trial: Any) -> None:
-    """Let the next trial have the hyperparameters of one that was cut off; once, for it may be to blame itself."""
-    if trial.params and AGAIN not in trial.user_attrs:
-        study.enqueue_trial(trial.params, user_attrs={AGAIN: trial.number})
+def try_again(study: Study, number: int) -> None:
+    """Let the next trial have the hyperparameters of one that was cut off.
+
+    Once, for it may be to blame itself; not when it had not begun to train.
+    """
+    trial = study.get_trials(deepcopy=False)[number]
+    chosen = trial.params or trial.system_attrs.get("fixed_params")
+    if chosen and not (trial.params and AGAIN in trial.user_attrs):
+        study.enqueue_trial(chosen, user_attrs={AGAIN: trial.user_attrs.get(AGAIN, number)})
 
 
 def _counts(trial: FrozenTrial) -> bool:

@@ -267,6 +267,17 @@ def test_tried_again_once():
     assert study.trials[0].params == study.trials[1].params
 
 
+def test_tried_again_if_it_had_not_begun():
+    study = optuna.create_study()
+    study.enqueue_trial({"x": 0.25})
+    for _ in range(2):
+        trial = study.ask()
+        trial.set_user_attr(OWNER, f"{this_process().split(' ')[0]} {2**22 + 1} 1")
+        TrialCount(study, 1).left()
+    assert study.ask().suggest_float("x", 0, 1) == 0.25
+    assert [trial.user_attrs.get(AGAIN) for trial in study.trials] == [None, 0, 0]
+
+
 def test_a_process_that_was_killed_before_it_said_who_it_is(monkeypatch):
     monkeypatch.setattr("hftrainer.search.studies._TO_SAY_SO", timedelta(seconds=0.3))
     study = optuna.create_study()

@@ -32,7 +32,7 @@ def check(folder, wanted):
     assert all((folder / "out" / f"run-{trial.number}" / "checkpoint-4").is_dir() for trial in complete)
     assert not list((folder / "out").glob("checkpoint-*"))
     for trial in others:  # what was cut off has been tried again, unless it was itself another attempt
-        again = [other for other in trials if other.user_attrs.get(AGAIN) == trial.number]
+        again = [other for other in trials if other.user_attrs.get(AGAIN) == trial.number and other.params]
         assert AGAIN in trial.user_attrs or not trial.params or again[0].params == trial.params
     return complete, others
 
