@@ -5,7 +5,8 @@ PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c 
 RUN := HF_HUB_OFFLINE=1 $(VENV)/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-plain test test-versions test-deepspeed test-fast lint format bench bench-eval bench-checkpoint clean
+.PHONY: help demo demo-plain test test-versions test-deepspeed test-fast lint format
+.PHONY: bench bench-eval bench-checkpoint bench-search clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -91,6 +92,9 @@ bench-eval: $(VENV)/.dev  ## memory and time of evaluation, against transformers
 
 bench-checkpoint: $(VENV)/.dev  ## how long training stands still for a checkpoint, against transformers
 	@$(RUN) benchmarks/checkpoint.py
+
+bench-search: $(VENV)/.dev  ## resident memory over 30 trials of a hyperparameter search
+	@$(RUN) benchmarks/search_memory.py
 
 clean:  ## remove the environment and what the demos wrote
 	rm -rf $(VENV) $(VENV)-* demo_output plain_torch_output

@@ -34,10 +34,21 @@ def main() -> None:
         add_help=False,
     )
     explain.add_argument("--json", action="store_true", help="for programs")
-    plot = commands.add_parser("plot", help="draw the losses, metrics and learning rates of runs")
-    plot.add_argument("folders", metavar="OUTPUT_DIR", nargs="+", help="output folder of a run; several are compared")
-    plot.add_argument("--html", action="store_true", help="write an interactive page too")
-    plot.add_argument("--out", metavar="FILE.png", help="default: training.png in the first folder")
+    plot = commands.add_parser(
+        "plot",
+        help="draw the losses, metrics and learning rates of runs, or the trials of a search",
+        usage="%(prog)s [--html] [--out FILE.png] OUTPUT_DIR ...\n"
+        "       %(prog)s [--html] --study STORAGE [--study-name NAME] [--output DIR]",
+        allow_abbrev=False,
+    )
+    plot.add_argument("folders", metavar="OUTPUT_DIR", nargs="*", help="output folder of a run; several are compared")
+    plot.add_argument("--html", action="store_true", help="write interactive pages too")
+    plot.add_argument("--out", metavar="FILE.png", help="of runs; default: training.png in the first folder")
+    plot.add_argument(
+        "--study", metavar="STORAGE", help="a search: sqlite:///search.db, another URL, or a journal file"
+    )
+    plot.add_argument("--study-name", metavar="NAME", help="which study, where there are several")
+    plot.add_argument("--output", metavar="DIR", help="of a study; default: this folder")
     options, remaining = parser.parse_known_args()
     if options.command == "explain":
         _explain(remaining, as_json=options.json)
@@ -56,9 +67,19 @@ def main() -> None:
 def _plot(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     from hftrainer.errors import InvalidArgument, MissingPackage
     from hftrainer.plot import plot
+    from hftrainer.search.pictures import plot_study
 
+    if bool(options.folders) == (options.study is not None):
+        parser.error("give the output folders of runs, or the --study of a search")
+    others = ("--out",) if options.study is not None else ("--study-name", "--output")
+    for option in others:
+        if getattr(options, option.strip("-").replace("-", "_")) is not None:
+            parser.error(f"{option} is for {'runs' if options.study is not None else '--study'}")
     try:
-        written = plot(options.folders, html=options.html, out=options.out)
+        if options.study is not None:
+            written = plot_study(options.study, options.study_name, out=options.output or ".", html=options.html)
+        else:
+            written = plot(options.folders, html=options.html, out=options.out)
     except (InvalidArgument, MissingPackage) as error:
         parser.error(str(error))
     print("\n".join(written))

@@ -35,6 +35,10 @@ class UnsafeCheckpoint(ValueError):
     """A file of a checkpoint holds objects that only unpickling could read; the message says how to allow them."""
 
 
+class SearchFailed(RuntimeError):
+    """A hyperparameter search has completed no trial; the message says what became of them."""
+
+
 class MetricNotFound(KeyError, ValueError):
     """Evaluation does not return the metric that an argument names."""
 

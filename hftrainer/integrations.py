@@ -210,11 +210,15 @@ class ReportingCallback(TrainerCallback):
     Args:
         trackers: what to write to.
         save_model: writes the model into a folder, for trackers that upload it.
+        run_folder: where the checkpoints of the run are.
     """
 
-    def __init__(self, trackers: Sequence[Any], save_model: Callable[[str], None]) -> None:
+    def __init__(
+        self, trackers: Sequence[Any], save_model: Callable[[str], None], run_folder: Callable[[], str]
+    ) -> None:
         self.trackers = trackers
         self.save_model = save_model
+        self.run_folder = run_folder
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         """Write the hyperparameters, if they are not written yet."""
@@ -233,7 +237,7 @@ class ReportingCallback(TrainerCallback):
 
     def on_save(self, args, state, control, **kwargs):
         """Upload the checkpoint, where that is asked for."""
-        checkpoint = os.path.join(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+        checkpoint = os.path.join(self.run_folder(), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
         for tracker in self.trackers:
             tracker.saved(checkpoint, state)
 

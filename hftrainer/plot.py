@@ -105,7 +105,7 @@ def lines_of(state: TrainerState, label: str = "", number: int | None = None) ->
 
 def draw_png(drawn: list[Line], path: str) -> None:
     """Write the panels as a PNG."""
-    plt = _load("matplotlib.pyplot")
+    plt = load("matplotlib.pyplot")
     figure, axes = plt.subplots(2, 2, figsize=(11, 7), layout="constrained")
     of_panel = dict(zip(PANELS, axes.flat, strict=True))
     for line in drawn:
@@ -126,7 +126,7 @@ def draw_png(drawn: list[Line], path: str) -> None:
 
 def draw_html(drawn: list[Line], path: str) -> None:
     """Write the panels as a page that can be zoomed and hovered over, and needs no network."""
-    subplots, objects = _load("plotly.subplots"), _load("plotly.graph_objects")
+    subplots, objects = load("plotly.subplots"), load("plotly.graph_objects")
     figure = subplots.make_subplots(rows=2, cols=2, subplot_titles=list(PANELS), vertical_spacing=0.12)
     for line in drawn:
         number = list(PANELS).index(line.panel)
@@ -139,7 +139,12 @@ def draw_html(drawn: list[Line], path: str) -> None:
     figure.write_html(path, include_plotlyjs=True)
 
 
-def _load(module: str) -> Any:
+def load(module: str) -> Any:
+    """A module of what draws.
+
+    Raises:
+        MissingPackage: when it is not installed.
+    """
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -180,7 +185,7 @@ class PlotCallback(TrainerCallback):
     """
 
     def __init__(self) -> None:
-        _load("matplotlib.pyplot")
+        load("matplotlib.pyplot")
 
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Draw what the run has logged."""

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
-from hftrainer import devices, integrations, model_inspection, peers, trainer_optimizer
+from hftrainer import devices, hyperparameter_search, integrations, model_inspection, peers, trainer_optimizer
 from hftrainer.agreement import check_agreement
 from hftrainer.arguments import legacy
 from hftrainer.arguments.accelerator_config import AcceleratorConfig
@@ -45,6 +45,7 @@ from hftrainer.data.sharding import Share
 from hftrainer.data.tokens import count_tokens
 from hftrainer.debug_utils import DebugUnderflowOverflow
 from hftrainer.deepspeed import PartitionedStates, to_floating_type
+from hftrainer.deepspeed import begin as begin_deepspeed
 from hftrainer.deepspeed import initialize as initialize_deepspeed
 from hftrainer.deepspeed import prepare_for_evaluation as prepare_deepspeed_for_evaluation
 from hftrainer.errors import InvalidArgument, MetricNotFound, UnsupportedArgument
@@ -62,6 +63,7 @@ from hftrainer.overrides import accepts, call_with_accepted, is_overridden, with
 from hftrainer.progress import own_progress
 from hftrainer.reporting import comparable_names, mean_loss, print_table, write_metrics
 from hftrainer.schedule import TrainingSchedule, place_of, plan_schedule
+from hftrainer.search.backend import SearchBackend
 from hftrainer.trainer_callback import (
     CallbackHandler,
     DefaultFlowCallback,
@@ -75,7 +77,9 @@ from hftrainer.trainer_callback import (
 )
 from hftrainer.trainer_pt_utils import LabelSmoother, metrics_format, nested_detach
 from hftrainer.trainer_utils import (
+    BestRun,
     EvalLoopOutput,
+    HPSearchBackend,
     IntervalStrategy,
     PredictionOutput,
     SaveStrategy,
@@ -123,6 +127,7 @@ class Trainer:
         is_in_train: whether `train()` is running.
         counts_last_batch_by_size: whether evaluation weighs the loss of a ragged last batch by its true size.
         loss_is_scaled_for_ga: set it in a subclass to say whether its loss is already scaled for accumulation.
+        hp_study: the study of the last hyperparameter search.
 
     Raises:
         InvalidArgument: for arguments that contradict each other.
@@ -133,6 +138,8 @@ class Trainer:
     loss_is_scaled_for_ga: bool | None = None
     model_preparation_time: float  # seconds; there once an evaluation without training has measured it
     counts_last_batch_by_size = True
+    hp_space: Callable[[Any], dict[str, Any]]
+    compute_objective: Callable[[dict[str, float]], Any]
 
     def __init__(
         self,
@@ -332,36 +339,50 @@ class Trainer:
 
     def _init_bookkeeping(self) -> None:
         self.is_in_train = False
-        self.hp_name = None
-        self.hp_search_backend = None
+        self.hp_name: Callable[[Any], str] | None = None
+        self.hp_search_backend: HPSearchBackend | None = None
+        self.hp_study: Any = None
+        self.objective: Any = None
+        self._search: SearchBackend | None = None
+        self._searched_arguments: dict[str, Any] | None = None
+        self._args_have_changed = False
+        self._trial: Any = None
         self.current_flos = 0.0
-        self.current_gradient_accumulation_steps = self.args.gradient_accumulation_steps
-        self._train_batch_size = self.args.train_batch_size
         self._created_lr_scheduler = False
         self._total_loss_scalar = 0.0
         self._globalstep_last_logged = 0
         self._with_all_columns: tuple[Any, Any] = None, None
-        self._eval_dataloaders: dict[Any, Any] = {}
         self._preparation_measured = False
         self._logged_metrics = LoggedMetrics()
         self._past = None
         self._loop: TrainingLoop | None = None
         self._checkpoints_written: list[str] = []
-        self._past_index = legacy.value(self.args, "past_index")
         self._flos_per_token: tuple[Any, int] | None = None
         self._initial_num_input_tokens_seen = self._tokens_in_run = 0
         self._interruption = Interruption(saves=False)
         self._last_saved_step = 0
         self._resumed_from: str | None = None
         self._prepares_training_data = False
+        self._follow_arguments()
+
+    def _follow_arguments(self) -> None:
+        """Set what is kept of the arguments; a hyperparameter trial changes them."""
+        self.current_gradient_accumulation_steps = self.args.gradient_accumulation_steps
+        self._train_batch_size = self.args.train_batch_size
+        self._past_index = legacy.value(self.args, "past_index")
         self._averages_tokens = self.args.average_tokens_across_devices and self.args.world_size > 1
+        self._eval_dataloaders: dict[Any, Any] = {}
 
     def _init_callbacks(self, callbacks: list[Any]) -> None:
         self.callback_handler = CallbackHandler(
             [DefaultFlowCallback], self.model, self.processing_class, self.optimizer, self.lr_scheduler
         )
         if self._trackers:
-            self.add_callback(integrations.ReportingCallback(self._trackers, lambda folder: self.save_model(folder)))
+            self.add_callback(
+                integrations.ReportingCallback(
+                    self._trackers, lambda folder: self.save_model(folder), lambda: self._get_output_dir(self._trial)
+                )
+            )
         for callback in callbacks:
             self.add_callback(callback)
         if (progress := own_progress(self.args, self.callback_handler.callbacks)) is not None:
@@ -800,7 +821,8 @@ class Trainer:
         Args:
             resume_from_checkpoint: a checkpoint folder to go on from; True for the last whole one in `output_dir`; or a
                 Lightning checkpoint of this Trainer, `x.ckpt`.
-            trial: the hyperparameter trial, given to `model_init`.
+            trial: a hyperparameter trial, or a dict of hyperparameters: given to `model_init`, and its values to the
+                arguments.
             ignore_keys_for_eval: outputs of the model that evaluation leaves out.
 
         Returns:
@@ -822,6 +844,7 @@ class Trainer:
             self.optimizer = self.lr_scheduler = None
         if peers.is_tokenizing(self.processing_class) and hasattr(self.model, "config"):
             model_inspection.align_special_tokens(self._bare_model, self.processing_class)
+        self._hp_search_setup(trial)
         if refused := self._engine.refusals(
             finds_batch_size=self.args.auto_find_batch_size,
             evaluates=self.args.eval_strategy != "no",
@@ -909,13 +932,17 @@ class Trainer:
 
     def _forget_attempt(self) -> None:
         """Let go of everything that a failed run has made: its optimizer, its hooks and its checkpoints."""
+        self._let_go()
+        for folder in filter(os.path.isdir, self._checkpoints_written):  # rotation may have taken some
+            shutil.rmtree(folder)
+
+    def _let_go(self) -> None:
+        """Let go of a run's optimizer and its hooks."""
         if isinstance(self.optimizer, LayerWiseDummyOptimizer):
             self.optimizer.remove_hooks()
         self._engine.trainer = self._engine.module = None
         self.optimizer = self.lr_scheduler = self.callback_handler.optimizer = self.callback_handler.lr_scheduler = None
         self._checkpoint_writer.settle()
-        for folder in filter(os.path.isdir, self._checkpoints_written):  # rotation may have taken some
-            shutil.rmtree(folder)
 
     def _inner_training_loop(
         self,
@@ -1039,6 +1066,9 @@ class Trainer:
         self.state.num_train_epochs = schedule.num_train_epochs
         self.state.is_local_process_zero = self.is_local_process_zero()
         self.state.is_world_process_zero = self.is_world_process_zero()
+        self.state.trial_params = None if trial is None else dict(hyperparameter_search.hyperparameters(trial))
+        if trial is not None and self.hp_name is not None:
+            self.state.trial_name = self.hp_name(trial)
         return first_epoch, position
 
     def _load_progress(self, folder: str | None, schedule: TrainingSchedule) -> RunProgress | None:
@@ -1344,6 +1374,7 @@ class Trainer:
             ) from error
         if self._loop is not None:
             self._loop.owes_evaluation = False
+        self._report_to_hp_search(trial, self.state.global_step, metrics)
         if follows_metric(self.lr_scheduler) and not skip_scheduler:
             self.lr_scheduler.step(self._metric(metrics, self.args.metric_for_best_model or "loss"))
         return metrics
@@ -1667,7 +1698,11 @@ class Trainer:
             self.state.save_to_json(os.path.join(str(self.args.output_dir), names.TRAINER_STATE_NAME))
 
     def _get_output_dir(self, trial: Any) -> str:
-        return str(self.args.output_dir)
+        """Where checkpoints are: in `output_dir`, or in a folder there for each trial of a search."""
+        if self._search is None or trial is None:
+            return str(self.args.output_dir)
+        name = self.hp_name(trial) if self.hp_name is not None else f"run-{self._search.run_id(trial)}"
+        return os.path.join(str(self.args.output_dir), name)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Write `checkpoint-{step}`, whole or not at all, and delete what `save_total_limit` no longer allows.
@@ -1892,6 +1927,84 @@ class Trainer:
                 f"{', '.join(comparable_names(metrics))}."
             )
         return metrics[key]
+
+    # ---- Hyperparameter search ---------------------------------------------------------------------------------
+
+    def hyperparameter_search(
+        self,
+        hp_space: Callable[[Any], dict[str, Any]] | None = None,
+        compute_objective: Callable[[dict[str, float]], Any] | None = None,
+        n_trials: int | None = 20,
+        direction: str | list[str] = "minimize",
+        backend: str | HPSearchBackend | None = None,
+        hp_name: Callable[[Any], str] | None = None,
+        **kwargs: Any,
+    ) -> BestRun | list[BestRun]:
+        """Train with many choices of arguments, each with a new model, and return the best choice.
+
+        The study stays in `hp_study`, in the main process. With `storage`, `study_name` and `load_if_exists=True` a
+        search that was ended goes on where it was, and several processes or machines share one.
+
+        Args:
+            hp_space: trial → the arguments of the trial, as a dict; default `default_hp_space_optuna`.
+            compute_objective: metrics of an evaluation → a number, or one for each direction; default
+                `default_compute_objective`.
+            n_trials: trials that the study holds at the end, those that it held before included; None with a `timeout`.
+            direction: 'minimize' or 'maximize'; a list of these for several objectives.
+            backend: 'optuna', which is the default.
+            hp_name: trial → the name of its folder and of its runs in trackers; default `run-{number}`, and none.
+            kwargs: keywords of `optuna.create_study` (sampler, pruner, storage, study_name, load_if_exists) and of
+                `Study.optimize` (timeout in seconds, catch, callbacks, gc_after_trial, show_progress_bar).
+
+        Returns:
+            The best trial; with several objectives a list of those that no other is better than in all.
+
+        Raises:
+            InvalidArgument: without a `model_init`, and for values that cannot be.
+            UnknownArgument: for a name in the space that is no argument.
+            UnsupportedArgument: for a backend that cannot be had.
+            MissingPackage: for a backend that is not installed.
+            SearchFailed: when no trial was completed.
+        """
+        return hyperparameter_search.search(
+            self, hp_space, compute_objective, n_trials, direction, backend, hp_name, **kwargs
+        )
+
+    def _hp_search_setup(self, trial: Any) -> None:
+        """Take over the arguments of a trial, and build anew what follows from arguments."""
+        self._trial = trial
+        if trial is not None:
+            hyperparameter_search.set_trial_arguments(self, trial)
+        elif not self._args_have_changed:
+            return
+        self._args_have_changed = False
+        self._validate_args()
+        if isinstance(self.args, TrainingArguments):
+            self.args.hf_deepspeed_config = begin_deepspeed(self.args)
+        set_tf32(self.args.tf32)
+        self._follow_arguments()
+        self.create_accelerator_and_postprocess()
+        self._set_model(self.model)
+
+    def _report_to_hp_search(self, trial: Any, step: int, metrics: dict[str, float]) -> None:
+        """Tell the search about an evaluation within a trial, which may end it."""
+        if self._search is not None and trial is not None:
+            self.objective = self._search.checked(self.compute_objective(dict(metrics)))
+            self._search.report(self, trial, step, self.objective)
+
+    def _release_trial(self) -> None:
+        """Let go of a trial's model and of all that was made for it."""
+        self._let_go()
+        self._engine.release()
+        self._checkpoint_writer.close()
+        handler = self.callback_handler
+        self.model = self.model_wrapped = handler.model = None  # type: ignore[assignment]  # until the next trial
+        handler.train_dataloader = None
+        self._flos_per_token = None
+        if self.args.torch_compile:
+            torch.compiler.reset()  # what was compiled for this model is held until then
+        gc.collect()
+        devices.empty_cache()
 
     # ---- Logs and metrics --------------------------------------------------------------------------------------
 

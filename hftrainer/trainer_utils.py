@@ -24,6 +24,7 @@ __all__ = [
     "EvalLoopOutput",
     "EvalPrediction",
     "ExplicitEnum",
+    "HPSearchBackend",
     "HubStrategy",
     "IntervalStrategy",
     "OptimizerNames",
@@ -32,6 +33,8 @@ __all__ = [
     "SaveStrategy",
     "SchedulerType",
     "TrainOutput",
+    "default_compute_objective",
+    "default_hp_space_optuna",
     "denumpify_detensorize",
     "enable_full_determinism",
     "get_last_checkpoint",
@@ -222,12 +225,47 @@ class TrainOutput(NamedTuple):
 
 
 class BestRun(NamedTuple):
-    """The best trial of a hyperparameter search."""
+    """The best trial of a hyperparameter search.
+
+    Attributes:
+        run_id: its checkpoints are in the folder `run-{run_id}` of `output_dir`.
+        objective: a number, or one for each direction.
+        hyperparameters: what was chosen.
+        run_summary: the backend's own summary, where it has one; of Optuna see `trainer.hp_study`.
+    """
 
     run_id: str
     objective: float | list[float]
     hyperparameters: dict[str, Any]
     run_summary: Any = None
+
+
+class HPSearchBackend(ExplicitEnum):
+    """Libraries that search for hyperparameters."""
+
+    OPTUNA = "optuna"
+    RAY = "ray"
+    WANDB = "wandb"
+
+
+def default_compute_objective(metrics: Mapping[str, float]) -> float:
+    """The loss of an evaluation; if it has other metrics, their sum."""
+    others = [
+        value
+        for name, value in metrics.items()
+        if name not in ("eval_loss", "epoch") and not name.endswith(("_runtime", "_per_second"))
+    ]
+    return sum(others) if others else metrics.get("eval_loss")  # type: ignore[return-value]  # None is refused
+
+
+def default_hp_space_optuna(trial: Any) -> dict[str, Any]:
+    """Learning rate, epochs, seed and batch size, suggested by a trial of Optuna."""
+    return {
+        "learning_rate": trial.suggest_float("learning_rate", 1e-6, 1e-4, log=True),
+        "num_train_epochs": trial.suggest_int("num_train_epochs", 1, 5),
+        "seed": trial.suggest_int("seed", 1, 40),
+        "per_device_train_batch_size": trial.suggest_categorical("per_device_train_batch_size", [4, 8, 16, 32, 64]),
+    }
 
 
 def set_seed(seed: int, deterministic: bool = False) -> None:

@@ -222,7 +222,7 @@ TABLE |= _rows(
     "inert",
     overwrite_output_dir="a switch for your script",
 )
-TABLE |= _planned("search with optuna around train()", "ray_scope")
+TABLE |= _planned("search with backend='optuna'", "ray_scope")
 TABLE |= _planned("train on a GPU or CPU", "tpu_num_cores")
 TABLE |= _rows(
     "refused",

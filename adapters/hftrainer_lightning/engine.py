@@ -147,6 +147,12 @@ class LightningEngine:
                     rate  # StochasticWeightAveraging leaves its own, which a next run would begin with
                 )
 
+    def release(self) -> None:
+        """Let go of the last run's model and of all that was built around it."""
+        self.trainer = self.module = self._prepared = None
+        if self.deepspeed is not None:
+            self.deepspeed.destroy()
+
     @property
     def shards(self) -> bool:
         """Whether each process has a part of the model only."""

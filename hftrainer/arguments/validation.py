@@ -36,6 +36,11 @@ JSON_FIELDS = (
     "deepspeed",
     "lightning_config",
 )
+#: Names of v4 → those of today, which mirror each other.
+ALIASES = {
+    "gradient_checkpointing": "activation_checkpointing",
+    "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
+}
 #: Names of log levels → Python's numbers; 'passive' leaves the level as it is.
 LOG_LEVELS = {"detail": 10, "debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50, "passive": -1}
 #: Fields that must be at least this, with the unit for the error.
@@ -72,10 +77,7 @@ def normalize(args: TrainingArguments) -> None:
         args.dataloader_multiprocessing_context = "fork" if torch.backends.mps.is_available() else None
     args.debug = args.debug.split() if isinstance(args.debug, str) else list(args.debug or [])
     args.report_to = _as_list(args.report_to)
-    for old, new in (
-        ("gradient_checkpointing", "activation_checkpointing"),
-        ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"),
-    ):
+    for old, new in ALIASES.items():
         if getattr(args, new) is None:
             setattr(args, new, getattr(args, old))
         setattr(args, old, getattr(args, new))

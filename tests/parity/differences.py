@@ -283,6 +283,45 @@ DIFFERENCES = {
     ),
     "sortish_sampler": "transformers has the argument and reads it nowhere; ours groups by length.",
     "an empty training stream": "accelerate raises in the middle of an epoch; ours stops with a warning.",
+    "hyperparameter_search: n_trials": (
+        "The trials that the study holds at the end, over all processes and restarts, so that a search that was "
+        "killed finishes the number it was asked for; in transformers each call adds as many. Trials that were cut off "
+        "by the end of their process are marked as failed, tried again once, and do not count. A new study is the same "
+        "in both."
+    ),
+    "hyperparameter_search: a study that exists": (
+        "Its sampler draws other numbers than the one before. In transformers a seeded sampler begins with the same "
+        "numbers again, so that restarts and several processes repeat its trials."
+    ),
+    "hyperparameter_search: a name in the space that is no argument": (
+        "transformers logs a warning and trains without it; ours stops and names the nearest argument. With a "
+        "`model_init` that takes the trial, other names are left to it unless they are nearly an argument's."
+    ),
+    "hyperparameter_search: the values of a trial": (
+        "Each trial begins with the arguments from before the search, which are back when it ends; in transformers the "
+        "values of earlier trials stay where a trial chooses none. They are checked as by the constructor, a share "
+        "like `warmup_steps=0.1` is not cut to an int, and all that follows from arguments is built anew, the label "
+        "smoother too."
+    ),
+    "hyperparameter_search: trials that fail": (
+        "Out of memory fails the trial, with its reason among the user attributes, and not the search; transformers "
+        "stops. When no trial was completed the error says why they failed."
+    ),
+    "hyperparameter_search: n_jobs": (
+        "transformers trains the trials of all threads in one model; ours refuses it. Several processes can share a "
+        "study."
+    ),
+    "hyperparameter_search in several processes": (
+        "Suggestions in model_init, pruning and failed objectives reach all processes, which all return the best run; "
+        "in transformers the others wait when a trial is pruned, and get None."
+    ),
+    "train(trial={...}) outside a search": (
+        "The values are given to the arguments too; transformers gives them to model_init alone."
+    ),
+    "batch size by hand after a search": (
+        "`args.per_device_train_batch_size`, set to the best, is what train() then uses; transformers stays with that "
+        "of the last trial."
+    ),
     "predict() outside training": (
         "It runs Lightning's prediction loop, whose callbacks see predict hooks; numbers and events are the same."
     ),

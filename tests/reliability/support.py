@@ -1,5 +1,6 @@
 """Starting, stopping and comparing the jobs of `job.py`."""
 
+import importlib
 import json
 import multiprocessing
 import os
@@ -56,12 +57,14 @@ class Forked:
     """A job in a process forked from one that has imported everything, so that fifty of them take little time."""
 
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["hftrainer_lightning.engine", "tests.reliability.job"])
+    context.set_forkserver_preload(
+        ["hftrainer_lightning.engine", "tests.reliability.job", "tests.reliability.search_job"]
+    )
 
-    def __init__(self, folder, environment=None, **settings):
+    def __init__(self, folder, environment=None, job="job", **settings):
         environment = environment or {}
         self.folder, self.output = Path(folder), Path(f"{folder}.out{environment.get('RANK', '')}")
-        arguments = (str(folder), settings, str(self.output), environment)
+        arguments = (str(folder), settings, str(self.output), environment, job)
         self.process = self.context.Process(target=run_forked, args=arguments)
         self.process.start()
 
@@ -84,11 +87,10 @@ class Forked:
         return printed.splitlines()
 
 
-def run_forked(folder, settings, output, environment):
+def run_forked(folder, settings, output, environment, job):
     """What the forked process does."""
     os.environ.update(environment)
-    from tests.reliability.job import main
-
+    main = importlib.import_module(f"tests.reliability.{job}").main
     with open(output, "w", buffering=1) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)

@@ -1,0 +1,106 @@
+"""`Trainer.hyperparameter_search`: THE TABLE of backends, and what a trial changes in the Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from hftrainer.errors import InvalidArgument, MissingPackage, UnsupportedArgument
+from hftrainer.search.backend import SearchBackend
+from hftrainer.search.optuna_search import OptunaSearch
+from hftrainer.search.trial_arguments import set_arguments
+from hftrainer.trainer_utils import BestRun, HPSearchBackend, default_compute_objective, number_of_arguments
+
+if TYPE_CHECKING:
+    from hftrainer.trainer import Trainer
+
+#: The libraries that can search; the first is taken when none is named.
+ALL_HYPERPARAMETER_SEARCH_BACKENDS: dict[HPSearchBackend, type[SearchBackend]] = {
+    HPSearchBackend.OPTUNA: OptunaSearch,
+}
+
+
+def find_backend(backend: str | HPSearchBackend | None) -> tuple[HPSearchBackend, SearchBackend]:
+    """The name and a new search of the library that `backend` names.
+
+    Raises:
+        InvalidArgument: for a name that is not known.
+        UnsupportedArgument: for one that is known and cannot be had.
+        MissingPackage: when it is not installed.
+    """
+    if str(backend) == "sigopt":
+        raise UnsupportedArgument("backend='sigopt': SigOpt's service has ended. Use backend='optuna'.")
+    name = HPSearchBackend(backend if backend is not None else next(iter(ALL_HYPERPARAMETER_SEARCH_BACKENDS)))
+    if name not in ALL_HYPERPARAMETER_SEARCH_BACKENDS:
+        raise UnsupportedArgument(
+            f"backend={str(name)!r} is not supported yet: use backend='optuna', whose storage several processes and "
+            "machines can share."
+        )
+    kind = ALL_HYPERPARAMETER_SEARCH_BACKENDS[name]
+    if not kind.is_available():
+        raise MissingPackage(f"backend={str(name)!r} needs a package that is not installed: pip install {kind.install}")
+    return name, kind()
+
+
+def search(
+    trainer: Trainer,
+    hp_space: Any,
+    compute_objective: Any,
+    n_trials: int | None,
+    direction: Any,
+    backend: str | HPSearchBackend | None,
+    hp_name: Any,
+    **kwargs: Any,
+) -> BestRun | list[BestRun]:
+    """See `Trainer.hyperparameter_search`. The arguments are afterwards as they were before."""
+    name, found = find_backend(backend)
+    if trainer.model_init is None:
+        raise InvalidArgument(
+            "hyperparameter_search trains a new model in each trial: give Trainer a model_init that makes it, instead "
+            "of a model."
+        )
+    for option, given in {"hp_space": hp_space, "compute_objective": compute_objective, "hp_name": hp_name}.items():
+        if given is not None and not callable(given):
+            raise InvalidArgument(f"{option}={given!r}: give a function.")
+    trainer.hp_space = hp_space if hp_space is not None else found.default_hp_space
+    trainer.compute_objective = compute_objective if compute_objective is not None else default_compute_objective
+    trainer.hp_name = hp_name
+    trainer.hp_search_backend, trainer._search = name, found
+    trainer._searched_arguments = dict(vars(trainer.args))
+    try:
+        return found.run(trainer, n_trials, direction, **kwargs)
+    finally:
+        trainer.hp_search_backend = trainer._search = None
+        _restore_arguments(trainer)
+        trainer._searched_arguments = None
+        trainer._args_have_changed = True
+
+
+def set_trial_arguments(trainer: Trainer, trial: Any) -> None:
+    """Give the Trainer's arguments the values of a trial; all others are those from before the search."""
+    if trainer._search is None:  # `train(trial=...)` by itself
+        params = hyperparameters(trial)
+    else:
+        params = trainer._search.hyperparameters(trainer, trial)
+        _restore_arguments(trainer)
+    takes_trial = trainer.model_init is not None and number_of_arguments(trainer.model_init) > 0
+    set_arguments(trainer.args, params, for_model_too=takes_trial)
+
+
+def hyperparameters(trial: Any) -> Mapping[str, Any]:
+    """What a trial has chosen.
+
+    Raises:
+        InvalidArgument: for something that is neither a trial nor a mapping.
+    """
+    chosen = trial if isinstance(trial, Mapping) else getattr(trial, "params", None)
+    if not isinstance(chosen, Mapping):
+        raise InvalidArgument(f"trial={trial!r}: give a trial of Optuna, or a dict of hyperparameters.")
+    return chosen
+
+
+def _restore_arguments(trainer: Trainer) -> None:
+    before = trainer._searched_arguments
+    assert before is not None
+    vars(trainer.args).clear()
+    vars(trainer.args).update(before)

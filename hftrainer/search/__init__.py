@@ -1,0 +1,1 @@
+"""Hyperparameter search: a module for each backend, and what they share."""

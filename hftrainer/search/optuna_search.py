@@ -1,0 +1,297 @@
+"""Searching with Optuna."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import logging
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from hftrainer.errors import InvalidArgument, SearchFailed, UnknownArgument, UnsupportedArgument
+from hftrainer.out_of_memory import is_out_of_memory
+from hftrainer.search.backend import SearchBackend
+from hftrainer.search.shared_trial import SharedTrial
+from hftrainer.search.studies import FAILED, INTERRUPTED, OWNER, TrialCount, open_storage, this_process, try_again
+from hftrainer.trainer_utils import BestRun, default_hp_space_optuna
+
+if TYPE_CHECKING:
+    from optuna import Study
+
+    from hftrainer.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+#: Keywords that are `Study.optimize`'s; all others are `optuna.create_study`'s.
+_OF_OPTIMIZE = ("timeout", "n_jobs", "catch", "callbacks", "gc_after_trial", "show_progress_bar")
+_DIRECTIONS = ("minimize", "maximize")
+
+
+class _TrialFailed(Exception):
+    """A trial has failed in a way that says nothing about the next one."""
+
+
+class OptunaSearch(SearchBackend):
+    """A search with Optuna: the study says what to try, and keeps what came of it.
+
+    Attributes:
+        study: in the main process.
+        directions: one for each objective.
+    """
+
+    name = "optuna"
+    install = "optuna"
+    default_hp_space = staticmethod(default_hp_space_optuna)
+
+    study: Study
+
+    def run(self, trainer: Trainer, n_trials: int | None, direction: Any, **kwargs: Any) -> BestRun | list[BestRun]:
+        """Run trials until the study has `n_trials`, and return the best in every process.
+
+        Raises:
+            InvalidArgument: for keywords or directions that cannot be, or that do not fit an existing study.
+            UnsupportedArgument: for what one process alone could do.
+            SearchFailed: when no trial has been completed.
+        """
+        several = trainer.args.world_size > 1
+        self.directions = _directions(direction)
+        options = {name: kwargs.pop(name) for name in _OF_OPTIMIZE if name in kwargs}
+        _check(n_trials, options, kwargs, several)
+        from_main: Any = trainer.accelerator.processes.from_main
+        from_main(lambda: self._open(trainer, kwargs))
+        if trainer.args.process_index == 0:
+            self._optimize(_Objective(self, trainer), TrialCount(self.study, n_trials), options)
+            return from_main(lambda: (None, self._best()))[1]
+        while (told := from_main(lambda: None))[0] is not None:
+            self._follow(trainer, SharedTrial(None, told[0], from_main))
+        return told[1]
+
+    def hyperparameters(self, trainer: Trainer, trial: Any) -> Any:
+        """What `hp_space` chooses."""
+        return trainer.hp_space(trial)
+
+    def run_id(self, trial: Any) -> str:
+        """The number of the trial."""
+        return str(trial.number)
+
+    def report(self, trainer: Trainer, trial: Any, step: int, objective: Any) -> None:
+        """Tell Optuna, and end the trial if it is not promising; with several objectives Optuna cannot say.
+
+        Raises:
+            optuna.TrialPruned: to end it.
+        """
+        if len(self.directions) > 1:
+            return
+        trial.report(objective, step)
+        if trial.should_prune():
+            import optuna
+
+            trainer._announce("on_train_end")
+            raise optuna.TrialPruned(f"at step {step}")
+
+    def objective(self, trainer: Trainer, trial: Any) -> Any:
+        """Train a trial; its last evaluation, or one after training, says how good it is."""
+        trainer.objective = None
+        trainer.train(trial=trial)
+        if trainer.objective is None:
+            trainer.objective = self.checked(trainer.compute_objective(trainer.evaluate()))
+        return trainer.objective
+
+    def checked(self, objective: Any) -> Any:
+        """What `compute_objective` has returned.
+
+        Raises:
+            InvalidArgument: if it is not one number for each direction.
+        """
+        values = objective if isinstance(objective, Sequence) else [objective]
+        try:
+            numbers = [float(value) for value in values]
+        except (TypeError, ValueError):
+            numbers = []
+        if len(numbers) != len(self.directions):
+            wanted = "a number" if len(self.directions) == 1 else f"{len(self.directions)} numbers, as direction has"
+            raise InvalidArgument(f"compute_objective returned {objective!r}: it must return {wanted}.")
+        return objective
+
+    def _open(self, trainer: Trainer, kwargs: dict[str, Any]) -> None:
+        """Make the study, or go on with one that exists; its sampler then draws other numbers than the one before."""
+        import optuna
+
+        kwargs = {**kwargs, "storage": open_storage(kwargs.get("storage")), "directions": self.directions}
+        goes_on = kwargs.pop("load_if_exists", False)
+        try:
+            study = optuna.create_study(**kwargs)
+        except optuna.exceptions.DuplicatedStudyError:
+            if not goes_on:
+                raise InvalidArgument(
+                    f"study_name={kwargs['study_name']!r} is in the storage already: load_if_exists=True goes on with "
+                    "it, or give another name."
+                ) from None
+            study = optuna.create_study(**kwargs, load_if_exists=True)
+            there = [direction.name.lower() for direction in study.directions]
+            if there != self.directions:
+                raise InvalidArgument(
+                    f"direction={self.directions}: the study {study.study_name!r} in the storage has {there}; give the "
+                    "same, or another study_name."
+                ) from None
+            study.sampler.reseed_rng()
+        self.study = trainer.hp_study = study
+
+    def _optimize(self, objective: _Objective, count: TrialCount, options: dict[str, Any]) -> None:
+        """Run trials until there are enough, the time is up, or a callback stops the study."""
+        began, timeout = time.monotonic(), options.pop("timeout", None)
+        catch = options.pop("catch", ())
+        catch = tuple(catch) if isinstance(catch, Iterable) else (catch,)
+
+        def stop_when_complete(study: Study, _: Any) -> None:
+            if count.left() == 0:
+                study.stop()
+
+        options["callbacks"] = [*(options.get("callbacks") or ()), stop_when_complete]
+        objective.count = count
+        while (left := count.left()) != 0:
+            rest = None if timeout is None else timeout - (time.monotonic() - began)
+            begun = objective.begun
+            self.study.optimize(objective, n_trials=left, timeout=rest, catch=(_TrialFailed, *catch), **options)
+            if left is None or objective.begun - begun < left:  # else others were faster, or were ended
+                return
+
+    def _follow(self, trainer: Trainer, trial: SharedTrial) -> None:
+        import optuna
+
+        try:
+            self.objective(trainer, trial)
+        except optuna.TrialPruned:
+            return
+        finally:
+            trainer._release_trial()
+
+    def _best(self) -> BestRun | list[BestRun]:
+        from optuna.trial import TrialState
+
+        trials = self.study.get_trials(deepcopy=False)
+        if not any(trial.state is TrialState.COMPLETE for trial in trials):
+            raise SearchFailed(_why_none(trials))
+        if running := sum(trial.state is TrialState.RUNNING for trial in trials):
+            logger.warning(
+                "%d of the trials are still running in other processes: the best is that of the finished ones. Of "
+                "processes on other machines only a storage with a heartbeat_interval finds out that they have ended.",
+                running,
+            )
+        if len(self.directions) == 1:
+            best = self.study.best_trial
+            return BestRun(str(best.number), best.value, best.params)  # type: ignore[arg-type]
+        return [BestRun(str(best.number), best.values, best.params) for best in self.study.best_trials]
+
+
+class _Objective:
+    """What Optuna calls for each trial.
+
+    Args:
+        search: whose trials they are.
+        trainer: trains them.
+
+    Attributes:
+        begun: trials begun.
+        count: of the study's trials.
+    """
+
+    count: TrialCount
+
+    def __init__(self, search: OptunaSearch, trainer: Trainer) -> None:
+        self.search = search
+        self.trainer = trainer
+        self.begun = 0
+
+    def __call__(self, trial: Any) -> Any:
+        self.begun += 1
+        trial.set_user_attr(OWNER, this_process())
+        if self.count.is_surplus(trial.number):
+            trial.set_user_attr(INTERRUPTED, "others have begun the last trials at the same moment")
+            raise _TrialFailed("Other processes have begun the last trials at the same moment.")
+        try:
+            objective, ended = self._attempt(trial)
+        finally:
+            self.trainer._release_trial()
+        if ended is not None:
+            raise ended
+        return objective
+
+    def _attempt(self, trial: Any) -> tuple[Any, Exception | None]:
+        """The objective, or what ends the trial and not the search, without a traceback that would hold the model."""
+        import optuna
+
+        several, shared = self.trainer.args.world_size > 1, trial
+        if several:
+            from_main = self.trainer.accelerator.processes.from_main
+            from_main(lambda: (trial.number, None))
+            shared = SharedTrial(trial, trial.number, from_main)
+        try:
+            objective = self.search.objective(self.trainer, shared)
+        except optuna.TrialPruned as pruned:
+            return None, optuna.TrialPruned(str(pruned))
+        except (KeyboardInterrupt, SystemExit) as ended:
+            trial.set_user_attr(INTERRUPTED, f"stopped by {type(ended).__name__}")
+            if isinstance(ended, SystemExit):  # which Optuna does not notice
+                self.search.study.tell(trial, state=optuna.trial.TrialState.FAIL)
+            try_again(self.search.study, trial.number)
+            raise
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            trial.set_user_attr(FAILED, reason)
+            if several or not is_out_of_memory(error):  # the other processes wait somewhere within the trial
+                raise
+            return None, _TrialFailed(reason)
+        if any(math.isnan(value) for value in _numbers(objective)):
+            trial.set_user_attr(FAILED, f"compute_objective returned {objective}")
+        return objective, None
+
+
+def _numbers(objective: Any) -> list[float]:
+    return [float(value) for value in (objective if isinstance(objective, Sequence) else [objective])]
+
+
+def _directions(direction: Any) -> list[str]:
+    given = list(direction) if isinstance(direction, (list, tuple)) else [direction]
+    names = [str(getattr(each, "name", each)).lower() for each in given]
+    if not names or any(name not in _DIRECTIONS for name in names):
+        raise InvalidArgument(f"direction={direction!r}: give 'minimize' or 'maximize', or a list of these.")
+    return names
+
+
+def _check(n_trials: Any, options: Mapping[str, Any], kwargs: Mapping[str, Any], several: bool) -> None:
+    """Refuse keywords that cannot work before anything is made."""
+    import optuna
+
+    known = [*inspect.signature(optuna.create_study).parameters, *_OF_OPTIMIZE]
+    for name in kwargs.keys() - set(known) | kwargs.keys() & {"directions"}:
+        near = difflib.get_close_matches(name, {*known, "direction"} - {"directions"}, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise UnknownArgument(f"hyperparameter_search with Optuna takes no {name!r}{hint}")
+    if n_trials is None and options.get("timeout") is None:
+        raise InvalidArgument("n_trials=None never ends: give a number, or a timeout in seconds.")
+    if n_trials is not None and (not isinstance(n_trials, int) or n_trials < 1):
+        raise InvalidArgument(f"n_trials={n_trials!r}: give a whole number of at least 1.")
+    if kwargs.get("load_if_exists") and not kwargs.get("study_name"):
+        raise InvalidArgument("load_if_exists=True needs a study_name: without one each search makes a study anew.")
+    if options.get("n_jobs", 1) != 1:
+        raise UnsupportedArgument(
+            f"n_jobs={options['n_jobs']} would train trials in threads, which share one random generator and one "
+            "model: start the script several times with the same storage and study_name and load_if_exists=True; "
+            "the processes share out n_trials."
+        )
+    if several and options.get("catch"):
+        raise UnsupportedArgument(
+            "catch cannot be honoured with several processes: where one fails, the others wait within the trial. Start "
+            "the search again with load_if_exists=True, and it goes on."
+        )
+
+
+def _why_none(trials: Sequence[Any]) -> str:
+    states = [trial.state.name.lower() for trial in trials]
+    counted = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states)) or "none was run"
+    reasons = dict.fromkeys(trial.user_attrs[FAILED] for trial in trials if FAILED in trial.user_attrs)
+    told = "".join(f"\n- {reason}" for reason in list(reasons)[-3:])
+    return f"No trial was completed ({counted}), so there is no best one: narrow hp_space or mend what failed.{told}"

@@ -1,0 +1,70 @@
+"""The training arguments of a trial."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from hftrainer.arguments.validation import ALIASES, normalize
+from hftrainer.errors import InvalidArgument, UnknownArgument
+from hftrainer.training_args import TrainingArguments
+
+logger = logging.getLogger(__name__)
+
+#: How near a name must be to an argument's to be taken for a slip, where it could also be meant for `model_init`.
+_A_SLIP = 0.85
+#: Read once, when the Trainer is made.
+_FIXED = ("report_to", "disable_tqdm", "log_level", "log_level_replica", "skip_memory_metrics")
+
+
+def set_arguments(args: Any, params: Any, *, for_model_too: bool) -> None:
+    """Give arguments the values of a trial, in place, in the form that the constructor would give them.
+
+    Args:
+        args: the arguments, which callbacks and trackers hold too.
+        params: argument → value; cast to the type of the value that is there.
+        for_model_too: `model_init` takes the trial, so names that are no arguments may be its own.
+
+    Raises:
+        InvalidArgument: when `params` is no mapping, a value cannot be cast, or a trial cannot change an argument.
+        UnknownArgument: for a name that is no argument, with the nearest one.
+    """
+    if not isinstance(params, Mapping):
+        raise InvalidArgument(f"hp_space returned {params!r}: it must return a dict of training arguments.")
+    fields = {field.name: field for field in dataclasses.fields(args) if field.init}
+    unknown = [name for name in params if name not in fields]
+    cutoff = _A_SLIP if for_model_too else 0.6
+    near = {name: difflib.get_close_matches(str(name), fields, n=1, cutoff=cutoff) for name in unknown}
+    if wrong := [name for name in unknown if near[name] or not for_model_too]:
+        raise UnknownArgument("; ".join(_unknown(args, name, near[name]) for name in wrong))
+    if unknown:
+        logger.info("%s: no training arguments, left to model_init.", ", ".join(unknown))
+    if fixed := [name for name in _FIXED if name in params]:
+        raise InvalidArgument(f"hp_space: {', '.join(fixed)}: read once, when the Trainer is made; set it there.")
+    for name in params.keys() & fields.keys():
+        value = _cast(name, params[name], getattr(args, name), str(fields[name].type))
+        setattr(args, name, value)
+        if name in ALIASES:
+            setattr(args, ALIASES[name], value)
+    if isinstance(args, TrainingArguments):
+        normalize(args)
+
+
+def _unknown(args: Any, name: str, near: list[str]) -> str:
+    hint = f"; did you mean {near[0]!r}?" if near else "; what the model takes, suggest in model_init(trial)"
+    return f"hp_space: {type(args).__name__} has no argument {name!r}{hint}"
+
+
+def _cast(name: str, value: Any, before: Any, annotation: str) -> Any:
+    """The value in the type of the one before, as transformers casts it, unless that would cut something off."""
+    if before is None or value is None or isinstance(value, Mapping):
+        return value
+    if type(before) is int and isinstance(value, float) and "float" in annotation:  # warmup_steps=0.1 is a share
+        return value
+    try:
+        return type(before)(value)
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument(f"hp_space: {name}={value!r} cannot be made a {type(before).__name__}: {error}") from None

@@ -1,0 +1,94 @@
+"""Searches in two processes under torchrun, and writes what each of them found.
+
+python search_sets.py FOLDER
+"""
+
+import logging
+import math
+import os
+import pickle
+import sys
+from pathlib import Path
+
+import optuna
+import torch
+
+from hftrainer import Trainer, TrainingArguments
+from hftrainer.errors import InvalidArgument, SearchFailed, UnsupportedArgument
+from tests.tiny import make_plain, plain_data
+
+
+def of_trial(trial):
+    """A model that the trial has a say in, which transformers cannot do with several processes."""
+    model = make_plain()
+    model.layers[3].p = 0.2 if trial is None else trial.suggest_float("dropout", 0.0, 0.5)
+    return model
+
+
+def rates(trial):
+    return {"learning_rate": trial.suggest_float("learning_rate", 1e-4, 1.0, log=True)}
+
+
+def nan_at_first(trial):
+    return {"learning_rate": trial.suggest_categorical("learning_rate", [1e-2]), "seed": trial.number}
+
+
+def main():
+    torch.set_num_threads(1)
+    optuna.logging.set_verbosity(logging.WARNING)
+    folder, rank = Path(sys.argv[1]), os.environ["RANK"]
+    args = TrainingArguments(
+        str(folder / "out"),
+        max_steps=6,
+        per_device_train_batch_size=4,
+        eval_strategy="steps",
+        eval_steps=2,
+        save_steps=3,
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    data = plain_data()
+    trainer = Trainer(model_init=of_trial, args=args, train_dataset=data, eval_dataset=data[:16])
+    weights = []
+    release = trainer._release_trial
+
+    def keep_weights():
+        weights.append([value.tolist() for value in trainer.model.state_dict().values()])
+        release()
+
+    trainer._release_trial = keep_weights
+    sampler = optuna.samplers.TPESampler(seed=3)
+    pruner = optuna.pruners.MedianPruner(n_startup_trials=2, n_warmup_steps=2)
+    best = trainer.hyperparameter_search(rates, n_trials=7, sampler=sampler, pruner=pruner)
+    found = {
+        "best": best,
+        "weights": list(weights),
+        "steps": trainer.state.global_step,
+        "params": trainer.state.trial_params,
+    }
+    found["folders"] = sorted(path.name for path in (folder / "out").glob("run-*"))
+    if rank == "0":
+        found["states"] = [trial.state.name for trial in trainer.hp_study.trials]
+        found["all params"] = [trial.params for trial in trainer.hp_study.trials]
+
+    def objective(metrics):
+        return math.nan if trainer.args.seed == 0 else metrics["eval_loss"]
+
+    found["after a nan"] = trainer.hyperparameter_search(nan_at_first, objective, n_trials=2)
+    found["refused"] = []
+    for keywords, error in (
+        ({"hp_space": lambda trial: {"learning_rte": 1.0}}, TypeError),
+        ({"hp_space": nan_at_first, "compute_objective": lambda metrics: math.nan, "n_trials": 1}, SearchFailed),
+        ({"catch": (ValueError,)}, UnsupportedArgument),
+        ({"study_name": "a", "storage": f"sqlite:///{folder}/a.db"}, InvalidArgument),
+    ):
+        try:
+            trainer.hyperparameter_search(**{"hp_space": rates, "n_trials": 1, **keywords})
+            trainer.hyperparameter_search(**{"hp_space": rates, "n_trials": 1, **keywords})
+        except error as raised:
+            found["refused"].append(str(raised))
+    (folder / f"{rank}.pkl").write_bytes(pickle.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

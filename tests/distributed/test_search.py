@@ -1,0 +1,49 @@
+"""Trials that two processes train together: the main process asks, and the other follows it to the end of each."""
+
+import pickle
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.test_evaluation import TORCHRUN, python
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("search")
+    run = python(*TORCHRUN, str(Path(__file__).with_name("search_sets.py")), str(folder))
+    assert run.returncode == 0, run.stderr[-3000:]
+    return [pickle.loads((folder / f"{rank}.pkl").read_bytes()) for rank in (0, 1)]
+
+
+def test_both_train_the_same_trials(found):
+    main, other = found
+    assert main["best"] == other["best"] and main["params"] == other["params"]
+    assert main["weights"] == other["weights"] and len(main["weights"]) == 7
+    complete = {f"run-{number}" for number, state in enumerate(main["states"]) if state == "COMPLETE"}
+    assert complete <= set(main["folders"])
+
+
+def test_what_the_model_asks_for_is_the_same(found):
+    params = found[0]["all params"]
+    assert all(sorted(each) == ["dropout", "learning_rate"] for each in params)
+    assert len({each["dropout"] for each in params}) == 7
+
+
+def test_pruned_in_both(found):
+    """Where one process alone ended a trial, the other would wait for it."""
+    assert {"COMPLETE", "PRUNED"} == set(found[0]["states"])
+
+
+def test_failed_trials(found):
+    assert found[0]["after a nan"] == found[1]["after a nan"]
+    assert found[0]["after a nan"].run_id == "1"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_errors_reach_both(found, rank):
+    misspelled, failed, caught, exists = found[rank]["refused"]
+    assert "did you mean 'learning_rate'" in misspelled
+    assert "No trial was completed (1 fail)" in failed
+    assert "catch cannot be honoured with several processes" in caught
+    assert "study_name='a' is in the storage already" in exists

@@ -1,0 +1,57 @@
+"""A search that the tests kill and start again, or run twice at once.
+
+It prints a line when a trial begins and when the search is done.
+"""
+
+import logging
+import time
+from pathlib import Path
+
+import optuna
+import torch
+
+from hftrainer import Trainer, TrainerCallback, TrainingArguments
+from tests.reliability.job import Net, data
+
+
+class Reports(TrainerCallback):
+    """Tells which trial begins, and takes its time."""
+
+    def __init__(self, pause):
+        self.pause = pause
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        print("trial", state.trial_name, flush=True)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        time.sleep(self.pause)
+
+
+def storage_of(folder):
+    return f"sqlite:///{folder}/search.db"
+
+
+def main(folder, settings):
+    torch.set_num_threads(1)
+    optuna.logging.set_verbosity(logging.WARNING)
+    Path(folder).mkdir(exist_ok=True)
+    args = TrainingArguments(
+        f"{folder}/out", max_steps=5, save_steps=2, eval_strategy="steps", eval_steps=2, disable_tqdm=True, use_cpu=True
+    )
+    trainer = Trainer(
+        model_init=lambda: Net(),
+        args=args,
+        train_dataset=data(),
+        eval_dataset=data(20),
+        callbacks=[Reports(settings.get("pause", 0.01))],
+    )
+    best = trainer.hyperparameter_search(
+        lambda trial: {"learning_rate": trial.suggest_float("learning_rate", 1e-4, 1e-1)},
+        n_trials=settings["n_trials"],
+        hp_name=lambda trial: f"run-{trial.number}",
+        storage=storage_of(folder),
+        study_name="search",
+        load_if_exists=True,
+        pruner=optuna.pruners.NopPruner(),
+    )
+    print("done", best.run_id, flush=True)
