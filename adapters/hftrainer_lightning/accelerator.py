@@ -402,7 +402,7 @@ _ELSEWHERE = {
 
 
 def _deepspeed_plugin(run: Any) -> Any:
-    from hftrainer_lightning.deepspeed_run import DeepSpeedPlugin
+    from hftrainer_lightning.deepspeed_plugin import DeepSpeedPlugin
 
     return DeepSpeedPlugin(run)
 

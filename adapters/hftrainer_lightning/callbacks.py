@@ -27,6 +27,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import update_bn
 
 from hftrainer_lightning import seams
+from hftrainer_lightning.deepspeed_run import is_engine
 from hftrainer_lightning.pruning import keep_pruning, restore_pruning
 from hftrainer_lightning.sharding import is_sharded
 
@@ -177,7 +178,7 @@ def save(trainer: pl.Trainer, module: HostedModule, callbacks: Sequence[Callback
 
 def _weights_shown(module: HostedModule) -> dict[str, Any]:
     """What callbacks see of the weights: nothing of sharded ones, which would have to be gathered."""
-    return {} if is_sharded(module.model) else module.state_dict()
+    return {} if is_sharded(module.model) or is_engine(module.model) else module.state_dict()
 
 
 def detached(kept: dict[str, Any]) -> dict[str, Any]:

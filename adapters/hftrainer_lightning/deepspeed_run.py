@@ -1,96 +1,24 @@
-"""DeepSpeed at work: its engine around the model, the steps that it takes, and its own part of checkpoints."""
+"""DeepSpeed at work: its engine around the model, the steps that it takes, and its part of checkpoints."""
 
 from __future__ import annotations
 
-import contextlib
 import glob
 import os
 import sys
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.strategies import DeepSpeedStrategy
 
 from hftrainer_lightning.config import WrongConfig
-from hftrainer_lightning.deepspeed_settings import DeepSpeedConfig
 from hftrainer_lightning.plan import LightningPlan
-from hftrainer_lightning.precision import PlainSteps
 from hftrainer_lightning.processes import Processes
-from hftrainer_lightning.strategies import Prepared
 
 
 def is_engine(model: Any) -> bool:
     """Whether a model is DeepSpeed's engine around one."""
     library = sys.modules.get("deepspeed")
     return library is not None and isinstance(model, library.DeepSpeedEngine)
-
-
-class DeepSpeedPlugin:
-    """`accelerator.state.deepspeed_plugin`: the configuration under accelerate's names.
-
-    Args:
-        run: whose configuration it is; complete once training has begun.
-    """
-
-    def __init__(self, run: DeepSpeedRun) -> None:
-        self._run = run
-        self.zero3_init_flag = run.config.is_zero3()
-        self.selected = True
-
-    @property
-    def hf_ds_config(self) -> DeepSpeedConfig:
-        """The configuration, with the questions that it answers."""
-        return self._run.config
-
-    @property
-    def deepspeed_config(self) -> dict[str, Any]:
-        """The configuration itself."""
-        return self.hf_ds_config.config
-
-    @property
-    def zero_stage(self) -> int:
-        """ZeRO's stage."""
-        return self.hf_ds_config.stage
-
-    @property
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches per optimizer step."""
-        return self.get_value("gradient_accumulation_steps")
-
-    @property
-    def gradient_clipping(self) -> float:
-        """The norm to which gradients are clipped; 0 leaves them alone."""
-        return self.get_value("gradient_clipping")
-
-    def get_value(self, ds_key_long: str, default: Any = None) -> Any:
-        """The value of a key such as 'zero_optimization.stage'."""
-        return self.hf_ds_config.get_value(ds_key_long, default)
-
-    def is_auto(self, ds_key_long: str) -> bool:
-        """Whether a key is left to the arguments."""
-        return self.hf_ds_config.is_auto(ds_key_long)
-
-    def is_zero3_init_enabled(self) -> bool:
-        """Whether models are partitioned while they are made."""
-        return self.zero3_init_flag
-
-    @contextlib.contextmanager
-    def zero3_init_context_manager(self, enable: bool = False) -> Iterator[None]:
-        """Partition models that transformers makes in the block, or do not."""
-        before, self.zero3_init_flag = self.zero3_init_flag, enable
-        peer = sys.modules.get("transformers.integrations.deepspeed")
-        announced = getattr(peer, "_hf_deepspeed_config_weak_ref", None)
-        try:
-            if peer is not None:
-                peer._hf_deepspeed_config_weak_ref = weakref.ref(self.hf_ds_config) if enable else None  # type: ignore[attr-defined]
-            yield
-        finally:
-            self.zero3_init_flag = before
-            if peer is not None:
-                peer._hf_deepspeed_config_weak_ref = announced  # type: ignore[attr-defined]
 
 
 class DeepSpeedRun:
@@ -428,62 +356,3 @@ class _Telling:
         if name == "_writer":
             raise AttributeError(name)
         return getattr(self._writer, name)
-
-
-class EngineSteps(PlainSteps):
-    """Leaves backward, clipping and the step to DeepSpeed's engine.
-
-    Args:
-        run: with the engine.
-    """
-
-    def __init__(self, run: DeepSpeedRun) -> None:
-        super().__init__()
-        self._run = run
-
-    def backward(self, tensor: torch.Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        """Run backward, and at the end of the window the step."""
-        self._run.backward(tensor, closes=model.host.feed.window.closes, **kwargs)
-
-    def optimizer_step(self, optimizer: Any, model: Any, closure: Any, **kwargs: Any) -> None:  # type: ignore[override]
-        """Forward and backward; the engine has stepped then."""
-        closure()
-        self._after_closure(model, optimizer)
-        optimizer.step()  # which torch's schedules count
-        self.skipped = self._run.skipped
-
-
-class PartitionedByDeepSpeed(Prepared, DeepSpeedStrategy):
-    """A model in the hands of DeepSpeed's engine, which is made before Lightning begins."""
-
-    def __init__(self, plan: LightningPlan, run: DeepSpeedRun) -> None:
-        self.plan = plan
-        self._run = run
-        super().__init__(config=run.config.config, process_group_backend=plan.process_group_backend)
-        self.precision_plugin = EngineSteps(run)
-
-    def setup_environment(self) -> None:
-        """As for replicas; Lightning's own refuses all but CUDA here."""
-        super(DeepSpeedStrategy, self).setup_environment()
-
-    def setup_distributed(self) -> None:
-        """The processes have met already."""
-        self.set_world_ranks()
-
-    def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        """Show Lightning's callbacks the optimizer."""
-        super(DeepSpeedStrategy, self).setup_optimizers(trainer)
-
-    def block_backward_sync(self) -> Any:
-        """Nothing: the engine is told where a window ends."""
-        return contextlib.nullcontext()
-
-    @property
-    def handles_gradient_accumulation(self) -> bool:
-        """Windows of micro-batches are the Trainer's."""
-        return False
-
-    @property
-    def deepspeed_engine(self) -> Any:
-        """The engine."""
-        return self._run.engine

@@ -346,7 +346,7 @@ class LightningEngine:
     def _build_strategy(self, find_unused_parameters: bool = False, sync_each_batch: bool = False) -> Strategy:
         if self.deepspeed is None:
             return build_strategy(self.plan, self.scaler, find_unused_parameters, sync_each_batch)
-        from hftrainer_lightning.deepspeed_run import PartitionedByDeepSpeed
+        from hftrainer_lightning.deepspeed_strategy import PartitionedByDeepSpeed
 
         return PartitionedByDeepSpeed(self.plan, self.deepspeed)
 
