@@ -270,7 +270,9 @@ class Trainer:
         start_others(place_of(self.args), self.args.ddp_timeout)
         plan = make_plan(self.args, self.model)
         self._checkpoint_writer = CheckpointWriter(
-            in_background=plan.async_checkpoint, stop_on_error=plan.stop_on_save_error
+            in_background=plan.async_checkpoint,
+            stop_on_error=plan.stop_on_save_error,
+            on_host=lambda state: self._engine.on_host(state),
         )
         plan.processes.connect(
             self.args.device, plan.process_group_backend, self.args.ddp_timeout_delta, even_alone=plan.spreads_model
@@ -370,7 +372,13 @@ class Trainer:
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Move the model, unless it is spread over devices already."""
-        if getattr(model, "hf_device_map", None) is None:
+        if getattr(model, "hf_device_map", None) is not None:
+            return
+        if device.type == "xla":
+            from hftrainer_lightning.xla import move_model
+
+            move_model(model, device)
+        else:
             model.to(device)
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
@@ -505,7 +513,7 @@ class Trainer:
             "batch_size": batch_size,
             "collate_fn": collator,
             "num_workers": args.dataloader_num_workers,
-            "pin_memory": args.dataloader_pin_memory and args.device.type != "cpu",
+            "pin_memory": args.dataloader_pin_memory and args.device.type not in ("cpu", "xla"),
             "persistent_workers": args.dataloader_persistent_workers,
             "multiprocessing_context": args.dataloader_multiprocessing_context,
             "prefetch_factor": args.dataloader_prefetch_factor,
@@ -1299,6 +1307,7 @@ class Trainer:
         of_all = self.accelerator.gather(tr_loss).mean() if self.args.world_size > 1 else tr_loss
         summed, further = self._logged_metrics.read(of_all, steps)
         tr_loss -= tr_loss  # not zero_(): a NaN that the filter let through stays, as in transformers
+        self._engine.end_batch()
         logs: dict[str, float] = {"loss": summed / steps}
         if grad_norm is not None:
             logs["grad_norm"] = grad_norm.item() if isinstance(grad_norm, torch.Tensor) else grad_norm
@@ -1373,6 +1382,7 @@ class Trainer:
         )
         measured = self._with_speed(output, metric_key_prefix, start_time)
         self.log(measured)
+        self._print_xla_metrics()
         self._announce("on_evaluate", metrics=measured)
         self._memory_tracker.stop_and_update_metrics(measured)
         return measured
@@ -1511,6 +1521,7 @@ class Trainer:
             main_input=getattr(self.model, "main_input_name", "input_ids"),
             metrics=metrics,
             preprocess_logits=self.preprocess_logits_for_metrics,
+            end_batch=self._engine.end_batch,
             gather=functools.partial(processes.gather, objects=self.args.eval_use_gather_object, distinct=True),
             prefix=prefix,
             returns_predictions=predicting,
@@ -1614,9 +1625,9 @@ class Trainer:
         model = self._bare_model
         write = functools.partial(save_weights, model, output_dir, safe=legacy.value(self.args, "save_safetensors"))
         if peers.is_peft(model):  # adapters are small: at once
-            write(state_dict)
+            write(self._engine.on_host(self.model.state_dict()) if self.args.device.type == "xla" else state_dict)
         else:
-            if self._checkpoint_writer.collects and state_dict is None:
+            if (self._checkpoint_writer.collects or self.args.device.type == "xla") and state_dict is None:
                 state_dict = self.model.state_dict()  # training changes the model's own while it is written
             self._checkpoint_writer.call(write, state_dict)
         processing_class = self.processing_class
@@ -1896,6 +1907,13 @@ class Trainer:
         """
         if self.is_world_process_zero():
             print_table(f"{split} metrics", self.metrics_format(metrics))
+
+    def _print_xla_metrics(self) -> None:
+        """Print what torch_xla has counted, with `debug="tpu_metrics_debug"`, on the main process."""
+        if "tpu_metrics_debug" in self.args.debug and self.args.device.type == "xla" and self.is_world_process_zero():
+            from hftrainer_lightning.xla import print_metrics
+
+            print_metrics()
 
     def save_metrics(self, split: str, metrics: Mapping[str, Any], combined: bool = True) -> None:
         """Write metrics to `{split}_results.json`, on the main process.

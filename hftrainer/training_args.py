@@ -99,6 +99,10 @@ class TrainingArguments(
         """The device that this process trains on: the accelerator torch finds, unless `use_cpu`."""
         if self._on_cpu:
             return torch.device("cpu")
+        from hftrainer_lightning import xla
+
+        if xla.available():
+            return xla.device()
         if torch.cuda.is_available():
             return torch.device("cuda", self._place.device_index(torch.cuda.device_count()))
         if torch.backends.mps.is_available():
@@ -119,7 +123,10 @@ class TrainingArguments(
         return find_place(readable_config(self.lightning_config), gpus=self._count_gpus)
 
     def _count_gpus(self) -> int:
-        return 0 if self._on_cpu or not torch.cuda.is_available() else torch.cuda.device_count()
+        from hftrainer_lightning import xla
+
+        gpus = torch.cuda.is_available() and not self._on_cpu and not xla.available()
+        return torch.cuda.device_count() if gpus else 0
 
     @property
     def _setup_devices(self) -> torch.device:
@@ -149,6 +156,8 @@ class TrainingArguments(
     @property
     def parallel_mode(self) -> ParallelMode:
         """Whether several processes train together."""
+        if self.device.type == "xla":
+            return ParallelMode.TPU
         return ParallelMode.DISTRIBUTED if self.world_size > 1 else ParallelMode.NOT_PARALLEL
 
     @property

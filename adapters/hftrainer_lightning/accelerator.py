@@ -62,7 +62,9 @@ class EngineAccelerator:
         self.is_last_process = processes.rank == processes.world_size - 1
         kind = "CPU" if device.type == "cpu" else "GPU"
         self.distributed_type = f"MULTI_{kind}" if processes.several else "NO"
-        if plan.sharding is not None:
+        if plan.on_xla:
+            self.distributed_type = "XLA"
+        elif plan.sharding is not None:
             self.distributed_type = "FSDP"
         self.scaler = engine.scaler
         self.optimizer_step_was_skipped = False

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hftrainer_lightning import xla
 from hftrainer_lightning.config import (
     ALSO_SET_BY,
     WrongConfig,
@@ -118,7 +119,7 @@ TABLE: dict[str, Row] = {
         trackio_bucket_id=_TRACKIO,
         trackio_static_space_id=_TRACKIO,
         log_on_each_node="training_args: should_log",
-        debug="debug_utils: underflow_overflow",
+        debug="debug_utils: underflow_overflow; xla: tpu_metrics_debug",
         skip_memory_metrics="memory",
         log_level="trainer: level of the logs of hftrainer, and of transformers if it is there",
         log_level_replica="training_args: get_process_log_level",
@@ -211,6 +212,7 @@ TABLE |= _rows(
     dispatch_batches="accelerator_config['dispatch_batches']",
     split_batches="accelerator_config['split_batches']",
     tpu_metrics_debug="debug='tpu_metrics_debug'",
+    tpu_num_cores="xla: must be the cores that are used, which python -m hftrainer run --tpu starts processes for",
     use_legacy_prediction_loop="trainer: prediction_loop",
     save_safetensors="checkpointing.weights",
     past_index="trainer: compute_loss",
@@ -223,7 +225,6 @@ TABLE |= _rows(
     use_mps_device="Apple's GPU is taken by itself",
 )
 TABLE |= _planned("search with optuna around train()", "ray_scope")
-TABLE |= _planned("train on a GPU or CPU", "tpu_num_cores")
 TABLE |= _rows(
     "refused",
     fp16_backend=(_APEX := "NVIDIA Apex is archived and no precision plugin of Lightning; torch's autocast is used"),
@@ -278,8 +279,6 @@ _DDP = ("find_unused_parameters", "bucket_cap_mb", "broadcast_buffers", "static_
 def row_of(args: TrainingArguments, field: dataclasses.Field[Any]) -> tuple[Row, bool]:
     """What becomes of one argument with the value that it has, and whether that value asks for anything."""
     row, value = TABLE[field.name], getattr(args, field.name)
-    if field.name == "debug" and "tpu_metrics_debug" in (value or ()):
-        row = Row("planned", "there are no TPUs yet")
     if isinstance(value, str) and value in PLANNED_VALUES.get(field.name, ()):
         row = Row("planned", f"leave it at {field.default!r}")
     if field.name in _KEPT:
@@ -326,7 +325,9 @@ def place_of(args: TrainingArguments) -> Place:
 def misplaced(args: TrainingArguments) -> list[str]:
     """A sentence for each reason why the processes, as the launcher has started them, cannot train."""
     gpus = torch.cuda.device_count() if args.device.type == "cuda" else None
-    return wrong_place(place_of(args), readable_config(_config(args)), gpus)
+    place = place_of(args)
+    of_xla = xla.misfits(args, place, getattr(args, "tpu_num_cores", None))
+    return [*wrong_place(place, readable_config(_config(args)), gpus), *of_xla]
 
 
 def _config(args: TrainingArguments) -> Any:
@@ -373,7 +374,7 @@ def make_plan(args: TrainingArguments, model: Any = None) -> LightningPlan:
     config = read_config(_config(args))
     precision = str(config.get("precision", _precision(args)))
     return LightningPlan(
-        accelerator=device.type,  # type: ignore[arg-type]
+        accelerator="tpu" if device.type == "xla" else device.type,  # type: ignore[arg-type]
         device=str(device),
         precision="32-true" if precision == "32" else precision,  # type: ignore[arg-type]
         accumulate_grad_batches=args.gradient_accumulation_steps,

@@ -21,7 +21,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
 
 from hftrainer_lightning import callbacks as of_callbacks
-from hftrainer_lightning import seams, tuning
+from hftrainer_lightning import seams, tuning, xla
 from hftrainer_lightning.environment import cluster_environment
 from hftrainer_lightning.events import EvaluationHost, TrainingHost, TuningHost
 from hftrainer_lightning.launching import Launched
@@ -144,6 +144,15 @@ class LightningEngine:
                 group["initial_lr"] = (
                     rate  # StochasticWeightAveraging leaves its own, which a next run would begin with
                 )
+
+    def end_batch(self) -> None:
+        """Run what has been recorded, on devices that record operations first."""
+        if self.plan.on_xla:
+            xla.sync()
+
+    def on_host(self, state: Any) -> Any:
+        """A state as it is written: any process can read it then, whatever devices it has."""
+        return xla.to_host(state) if self.plan.on_xla else state
 
     @property
     def shards(self) -> bool:
@@ -347,6 +356,10 @@ class LightningEngine:
         keywords = {"logger": False, **self.plan.trainer_keywords(), **settings}
         callbacks = self._taking_part if callbacks is None else callbacks
         del keywords["precision"]  # the strategy carries the precision plugin
+        if keywords["accelerator"] == "tpu":
+            from hftrainer_lightning.xla_strategies import Accelerator
+
+            keywords["accelerator"] = Accelerator()
         given = keywords.pop("plugins", None) or []
         plugins = given if isinstance(given, list) else [given]
         if cluster_environment(plugins) is None:

@@ -36,7 +36,7 @@ class LightningPlan:
         config: further keywords of `lightning.Trainer`, from `lightning_config`; they win.
     """
 
-    accelerator: Literal["cpu", "cuda", "mps"]
+    accelerator: Literal["cpu", "cuda", "mps", "tpu"]
     device: str
     precision: Literal["32-true", "bf16-mixed", "16-mixed"]
     accumulate_grad_batches: int
@@ -62,6 +62,11 @@ class LightningPlan:
         """Whether the launcher shows each process its own GPU alone."""
         processes = self.processes
         return torch.device(self.device).index not in (None, processes.local_rank)
+
+    @property
+    def on_xla(self) -> bool:
+        """Whether training runs on XLA devices."""
+        return self.accelerator == "tpu"
 
     @property
     def spreads_model(self) -> bool:

@@ -66,6 +66,8 @@ class Processes(Place):
             return
         if device.type == "cuda":
             torch.cuda.set_device(device)
+        if device.type == "xla":  # gradients aside, processes talk through the host's memory
+            backend = "gloo"
         chosen = backend or distributed.get_default_backend_for_device(device)
         distributed.init_process_group(
             chosen,
@@ -154,7 +156,7 @@ class Processes(Place):
         """The tensors of all processes, of one of those that have the same batches; for torchmetrics."""
         from torchmetrics.utilities.distributed import gather_all_tensors
 
-        return gather_all_tensors(tensor, group)[:: self.tp_size]
+        return [part.to(tensor.device) for part in gather_all_tensors(_reachable(tensor), group)[:: self.tp_size]]
 
     def _gather_list(self, items: list[Any], pad_index: int, distinct: bool) -> list[Any]:
         """A list of outputs, of the same length in every process; a list of samples would be mixed up."""
@@ -191,9 +193,9 @@ class Processes(Place):
             return data
 
         def reduced(tensor: torch.Tensor) -> torch.Tensor:
-            result = tensor.clone()
+            result = _reachable(tensor).clone()
             distributed.all_reduce(result, distributed.ReduceOp.MAX if reduction == "max" else distributed.ReduceOp.SUM)
-            return result / self.world_size if reduction == "mean" else result
+            return (result / self.world_size if reduction == "mean" else result).to(tensor.device)
 
         return apply_to_collection(data, torch.Tensor, reduced)
 
@@ -203,7 +205,7 @@ class Processes(Place):
         def pad(tensor: torch.Tensor) -> torch.Tensor:
             if not -tensor.ndim <= dim < tensor.ndim:
                 return tensor
-            longest = torch.tensor(tensor.shape[dim], device=tensor.device)
+            longest = _reachable(torch.tensor(tensor.shape[dim], device=tensor.device))
             distributed.all_reduce(longest, op=distributed.ReduceOp.MAX)
             return _padded(tensor, dim % tensor.ndim, int(longest), pad_index, pad_first)
 
@@ -265,9 +267,14 @@ def _gathered(leaf: Any, pad_index: int, every: int) -> Any:
             f"Processes can only gather tensors, got a {type(leaf).__name__}: put it into a list with one item a "
             "sample, and set eval_use_gather_object=True."
         )
-    # NCCL takes what is on its GPU only.
-    home = torch.device("cuda", torch.cuda.current_device()) if "nccl" in distributed.get_backend() else leaf.device
-    return _joined(gather_all_tensors(torch.atleast_1d(leaf.to(home)))[::every], pad_index).to(leaf.device)
+    return _joined(gather_all_tensors(torch.atleast_1d(_reachable(leaf)))[::every], pad_index).to(leaf.device)
+
+
+def _reachable(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor where the other processes can have it: NCCL takes what is on its GPU only, gloo nothing of XLA's."""
+    if "nccl" in distributed.get_backend():
+        return tensor.to(torch.device("cuda", torch.cuda.current_device()))
+    return tensor.cpu() if tensor.device.type == "xla" else tensor
 
 
 def _joined(parts: list[torch.Tensor], pad_index: int) -> torch.Tensor:
