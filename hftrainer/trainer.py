@@ -1476,6 +1476,7 @@ class Trainer:
             self._engine.evaluate(evaluation, self.model, stage)  # type: ignore[arg-type]
         finally:
             self._past, self._logged_metrics = kept
+            self._engine.end_batch()  # Lightning keeps the numbers that it is told on the device
         output, evaluation.output = evaluation.output, None
         if output is None or not evaluation.seen_batches:
             raise InvalidArgument(

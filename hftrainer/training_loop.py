@@ -249,7 +249,10 @@ class TrainingLoop:
         if not self._loss_readable_at_once:  # stay on the device: reading the loss would wait for it
             finite = loss.isfinite()
             self._infinite = self._infinite | ~finite
-            self.tr_loss = torch.where(finite, self.tr_loss + loss, self.tr_loss + self.tr_loss / steps)
+            divisor: Any = steps
+            if loss.device.type == "xla":  # 1 as a number would be compiled in, and the step once more for 2
+                divisor = torch.tensor([float(steps)], device=loss.device).reshape(())
+            self.tr_loss = torch.where(finite, self.tr_loss + loss, self.tr_loss + self.tr_loss / divisor)
         elif math.isfinite(loss):
             self.tr_loss += loss
         else:  # stand in with the mean of what has been summed
