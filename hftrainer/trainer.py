@@ -27,7 +27,6 @@ from hftrainer.arguments import legacy
 from hftrainer.arguments.accelerator_config import AcceleratorConfig
 from hftrainer.arguments.validation import problems, wrong_accelerator_config
 from hftrainer.checkpointing import names, resume, staging
-from hftrainer.checkpointing.distributed import share_buffers
 from hftrainer.checkpointing.folders import keep_only, rotate_checkpoints
 from hftrainer.checkpointing.lightning_file import unpack
 from hftrainer.checkpointing.manifest import damage
@@ -275,7 +274,7 @@ class Trainer:
             on_host=lambda state: self._engine.on_host(state),
         )
         plan.processes.connect(
-            self.args.device, plan.process_group_backend, self.args.ddp_timeout_delta, even_alone=plan.spreads_model
+            self.args.device, plan.process_group_backend, self.args.ddp_timeout_delta, even_alone=plan.spreads_model and not plan.on_xla
         )
         check_agreement(self.args, plan.processes)
         self._engine = LightningEngine(
@@ -292,9 +291,22 @@ class Trainer:
             is_own=lambda model: model is self.model or model is self.model_wrapped,
         )
         self.is_deepspeed_enabled = False
-        self.is_fsdp_enabled = plan.sharding is not None
-        self._sharded_states = ShardedStates(self.accelerator.state.fsdp_plugin) if plan.spreads_model else None
+        self.is_fsdp_xla_enabled = plan.on_xla and plan.sharding is not None
+        self.is_fsdp_xla_v2_enabled = plan.by_spmd
+        self.is_fsdp_xla_v1_enabled = self.is_fsdp_xla_enabled and not plan.by_spmd
+        self.is_fsdp_enabled = plan.sharding is not None and not plan.on_xla
+        self._sharded_states = self._make_sharded_states(plan)
         self.deepspeed = None
+
+    def _make_sharded_states(self, plan: Any) -> Any:
+        """What gathers the states of a sharded model for checkpoints; None when nothing needs to be gathered."""
+        if not plan.spreads_model:
+            return None
+        if plan.on_xla:
+            from hftrainer.checkpointing.xla_parts import XlaParts
+
+            return XlaParts(plan.processes, self._engine.on_host, self._engine.whole_weights)
+        return ShardedStates(self.accelerator.state.fsdp_plugin)
 
     def _set_model(self, model: nn.Module) -> None:
         self.place_model_on_device = self.args.place_model_on_device is not False and self._sharded_states is None
@@ -303,6 +315,7 @@ class Trainer:
         self.is_model_parallel = len({d for d in getattr(model, "hf_device_map", {}).values() if d != "cpu"}) > 1
         self.model = self.model_wrapped = model
         if self.place_model_on_device:
+            self._refuse_disconnected(model)
             self._move_model_to_device(model, self.args.device)
         self.model_accepts_loss_kwargs = model_inspection.accepts_loss_kwargs(model)
         self._loss_shifts_labels = model_inspection.shifts_labels(model)
@@ -312,6 +325,16 @@ class Trainer:
         self.can_return_loss = model_inspection.can_return_loss(inspected)
         self._signature_columns: list[str] | None = None
         self.label_smoother = self._make_label_smoother()
+
+    def _refuse_disconnected(self, model: nn.Module) -> None:
+        """Refuse an optimizer whose parameters the model would leave behind: on XLA devices it gets new ones."""
+        if self.optimizer is None or self.args.device.type != "xla":
+            return
+        if any(parameter.device.type != "xla" for group in self.optimizer.param_groups for parameter in group["params"]):
+            raise InvalidArgument(
+                "optimizers holds parameters on the CPU, and a model that moves to an XLA device gets new ones: move "
+                "it with model.to(args.device) before the optimizer is made, or pass optimizer_cls_and_kwargs."
+            )
 
     def _make_label_smoother(self) -> LabelSmoother | None:
         if self.args.label_smoothing_factor == 0:
@@ -1054,11 +1077,14 @@ class Trainer:
     def _prepare_model(self, resume_from_checkpoint: str | None = None) -> None:
         """Shard the model, if that is asked for, before there is an optimizer; and load it then."""
         if self._sharded_states is None:
+            self._engine.prepare(self.model)
             return
         per_token = self._count_flos_per_token(self.model)  # of the whole model
+        if resume_from_checkpoint is not None and self.is_fsdp_xla_v1_enabled:
+            self._load_from_checkpoint(resume_from_checkpoint)
         self.model = self.model_wrapped = self._engine.prepare(self.model)
         self._flos_per_token = (self.model, per_token)
-        if resume_from_checkpoint is not None:
+        if resume_from_checkpoint is not None and not self.is_fsdp_xla_v1_enabled:
             self._load_from_checkpoint(resume_from_checkpoint)
 
     @property
@@ -1493,7 +1519,7 @@ class Trainer:
         """Model and optimizer in evaluation mode; the weights in half precision where the arguments ask for it."""
         self._prepare_model()
         if self._sharded_states is not None:
-            share_buffers(self.model)
+            self._sharded_states.share_buffers(self.model)
         if self._engine.trainer is None and not self.is_in_train:
             self.model_preparation_time = math.nan  # this evaluation measures it, and all later ones report it
         if not self.is_in_train and (self.args.fp16_full_eval or self.args.bf16_full_eval):
@@ -1815,7 +1841,9 @@ class Trainer:
         self._load_weights(model if model is not None else self.model, resume_from_checkpoint)
 
     def _load_weights(self, model: nn.Module, folder: str) -> None:
-        if self._sharded_states is not None:
+        if self.is_fsdp_xla_v1_enabled:
+            self._sharded_states.load_weights(model, folder)
+        elif self._sharded_states is not None:
             load_sharded_weights(model, folder, only_trained=peers.is_peft(self._bare_model))
         else:
             load_weights(model, folder)
@@ -1828,7 +1856,9 @@ class Trainer:
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load the optimizer's and the scheduler's state, if the checkpoint has them."""
-        if checkpoint is not None:
+        if checkpoint is not None and self.is_fsdp_xla_v1_enabled:
+            self._sharded_states.load_optimizer_and_scheduler(checkpoint, self._made_optimizer(), self.lr_scheduler)
+        elif checkpoint is not None:
             resume.load_optimizer_and_scheduler(
                 checkpoint,
                 self.model,

@@ -157,7 +157,8 @@ class EngineAccelerator:
         """
         compiled = model if hasattr(model, "_orig_mod") else None
         bare: Any = model if compiled is None else compiled._orig_mod
-        while isinstance(bare, _WRAPPERS) or hasattr(bare, "_fsdp_wrapped_module"):
+        # The last is what torch_xla's FSDP has around each unit.
+        while isinstance(bare, _WRAPPERS) or hasattr(bare, "_fsdp_wrapped_module") or "_fpw_module" in bare._modules:
             bare = bare.module
         if not keep_fp32_wrapper and hasattr(bare.__dict__.get("forward"), "__wrapped__"):
             del bare.forward
@@ -354,9 +355,7 @@ class EngineAccelerator:
         """The model's weights; of a sharded model gathered, which all processes must ask for."""
         if not self._engine.shards:
             return model.state_dict()
-        from hftrainer_lightning.sharding import whole_model_state
-
-        return whole_model_state(model, self.device)
+        return self._engine.whole_weights(model)
 
     def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
         """Write to the trackers: there are none, `Trainer.log` keeps the history."""

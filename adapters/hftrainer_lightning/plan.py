@@ -71,7 +71,13 @@ class LightningPlan:
     @property
     def spreads_model(self) -> bool:
         """Whether each process has a part of the model only."""
-        return self.sharding is not None or self.layout.tp_size > 1
+        return (self.sharding is not None and not self.by_spmd) or self.layout.tp_size > 1
+
+    @property
+    def by_spmd(self) -> bool:
+        """Whether one process drives several XLA devices, which share the model's tensors."""
+        xla = None if self.sharding is None else self.sharding.xla
+        return xla is not None and xla.spmd
 
     def trainer_keywords(self) -> dict[str, Any]:
         """Keywords of `lightning.Trainer` that follow from the arguments, as plain values."""

@@ -136,13 +136,17 @@ class XlaReplicas(_OnXla, XLAStrategy):
         return xla.device()
 
     def setup(self, trainer: Any) -> None:
-        """Begin with the weights of the first process."""
+        """Begin with the same weights everywhere."""
+        self._share_weights()
+        super().setup(trainer)
+
+    def _share_weights(self) -> None:
+        """Take them from the first process."""
         assert self.model is not None
         for tensor in (*self.model.parameters(), *self.model.buffers()):
             value = tensor.detach().cpu()
             distributed.broadcast(value, 0)
             tensor.data.copy_(value)
-        super().setup(trainer)
 
     def _configure_launcher(self) -> None:
         """None: the processes are there."""
@@ -178,6 +182,9 @@ class XLAFSDPStrategy(XlaReplicas):
     def __init__(self, plan: LightningPlan, precision: _Steps) -> None:
         super().__init__(plan, precision)
         precision.reduce = None
+
+    def _share_weights(self) -> None:
+        """Nothing: each process has its part."""
 
 
 def build_xla_strategy(plan: LightningPlan) -> Strategy:
