@@ -26,7 +26,7 @@ from hftrainer.agreement import check_agreement
 from hftrainer.arguments import legacy
 from hftrainer.arguments.accelerator_config import AcceleratorConfig
 from hftrainer.arguments.validation import problems, wrong_accelerator_config
-from hftrainer.checkpointing import names, resume, staging
+from hftrainer.checkpointing import names, resume, staging, xla_parts
 from hftrainer.checkpointing.folders import keep_only, rotate_checkpoints
 from hftrainer.checkpointing.lightning_file import unpack
 from hftrainer.checkpointing.manifest import damage
@@ -303,9 +303,7 @@ class Trainer:
         if not plan.spreads_model:
             return None
         if plan.on_xla:
-            from hftrainer.checkpointing.xla_parts import XlaParts
-
-            return XlaParts(plan.processes, self._engine.on_host, self._engine.whole_weights)
+            return xla_parts.XlaParts(plan.processes, self._engine.on_host, self._engine.whole_weights)
         return ShardedStates(self.accelerator.state.fsdp_plugin)
 
     def _set_model(self, model: nn.Module) -> None:
@@ -780,6 +778,8 @@ class Trainer:
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Names of the parameters that weight decay applies to."""
+        if self.is_fsdp_xla_v1_enabled and xla_parts.is_sharded(model):
+            return self._sharded_states.decay_parameter_names(model)
         return trainer_optimizer.decay_parameter_names(model)
 
     def get_num_trainable_parameters(self) -> int:
@@ -964,6 +964,7 @@ class Trainer:
         handler.model, handler.optimizer, handler.lr_scheduler = self.model, self.optimizer, self.lr_scheduler
         handler.train_dataloader = train_dataloader
         self._log_plan(schedule)
+        self._warn_of_ragged_batches(schedule)
         self._loop = loop = TrainingLoop(
             self,
             schedule,
@@ -1080,6 +1081,8 @@ class Trainer:
             self._engine.prepare(self.model)
             return
         per_token = self._count_flos_per_token(self.model)  # of the whole model
+        if self.is_fsdp_xla_v1_enabled and not xla_parts.is_sharded(self.model):
+            self._sharded_states.note_decay(self.get_decay_parameter_names(self.model))
         if resume_from_checkpoint is not None and self.is_fsdp_xla_v1_enabled:
             self._load_from_checkpoint(resume_from_checkpoint)
         self.model = self.model_wrapped = self._engine.prepare(self.model)
@@ -1118,6 +1121,19 @@ class Trainer:
             schedule.num_train_epochs,
             schedule.num_update_steps_per_epoch,
         )
+
+    def _warn_of_ragged_batches(self, schedule: TrainingSchedule) -> None:
+        """On XLA devices each shape of a batch is compiled by itself, which takes minutes for a large model."""
+        if self.args.device.type != "xla" or self.args.dataloader_drop_last:
+            return
+        batch = self._train_batch_size * self.accelerator.processes.data_processes
+        if has_length(self.train_dataset) and schedule.num_examples % batch:
+            logger.warning(
+                "%d samples leave a last batch that is smaller than %d: XLA compiles the step for it too. "
+                "dataloader_drop_last=True leaves it out.",
+                schedule.num_examples,
+                batch,
+            )
 
     def _finalize_training(self, loop: TrainingLoop) -> TrainOutput:
         """The last log line, the best model, and the end of the run."""

@@ -96,7 +96,7 @@ def misfits(args: TrainingArguments, here: Place, cores: int | None) -> Iterator
         return
     if cores is not None and cores != here.local_world_size:
         yield (
-            f"tpu_num_cores={cores}, and {here.local_world_size} of this machine's cores are used: start the script "
+            f"tpu_num_cores={cores}, and this run uses {here.local_world_size} of this machine's cores: start the script "
             "with python -m hftrainer run --tpu, which starts a process for each."
         )
     if here.world_size > 1 and here.launcher != "xla":

@@ -136,7 +136,10 @@ def whole_model_state(model: Any, device: torch.device) -> dict[str, Any]:
     if distributed.is_initialized():
         parts = [None] * distributed.get_world_size() if distributed.get_rank() == 0 else None
         distributed.gather_object(part, parts)
-    return {} if parts is None else dict(consolidate_sharded_state_dicts(parts, model.get_shard_metadata()))
+    if parts is None:
+        return {}
+    whole = consolidate_sharded_state_dicts(parts, model.get_shard_metadata())
+    return {name: value.clone() for name, value in whole.items()}  # without what the parts were padded with
 
 
 # ---- One process for all devices ------------------------------------------------------------------------------------

@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 from lightning.pytorch.accelerators import XLAAccelerator
+from lightning.pytorch.plugins import TorchCheckpointIO, XLACheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceXLAStrategy, Strategy, XLAStrategy
 from torch import distributed
+from torch.overrides import TorchFunctionMode
 
 from hftrainer_lightning import xla
 from hftrainer_lightning.plan import LightningPlan
@@ -68,6 +70,44 @@ class XLAFullPrecision(_Steps, FullPrecision):
 class XLAForwardAutocast(_Steps, ForwardAutocast):
     """Autocast to bfloat16 around the model's `forward`, with float32 outputs."""
 
+    def autocast(self, dtype: torch.dtype) -> contextlib.AbstractContextManager[Any]:
+        """Torch's for XLA, and attention, which that leaves out."""
+        stack = contextlib.ExitStack()
+        stack.enter_context(torch.autocast("xla", dtype=dtype))
+        stack.enter_context(_Attention(dtype))
+        return stack
+
+
+class _Attention(TorchFunctionMode):
+    """Casts what attention gets: queries and keys may come in float32, from rotary embeddings, and values do not.
+
+    Args:
+        dtype: what to cast to.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function is torch.nn.functional.scaled_dot_product_attention:
+            args = tuple(map(self._cast, args))
+            kwargs = {name: self._cast(value) for name, value in kwargs.items()}
+        return function(*args, **kwargs)
+
+    def _cast(self, value: Any) -> Any:
+        floating = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return value.to(self._dtype) if floating else value
+
+
+class _FilesOfHost(XLACheckpointIO):
+    """Writes states from the host's memory; Lightning's own makes lists of tuples, which random states are."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        """Write a checkpoint."""
+        TorchCheckpointIO.save_checkpoint(self, xla.to_host(checkpoint), path, storage_options)
+
 
 class _OnXla(Strategy):
     """What one device and several have in common: everything is in its place when Lightning begins."""
@@ -108,7 +148,7 @@ class SingleXla(_OnXla, SingleDeviceXLAStrategy):
     """One process on one XLA device, or on all by SPMD."""
 
     def __init__(self, precision: Precision) -> None:
-        super().__init__(device=xla.device())
+        super().__init__(device=xla.device(), checkpoint_io=_FilesOfHost())
         self._precision_plugin = precision
 
 
@@ -123,7 +163,7 @@ class XlaReplicas(_OnXla, XLAStrategy):
     sync_each_batch = False
 
     def __init__(self, plan: LightningPlan, precision: _Steps) -> None:
-        super().__init__()
+        super().__init__(checkpoint_io=_FilesOfHost())
         self.cluster_environment = None  # Lightning is told of the processes as everywhere
         self._launched = True
         self._processes = plan.processes

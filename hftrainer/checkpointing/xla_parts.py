@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,9 +22,19 @@ logger = logging.getLogger(__name__)
 FILES = {"model": "pytorch_model.bin", "optimizer": "optimizer.pt"}
 
 
+#: What torch_xla puts into the name of a parameter that it shards.
+_OF_WRAPPERS = re.compile(r"(_fsdp_shard|_fsdp_wrapped_module|_fpw_module)\.")
+_DOT = "_FSDP_SHARD_SEPARATOR_"
+
+
 def _part_name(kind: str, rank: int, size: int) -> str:
     """As transformers names the file of a process."""
     return f"rank{rank}-of-{size}-{FILES[kind]}"
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether torch_xla has sharded a model."""
+    return hasattr(model, "get_shard_metadata")
 
 
 class XlaParts:
@@ -48,6 +59,18 @@ class XlaParts:
         self._gather = whole_weights
         self._parts: dict[str, Any] = {}
         self._opened = False
+        self._decayed: set[str] = set()
+
+    def note_decay(self, decayed: list[str]) -> None:
+        """Remember the parameters with weight decay, while the model is whole and its layers can be told apart."""
+        self._decayed = set(decayed)
+
+    def decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """Their names in the sharded model; parameters that were joined into one all have it."""
+        return [name for name, _ in model.named_parameters() if "flat_param_" in name or self._decays(name)]
+
+    def _decays(self, name: str) -> bool:
+        return _OF_WRAPPERS.sub("", name.replace(_DOT, ".")) in self._decayed
 
     def gather(self, model: Any, optimizer: torch.optim.Optimizer | None) -> None:
         """Take this process's part of the weights and, unless it is None, of the optimizer's state."""
@@ -94,7 +117,7 @@ class XlaParts:
 
     def load_weights(self, model: nn.Module, folder: str) -> None:
         """Load the weights: whole ones into a model that is still whole, this process's part into its part."""
-        if hasattr(model, "get_shard_metadata"):
+        if is_sharded(model):
             model.load_state_dict(self._read("model", folder))
         else:
             load_weights(model, folder)
