@@ -34,7 +34,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         group.add_argument(*options, type=kinds.get(name, str), metavar=metavar, help=text)
     on_tpu = parser.add_argument_group("TPUs", "torch_xla starts the processes, on each host of a pod that runs this.")
     on_tpu.add_argument("--tpu", action="store_true", help="a process for each TPU core of this machine")
-    on_tpu.add_argument("--num-cores", "--num_cores", type=_at_least(1), metavar="N", help="how many there must be, or 1")
+    on_tpu.add_argument(
+        "--num-cores", "--num_cores", type=_at_least(1), metavar="N", help="how many there must be, or 1"
+    )
     group.add_argument("--standalone", action="store_true", help="one machine, at a free port (the default for one)")
 
 
@@ -60,7 +62,8 @@ def launch(parser: argparse.ArgumentParser, options: argparse.Namespace) -> NoRe
     if options.tpu:
         from hftrainer.launch_tpu import launch_on_tpu
 
-        raise SystemExit(launch_on_tpu(parser, options))
+        launch_on_tpu(parser, options)
+        raise SystemExit(0)
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run

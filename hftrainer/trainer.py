@@ -194,6 +194,7 @@ class Trainer:
             enable_full_determinism(self.args.seed)
         else:
             set_seed(self.args.seed)
+        self._engine.seed(self.args.seed)
 
     def _set_log_level(self) -> None:
         """Set the level that the arguments ask for; 'passive' leaves all as it is."""
@@ -274,7 +275,10 @@ class Trainer:
             on_host=lambda state: self._engine.on_host(state),
         )
         plan.processes.connect(
-            self.args.device, plan.process_group_backend, self.args.ddp_timeout_delta, even_alone=plan.spreads_model and not plan.on_xla
+            self.args.device,
+            plan.process_group_backend,
+            self.args.ddp_timeout_delta,
+            even_alone=plan.spreads_model and not plan.on_xla,
         )
         check_agreement(self.args, plan.processes)
         self._engine = LightningEngine(
@@ -328,7 +332,9 @@ class Trainer:
         """Refuse an optimizer whose parameters the model would leave behind: on XLA devices it gets new ones."""
         if self.optimizer is None or self.args.device.type != "xla":
             return
-        if any(parameter.device.type != "xla" for group in self.optimizer.param_groups for parameter in group["params"]):
+        if any(
+            parameter.device.type != "xla" for group in self.optimizer.param_groups for parameter in group["params"]
+        ):
             raise InvalidArgument(
                 "optimizers holds parameters on the CPU, and a model that moves to an XLA device gets new ones: move "
                 "it with model.to(args.device) before the optimizer is made, or pass optimizer_cls_and_kwargs."

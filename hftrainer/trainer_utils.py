@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from hftrainer import peers
 from hftrainer.checkpointing.folders import get_last_checkpoint
 from hftrainer.checkpointing.names import PREFIX_CHECKPOINT_DIR
 from hftrainer.errors import InvalidArgument
@@ -236,8 +235,6 @@ def set_seed(seed: int, deterministic: bool = False) -> None:
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
-    if (xla := peers.xla_in_use()) is not None:
-        xla.set_rng_state(seed)
     if deterministic:
         torch.use_deterministic_algorithms(True)
 

@@ -147,6 +147,11 @@ class LightningEngine:
                     rate  # StochasticWeightAveraging leaves its own, which a next run would begin with
                 )
 
+    def seed(self, seed: int) -> None:
+        """Seed the generator of an XLA device; torch's seeds do not reach it."""
+        if self.plan.on_xla:
+            xla.seed(seed)
+
     def end_batch(self) -> None:
         """Run what has been recorded, on devices that record operations first."""
         if self.plan.on_xla:

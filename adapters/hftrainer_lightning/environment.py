@@ -215,7 +215,8 @@ _PLUGINS = {
 def detect() -> str:
     """The launcher that has started this process; 'lightning' when none has.
 
-    Launchers inside others come first: torch_xla's in any, torchrun started by srun or mpirun, mpirun within a job of SLURM.
+    Launchers inside others come first: torch_xla's in any, torchrun started by srun or mpirun, mpirun within a job of
+    SLURM.
     """
     if "PJRT_LOCAL_PROCESS_COUNT" in os.environ:
         return "xla"

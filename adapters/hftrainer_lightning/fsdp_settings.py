@@ -244,9 +244,7 @@ def _xla(keys: dict[str, Any]) -> XlaSettings | None:
             "fsdp_config['xla_fsdp_settings'] are of torch_xla's FSDP by processes, and 'xla_fsdp_v2' shards without: "
             "give one of them."
         )
-    return XlaSettings(
-        flags.get("xla_fsdp_v2", False), flags.get("xla_fsdp_grad_ckpt", False), tuple(settings.items())
-    )
+    return XlaSettings(flags.get("xla_fsdp_v2", False), flags.get("xla_fsdp_grad_ckpt", False), tuple(settings.items()))
 
 
 def _strategy(keys: dict[str, Any]) -> tuple[int, str]:

@@ -67,6 +67,8 @@ def _of_xla(args: TrainingArguments, settings: FsdpSettings) -> Iterator[str]:
             f"fsdp_config['xla_fsdp_v2'] drives all cores from one process, and there are {args.world_size}: start the "
             "script with plain python."
         )
+    if not settings.xla.spmd and getattr(args, "predict_with_generate", False):
+        yield "predict_with_generate calls the model past what gathers its weights: set fsdp_config['xla_fsdp_v2'] too."
     asked = {
         "activation_checkpointing": settings.activation_checkpointing,
         "cpu_offload": settings.cpu_offload,

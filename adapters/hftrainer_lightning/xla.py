@@ -1,4 +1,4 @@
-"""XLA devices, TPUs above all: whether this process is to use one, and where it stands; torch_xla stays out until then."""
+"""XLA devices, TPUs above all: whether this process uses one, and where it stands; until then torch_xla stays out."""
 
 from __future__ import annotations
 
@@ -55,6 +55,13 @@ def sync() -> None:
     torch_xla.sync()
 
 
+def seed(number: int) -> None:
+    """Seed the generator of this process's device."""
+    import torch_xla
+
+    torch_xla.manual_seed(number)
+
+
 def print_metrics() -> None:
     """Print what torch_xla has counted: compilations, executions, transfers."""
     from torch_xla.debug import metrics
@@ -96,8 +103,8 @@ def misfits(args: TrainingArguments, here: Place, cores: int | None) -> Iterator
         return
     if cores is not None and cores != here.local_world_size:
         yield (
-            f"tpu_num_cores={cores}, and this run uses {here.local_world_size} of this machine's cores: start the script "
-            "with python -m hftrainer run --tpu, which starts a process for each."
+            f"tpu_num_cores={cores}, and this run uses {here.local_world_size} of this machine's cores: start "
+            "the script with python -m hftrainer run --tpu, which starts a process for each."
         )
     if here.world_size > 1 and here.launcher != "xla":
         yield (

@@ -122,12 +122,12 @@ def without_sync(model: Any) -> contextlib.AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
-def whole_parameters(model: Any) -> Iterator[None]:
+def whole_parameters(_: Any) -> Iterator[None]:
     """Let methods of the user's model be called in the block: each unit gathers as it computes."""
     yield
 
 
-def whole_model_state(model: Any, device: torch.device) -> dict[str, Any]:
+def whole_model_state(model: Any, _: torch.device) -> dict[str, Any]:
     """The whole weights by name, in the host's memory; all processes must ask for them, and the first has them."""
     from torch_xla.distributed.fsdp.state_dict_utils import consolidate_sharded_state_dicts
 

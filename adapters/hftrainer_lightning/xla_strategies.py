@@ -10,7 +10,9 @@ import torch
 from lightning.pytorch.accelerators import XLAAccelerator
 from lightning.pytorch.plugins import TorchCheckpointIO, XLACheckpointIO
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import SingleDeviceXLAStrategy, Strategy, XLAStrategy
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.strategies.single_xla import SingleDeviceXLAStrategy
+from lightning.pytorch.strategies.xla import XLAStrategy
 from torch import distributed
 from torch.overrides import TorchFunctionMode
 
@@ -23,12 +25,12 @@ class Accelerator(XLAAccelerator):
     """The XLA devices that the plan names; Lightning's own asks a machine's metadata server how many there are."""
 
     @staticmethod
-    def is_available() -> bool:
+    def is_available() -> bool:  # type: ignore[override]
         """The plan would name another device otherwise."""
         return True
 
     @staticmethod
-    def auto_device_count() -> int:
+    def auto_device_count() -> int:  # type: ignore[override]
         """One in each process."""
         return 1
 
@@ -205,6 +207,15 @@ class XlaReplicas(_OnXla, XLAStrategy):
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """What the first process has."""
         return self._processes.from_main(lambda: obj)
+
+    def reduce(self, output: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """A tensor or number, over all processes."""
+        kind = {"avg": "mean"}.get(str(reduce_op).lower(), str(reduce_op).lower())
+        return self._processes.reduce(torch.as_tensor(output), kind)
+
+    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+        """The tensors of all processes, without gradients: `(processes, ...)`."""
+        return self._processes.gather(tensor.detach().unsqueeze(0))
 
     def block_backward_sync(self) -> Any:
         """Around the micro-batches of a step but the last: gradients are local in any case."""

@@ -1,4 +1,4 @@
-"""The states of a model that torch_xla has sharded over processes: a file of each, and the whole weights beside them."""
+"""The states of a model that torch_xla has sharded over processes: a file of each, beside the whole weights."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class XlaParts:
             load_weights(model, folder)
 
     def _read(self, kind: str, folder: str) -> dict[str, Any]:
-        """This process's part in a checkpoint.
+        """What a checkpoint has of this process.
 
         Raises:
             CheckpointNotFound: when there is none, or one of another number of processes.

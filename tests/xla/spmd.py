@@ -34,8 +34,9 @@ if __name__ == "__main__":
             **config,
         }
         path, counts = os.path.join(folder, kind), Counts()
-        run = trainer(path, "llama", callbacks=[counts], **fsdp)
+        run = trainer(path, "llama", callbacks=[], **fsdp)
         run.train()
+        trainer(path, "llama", callbacks=[counts], max_steps=30, **{**fsdp, "save_strategy": "no"}).train()
         resumed = trainer(path, "llama", **fsdp)
         resumed.train(resume_from_checkpoint=os.path.join(path, "checkpoint-6"))
         moments = {name: run.optimizer.state[value]["exp_avg"] for name, value in run.model.named_parameters()}

@@ -52,9 +52,7 @@ def numbers(done: Trainer) -> list[dict]:
     return [{k: v for k, v in line.items() if not k.endswith(timed)} for line in done.state.log_history]
 
 
-def assert_close(
-    ours: Trainer, other: Trainer, tolerance: float = TOLERANCE, compared: slice = slice(None)
-) -> None:
+def assert_close(ours: Trainer, other: Trainer, tolerance: float = TOLERANCE, compared: slice = slice(None)) -> None:
     """The same log lines, or the same of those that are compared, and the same weights."""
     lines, others = numbers(ours)[compared], numbers(other)[compared]
     assert [line.keys() for line in lines] == [line.keys() for line in others]

@@ -55,7 +55,8 @@ def test_spmd_gives_each_device_a_part(spmd, part):
 
 def test_spmd_compiles_nothing_twice(spmd):
     compiled = spmd[1]["plain"]["compiled"]
-    assert compiled[12] == compiled[9] and compiled[6] == compiled[2] + 1  # the log line's
+    # Two shapes of batches, the last of an epoch is a ragged one; a log line; and what evaluating leaves behind.
+    assert compiled[30] == compiled[13], compiled
 
 
 def test_spmd_checkpoints_are_ordinary(spmd, on_cpu, tmp_path):

@@ -192,7 +192,9 @@ class InfiniteOnce(Trainer):
 @pytest.mark.parametrize("filters", [True, False])
 def test_infinite_losses(tmp_path, filters, caplog):
     runs = [
-        trainer(tmp_path, kind=InfiniteOnce, logging_nan_inf_filter=filters, max_steps=3, learning_rate=0.0, use_cpu=cpu)
+        trainer(
+            tmp_path, kind=InfiniteOnce, logging_nan_inf_filter=filters, max_steps=3, learning_rate=0.0, use_cpu=cpu
+        )
         for cpu in (False, True)
     ]
     losses = [run.train().training_loss for run in runs]
@@ -232,7 +234,7 @@ def test_optimizer_made_before_the_model_moves(tmp_path):
     model = MODELS["plain"][0]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     args = trainer(tmp_path).args
-    with pytest.raises(InvalidArgument, match="model.to"):
+    with pytest.raises(InvalidArgument, match=r"model\.to"):
         Trainer(model, args, optimizers=(optimizer, None))
     model.to(args.device)
     Trainer(
