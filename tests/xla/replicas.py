@@ -37,12 +37,12 @@ if __name__ == "__main__":
         "per_device_eval_batch_size": 3,
     }
     saved = {"save_strategy": "steps", "save_steps": 6, "tpu_num_cores": SIZE}
-    run = trainer(folder, "llama", **settings, **saved)
+    run = trainer(folder, "llama", samples=40, **settings, **saved)
     with torch.no_grad():  # replicas begin with the weights of the first
         next(run.model.parameters()).add_(RANK)
     run.train()
     predicted = run.predict(run.eval_dataset)
-    resumed = trainer(folder, "llama", **settings, **saved)
+    resumed = trainer(folder, "llama", samples=40, **settings, **saved)
     resumed.train(resume_from_checkpoint=os.path.join(folder, "checkpoint-6"))
     found = {
         "place": vars(run.args._place),
