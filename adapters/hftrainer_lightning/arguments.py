@@ -212,7 +212,7 @@ TABLE |= _rows(
     dispatch_batches="accelerator_config['dispatch_batches']",
     split_batches="accelerator_config['split_batches']",
     tpu_metrics_debug="debug='tpu_metrics_debug'",
-    tpu_num_cores="xla: the cores in use; python -m hftrainer run --tpu starts a process for each. The extra tpu brings "
+    tpu_num_cores="xla: the cores in use; python -m hftrainer run --tpu starts one for each. The extra tpu brings "
     "torch_xla, whose newest release, 2.9.0, is for torch 2.9",
     use_legacy_prediction_loop="trainer: prediction_loop",
     save_safetensors="checkpointing.weights",
