@@ -407,6 +407,8 @@ def overridden(args: TrainingArguments) -> list[str]:
     gpus = torch.cuda.device_count() if args.device.type == "cuda" and "devices" not in config else 1
     if gpus > place_of(args).world_size == 1 and not can_start_again():
         found.append(f"One of {gpus} GPUs is used: the others need a script, or a launcher, to start processes.")
+    if "tpu_metrics_debug" in args.debug and args.device.type != "xla":
+        found.append(f"debug='tpu_metrics_debug' prints nothing: training is on {args.device}, which is no XLA device.")
     if args.fsdp_config and not args.fsdp:
         found.append("fsdp_config changes nothing without fsdp=True.")
     if args.fsdp and (given := [f"ddp_{name}" for name in _DDP if getattr(args, f"ddp_{name}", None) is not None]):

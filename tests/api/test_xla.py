@@ -11,7 +11,7 @@ from hftrainer import Seq2SeqTrainingArguments, TrainingArguments
 from hftrainer.launch import add_options
 from hftrainer.trainer_utils import ParallelMode
 from hftrainer_lightning import xla
-from hftrainer_lightning.arguments import unsupported
+from hftrainer_lightning.arguments import overridden, unsupported
 from hftrainer_lightning.environment import LAUNCHERS, Place, detect
 from hftrainer_lightning.fsdp_settings import FsdpSettings, XlaSettings, read_fsdp
 
@@ -176,6 +176,11 @@ def test_wrong_options(options, message, monkeypatch, capsys):
         command.main()
     assert message in capsys.readouterr().err
     assert callable(add_options)
+
+
+def test_metrics_of_no_tpu(tmp_path):
+    said = overridden(TrainingArguments(str(tmp_path), debug="tpu_metrics_debug", use_cpu=True))
+    assert said == ["debug='tpu_metrics_debug' prints nothing: training is on cpu, which is no XLA device."]
 
 
 class _FakeTensor:
