@@ -5,7 +5,7 @@ PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c 
 RUN := HF_HUB_OFFLINE=1 $(VENV)/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-plain test test-versions test-deepspeed test-fast lint format
+.PHONY: help demo demo-plain test test-versions test-deepspeed test-xla test-fast lint format
 .PHONY: bench bench-eval bench-checkpoint bench-search clean
 
 help:  ## list the targets
@@ -48,6 +48,16 @@ test-versions: $(VENV)/.dev $(VENV)-4.48/.ready $(VENV)-4.57/.ready  ## older re
 		echo "transformers $$release:"; \
 		NEWEST_PYTHON=$(CURDIR)/$(VENV)/bin/python HF_HUB_OFFLINE=1 $(VENV)-$$release/bin/python -m pytest tests/interop || exit 1; \
 	done
+
+test-xla: $(VENV)-xla/.ready  ## torch_xla on the CPU, with the torch 2.9 that it is for (8 GB, not part of CI)
+	@PJRT_DEVICE=CPU HF_HUB_OFFLINE=1 $(VENV)-xla/bin/python -m pytest tests/xla
+
+$(VENV)-xla/.ready: tests/xla/requirements.txt
+	@echo "Installing torch_xla into $(VENV)-xla (several gigabytes) ..."
+	@$(PYTHON) -m venv $(VENV)-xla
+	@$(VENV)-xla/bin/python -m pip install --quiet --disable-pip-version-check -c $< torch torch_xla
+	@$(VENV)-xla/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
 
 $(VENV)-%/.ready: tests/versions/%.txt
 	@echo "Installing transformers $* into $(VENV)-$* ..."

@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 #: Accelerators in the order in which they are looked for. Some of torch's plug-ins pose as CUDA, so it comes last.
 ACCELERATORS = ("mps", "xpu", "mlu", "musa", "npu", "cuda")
 #: Devices that torch has no page-locked memory for.
-UNPINNED = ("cpu", "mps")
+UNPINNED = ("cpu", "mps", "xla")
 #: What errors of a device say → what to do.
 HINTS = {
     "not currently implemented for the MPS device": (

@@ -32,11 +32,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     for name, (text, metavar) in _PASSED.items():
         options = [f"--{name.replace('_', '-')}"] + ([f"--{name}"] if "_" in name else [])
         group.add_argument(*options, type=kinds.get(name, str), metavar=metavar, help=text)
+    on_tpu = parser.add_argument_group("TPUs", "torch_xla starts the processes, on each host of a pod that runs this.")
+    on_tpu.add_argument("--tpu", action="store_true", help="a process for each TPU core of this machine")
+    on_tpu.add_argument(
+        "--num-cores", "--num_cores", type=_at_least(1), metavar="N", help="how many there must be, or 1"
+    )
     group.add_argument("--standalone", action="store_true", help="one machine, at a free port (the default for one)")
 
 
 def is_launch(options: argparse.Namespace) -> bool:
     """Whether any of the options asks for processes."""
+    return _is_torchrun(options) or options.tpu or options.num_cores is not None
+
+
+def _is_torchrun(options: argparse.Namespace) -> bool:
     return (
         options.nproc is not None or options.standalone or any(getattr(options, name) is not None for name in _PASSED)
     )
@@ -50,6 +59,11 @@ def launch(parser: argparse.ArgumentParser, options: argparse.Namespace) -> NoRe
     """
     if wrong := _contradiction(options):
         parser.error(wrong)
+    if options.tpu:
+        from hftrainer.launch_tpu import launch_on_tpu
+
+        launch_on_tpu(parser, options)
+        raise SystemExit(0)
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
@@ -73,6 +87,10 @@ def _contradiction(options: argparse.Namespace) -> str | None:
         return f"--standalone is for one machine, and --nnodes {options.nnodes} asks for more: leave one of them out"
     if machines[-1] > 1 and not meeting:
         return f"--nnodes {options.nnodes} needs --rdzv-endpoint HOST:PORT, or --master-addr HOST and --node-rank N"
+    if options.num_cores is not None and not options.tpu:
+        return "--num-cores is for TPUs: give --tpu too, or --nproc for processes on GPUs and CPUs"
+    if options.tpu and _is_torchrun(options):
+        return "--tpu lets torch_xla start the processes, and the other options torchrun: give the one or the others"
     if not options.as_module and not os.path.isfile(options.script):
         return f"there is no script {options.script!r}"
     return None

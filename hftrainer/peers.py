@@ -112,6 +112,16 @@ def without_adapters(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model.base_model.model
 
 
+def xla_in_use() -> Any | None:
+    """torch_xla's module of devices and generators, once a device of it is in use."""
+    library = sys.modules.get("torch_xla")
+    if library is None or not library._XLAC._xla_runtime_is_initialized():
+        return None
+    from torch_xla.core import xla_model
+
+    return xla_model
+
+
 def set_verbosity(level: int) -> None:
     """Set the level of transformers' messages, if it is there."""
     if "transformers" in sys.modules:

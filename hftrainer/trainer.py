@@ -26,8 +26,7 @@ from hftrainer.agreement import check_agreement
 from hftrainer.arguments import legacy
 from hftrainer.arguments.accelerator_config import AcceleratorConfig
 from hftrainer.arguments.validation import problems, wrong_accelerator_config
-from hftrainer.checkpointing import names, resume, staging
-from hftrainer.checkpointing.distributed import share_buffers
+from hftrainer.checkpointing import names, resume, staging, xla_parts
 from hftrainer.checkpointing.folders import keep_only, rotate_checkpoints
 from hftrainer.checkpointing.lightning_file import unpack
 from hftrainer.checkpointing.manifest import damage
@@ -206,6 +205,7 @@ class Trainer:
             enable_full_determinism(self.args.seed)
         else:
             set_seed(self.args.seed)
+        self._engine.seed(self.args.seed)
 
     def _set_log_level(self) -> None:
         """Set the level that the arguments ask for; 'passive' leaves all as it is."""
@@ -281,10 +281,15 @@ class Trainer:
         start_others(place_of(self.args), self.args.ddp_timeout)
         plan = make_plan(self.args, self.model)
         self._checkpoint_writer = CheckpointWriter(
-            in_background=plan.async_checkpoint, stop_on_error=plan.stop_on_save_error
+            in_background=plan.async_checkpoint,
+            stop_on_error=plan.stop_on_save_error,
+            on_host=lambda state: self._engine.on_host(state),
         )
         plan.processes.connect(
-            self.args.device, plan.process_group_backend, self.args.ddp_timeout_delta, even_alone=plan.spreads_model
+            self.args.device,
+            plan.process_group_backend,
+            self.args.ddp_timeout_delta,
+            even_alone=plan.spreads_model and not plan.on_xla,
         )
         check_agreement(self.args, plan.processes)
         self._engine = LightningEngine(
@@ -301,13 +306,22 @@ class Trainer:
             is_own=lambda model: model is self.model or model is self.model_wrapped,
         )
         self.is_deepspeed_enabled = plan.deepspeed is not None
-        self.is_fsdp_enabled = plan.sharding is not None
-        self._sharded_states: ShardedStates | PartitionedStates | None = None
-        if self._engine.deepspeed is not None:
-            self._sharded_states = PartitionedStates(self._engine.deepspeed)
-        elif plan.spreads_model:
-            self._sharded_states = ShardedStates(self.accelerator.state.fsdp_plugin)
+        self.is_fsdp_xla_enabled = plan.on_xla and plan.sharding is not None
+        self.is_fsdp_xla_v2_enabled = plan.by_spmd
+        self.is_fsdp_xla_v1_enabled = self.is_fsdp_xla_enabled and not plan.by_spmd
+        self.is_fsdp_enabled = plan.sharding is not None and not plan.on_xla
+        self._sharded_states = self._make_sharded_states(plan)
         self.deepspeed: Any = None
+
+    def _make_sharded_states(self, plan: Any) -> Any:
+        """What gathers the states of a sharded model for checkpoints; None when nothing needs to be gathered."""
+        if not plan.spreads_model:
+            return None
+        if self._engine.deepspeed is not None:
+            return PartitionedStates(self._engine.deepspeed)
+        if plan.on_xla:
+            return xla_parts.XlaParts(plan.processes, self._engine.on_host, self._engine.whole_weights)
+        return ShardedStates(self.accelerator.state.fsdp_plugin)
 
     def _set_model(self, model: nn.Module) -> None:
         self.place_model_on_device = self.args.place_model_on_device is not False and self._sharded_states is None
@@ -316,6 +330,7 @@ class Trainer:
         self.is_model_parallel = len({d for d in getattr(model, "hf_device_map", {}).values() if d != "cpu"}) > 1
         self.model = self.model_wrapped = model
         if self.place_model_on_device:
+            self._refuse_disconnected(model)
             self._move_model_to_device(model, self.args.device)
         self.model_accepts_loss_kwargs = model_inspection.accepts_loss_kwargs(model)
         self._loss_shifts_labels = model_inspection.shifts_labels(model)
@@ -325,6 +340,18 @@ class Trainer:
         self.can_return_loss = model_inspection.can_return_loss(inspected)
         self._signature_columns: list[str] | None = None
         self.label_smoother = self._make_label_smoother()
+
+    def _refuse_disconnected(self, model: nn.Module) -> None:
+        """Refuse an optimizer whose parameters the model would leave behind: on XLA devices it gets new ones."""
+        if self.optimizer is None or self.args.device.type != "xla":
+            return
+        if any(
+            parameter.device.type != "xla" for group in self.optimizer.param_groups for parameter in group["params"]
+        ):
+            raise InvalidArgument(
+                "optimizers holds parameters on the CPU, and a model that moves to an XLA device gets new ones: move "
+                "it with model.to(args.device) before the optimizer is made, or pass optimizer_cls_and_kwargs."
+            )
 
     def _make_label_smoother(self) -> LabelSmoother | None:
         if self.args.label_smoothing_factor == 0:
@@ -399,7 +426,13 @@ class Trainer:
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Move the model, unless it is spread over devices already."""
-        if getattr(model, "hf_device_map", None) is None:
+        if getattr(model, "hf_device_map", None) is not None:
+            return
+        if device.type == "xla":
+            from hftrainer_lightning.xla import move_model
+
+            move_model(model, device)
+        else:
             model.to(device)
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
@@ -779,6 +812,8 @@ class Trainer:
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Names of the parameters that weight decay applies to."""
+        if self.is_fsdp_xla_v1_enabled and xla_parts.is_sharded(model):
+            return self._sharded_states.decay_parameter_names(model)
         return trainer_optimizer.decay_parameter_names(model)
 
     def get_num_trainable_parameters(self) -> int:
@@ -969,6 +1004,7 @@ class Trainer:
         handler.model, handler.optimizer, handler.lr_scheduler = self.model, self.optimizer, self.lr_scheduler
         handler.train_dataloader = train_dataloader
         self._log_plan(schedule)
+        self._warn_of_ragged_batches(schedule)
         self._loop = loop = TrainingLoop(
             self,
             schedule,
@@ -1085,11 +1121,16 @@ class Trainer:
     def _prepare_model(self, resume_from_checkpoint: str | None = None) -> None:
         """Shard the model, if that is asked for, before there is an optimizer; and load it then."""
         if self._sharded_states is None:
+            self._engine.prepare(self.model)
             return
         per_token = self._count_flos_per_token(self.model)  # of the whole model
+        if self.is_fsdp_xla_v1_enabled and not xla_parts.is_sharded(self.model):
+            self._sharded_states.note_decay(self.get_decay_parameter_names(self.model))
+        if resume_from_checkpoint is not None and self.is_fsdp_xla_v1_enabled:
+            self._load_from_checkpoint(resume_from_checkpoint)
         self.model = self.model_wrapped = self._engine.prepare(self.model)
         self._flos_per_token = (self.model, per_token)
-        if resume_from_checkpoint is not None:
+        if resume_from_checkpoint is not None and not self.is_fsdp_xla_v1_enabled:
             self._load_from_checkpoint(resume_from_checkpoint)
 
     @property
@@ -1126,6 +1167,19 @@ class Trainer:
             schedule.num_train_epochs,
             schedule.num_update_steps_per_epoch,
         )
+
+    def _warn_of_ragged_batches(self, schedule: TrainingSchedule) -> None:
+        """On XLA devices each shape of a batch is compiled by itself, which takes minutes for a large model."""
+        if self.args.device.type != "xla" or self.args.dataloader_drop_last:
+            return
+        batch = self._train_batch_size * self.accelerator.processes.data_processes
+        if has_length(self.train_dataset) and schedule.num_examples % batch:
+            logger.warning(
+                "%d samples leave a last batch that is smaller than %d: XLA compiles the step for it too. "
+                "dataloader_drop_last=True leaves it out.",
+                schedule.num_examples,
+                batch,
+            )
 
     def _finalize_training(self, loop: TrainingLoop) -> TrainOutput:
         """The last log line, the best model, and the end of the run."""
@@ -1341,6 +1395,7 @@ class Trainer:
         of_all = self.accelerator.gather(tr_loss).mean() if self.args.world_size > 1 else tr_loss
         summed, further = self._logged_metrics.read(of_all, steps)
         tr_loss -= tr_loss  # not zero_(): a NaN that the filter let through stays, as in transformers
+        self._engine.end_batch()
         logs: dict[str, float] = {"loss": summed / steps}
         if grad_norm is not None:
             logs["grad_norm"] = grad_norm.item() if isinstance(grad_norm, torch.Tensor) else grad_norm
@@ -1416,6 +1471,7 @@ class Trainer:
         )
         measured = self._with_speed(output, metric_key_prefix, start_time)
         self.log(measured)
+        self._print_xla_metrics()
         self._announce("on_evaluate", metrics=measured)
         self._memory_tracker.stop_and_update_metrics(measured)
         return measured
@@ -1510,6 +1566,7 @@ class Trainer:
                 self._engine.evaluate(evaluation, self.model, stage)  # type: ignore[arg-type]
         finally:
             self._past, self._logged_metrics = kept
+            self._engine.end_batch()  # Lightning keeps the numbers that it is told on the device
         output, evaluation.output = evaluation.output, None
         if output is None or not evaluation.seen_batches:
             raise InvalidArgument(
@@ -1529,7 +1586,7 @@ class Trainer:
         else:
             self._prepare_model()
             if self._sharded_states is not None:
-                share_buffers(self.model)
+                self._sharded_states.share_buffers(self.model)
         if self._engine.trainer is None and not self.is_in_train:
             self.model_preparation_time = math.nan  # this evaluation measures it, and all later ones report it
         casts = self.args.fp16_full_eval or self.args.bf16_full_eval
@@ -1559,6 +1616,7 @@ class Trainer:
             main_input=getattr(self.model, "main_input_name", "input_ids"),
             metrics=metrics,
             preprocess_logits=self.preprocess_logits_for_metrics,
+            end_batch=self._engine.end_batch,
             gather=functools.partial(processes.gather, objects=self.args.eval_use_gather_object, distinct=True),
             prefix=prefix,
             returns_predictions=predicting,
@@ -1666,9 +1724,9 @@ class Trainer:
         if state_dict == {}:  # DeepSpeed's weights stay in parts
             save_configs(model, output_dir)
         elif peers.is_peft(model):  # adapters are small: at once
-            write(state_dict)
+            write(self._engine.on_host(self.model.state_dict()) if self.args.device.type == "xla" else state_dict)
         else:
-            if self._checkpoint_writer.collects and state_dict is None:
+            if (self._checkpoint_writer.collects or self.args.device.type == "xla") and state_dict is None:
                 state_dict = self.model.state_dict()  # training changes the model's own while it is written
             self._checkpoint_writer.call(write, state_dict)
         processing_class = self.processing_class
@@ -1860,7 +1918,9 @@ class Trainer:
         self._load_weights(model if model is not None else self.model, resume_from_checkpoint)
 
     def _load_weights(self, model: nn.Module, folder: str) -> None:
-        if self._sharded_states is not None:
+        if self.is_fsdp_xla_v1_enabled:
+            self._sharded_states.load_weights(model, folder)
+        elif self._sharded_states is not None:
             load_sharded_weights(model, folder, only_trained=peers.is_peft(self._bare_model))
         else:
             load_weights(model, folder)
@@ -1879,6 +1939,8 @@ class Trainer:
         if checkpoint is not None and self.is_deepspeed_enabled:
             if not self._engine.deepspeed.keeps_scheduler:
                 resume.load_scheduler(checkpoint, self.lr_scheduler)
+        elif checkpoint is not None and self.is_fsdp_xla_v1_enabled:
+            self._sharded_states.load_optimizer_and_scheduler(checkpoint, self._made_optimizer(), self.lr_scheduler)
         elif checkpoint is not None:
             resume.load_optimizer_and_scheduler(
                 checkpoint,
@@ -2037,6 +2099,13 @@ class Trainer:
         """
         if self.is_world_process_zero():
             print_table(f"{split} metrics", self.metrics_format(metrics))
+
+    def _print_xla_metrics(self) -> None:
+        """Print what torch_xla has counted, with `debug="tpu_metrics_debug"`, on the main process."""
+        if "tpu_metrics_debug" in self.args.debug and self.args.device.type == "xla" and self.is_world_process_zero():
+            from hftrainer_lightning.xla import print_metrics
+
+            print_metrics()
 
     def save_metrics(self, split: str, metrics: Mapping[str, Any], combined: bool = True) -> None:
         """Write metrics to `{split}_results.json`, on the main process.

@@ -31,7 +31,7 @@ INSTALL = {
     "optimi": "pip install torch-optimi",
     "schedulefree": "pip install 'schedulefree>=1.4'",
     "torch_npu.optim": "pip install torch-npu, on a machine with an Ascend NPU",
-    "torch_xla.amp.syncfree": "pip install torch_xla",
+    "torch_xla.amp.syncfree": "pip install 'hftrainer[tpu]'",
     "torchao.optim": "pip install 'torchao>=0.11'",
     "torchdistx.optimizers": "build https://github.com/pytorch/torchdistx, which is archived",
 }
@@ -144,6 +144,8 @@ def _adamw_torch(request: Request) -> Made:
 
 
 def _adamw_torch_fused(request: Request) -> Made:
+    if request.args.device.type == "xla":  # torch has no fused kernel for it; XLA fuses the whole step
+        return _adamw_torch(request)
     return torch.optim.AdamW, {**request.adam, "fused": True}
 
 

@@ -100,7 +100,13 @@ class TrainingArguments(
     @property
     def device(self) -> torch.device:
         """The device that this process trains on: the accelerator torch finds, unless `use_cpu`."""
-        kind = "cpu" if self._on_cpu else devices.found()
+        if self._on_cpu:
+            return torch.device("cpu")
+        from hftrainer_lightning import xla
+
+        if xla.available():
+            return xla.device()
+        kind = devices.found()
         if kind in ("cpu", "mps"):
             return torch.device(kind)
         return torch.device(kind, self._place.device_index(devices.count(kind)))
@@ -119,7 +125,9 @@ class TrainingArguments(
         return find_place(readable_config(self.lightning_config), gpus=self._count_gpus)
 
     def _count_gpus(self) -> int:
-        return 0 if self._on_cpu else devices.count(devices.found())
+        from hftrainer_lightning import xla
+
+        return 0 if self._on_cpu or xla.available() else devices.count(devices.found())
 
     @property
     def _setup_devices(self) -> torch.device:
@@ -149,6 +157,8 @@ class TrainingArguments(
     @property
     def parallel_mode(self) -> ParallelMode:
         """Whether several processes train together."""
+        if self.device.type == "xla":
+            return ParallelMode.TPU
         return ParallelMode.DISTRIBUTED if self.world_size > 1 else ParallelMode.NOT_PARALLEL
 
     @property

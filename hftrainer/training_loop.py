@@ -84,7 +84,6 @@ class TrainingLoop:
         self.details = StepDetails(asked_for(trainer.callback_handler.callbacks))
         counted = trainer.args.include_num_input_tokens_seen != "no"
         self._counts_tokens = counted or legacy.value(trainer.args, "include_tokens_per_second")
-        self._infinite: torch.Tensor | None = None
         self._stepping = False  # the optimizer may have changed the weights, and the step is not counted yet
         self._stepped = False  # it has, and the step is not counted yet
         self.owes_evaluation = False  # one has begun, and is not complete
@@ -95,6 +94,8 @@ class TrainingLoop:
         self._agreed_stop = False
         self._warned = False
         self._loss_readable_at_once = self.tr_loss.device.type == "cpu"
+        #: Whether a loss since the last log line was infinite; kept on the device.
+        self._infinite = torch.zeros((), dtype=torch.bool, device=self.tr_loss.device)
         self.feed = MicroBatchFeed(
             schedule,
             trainer._engine.accumulation_at(first_epoch),
@@ -120,6 +121,7 @@ class TrainingLoop:
         """Announce the start, and evaluate if that is asked for."""
         trainer = self.trainer
         trainer.model_wrapped.zero_grad()
+        trainer._engine.end_batch()
         self._announce("on_train_begin")
         if trainer.args.eval_on_start:
             with self._abandoning():
@@ -192,6 +194,7 @@ class TrainingLoop:
     def _close_epoch(self) -> None:
         self._epoch_ended = True
         self._announce("on_epoch_end")
+        self.trainer._print_xla_metrics()
         self._log_save_evaluate()
         self._stop_if_signalled()
 
@@ -245,8 +248,11 @@ class TrainingLoop:
         steps = 1 + state.global_step - self.trainer._globalstep_last_logged
         if not self._loss_readable_at_once:  # stay on the device: reading the loss would wait for it
             finite = loss.isfinite()
-            self._infinite = ~finite if self._infinite is None else self._infinite | ~finite
-            self.tr_loss = torch.where(finite, self.tr_loss + loss, self.tr_loss + self.tr_loss / steps)
+            self._infinite = self._infinite | ~finite
+            divisor: Any = steps
+            if loss.device.type == "xla":  # 1 as a number would be compiled in, and the step once more for 2
+                divisor = torch.tensor([float(steps)], device=loss.device).reshape(())
+            self.tr_loss = torch.where(finite, self.tr_loss + loss, self.tr_loss + self.tr_loss / divisor)
         elif math.isfinite(loss):
             self.tr_loss += loss
         else:  # stand in with the mean of what has been summed
@@ -267,6 +273,7 @@ class TrainingLoop:
 
     def end_substep(self) -> None:
         """Announce a micro-batch after which the optimizer does not step."""
+        self.trainer._engine.end_batch()
         self._announce("on_substep_end")
 
     # ---- Optimizer steps ---------------------------------------------------------------------------------------
@@ -303,6 +310,7 @@ class TrainingLoop:
         """Count the step, announce it, then log, evaluate and save what is due; stop if a signal asks for it."""
         state = self.trainer.state
         model.zero_grad()
+        self.trainer._engine.end_batch()
         state.global_step += 1
         state.epoch = self._epoch_after_step()
         self._stepping = self._stepped = False
@@ -397,10 +405,10 @@ class TrainingLoop:
 
     def _log_save_evaluate(self) -> None:
         self.agree()
-        if self._infinite is not None and self.trainer.control.should_log:  # the log reads from the device anyway
+        if not self._loss_readable_at_once and self.trainer.control.should_log:  # which reads from the device anyway
             if bool(self._infinite):
                 self._warn_of_infinite_loss("was not finite before or", self.trainer.state.global_step)
-            self._infinite = None
+            self._infinite = torch.zeros_like(self._infinite)
         with self._abandoning():
             self._maybe_log_save_evaluate(
                 self.tr_loss,

@@ -63,7 +63,9 @@ class EngineAccelerator:
         self.is_last_process = processes.rank == processes.world_size - 1
         kind = "GPU" if device.type == "cuda" else device.type.upper()
         self.distributed_type = f"MULTI_{kind}" if processes.several else "NO"
-        if plan.sharding is not None:
+        if plan.on_xla:
+            self.distributed_type = "XLA"
+        elif plan.sharding is not None:
             self.distributed_type = "FSDP"
         elif plan.deepspeed is not None:
             self.distributed_type = "DEEPSPEED"
@@ -160,7 +162,13 @@ class EngineAccelerator:
         """
         compiled = model if hasattr(model, "_orig_mod") else None
         bare: Any = model if compiled is None else compiled._orig_mod
-        while isinstance(bare, _WRAPPERS) or hasattr(bare, "_fsdp_wrapped_module") or _is_deepspeed(bare):
+        # The last but one is what torch_xla's FSDP has around each unit.
+        while (
+            isinstance(bare, _WRAPPERS)
+            or hasattr(bare, "_fsdp_wrapped_module")
+            or "_fpw_module" in bare._modules
+            or _is_deepspeed(bare)
+        ):
             bare = bare.module
         if not keep_fp32_wrapper and hasattr(bare.__dict__.get("forward"), "__wrapped__"):
             del bare.forward
@@ -359,9 +367,7 @@ class EngineAccelerator:
             return model.state_dict()
         if self._engine.deepspeed is not None:
             return self._engine.deepspeed.whole_weights(self.unwrap_model(model))
-        from hftrainer_lightning.sharding import whole_model_state
-
-        return whole_model_state(model, self.device)
+        return self._engine.whole_weights(model)
 
     def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
         """Write to the trackers: there are none, `Trainer.log` keeps the history."""

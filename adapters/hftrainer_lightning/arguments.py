@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hftrainer_lightning import xla
 from hftrainer_lightning.config import (
     ALSO_SET_BY,
     WrongConfig,
@@ -122,7 +123,7 @@ TABLE: dict[str, Row] = {
         trackio_bucket_id=_TRACKIO,
         trackio_static_space_id=_TRACKIO,
         log_on_each_node="training_args: should_log",
-        debug="debug_utils: underflow_overflow",
+        debug="debug_utils: underflow_overflow; xla: tpu_metrics_debug",
         skip_memory_metrics="memory",
         log_level="trainer: level of the logs of hftrainer, and of transformers if it is there",
         log_level_replica="training_args: get_process_log_level",
@@ -211,6 +212,8 @@ TABLE |= _rows(
     dispatch_batches="accelerator_config['dispatch_batches']",
     split_batches="accelerator_config['split_batches']",
     tpu_metrics_debug="debug='tpu_metrics_debug'",
+    tpu_num_cores="xla: the cores in use; python -m hftrainer run --tpu starts one for each. The extra tpu brings "
+    "torch_xla, whose newest release, 2.9.0, is for torch 2.9",
     use_legacy_prediction_loop="trainer: prediction_loop",
     save_safetensors="checkpointing.weights",
     past_index="trainer: compute_loss",
@@ -223,7 +226,6 @@ TABLE |= _rows(
     overwrite_output_dir="a switch for your script",
 )
 TABLE |= _planned("search with backend='optuna'", "ray_scope")
-TABLE |= _planned("train on a GPU or CPU", "tpu_num_cores")
 TABLE |= _rows(
     "refused",
     fp16_backend=(_APEX := "NVIDIA Apex is archived and no precision plugin of Lightning; torch's autocast is used"),
@@ -277,8 +279,6 @@ _DDP = ("find_unused_parameters", "bucket_cap_mb", "broadcast_buffers", "static_
 def row_of(args: TrainingArguments, field: dataclasses.Field[Any]) -> tuple[Row, bool]:
     """What becomes of one argument with the value that it has, and whether that value asks for anything."""
     row, value = TABLE[field.name], getattr(args, field.name)
-    if field.name == "debug" and "tpu_metrics_debug" in (value or ()):
-        row = Row("planned", "there are no TPUs yet")
     if isinstance(value, str) and value in PLANNED_VALUES.get(field.name, ()):
         row = Row("planned", f"leave it at {field.default!r}")
     if field.name in _KEPT:
@@ -327,7 +327,9 @@ def place_of(args: TrainingArguments) -> Place:
 
 def misplaced(args: TrainingArguments) -> list[str]:
     """A sentence for each reason why the processes, as the launcher has started them, cannot train."""
-    return wrong_place(place_of(args), readable_config(_config(args)), count(args.device))
+    place = place_of(args)
+    of_xla = xla.misfits(args, place, getattr(args, "tpu_num_cores", None))
+    return [*wrong_place(place, readable_config(_config(args)), count(args.device)), *of_xla]
 
 
 def _config(args: TrainingArguments) -> Any:
@@ -382,7 +384,7 @@ def make_plan(args: TrainingArguments, model: Any = None) -> LightningPlan:
     sharding = _sharding(args, layout)
     config, deepspeed = read_config(_config(args)), configure(args)
     return LightningPlan(
-        accelerator=device.type,
+        accelerator="tpu" if device.type == "xla" else device.type,
         device=str(device),
         precision=deepspeed.precision if deepspeed else _precision(args),  # type: ignore[arg-type]
         accumulate_grad_batches=args.gradient_accumulation_steps,
@@ -417,6 +419,8 @@ def overridden(args: TrainingArguments) -> list[str]:
         found.append(f"One of {gpus} GPUs is used: the others need a script, or a launcher, to start processes.")
     if (deepspeed := configure(args)) is not None:
         found += deepspeed.notes
+    if "tpu_metrics_debug" in args.debug and args.device.type != "xla":
+        found.append(f"debug='tpu_metrics_debug' prints nothing: training is on {args.device}, which is no XLA device.")
     if args.fsdp_config and not args.fsdp:
         found.append("fsdp_config changes nothing without fsdp=True.")
     if args.fsdp and (given := [f"ddp_{name}" for name in _DDP if getattr(args, f"ddp_{name}", None) is not None]):

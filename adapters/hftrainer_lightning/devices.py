@@ -44,6 +44,10 @@ def count(device: torch.device) -> int | None:
 
 def accelerator(kind: str) -> str | Accelerator:
     """Lightning's accelerator: its name, or one of our own."""
+    if kind == "tpu":
+        from hftrainer_lightning import xla_strategies
+
+        return xla_strategies.Accelerator()
     if kind not in OTHERS:
         return kind
     from lightning.pytorch.accelerators import Accelerator
@@ -107,7 +111,7 @@ def wrong_device(args: TrainingArguments, precision: str, processes: int, spread
         yield from _wrong_on_mps(precision, processes, spreads)
     elif kind in OTHERS and spreads:
         yield f"Models are sharded and split on CUDA and CPU only, and this is {kind}: leave out fsdp."
-    several = processes > 1 and kind != "mps"
+    several = processes > 1 and kind not in ("mps", "xla")
     if args.ddp_backend and (reason := _wrong_backend(args.ddp_backend.lower(), kind, several)):
         yield f"ddp_backend={args.ddp_backend!r}{reason}: use {own_backend(kind)!r}, or leave it out."
 

@@ -21,7 +21,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
 
 from hftrainer_lightning import callbacks as of_callbacks
-from hftrainer_lightning import seams, tuning
+from hftrainer_lightning import seams, tuning, xla
 from hftrainer_lightning.devices import accelerator
 from hftrainer_lightning.environment import cluster_environment
 from hftrainer_lightning.events import EvaluationHost, TrainingHost, TuningHost
@@ -69,6 +69,8 @@ class LightningEngine:
         self.trainer: pl.Trainer | None = None
         self.module: HostedModule | None = None
         self.fitting = self.evaluating = False
+        if plan.by_spmd:
+            self._of_sharding.use_spmd()
         self.scaler = make_scaler(plan)
         self._group: seams.ValidationGroup | None = None
         self._prepared: torch.nn.Module | None = None
@@ -153,6 +155,20 @@ class LightningEngine:
         if self.deepspeed is not None:
             self.deepspeed.destroy()
 
+    def seed(self, seed: int) -> None:
+        """Seed the generator of an XLA device; torch's seeds do not reach it."""
+        if self.plan.on_xla:
+            xla.seed(seed)
+
+    def end_batch(self) -> None:
+        """Run what has been recorded, on devices that record operations first."""
+        if self.plan.on_xla:
+            xla.sync()
+
+    def on_host(self, state: Any) -> Any:
+        """A state as it is written: any process can read it then, whatever devices it has."""
+        return xla.to_host(state) if self.plan.on_xla else state
+
     @property
     def shards(self) -> bool:
         """Whether each process has a part of the model only."""
@@ -164,12 +180,29 @@ class LightningEngine:
 
     def prepare(self, model: torch.nn.Module) -> torch.nn.Module:
         """The model as it is trained: sharded, if that is asked for."""
-        if not self.shards or self.deepspeed is not None:
+        if self.deepspeed is not None:
             return model
-        from hftrainer_lightning import sharding  # of torch's, a second of imports
-
-        self._prepared = sharding.shard(model, self.plan)
+        if self.plan.by_spmd:
+            self._of_sharding.shard(model, self.plan)
+        if not self.shards:
+            return model
+        self._prepared = self._of_sharding.shard(model, self.plan)
         return self._prepared
+
+    @property
+    def _of_sharding(self) -> Any:
+        """The module that shards: torch's FSDP is a second of imports."""
+        if self.plan.on_xla:
+            from hftrainer_lightning import xla_sharding
+
+            return xla_sharding
+        from hftrainer_lightning import sharding
+
+        return sharding
+
+    def whole_weights(self, model: torch.nn.Module) -> dict[str, Any]:
+        """The whole weights of a sharded model, gathered by all processes."""
+        return self._of_sharding.whole_model_state(model, torch.device(self.plan.device))
 
     def clip_grad_norm(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip the gradients, over all processes; returns their norm before."""
@@ -177,16 +210,12 @@ class LightningEngine:
             return self.deepspeed.grad_norm()
         if self._prepared is None:
             return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
-        from hftrainer_lightning import sharding
-
-        return sharding.clip_grad_norm(self._prepared, max_norm, norm_type)
+        return self._of_sharding.clip_grad_norm(self._prepared, max_norm, norm_type)
 
     def no_sync(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
         """Keep gradients of backward passes in the block to this process."""
         if self._prepared is not None:
-            from hftrainer_lightning import sharding
-
-            return sharding.without_sync(self._prepared)
+            return self._of_sharding.without_sync(self._prepared)
         strategy: Any = self.trainer.strategy if self.trainer is not None and self.fitting else None
         block = getattr(strategy, "block_backward_sync", None)
         return contextlib.nullcontext() if block is None else block()
@@ -195,9 +224,7 @@ class LightningEngine:
         """Let the model's own methods, such as `generate`, be called in the block, where it is sharded too."""
         if self._prepared is None:
             return contextlib.nullcontext()
-        from hftrainer_lightning import sharding
-
-        return sharding.whole_parameters(self._prepared)
+        return self._of_sharding.whole_parameters(self._prepared)
 
     def evaluate(self, evaluation: EvaluationHost, model: torch.nn.Module, stage: Stage = "validate") -> None:
         """Drive a pass over an evaluation or test set, alone or within `fit`.

@@ -172,6 +172,13 @@ def _by_slurm() -> Place:
     )
 
 
+def _by_xla() -> Place:
+    """A process of torch_xla.launch, which alone knows where it stands."""
+    from hftrainer_lightning import xla
+
+    return xla.place()
+
+
 def _first(*names: str) -> str:
     return next((os.environ[name] for name in names if name in os.environ), "")
 
@@ -194,6 +201,7 @@ LAUNCHERS: Mapping[str, tuple[Callable[[], Place], str]] = {
     "mpi": (_by_mpi, "start the script with mpirun, and set MASTER_ADDR to the host of its first process"),
     "kubeflow": (_by_kubeflow, "start the script as a PyTorchJob, or with torchrun"),
     "lightning": (_by_lightning, "start the script with torchrun"),
+    "xla": (_by_xla, "start the script with python -m hftrainer run --tpu"),
 }
 #: Lightning's environments, given as a plugin → the launcher that they stand for.
 _PLUGINS = {
@@ -207,8 +215,11 @@ _PLUGINS = {
 def detect() -> str:
     """The launcher that has started this process; 'lightning' when none has.
 
-    Launchers inside others come first: torchrun started by srun or mpirun, mpirun within a job of SLURM.
+    Launchers inside others come first: torch_xla's in any, torchrun started by srun or mpirun, mpirun within a job of
+    SLURM.
     """
+    if "PJRT_LOCAL_PROCESS_COUNT" in os.environ:
+        return "xla"
     if "WORLD_SIZE" in os.environ:
         if "RANK" in os.environ:
             return "torchrun" if "LOCAL_RANK" in os.environ else "kubeflow"

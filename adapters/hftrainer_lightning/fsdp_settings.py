@@ -39,6 +39,21 @@ _OF_LAUNCHER = {
 
 
 @dataclass(frozen=True)
+class XlaSettings:
+    """How a model is sharded over TPU cores.
+
+    Attributes:
+        spmd: one process drives all cores, and each tensor says how it lies on them; else a process for each core.
+        grad_ckpt: compute the activations of each unit again in the backward pass.
+        settings: keywords of torch_xla's `XlaFullyShardedDataParallel`, types by their names.
+    """
+
+    spmd: bool = False
+    grad_ckpt: bool = False
+    settings: tuple[tuple[str, Any], ...] = ()
+
+
+@dataclass(frozen=True)
 class FsdpSettings:
     """How a model is sharded.
 
@@ -58,6 +73,7 @@ class FsdpSettings:
         limit_all_gathers: hold back gathering, for the sake of memory (FSDP1).
         forward_prefetch: gather the next unit's parameters early in the forward pass (FSDP1).
         backward_prefetch: the same in the backward pass, one of `PREFETCHES` (FSDP1).
+        xla: how it is done on TPUs; None for torch's FSDP.
     """
 
     version: int = 2
@@ -75,6 +91,7 @@ class FsdpSettings:
     limit_all_gathers: bool = True
     forward_prefetch: bool = False
     backward_prefetch: str = "NO_PREFETCH"
+    xla: XlaSettings | None = None
 
 
 class FsdpPlugin:
@@ -166,7 +183,7 @@ def _of_words(fsdp: Any) -> dict[str, Any]:
 
 def _named(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The values under the names of the settings; unknown names are errors."""
-    known = {field.name for field in dataclasses.fields(FsdpSettings)} - {"strategy", "wrap_classes"}
+    known = {field.name for field in dataclasses.fields(FsdpSettings)} - {"strategy", "wrap_classes", "xla"}
     known |= {"transformer_layer_cls_to_wrap", "reshard_after_forward", *_OF_XLA}
     keys: dict[str, Any] = {}
     for given_name, value in given.items():
@@ -180,12 +197,7 @@ def _named(given: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _settings(keys: dict[str, Any]) -> FsdpSettings:
-    if _truth("xla", keys.pop("xla", False)):
-        raise WrongConfig(
-            "fsdp_config['xla'] is for TPUs, which are not supported yet: leave it out for GPUs and CPUs."
-        )
-    for name in _OF_XLA[1:]:
-        keys.pop(name, None)
+    xla = _xla({name: keys.pop(name) for name in _OF_XLA if name in keys})
     version, strategy = _strategy(keys)
     classes = keys.pop("transformer_layer_cls_to_wrap", None)
     classes = classes.split(",") if isinstance(classes, str) else classes
@@ -209,8 +221,30 @@ def _settings(keys: dict[str, Any]) -> FsdpSettings:
         min_num_params=least,
         state_dict_type=state_dicts,
         backward_prefetch=prefetch,
+        xla=xla,
         **flags,
     )
+
+
+def _xla(keys: dict[str, Any]) -> XlaSettings | None:
+    """What the keys for TPUs ask for; without `xla` they ask for nothing."""
+    flags = {name: _truth(name, value) for name, value in keys.items() if name != "xla_fsdp_settings"}
+    if not flags.get("xla"):
+        asked = [name for name, given in flags.items() if given] + ["xla_fsdp_settings"] * bool(
+            keys.get("xla_fsdp_settings")
+        )
+        if asked:
+            raise WrongConfig(f"fsdp_config[{asked[0]!r}] needs 'xla': True too, or leave it out.")
+        return None
+    settings = keys.get("xla_fsdp_settings") or {}
+    if not isinstance(settings, Mapping):
+        raise WrongConfig(f"fsdp_config['xla_fsdp_settings']={settings!r}: give a dict of keywords.")
+    if settings and flags.get("xla_fsdp_v2"):
+        raise WrongConfig(
+            "fsdp_config['xla_fsdp_settings'] are of torch_xla's FSDP by processes, and 'xla_fsdp_v2' shards without: "
+            "give one of them."
+        )
+    return XlaSettings(flags.get("xla_fsdp_v2", False), flags.get("xla_fsdp_grad_ckpt", False), tuple(settings.items()))
 
 
 def _strategy(keys: dict[str, Any]) -> tuple[int, str]:

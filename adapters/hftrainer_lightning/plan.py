@@ -67,9 +67,21 @@ class LightningPlan:
         return torch.device(self.device).index not in (None, processes.local_rank)
 
     @property
+    def on_xla(self) -> bool:
+        """Whether training runs on XLA devices."""
+        return self.accelerator == "tpu"
+
+    @property
     def spreads_model(self) -> bool:
         """Whether each process has a part only of the model, or of what its optimizer keeps."""
-        return self.sharding is not None or self.layout.tp_size > 1 or self.deepspeed is not None
+        sharded = self.sharding is not None and not self.by_spmd
+        return sharded or self.layout.tp_size > 1 or self.deepspeed is not None
+
+    @property
+    def by_spmd(self) -> bool:
+        """Whether one process drives several XLA devices, which share the model's tensors."""
+        xla = None if self.sharding is None else self.sharding.xla
+        return xla is not None and xla.spmd
 
     def trainer_keywords(self) -> dict[str, Any]:
         """Keywords of `lightning.Trainer` that follow from the arguments, as plain values."""

@@ -77,12 +77,16 @@ class ForwardAutocast(PlainSteps, MixedPrecision):
 
         @functools.wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            with torch.autocast(self.device, dtype=dtype):
+            with self.autocast(dtype):
                 outputs = original(*args, **kwargs)
             return _to_float32(outputs)
 
         model.forward = forward
         return module
+
+    def autocast(self, dtype: torch.dtype) -> contextlib.AbstractContextManager[Any]:
+        """What the forward pass runs in."""
+        return torch.autocast(self.device, dtype=dtype)
 
     def teardown(self) -> None:
         """Give the model its own `forward` back."""

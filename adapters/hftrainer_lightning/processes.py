@@ -67,6 +67,8 @@ class Processes(Place):
             return
         if count(device) is not None:
             torch.get_device_module(device).set_device(device)
+        if device.type == "xla":  # gradients aside, processes talk through the host's memory
+            backend = "gloo"
         chosen = backend or distributed.get_default_backend_for_device(device)
         meeting: dict[str, Any] = {"init_method": f"tcp://{self.address}:{self.port}"}
         if self.address is None:  # alone, without a launcher
@@ -152,7 +154,7 @@ class Processes(Place):
         """The tensors of all processes, of one of those that have the same batches; for torchmetrics."""
         from torchmetrics.utilities.distributed import gather_all_tensors
 
-        return gather_all_tensors(tensor, group)[:: self.tp_size]
+        return [part.to(tensor.device) for part in gather_all_tensors(_reachable(tensor), group)[:: self.tp_size]]
 
     def _gather_list(self, items: list[Any], pad_index: int, distinct: bool) -> list[Any]:
         """A list of outputs, of the same length in every process; a list of samples would be mixed up."""
@@ -189,9 +191,9 @@ class Processes(Place):
             return data
 
         def reduced(tensor: torch.Tensor) -> torch.Tensor:
-            result = tensor.clone()
+            result = _reachable(tensor).clone()
             distributed.all_reduce(result, distributed.ReduceOp.MAX if reduction == "max" else distributed.ReduceOp.SUM)
-            return result / self.world_size if reduction == "mean" else result
+            return (result / self.world_size if reduction == "mean" else result).to(tensor.device)
 
         return apply_to_collection(data, torch.Tensor, reduced)
 
@@ -201,7 +203,7 @@ class Processes(Place):
         def pad(tensor: torch.Tensor) -> torch.Tensor:
             if not -tensor.ndim <= dim < tensor.ndim:
                 return tensor
-            longest = torch.tensor(tensor.shape[dim], device=tensor.device)
+            longest = _reachable(torch.tensor(tensor.shape[dim], device=tensor.device))
             distributed.all_reduce(longest, op=distributed.ReduceOp.MAX)
             return _padded(tensor, dim % tensor.ndim, int(longest), pad_index, pad_first)
 
@@ -263,10 +265,18 @@ def _gathered(leaf: Any, pad_index: int, every: int) -> Any:
             f"Processes can only gather tensors, got a {type(leaf).__name__}: put it into a list with one item a "
             "sample, and set eval_use_gather_object=True."
         )
-    # Most backends take what is on their accelerator only.
+    return _joined(gather_all_tensors(torch.atleast_1d(_reachable(leaf)))[::every], pad_index).to(leaf.device)
+
+
+def _reachable(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor where the other processes can have it.
+
+    Most backends take what is on their accelerator only, and gloo takes nothing of XLA's.
+    """
     kind = next((device for name, device in ON_DEVICE.items() if name in distributed.get_backend()), None)
-    home = torch.device(kind, torch.get_device_module(kind).current_device()) if kind else leaf.device
-    return _joined(gather_all_tensors(torch.atleast_1d(leaf.to(home)))[::every], pad_index).to(leaf.device)
+    if kind is not None:
+        return tensor.to(torch.device(kind, torch.get_device_module(kind).current_device()))
+    return tensor.cpu() if tensor.device.type == "xla" else tensor
 
 
 def _joined(parts: list[torch.Tensor], pad_index: int) -> torch.Tensor:

@@ -61,9 +61,9 @@ def shard(model: nn.Module, plan: LightningPlan) -> nn.Module:
         reshard(model)
         return model
     device = torch.device(plan.device)
-    units = _units(model, settings)
+    units = units_of(model, settings)
     if settings.sync_module_states:
-        _take_from_first(model, device)
+        take_from_first(model, device)
     if plan.precision in _HALF:
         _keep_trained_in_float32(model)
     try:
@@ -191,7 +191,7 @@ def _made_mesh(kind: str, shape: tuple[int, ...]) -> DeviceMesh:
 # ---- What is a unit -------------------------------------------------------------------------------------------------
 
 
-def _units(model: nn.Module, settings: FsdpSettings) -> list[nn.Module]:
+def units_of(model: nn.Module, settings: FsdpSettings) -> list[nn.Module]:
     """The modules that are gathered one at a time, inner ones first."""
     if settings.auto_wrap_policy == "NO_WRAP":
         return []
@@ -235,7 +235,7 @@ def _large_modules(model: nn.Module, least: int) -> list[nn.Module]:
 # ---- Before ---------------------------------------------------------------------------------------------------------
 
 
-def _take_from_first(model: nn.Module, device: torch.device) -> None:
+def take_from_first(model: nn.Module, device: torch.device) -> None:
     """Give all processes the weights of the first; tensors without data are made first."""
     empty = [module for module in model.modules() if any(tensor.is_meta for tensor in _own_tensors(module))]
     for module in empty:

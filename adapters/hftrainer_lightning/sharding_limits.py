@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from hftrainer_lightning import xla
 from hftrainer_lightning.fsdp_settings import FsdpSettings
 
 if TYPE_CHECKING:
@@ -32,7 +33,12 @@ def limits(
     asked = f"fsdp={args.fsdp!r}" if args.fsdp else "ACCELERATE_USE_FSDP=true"
     if args.deepspeed:
         yield "fsdp and deepspeed both shard the model: give one of them."
-    if args.world_size == 1 and not launched:
+    on_xla = args.device.type == "xla"
+    if settings.xla is not None:
+        yield from _of_xla(args, settings)
+    elif on_xla:
+        yield f"{asked} on a TPU is torch_xla's: give fsdp_config={{'xla': True}} too."
+    elif args.world_size == 1 and not launched:
         yield (
             f"{asked} shards the model over processes, and there is one: start the script with torchrun, accelerate "
             "launch or python -m hftrainer run --nproc N, or give lightning_config={'devices': N}."
@@ -51,8 +57,34 @@ def limits(
     yield from _of_saving(args, settings, config)
 
 
+def _of_xla(args: TrainingArguments, settings: FsdpSettings) -> Iterator[str]:
+    assert settings.xla is not None
+    if args.device.type != "xla":
+        missing = "torch_xla is missing: " + xla.INSTALL if not xla.installed() else "training is on another device"
+        yield f"fsdp_config['xla'] needs a TPU, and {missing}."
+    if settings.xla.spmd and args.world_size > 1:
+        yield (
+            f"fsdp_config['xla_fsdp_v2'] drives all cores from one process, and there are {args.world_size}: start the "
+            "script with plain python."
+        )
+    if not settings.xla.spmd and getattr(args, "predict_with_generate", False):
+        yield "predict_with_generate calls the model past what gathers its weights: set fsdp_config['xla_fsdp_v2'] too."
+    asked = {
+        "activation_checkpointing": settings.activation_checkpointing,
+        "cpu_offload": settings.cpu_offload,
+        "state_dict_type": settings.state_dict_type != "FULL_STATE_DICT",
+        "reshard_after_forward": settings.strategy not in ("full_shard", "shard_grad_op"),
+        "cpu_ram_efficient_loading": settings.cpu_ram_efficient_loading,
+    }
+    for name in (name for name, given in asked.items() if given):
+        instead = "set 'xla_fsdp_grad_ckpt' instead" if name == "activation_checkpointing" else "leave it out"
+        yield f"fsdp_config[{name!r}] is of torch's FSDP, and with 'xla' torch_xla shards: {instead}."
+
+
 def _of_optimizers(args: TrainingArguments, settings: FsdpSettings, own_optimizer: bool) -> Iterator[str]:
     name = str(args.optim)
+    if settings.xla is not None and settings.xla.spmd:
+        return  # parameters stay as they are
     own = name.startswith("adamw_torch")
     if not own and (any(part in name for part in _NEED_WHOLE) or name == "adamw_8bit"):
         yield f"optim={name!r} needs whole parameters, and fsdp shares them out: use 'adamw_torch' or its 8bit form."

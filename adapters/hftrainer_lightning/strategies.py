@@ -179,6 +179,10 @@ def build_strategy(
         find_unused_parameters: whether replicas look for parameters that a step has not used, unless the plan says it.
         sync_each_batch: whether they average their gradients after each micro-batch, rather than once a step.
     """
+    if plan.on_xla:
+        from hftrainer_lightning.xla_strategies import build_xla_strategy
+
+        return build_xla_strategy(plan)
     precision = precision_plugin(plan, scaler)
     if plan.sharding is not None or plan.layout.tp_size > 1:
         first = plan.sharding is not None and plan.sharding.version == 1

@@ -116,8 +116,17 @@ def load_optimizer_and_scheduler(
         if sharded:
             distributed.load_whole_optimizer(model, optimizer, distributed.by_name(state, model, optimizer))
         else:
-            optimizer.load_state_dict(state)
+            optimizer.load_state_dict(_for_device(state, optimizer))
     scheduler.load_state_dict(read_torch(scheduler_file))
+
+
+def _for_device(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The state, for the kernels of the device: XLA has no fused ones, which a checkpoint of another device names."""
+    if optimizer.param_groups[0]["params"][0].device.type == "xla":
+        for group in state["param_groups"]:
+            if group.get("fused"):
+                group["fused"] = None
+    return state
 
 
 def _load_whole(folder: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hftrainer import peers
 from hftrainer.checkpointing.reading import read_torch
 
 logger = logging.getLogger(__name__)
@@ -63,7 +64,10 @@ def restore_random_states(states: dict[str, Any]) -> None:
 
 def rng_state() -> dict[str, Any]:
     """The random states of this process, in the form that `transformers.Trainer` reads."""
-    return {**random_states(), **{name: module.get_rng_state() for name, module in _accelerators().items()}}
+    states = {**random_states(), **{name: module.get_rng_state() for name, module in _accelerators().items()}}
+    if (xla := peers.xla_in_use()) is not None:
+        states["xla"] = xla.get_rng_state()
+    return states
 
 
 def save_rng_state(path: str) -> None:
@@ -89,6 +93,8 @@ def restore_rng_state(states: dict[str, Any]) -> None:
             module.set_rng_state_all(states[name])
         elif name in states:
             module.set_rng_state(states[name])
+    if "xla" in states and (xla := peers.xla_in_use()) is not None:
+        xla.set_rng_state(states["xla"])
 
 
 def numpy_state_types() -> list[Any]:

@@ -48,6 +48,10 @@ class ShardedStates:
         if optimizer is not None:
             self._states["optimizer"] = distributed.optimizer_state(model, optimizer, whole=self.whole)
 
+    def share_buffers(self, model: nn.Module) -> None:
+        """Give all processes the buffers of the first, before an evaluation."""
+        distributed.share_buffers(model)
+
     def whole_weights(self, model: nn.Module) -> dict[str, Any]:
         """The whole weights: those that were gathered for the checkpoint in hand, or else gathered now."""
         gathered = self._states.get("model") if self.whole else None

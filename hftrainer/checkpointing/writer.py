@@ -66,14 +66,22 @@ class CheckpointWriter:
         in_background: let training wait for the copy to the host's memory only. The copies are kept for the next
             checkpoint, so they take as much memory as a checkpoint has.
         stop_on_error: raise `CheckpointNotWritten` when one cannot be written, instead of going on to the next.
+        on_host: moves a state to where it can be written from.
 
     Attributes:
         failed: whether the last checkpoint could not be written.
     """
 
-    def __init__(self, *, in_background: bool = False, stop_on_error: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        in_background: bool = False,
+        stop_on_error: bool = False,
+        on_host: Callable[[Any], Any] = lambda state: state,
+    ) -> None:
         self.in_background = in_background
         self.stop_on_error = stop_on_error
+        self._on_host = on_host
         self.failed = False
         self._jobs: list[Callable[[], None]] | None = None
         self._pending: Future[None] | None = None
@@ -134,6 +142,7 @@ class CheckpointWriter:
 
     def call(self, write: Callable[[Any], None], values: Any) -> None:
         """Call `write(values)`: now, or with the checkpoint in hand on a copy of the values in the host's memory."""
+        values = self._on_host(values)
         if self._jobs is None:
             write(values)
         else:

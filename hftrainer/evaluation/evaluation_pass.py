@@ -43,6 +43,7 @@ class EvaluationPass:
         main_input: the model's main input, for `include_for_metrics`.
         metrics: what is computed.
         preprocess_logits: the Trainer's callable, or None.
+        end_batch: called when a batch has been predicted, before anything of it is read.
         gather: rows of all processes for the rows of this one.
         prefix: put before each metric's name, with an underscore.
         returns_predictions: keep the predictions even if the metrics do not need them.
@@ -62,6 +63,7 @@ class EvaluationPass:
     main_input: str
     metrics: WholeSetMetrics | TorchMetrics
     preprocess_logits: Callable[[Any, Any], Any] | None
+    end_batch: Callable[[], None]
     gather: Callable[..., Any]
     prefix: str
     returns_predictions: bool
@@ -125,6 +127,7 @@ class EvaluationPass:
             rows = without_rows(rows, lists_of_samples=self.args.eval_use_gather_object)
         else:
             self.seen_samples += size or 0
+        self.end_batch()
         self._keep(rows, inputs, last)
         self.announce_batch()
         every = self.args.eval_accumulation_steps or 1

@@ -295,7 +295,8 @@ def test_meeting_without_an_address(make):
 
 
 def test_every_launcher_is_tried():
-    assert {place[0] for _, place in PLACES.values()} == set(LAUNCHERS)
+    # Of a process of torch_xla only torch_xla knows where it stands: tests/xla has those.
+    assert {place[0] for _, place in PLACES.values()} == set(LAUNCHERS) - {"xla"}
 
 
 # ---- accelerate launch -----------------------------------------------------------------------------------------------

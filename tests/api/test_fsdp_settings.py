@@ -110,7 +110,10 @@ def test_the_launcher():
         ("shard_grad_op", {"reshard_after_forward": True}, "are two strategies"),
         (True, {"min_num_params": "many"}, r"fsdp_config\['min_num_params'\]='many': it must be a number"),
         (True, {"activation_checkpointing_offload": True}, "needs 'activation_checkpointing'"),
-        (True, {"xla": True}, "TPUs"),
+        (True, {"xla_fsdp_v2": True}, r"fsdp_config\['xla_fsdp_v2'\] needs 'xla': True"),
+        (True, {"xla_fsdp_settings": {"a": 1}}, r"fsdp_config\['xla_fsdp_settings'\] needs 'xla': True"),
+        (True, {"xla": True, "xla_fsdp_settings": "a"}, "give a dict of keywords"),
+        (True, {"xla": True, "xla_fsdp_v2": True, "xla_fsdp_settings": {"a": 1}}, "give one of them"),
         (True, "absent.json", "there is no such file"),
     ],
 )
