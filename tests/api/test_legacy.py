@@ -57,7 +57,6 @@ KEPT_WORKING = {
 REFUSED = {
     "jit_mode_eval": True,
     "ray_scope": "all",
-    "tpu_num_cores": 8,
     "fp16_backend": "apex",
     "half_precision_backend": "apex",
     "fp16_opt_level": "O2",
