@@ -45,12 +45,13 @@ def begin(args: TrainingArguments) -> Any:
         start_others(args._place, args.ddp_timeout)
         processes = Processes.at(args._place)
         processes.connect(args.device, args.ddp_backend, args.ddp_timeout_delta, even_alone=True)
-        connect(processes, args.device, args.ddp_timeout_delta)
+        connect(processes, args.device, args.ddp_timeout_delta, config)
     return config
 
 
-def to_floating_type(batch: Any, dtype: torch.dtype) -> Any:
-    """The batch with its floating-point tensors in the type of DeepSpeed's weights."""
+def to_floating_type(batch: Any, model: nn.Module) -> Any:
+    """The batch with its floating-point tensors in the type of the weights, which is DeepSpeed's once it has them."""
+    dtype = next((weight.dtype for weight in model.parameters() if weight.is_floating_point()), torch.float32)
     return apply_to_collection(
         batch, torch.Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor
     )
@@ -115,6 +116,22 @@ class PartitionedStates:
         )
 
 
+def check_given(run: DeepSpeedRun, optimizer: Any, scheduler: Any) -> None:
+    """Refuse an optimizer or a schedule of the script's where the configuration brings its own.
+
+    Raises:
+        UnsupportedArgument: naming the section.
+    """
+    sections = [
+        name for name, there in (("optimizer", run.brings_optimizer), ("scheduler", run.brings_scheduler)) if there
+    ]
+    if (optimizer is not None and run.brings_optimizer) or (scheduler is not None and sections):
+        raise UnsupportedArgument(
+            f"optimizers=(...) and the {' and '.join(sections)} of the deepspeed configuration choose the same: give "
+            "one of them. A schedule of the script's needs the script's or the Trainer's optimizer."
+        )
+
+
 def initialize(trainer: Trainer, base: type, max_steps: int, folder: str | None) -> None:
     """Make DeepSpeed's engine with optimizer and schedule, each by the configuration or by the Trainer; then load it.
 
@@ -132,7 +149,7 @@ def initialize(trainer: Trainer, base: type, max_steps: int, folder: str | None)
         trainer._bare_model, max_steps, args.get_warmup_steps(max_steps), warmup_is_default=not args.warmup_steps
     )
     if trainer.deepspeed is not None and run.is_training:
-        if trainer._optimizer_given:
+        if trainer._optimizers_given[0] is not None:
             raise UnsupportedArgument(
                 "optimizers: DeepSpeed's engine has taken the parameters out of the optimizer in an earlier train(): "
                 "pass optimizer_cls_and_kwargs, or make a new Trainer."

@@ -45,6 +45,7 @@ from hftrainer.data.tokens import count_tokens
 from hftrainer.debug_utils import DebugUnderflowOverflow
 from hftrainer.deepspeed import PartitionedStates, to_floating_type
 from hftrainer.deepspeed import begin as begin_deepspeed
+from hftrainer.deepspeed import check_given as check_deepspeed
 from hftrainer.deepspeed import initialize as initialize_deepspeed
 from hftrainer.deepspeed import prepare_for_evaluation as prepare_deepspeed_for_evaluation
 from hftrainer.errors import InvalidArgument, MetricNotFound, UnsupportedArgument
@@ -172,7 +173,7 @@ class Trainer:
         self.compute_metrics = compute_metrics
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
         self.optimizer, self.lr_scheduler = optimizers
-        self._optimizer_given = optimizers[0] is not None
+        self._optimizers_given = optimizers
         self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
         self.data_collator = data_collator if data_collator is not None else self._default_collator()
         if (model is None) == (model_init is None):
@@ -318,6 +319,7 @@ class Trainer:
         if not plan.spreads_model:
             return None
         if self._engine.deepspeed is not None:
+            check_deepspeed(self._engine.deepspeed, *self._optimizers_given)
             return PartitionedStates(self._engine.deepspeed)
         if plan.on_xla:
             return xla_parts.XlaParts(plan.processes, self._engine.on_host, self._engine.whole_weights)
@@ -755,7 +757,7 @@ class Trainer:
 
     def _prepare_input(self, data: Any) -> Any:
         moved = to_device(data, self.accelerator.device)
-        return moved if self.deepspeed is None else to_floating_type(moved, self._engine.deepspeed.config.dtype())
+        return to_floating_type(moved, self.model) if self.is_deepspeed_enabled else moved
 
     # ---- Optimizer and scheduler -------------------------------------------------------------------------------
 

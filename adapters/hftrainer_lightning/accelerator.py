@@ -97,6 +97,11 @@ class EngineAccelerator:
         instead = _ELSEWHERE.get(name)
         raise AttributeError(f"accelerator.{name} is not there" + (f": {instead}." if instead else "."))
 
+    @property
+    def deepspeed_plugin(self) -> Any:
+        """DeepSpeed's configuration under accelerate's names; None without DeepSpeed."""
+        return self.state.deepspeed_plugin
+
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Run backward, as the precision and strategy need it."""
         self._engine.backward(loss, **kwargs)

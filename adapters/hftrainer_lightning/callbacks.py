@@ -93,6 +93,7 @@ def _refusal(
     knows_epochs: bool,
     several: bool,
     sharded: bool,
+    deepspeed: bool,
 ) -> str | None:
     """Why a callback cannot work with the arguments of the run; None when it can.
 
@@ -105,10 +106,16 @@ def _refusal(
         knows_epochs: whether the training data has a length.
         several: whether there are several processes.
         sharded: whether each process holds a part of the model only.
+        deepspeed: whether DeepSpeed trains it.
     """
     name = type(callback).__name__
     if sharded and isinstance(callback, (ModelPruning, *OF_TRAINING)):
-        return f"{name} changes whole weights, and fsdp shards them: train without fsdp, or without {name}."
+        by = "deepspeed" if deepspeed else "fsdp"
+        return f"{name} changes whole weights, and {by} shards them: train without {by}, or without {name}."
+    if deepspeed and isinstance(callback, GradientAccumulationScheduler):
+        return (
+            f"{name} cannot tell DeepSpeed how many micro-batches a step has: set gradient_accumulation_steps instead."
+        )
     if isinstance(callback, ModelPruning) and not callback._make_pruning_permanent:
         return (
             f"{name}(make_pruning_permanent=False) would leave masks in the model and in its checkpoints, which "

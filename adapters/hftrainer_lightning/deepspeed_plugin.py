@@ -51,6 +51,21 @@ class DeepSpeedPlugin:
         """The norm to which gradients are clipped; 0 leaves them alone."""
         return self.get_value("gradient_clipping")
 
+    @property
+    def offload_optimizer_device(self) -> str:
+        """Where the optimizer's states are: 'none' for beside the parameters, 'cpu' or 'nvme'."""
+        return self.get_value("zero_optimization.offload_optimizer.device", "none")
+
+    @property
+    def offload_param_device(self) -> str:
+        """Where the parameters are: 'none' for on the device, 'cpu' or 'nvme'."""
+        return self.get_value("zero_optimization.offload_param.device", "none")
+
+    @property
+    def zero3_save_16bit_model(self) -> bool:
+        """Whether checkpoints hold whole weights too."""
+        return self._run.gathers
+
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
         """The value of a key such as 'zero_optimization.stage'."""
         return self.hf_ds_config.get_value(ds_key_long, default)

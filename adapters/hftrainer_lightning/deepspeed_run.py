@@ -21,6 +21,11 @@ def is_engine(model: Any) -> bool:
     return library is not None and isinstance(model, library.DeepSpeedEngine)
 
 
+def is_partitioned(model: torch.nn.Module) -> bool:
+    """Whether each process has a part of each parameter (ZeRO-3)."""
+    return any(hasattr(parameter, "ds_id") for parameter in model.parameters())
+
+
 class DeepSpeedRun:
     """DeepSpeed's engine for one model, made anew by each training run.
 
@@ -140,21 +145,25 @@ class DeepSpeedRun:
 
     @property
     def gathers(self) -> bool:
-        """Whether whole weights can be had: always, unless the configuration forbids to gather partitioned ones."""
-        return not self.config.is_zero3() or self.config.is_true(
-            "zero_optimization.stage3_gather_16bit_weights_on_model_save"
-        )
+        """Whether whole weights are to be saved; else they stay in the parts that a training engine writes."""
+        key = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+        return not (self.config.is_zero3() and self.is_training) or self.config.is_true(key)
 
     def whole_weights(self, model: torch.nn.Module, *, only_trained: bool = False) -> dict[str, Any]:
         """The weights by name; only the first process can count on them.
 
         Args:
-            model: the user's.
+            model: any model, partitioned or not.
             only_trained: leave out what is frozen, of partitioned weights.
         """
-        if self.config.is_zero3() and self.engine is not None:
+        if not is_partitioned(model):
+            return model.state_dict()
+        if self.engine is not None and self.engine.module is model:  # a layer at a time
             return self.engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=only_trained) or {}
-        return model.state_dict()
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters(list(model.parameters())):
+            return {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
 
     def save(self, folder: str, processes: Processes) -> None:
         """Write the engine's states; all processes must call it.
@@ -234,9 +243,10 @@ def _on_the_host(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     given: dict[str, Any] = {
         name: optimizer.defaults[name] for name in ("lr", "weight_decay") if name in optimizer.defaults
     }
-    if isinstance(optimizer, torch.optim.Adam):  # AdamW is one
-        return DeepSpeedCPUAdam(optimizer.param_groups, adamw_mode=isinstance(optimizer, torch.optim.AdamW), **given)
-    if isinstance(optimizer, torch.optim.Adagrad):
+    kind = type(optimizer)  # a subclass may step in its own way
+    if kind in (torch.optim.Adam, torch.optim.AdamW):
+        return DeepSpeedCPUAdam(optimizer.param_groups, adamw_mode=kind is torch.optim.AdamW, **given)
+    if kind is torch.optim.Adagrad:
         return DeepSpeedCPUAdagrad(optimizer.param_groups, **given)
     raise WrongConfig(
         f"deepspeed: with offload_optimizer DeepSpeed steps with its own Adam, AdamW or Adagrad, and the optimizer is "
@@ -264,7 +274,8 @@ def _configure_activation_checkpointing(config: dict[str, Any]) -> None:
 class EngineOptimizer(torch.optim.Optimizer):
     """What callbacks and schedules see of an optimizer that the engine steps.
 
-    DeepSpeed's own are none of torch's, or free what they hold when Lightning lets go of its copy of them.
+    DeepSpeed's own are none of torch's, or free what they hold when Lightning lets go of its copy of them. There is no
+    attribute `optimizer`, behind which Lightning's callbacks would look.
 
     Args:
         optimizer: DeepSpeed's.
@@ -274,11 +285,6 @@ class EngineOptimizer(torch.optim.Optimizer):
         self._of_engine = optimizer
         self._optimizer_step_pre_hooks = self._optimizer_step_post_hooks = {}  # type: ignore[assignment]
         self.defaults = getattr(optimizer, "defaults", {})
-
-    @property
-    def optimizer(self) -> Any:
-        """DeepSpeed's."""
-        return self._of_engine
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]

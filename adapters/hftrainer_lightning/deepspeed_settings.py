@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import copy
 import dataclasses
+import difflib
 import importlib.util
 import json
 import os
@@ -27,6 +28,18 @@ _BY_HIDDEN_SIZE = {
 }
 #: Keys of v4.1's documentation → where DeepSpeed has them now.
 _RENAMED = {"cpu_offload": "offload_optimizer", "cpu_offload_params": "offload_param"}
+_GATHER = "stage3_gather_16bit_weights_on_model_save"
+#: Keys that hold others.
+_SECTIONS = (
+    "zero_optimization",
+    "optimizer",
+    "scheduler",
+    "fp16",
+    "bf16",
+    "amp",
+    "checkpoint",
+    "activation_checkpointing",
+)
 #: Keys that are completed when the length of the run is known.
 _OF_SCHEDULE = ("scheduler.params.total_num_steps", "scheduler.params.warmup_num_steps")
 INSTALL = "install it with pip install 'hftrainer[deepspeed]'"
@@ -121,6 +134,10 @@ class DeepSpeedConfig:
             return
         if node[key] == AUTO:
             node[key] = value
+        elif isinstance(value, (int, float)) and not isinstance(node[key], (int, float)):
+            self.mismatches.append(
+                f"deepspeed: {ds_key_long}={node[key]!r}: it must be a number, true, false or 'auto'."
+            )
         elif node[key] != value and is_default:
             self.notes.append(
                 f"deepspeed: {ds_key_long}={node[key]!r} is used, and not the default {arguments}={value!r}."
@@ -192,6 +209,8 @@ def read_deepspeed(given: Any, environment: Mapping[str, str] = os.environ) -> d
         return {"zero_optimization": {"stage": 2}}
     if isinstance(given, dict) or os.path.exists(str(given)):
         return copy.deepcopy(read_config(given, "deepspeed"))
+    if not isinstance(given, (str, os.PathLike)):
+        raise WrongConfig(f"deepspeed={given!r}: give a dict, the path of a JSON or YAML file, JSON, or True.")
     for decode in (str, lambda text: base64.urlsafe_b64decode(text).decode()):
         try:
             config = json.loads(decode(given))
@@ -243,6 +262,7 @@ def configure(args: TrainingArguments) -> DeepSpeedConfig | None:
         return None
     config = DeepSpeedConfig(raw)
     _rename_old(config)
+    _check_sections(raw)
     _settle_batches(config, args)
     _settle_precision(config, args)
     defaults = {field.name: field.default for field in dataclasses.fields(args)}
@@ -258,7 +278,10 @@ def configure(args: TrainingArguments) -> DeepSpeedConfig | None:
     settle("optimizer.params.betas", "adam_beta1", "adam_beta2")
     settle("optimizer.params.eps", "adam_epsilon")
     settle("optimizer.params.weight_decay", "weight_decay")
-    settle("scheduler.params.warmup_max_lr", "learning_rate")
+    if config.get_value("optimizer.params.lr") is None:
+        settle("scheduler.params.warmup_max_lr", "learning_rate")
+    else:
+        config.settle("scheduler.params.warmup_max_lr", config.get_value("optimizer.params.lr"), "optimizer.params.lr")
     if config.is_auto("scheduler.params.warmup_min_lr"):
         config.settle("scheduler.params.warmup_min_lr", 0, "")
     if args.save_on_each_node:
@@ -268,13 +291,43 @@ def configure(args: TrainingArguments) -> DeepSpeedConfig | None:
 
 
 def _rename_old(config: DeepSpeedConfig) -> None:
-    """v4.1's switches for offloading, in the words of today."""
+    """Keys of older documents and releases, in the words of today."""
+    if "bfloat16" in config.config:
+        config.config.setdefault("bf16", config.config.pop("bfloat16"))
     zero = config.config.get("zero_optimization")
     if not isinstance(zero, dict):
         return
     for old, new in _RENAMED.items():
         if zero.pop(old, False):
             zero.setdefault(new, {"device": "cpu"})
+    if (gathers := zero.pop(_GATHER.replace("16bit", "fp16"), None)) is not None:
+        zero.setdefault(_GATHER, gathers)
+    if zero.get(_GATHER) == AUTO:  # as accelerate fills it in
+        zero[_GATHER] = False
+
+
+def _check_sections(raw: dict[str, Any]) -> None:
+    """Raise for what is misspelled or of another shape than DeepSpeed's, with all that is wrong."""
+    found = [
+        f"deepspeed: {name}={raw[name]!r}: it must hold keys and values."
+        for name in _SECTIONS
+        if name in raw and not isinstance(raw[name], dict)
+    ]
+    if "zero_optimization" not in raw:
+        near = difflib.get_close_matches("zero_optimization", raw, n=1)
+        hint = f" (did you mean it by {near[0]!r}?)" if near else ""
+        found.append(
+            f"deepspeed: zero_optimization is missing{hint}: write at least {{'stage': 0}}, which partitions nothing."
+        )
+    elif isinstance(raw["zero_optimization"], dict):
+        stage = raw["zero_optimization"].get("stage", 0)
+        if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
+            found.append(f"deepspeed: zero_optimization.stage={stage!r}: it must be 0, 1, 2 or 3.")
+    for name in ("optimizer", "scheduler"):
+        if isinstance(raw.get(name), dict) and "type" not in raw[name]:
+            found.append(f"deepspeed: {name} has no 'type', which names it.")
+    if found:
+        raise WrongConfig("\n".join(found))
 
 
 def _settle_batches(config: DeepSpeedConfig, args: TrainingArguments) -> None:
@@ -323,8 +376,6 @@ def limits(args: TrainingArguments, config: DeepSpeedConfig, lightning_config: M
     for key in _autos(config.config):
         if key not in known:
             yield f"deepspeed: no argument can fill in {key}='auto': give a value, or leave it out."
-    if config.stage not in (0, 1, 2, 3):
-        yield f"deepspeed: zero_optimization.stage={config.stage}: it must be 0, 1, 2 or 3."
     for section, key in (("tensor_parallel", "autotp_size"), ("sequence_parallel_size", ""), ("pipeline", "")):
         value = config.get_value(f"{section}.{key}" if key else section)
         if value not in (None, 0, 1, {}):
@@ -337,6 +388,11 @@ def limits(args: TrainingArguments, config: DeepSpeedConfig, lightning_config: M
         yield "save_only_model=True leaves nothing that deepspeed can load: set load_best_model_at_end=False."
     if args.auto_find_batch_size:
         yield "auto_find_batch_size=True cannot start DeepSpeed's engine again: set per_device_train_batch_size."
+    if "precision" in lightning_config:
+        yield (
+            f"lightning_config['precision']={lightning_config['precision']!r} is not DeepSpeed's: set bf16 or fp16, or "
+            "their sections in the configuration."
+        )
     if lightning_config.get("async_checkpoint"):
         yield (
             "lightning_config['async_checkpoint']=True writes from one process, and deepspeed from all: leave one of "

@@ -332,6 +332,7 @@ class LightningEngine:
             accumulate_grad_batches=self.plan.accumulate_grad_batches,
             several=self.plan.processes.several,
             sharded=self.shards,
+            deepspeed=self.deepspeed is not None,
             **run,
         )
 
@@ -420,7 +421,8 @@ def _deepspeed_run(plan: LightningPlan) -> Any:
     from hftrainer_lightning.deepspeed_run import DeepSpeedRun
     from hftrainer_lightning.deepspeed_start import connect
 
-    connect(plan.processes, torch.device(plan.device), timedelta(seconds=plan.timeout))
+    assert plan.deepspeed is not None
+    connect(plan.processes, torch.device(plan.device), timedelta(seconds=plan.timeout), plan.deepspeed)
     return DeepSpeedRun(plan)
 
 

@@ -138,7 +138,9 @@ class HostedModule(LightningModule):
     @property
     def _shows_scheduler(self) -> bool:
         """Lightning is shown the scheduler for its callbacks' sake; it does not take all that the Trainer does."""
-        return isinstance(self._scheduler, LRScheduler) and not isinstance(self._scheduler, ReduceLROnPlateau)
+        shown = isinstance(self._scheduler, LRScheduler) and not isinstance(self._scheduler, ReduceLROnPlateau)
+        # With DeepSpeed a schedule of the script's moves the optimizer that the engine has inside.
+        return shown and self._scheduler.optimizer is self._optimizer
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         """Run the closure (forward, backward, clipping) and the step, then tell the run."""

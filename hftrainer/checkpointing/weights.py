@@ -167,6 +167,11 @@ def load_weights(model: torch.nn.Module, folder: str) -> None:
         _load_adapters(model, adapters)
     elif (whole := _first_file(folder, distributed.WHOLES["model"])) is not None:
         _load_files(model, [whole])
+    elif os.path.isfile(os.path.join(folder, "latest")):
+        raise CheckpointNotFound(
+            f"{folder} holds weights in DeepSpeed's parts: resume with deepspeed, or make one file of them with python "
+            "zero_to_fp32.py . in that folder."
+        )
     else:
         raise CheckpointNotFound(
             f"There are no weights in {folder}: expected {names.SAFE_WEIGHTS_NAME}, {names.WEIGHTS_NAME}, an index of "

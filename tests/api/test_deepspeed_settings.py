@@ -37,6 +37,7 @@ LONG = {
     },
 }
 SHORT = {"zero_optimization": ZERO}
+ZERO_2 = {"zero_optimization": {"stage": 2}}
 SHORT_WORDS = (
     "--learning_rate 3e-5 --warmup_steps 500 --adam_beta1 0.8 --adam_beta2 0.999 --adam_epsilon 1e-8 "
     "--weight_decay 3e-7 --lr_scheduler_type constant_with_warmup --fp16 --fp16_backend amp"
@@ -155,6 +156,21 @@ def test_both_configurations_of_v4_1_mean_the_same(tmp_path):
         ),
         ({"zero_optimization": {"sub_group_size": "auto"}}, {}, ("zero_optimization.sub_group_size='auto'",)),
         ({"zero_optimization": {"stage": 4}}, {}, ("stage=4", "0, 1, 2 or 3")),
+        ({"zero_optimization": {"stage": "two"}}, {}, ("stage='two'", "0, 1, 2 or 3")),
+        ({"zero_optimization": True}, {}, ("zero_optimization=True", "keys and values")),
+        ({"fp16": True}, {}, ("fp16=True", "keys and values")),
+        ({"optimizer": {"params": {}}}, {}, ("optimizer has no 'type'",)),
+        ({"gradient_clipping": "0.1"}, {}, ("gradient_clipping='0.1'", "must be a number")),
+        ({"train_batch_size": "8"}, {}, ("train_batch_size='8'", "must be a number")),
+        (
+            {
+                "optimizer": {"type": "Adam", "params": {"lr": 0.1}},
+                "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.2}},
+            },
+            {},
+            ("warmup_max_lr=0.2", "optimizer.params.lr=0.1"),
+        ),
+        ({}, {"lightning_config": {"precision": "bf16-mixed"}}, ("precision", "set bf16 or fp16")),
         ({"tensor_parallel": {"autotp_size": 2}}, {}, ("tensor_parallel", "not supported yet")),
         ({}, {"optim": "galore_adamw", "optim_target_modules": ["a"]}, ("optim='galore_adamw'", "flat parts")),
         ({}, {"auto_find_batch_size": True}, ("auto_find_batch_size=True",)),
@@ -178,14 +194,52 @@ def test_contradictions_name_both(config, settings, named):
         assert words in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ('{"bf16": {}}', "zero_optimization is missing"),
+        ({"zero_optimisation": {"stage": 3}}, "did you mean it by 'zero_optimisation'"),
+        ([1], r"deepspeed=\[1\]: give a dict"),
+    ],
+)
+def test_misspelled_configurations(config, words):
+    with pytest.raises(InvalidArgument, match=words):
+        arguments(config)
+
+
+def test_older_words():
+    """fp16 was what weights were gathered in, and 'bfloat16' is another name of DeepSpeed's."""
+    gathers = "stage3_gather_16bit_weights_on_model_save"
+    old = {"stage": 3, "stage3_gather_fp16_weights_on_model_save": True}
+    config = configure_only({"zero_optimization": old, "bfloat16": {"enabled": True}})
+    assert config["zero_optimization"] == {"stage": 3, gathers: True}
+    assert config["bf16"] == {"enabled": True}
+    config = configure_only({"zero_optimization": {"stage": 3, gathers: "auto"}})
+    assert config["zero_optimization"] == {"stage": 3, gathers: False}
+
+
+def configure_only(config):
+    """With ZeRO-3 arguments connect the processes, which needs DeepSpeed."""
+    args = arguments(ZERO_2)
+    args.deepspeed = config
+    return configure(args).config
+
+
+def test_schedule_rises_to_the_optimizers_rate():
+    optimizer = {"type": "Adam", "params": {"lr": 0.02}}
+    scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}}
+    config = configured({**ZERO_2, "optimizer": optimizer, "scheduler": scheduler})
+    assert config["scheduler"]["params"]["warmup_max_lr"] == 0.02
+
+
 def test_all_contradictions_are_named_at_once():
     with pytest.raises(InvalidArgument) as raised:
-        arguments({"gradient_clipping": 0.1, "train_batch_size": 3}, max_grad_norm=2.0)
+        arguments({**ZERO_2, "gradient_clipping": 0.1, "train_batch_size": 3}, max_grad_norm=2.0)
     assert len(str(raised.value).splitlines()) == 2
 
 
 def test_defaults_give_way_and_it_is_said():
-    config = arguments({"gradient_clipping": 0.1}).hf_deepspeed_config
+    config = arguments({**ZERO_2, "gradient_clipping": 0.1}).hf_deepspeed_config
     assert config.config["gradient_clipping"] == 0.1
     assert config.notes == ["deepspeed: gradient_clipping=0.1 is used, and not the default max_grad_norm=1.0."]
 

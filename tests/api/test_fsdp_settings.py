@@ -134,7 +134,7 @@ def test_malformed_files(tmp_path):
     ("settings", "message"),
     [
         ({"fsdp": True}, "fsdp=True shards the model over processes, and there is one"),
-        ({"fsdp": True, "deepspeed": {"bf16": {}}}, "fsdp and deepspeed both shard the model"),
+        ({"fsdp": True, "deepspeed": True}, "fsdp and deepspeed both shard the model"),
         ({"fsdp": "full_shrd"}, "did you mean 'full_shard'"),
         (
             {

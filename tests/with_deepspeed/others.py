@@ -18,7 +18,7 @@ from hftrainer import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, Trainin
 from hftrainer.errors import UnsupportedArgument
 from tests.parity.support import build
 from tests.tiny import language_data, make_llama, make_plain, plain_data
-from tests.with_deepspeed.sets import STAGES, without_compiler
+from tests.with_deepspeed.sets import OF_CONFIGURATION, STAGES, offloaded, without_compiler
 
 RANK = int(os.environ.get("RANK", "0"))
 IN_PARTS = {**STAGES[3], "zero_optimization": {"stage": 3}}
@@ -179,6 +179,67 @@ def names(folder):
     }
 
 
+def given(folder):
+    """What scripts give besides: schedules, Lightning's callbacks, types, and saving before training."""
+    from lightning.pytorch.callbacks import LearningRateMonitor
+    from transformers import LlamaForCausalLM
+
+    found = {}
+    for name, stage in (("stage 2", STAGES[2]), ("stage 0", STAGES[0])):
+        model = make_plain()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        args = arguments(folder / name, deepspeed=stage)
+        trainer = Trainer(model, args, train_dataset=plain_data(), optimizers=(optimizer, schedule))
+        trainer.train()
+        found[f"schedule, {name}"] = [line["learning_rate"] for line in trainer.state.log_history if "loss" in line]
+    monitor = LearningRateMonitor()
+    args = arguments(folder / "monitor", deepspeed=STAGES[2])
+    Trainer(make_plain(), args, train_dataset=plain_data(), callbacks=[monitor]).train()
+    found["monitor"] = sorted(monitor.lrs)
+    args = arguments(folder / "types", deepspeed=STAGES[2], bf16=True, bf16_full_eval=True)
+    trainer = Trainer(make_plain(), args, train_dataset=plain_data(), eval_dataset=plain_data(9))
+    found["types"] = [trainer.evaluate()["eval_loss"]]
+    trainer.train()
+    found["types"].append(trainer.evaluate()["eval_loss"])
+    for name, config in (("gathered", STAGES[3]), ("in parts", IN_PARTS)):
+        if RANK == 0:
+            make_llama().save_pretrained(folder / "model")
+        args = arguments(folder / name, deepspeed=config)
+        torch.distributed.barrier()
+        trainer = Trainer(LlamaForCausalLM.from_pretrained(folder / "model"), args, train_dataset=language_data())
+        trainer.save_model()
+        torch.distributed.barrier()
+        args.hf_deepspeed_config = None  # models are made whole again
+        found[name] = sum(each.numel() for each in LlamaForCausalLM.from_pretrained(folder / name).parameters())
+    return {**found, **refusals(folder)}
+
+
+def refusals(folder):
+    """Name → the error of a Trainer that cannot be had."""
+    from lightning.pytorch.callbacks import GradientAccumulationScheduler
+
+    class Own(torch.optim.Adam):
+        pass
+
+    tried = {
+        "own Adam": lambda own: (offloaded(2, "optimizer"), {"optimizers": (own, None)}),
+        "two optimizers": lambda own: (OF_CONFIGURATION, {"optimizers": (own, None)}),
+        "a wrong key": lambda own: ({"zero_optimization": {"stage": 2, "stge": 3}}, {}),
+        "accumulation": lambda own: (STAGES[2], {"callbacks": [GradientAccumulationScheduler({0: 2})]}),
+    }
+    found = {}
+    for name, make in tried.items():
+        model = make_plain()
+        config, settings = make(Own(model.parameters()))
+        try:
+            args = arguments(folder / "refused", deepspeed=config)
+            Trainer(model, args, train_dataset=plain_data(), **settings).train()
+        except ValueError as error:
+            found[name] = str(error)
+    return found
+
+
 def one(folder):
     """One process, without a launcher, goes on from two processes' checkpoint, once it is a universal one."""
     written = folder / "hftrainer" / "stage 2" / "checkpoint-4"
@@ -201,7 +262,7 @@ def one(folder):
     return found
 
 
-CASES = (loading, in_parts, evaluating, generating, full, names)
+CASES = (loading, in_parts, evaluating, generating, full, names, given)
 
 
 def main(folder, chosen):

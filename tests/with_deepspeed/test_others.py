@@ -28,7 +28,7 @@ def found(folder):
     """What `others.py` wrote, by case and rank."""
     run = python(*TORCHRUN, str(HERE / "others.py"), str(folder))
     assert run.returncode == 0, run.stderr[-3000:]
-    names = ("loading", "in_parts", "evaluating", "generating", "full", "names")
+    names = ("loading", "in_parts", "evaluating", "generating", "full", "names", "given")
     return {name: [pickle.loads((folder / f"{name}-{rank}.pkl").read_bytes()) for rank in RANKS] for name in names}
 
 
@@ -89,6 +89,28 @@ def test_names(found):
         "strategy": "_StaysInPlace",
         "shown": True,
     }
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_what_scripts_give(found, rank):
+    given = found["given"][rank]
+    assert given["schedule, stage 2"] == given["schedule, stage 0"] == [0.1, 0.05, 0.025]
+    assert given["monitor"]
+    assert len(set(given["types"])) == 2  # before training and after it, in one type throughout
+    assert given["gathered"] == given["in parts"] == 6800
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("own Adam", "the optimizer is Own"),
+        ("two optimizers", "optimizers=(...) and the optimizer and scheduler of the deepspeed configuration"),
+        ("a wrong key", "stge"),
+        ("accumulation", "set gradient_accumulation_steps instead"),
+    ],
+)
+def test_refusals(found, name, words):
+    assert words in found["given"][0][name]
 
 
 def test_fewer_processes(tmp_path):
@@ -159,7 +181,7 @@ def test_wrong_device_is_named(tmp_path):
         "from hftrainer_lightning import deepspeed_start\n"
         "import datetime, torch\n"
         "from hftrainer_lightning.processes import Processes\n"
-        "deepspeed_start.connect(Processes(), torch.device('cuda'), datetime.timedelta(1))\n"
+        "deepspeed_start.connect(Processes(), torch.device('cuda'), datetime.timedelta(1), None)\n"
     )
     script = tmp_path / "script.py"
     script.write_text(text)
