@@ -65,7 +65,7 @@ def test_wrong_arguments(words, message):
         ({"fsdp": "full_shard auto_wrap"}, "mapped", "fsdp"),
         ({"sharded_ddp": "zero_dp_3"}, "mapped", "fsdp"),
         ({"deepspeed": "ds.json"}, "planned", "deepspeed"),
-        ({"tpu_num_cores": 8}, "planned", "tpu_num_cores"),
+        ({"tpu_num_cores": 8}, "handled", "tpu_num_cores"),
         ({"use_mps_device": True}, "inert", "use_mps_device"),
         ({"bf16": True}, "mapped", "bf16"),
         ({"train_sampling_strategy": "batch_rebalance"}, "planned", "train_sampling_strategy"),

@@ -49,14 +49,13 @@ TRANSLATED = [
 ]
 INERT = {"overwrite_output_dir": True, "use_mps_device": True}
 #: Still work, under their own names: tests/api/test_evaluation.py, tests/parity/test_training_features.py,
-#: tests/parity/test_interchange.py, tests/conformance/test_loggers.py.
+#: tests/parity/test_interchange.py, tests/conformance/test_loggers.py, tests/xla.
 KEPT_WORKING = set(
-    "logging_dir save_safetensors use_legacy_prediction_loop past_index include_tokens_per_second".split()
+    "logging_dir save_safetensors use_legacy_prediction_loop past_index include_tokens_per_second tpu_num_cores".split()
 )
 REFUSED = {
     "jit_mode_eval": True,
     "ray_scope": "all",
-    "tpu_num_cores": 8,
     "fp16_backend": "apex",
     "half_precision_backend": "apex",
     "fp16_opt_level": "O2",
