@@ -49,10 +49,10 @@ TRANSLATED = [
 ]
 INERT = {"overwrite_output_dir": True}
 #: Still work, under their own names: tests/api/test_evaluation.py, tests/parity/test_training_features.py,
-#: tests/parity/test_interchange.py, tests/conformance/test_loggers.py, tests/api/test_devices.py.
+#: tests/parity/test_interchange.py, tests/conformance/test_loggers.py, tests/api/test_devices.py, tests/xla.
 KEPT_WORKING = {
     *("logging_dir", "save_safetensors", "use_legacy_prediction_loop", "past_index", "include_tokens_per_second"),
-    "use_mps_device",
+    *("use_mps_device", "tpu_num_cores"),
 }
 REFUSED = {
     "jit_mode_eval": True,
