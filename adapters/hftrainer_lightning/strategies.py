@@ -26,7 +26,7 @@ from hftrainer_lightning.plan import LightningPlan
 from hftrainer_lightning.precision import precision_plugin
 
 
-class _StaysInPlace(Strategy):
+class StaysInPlace(Strategy):
     """Leaves model and optimizer where they are when a run ends, and a model spread by `device_map` when it begins.
 
     Lightning moves both to the CPU; Trainer users go on to `evaluate()` and `generate()` on the device.
@@ -46,11 +46,11 @@ class _StaysInPlace(Strategy):
         self.checkpoint_io.teardown()
 
 
-class SingleDevice(_StaysInPlace, SingleDeviceStrategy):
+class SingleDevice(StaysInPlace, SingleDeviceStrategy):
     """One process on one device."""
 
 
-class Replicas(_StaysInPlace, DDPStrategy):
+class Replicas(StaysInPlace, DDPStrategy):
     """A replica of the model in each process.
 
     Args:
@@ -87,7 +87,7 @@ class Replicas(_StaysInPlace, DDPStrategy):
             return self.lightning_module.validation_step(*args, **kwargs)
 
 
-class Prepared(_StaysInPlace, ParallelStrategy):
+class Prepared(StaysInPlace, ParallelStrategy):
     """A model that comes in parts, since its optimizer is made before Lightning begins."""
 
     plan: LightningPlan

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from hftrainer_lightning import xla
 from hftrainer_lightning.plan import LightningPlan
 from hftrainer_lightning.precision import ForwardAutocast, FullPrecision, PlainSteps
+from hftrainer_lightning.strategies import StaysInPlace
 
 
 class Accelerator(XLAAccelerator):
@@ -111,7 +112,7 @@ class _FilesOfHost(XLACheckpointIO):
         TorchCheckpointIO.save_checkpoint(self, xla.to_host(checkpoint), path, storage_options)
 
 
-class _OnXla(Strategy):
+class _OnXla(StaysInPlace):
     """What one device and several have in common: everything is in its place when Lightning begins."""
 
     _precision_plugin: Precision | None = None
@@ -136,14 +137,6 @@ class _OnXla(Strategy):
 
     def model_to_device(self) -> None:
         """Nothing: moved once more, tied weights would be untied."""
-
-    def teardown(self) -> None:
-        """Leave model and optimizer where they are."""
-        self.precision_plugin.teardown()
-        self.model = self.lightning_module
-        assert self.accelerator is not None
-        self.accelerator.teardown()
-        self.checkpoint_io.teardown()
 
 
 class SingleXla(_OnXla, SingleDeviceXLAStrategy):

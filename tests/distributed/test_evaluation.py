@@ -26,6 +26,14 @@ def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
     )
 
 
+def of_both_libraries(script: Path, folder: Path) -> dict:
+    """What a script wrote with transformers, then with ours, which reads their checkpoints: by library and rank."""
+    for library in ("transformers", "hftrainer"):
+        run = python(*TORCHRUN, str(script), library, str(folder))
+        assert run.returncode == 0, run.stderr[-3000:]
+    return {path.stem: pickle.loads(path.read_bytes()) for path in folder.glob("*.pkl")}
+
+
 def torchrun(folder: Path, text: str) -> subprocess.CompletedProcess:
     """Run a script in two processes."""
     script = folder / "script.py"

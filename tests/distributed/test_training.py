@@ -2,7 +2,6 @@
 
 import json
 import os
-import pickle
 import random
 import signal
 import socket
@@ -14,7 +13,7 @@ import pytest
 import torch
 
 from hftrainer.data.sharding import EvenBatchSampler, Share
-from tests.distributed.test_evaluation import FAILS_IN_ONE, TORCHRUN, python, torchrun
+from tests.distributed.test_evaluation import FAILS_IN_ONE, TORCHRUN, of_both_libraries, python, torchrun
 from tests.distributed.train_sets import CASES, FLAGS, RESUMED
 from tests.reliability.support import JOB, Forked, assert_same, weights
 
@@ -24,12 +23,7 @@ RANKS = ("0", "1")
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     """What `train_sets.py` wrote, by library and rank."""
-    folder = tmp_path_factory.mktemp("sets")
-    script = str(Path(__file__).with_name("train_sets.py"))
-    for library in ("transformers", "hftrainer"):  # ours goes on from their checkpoints
-        run = python(*TORCHRUN, script, library, str(folder))
-        assert run.returncode == 0, run.stderr[-3000:]
-    return {path.stem: pickle.loads(path.read_bytes()) for path in folder.glob("*.pkl")}
+    return of_both_libraries(Path(__file__).with_name("train_sets.py"), tmp_path_factory.mktemp("sets"))
 
 
 @pytest.mark.parametrize("rank", RANKS)

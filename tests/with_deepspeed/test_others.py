@@ -86,7 +86,7 @@ def test_names(found):
         "clipping": 1.0,
         "unwrapped": True,
         "engine": "DeepSpeedEngine",
-        "strategy": "_StaysInPlace",
+        "strategy": "StaysInPlace",
         "shown": True,
     }
 

@@ -1,12 +1,11 @@
 """Two processes train with DeepSpeed as those of transformers do, and as replicas do, and go on from checkpoints."""
 
-import pickle
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.distributed.test_evaluation import TORCHRUN, python
+from tests.distributed.test_evaluation import of_both_libraries
 from tests.reliability.support import assert_same
 from tests.with_deepspeed.sets import CASES, RESUMED
 
@@ -18,12 +17,7 @@ TOLERANCE = 5e-7
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     """What `sets.py` wrote, by library and rank."""
-    folder = tmp_path_factory.mktemp("sets")
-    script = str(Path(__file__).with_name("sets.py"))
-    for library in ("transformers", "hftrainer"):  # ours goes on from their checkpoints
-        run = python(*TORCHRUN, script, library, str(folder))
-        assert run.returncode == 0, run.stderr[-3000:]
-    return {path.stem: pickle.loads(path.read_bytes()) for path in folder.glob("*.pkl")}
+    return of_both_libraries(Path(__file__).with_name("sets.py"), tmp_path_factory.mktemp("sets"))
 
 
 NAMES = [*CASES, *(f"{name}, resumed at {step}" for name, step in RESUMED)]
