@@ -64,7 +64,7 @@ class PartitionedStates:
         run: with DeepSpeed's engine.
     """
 
-    #: Nothing but parts is never all: configuration and tokenizer stand beside them.
+    #: Configuration and tokenizer stand beside the parts, so there is always something to save.
     only_parts = False
 
     def __init__(self, run: DeepSpeedRun) -> None:

@@ -201,7 +201,13 @@ class DeepSpeedRun:
                 f"{os.path.join(folder, _tag(folder))} --output_folder {os.path.join(folder, 'universal')}, and set "
                 "'checkpoint': {'load_universal': true} in the configuration."
             )
-        loaded, _ = self.engine.load_checkpoint(folder, load_module_strict=strict)
+        try:
+            loaded, _ = self.engine.load_checkpoint(folder, load_module_strict=strict)
+        except (AssertionError, KeyError, RuntimeError) as error:  # it checks little by itself
+            raise WrongConfig(
+                f"DeepSpeed cannot go on from {folder} ({error!r}): a checkpoint belongs to the model, the stage and "
+                "the optimizer that wrote it."
+            ) from error
         if loaded is None:
             raise WrongConfig(f"DeepSpeed cannot go on from {folder}; its messages above say why.")
 

@@ -46,7 +46,8 @@ class XlaParts:
         whole_weights: gathers the whole weights; all processes must call it.
     """
 
-    whole = True
+    #: Whole weights stand beside the parts.
+    only_parts = False
 
     def __init__(
         self,
@@ -95,6 +96,9 @@ class XlaParts:
             return
         for kind, part in self._parts.items():
             torch.save(part, os.path.join(folder, _part_name(kind, processes.rank, processes.world_size)))
+
+    def save_beside(self, folder: str, processes: Any) -> None:
+        """Nothing: `save_model()` writes whole weights."""
 
     def finish(self, processes: Any) -> None:
         """Let go of what was taken; others that wait for a folder which could not be made are told."""

@@ -212,7 +212,19 @@ def given(folder):
         torch.distributed.barrier()
         args.hf_deepspeed_config = None  # models are made whole again
         found[name] = sum(each.numel() for each in LlamaForCausalLM.from_pretrained(folder / name).parameters())
-    return {**found, **refusals(folder)}
+    return {**found, **refusals(folder), "another stage": another_stage(folder)}
+
+
+def another_stage(folder):
+    """The error of a run that is to go on from what another stage wrote."""
+    args = arguments(folder / "saved", deepspeed=STAGES[2], save_strategy="steps", save_steps=2)
+    Trainer(make_plain(), args, train_dataset=plain_data()).train()
+    trainer = Trainer(make_plain(), arguments(folder / "other", deepspeed=STAGES[3]), train_dataset=plain_data())
+    try:
+        trainer.train(resume_from_checkpoint=str(folder / "saved" / "checkpoint-2"))
+    except ValueError as error:
+        return str(error)
+    return "it goes on"
 
 
 def refusals(folder):

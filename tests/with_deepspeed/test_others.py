@@ -107,6 +107,7 @@ def test_what_scripts_give(found, rank):
         ("two optimizers", "optimizers=(...) and the optimizer and scheduler of the deepspeed configuration"),
         ("a wrong key", "stge"),
         ("accumulation", "set gradient_accumulation_steps instead"),
+        ("another stage", "a checkpoint belongs to the model, the stage and the optimizer"),
     ],
 )
 def test_refusals(found, name, words):
