@@ -32,6 +32,8 @@ def start(folder, before, after=(), script=SCRIPT, **environment):
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        # A shell that runs the tests in the background has them ignore Ctrl-C, which Python then leaves so.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
