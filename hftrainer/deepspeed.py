@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 
 from hftrainer import peers
 from hftrainer.checkpointing.distributed import to_be_written
 from hftrainer.errors import UnsupportedArgument
 from hftrainer.overrides import is_overridden
+from hftrainer.trainer_pt_utils import nested_apply
 
 if TYPE_CHECKING:
     from torch import nn
@@ -52,9 +52,11 @@ def begin(args: TrainingArguments) -> Any:
 def to_floating_type(batch: Any, model: nn.Module) -> Any:
     """The batch with its floating-point tensors in the type of the weights, which is DeepSpeed's once it has them."""
     dtype = next((weight.dtype for weight in model.parameters() if weight.is_floating_point()), torch.float32)
-    return apply_to_collection(
-        batch, torch.Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor
-    )
+
+    def converted(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+    return nested_apply(converted, batch)
 
 
 class PartitionedStates:
