@@ -370,9 +370,7 @@ class EngineAccelerator:
         """The model's weights; of a sharded model gathered, which all processes must ask for."""
         if not self._engine.shards:
             return model.state_dict()
-        if self._engine.deepspeed is not None:
-            return self._engine.deepspeed.whole_weights(self.unwrap_model(model))
-        return self._engine.whole_weights(model)
+        return self._engine.whole_weights(model if self._engine.deepspeed is None else self.unwrap_model(model))
 
     def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
         """Write to the trackers: there are none, `Trainer.log` keeps the history."""

@@ -20,8 +20,7 @@ from hftrainer_lightning.config import (
     readable_config,
     wrong_keywords,
 )
-from hftrainer_lightning.deepspeed_settings import configure
-from hftrainer_lightning.deepspeed_settings import limits as limits_of_deepspeed
+from hftrainer_lightning.deepspeed_settings import configure, wrong_deepspeed
 from hftrainer_lightning.devices import OTHERS, count, own_backend, wrong_device
 from hftrainer_lightning.environment import Place, can_start_again, find_place, wrong_place
 from hftrainer_lightning.fsdp_settings import FsdpSettings, read_fsdp
@@ -310,7 +309,7 @@ def unsupported(args: TrainingArguments, model: Any = None, *, own_optimizer: bo
     try:
         found += wrong_keywords(read_config(_config(args)))
         found += _wrong_sharding(args, own_optimizer)
-        found += wrong_deepspeed(args)
+        found += wrong_deepspeed(args, read_config(_config(args)))
         layout = read_layout(args.parallelism_config, model)
         found += wrong_layout(layout, read_fsdp(args.fsdp, args.fsdp_config), args.world_size)
         spreads = _sharding(args, layout) is not None or layout.tp_size > 1
@@ -342,12 +341,6 @@ def _wrong_sharding(args: TrainingArguments, own_optimizer: bool) -> list[str]:
         return []
     launched = place_of(args).launcher != "lightning"
     return list(limits(args, settings, read_config(_config(args)), launched=launched, own_optimizer=own_optimizer))
-
-
-def wrong_deepspeed(args: TrainingArguments) -> list[str]:
-    """A sentence for each way in which DeepSpeed cannot be used as it is asked for."""
-    config = configure(args)
-    return [] if config is None else list(limits_of_deepspeed(args, config, read_config(_config(args))))
 
 
 def _is_neutral(value: Any, default: Any) -> bool:

@@ -202,6 +202,8 @@ class LightningEngine:
 
     def whole_weights(self, model: torch.nn.Module) -> dict[str, Any]:
         """The whole weights of a sharded model, gathered by all processes."""
+        if self.deepspeed is not None:
+            return self.deepspeed.whole_weights(model)
         return self._of_sharding.whole_model_state(model, torch.device(self.plan.device))
 
     def clip_grad_norm(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:

@@ -46,6 +46,24 @@ class StaysInPlace(Strategy):
         self.checkpoint_io.teardown()
 
 
+class OwnPrecision(Strategy):
+    """Takes the plan's precision plugin where Lightning's strategy insists on its own.
+
+    That for FSDP has autocast on CUDA only, and clips no norms; that for XLA casts by environment variables.
+    """
+
+    _precision_plugin: Precision | None = None
+
+    @property
+    def precision_plugin(self) -> Any:
+        """The plan's."""
+        return self._precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        self._precision_plugin = precision_plugin
+
+
 class SingleDevice(StaysInPlace, SingleDeviceStrategy):
     """One process on one device."""
 
@@ -132,22 +150,13 @@ class _Sharded(Prepared):
         return sharding.whole_optimizer_state(self.model, optimizer, self.root_device)
 
 
-class ShardedFirst(_Sharded, FSDPStrategy):
+class ShardedFirst(OwnPrecision, _Sharded, FSDPStrategy):
     """A model sharded by FSDP1."""
 
     def __init__(self, plan: LightningPlan, precision: Precision) -> None:
         self.plan = plan
         super().__init__(process_group_backend=plan.process_group_backend, timeout=timedelta(seconds=plan.timeout))
         self._precision_plugin = precision
-
-    @property
-    def precision_plugin(self) -> Any:
-        """The plan's; Lightning's own for FSDP has autocast on CUDA only, and clips no norms."""
-        return self._precision_plugin
-
-    @precision_plugin.setter
-    def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        self._precision_plugin = precision_plugin
 
 
 class ShardedSecond(_Sharded, ModelParallelStrategy):

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from hftrainer_lightning import xla
 from hftrainer_lightning.plan import LightningPlan
 from hftrainer_lightning.precision import ForwardAutocast, FullPrecision, PlainSteps
-from hftrainer_lightning.strategies import StaysInPlace
+from hftrainer_lightning.strategies import OwnPrecision, StaysInPlace
 
 
 class Accelerator(XLAAccelerator):
@@ -112,19 +112,8 @@ class _FilesOfHost(XLACheckpointIO):
         TorchCheckpointIO.save_checkpoint(self, xla.to_host(checkpoint), path, storage_options)
 
 
-class _OnXla(StaysInPlace):
+class _OnXla(OwnPrecision, StaysInPlace):
     """What one device and several have in common: everything is in its place when Lightning begins."""
-
-    _precision_plugin: Precision | None = None
-
-    @property
-    def precision_plugin(self) -> Any:
-        """The plan's; Lightning's own for XLA casts by environment variables, and steps in a closure."""
-        return self._precision_plugin
-
-    @precision_plugin.setter
-    def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        self._precision_plugin = precision_plugin
 
     def setup(self, trainer: Any) -> None:
         """Set up all but the model, which the Trainer has moved before there was an optimizer."""

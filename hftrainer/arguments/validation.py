@@ -183,18 +183,12 @@ def wrong_accelerator_config(args: TrainingArguments) -> Iterator[str]:
         yield f"accelerator_config['use_configured_state']=True: {reason}"
 
 
-def _wrong_deepspeed(args: TrainingArguments) -> Iterator[str]:
+def _wrong_deepspeed(args: TrainingArguments) -> list[str]:
     """What is wrong with `deepspeed`, as far as the arguments tell."""
-    from hftrainer_lightning.config import WrongConfig, readable_config
-    from hftrainer_lightning.deepspeed_settings import configure, limits
+    from hftrainer_lightning.config import readable_config
+    from hftrainer_lightning.deepspeed_settings import wrong_deepspeed
 
-    try:
-        config = configure(args)
-    except WrongConfig as error:
-        yield str(error)
-        return
-    if config is not None:
-        yield from limits(args, config, readable_config(args.lightning_config))
+    return wrong_deepspeed(args, readable_config(args.lightning_config))
 
 
 def _out_of_range(args: TrainingArguments) -> Iterator[str]:

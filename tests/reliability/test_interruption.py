@@ -38,7 +38,10 @@ def test_signal(tmp_path, undisturbed, number, settings):
     saved = [int(line.split()[1]) for line in out.splitlines() if line.startswith("saved")]
     last = steps[-1] if steps else 9
     assert last <= 11
-    assert saved[-1:] == [last]  # one from before may be announced late, in the background
+    if settings.get("lightning_config"):  # one from before may be announced late, in the background
+        assert saved[-1] == last
+    else:
+        assert saved == [last]
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-7", f"checkpoint-{last}"}
     lines, _ = finish(tmp_path, **settings)
     assert lines[0] == f"resuming from {tmp_path}/checkpoint-{last}"
