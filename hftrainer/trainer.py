@@ -64,6 +64,7 @@ from hftrainer.progress import own_progress
 from hftrainer.reporting import comparable_names, mean_loss, print_table, write_metrics
 from hftrainer.schedule import TrainingSchedule, place_of, plan_schedule
 from hftrainer.search.backend import SearchBackend
+from hftrainer.search.jobs import refuse_in_worker
 from hftrainer.trainer_callback import (
     CallbackHandler,
     DefaultFlowCallback,
@@ -181,7 +182,8 @@ class Trainer:
             raise InvalidArgument(f"Trainer needs either a model or a model_init, and got {given}.")
         self._validate_args()
         reports = integrations.chosen(self.args.report_to)
-        self._trackers = integrations.make_trackers(reports, loggers, self.args)
+        trackers = integrations.make_trackers(reports, loggers, self.args)
+        self._trackers: list[Any] = []
         self._lightning_callbacks: list[Any] = []
         self.model: nn.Module = model  # type: ignore[assignment]  # None until model_init is called
         self.create_accelerator_and_postprocess()
@@ -190,7 +192,7 @@ class Trainer:
         self._init_bookkeeping()
         if not isinstance(callbacks, (list, tuple, type(None))):
             raise TypeError(f"callbacks={callbacks!r}: give a list of callbacks.")
-        self._init_callbacks([*integrations.callbacks_of_transformers(reports), *(callbacks or [])])
+        self._init_callbacks([*integrations.callbacks_of_transformers(reports), *(callbacks or [])], trackers)
         if self.args.should_save:
             os.makedirs(str(self.args.output_dir), exist_ok=True)
         self._announce("on_init_end")
@@ -402,16 +404,11 @@ class Trainer:
         self._averages_tokens = self.args.average_tokens_across_devices and self.args.world_size > 1
         self._eval_dataloaders: dict[Any, Any] = {}
 
-    def _init_callbacks(self, callbacks: list[Any]) -> None:
+    def _init_callbacks(self, callbacks: list[Any], trackers: list[Any]) -> None:
         self.callback_handler = CallbackHandler(
             [DefaultFlowCallback], self.model, self.processing_class, self.optimizer, self.lr_scheduler
         )
-        if self._trackers:
-            self.add_callback(
-                integrations.ReportingCallback(
-                    self._trackers, lambda folder: self.save_model(folder), lambda: self._get_output_dir(self._trial)
-                )
-            )
+        self._report_to(trackers)
         for callback in callbacks:
             self.add_callback(callback)
         if (progress := own_progress(self.args, self.callback_handler.callbacks)) is not None:
@@ -422,6 +419,15 @@ class Trainer:
             is_world_process_zero=self.is_world_process_zero(),
             stateful_callbacks=self._stateful_callbacks(),
         )
+
+    def _report_to(self, trackers: list[Any]) -> None:
+        """Write to trackers, beside those that are written to already."""
+        callbacks, kind = self.callback_handler.callbacks, integrations.ReportingCallback
+        if trackers and not any(isinstance(callback, kind) for callback in callbacks):
+            self.add_callback(
+                kind(self._trackers, lambda folder: self.save_model(folder), lambda: self._get_output_dir(self._trial))
+            )
+        self._trackers += trackers
 
     def _stateful_callbacks(self) -> list[Any]:
         return [callback for callback in [*self.callback_handler.callbacks, self.control] if is_exportable(callback)]
@@ -916,6 +922,8 @@ class Trainer:
 
     def _refuse_alone(self, resume_from_checkpoint: str | bool | None) -> None:
         """Refuse what only one process can do."""
+        if self._search is None:
+            refuse_in_worker()
         if self.args.world_size == 1:
             return
         asked = {
@@ -2010,18 +2018,23 @@ class Trainer:
         search that was ended goes on where it was, and several processes or machines share one.
 
         Args:
-            hp_space: trial → the arguments of the trial, as a dict; default `default_hp_space_optuna`.
+            hp_space: trial → the arguments of the trial, as a dict; default `default_hp_space_optuna`. For 'wandb' it is
+                given None, and returns the configuration of the sweep.
             compute_objective: metrics of an evaluation → a number, or one for each direction; default
                 `default_compute_objective`.
             n_trials: trials that the study holds at the end, those that it held before included; None with a `timeout`.
+                For 'wandb' the runs that this process trains.
             direction: 'minimize' or 'maximize'; a list of these for several objectives.
-            backend: 'optuna', which is the default.
+            backend: 'optuna', which is the default, or 'wandb'.
             hp_name: trial → the name of its folder and of its runs in trackers; default `run-{number}`, and none.
             kwargs: keywords of `optuna.create_study` (sampler, pruner, storage, study_name, load_if_exists) and of
-                `Study.optimize` (timeout in seconds, catch, callbacks, gc_after_trial, show_progress_bar).
+                `Study.optimize` (timeout in seconds, n_jobs, catch, callbacks, gc_after_trial, show_progress_bar).
+                `n_jobs` processes train trials: the script is started again for all but the first, so it should
+                search before it trains. For 'wandb' see `search.wandb_search.WandbSearch.run`.
 
         Returns:
-            The best trial; with several objectives a list of those that no other is better than in all.
+            The best trial, for 'wandb' of those trained here; with several objectives a list of those that no other is
+            better than in all.
 
         Raises:
             InvalidArgument: without a `model_init`, and for values that cannot be.

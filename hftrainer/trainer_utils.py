@@ -35,6 +35,7 @@ __all__ = [
     "TrainOutput",
     "default_compute_objective",
     "default_hp_space_optuna",
+    "default_hp_space_wandb",
     "denumpify_detensorize",
     "enable_full_determinism",
     "get_last_checkpoint",
@@ -265,6 +266,19 @@ def default_hp_space_optuna(trial: Any) -> dict[str, Any]:
         "num_train_epochs": trial.suggest_int("num_train_epochs", 1, 5),
         "seed": trial.suggest_int("seed", 1, 40),
         "per_device_train_batch_size": trial.suggest_categorical("per_device_train_batch_size", [4, 8, 16, 32, 64]),
+    }
+
+
+def default_hp_space_wandb(trial: Any) -> dict[str, Any]:  # noqa: ARG001 - the server has not chosen yet
+    """A sweep at random over learning rate, epochs, seed and batch size."""
+    return {
+        "method": "random",
+        "parameters": {
+            "learning_rate": {"distribution": "uniform", "min": 1e-6, "max": 1e-4},
+            "num_train_epochs": {"distribution": "int_uniform", "min": 1, "max": 6},
+            "seed": {"distribution": "int_uniform", "min": 1, "max": 40},
+            "per_device_train_batch_size": {"values": [4, 8, 16, 32, 64]},
+        },
     }
 
 

@@ -57,10 +57,11 @@ class Wandb(Tracker):
         return _OnTrainSteps(experiment=run)
 
     def start_trial(self, name: str | None) -> None:
-        """Begin a run of its own; the one before is over."""
+        """Begin a run of its own; the one before is over. An agent of a sweep has begun it already."""
         import wandb
 
-        wandb.finish()
+        if wandb.run is None or wandb.run.sweep_id is None:
+            wandb.finish()
         self._logger = None
         super().start_trial(name)
 

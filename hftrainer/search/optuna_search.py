@@ -6,13 +6,13 @@ import difflib
 import inspect
 import logging
 import math
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hftrainer.errors import InvalidArgument, SearchFailed, UnknownArgument, UnsupportedArgument
 from hftrainer.out_of_memory import is_out_of_memory
 from hftrainer.search.backend import SearchBackend
+from hftrainer.search.jobs import Jobs
 from hftrainer.search.shared_trial import SharedTrial
 from hftrainer.search.studies import FAILED, INTERRUPTED, OWNER, TrialCount, open_storage, this_process, try_again
 from hftrainer.trainer_utils import BestRun, default_hp_space_optuna
@@ -59,10 +59,12 @@ class OptunaSearch(SearchBackend):
         self.directions = _directions(direction)
         options = {name: kwargs.pop(name) for name in _OF_OPTIMIZE if name in kwargs}
         _check(n_trials, options, kwargs, several)
+        self._jobs = Jobs(options.pop("n_jobs", 1), str(trainer.args.output_dir), options.pop("timeout", None))
         from_main: Any = trainer.accelerator.processes.from_main
         from_main(lambda: self._open(trainer, kwargs))
         if trainer.args.process_index == 0:
-            self._optimize(_Objective(self, trainer), TrialCount(self.study, n_trials), options)
+            if not self._jobs.is_over:
+                self._work(_Objective(self, trainer), TrialCount(self.study, n_trials), options)
             return from_main(lambda: (None, self._best()))[1]
         while (told := from_main(lambda: None))[0] is not None:
             self._follow(trainer, SharedTrial(None, told[0], from_main))
@@ -119,6 +121,7 @@ class OptunaSearch(SearchBackend):
         """Make the study, or go on with one that exists; its sampler then draws other numbers than the one before."""
         import optuna
 
+        kwargs = self._jobs.sharing(kwargs)
         kwargs = {**kwargs, "storage": open_storage(kwargs.get("storage")), "directions": self.directions}
         goes_on = kwargs.pop("load_if_exists", False)
         try:
@@ -138,23 +141,30 @@ class OptunaSearch(SearchBackend):
                 ) from None
             study.sampler.reseed_rng()
         self.study = trainer.hp_study = study
+        self._jobs.opened(study.study_name)
+
+    def _work(self, objective: _Objective, count: TrialCount, options: dict[str, Any]) -> None:
+        with self._jobs.at_work():
+            self._optimize(objective, count, dict(options))
+        if self._jobs.failed:  # what they have left
+            self._optimize(objective, count, dict(options))
 
     def _optimize(self, objective: _Objective, count: TrialCount, options: dict[str, Any]) -> None:
         """Run trials until there are enough, the time is up, or a callback stops the study."""
-        began, timeout = time.monotonic(), options.pop("timeout", None)
         catch = options.pop("catch", ())
         catch = tuple(catch) if isinstance(catch, Iterable) else (catch,)
 
         def stop_when_complete(study: Study, _: Any) -> None:
-            if count.left() == 0:
+            if count.left() == 0 or self._jobs.is_orphan():
                 study.stop()
 
         options["callbacks"] = [*(options.get("callbacks") or ()), stop_when_complete]
         objective.count = count
         while (left := count.left()) != 0:
-            rest = None if timeout is None else timeout - (time.monotonic() - began)
             begun = objective.begun
-            self.study.optimize(objective, n_trials=left, timeout=rest, catch=(_TrialFailed, *catch), **options)
+            self.study.optimize(
+                objective, n_trials=left, timeout=self._jobs.left(), catch=(_TrialFailed, *catch), **options
+            )
             if left is None or objective.begun - begun < left:  # else others were faster, or were ended
                 return
 
@@ -276,11 +286,10 @@ def _check(n_trials: Any, options: Mapping[str, Any], kwargs: Mapping[str, Any],
         raise InvalidArgument(f"n_trials={n_trials!r}: give a whole number of at least 1.")
     if kwargs.get("load_if_exists") and not kwargs.get("study_name"):
         raise InvalidArgument("load_if_exists=True needs a study_name: without one each search makes a study anew.")
-    if options.get("n_jobs", 1) != 1:
+    if several and options.get("n_jobs", 1) != 1:
         raise UnsupportedArgument(
-            f"n_jobs={options['n_jobs']} would train trials in threads, which share one random generator and one "
-            "model: start the script several times with the same storage and study_name and load_if_exists=True; "
-            "the processes share out n_trials."
+            f"n_jobs={options['n_jobs']} starts the script again, which a launcher has started already: leave it out, "
+            "or start the script without a launcher."
         )
     if several and options.get("catch"):
         raise UnsupportedArgument(

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from hftrainer.arguments.validation import ALIASES, normalize
 from hftrainer.errors import InvalidArgument, UnknownArgument
+from hftrainer.trainer_utils import number_of_arguments
 from hftrainer.training_args import TrainingArguments
 
 logger = logging.getLogger(__name__)
@@ -34,16 +35,8 @@ def set_arguments(args: Any, params: Any, *, for_model_too: bool) -> None:
     """
     if not isinstance(params, Mapping):
         raise InvalidArgument(f"hp_space returned {params!r}: it must return a dict of training arguments.")
-    fields = {field.name: field for field in dataclasses.fields(args) if field.init}
-    unknown = [name for name in params if name not in fields]
-    cutoff = _A_SLIP if for_model_too else 0.6
-    near = {name: difflib.get_close_matches(str(name), fields, n=1, cutoff=cutoff) for name in unknown}
-    if wrong := [name for name in unknown if near[name] or not for_model_too]:
-        raise UnknownArgument("; ".join(_unknown(args, name, near[name]) for name in wrong))
-    if unknown:
-        logger.info("%s: no training arguments, left to model_init.", ", ".join(unknown))
-    if fixed := [name for name in _FIXED if name in params]:
-        raise InvalidArgument(f"hp_space: {', '.join(fixed)}: read once, when the Trainer is made; set it there.")
+    check_names(args, params, for_model_too=for_model_too)
+    fields = _fields(args)
     for name in params.keys() & fields.keys():
         value = _cast(name, params[name], getattr(args, name), str(fields[name].type))
         setattr(args, name, value)
@@ -51,6 +44,34 @@ def set_arguments(args: Any, params: Any, *, for_model_too: bool) -> None:
             setattr(args, ALIASES[name], value)
     if isinstance(args, TrainingArguments):
         normalize(args)
+
+
+def check_names(args: Any, names: Collection[str], *, for_model_too: bool) -> None:
+    """Refuse what a trial cannot change.
+
+    Raises:
+        InvalidArgument: for an argument that is read once.
+        UnknownArgument: for a name that is no argument, with the nearest one.
+    """
+    fields = _fields(args)
+    unknown = [name for name in names if name not in fields]
+    cutoff = _A_SLIP if for_model_too else 0.6
+    near = {name: difflib.get_close_matches(str(name), fields, n=1, cutoff=cutoff) for name in unknown}
+    if wrong := [name for name in unknown if near[name] or not for_model_too]:
+        raise UnknownArgument("; ".join(_unknown(args, name, near[name]) for name in wrong))
+    if unknown:
+        logger.info("%s: no training arguments, left to model_init.", ", ".join(unknown))
+    if fixed := [name for name in _FIXED if name in names]:
+        raise InvalidArgument(f"hp_space: {', '.join(fixed)}: read once, when the Trainer is made; set it there.")
+
+
+def takes_trial(model_init: Any) -> bool:
+    """Whether `model_init` is given the trial, so that a space may hold names of its own."""
+    return model_init is not None and number_of_arguments(model_init) > 0
+
+
+def _fields(args: Any) -> dict[str, dataclasses.Field[Any]]:
+    return {field.name: field for field in dataclasses.fields(args) if field.init}
 
 
 def _unknown(args: Any, name: str, near: list[str]) -> str:

@@ -15,7 +15,7 @@ import torch
 from hftrainer import Trainer, TrainerCallback, TrainingArguments
 from hftrainer.errors import InvalidArgument, MissingPackage, SearchFailed, UnknownArgument, UnsupportedArgument
 from hftrainer.search.studies import AGAIN, FAILED, INTERRUPTED, OWNER, TrialCount, is_gone, this_process
-from hftrainer.trainer_utils import BestRun, HPSearchBackend, default_compute_objective
+from hftrainer.trainer_utils import BestRun, default_compute_objective
 from tests.tiny import Plain, make_plain, plain_data
 
 
@@ -47,7 +47,6 @@ def no_dict(trial):
 REFUSED = {
     "sigopt": ({"backend": "sigopt"}, UnsupportedArgument, r"SigOpt's service has ended\. Use backend='optuna'"),
     "ray": ({"backend": "ray"}, UnsupportedArgument, r"backend='ray' is not supported yet: use backend='optuna'"),
-    "wandb": ({"backend": HPSearchBackend.WANDB}, UnsupportedArgument, "backend='wandb' is not supported yet"),
     "unknown backend": ({"backend": "optunna"}, InvalidArgument, "did you mean 'optuna'"),
     "unknown keyword": ({"studyname": "x"}, UnknownArgument, "takes no 'studyname'; did you mean 'study_name'"),
     "directions": ({"directions": ["minimize"]}, UnknownArgument, "did you mean 'direction'"),
@@ -56,7 +55,6 @@ REFUSED = {
     "no trials": ({"n_trials": 0}, InvalidArgument, "n_trials=0: give a whole number of at least 1"),
     "no end": ({"n_trials": None}, InvalidArgument, "n_trials=None never ends"),
     "no name to go on with": ({"load_if_exists": True}, InvalidArgument, "needs a study_name"),
-    "threads": ({"n_jobs": 2}, UnsupportedArgument, "start the script several times with the same storage"),
     "a space that is none": ({"hp_space": {"learning_rate": 1}}, InvalidArgument, "hp_space=.*: give a function"),
     "a misspelled argument": (
         {"hp_space": lambda trial: {"learning_rte": trial.suggest_float("lr", 0, 1)}},

@@ -308,8 +308,14 @@ DIFFERENCES = {
         "stops. When no trial was completed the error says why they failed."
     ),
     "hyperparameter_search: n_jobs": (
-        "transformers trains the trials of all threads in one model; ours refuses it. Several processes can share a "
-        "study."
+        "transformers trains the trials of all threads in one model; ours starts the script again for each job, and "
+        "these processes share the study."
+    ),
+    "hyperparameter_search: sweeps of W&B": (
+        "The run is begun with the sweep's parameters alone, and the best run holds nothing else; transformers adds "
+        "`assignments` and `metric`. A parameter that is no argument is refused before there is a sweep. Runs that "
+        "fail, and NaN, are left out, and said at the end. `metric='objective'` logs what compute_objective returns. "
+        "`report_to` is afterwards as it was."
     ),
     "hyperparameter_search in several processes": (
         "Suggestions in model_init, pruning and failed objectives reach all processes, which all return the best run; "

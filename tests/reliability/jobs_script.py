@@ -1,0 +1,58 @@
+"""A script that searches with `n_jobs`: what the tests start, and what it starts again itself."""
+
+import json
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+
+import optuna
+import torch
+
+from hftrainer import Trainer, TrainerCallback, TrainingArguments
+from tests.reliability.job import Net, data
+
+
+class Together(TrainerCallback):
+    """Notes which processes take part, and waits in the first step until there are two."""
+
+    def __init__(self, folder):
+        self.folder = Path(folder, "taking-part")
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        (self.folder / str(os.getpid())).touch()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        deadline = time.monotonic() + 60
+        while len(list(self.folder.iterdir())) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(0.05)
+
+
+def rate(trial):
+    return {"learning_rate": trial.suggest_float("learning_rate", 1e-4, 1e-1)}
+
+
+def main(folder, n_trials, times):
+    torch.set_num_threads(1)
+    optuna.logging.set_verbosity(logging.WARNING)
+    settings = {"max_steps": 4, "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+    args = TrainingArguments(f"{folder}/out", disable_tqdm=True, use_cpu=True, **settings)
+    given = {"train_dataset": data(), "eval_dataset": data(20), "callbacks": [Together(folder)]}
+    trainer = Trainer(model_init=lambda: Net(), args=args, **given)
+    best = trainer.hyperparameter_search(rate, n_trials=int(n_trials), n_jobs=2, pruner=optuna.pruners.NopPruner())
+    tell(best, trainer.hp_study)
+    if times == "twice":
+        storage = f"sqlite:///{folder}/second.db"
+        tell(trainer.hyperparameter_search(rate, n_trials=1, n_jobs=2, storage=storage), trainer.hp_study)
+
+
+def tell(best, study):
+    trials = [[trial.number, trial.state.name, int(trial.user_attrs["process"].split()[1])] for trial in study.trials]
+    print("found", json.dumps([best.run_id, trials]), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

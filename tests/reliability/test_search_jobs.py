@@ -1,0 +1,146 @@
+"""`n_jobs`: the script is started again, and both processes train trials of one study."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import optuna
+import pytest
+import torch
+
+from hftrainer import Trainer, TrainingArguments
+from hftrainer.errors import InvalidArgument, UnsupportedArgument
+from hftrainer.search import jobs
+from hftrainer.search.jobs import WORKER, Jobs
+from tests.tiny import make_plain, plain_data
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = [sys.executable, "-m", "tests.reliability.jobs_script"]
+
+
+def start(folder, n_trials, times="once"):
+    """The script, when both processes train."""
+    path = os.pathsep.join([str(ROOT), str(ROOT / "adapters")])
+    script = subprocess.Popen(
+        [*SCRIPT, str(folder), str(n_trials), times],
+        env={**os.environ, "PYTHONPATH": path},
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    taking_part = folder / "taking-part"
+    while not taking_part.is_dir() or len(list(taking_part.iterdir())) < 2:
+        assert script.poll() is None, script.communicate()
+        time.sleep(0.05)
+    (worker,) = {int(path.name) for path in taking_part.iterdir()} - {script.pid}
+    return script, worker
+
+
+def found(script):
+    """What the script prints of each search, and its error output."""
+    output, errors = script.communicate(timeout=120)
+    assert script.returncode == 0, errors
+    return [json.loads(line.partition(" ")[2]) for line in output.splitlines() if line.startswith("found")], errors
+
+
+def test_two_searches(tmp_path):
+    script, worker = start(tmp_path, 8, "twice")
+    ((best, trials), (second, (only,))), _ = found(script)
+    assert [number for number, _, _ in trials] == list(range(8))
+    assert {state for _, state, _ in trials} == {"COMPLETE"}
+    assert {process for _, _, process in trials} == {script.pid, worker}
+    assert 0 <= int(best) < 8
+    assert (second, only[0]) == ("0", 0)
+    assert optuna.load_study(study_name=None, storage=f"sqlite:///{tmp_path}/second.db").best_trial.number == 0
+    log = (tmp_path / "out" / "worker-1.log").read_text()  # of the second search: it takes over what the first found
+    assert [json.loads(line.partition(" ")[2]) for line in log.splitlines() if line.startswith("found")] == [
+        [best, trials]
+    ]
+
+
+def test_a_worker_that_is_killed(tmp_path):
+    script, worker = start(tmp_path, 8)
+    os.kill(worker, signal.SIGKILL)
+    ((_, trials),), errors = found(script)
+    assert [process for _, state, process in trials if state == "FAIL"] == [worker]
+    assert sum(state == "COMPLETE" for _, state, _ in trials) == 8
+    assert "Worker 1 has ended with -9: see " in errors
+
+
+def test_ctrl_c_ends_the_workers_too(tmp_path):
+    script, worker = start(tmp_path, 1000)
+    script.send_signal(signal.SIGINT)
+    output, errors = script.communicate(timeout=60)
+    assert script.returncode != 0
+    assert "found" not in output
+    assert "KeyboardInterrupt" in errors
+    with pytest.raises(ProcessLookupError):
+        os.kill(worker, 0)
+
+
+def make_trainer(folder):
+    args = TrainingArguments(str(folder), max_steps=1, save_strategy="no", disable_tqdm=True, use_cpu=True)
+    return Trainer(model_init=lambda: make_plain(), args=args, train_dataset=plain_data(), eval_dataset=plain_data(8))
+
+
+def rate(trial):
+    return {"learning_rate": trial.suggest_float("learning_rate", 1e-4, 1e-1)}
+
+
+@pytest.mark.parametrize("count", [0, -2, 1.5, "2"])
+def test_no_number_of_jobs(tmp_path, count):
+    with pytest.raises(InvalidArgument, match=f"n_jobs={count!r}: give a number from 1, or -1"):
+        make_trainer(tmp_path).hyperparameter_search(rate, n_jobs=count)
+
+
+def test_refused(tmp_path, monkeypatch):
+    trainer = make_trainer(tmp_path)
+    memory = optuna.storages.InMemoryStorage()
+    with pytest.raises(UnsupportedArgument, match="cannot share an InMemoryStorage: leave it out"):
+        trainer.hyperparameter_search(rate, n_jobs=2, storage=memory)
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    with pytest.raises(UnsupportedArgument, match="a notebook or a console has none"):
+        trainer.hyperparameter_search(rate, n_jobs=2)
+    monkeypatch.setattr(type(trainer.args), "world_size", 2)
+    with pytest.raises(UnsupportedArgument, match=r"n_jobs=2 .* a launcher has started already"):
+        trainer.hyperparameter_search(rate, n_jobs=2)
+
+
+def test_a_worker_does_not_train_outside_the_search(tmp_path, monkeypatch):
+    monkeypatch.setenv(WORKER, json.dumps({"studies": [], "until": None, "script": os.getppid()}))
+    with pytest.raises(UnsupportedArgument, match="it trains before it searches: search first"):
+        make_trainer(tmp_path).train()
+
+
+def test_a_worker_ends_after_its_search(tmp_path, monkeypatch):
+    monkeypatch.setattr(jobs, "_begun", [])
+    monkeypatch.setenv(WORKER, json.dumps({"studies": [[None, "mine"]], "until": time.time() - 1, "script": 1}))
+    storage = f"sqlite:///{tmp_path}/search.db"
+    with pytest.raises(SystemExit) as ended:
+        make_trainer(tmp_path).hyperparameter_search(rate, n_trials=3, n_jobs=2, storage=storage, timeout=1000)
+    assert ended.value.code == 0
+    assert optuna.load_study(study_name="mine", storage=storage).trials == []  # the time was up: the script tells it
+    assert Jobs(2, str(tmp_path), None).is_orphan()
+
+
+def test_each_worker_has_a_gpu_and_a_share_of_the_cores(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    assert jobs._share_of_machine(1, 3) == {"OMP_NUM_THREADS": "2"}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert [jobs._share_of_machine(n, 3)["CUDA_VISIBLE_DEVICES"] for n in (1, 2)] == ["1", "0"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    assert jobs._share_of_machine(1, 2)["CUDA_VISIBLE_DEVICES"] == "6"
+    assert Jobs(-1, "x", None).count == 2
+
+
+def test_one_job_starts_nothing(tmp_path):
+    make_trainer(tmp_path).hyperparameter_search(rate, n_trials=1, n_jobs=1)
+    assert not list(tmp_path.glob("worker-*")) and not list(tmp_path.glob("search.journal"))
