@@ -2018,8 +2018,8 @@ class Trainer:
         search that was ended goes on where it was, and several processes or machines share one.
 
         Args:
-            hp_space: trial → the arguments of the trial, as a dict; default `default_hp_space_optuna`. For 'wandb' it is
-                given None, and returns the configuration of the sweep.
+            hp_space: trial → the arguments of the trial, as a dict; default `default_hp_space_optuna`; for 'wandb'
+                None → the configuration of the sweep.
             compute_objective: metrics of an evaluation → a number, or one for each direction; default
                 `default_compute_objective`.
             n_trials: trials that the study holds at the end, those that it held before included; None with a `timeout`.
