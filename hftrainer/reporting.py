@@ -40,8 +40,12 @@ def write_metrics(folder: str, split: str, metrics: Mapping[str, Any], *, combin
 
 def comparable_names(metrics: Mapping[str, Any]) -> list[str]:
     """What can compare models among an evaluation's results: everything but the times."""
-    times = ("epoch", "_runtime", "_per_second", "_model_preparation_time")
-    return sorted(name for name in metrics if not name.endswith(times))
+    return sorted(name for name in metrics if not is_time(name))
+
+
+def is_time(name: str) -> bool:
+    """Whether an entry of a log line tells how long something took, or when it was."""
+    return name.endswith(("epoch", "_runtime", "_per_second", "_model_preparation_time"))
 
 
 def _write(path: str, values: Mapping[str, Any]) -> None:
