@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import importlib.metadata
 import math
 import sys
 from collections.abc import Iterator
@@ -13,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from hftrainer import __version__, peers
 from hftrainer.card import origins
-from hftrainer.card.files import CARD_NAME, completed_by_peft, draw, tags_in, write_whole
+from hftrainer.card.files import CARD_NAME, completed_by_peft, draw, tags_in
 from hftrainer.card.hyperparameters import hyperparameters
 from hftrainer.card.results import final_results, markdown_table, metric_tags, shown, table
 from hftrainer.errors import InvalidArgument
+from hftrainer.reporting import write_whole
 from hftrainer.trainer_utils import has_length
 
 if TYPE_CHECKING:
@@ -29,6 +29,14 @@ _COMMENT = (
     "<!-- The Trainer wrote this card from what it knows of the run. Complete it, then take this comment out. -->"
 )
 _TO_BE_WRITTEN = "_Not written yet._"
+#: Module → what it is called in a card.
+_FRAMEWORKS = {
+    "lightning": "Lightning",
+    "torch": "Pytorch",
+    "transformers": "Transformers",
+    "datasets": "Datasets",
+    "tokenizers": "Tokenizers",
+}
 #: What the metadata of a dataset may hold besides its name, tag and arguments.
 _DATASET_METADATA = ("config", "split", "revision")
 
@@ -128,8 +136,8 @@ class TrainingSummary:
         )
         summary.tags = list(dict.fromkeys([*_listed(tags), GENERATED]))
         summary._complete_datasets(trainer.eval_dataset if trainer.eval_dataset is not None else trainer.train_dataset)
-        if license is None and finetuned_from is not None and origins.is_repo_id(finetuned_from):
-            summary.license = origins.license_of(finetuned_from)
+        if license is None and (base := summary._base_model()):
+            summary.license = origins.license_of(base)
         return summary
 
     def _complete_datasets(self, dataset: Any) -> None:
@@ -188,7 +196,7 @@ class TrainingSummary:
 
         metrics = metric_tags(self.eval_results or {})
         return ModelCardData(
-            base_model=self.finetuned_from or None,
+            base_model=self._base_model(),
             datasets=_listed(self.dataset_tags) or None,
             eval_results=list(self._eval_results(metrics)),
             language=_listed(self.language) or None,
@@ -206,7 +214,10 @@ class TrainingSummary:
         if self.eval_results:
             parts += ["Results on the evaluation set:", _bullets(self.eval_results)]
         parts += ["## Model description", _TO_BE_WRITTEN, "## Intended uses & limitations", _TO_BE_WRITTEN]
-        parts += ["## Training and evaluation data", _bullets(self.samples, "{} samples") or _TO_BE_WRITTEN]
+        parts += [
+            "## Training and evaluation data",
+            _bullets({name: f"{count} samples" for name, count in (self.samples or {}).items()}) or _TO_BE_WRITTEN,
+        ]
         parts += ["## Training procedure", "### Training hyperparameters"]
         parts += [_bullets(self.hyperparameters) or _TO_BE_WRITTEN]
         if self.eval_lines or self.picture:
@@ -216,12 +227,16 @@ class TrainingSummary:
         parts += ["### Framework versions", "\n".join(f"- {name} {version}" for name, version in _versions().items())]
         return "\n\n".join(parts) + "\n"
 
+    def _base_model(self) -> str | None:
+        """What it was fine-tuned from, where others can find it; the Hub refuses a card with anything else."""
+        return self.finetuned_from if self.finetuned_from and origins.is_repo_id(self.finetuned_from) else None
+
     def _introduction(self) -> str:
         model = f"{'An adapter for a' if self.library_name == 'peft' else 'A'} model"
         model += f" of class `{self.model_class}`" if self.model_class else ""
         how = "trained"
         if base := self.finetuned_from:
-            link = f"[{base}](https://huggingface.co/{base})" if origins.is_repo_id(base) else f"`{base}`"
+            link = f"[{base}](https://huggingface.co/{base})" if self._base_model() else f"`{base}`"
             how = f"fine-tuned from {link}"
         names = _listed(self.dataset)
         data = f" on {', '.join(names[:-1])}{' and ' if names[1:] else ''}{names[-1]}" if names else ""
@@ -252,7 +267,7 @@ def create_model_card(trainer: Trainer, tags: str | list[str] | None = None, **g
     card = summary.to_model_card()
     if summary.library_name == "peft":
         card = completed_by_peft(card, model)
-    write_whole(folder / CARD_NAME, lambda path: Path(path).write_text(card, encoding="utf-8"))
+    write_whole(str(folder / CARD_NAME), lambda path: Path(path).write_text(card, encoding="utf-8"))
 
 
 def _check(summary: TrainingSummary) -> None:
@@ -269,6 +284,8 @@ def _check(summary: TrainingSummary) -> None:
         if tags and len(values := _listed(getattr(summary, name))) > len(tags):
             raise InvalidArgument(f"{name}={values!r}: there are more than dataset_tags={tags!r}.")
     for metadata in _listed(summary.dataset_metadata):
+        if not isinstance(metadata, dict):
+            raise InvalidArgument(f"dataset_metadata={metadata!r}: give a dict or a list of dicts.")
         for key in metadata:
             if key not in _DATASET_METADATA:
                 near = difflib.get_close_matches(key, _DATASET_METADATA, n=1)
@@ -286,8 +303,8 @@ def _item(values: list[Any], number: int) -> Any:
     return values[number] if number < len(values) else None
 
 
-def _bullets(values: dict[str, Any] | None, form: str = "{}") -> str:
-    return "\n".join(f"- {name}: {form.format(shown(value))}" for name, value in (values or {}).items())
+def _bullets(values: dict[str, Any] | None) -> str:
+    return "\n".join(f"- {name}: {shown(value)}" for name, value in (values or {}).items())
 
 
 def _step_of_best(trainer: Trainer) -> int | None:
@@ -303,6 +320,5 @@ def _count_samples(trainer: Trainer) -> dict[str, int]:
 
 def _versions() -> dict[str, str]:
     """The versions of what took part; PEFT adds its own. Libraries that nobody has imported did not."""
-    others = {"transformers": "Transformers", "datasets": "Datasets", "tokenizers": "Tokenizers"}
-    found = {"torch": "Pytorch", "lightning": "Lightning"} | {key: others[key] for key in others if key in sys.modules}
-    return {"hftrainer": __version__} | {name: importlib.metadata.version(key) for key, name in found.items()}
+    found = {name: sys.modules[module].__version__ for module, name in _FRAMEWORKS.items() if sys.modules.get(module)}
+    return {"hftrainer": __version__, **found}

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hftrainer.card import origins
 from hftrainer.errors import MissingPackage
 from hftrainer.plot import draw_png, lines_of
+from hftrainer.reporting import write_whole
 
 if TYPE_CHECKING:
     from hftrainer.trainer_callback import TrainerState
@@ -57,7 +56,7 @@ def draw(state: TrainerState, folder: Path, *, again: bool) -> str | None:
     if not any(len(line.steps) > 1 for line in drawn):
         return None
     try:
-        write_whole(path, functools.partial(draw_png, drawn))
+        write_whole(str(path), functools.partial(draw_png, drawn))
     except MissingPackage as error:
         _say_once(f"The model card has no picture of the training run. {error}")
         return None
@@ -91,10 +90,3 @@ def completed_by_peft(card: str, model: Any) -> str:
 def _is_tag(tag: str) -> bool:
     """Whether a tag says something; PEFT names the base model by a folder, or not at all, if it is no repository."""
     return not tag.startswith(_ADAPTER_OF) or origins.is_repo_id(tag.removeprefix(_ADAPTER_OF))
-
-
-def write_whole(path: Path, write: Callable[[str], Any]) -> None:
-    """Write a file beside, then rename it: an upload in the background never sees a part of it."""
-    beside = path.with_name(f"_{path.name}")  # a name that uploads leave out
-    write(str(beside))
-    os.replace(beside, path)
