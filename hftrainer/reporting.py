@@ -70,7 +70,7 @@ def _write(path: str, values: Mapping[str, Any]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """A number of torch's or NumPy's as Python's."""
-    if not hasattr(value, "item"):
+    """Numbers of torch's or NumPy's as Python's."""
+    if not hasattr(value, "tolist"):
         raise TypeError(f"save_metrics: {value!r} is no number or text, nor a list or dict of them.")
-    return value.item()
+    return value.tolist()

@@ -109,7 +109,7 @@ def _evaluations_joined(lines: Sequence[Line]) -> Iterator[Line]:
 
 def _metrics(line: Line) -> dict[str, Any]:
     """The metrics in a line, numbers of other libraries as Python's."""
-    values = {name: value.item() if hasattr(value, "item") else value for name, value in line.items()}
+    values = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in line.items()}
     return {
         name: value
         for name, value in values.items()

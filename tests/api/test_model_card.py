@@ -166,7 +166,14 @@ def test_results_that_are_no_numbers():
     history = [
         {"loss": 1.0, "train_runtime": 0.1, "epoch": 0.5, "step": 2},  # as with include_num_input_tokens_seen
         {"eval_loss": float("nan"), "eval_accuracy": float("inf"), "eval_matrix": [[1]], "epoch": 0.5, "step": 2},
-        {"eval_loss": 2.0, "eval_f1": np.float64(0.5), "eval_a|b": torch.tensor(3), "epoch": 1.0, "step": 4},
+        {
+            "eval_loss": 2.0,
+            "eval_f1": np.float64(0.5),
+            "eval_a|b": torch.tensor(3),
+            "eval_c": np.ones(2),
+            "epoch": 1.0,
+            "step": 4,
+        },
         SUMMARY,
     ]
     rows = table(history)
@@ -443,9 +450,9 @@ def test_scripts_get_our_summary():
 
 
 def test_metrics_of_other_libraries(tmp_path):
-    metrics = {"a": np.float32(0.5), "b": torch.tensor(2), "c": [np.int64(3)]}
+    metrics = {"a": np.float32(0.5), "b": torch.tensor(2), "c": [np.int64(3)], "d": np.ones(2)}
     write_metrics(str(tmp_path), "eval", metrics, combined=True)
-    assert json.loads((tmp_path / "all_results.json").read_text()) == {"a": 0.5, "b": 2, "c": [3]}
+    assert json.loads((tmp_path / "all_results.json").read_text()) == {"a": 0.5, "b": 2, "c": [3], "d": [1, 1]}
     with pytest.raises(TypeError, match=r"save_metrics: <object .* is no number or text"):
         write_metrics(str(tmp_path), "eval", {"a": object()}, combined=True)
     assert json.loads((tmp_path / "eval_results.json").read_text())["b"] == 2  # the file from before
