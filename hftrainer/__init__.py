@@ -29,6 +29,7 @@ _EXPORTS = {
         "hftrainer.data.collators": "DataCollatorWithPadding default_data_collator",
         "hftrainer.evaluation.metrics": "TorchMetrics",
         "hftrainer.hf_argparser": "HfArgumentParser",
+        "hftrainer.modelcard": "TrainingSummary",
         "hftrainer.optimization": "get_scheduler",
         "hftrainer.swap": "install uninstall",
     }.items()
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from hftrainer.data.collators import DataCollatorWithPadding, default_data_collator
     from hftrainer.evaluation.metrics import TorchMetrics
     from hftrainer.hf_argparser import HfArgumentParser
+    from hftrainer.modelcard import TrainingSummary
     from hftrainer.notebook import NotebookProgressCallback
     from hftrainer.optimization import get_scheduler
     from hftrainer.plot import PlotCallback

@@ -65,6 +65,11 @@ def is_dataset(dataset: Any) -> bool:
     return _is_instance(dataset, "datasets", "Dataset")
 
 
+def is_any_dataset(dataset: Any) -> bool:
+    """Whether `dataset` is of the datasets library, map-style or a stream."""
+    return _is_instance(dataset, "datasets", "Dataset", "IterableDataset")
+
+
 def loses_shuffle_buffer(dataset: Any) -> bool:
     """Whether `dataset` is a stream of the datasets library whose state leaves out the samples in a shuffle buffer."""
     return _is_instance(dataset, "datasets", "IterableDataset") and _is_buffered(dataset._ex_iterable)

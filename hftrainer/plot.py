@@ -104,10 +104,9 @@ def lines_of(state: TrainerState, label: str = "", number: int | None = None) ->
 
 
 def draw_png(drawn: list[Line], path: str) -> None:
-    """Write the panels as a PNG."""
-    plt = load("matplotlib.pyplot")
-    figure, axes = plt.subplots(2, 2, figsize=(11, 7), layout="constrained")
-    of_panel = dict(zip(PANELS, axes.flat, strict=True))
+    """Write the panels as a PNG. Without pyplot: a window or a notebook never sees the figure."""
+    figure = load("matplotlib.figure").Figure(figsize=(11, 7), layout="constrained")
+    of_panel = dict(zip(PANELS, figure.subplots(2, 2).flat, strict=True))
     for line in drawn:
         style = {"linestyle": ["-", "--", ":", "-."][line.dash], "color": line.colour, "linewidth": 1.3}
         mark = "o" if len(line.steps) < 30 else None
@@ -120,8 +119,7 @@ def draw_png(drawn: list[Line], path: str) -> None:
             axis.legend(fontsize=8)
         else:
             axis.text(0.5, 0.5, "nothing logged", ha="center", va="center", transform=axis.transAxes, color="gray")
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    figure.savefig(path, dpi=120, format="png")
 
 
 def draw_html(drawn: list[Line], path: str) -> None:
@@ -185,7 +183,7 @@ class PlotCallback(TrainerCallback):
     """
 
     def __init__(self) -> None:
-        load("matplotlib.pyplot")
+        load("matplotlib.figure")
 
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Draw what the run has logged."""

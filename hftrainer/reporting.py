@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 
@@ -40,10 +40,37 @@ def write_metrics(folder: str, split: str, metrics: Mapping[str, Any], *, combin
 
 def comparable_names(metrics: Mapping[str, Any]) -> list[str]:
     """What can compare models among an evaluation's results: everything but the times."""
-    times = ("epoch", "_runtime", "_per_second", "_model_preparation_time")
-    return sorted(name for name in metrics if not name.endswith(times))
+    return sorted(name for name in metrics if not is_time(name))
+
+
+def is_time(name: str) -> bool:
+    """Whether an entry of a log line tells how long something took, or when it was."""
+    return name.endswith(("epoch", "_runtime", "_per_second", "_model_preparation_time"))
+
+
+def write_whole(path: str, write: Callable[[str], Any]) -> None:
+    """Write a file beside, then rename it: whoever reads meanwhile, an upload for one, never finds a part of it.
+
+    Args:
+        path: the file.
+        write: path → writes it.
+    """
+    folder, name = os.path.split(path)
+    beside = os.path.join(folder, f"_{name}")  # uploads leave out what begins so
+    write(beside)
+    os.replace(beside, path)
 
 
 def _write(path: str, values: Mapping[str, Any]) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(values, file, indent=4, sort_keys=True)
+    def write(beside: str) -> None:
+        with open(beside, "w", encoding="utf-8") as file:
+            json.dump(values, file, indent=4, sort_keys=True, default=_plain)
+
+    write_whole(path, write)
+
+
+def _plain(value: Any) -> Any:
+    """Numbers of torch's or NumPy's as Python's."""
+    if not hasattr(value, "tolist"):
+        raise TypeError(f"save_metrics: {value!r} is no number or text, nor a list or dict of them.")
+    return value.tolist()

@@ -23,6 +23,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "transformers.trainer_seq2seq": ("Seq2SeqTrainer",),
     "transformers.training_args_seq2seq": ("Seq2SeqTrainingArguments",),
     "transformers.training_args": ("TrainingArguments",),
+    "transformers.modelcard": ("TrainingSummary",),
     "transformers.trainer_callback": (
         "CallbackHandler",
         "DefaultFlowCallback",

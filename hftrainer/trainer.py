@@ -57,6 +57,7 @@ from hftrainer.logged_metrics import LoggedMetrics, split_losses
 from hftrainer.loss import check_loss, first_output, outputs_without
 from hftrainer.memory import TrainerMemoryTracker
 from hftrainer.model_changes import changed_for_training, set_tf32
+from hftrainer.modelcard import create_model_card
 from hftrainer.optimization import follows_metric, get_scheduler
 from hftrainer.out_of_memory import StartingPoint, is_out_of_memory
 from hftrainer.overrides import accepts, call_with_accepted, is_overridden, with_accepted
@@ -2132,6 +2133,50 @@ class Trainer:
         """
         if self.is_world_process_zero():
             write_metrics(str(self.args.output_dir), split, metrics, combined=combined)
+
+    def create_model_card(
+        self,
+        language: str | list[str] | None = None,
+        license: str | None = None,
+        tags: str | list[str] | None = None,
+        model_name: str | None = None,
+        finetuned_from: str | None = None,
+        tasks: str | list[str] | None = None,
+        dataset_tags: str | list[str] | None = None,
+        dataset: str | list[str] | None = None,
+        dataset_args: Any = None,
+    ) -> None:
+        """Write `README.md` and `training.png` to the output folder, on the main process.
+
+        The card tells where the model and its data come from, the results, the hyperparameters and the versions. It can
+        be written at any time, during training too. The picture needs `hftrainer[plot]`.
+
+        Args:
+            language: of the data, as ISO codes; the Hub checks them, and the licence, when the card is uploaded.
+            license: such as 'apache-2.0'; default that of the model that training began with, if the Hub says it.
+            tags: besides those of the model, of a card that is there already, and `generated_from_trainer`.
+            model_name: the heading; default the name of the output folder.
+            finetuned_from: the repository of the model that training began with; default what its config says.
+            tasks: such as 'text-classification'; default by the model's class.
+            dataset_tags: identifiers of datasets on the Hub; default those of the evaluation or training data.
+            dataset: their names; default the tags.
+            dataset_args: for each tag the arguments that it was loaded with.
+
+        Raises:
+            InvalidArgument: for values of another type, naming them.
+        """
+        create_model_card(
+            self,
+            language=language,
+            license=license,
+            tags=tags,
+            model_name=model_name,
+            finetuned_from=finetuned_from,
+            tasks=tasks,
+            dataset_tags=dataset_tags,
+            dataset=dataset,
+            dataset_args=dataset_args,
+        )
 
     # ---- Processes ---------------------------------------------------------------------------------------------
 

@@ -90,7 +90,7 @@ def test_nothing_to_draw(tmp_path):
         plot([str(tmp_path)], out="picture.gif")
 
 
-@pytest.mark.parametrize(("package", "html"), [("matplotlib.pyplot", False), ("plotly.subplots", True)])
+@pytest.mark.parametrize(("package", "html"), [("matplotlib.figure", False), ("plotly.subplots", True)])
 def test_missing_packages(runs, tmp_path, monkeypatch, package, html):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(MissingPackage, match=r"pip install 'hftrainer\[plot\]'"):
@@ -135,6 +135,6 @@ def test_callback_draws_on_the_main_process_only(tmp_path):
 
 
 def test_callback_without_matplotlib(monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(MissingPackage, match=r"pip install 'hftrainer\[plot\]'"):
         PlotCallback()

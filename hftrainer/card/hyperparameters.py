@@ -1,0 +1,93 @@
+"""The hyperparameters that a model card lists: those that decide the result."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from hftrainer.trainer_utils import ParallelMode
+
+if TYPE_CHECKING:
+    from hftrainer.trainer import Trainer
+
+
+def hyperparameters(trainer: Trainer) -> dict[str, Any]:
+    """Name → value, of what the run was made with, in the names of the arguments where there are any."""
+    args = trainer.args
+    return {
+        "learning_rate": args.learning_rate,
+        **_batches(trainer),
+        "seed": args.seed,
+        "optimizer": _optimizer(trainer),
+        **({"weight_decay": args.weight_decay} if args.weight_decay else {}),
+        **_schedule(trainer),
+        **_precision(args),
+        **({"label_smoothing_factor": args.label_smoothing_factor} if args.label_smoothing_factor else {}),
+    }
+
+
+def _batches(trainer: Trainer) -> dict[str, Any]:
+    """The batches of one process and of all, in samples."""
+    args, processes = trainer.args, trainer.accelerator.processes.data_processes
+    train, evaluation = trainer._train_batch_size, args.eval_batch_size
+    found: dict[str, Any] = {"train_batch_size": train, "eval_batch_size": evaluation}
+    if args.parallel_mode != ParallelMode.NOT_PARALLEL:
+        found["distributed_type"] = _distributed_type(trainer)
+    if args.world_size > 1:
+        found["num_devices"] = args.world_size
+    if args.gradient_accumulation_steps > 1:
+        found["gradient_accumulation_steps"] = args.gradient_accumulation_steps
+    if (total := train * processes * args.gradient_accumulation_steps) != train:
+        found["total_train_batch_size"] = total
+    if (total := evaluation * processes) != evaluation:
+        found["total_eval_batch_size"] = total
+    return found
+
+
+def _distributed_type(trainer: Trainer) -> str:
+    kind = trainer.args.device.type
+    several = {"xla": "TPU", "cpu": "multi-CPU"}.get(kind, "multi-GPU")
+    sharding = "DeepSpeed" if trainer.is_deepspeed_enabled else "FSDP"
+    sharded = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled or trainer.is_fsdp_xla_enabled
+    return f"{several} ({sharding})" if sharded else several
+
+
+def _optimizer(trainer: Trainer) -> str:
+    args = trainer.args
+    given, _ = trainer._optimizers_given
+    if given is not None:
+        return _listed(type(given).__name__, given.defaults)
+    if trainer.optimizer_cls_and_kwargs is not None:
+        kind, settings = trainer.optimizer_cls_and_kwargs
+        return _listed(kind.__name__, settings)
+    name, settings = _value(args.optim), {}
+    if "adam" in name:
+        settings = {"betas": (args.adam_beta1, args.adam_beta2), "epsilon": args.adam_epsilon}
+    return _listed(name, {**settings, **({"optim_args": args.optim_args} if args.optim_args else {})})
+
+
+def _listed(name: str, settings: Mapping[str, Any]) -> str:
+    plain = {key: value for key, value in settings.items() if isinstance(value, (int, float, str, tuple))}
+    return ", ".join([name, *(f"{key}={value}" for key, value in plain.items())])
+
+
+def _schedule(trainer: Trainer) -> dict[str, Any]:
+    args = trainer.args
+    _, given = trainer._optimizers_given
+    found: dict[str, Any] = {"lr_scheduler_type": type(given).__name__ if given else _value(args.lr_scheduler_type)}
+    if given is None and args.lr_scheduler_kwargs:
+        found["lr_scheduler_kwargs"] = args.lr_scheduler_kwargs
+    if given is None and args.warmup_steps:
+        found["lr_scheduler_warmup_steps"] = args.warmup_steps
+    if args.max_steps != -1:
+        return {**found, "training_steps": args.max_steps}
+    return {**found, "num_epochs": args.num_train_epochs}
+
+
+def _precision(args: Any) -> dict[str, str]:
+    precision = "fp16" if args.fp16 else "bf16" if args.bf16 else None
+    return {} if precision is None else {"mixed_precision_training": f"Native AMP ({precision})"}
+
+
+def _value(choice: Any) -> str:
+    return str(getattr(choice, "value", choice))

@@ -1,0 +1,122 @@
+"""The evaluations of a run, from its log lines: a row each, and the numbers that describe the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from hftrainer.reporting import is_time
+
+Line = Mapping[str, Any]
+
+#: What else log lines hold that is no metric.
+_OTHERS = ("step", "total_flos")
+#: Metrics that the Hub knows by name, as tags of a model; 'rouge1' counts as 'rouge'.
+METRIC_TAGS = ("accuracy bleu f1 matthews_correlation pearsonr precision recall rouge sacrebleu spearmanr wer").split()
+
+
+def table(log_history: Sequence[Line]) -> list[dict[str, Any]] | None:
+    """A row for each evaluation of a training run, as column → value; None when it was not evaluated."""
+    end = _end_of_training(log_history)
+    lines = log_history[:end]
+    if not any("loss" in line for line in lines) and end is None:  # evaluated, not trained
+        return None
+    rows = []
+    training_loss: Any = "No log"
+    for line in _evaluations_joined(lines):
+        training_loss = line.get("loss", training_loss)
+        if not _is_evaluation(line):
+            continue
+        row = {"Training Loss": training_loss, "Epoch": line.get("epoch"), "Step": line.get("step")}
+        for name, value in _metrics(line).items():
+            row["Validation Loss" if name == "eval_loss" else _title(name)] = value
+        rows.append(row)
+    return rows or None
+
+
+def final_results(log_history: Sequence[Line], best_step: int | None) -> dict[str, Any] | None:
+    """The metrics of the model as it is now, by their titles; None when it was not evaluated.
+
+    Args:
+        log_history: the lines of the run.
+        best_step: the optimizer step whose weights were loaded when training ended, if any were.
+    """
+    lines = list(log_history)
+    end = _end_of_training(lines)
+    if best_step is not None and end is not None and not any(map(_is_evaluation, lines[end:])):
+        lines = [line for line in lines if line.get("step") == best_step] or lines
+    found = [line for line in _evaluations_joined(lines) if _is_evaluation(line)]
+    return {_title(name): value for name, value in _metrics(found[-1]).items()} if found else None
+
+
+def metric_tags(results: Mapping[str, Any]) -> dict[str, str]:
+    """The tags of those results that the Hub knows, each with the title of its result."""
+    tags = {}
+    for title in results:
+        name = title.lower().replace(" ", "_")
+        if name in METRIC_TAGS or name == "rouge1":
+            tags["rouge" if name == "rouge1" else name] = title
+    return tags
+
+
+def shown(value: Any) -> str:
+    """A value as the card shows it: numbers to four places, very small and very large ones to four digits."""
+    text = str(value)
+    if not isinstance(value, float) or "." not in text:
+        return text
+    if "e" in text:
+        return f"{value:.4g}"
+    return f"{value:.4f}" if len(text.partition(".")[2]) > 4 else text
+
+
+def markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows as a table; a column that a row does not have stays empty there."""
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    cells = [columns, *([shown(row.get(name, "")) for name in columns] for row in rows)]
+    cells = [[cell.replace("|", "\\|") for cell in line] for line in cells]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
+    lines = [" | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]
+    lines.insert(1, " | ".join(f":{'-' * (width - 2)}:" for width in widths))
+    return "\n".join(f"| {line} |" for line in lines)
+
+
+def _end_of_training(lines: Sequence[Line]) -> int | None:
+    """Where the line that sums up training is."""
+    found = [i for i, line in enumerate(lines) if "train_runtime" in line and "train_loss" in line]
+    return found[-1] if found else None
+
+
+def _is_evaluation(line: Line) -> bool:
+    return any(name.startswith("eval_") for name in line)
+
+
+def _evaluations_joined(lines: Sequence[Line]) -> Iterator[Line]:
+    """The lines; those of several sets that were evaluated at one step are one."""
+    held: dict[str, Any] | None = None
+    for line in lines:
+        names = {name for name in line if name.startswith("eval_")}
+        if held is not None and names and held.get("step") == line.get("step") and not names & set(held):
+            held.update(line)
+            continue
+        if held is not None:
+            yield held
+        held = dict(line) if names else None
+        if held is None:
+            yield line
+    if held is not None:
+        yield held
+
+
+def _metrics(line: Line) -> dict[str, Any]:
+    """The metrics in a line, numbers of other libraries as Python's."""
+    values = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in line.items()}
+    return {
+        name: value
+        for name, value in values.items()
+        if name not in _OTHERS and not is_time(name) and isinstance(value, (int, float, str))
+    }
+
+
+def _title(name: str) -> str:
+    words = name.removeprefix("eval_").removeprefix("num_").split("_")
+    return " ".join(word.capitalize() for word in words)
