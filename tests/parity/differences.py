@@ -328,6 +328,29 @@ DIFFERENCES = {
         "`args.per_device_train_batch_size`, set to the best, is what train() then uses; transformers stays with that "
         "of the last trial."
     ),
+    "model card: what it says": (
+        "The words are our own; it also has the numbers of samples, the picture of the curves, the versions of hftrainer "
+        "and Lightning, and hyperparameters that transformers leaves out (weight decay, bf16, keywords of the schedule, "
+        "the class of an optimizer that was given). The batch size is the one that `auto_find_batch_size` has found, "
+        "totals count the processes that have data of their own, and 1.25e-05 is not shown as 0.0000."
+    ),
+    "model card: tags and origins": (
+        "The model's tags and those of a README that is there are always kept; transformers keeps them when `tags` is "
+        "given. What cannot be a repository is no `base_model`; transformers links to an empty name. Readers of files "
+        "(`generator`, `imagefolder`) name no dataset. The licence is asked for once, for five seconds at most."
+    ),
+    "model card: results": (
+        "Several sets are one row a step; a card during training has titled results too; with `load_best_model_at_end` "
+        "the results are those of the best checkpoint. NaN and infinities are left out of the metadata, and times "
+        "everywhere. Any task counts for the index, not only those that transformers' models are for."
+    ),
+    "model card: PEFT and plain modules": (
+        "PEFT is recognized by the model, not by a README that is there, and the user's tags stay. Plain modules get a "
+        "card without `library_name`; in transformers a model without `config` fails."
+    ),
+    "save_metrics: values that JSON does not have": (
+        "Numbers and arrays of NumPy and torch are written; transformers fails and leaves a file that is cut off."
+    ),
     "predict() outside training": (
         "It runs Lightning's prediction loop, whose callbacks see predict hooks; numbers and events are the same."
     ),
