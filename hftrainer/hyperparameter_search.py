@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 from hftrainer.errors import InvalidArgument, MissingPackage, UnsupportedArgument
 from hftrainer.search.backend import SearchBackend
 from hftrainer.search.optuna_search import OptunaSearch
-from hftrainer.search.trial_arguments import set_arguments
-from hftrainer.trainer_utils import BestRun, HPSearchBackend, default_compute_objective, number_of_arguments
+from hftrainer.search.ray_search import RaySearch
+from hftrainer.search.trial_arguments import model_takes_trial, set_arguments
+from hftrainer.trainer_utils import BestRun, HPSearchBackend, default_compute_objective
 
 if TYPE_CHECKING:
     from hftrainer.trainer import Trainer
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 #: The libraries that can search; the first is taken when none is named.
 ALL_HYPERPARAMETER_SEARCH_BACKENDS: dict[HPSearchBackend, type[SearchBackend]] = {
     HPSearchBackend.OPTUNA: OptunaSearch,
+    HPSearchBackend.RAY: RaySearch,
 }
 
 
@@ -83,8 +85,7 @@ def set_trial_arguments(trainer: Trainer, trial: Any) -> None:
     else:
         params = trainer._search.hyperparameters(trainer, trial)
         _restore_arguments(trainer)
-    takes_trial = trainer.model_init is not None and number_of_arguments(trainer.model_init) > 0
-    set_arguments(trainer.args, params, for_model_too=takes_trial)
+    set_arguments(trainer.args, params, for_model_too=model_takes_trial(trainer.model_init))
 
 
 def hyperparameters(trial: Any) -> Mapping[str, Any]:

@@ -2054,7 +2054,7 @@ class Trainer:
         """Tell the search about an evaluation within a trial, which may end it."""
         if self._search is not None and trial is not None:
             self.objective = self._search.checked(self.compute_objective(dict(metrics)))
-            self._search.report(self, trial, step, self.objective)
+            self._search.report(self, trial, step, self.objective, metrics)
 
     def _release_trial(self) -> None:
         """Let go of a trial's model and of all that was made for it."""

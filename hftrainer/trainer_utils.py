@@ -35,6 +35,7 @@ __all__ = [
     "TrainOutput",
     "default_compute_objective",
     "default_hp_space_optuna",
+    "default_hp_space_ray",
     "denumpify_detensorize",
     "enable_full_determinism",
     "get_last_checkpoint",
@@ -265,6 +266,18 @@ def default_hp_space_optuna(trial: Any) -> dict[str, Any]:
         "num_train_epochs": trial.suggest_int("num_train_epochs", 1, 5),
         "seed": trial.suggest_int("seed", 1, 40),
         "per_device_train_batch_size": trial.suggest_categorical("per_device_train_batch_size", [4, 8, 16, 32, 64]),
+    }
+
+
+def default_hp_space_ray(trial: Any) -> dict[str, Any]:  # noqa: ARG001 - every hp_space gets one
+    """The same as distributions of Ray Tune, which draws from them itself."""
+    from ray import tune
+
+    return {
+        "learning_rate": tune.loguniform(1e-6, 1e-4),
+        "num_train_epochs": tune.choice(list(range(1, 6))),
+        "seed": tune.uniform(1, 40),
+        "per_device_train_batch_size": tune.choice([4, 8, 16, 32, 64]),
     }
 
 

@@ -46,7 +46,7 @@ def no_dict(trial):
 
 REFUSED = {
     "sigopt": ({"backend": "sigopt"}, UnsupportedArgument, r"SigOpt's service has ended\. Use backend='optuna'"),
-    "ray": ({"backend": "ray"}, UnsupportedArgument, r"backend='ray' is not supported yet: use backend='optuna'"),
+    "ray": ({"backend": "ray"}, MissingPackage, r"pip install 'ray\[tune\]'"),
     "wandb": ({"backend": HPSearchBackend.WANDB}, UnsupportedArgument, "backend='wandb' is not supported yet"),
     "unknown backend": ({"backend": "optunna"}, InvalidArgument, "did you mean 'optuna'"),
     "unknown keyword": ({"studyname": "x"}, UnknownArgument, "takes no 'studyname'; did you mean 'study_name'"),
