@@ -47,6 +47,7 @@ class PackedTrainer:
             arguments["output_dir"] = os.path.join(self.folder, arguments["output_dir"])
         trainer._memory_tracker = TrainerMemoryTracker(trainer.args.skip_memory_metrics)
         trainer._set_log_level()
+        trainer._follow_arguments()
         trainer.create_accelerator_and_postprocess()
         for callback in list(trainer.callback_handler.callbacks):
             if is_kind(callback, "NotebookProgressCallback"):

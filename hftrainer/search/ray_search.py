@@ -77,12 +77,19 @@ class RaySearch(SearchBackend):
         self._check(trainer.args, n_trials, kwargs)
         trainer._release_trial()  # trials need the memory of the device
         trainer.callback_handler.eval_dataloader = None
-        analysis = tune.run(
-            tune.with_parameters(train_trial, packed=pack(trainer)),
-            config=dict(space),
-            num_samples=-1 if n_trials is None else n_trials,
-            **self._options(trainer.args, kwargs),
-        )
+        options, mistakes = self._options(trainer.args, kwargs), _mistakes()
+        options["callbacks"] = [*(options.get("callbacks") or ()), mistakes]
+        try:
+            analysis = tune.run(
+                tune.with_parameters(train_trial, packed=pack(trainer)),
+                config=dict(space),
+                num_samples=-1 if n_trials is None else n_trials,
+                **options,
+            )
+        except tune.TuneError:
+            if mistakes.found is not None:
+                raise mistakes.found from None
+            raise
         return self._best(analysis, scope)
 
     def _check(self, args: Any, n_trials: Any, kwargs: Mapping[str, Any]) -> None:
@@ -112,16 +119,13 @@ class RaySearch(SearchBackend):
 
     def _options(self, args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The keywords of `tune.run`, with our defaults."""
-        from ray import tune
-
         options: dict[str, Any] = {
             "resources_per_trial": {"cpu": 1, "gpu": 1} if args.n_gpu else {"cpu": 1},
-            "progress_reporter": tune.CLIReporter(metric_columns=["objective"]),
             "raise_on_failed_trial": False,
         }
         if not any(getattr(kwargs.get(each), "metric", None) for each in ("scheduler", "search_alg")):
             options |= {"metric": "objective", "mode": self._mode}
-        return {**options, **kwargs, "callbacks": [*(kwargs.get("callbacks") or ()), _ending_at_mistakes()]}
+        return {**options, **kwargs}
 
     @property
     def _mode(self) -> str:
@@ -260,17 +264,20 @@ def _check_scheduler(args: Any, scheduler: Any) -> None:
         )
 
 
-def _ending_at_mistakes() -> Any:
-    """A callback of Ray that ends the search when a trial finds a mistake that all trials would find."""
+def _mistakes() -> Any:
+    """A callback of Ray that ends the search when a trial finds a mistake that all trials would find, and keeps it."""
     from ray import tune
 
-    class EndingAtMistakes(tune.Callback):
+    class Mistakes(tune.Callback):
+        found: Exception | None = None
+
         def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
             error = _error(trial)
             if isinstance(error, _MISTAKES):
+                self.found = error
                 raise error
 
-    return EndingAtMistakes()
+    return Mistakes()
 
 
 def _error(trial: Any) -> Any:

@@ -420,6 +420,36 @@ def test_a_dict_as_trial(tmp_path):
         trainer.train(trial=3)
 
 
+def test_a_trial_goes_on_from_the_checkpoint_of_another(tmp_path):
+    """The states come from the checkpoint, the settings of optimizer and schedule from the trial's arguments."""
+    settings = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "logging_steps": 1, "learning_rate": 0.1}
+    trainer = make_trainer(tmp_path, **settings)
+    checkpoint = str(tmp_path / "checkpoint-2")
+    trainer.train()
+    undisturbed = values(trainer, "loss")
+    trainer.train(checkpoint, trial={"learning_rate": 0.1})
+    assert values(trainer, "loss") == undisturbed
+    trainer.train(checkpoint, trial={"learning_rate": 0.01, "weight_decay": 0.25, "adam_beta1": 0.5})
+    assert values(trainer, "learning_rate") == pytest.approx([0.1, 0.075, 0.005, 0.0025])
+    decayed, other = trainer.optimizer.param_groups
+    assert (decayed["weight_decay"], other["weight_decay"]) == (0.25, 0.0)
+    assert decayed["betas"] == other["betas"] == (0.5, 0.999)
+    assert {state["step"].item() for state in trainer.optimizer.state.values()} == {4}
+
+
+def values(trainer, name):
+    return [line[name] for line in trainer.state.log_history if name in line]
+
+
+def test_a_rate_that_follows_a_metric_stays(tmp_path, caplog):
+    settings = {"save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "reduce_lr_on_plateau"}
+    trainer = make_trainer(tmp_path, learning_rate=0.5, **settings)
+    trainer.train()
+    trainer.train(str(tmp_path / "checkpoint-2"), trial={"learning_rate": 0.25})
+    assert "ReduceLROnPlateau goes on with the checkpoint's learning rate, 0.5, not with 0.25" in caplog.text
+    assert trainer.optimizer.param_groups[0]["lr"] == 0.5
+
+
 def test_default_objective():
     assert default_compute_objective({"eval_loss": 1.0, "epoch": 2, "eval_runtime": 3.0}) == 1.0
     assert default_compute_objective({"eval_loss": 1.0, "eval_a": 2.0, "eval_b": 3.0, "eval_a_per_second": 1}) == 5.0
