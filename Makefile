@@ -5,7 +5,7 @@ PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c 
 RUN := HF_HUB_OFFLINE=1 $(VENV)/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-plain test test-versions test-deepspeed test-xla test-fast lint format
+.PHONY: help demo demo-plain test test-versions test-deepspeed test-ray test-xla test-fast lint format
 .PHONY: bench bench-eval bench-checkpoint bench-search clean
 
 help:  ## list the targets
@@ -79,8 +79,18 @@ $(VENV)-deepspeed/.ready: pyproject.toml constraints.txt | $(VENV)-deepspeed/bin
 	@$(VENV)-deepspeed/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[transformers,deepspeed]' peft pytest
 	@touch $@
 
-$(VENV)-deepspeed/bin/python:
-	$(PYTHON) -m venv $(VENV)-deepspeed
+$(VENV)-deepspeed/bin/python $(VENV)-ray/bin/python:
+	$(PYTHON) -m venv $(@:/bin/python=)
+
+# RAY_USAGE_STATS_ENABLED=0: Ray reports on itself to a server otherwise.
+test-ray: $(VENV)-ray/.ready  ## Ray Tune: real searches on two cores, against transformers
+	@RAY_USAGE_STATS_ENABLED=0 HF_HUB_OFFLINE=1 $(VENV)-ray/bin/python -m pytest tests/with_ray
+
+$(VENV)-ray/.ready: pyproject.toml constraints.txt | $(VENV)-ray/bin/python
+	@echo "Installing Ray into $(VENV)-ray ..."
+	@$(VENV)-ray/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	@$(VENV)-ray/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[transformers,ray]' pytest
+	@touch $@
 
 test-fast: $(VENV)/.dev  ## the tests that take seconds
 	@$(RUN) -m pytest -m "not slow" -x -q

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from hftrainer.errors import InvalidArgument, MissingPackage, UnsupportedArgument
 from hftrainer.search.backend import SearchBackend
 from hftrainer.search.optuna_search import OptunaSearch
-from hftrainer.search.trial_arguments import set_arguments, takes_trial
+from hftrainer.search.ray_search import RaySearch
+from hftrainer.search.trial_arguments import model_takes_trial, set_arguments
 from hftrainer.search.wandb_search import WandbSearch
 from hftrainer.trainer_utils import BestRun, HPSearchBackend, default_compute_objective
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 #: The libraries that can search; the first is taken when none is named.
 ALL_HYPERPARAMETER_SEARCH_BACKENDS: dict[HPSearchBackend, type[SearchBackend]] = {
     HPSearchBackend.OPTUNA: OptunaSearch,
+    HPSearchBackend.RAY: RaySearch,
     HPSearchBackend.WANDB: WandbSearch,
 }
 
@@ -27,17 +29,12 @@ def find_backend(backend: str | HPSearchBackend | None) -> tuple[HPSearchBackend
 
     Raises:
         InvalidArgument: for a name that is not known.
-        UnsupportedArgument: for one that is known and cannot be had.
+        UnsupportedArgument: for one whose service has ended.
         MissingPackage: when it is not installed.
     """
     if str(backend) == "sigopt":
         raise UnsupportedArgument("backend='sigopt': SigOpt's service has ended. Use backend='optuna'.")
     name = HPSearchBackend(backend if backend is not None else next(iter(ALL_HYPERPARAMETER_SEARCH_BACKENDS)))
-    if name not in ALL_HYPERPARAMETER_SEARCH_BACKENDS:
-        raise UnsupportedArgument(
-            f"backend={str(name)!r} is not supported yet: use backend='optuna', whose storage several processes and "
-            "machines can share."
-        )
     kind = ALL_HYPERPARAMETER_SEARCH_BACKENDS[name]
     if not kind.is_available():
         raise MissingPackage(f"backend={str(name)!r} needs a package that is not installed: pip install {kind.install}")
@@ -85,7 +82,7 @@ def set_trial_arguments(trainer: Trainer, trial: Any) -> None:
     else:
         params = trainer._search.hyperparameters(trainer, trial)
         _restore_arguments(trainer)
-    set_arguments(trainer.args, params, for_model_too=takes_trial(trainer.model_init))
+    set_arguments(trainer.args, params, for_model_too=model_takes_trial(trainer.model_init))
 
 
 def hyperparameters(trial: Any) -> Mapping[str, Any]:

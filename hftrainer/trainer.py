@@ -2015,23 +2015,29 @@ class Trainer:
     ) -> BestRun | list[BestRun]:
         """Train with many choices of arguments, each with a new model, and return the best choice.
 
-        The study stays in `hp_study`, in the main process. With `storage`, `study_name` and `load_if_exists=True` a
-        search that was ended goes on where it was, and several processes or machines share one.
+        Optuna's study stays in `hp_study`, in the main process. With `storage`, `study_name` and `load_if_exists=True`
+        a search that was ended goes on where it was, and several processes or machines share one.
+
+        Ray trains each trial in a process of its own, in the working directory of this one, with a copy of this
+        Trainer. A search that was ended goes on by `name` and `resume="AUTO"`; its trials and those of population based
+        training go on from the last evaluation whose step was saved too.
 
         Args:
-            hp_space: trial → the arguments of the trial, as a dict; default `default_hp_space_optuna`; for 'wandb'
-                None → the configuration of the sweep.
+            hp_space: trial → the arguments of the trial, as a dict; with Ray None → a dict of Ray's distributions, and
+                with W&B None → the configuration of the sweep. Default: `default_hp_space_optuna`, `_ray`, `_wandb`.
             compute_objective: metrics of an evaluation → a number, or one for each direction; default
                 `default_compute_objective`.
             n_trials: trials that the study holds at the end, those that it held before included; None with a `timeout`.
                 For 'wandb' the runs that this process trains.
             direction: 'minimize' or 'maximize'; a list of these for several objectives.
-            backend: 'optuna', which is the default, or 'wandb'.
+            backend: 'optuna', which is the default, 'ray' or 'wandb'.
             hp_name: trial → the name of its folder and of its runs in trackers; default `run-{number}`, and none.
+                With Ray the trial is the dict that was chosen, and the default is `run-{trial_id}` in both.
             kwargs: keywords of `optuna.create_study` (sampler, pruner, storage, study_name, load_if_exists) and of
                 `Study.optimize` (timeout in seconds, n_jobs, catch, callbacks, gc_after_trial, show_progress_bar).
                 `n_jobs` processes train trials: the script is started again for all but the first, so it should
-                search before it trains. For 'wandb' see `search.wandb_search.WandbSearch.run`.
+                search before it trains. With Ray those of `ray.tune.run`, of which resources_per_trial is one CPU by
+                default, and a GPU where there is one; with W&B those of `search.wandb_search.WandbSearch.run`.
 
         Returns:
             The best trial, for 'wandb' of those trained here; with several objectives a list of those that no other is
@@ -2068,7 +2074,7 @@ class Trainer:
         """Tell the search about an evaluation within a trial, which may end it."""
         if self._search is not None and trial is not None:
             self.objective = self._search.checked(self.compute_objective(dict(metrics)))
-            self._search.report(self, trial, step, self.objective)
+            self._search.report(self, trial, step, self.objective, metrics)
 
     def _release_trial(self) -> None:
         """Let go of a trial's model and of all that was made for it."""

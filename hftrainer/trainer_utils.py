@@ -35,6 +35,7 @@ __all__ = [
     "TrainOutput",
     "default_compute_objective",
     "default_hp_space_optuna",
+    "default_hp_space_ray",
     "default_hp_space_wandb",
     "denumpify_detensorize",
     "enable_full_determinism",
@@ -232,7 +233,8 @@ class BestRun(NamedTuple):
         run_id: its checkpoints are in the folder `run-{run_id}` of `output_dir`.
         objective: a number, or one for each direction.
         hyperparameters: what was chosen.
-        run_summary: the backend's own summary, where it has one; of Optuna see `trainer.hp_study`.
+        run_summary: the backend's own summary, where it has one: Ray's `ExperimentAnalysis`; of Optuna see
+            `trainer.hp_study`.
     """
 
     run_id: str
@@ -279,6 +281,18 @@ def default_hp_space_wandb(trial: Any) -> dict[str, Any]:  # noqa: ARG001 - the 
             "seed": {"distribution": "int_uniform", "min": 1, "max": 40},
             "per_device_train_batch_size": {"values": [4, 8, 16, 32, 64]},
         },
+    }
+
+
+def default_hp_space_ray(trial: Any) -> dict[str, Any]:  # noqa: ARG001 - every hp_space gets one
+    """The same as distributions of Ray Tune, which draws from them itself."""
+    from ray import tune
+
+    return {
+        "learning_rate": tune.loguniform(1e-6, 1e-4),
+        "num_train_epochs": tune.choice(list(range(1, 6))),
+        "seed": tune.uniform(1, 40),
+        "per_device_train_batch_size": tune.choice([4, 8, 16, 32, 64]),
     }
 
 

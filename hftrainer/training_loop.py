@@ -27,6 +27,7 @@ from hftrainer.optimization import follows_metric, keep_pace
 from hftrainer.out_of_memory import is_out_of_memory
 from hftrainer.overrides import with_accepted
 from hftrainer.schedule import TrainingSchedule
+from hftrainer.search.trial_arguments import keeping_settings
 from hftrainer.step_details import StepDetails, asked_for
 from hftrainer.trainer_callback import export_states
 
@@ -114,8 +115,10 @@ class TrainingLoop:
 
     def load_optimizer(self) -> None:
         """Load the state of optimizer and scheduler, into the parameter groups of the run so far."""
-        keep_pace(self.trainer.lr_scheduler, self.trainer._made_optimizer())
-        self.trainer._load_optimizer_and_scheduler(self.resume_folder)
+        optimizer, scheduler = self.trainer._made_optimizer(), self.trainer.lr_scheduler
+        keep_pace(scheduler, optimizer)
+        with contextlib.nullcontext() if self.trial is None else keeping_settings(optimizer, scheduler):
+            self.trainer._load_optimizer_and_scheduler(self.resume_folder)
 
     def begin(self) -> None:
         """Announce the start, and evaluate if that is asked for."""
@@ -420,6 +423,8 @@ class TrainingLoop:
                 start_time=self.start_time,
                 learning_rate=self.learning_rate,
             )
+        if self.trainer._search is not None and self.trial is not None:
+            self.trainer._search.after_saving(self.trainer)
 
     # ---- Checkpoints -------------------------------------------------------------------------------------------
 

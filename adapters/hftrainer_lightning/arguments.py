@@ -216,6 +216,7 @@ TABLE |= _rows(
     use_legacy_prediction_loop="trainer: prediction_loop",
     save_safetensors="checkpointing.weights",
     past_index="trainer: compute_loss",
+    ray_scope="search.ray_search: which of a trial's objectives count; RAY_SCOPE in the environment does the same",
     include_tokens_per_second="trainer: the metrics of train()",
     logging_dir="loggers: folder of tensorboard and csv",
     use_mps_device="devices: Apple's GPU is taken by itself; refused where there is none",
@@ -224,7 +225,6 @@ TABLE |= _rows(
     "inert",
     overwrite_output_dir="a switch for your script",
 )
-TABLE |= _planned("search with backend='optuna'", "ray_scope")
 TABLE |= _rows(
     "refused",
     fp16_backend=(_APEX := "NVIDIA Apex is archived and no precision plugin of Lightning; torch's autocast is used"),

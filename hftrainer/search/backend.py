@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import abc
+import difflib
 import importlib.util
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
+
+from hftrainer.errors import InvalidArgument, UnknownArgument
 
 if TYPE_CHECKING:
     from hftrainer.trainer import Trainer
@@ -17,10 +21,12 @@ class SearchBackend(abc.ABC):
     Attributes:
         name: what `backend` calls it, which is also the module that must be importable.
         install: what to install for it.
+        directions: 'minimize' or 'maximize' for each objective.
     """
 
     name: ClassVar[str]
     install: ClassVar[str]
+    directions: list[str]
 
     @classmethod
     def is_available(cls) -> bool:
@@ -52,15 +58,7 @@ class SearchBackend(abc.ABC):
         """What the folder `run-xxx` of a trial is called by."""
 
     @abc.abstractmethod
-    def checked(self, objective: Any) -> Any:
-        """What `compute_objective` has returned, if the library can use it.
-
-        Raises:
-            InvalidArgument: if it cannot.
-        """
-
-    @abc.abstractmethod
-    def report(self, trainer: Trainer, trial: Any, step: int, objective: Any) -> None:
+    def report(self, trainer: Trainer, trial: Any, step: int, objective: Any, metrics: Mapping[str, float]) -> None:
         """Tell the library about an evaluation, which may end the trial.
 
         Args:
@@ -68,4 +66,85 @@ class SearchBackend(abc.ABC):
             trial: the trial.
             step: optimizer steps done.
             objective: a number, or one for each direction.
+            metrics: of the evaluation.
         """
+
+    def after_saving(self, trainer: Trainer) -> None:  # noqa: B027 - most libraries need nothing then
+        """Called in a trial whenever what was due has been logged, evaluated and saved."""
+
+    def checked(self, objective: Any) -> Any:
+        """What `compute_objective` has returned.
+
+        Raises:
+            InvalidArgument: if it is not one number for each direction.
+        """
+        values = objective if isinstance(objective, Sequence) else [objective]
+        try:
+            numbers = [float(value) for value in values]
+        except (TypeError, ValueError):
+            numbers = []
+        if len(numbers) != len(self.directions):
+            wanted = "a number" if len(self.directions) == 1 else f"{len(self.directions)} numbers, as direction has"
+            raise InvalidArgument(f"compute_objective returned {objective!r}: it must return {wanted}.")
+        return objective
+
+
+def read_directions(direction: Any) -> list[str]:
+    """The directions, as a list of 'minimize' and 'maximize'.
+
+    Raises:
+        InvalidArgument: for anything else.
+    """
+    given = list(direction) if isinstance(direction, (list, tuple)) else [direction]
+    names = [str(getattr(each, "name", each)).lower() for each in given]
+    if not names or any(name not in ("minimize", "maximize") for name in names):
+        raise InvalidArgument(f"direction={direction!r}: give 'minimize' or 'maximize', or a list of these.")
+    return names
+
+
+def check_keywords(library: str, given: Collection[str], known: Collection[str], ours: Mapping[str, str]) -> None:
+    """Refuse keywords that a library does not know.
+
+    Args:
+        library: whose they are.
+        given: the keywords.
+        known: the library's.
+        ours: keywords of the library that the search sets itself → what they are called here.
+
+    Raises:
+        UnknownArgument: with the nearest name.
+    """
+    allowed = {*known, *ours.values()} - set(ours)
+    for name in [name for name in given if name not in allowed]:
+        near = [ours[name]] if name in ours else difflib.get_close_matches(name, allowed, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise UnknownArgument(f"hyperparameter_search with {library} takes no {name!r}{hint}")
+
+
+def check_end(n_trials: Any, seconds: Any, seconds_name: str) -> None:
+    """Refuse a number of trials that is none, or no end.
+
+    Args:
+        n_trials: trials; None for no end but `seconds`.
+        seconds: after which the search ends, or None.
+        seconds_name: what they are called.
+
+    Raises:
+        InvalidArgument: for these.
+    """
+    if n_trials is None and seconds is None:
+        raise InvalidArgument(f"n_trials=None never ends: give a number, or {seconds_name} in seconds.")
+    if n_trials is not None and (not isinstance(n_trials, int) or n_trials < 1):
+        raise InvalidArgument(f"n_trials={n_trials!r}: give a whole number of at least 1.")
+
+
+def why_none(states: Sequence[str], reasons: Iterable[str]) -> str:
+    """What to say when no trial has been completed.
+
+    Args:
+        states: of each trial.
+        reasons: why they failed; the last three different ones are told.
+    """
+    counted = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states)) or "none was run"
+    told = "".join(f"\n- {reason}" for reason in list(dict.fromkeys(reasons))[-3:])
+    return f"No trial was completed ({counted}), so there is no best one: narrow hp_space or mend what failed.{told}"

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from hftrainer.errors import InvalidArgument, SearchFailed, UnknownArgument, UnsupportedArgument
+from hftrainer.errors import InvalidArgument, SearchFailed, UnsupportedArgument
 from hftrainer.out_of_memory import is_out_of_memory
-from hftrainer.search.backend import SearchBackend
+from hftrainer.search.backend import SearchBackend, check_end, check_keywords, read_directions, why_none
 from hftrainer.search.jobs import Jobs
 from hftrainer.search.shared_trial import SharedTrial
 from hftrainer.search.studies import FAILED, INTERRUPTED, OWNER, TrialCount, open_storage, this_process, try_again
@@ -26,7 +25,6 @@ logger = logging.getLogger(__name__)
 
 #: Keywords that are `Study.optimize`'s; all others are `optuna.create_study`'s.
 _OF_OPTIMIZE = ("timeout", "n_jobs", "catch", "callbacks", "gc_after_trial", "show_progress_bar")
-_DIRECTIONS = ("minimize", "maximize")
 
 
 class _TrialFailed(Exception):
@@ -38,7 +36,6 @@ class OptunaSearch(SearchBackend):
 
     Attributes:
         study: in the main process.
-        directions: one for each objective.
     """
 
     name = "optuna"
@@ -56,7 +53,7 @@ class OptunaSearch(SearchBackend):
             SearchFailed: when no trial has been completed.
         """
         several = trainer.args.world_size > 1
-        self.directions = _directions(direction)
+        self.directions = read_directions(direction)
         options = {name: kwargs.pop(name) for name in _OF_OPTIMIZE if name in kwargs}
         _check(n_trials, options, kwargs, several)
         self._jobs = Jobs(options.pop("n_jobs", 1), str(trainer.args.output_dir), options.pop("timeout", None))
@@ -78,7 +75,7 @@ class OptunaSearch(SearchBackend):
         """The number of the trial."""
         return str(trial.number)
 
-    def report(self, trainer: Trainer, trial: Any, step: int, objective: Any) -> None:
+    def report(self, trainer: Trainer, trial: Any, step: int, objective: Any, metrics: Mapping[str, float]) -> None:
         """Tell Optuna, and end the trial if it is not promising; with several objectives Optuna cannot say.
 
         Raises:
@@ -100,22 +97,6 @@ class OptunaSearch(SearchBackend):
         if trainer.objective is None:
             trainer.objective = self.checked(trainer.compute_objective(trainer.evaluate()))
         return trainer.objective
-
-    def checked(self, objective: Any) -> Any:
-        """What `compute_objective` has returned.
-
-        Raises:
-            InvalidArgument: if it is not one number for each direction.
-        """
-        values = objective if isinstance(objective, Sequence) else [objective]
-        try:
-            numbers = [float(value) for value in values]
-        except (TypeError, ValueError):
-            numbers = []
-        if len(numbers) != len(self.directions):
-            wanted = "a number" if len(self.directions) == 1 else f"{len(self.directions)} numbers, as direction has"
-            raise InvalidArgument(f"compute_objective returned {objective!r}: it must return {wanted}.")
-        return objective
 
     def _open(self, trainer: Trainer, kwargs: dict[str, Any]) -> None:
         """Make the study, or go on with one that exists; its sampler then draws other numbers than the one before."""
@@ -183,7 +164,8 @@ class OptunaSearch(SearchBackend):
 
         trials = self.study.get_trials(deepcopy=False)
         if not any(trial.state is TrialState.COMPLETE for trial in trials):
-            raise SearchFailed(_why_none(trials))
+            reasons = [trial.user_attrs[FAILED] for trial in trials if FAILED in trial.user_attrs]
+            raise SearchFailed(why_none([trial.state.name.lower() for trial in trials], reasons))
         if running := sum(trial.state is TrialState.RUNNING for trial in trials):
             logger.warning(
                 "%d of the trials are still running in other processes: the best is that of the finished ones. Of "
@@ -263,27 +245,13 @@ def _numbers(objective: Any) -> list[float]:
     return [float(value) for value in (objective if isinstance(objective, Sequence) else [objective])]
 
 
-def _directions(direction: Any) -> list[str]:
-    given = list(direction) if isinstance(direction, (list, tuple)) else [direction]
-    names = [str(getattr(each, "name", each)).lower() for each in given]
-    if not names or any(name not in _DIRECTIONS for name in names):
-        raise InvalidArgument(f"direction={direction!r}: give 'minimize' or 'maximize', or a list of these.")
-    return names
-
-
 def _check(n_trials: Any, options: Mapping[str, Any], kwargs: Mapping[str, Any], several: bool) -> None:
     """Refuse keywords that cannot work before anything is made."""
     import optuna
 
     known = [*inspect.signature(optuna.create_study).parameters, *_OF_OPTIMIZE]
-    for name in kwargs.keys() - set(known) | kwargs.keys() & {"directions"}:
-        near = difflib.get_close_matches(name, {*known, "direction"} - {"directions"}, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise UnknownArgument(f"hyperparameter_search with Optuna takes no {name!r}{hint}")
-    if n_trials is None and options.get("timeout") is None:
-        raise InvalidArgument("n_trials=None never ends: give a number, or a timeout in seconds.")
-    if n_trials is not None and (not isinstance(n_trials, int) or n_trials < 1):
-        raise InvalidArgument(f"n_trials={n_trials!r}: give a whole number of at least 1.")
+    check_keywords("Optuna", kwargs, known, {"directions": "direction"})
+    check_end(n_trials, options.get("timeout"), "a timeout")
     if kwargs.get("load_if_exists") and not kwargs.get("study_name"):
         raise InvalidArgument("load_if_exists=True needs a study_name: without one each search makes a study anew.")
     if several and options.get("n_jobs", 1) != 1:
@@ -296,11 +264,3 @@ def _check(n_trials: Any, options: Mapping[str, Any], kwargs: Mapping[str, Any],
             "catch cannot be honoured with several processes: where one fails, the others wait within the trial. Start "
             "the search again with load_if_exists=True, and it goes on."
         )
-
-
-def _why_none(trials: Sequence[Any]) -> str:
-    states = [trial.state.name.lower() for trial in trials]
-    counted = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states)) or "none was run"
-    reasons = dict.fromkeys(trial.user_attrs[FAILED] for trial in trials if FAILED in trial.user_attrs)
-    told = "".join(f"\n- {reason}" for reason in list(reasons)[-3:])
-    return f"No trial was completed ({counted}), so there is no best one: narrow hp_space or mend what failed.{told}"

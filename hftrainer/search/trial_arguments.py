@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from hftrainer.arguments.validation import ALIASES, normalize
 from hftrainer.errors import InvalidArgument, UnknownArgument
+from hftrainer.optimization import follows_metric
 from hftrainer.trainer_utils import number_of_arguments
 from hftrainer.training_args import TrainingArguments
 
@@ -19,6 +21,39 @@ logger = logging.getLogger(__name__)
 _A_SLIP = 0.85
 #: Read once, when the Trainer is made.
 _FIXED = ("report_to", "disable_tqdm", "log_level", "log_level_replica", "skip_memory_metrics")
+#: Settings of an optimizer's parameter groups that arguments decide; with a schedule `lr` follows from `initial_lr`.
+_OF_ARGUMENTS = ("initial_lr", "weight_decay", "betas", "eps")
+
+
+def model_takes_trial(model_init: Callable[..., Any] | None) -> bool:
+    """Whether `model_init` takes the trial, so that names that are no arguments may be its own."""
+    return model_init is not None and number_of_arguments(model_init) > 0
+
+
+def check_names(args: Any, params: Any, *, for_model_too: bool) -> None:
+    """Refuse what a trial cannot choose.
+
+    Args:
+        args: the arguments.
+        params: argument → value.
+        for_model_too: see `model_takes_trial`.
+
+    Raises:
+        InvalidArgument: when `params` is no mapping, or a trial cannot change an argument.
+        UnknownArgument: for a name that is no argument, with the nearest one.
+    """
+    if not isinstance(params, Mapping):
+        raise InvalidArgument(f"hp_space returned {params!r}: it must return a dict of training arguments.")
+    fields = _fields(args)
+    unknown = [name for name in params if name not in fields]
+    cutoff = _A_SLIP if for_model_too else 0.6
+    near = {name: difflib.get_close_matches(str(name), fields, n=1, cutoff=cutoff) for name in unknown}
+    if wrong := [name for name in unknown if near[name] or not for_model_too]:
+        raise UnknownArgument("; ".join(_unknown(args, name, near[name]) for name in wrong))
+    if unknown:
+        logger.info("%s: no training arguments, left to model_init.", ", ".join(unknown))
+    if fixed := [name for name in _FIXED if name in params]:
+        raise InvalidArgument(f"hp_space: {', '.join(fixed)}: read once, when the Trainer is made; set it there.")
 
 
 def set_arguments(args: Any, params: Any, *, for_model_too: bool) -> None:
@@ -27,14 +62,12 @@ def set_arguments(args: Any, params: Any, *, for_model_too: bool) -> None:
     Args:
         args: the arguments, which callbacks and trackers hold too.
         params: argument → value; cast to the type of the value that is there.
-        for_model_too: `model_init` takes the trial, so names that are no arguments may be its own.
+        for_model_too: see `model_takes_trial`.
 
     Raises:
-        InvalidArgument: when `params` is no mapping, a value cannot be cast, or a trial cannot change an argument.
-        UnknownArgument: for a name that is no argument, with the nearest one.
+        InvalidArgument: also when a value cannot be cast.
+        UnknownArgument: see `check_names`.
     """
-    if not isinstance(params, Mapping):
-        raise InvalidArgument(f"hp_space returned {params!r}: it must return a dict of training arguments.")
     check_names(args, params, for_model_too=for_model_too)
     fields = _fields(args)
     for name in params.keys() & fields.keys():
@@ -46,28 +79,28 @@ def set_arguments(args: Any, params: Any, *, for_model_too: bool) -> None:
         normalize(args)
 
 
-def check_names(args: Any, names: Collection[str], *, for_model_too: bool) -> None:
-    """Refuse what a trial cannot change.
+@contextlib.contextmanager
+def keeping_settings(optimizer: Any, scheduler: Any) -> Iterator[None]:
+    """Load the states of a checkpoint in the block, but not the settings that came from its run's arguments.
 
-    Raises:
-        InvalidArgument: for an argument that is read once.
-        UnknownArgument: for a name that is no argument, with the nearest one.
+    A trial that goes on from another one's checkpoint has arguments of its own. The learning rate becomes what it would
+    be at this step of the schedule; one that follows a metric keeps its rate, which is said.
     """
-    fields = _fields(args)
-    unknown = [name for name in names if name not in fields]
-    cutoff = _A_SLIP if for_model_too else 0.6
-    near = {name: difflib.get_close_matches(str(name), fields, n=1, cutoff=cutoff) for name in unknown}
-    if wrong := [name for name in unknown if near[name] or not for_model_too]:
-        raise UnknownArgument("; ".join(_unknown(args, name, near[name]) for name in wrong))
-    if unknown:
-        logger.info("%s: no training arguments, left to model_init.", ", ".join(unknown))
-    if fixed := [name for name in _FIXED if name in names]:
-        raise InvalidArgument(f"hp_space: {', '.join(fixed)}: read once, when the Trainer is made; set it there.")
-
-
-def takes_trial(model_init: Any) -> bool:
-    """Whether `model_init` is given the trial, so that a space may hold names of its own."""
-    return model_init is not None and number_of_arguments(model_init) > 0
+    own = [{name: group[name] for name in _OF_ARGUMENTS if name in group} for group in optimizer.param_groups]
+    rate = optimizer.param_groups[0]["lr"]
+    yield
+    for group, settings in zip(optimizer.param_groups, own, strict=False):
+        loaded = group.get("initial_lr")
+        group |= settings
+        if loaded:
+            group["lr"] *= group["initial_lr"] / loaded
+    if follows_metric(scheduler) and (kept := optimizer.param_groups[0]["lr"]) != rate:
+        logger.warning(
+            "%s goes on with the checkpoint's learning rate, %g, not with %g.", type(scheduler).__name__, kept, rate
+        )
+    if hasattr(scheduler, "base_lrs"):
+        scheduler.base_lrs = [group["initial_lr"] for group in optimizer.param_groups]
+        scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]
 
 
 def _fields(args: Any) -> dict[str, dataclasses.Field[Any]]:

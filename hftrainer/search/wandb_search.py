@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import logging
 import math
@@ -10,10 +9,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from hftrainer.errors import InvalidArgument, SearchFailed, UnknownArgument, UnsupportedArgument
+from hftrainer.errors import InvalidArgument, SearchFailed, UnsupportedArgument
 from hftrainer.integrations import make_trackers
-from hftrainer.search.backend import SearchBackend
-from hftrainer.search.trial_arguments import check_names, takes_trial
+from hftrainer.search.backend import SearchBackend, check_keywords, read_directions, why_none
+from hftrainer.search.trial_arguments import check_names, model_takes_trial
 from hftrainer.trainer_utils import BestRun, default_hp_space_wandb
 
 if TYPE_CHECKING:
@@ -33,7 +32,6 @@ class WandbSearch(SearchBackend):
     """A search in which W&B's server chooses: it keeps the sweep, and agents anywhere train runs of it.
 
     Attributes:
-        direction: 'minimize' or 'maximize'.
         metric: what the server compares runs by.
         best: of the runs that this process has trained.
         failed: why runs of this process have failed.
@@ -43,7 +41,6 @@ class WandbSearch(SearchBackend):
     install = "wandb"
     default_hp_space = staticmethod(default_hp_space_wandb)
 
-    direction: str
     metric: str
 
     def __init__(self) -> None:
@@ -68,8 +65,12 @@ class WandbSearch(SearchBackend):
         """
         import wandb
 
-        options = _options(**_known(kwargs))
-        self.direction, self.metric = _direction(direction), options["metric"]
+        self.directions = read_directions(direction)
+        check_keywords("W&B", kwargs, list(inspect.signature(_options).parameters), {})
+        options = _options(**kwargs)
+        self.metric = options["metric"]
+        if len(self.directions) > 1:
+            raise UnsupportedArgument(f"direction={direction!r}: a sweep has one objective; use backend='optuna'.")
         if trainer.args.world_size > 1:
             raise UnsupportedArgument(
                 "backend='wandb' trains a run in one process: start the script once for each device, with the sweep_id "
@@ -99,19 +100,7 @@ class WandbSearch(SearchBackend):
         assert wandb.run is not None
         return str(wandb.run.id)
 
-    def checked(self, objective: Any) -> Any:
-        """What `compute_objective` has returned.
-
-        Raises:
-            InvalidArgument: if it is no number.
-        """
-        try:
-            float(objective)
-        except (TypeError, ValueError):
-            raise InvalidArgument(f"compute_objective returned {objective!r}: it must return a number.") from None
-        return objective
-
-    def report(self, trainer: Trainer, trial: Any, step: int, objective: Any) -> None:
+    def report(self, trainer: Trainer, trial: Any, step: int, objective: Any, metrics: Mapping[str, float]) -> None:
         """Log the objective, if the server is to compare runs by it; all other metrics go by the tracker."""
         if self.metric == OBJECTIVE:
             import wandb
@@ -126,8 +115,8 @@ class WandbSearch(SearchBackend):
                 f"hp_space returned {space!r}: for a sweep it must return its configuration, a dict with 'method' and "
                 "'parameters'."
             )
-        check_names(trainer.args, space["parameters"], for_model_too=takes_trial(trainer.model_init))
-        metric = {**space.get("metric", {}), "goal": self.direction, "name": self.metric}
+        check_names(trainer.args, space["parameters"], for_model_too=model_takes_trial(trainer.model_init))
+        metric = {**space.get("metric", {}), "goal": self.directions[0], "name": self.metric}
         return {**space, "metric": metric, **({"name": name} if name else {})}
 
     def _train(self, trainer: Trainer) -> None:
@@ -160,26 +149,24 @@ class WandbSearch(SearchBackend):
         trainer.objective = None
         trainer.train(trial=chosen)
         if trainer.objective is None:
-            trainer.objective = self.checked(trainer.compute_objective(trainer.evaluate()))
-            self.report(trainer, chosen, trainer.state.global_step, trainer.objective)
+            metrics = trainer.evaluate()
+            trainer.objective = self.checked(trainer.compute_objective(dict(metrics)))
+            self.report(trainer, chosen, trainer.state.global_step, trainer.objective, metrics)
         return trainer.objective
 
     def _compare(self, run_id: str, objective: float, chosen: dict[str, Any]) -> None:
         if math.isnan(objective):
             self.failed.append(f"compute_objective returned {objective}")
             return
-        sign = 1 if self.direction == "minimize" else -1
+        sign = 1 if self.directions == ["minimize"] else -1
         if self.best is None or sign * objective < sign * self.best.objective:  # type: ignore[operator]  # one objective
             self.best = BestRun(run_id, objective, chosen)
 
     def _best(self, sweep: str) -> BestRun:
-        reasons = "".join(f"\n- {reason}" for reason in list(dict.fromkeys(self.failed))[-3:])
         if self.best is None:
-            what = f"{len(self.failed)} failed" if self.failed else "the sweep had no run left"
-            raise SearchFailed(
-                f"No run of the sweep {sweep} was completed here ({what}), so there is no best.{reasons}"
-            )
+            raise SearchFailed(f"The sweep {sweep}: {why_none(['failed'] * len(self.failed), self.failed)}")
         if self.failed:
+            reasons = "".join(f"\n- {reason}" for reason in dict.fromkeys(self.failed))
             logger.warning("%d runs of the sweep %s have failed:%s", len(self.failed), sweep, reasons)
         return self.best._replace(run_summary=sweep)
 
@@ -194,24 +181,6 @@ def _options(
     max_consecutive_failed_runs: int | None = None,
 ) -> dict[str, Any]:
     return locals()
-
-
-def _known(kwargs: dict[str, Any]) -> dict[str, Any]:
-    names = inspect.signature(_options).parameters
-    for name in kwargs.keys() - names.keys():
-        near = difflib.get_close_matches(name, names, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else f", only {', '.join(names)}"
-        raise UnknownArgument(f"hyperparameter_search with W&B takes no {name!r}{hint}")
-    return kwargs
-
-
-def _direction(direction: Any) -> str:
-    if isinstance(direction, (list, tuple)):
-        raise UnsupportedArgument(f"direction={direction!r}: a sweep has one objective; use backend='optuna'.")
-    name = str(getattr(direction, "name", direction)).lower()
-    if name not in ("minimize", "maximize"):
-        raise InvalidArgument(f"direction={direction!r}: give 'minimize' or 'maximize'.")
-    return name
 
 
 @contextmanager

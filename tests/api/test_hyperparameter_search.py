@@ -46,7 +46,7 @@ def no_dict(trial):
 
 REFUSED = {
     "sigopt": ({"backend": "sigopt"}, UnsupportedArgument, r"SigOpt's service has ended\. Use backend='optuna'"),
-    "ray": ({"backend": "ray"}, UnsupportedArgument, r"backend='ray' is not supported yet: use backend='optuna'"),
+    "ray": ({"backend": "ray"}, MissingPackage, r"pip install 'ray\[tune\]'"),
     "unknown backend": ({"backend": "optunna"}, InvalidArgument, "did you mean 'optuna'"),
     "unknown keyword": ({"studyname": "x"}, UnknownArgument, "takes no 'studyname'; did you mean 'study_name'"),
     "directions": ({"directions": ["minimize"]}, UnknownArgument, "did you mean 'direction'"),
@@ -416,6 +416,36 @@ def test_a_dict_as_trial(tmp_path):
     assert (tmp_path / "checkpoint-2").is_dir()
     with pytest.raises(InvalidArgument, match="trial=3: give a trial of Optuna, or a dict"):
         trainer.train(trial=3)
+
+
+def test_a_trial_goes_on_from_the_checkpoint_of_another(tmp_path):
+    """The states come from the checkpoint, the settings of optimizer and schedule from the trial's arguments."""
+    settings = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "logging_steps": 1, "learning_rate": 0.1}
+    trainer = make_trainer(tmp_path, **settings)
+    checkpoint = str(tmp_path / "checkpoint-2")
+    trainer.train()
+    undisturbed = values(trainer, "loss")
+    trainer.train(checkpoint, trial={"learning_rate": 0.1})
+    assert values(trainer, "loss") == undisturbed
+    trainer.train(checkpoint, trial={"learning_rate": 0.01, "weight_decay": 0.25, "adam_beta1": 0.5})
+    assert values(trainer, "learning_rate") == pytest.approx([0.1, 0.075, 0.005, 0.0025])
+    decayed, other = trainer.optimizer.param_groups
+    assert (decayed["weight_decay"], other["weight_decay"]) == (0.25, 0.0)
+    assert decayed["betas"] == other["betas"] == (0.5, 0.999)
+    assert {state["step"].item() for state in trainer.optimizer.state.values()} == {4}
+
+
+def values(trainer, name):
+    return [line[name] for line in trainer.state.log_history if name in line]
+
+
+def test_a_rate_that_follows_a_metric_stays(tmp_path, caplog):
+    settings = {"save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "reduce_lr_on_plateau"}
+    trainer = make_trainer(tmp_path, learning_rate=0.5, **settings)
+    trainer.train()
+    trainer.train(str(tmp_path / "checkpoint-2"), trial={"learning_rate": 0.25})
+    assert "ReduceLROnPlateau goes on with the checkpoint's learning rate, 0.5, not with 0.25" in caplog.text
+    assert trainer.optimizer.param_groups[0]["lr"] == 0.5
 
 
 def test_default_objective():

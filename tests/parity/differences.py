@@ -321,6 +321,28 @@ DIFFERENCES = {
         "Suggestions in model_init, pruning and failed objectives reach all processes, which all return the best run; "
         "in transformers the others wait when a trial is pruned, and get None."
     ),
+    "hyperparameter_search with Ray: going on from a checkpoint": (
+        "Ray gets the folder checkpoint-xxx of an evaluation's step once it is written, so a trial that is ended has "
+        "its last checkpoint too, and one that goes on does so exactly; transformers writes a second one without the "
+        "random states. A trial of PBT keeps the learning rate, weight decay, betas and epsilon that it was given; in "
+        "transformers those of the checkpoint's optimizer take their place. Without evaluations in training "
+        "transformers writes one more checkpoint for Ray; ours reports the last of the run."
+    ),
+    "hyperparameter_search with Ray: folders and trackers": (
+        "A relative output_dir, and every other relative path, is meant in the folder in which the search was started; "
+        "in transformers it lands in Ray's folder of the trial. A trial without hp_name is called run-{trial_id} in "
+        "trackers and trainer_state.json too, and TensorBoard has its runs; transformers takes its writer out."
+    ),
+    "hyperparameter_search with Ray: trials that fail": (
+        "They are left out when the best is chosen, though one may have reported the best objective before; "
+        "transformers stops at the end of the search (raise_on_failed_trial=True does that here). What all trials "
+        "would find wrong, such as an argument out of range, ends the search with its own error."
+    ),
+    "hyperparameter_search with Ray: schedulers without metric": (
+        "They and search algorithms compare the objective, in the direction of the search; transformers leaves them "
+        "to Ray, which then finds no metric. A scheduler with eval_strategy='no' is refused in both, ours names all "
+        "kinds of them."
+    ),
     "train(trial={...}) outside a search": (
         "The values are given to the arguments too; transformers gives them to model_init alone."
     ),
@@ -329,10 +351,11 @@ DIFFERENCES = {
         "of the last trial."
     ),
     "model card: what it says": (
-        "The words are our own; it also has the numbers of samples, the picture of the curves, the versions of hftrainer "
-        "and Lightning, and hyperparameters that transformers leaves out (weight decay, bf16, keywords of the schedule, "
-        "the class of an optimizer that was given). The batch size is the one that `auto_find_batch_size` has found, "
-        "totals count the processes that have data of their own, and 1.25e-05 is not shown as 0.0000."
+        "The words are our own; it also has the numbers of samples, the picture of the curves, the versions of "
+        "hftrainer and Lightning, and hyperparameters that transformers leaves out (weight decay, bf16, keywords of "
+        "the schedule, the class of an optimizer that was given). The batch size is the one that "
+        "`auto_find_batch_size` has found, totals count the processes that have data of their own, and 1.25e-05 is not "
+        "shown as 0.0000."
     ),
     "model card: tags and origins": (
         "The model's tags and those of a README that is there are always kept; transformers keeps them when `tags` is "

@@ -123,16 +123,20 @@ def test_runs_that_fail_are_left_out(tmp_path, sweeps, caplog):
 
 def test_no_run_is_completed(tmp_path, sweeps):
     trainer = make_trainer(tmp_path)
-    wrong = r"\(2 failed\).*\n- InvalidArgument: compute_objective returned None: it must return a number"
+    wrong = r"sweep sweep0: No trial was completed \(2 failed\).*\n- InvalidArgument: compute_objective returned None"
     with pytest.raises(SearchFailed, match=wrong):
         trainer.hyperparameter_search(space(), compute_objective=lambda metrics: None, n_trials=2, backend="wandb")
 
 
 REFUSED = {
-    "directions": ({"direction": ["minimize"]}, UnsupportedArgument, "a sweep has one objective; use backend='optuna'"),
+    "directions": (
+        {"direction": ["minimize", "maximize"]},
+        UnsupportedArgument,
+        "a sweep has one objective; use backend='optuna'",
+    ),
     "direction": ({"direction": "down"}, InvalidArgument, "direction='down': give 'minimize' or 'maximize'"),
     "keyword": ({"sweepid": "x"}, UnknownArgument, "takes no 'sweepid'; did you mean 'sweep_id'"),
-    "far keyword": ({"zebra": "x"}, UnknownArgument, "takes no 'zebra', only sweep_id, project"),
+    "far keyword": ({"zebra": "x"}, UnknownArgument, "hyperparameter_search with W&B takes no 'zebra'$"),
     "no space": ({"hp_space": lambda _: {"learning_rate": 1}}, InvalidArgument, "must return its configuration"),
     "misspelled": ({"hp_space": space(learning_rat=[1])}, UnknownArgument, "did you mean 'learning_rate'"),
     "fixed": ({"hp_space": space(report_to=["none"])}, InvalidArgument, "report_to: read once"),

@@ -1,0 +1,104 @@
+"""A Trainer on its way into another process, which makes anew what belongs to a process."""
+
+from __future__ import annotations
+
+import copyreg
+import io
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hftrainer.errors import InvalidArgument
+from hftrainer.memory import TrainerMemoryTracker
+from hftrainer.progress import ProgressCallback
+from hftrainer.trainer_callback import is_kind
+
+if TYPE_CHECKING:
+    from hftrainer.trainer import Trainer
+
+#: What belongs to a process, or to a run in it.
+_OF_THE_PROCESS = (
+    *("_engine", "accelerator", "_checkpoint_writer", "_memory_tracker", "_interruption", "_loop"),
+    *("_sharded_states", "deepspeed", "hp_study", "_eval_dataloaders"),
+)
+
+
+@dataclass(frozen=True)
+class PackedTrainer:
+    """A pickled Trainer.
+
+    Attributes:
+        pickled: by Ray's cloudpickle, which takes functions and classes of the script along.
+        folder: the working directory that its relative paths are meant in.
+    """
+
+    pickled: bytes
+    folder: str
+
+    def unpack(self) -> Trainer:
+        """The Trainer, ready to train in this process, which goes into its folder if that is there."""
+        from ray import cloudpickle
+
+        trainer: Trainer = cloudpickle.loads(self.pickled)
+        if os.path.isdir(self.folder):
+            os.chdir(self.folder)
+        for arguments in filter(None, (vars(trainer.args), trainer._searched_arguments)):
+            arguments["output_dir"] = os.path.join(self.folder, arguments["output_dir"])
+        trainer._memory_tracker = TrainerMemoryTracker(trainer.args.skip_memory_metrics)
+        trainer._set_log_level()
+        trainer._follow_arguments()
+        trainer.create_accelerator_and_postprocess()
+        for callback in list(trainer.callback_handler.callbacks):
+            if is_kind(callback, "NotebookProgressCallback"):
+                trainer.pop_callback(callback)
+                trainer.add_callback(ProgressCallback)
+        return trainer
+
+
+def pack(trainer: Trainer) -> PackedTrainer:
+    """Pickle a Trainer, which stays as it is.
+
+    Raises:
+        InvalidArgument: when something of it cannot be pickled, with its name.
+    """
+    state = {**vars(trainer), **dict.fromkeys(_OF_THE_PROCESS)}
+    try:
+        return PackedTrainer(_pickled(trainer, trainer, state), os.getcwd())
+    except Exception as error:
+        raise InvalidArgument(
+            f"{_unpicklable(trainer, state)} cannot be sent to the processes in which Ray trains ({error}): make it "
+            "when it is first needed there, for instance in a callback's on_train_begin."
+        ) from error
+
+
+def _pickled(value: Any, trainer: Trainer, state: dict[str, Any]) -> bytes:
+    """Pickle a value; wherever it refers to the Trainer, that has this state."""
+    from ray import cloudpickle
+
+    class Pickler(cloudpickle.CloudPickler):
+        def reducer_override(self, obj: Any) -> Any:
+            if obj is trainer:
+                return copyreg.__newobj__, (type(trainer),), state  # type: ignore[attr-defined]
+            return super().reducer_override(obj)
+
+    file = io.BytesIO()
+    Pickler(file).dump(value)
+    return file.getvalue()
+
+
+def _unpicklable(trainer: Trainer, state: dict[str, Any]) -> str:
+    """The name of the first thing in a Trainer that cannot be pickled."""
+    for name, value in _parts(trainer, state):
+        try:
+            _pickled(value, trainer, {})
+        except Exception:
+            return name
+    return type(trainer).__name__
+
+
+def _parts(trainer: Trainer, state: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for callback in [*trainer.callback_handler.callbacks, *trainer._lightning_callbacks]:
+        yield f"The callback {type(callback).__name__}", callback
+    for name, value in state.items():
+        yield f"{type(trainer).__name__}.{name}", value
