@@ -113,8 +113,8 @@ def test_what_goes_on(tmp_path, model, more, writer, reader):
 
 LAYOUTS = {
     "bin": (["pytorch_model.bin"], {"save_safetensors": False}, None),
-    "sharded": (["model-00001-of", "model.safetensors.index.json"], {}, 600),
-    "sharded bin": (["pytorch_model-00001-of", "pytorch_model.bin.index.json"], {"save_safetensors": False}, 600),
+    "sharded": (["model-00001-of", "model.safetensors.index.json"], {}, 8000),
+    "sharded bin": (["pytorch_model-00001-of", "pytorch_model.bin.index.json"], {"save_safetensors": False}, 8000),
 }
 
 
@@ -140,7 +140,7 @@ def test_layouts(tmp_path, small_shards, model, layout, reader):
         pytest.skip("a plain module is one .bin file, as in v4")
     undisturbed = run("hftrainer", model, tmp_path / "whole", **BEST)
     if size:
-        small_shards(size)
+        small_shards(600 if model == "plain" else size)  # a few files: transformers takes long to read many
     run("hftrainer", model, tmp_path / "begun", **more)
     copy_checkpoint(tmp_path / "begun", tmp_path / "resumed")
     files = [path.name for path in (tmp_path / "resumed" / "checkpoint-2").iterdir()]
