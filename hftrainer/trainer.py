@@ -15,7 +15,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -48,15 +48,17 @@ from hftrainer.deepspeed import begin as begin_deepspeed
 from hftrainer.deepspeed import check_given as check_deepspeed
 from hftrainer.deepspeed import initialize as initialize_deepspeed
 from hftrainer.deepspeed import prepare_for_evaluation as prepare_deepspeed_for_evaluation
-from hftrainer.errors import InvalidArgument, MetricNotFound, UnsupportedArgument
+from hftrainer.errors import HubError, InvalidArgument, MetricNotFound, UnsupportedArgument
 from hftrainer.evaluation.evaluation_pass import EvaluationPass
 from hftrainer.evaluation.metrics import TorchMetrics, as_metrics
+from hftrainer.hub.references import card_parameters, is_reference
 from hftrainer.interruption import Interruption
 from hftrainer.layer_wise import LayerWiseDummyOptimizer
 from hftrainer.logged_metrics import LoggedMetrics, split_losses
 from hftrainer.loss import check_loss, first_output, outputs_without
 from hftrainer.memory import TrainerMemoryTracker
 from hftrainer.model_changes import changed_for_training, set_tf32
+from hftrainer.modelcard import create_model_card
 from hftrainer.optimization import follows_metric, get_scheduler
 from hftrainer.out_of_memory import StartingPoint, is_out_of_memory
 from hftrainer.overrides import accepts, call_with_accepted, is_overridden, with_accepted
@@ -80,6 +82,7 @@ from hftrainer.trainer_utils import (
     BestRun,
     EvalLoopOutput,
     HPSearchBackend,
+    HubStrategy,
     IntervalStrategy,
     PredictionOutput,
     SaveStrategy,
@@ -91,9 +94,12 @@ from hftrainer.trainer_utils import (
     set_seed,
     speed_metrics,
 )
-from hftrainer.training_args import TrainingArguments
+from hftrainer.training_args import TrainingArguments, without_tokens
 from hftrainer.training_loop import TrainingLoop
 from hftrainer.tuning import find_batch_size, find_learning_rate
+
+if TYPE_CHECKING:
+    from hftrainer.hub.uploads import Uploads
 
 logger = logging.getLogger(__name__)
 
@@ -191,6 +197,8 @@ class Trainer:
         if not isinstance(callbacks, (list, tuple, type(None))):
             raise TypeError(f"callbacks={callbacks!r}: give a list of callbacks.")
         self._init_callbacks([*integrations.callbacks_of_transformers(reports), *(callbacks or [])])
+        if self.args.push_to_hub:
+            self.accelerator.processes.from_main(self.init_hf_repo)
         if self.args.should_save:
             os.makedirs(str(self.args.output_dir), exist_ok=True)
         self._announce("on_init_end")
@@ -392,6 +400,9 @@ class Trainer:
         self._last_saved_step = 0
         self._resumed_from: str | None = None
         self._prepares_training_data = False
+        self.hub_model_id: str | None = None
+        self.push_in_progress: Any = None
+        self._uploads: Uploads | None = None
         self._follow_arguments()
 
     def _follow_arguments(self) -> None:
@@ -857,7 +868,8 @@ class Trainer:
 
         Args:
             resume_from_checkpoint: a checkpoint folder to go on from; True for the last whole one in `output_dir`; or a
-                Lightning checkpoint of this Trainer, `x.ckpt`.
+                Lightning checkpoint of this Trainer, `x.ckpt`; or "hub:owner/name" or "hub:owner/name@revision" for the
+                `last-checkpoint` of a repository on the Hub, or else its newest checkpoint-xxx.
             trial: a hyperparameter trial, or a dict of hyperparameters: given to `model_init`, and its values to the
                 arguments.
             ignore_keys_for_eval: outputs of the model that evaluation leaves out.
@@ -907,6 +919,8 @@ class Trainer:
                 return output
         except BaseException:
             self._checkpoint_writer.settle()
+            if self._uploads is not None:
+                self._uploads.finish(hurried=lambda: True)
             raise
         finally:
             self._past = self._loop = None
@@ -933,7 +947,13 @@ class Trainer:
         if self.args.should_save:
             staging.clear_stale(output_dir)
         processes.barrier()
-        return processes.from_main(lambda: resume.find_folder(resume_from_checkpoint, output_dir))
+        if not is_reference(resume_from_checkpoint):
+            return processes.from_main(lambda: resume.find_folder(resume_from_checkpoint, output_dir))
+        from hftrainer.hub.download import download_checkpoint
+
+        with processes.in_turn(first=self.is_local_process_zero()):  # the others of a node find it in the cache
+            folder = download_checkpoint(str(resume_from_checkpoint), self.args.hub_token)
+        return resume.find_folder(folder, output_dir)
 
     def _train_with_fitting_batches(self, folder: str | None, trial: Any, ignore_keys: list[str] | None) -> TrainOutput:
         """Train; with `auto_find_batch_size`, from the start again with half the batch when memory runs out."""
@@ -1207,6 +1227,8 @@ class Trainer:
         if self.args.should_save and best is not None and self.args.save_total_limit == 1:
             keep_only(best, self._get_output_dir(loop.trial))
         self._announce("on_train_end")
+        if self.args.push_to_hub:
+            self.accelerator.processes.while_main_works(self._finish_current_push)
         return TrainOutput(self.state.global_step, train_loss, metrics)
 
     def training_step(
@@ -1699,6 +1721,8 @@ class Trainer:
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write weights, config, processing class and arguments, so that `from_pretrained` can load them.
 
+        With `push_to_hub`, upload the model too; if that fails, it is said.
+
         Args:
             output_dir: the folder; default `args.output_dir`.
         """
@@ -1717,6 +1741,11 @@ class Trainer:
                     self._save(folder)
                 else:  # as ModelPruning has them, under other names
                     self._save(folder, state_dict=weights)
+        if self.args.push_to_hub and not _internal_call:
+            try:
+                self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+            except HubError as error:
+                logger.error("%s", error)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         output_dir = output_dir if output_dir is not None else str(self.args.output_dir)
@@ -1736,7 +1765,7 @@ class Trainer:
             processing_class = getattr(self.data_collator, "tokenizer", None)
         if processing_class is not None:
             processing_class.save_pretrained(output_dir)
-        torch.save(self.args, os.path.join(output_dir, names.TRAINING_ARGS_NAME))
+        torch.save(without_tokens(self.args), os.path.join(output_dir, names.TRAINING_ARGS_NAME))
 
     def save_lightning_checkpoint(self, path: str) -> None:
         """Write a checkpoint as Lightning does, in one file, during or after `train()`.
@@ -1803,6 +1832,8 @@ class Trainer:
         )
         if self._checkpoint_writer.failed:
             if_failed()
+        if self.args.push_to_hub:
+            self._checkpoint_writer.when_done(functools.partial(self._push_from_checkpoint, path))
 
     @contextlib.contextmanager
     def _writing_together(self) -> Iterator[None]:
@@ -1991,6 +2022,102 @@ class Trainer:
                 f"{', '.join(comparable_names(metrics))}."
             )
         return metrics[key]
+
+    # ---- The Hub -----------------------------------------------------------------------------------------------
+
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+        """Make the repository `hub_model_id`, unless it is there, and see that it can be written to.
+
+        Args:
+            token: with the right to write; default `hub_token`.
+            private: whether a new repository is; default `hub_private_repo`.
+
+        Raises:
+            InvalidArgument: for a name that no repository can have.
+            HubError: when it cannot be written to, and why.
+        """
+        if not self.is_world_process_zero():
+            return
+        from hftrainer.hub.pictures import Pictures
+        from hftrainer.hub.repository import open_repository, repository_name
+        from hftrainer.hub.uploads import Uploads
+
+        args = self.args
+        repository = open_repository(
+            repository_name(args.hub_model_id, str(args.output_dir)),
+            token=args.hub_token if token is None else token,
+            private=args.hub_private_repo if private is None else private,
+            revision=args.hub_revision,
+        )
+        self._uploads = Uploads(repository, Pictures(str(args.output_dir), self.processing_class))
+        self.hub_model_id, self.push_in_progress = repository.id, None
+
+    def init_git_repo(self, at_init: bool = False) -> None:
+        """Old name of `init_hf_repo` (before v4.34)."""
+        warnings.warn("Trainer.init_git_repo is now Trainer.init_hf_repo", FutureWarning, stacklevel=2)
+        self.init_hf_repo()
+
+    def create_model_card(self, **parameters: Any) -> None:
+        """Write `README.md` to the output folder."""
+        create_model_card(self, **parameters)
+
+    def push_to_hub(
+        self,
+        commit_message: str = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Save the model in `output_dir`, write its card, and upload all there but the checkpoints.
+
+        Args:
+            commit_message: of the commit.
+            blocking: wait for it; otherwise return a future.
+            token: with the right to write; default `hub_token`.
+            revision: the branch; default `hub_revision`, or main.
+            private: whether a new repository is; default `hub_private_repo`.
+            **kwargs: for `create_model_card`.
+
+        Returns:
+            A `CommitInfo`, or a `Future` of it; None in all processes but the main one.
+
+        Raises:
+            HubError: when it could not be uploaded; the model is in `output_dir`.
+        """
+        self._announce("on_push_begin")
+        self.save_model(_internal_call=True)
+        if self._uploads is None:
+            self.init_hf_repo(token=token, private=private)
+        if self._uploads is None:  # not the main process
+            return None
+        self.create_model_card(**card_parameters(kwargs, self.args, getattr(self.model, "model_tags", None)))
+        self._finish_current_push()
+        future = self._uploads.push_folder(str(self.args.output_dir), commit_message, token=token, revision=revision)
+        return future.result() if blocking else future
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Begin to upload what `hub_strategy` wants of a checkpoint."""
+        if self._uploads is None or self.args.hub_strategy == HubStrategy.END:
+            return
+        from hftrainer.hub.uploads import PushInProgress
+
+        parcels = self._uploads.parcels(
+            checkpoint_folder, str(self.args.hub_strategy), by_steps=self.args.save_strategy == SaveStrategy.STEPS
+        )
+        done = self.push_in_progress is None or self.push_in_progress.is_done()
+        if not done and not self.args.hub_always_push:
+            self._uploads.skip(parcels)
+            return
+        self._announce("on_push_begin")
+        jobs = self._uploads.push(parcels)
+        self.push_in_progress = PushInProgress(jobs if done else [*self.push_in_progress.jobs, *jobs])
+
+    def _finish_current_push(self) -> None:
+        """Wait for the uploads, try again what has failed, and say what is up and what is missing."""
+        if self._uploads is not None:
+            self._uploads.finish(hurried=lambda: self._interruption.received is not None)
 
     # ---- Hyperparameter search ---------------------------------------------------------------------------------
 
