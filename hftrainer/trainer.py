@@ -2103,9 +2103,8 @@ class Trainer:
             return
         from hftrainer.hub.uploads import PushInProgress
 
-        parcels = self._uploads.parcels(
-            checkpoint_folder, str(self.args.hub_strategy), by_steps=self.args.save_strategy == SaveStrategy.STEPS
-        )
+        by_steps = self.args.save_strategy == SaveStrategy.STEPS
+        parcels = self._uploads.parcels(checkpoint_folder, self.args.hub_strategy, by_steps=by_steps)
         done = self.push_in_progress is None or self.push_in_progress.is_done()
         if not done and not self.args.hub_always_push:
             self._uploads.skip(parcels)

@@ -96,7 +96,7 @@ class Pictures:
         found = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
         for name in filter_repo_objects(found, ignore_patterns=list(IGNORED)):
             if not (target / name).exists():
-                changes = found[name].stat().st_mtime >= self._began
+                changes = found[name].stat().st_mtime >= self._began and "checkpoint-" not in name
                 _link(found[name], target / name, copy=changes)
 
     def discard(self, picture: str) -> None:
