@@ -2042,6 +2042,7 @@ class Trainer:
         from hftrainer.hub.repository import open_repository, repository_name
         from hftrainer.hub.uploads import Uploads
 
+        self._finish_current_push()
         args = self.args
         repository = open_repository(
             repository_name(args.hub_model_id, str(args.output_dir)),
@@ -2094,8 +2095,9 @@ class Trainer:
             return None
         self.create_model_card(**card_parameters(kwargs, self.args, getattr(self.model, "model_tags", None)))
         self._finish_current_push()
-        future = self._uploads.push_folder(str(self.args.output_dir), commit_message, token=token, revision=revision)
-        return future.result() if blocking else future
+        return self._uploads.push_folder(
+            str(self.args.output_dir), commit_message, blocking=blocking, token=token, revision=revision
+        )
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Begin to upload what `hub_strategy` wants of a checkpoint."""

@@ -126,7 +126,7 @@ class HubServer:
         }.items():
             monkeypatch.setattr(constants, name, value)
         monkeypatch.setattr(hub, "_hf_api", None)
-        monkeypatch.setattr(_http, "time", SimpleNamespace(sleep=lambda seconds: time.sleep(seconds / 100)))
+        monkeypatch.setattr(_http, "time", SimpleNamespace(sleep=lambda seconds: time.sleep(seconds / 1000)))
         monkeypatch.delenv("HF_TOKEN", raising=False)
         monkeypatch.setenv("no_proxy", "127.0.0.1")
 
@@ -142,6 +142,8 @@ class Handler(BaseHTTPRequestHandler):
     """Answers one connection."""
 
     protocol_version = "HTTP/1.1"
+    wbufsize = -1  # an answer in one piece: two would wait for each other (Nagle)
+    disable_nagle_algorithm = True
     hub: HubServer
 
     def log_message(self, *_):

@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ from hftrainer.hub.repository import IGNORED
 
 #: In the output folder; the underscore keeps it out of the repository.
 _FOLDER = "_hub_uploads"
+#: Seconds after which a file that nobody has written to is taken for one that stays as it is.
+_RECENT = 3600.0
 _MODEL = (
     *("config.json", "generation_config.json"),
     *(names.WEIGHTS_NAME, names.SAFE_WEIGHTS_NAME),
@@ -65,7 +67,6 @@ class Pictures:
 
     output_dir: str
     processing_class: Any = None
-    _began: float = field(default_factory=time.time)
 
     def __post_init__(self) -> None:
         shutil.rmtree(self._root, ignore_errors=True)  # what a killed process has left
@@ -91,13 +92,13 @@ class Pictures:
         return str(target)
 
     def _add_others(self, target: Path) -> None:
-        """Everything else in the output folder, such as logs; what still changes is copied."""
+        """Everything else in the output folder, such as logs; what may still change is copied."""
         folder = Path(self.output_dir)
         found = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
         for name in filter_repo_objects(found, ignore_patterns=list(IGNORED)):
             if not (target / name).exists():
-                changes = found[name].stat().st_mtime >= self._began and "checkpoint-" not in name
-                _link(found[name], target / name, copy=changes)
+                recent = time.time() - found[name].stat().st_mtime < _RECENT
+                _link(found[name], target / name, copy=recent and names.PREFIX_CHECKPOINT_DIR not in name)
 
     def discard(self, picture: str) -> None:
         """Delete the folder of an upload that has ended."""

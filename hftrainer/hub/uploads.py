@@ -76,8 +76,8 @@ class Uploads:
         self._last: threading.Thread | None = None
         self._missing: dict[str, _Missing] = {}  # of each place in the repository, the newest that is not there
         self._arrived: dict[str, str] = {}  # of each place, the message of the last commit
+        self._said = ""
         self._hurry = threading.Event()
-        self._abandoned = False
         _wait_before_exit(weakref.ref(self))
 
     # ---- Saves -------------------------------------------------------------------------------------------------
@@ -153,14 +153,21 @@ class Uploads:
 
     # ---- The whole output folder -------------------------------------------------------------------------------
 
-    def push_folder(self, folder: str, message: str, *, token: str | None, revision: str | None) -> Future[Any]:
-        """Upload an output folder as the model, after the uploads under way; the future raises `HubError`.
+    def push_folder(self, folder: str, message: str, *, blocking: bool, token: str | None, revision: str | None) -> Any:
+        """Upload an output folder as the model, after the uploads under way.
 
         Args:
             folder: all in it but the checkpoints.
             message: of the commit.
+            blocking: wait for it.
             token: instead of the repository's.
             revision: likewise.
+
+        Returns:
+            A `CommitInfo`, or a future of it.
+
+        Raises:
+            HubError: when it fails; the future raises it, and it is said.
         """
         own = self.repository
         repository = replace(own, token=token or own.token, revision=revision or own.revision)
@@ -171,14 +178,24 @@ class Uploads:
                 done = self._retried(lambda: repository.upload(folder, message, ignore=IGNORED))
             except Exception as error:
                 command = repository.command(folder, "", without=IGNORED)
-                raise HubError(
+                failure = (
                     f"push_to_hub to {repository.id!r}: {reason(error, repository.token)}. The model is in {folder}, "
                     f"and this uploads it: {command}"
-                ) from None
+                )
+                if not blocking:
+                    logger.error("%s", failure)
+                raise HubError(failure) from None
             self._note(parcel)
             return done
 
-        return self.submit(act)
+        future = self.submit(act)
+        if not blocking:
+            return future
+        try:
+            return future.result()
+        except KeyboardInterrupt:
+            self.finish(hurried=lambda: True)
+            raise
 
     # ---- The thread --------------------------------------------------------------------------------------------
 
@@ -228,7 +245,7 @@ class Uploads:
             self.push([parcel for parcel in parcels if os.path.isdir(parcel.checkpoint)])
             ended = self.wait(hurried)
         if not ended:
-            self._abandoned = True
+            self._last = None
             _abandon_pools()
         self._report()
 
@@ -240,7 +257,9 @@ class Uploads:
             self._arrived.clear()
             return
         missing = "".join(f"\n  {self._describe(entry)}" for entry in self._missing.values())
-        logger.error("Not uploaded to %s:%s\nUploaded:%s", self.repository.id, missing, up or " nothing")
+        if missing != self._said:
+            logger.error("Not uploaded to %s:%s\nUploaded:%s", self.repository.id, missing, up or " nothing")
+        self._said = missing
 
     def _describe(self, entry: _Missing) -> str:
         parcel = entry.parcel
@@ -280,7 +299,7 @@ def _wait_before_exit(reference: weakref.ref[Uploads]) -> None:
 
     def wait() -> None:
         uploads = reference()
-        if uploads is not None and not uploads._abandoned:
+        if uploads is not None:
             uploads.wait()
 
     threading._register_atexit(wait)  # type: ignore[attr-defined]

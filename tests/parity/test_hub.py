@@ -52,7 +52,7 @@ def make(name, folder, model="bert", trainer=None, **settings):
     (folder / "_private.txt").write_text("not for the repository")
     callback = waiting(library)
     given = {"data_collator": library.default_data_collator, "callbacks": [callback], **(trainer or {})}
-    defaults = {"push_to_hub": True, "hub_token": TOKEN, "save_strategy": "steps", "save_steps": 2, "max_steps": 5}
+    defaults = {"push_to_hub": True, "hub_token": TOKEN, "save_strategy": "steps", "save_steps": 2, "max_steps": 3}
     built, _ = build(name, model, folder, trainer=given, **{**defaults, **settings})
     callback.trainer = built
     return built, callback
@@ -95,7 +95,7 @@ def test_strategies(hub, tmp_path, strategy):
             pushed(hub.repos[f"org/{name}"]),
         )
     assert found["hftrainer"] == found["transformers"]
-    assert found["hftrainer"][0] == {"end": 0, "every_save": 3}.get(strategy, 6)
+    assert found["hftrainer"][0] == {"end": 0, "every_save": 2}.get(strategy, 4)
 
 
 def run(name, tmp_path, **settings):
@@ -113,7 +113,9 @@ def run(name, tmp_path, **settings):
             "bert", {"hub_private_repo": True, "save_only_model": True, "hub_strategy": "checkpoint"}, id="private"
         ),
         pytest.param("bert", {"hub_revision": "dev", "max_steps": 2}, id="revision"),
-        pytest.param("bert", {"save_total_limit": 1, "hub_strategy": "all_checkpoints"}, id="rotation"),
+        pytest.param(
+            "bert", {"save_total_limit": 1, "hub_strategy": "all_checkpoints", "save_steps": 1}, id="rotation"
+        ),
     ],
 )
 def test_settings(hub, tmp_path, model, settings):
@@ -146,6 +148,21 @@ def test_without_the_argument(hub, tmp_path):
         found[name] = (trainer.hub_model_id, repo.private, pushed(repo))
         hub.objects.clear()
     assert found["hftrainer"] == found["transformers"]
+
+
+def test_arguments_of_transformers(hub, tmp_path):
+    """Ours takes them, and pushes what they say."""
+    import hftrainer
+
+    trainer, _ = make("transformers", tmp_path / "run", hub_strategy="checkpoint", max_steps=2)
+    ours = hftrainer.Trainer(trainer.model, trainer.args, train_dataset=trainer.train_dataset)
+    ours.train()
+    assert [message for message, _ in hub.repos["me/run"].commits()] == [
+        "Training in progress, step 2",
+        "Training in progress, step 2, checkpoint",
+    ]
+    assert TOKEN.encode() not in (tmp_path / "run" / "checkpoint-2" / "training_args.bin").read_bytes()
+    assert trainer.args.hub_token == TOKEN
 
 
 def test_old_names(hub, tmp_path):

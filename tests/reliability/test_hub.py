@@ -2,6 +2,8 @@
 
 import io
 import logging
+import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,12 +28,14 @@ STEPS = 6
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
-    """A server; when the test ends, every file, log line and line printed is searched for the token."""
+    """A server; what was uploaded to it is searched for the token when the test is over."""
     monkeypatch.setattr(uploads, "_WAITS", (0.01, 0.02))
     monkeypatch.setattr(repository, "_WAITS", (0.01,))
     with HubServer({TOKEN: ("me", "write"), READS: ("me", "read")}).running() as server:
         server.serve(monkeypatch, tmp_path / "home")
         yield server
+    commits = [commit for repo in server.repos.values() for branch in repo.branches.values() for commit in branch]
+    assert not [name for commit in commits for name, data in commit.files.items() if TOKEN.encode() in data]
 
 
 @pytest.fixture(autouse=True)
@@ -174,6 +178,8 @@ def test_a_hub_that_stays_away(hub, tmp_path, undisturbed, caplog):
     assert TOKEN not in "".join(traceback.format_exception(caught.value))
     trainer.save_model()  # which says it, and goes on
     assert caplog.records[-1].levelname == "ERROR"
+    assert isinstance(trainer.push_to_hub(blocking=False).exception(), HubError)
+    assert "push_to_hub to 'me/run': the Hub has failed" in caplog.records[-1].getMessage()
     hub.failing = None
     trainer.push_to_hub()
     assert messages(hub)[2:] == [  # what was missing, oldest first; after which the model is as it would be
@@ -222,6 +228,26 @@ def test_shards_and_adapters(tmp_path):
         (tmp_path / name).touch()
     expected = ["adapter_config.json", "model.safetensors.index.json", "model-1.safetensors", "training_args.bin"]
     assert pictures.model_files(str(tmp_path)) == expected
+
+
+def test_pictures(tmp_path):
+    """A picture stays as it is, whatever becomes of the files; what is never changed takes no room."""
+    (tmp_path / "checkpoint-1").mkdir()
+    for name in ("checkpoint-1/model.safetensors", "config.json", "log.txt", "old.txt", "_private"):
+        (tmp_path / name).write_text("before")
+    os.utime(tmp_path / "old.txt", (0, 0))
+    (tmp_path / "_hub_uploads" / "0").mkdir(parents=True)  # of a process that was killed
+    made = pictures.Pictures(str(tmp_path))
+    with open(tmp_path / "log.txt", "a") as log:
+        picture = Path(made.take(pictures.Parcel(0, str(tmp_path / "checkpoint-1"), "", "message")))
+        log.write("after")
+    shutil.rmtree(tmp_path / "checkpoint-1")
+    assert {path.name: path.read_text() for path in picture.iterdir()} == dict.fromkeys(
+        ("config.json", "log.txt", "model.safetensors", "old.txt"), "before"
+    )
+    assert (picture / "old.txt").samefile(tmp_path / "old.txt")
+    made.discard(str(picture))
+    assert not (tmp_path / "_hub_uploads").exists()
 
 
 HANGS = """
