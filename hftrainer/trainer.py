@@ -134,11 +134,13 @@ class Trainer:
         counts_last_batch_by_size: whether evaluation weighs the loss of a ragged last batch by its true size.
         loss_is_scaled_for_ga: set it in a subclass to say whether its loss is already scaled for accumulation.
         hp_study: the study of the last hyperparameter search.
+        hub_model_id: the repository that is uploaded to, once there is one; in the main process.
 
     Raises:
         InvalidArgument: for arguments that contradict each other.
         UnsupportedArgument: for settings that cannot be honoured, all in one error.
         MissingPackage: for a tracker whose package is not installed.
+        HubError: with push_to_hub, when its repository cannot be written to.
     """
 
     loss_is_scaled_for_ga: bool | None = None
@@ -953,7 +955,8 @@ class Trainer:
 
         with processes.in_turn(first=self.is_local_process_zero()):  # the others of a node find it in the cache
             folder = download_checkpoint(str(resume_from_checkpoint), self.args.hub_token)
-        return resume.find_folder(folder, output_dir)
+        processes.from_main(lambda: resume.find_folder(folder, output_dir))
+        return folder
 
     def _train_with_fitting_batches(self, folder: str | None, trial: Any, ignore_keys: list[str] | None) -> TrainOutput:
         """Train; with `auto_find_batch_size`, from the start again with half the batch when memory runs out."""

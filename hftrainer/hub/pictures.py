@@ -6,6 +6,7 @@ takes no room, however long it takes to upload it, and `save_total_limit` may de
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -76,35 +77,54 @@ class Pictures:
         return Path(self.output_dir) / _FOLDER
 
     def take(self, parcel: Parcel) -> str:
-        """The folder to upload for a parcel."""
+        """The folder to upload for a parcel.
+
+        Raises:
+            OSError: when it could not be made.
+        """
         target = self._root / str(parcel.number)
         target.mkdir(parents=True)
-        source = Path(parcel.checkpoint)
-        if parcel.path_in_repo:
-            for path in filter(Path.is_file, source.rglob("*")):
-                _link(path, target / path.relative_to(source))
-            return str(target)
-        for name in model_files(parcel.checkpoint):
-            _link(source / name, target / name)
-        if self.processing_class is not None:
-            self.processing_class.save_pretrained(target)
-        self._add_others(target)
+        try:
+            if parcel.path_in_repo:
+                _link_all(parcel.checkpoint, target)
+            else:
+                self._gather_model(parcel.checkpoint, target)
+        except BaseException:
+            self.discard(str(target))
+            raise
         return str(target)
 
-    def _add_others(self, target: Path) -> None:
-        """Everything else in the output folder, such as logs; what may still change is copied."""
-        folder = Path(self.output_dir)
-        found = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
-        for name in filter_repo_objects(found, ignore_patterns=list(IGNORED)):
-            if not (target / name).exists():
-                recent = time.time() - found[name].stat().st_mtime < _RECENT
-                _link(found[name], target / name, copy=recent and names.PREFIX_CHECKPOINT_DIR not in name)
+    def _gather_model(self, checkpoint: str, target: Path) -> None:
+        """The model, and everything else in the output folder, such as logs; what may still change is copied."""
+        for name in model_files(checkpoint):
+            _link(Path(checkpoint) / name, target / name)
+        if self.processing_class is not None:
+            self.processing_class.save_pretrained(target)
+        for name in filter_repo_objects(_files(self.output_dir), ignore_patterns=list(IGNORED)):
+            path = Path(self.output_dir) / name
+            if (target / name).exists():
+                continue
+            with contextlib.suppress(FileNotFoundError):  # somebody's temporary file
+                recent = time.time() - path.stat().st_mtime < _RECENT
+                _link(path, target / name, copy=recent and names.PREFIX_CHECKPOINT_DIR not in name)
 
     def discard(self, picture: str) -> None:
         """Delete the folder of an upload that has ended."""
         shutil.rmtree(picture, ignore_errors=True)
-        if self._root.is_dir() and not any(self._root.iterdir()):
-            shutil.rmtree(self._root, ignore_errors=True)
+        with contextlib.suppress(OSError):  # others are in it
+            self._root.rmdir()
+
+
+def _files(folder: str) -> list[str]:
+    """The files below a folder, by their paths in it."""
+    return [
+        Path(root, name).relative_to(folder).as_posix() for root, _, found in os.walk(folder) for name in sorted(found)
+    ]
+
+
+def _link_all(source: str, target: Path) -> None:
+    for name in _files(source):
+        _link(Path(source) / name, target / name)
 
 
 def _link(source: Path, target: Path, *, copy: bool = False) -> None:
@@ -114,7 +134,7 @@ def _link(source: Path, target: Path, *, copy: bool = False) -> None:
             shutil.copyfile(source, target)
         else:
             os.link(source, target)
-    except FileExistsError:
+    except FileNotFoundError:
         raise
     except OSError:  # file systems without links
         shutil.copyfile(source, target)

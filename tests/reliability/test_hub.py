@@ -1,5 +1,6 @@
 """Uploads to a Hub that fails: training is unharmed, they are tried again, their end is said, and no token shows."""
 
+import errno
 import io
 import logging
 import os
@@ -230,8 +231,29 @@ def test_shards_and_adapters(tmp_path):
     assert pictures.model_files(str(tmp_path)) == expected
 
 
-def test_pictures(tmp_path):
+def refuse(*_):
+    raise OSError(errno.EPERM, "not here")
+
+
+def test_a_storage_that_fails(hub, tmp_path, caplog, monkeypatch):
+    """Uploads that cannot be made ready cost the run nothing either."""
+    trainer = make(tmp_path / "run", save_steps=4)
+    monkeypatch.setattr(pictures.shutil, "copyfile", refuse)
+    monkeypatch.setattr(pictures.os, "link", refuse)
+    trainer.train()
+    assert trainer.state.global_step == STEPS
+    assert (
+        "the model, 'Training in progress, step 6': the storage has failed (not here). To upload it: hf" in caplog.text
+    )
+    assert not messages(hub)
+    assert not (tmp_path / "run" / "_hub_uploads").exists()
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_pictures(tmp_path, links, monkeypatch):
     """A picture stays as it is, whatever becomes of the files; what is never changed takes no room."""
+    if not links:
+        monkeypatch.setattr(pictures.os, "link", refuse)
     (tmp_path / "checkpoint-1").mkdir()
     for name in ("checkpoint-1/model.safetensors", "config.json", "log.txt", "old.txt", "_private"):
         (tmp_path / name).write_text("before")
@@ -245,7 +267,7 @@ def test_pictures(tmp_path):
     assert {path.name: path.read_text() for path in picture.iterdir()} == dict.fromkeys(
         ("config.json", "log.txt", "model.safetensors", "old.txt"), "before"
     )
-    assert (picture / "old.txt").samefile(tmp_path / "old.txt")
+    assert (picture / "old.txt").samefile(tmp_path / "old.txt") is links
     made.discard(str(picture))
     assert not (tmp_path / "_hub_uploads").exists()
 
