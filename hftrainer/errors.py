@@ -35,6 +35,10 @@ class UnsafeCheckpoint(ValueError):
     """A file of a checkpoint holds objects that only unpickling could read; the message says how to allow them."""
 
 
+class HubError(RuntimeError):
+    """The Hub cannot be reached, or refuses what it was asked for; the message says what to do."""
+
+
 class SearchFailed(RuntimeError):
     """A hyperparameter search has completed no trial; the message says what became of them."""
 

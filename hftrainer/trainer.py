@@ -15,7 +15,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -48,9 +48,10 @@ from hftrainer.deepspeed import begin as begin_deepspeed
 from hftrainer.deepspeed import check_given as check_deepspeed
 from hftrainer.deepspeed import initialize as initialize_deepspeed
 from hftrainer.deepspeed import prepare_for_evaluation as prepare_deepspeed_for_evaluation
-from hftrainer.errors import InvalidArgument, MetricNotFound, UnsupportedArgument
+from hftrainer.errors import HubError, InvalidArgument, MetricNotFound, UnsupportedArgument
 from hftrainer.evaluation.evaluation_pass import EvaluationPass
 from hftrainer.evaluation.metrics import TorchMetrics, as_metrics
+from hftrainer.hub.references import card_parameters, is_reference
 from hftrainer.interruption import Interruption
 from hftrainer.layer_wise import LayerWiseDummyOptimizer
 from hftrainer.logged_metrics import LoggedMetrics, split_losses
@@ -82,6 +83,7 @@ from hftrainer.trainer_utils import (
     BestRun,
     EvalLoopOutput,
     HPSearchBackend,
+    HubStrategy,
     IntervalStrategy,
     PredictionOutput,
     SaveStrategy,
@@ -93,9 +95,12 @@ from hftrainer.trainer_utils import (
     set_seed,
     speed_metrics,
 )
-from hftrainer.training_args import TrainingArguments
+from hftrainer.training_args import TrainingArguments, without_tokens
 from hftrainer.training_loop import TrainingLoop
 from hftrainer.tuning import find_batch_size, find_learning_rate
+
+if TYPE_CHECKING:
+    from hftrainer.hub.uploads import Uploads
 
 logger = logging.getLogger(__name__)
 
@@ -130,11 +135,13 @@ class Trainer:
         counts_last_batch_by_size: whether evaluation weighs the loss of a ragged last batch by its true size.
         loss_is_scaled_for_ga: set it in a subclass to say whether its loss is already scaled for accumulation.
         hp_study: the study of the last hyperparameter search.
+        hub_model_id: the repository that is uploaded to, once there is one; in the main process.
 
     Raises:
         InvalidArgument: for arguments that contradict each other.
         UnsupportedArgument: for settings that cannot be honoured, all in one error.
         MissingPackage: for a tracker whose package is not installed.
+        HubError: with push_to_hub, when its repository cannot be written to.
     """
 
     loss_is_scaled_for_ga: bool | None = None
@@ -194,6 +201,8 @@ class Trainer:
         if not isinstance(callbacks, (list, tuple, type(None))):
             raise TypeError(f"callbacks={callbacks!r}: give a list of callbacks.")
         self._init_callbacks([*integrations.callbacks_of_transformers(reports), *(callbacks or [])], trackers)
+        if self.args.push_to_hub:
+            self.accelerator.processes.from_main(self.init_hf_repo)
         if self.args.should_save:
             os.makedirs(str(self.args.output_dir), exist_ok=True)
         self._announce("on_init_end")
@@ -395,6 +404,9 @@ class Trainer:
         self._last_saved_step = 0
         self._resumed_from: str | None = None
         self._prepares_training_data = False
+        self.hub_model_id: str | None = None
+        self.push_in_progress: Any = None
+        self._uploads: Uploads | None = None
         self._follow_arguments()
 
     def _follow_arguments(self) -> None:
@@ -864,7 +876,8 @@ class Trainer:
 
         Args:
             resume_from_checkpoint: a checkpoint folder to go on from; True for the last whole one in `output_dir`; or a
-                Lightning checkpoint of this Trainer, `x.ckpt`.
+                Lightning checkpoint of this Trainer, `x.ckpt`; or "hub:owner/name" or "hub:owner/name@revision" for the
+                `last-checkpoint` of a repository on the Hub, or else its newest checkpoint-xxx.
             trial: a hyperparameter trial, or a dict of hyperparameters: given to `model_init`, and its values to the
                 arguments.
             ignore_keys_for_eval: outputs of the model that evaluation leaves out.
@@ -914,6 +927,8 @@ class Trainer:
                 return output
         except BaseException:
             self._checkpoint_writer.settle()
+            if self._uploads is not None:
+                self._uploads.finish(hurried=lambda: True)
             raise
         finally:
             self._past = self._loop = None
@@ -942,7 +957,14 @@ class Trainer:
         if self.args.should_save:
             staging.clear_stale(output_dir)
         processes.barrier()
-        return processes.from_main(lambda: resume.find_folder(resume_from_checkpoint, output_dir))
+        if not is_reference(resume_from_checkpoint):
+            return processes.from_main(lambda: resume.find_folder(resume_from_checkpoint, output_dir))
+        from hftrainer.hub.download import download_checkpoint
+
+        with processes.in_turn(first=self.is_local_process_zero()):  # the others of a node find it in the cache
+            folder = download_checkpoint(str(resume_from_checkpoint), self.args.hub_token)
+        processes.from_main(lambda: resume.find_folder(folder, output_dir))
+        return folder
 
     def _train_with_fitting_batches(self, folder: str | None, trial: Any, ignore_keys: list[str] | None) -> TrainOutput:
         """Train; with `auto_find_batch_size`, from the start again with half the batch when memory runs out."""
@@ -1216,6 +1238,8 @@ class Trainer:
         if self.args.should_save and best is not None and self.args.save_total_limit == 1:
             keep_only(best, self._get_output_dir(loop.trial))
         self._announce("on_train_end")
+        if self.args.push_to_hub:
+            self.accelerator.processes.while_main_works(self._finish_current_push)
         return TrainOutput(self.state.global_step, train_loss, metrics)
 
     def training_step(
@@ -1708,6 +1732,8 @@ class Trainer:
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write weights, config, processing class and arguments, so that `from_pretrained` can load them.
 
+        With `push_to_hub`, upload the model too; if that fails, it is said.
+
         Args:
             output_dir: the folder; default `args.output_dir`.
         """
@@ -1726,6 +1752,11 @@ class Trainer:
                     self._save(folder)
                 else:  # as ModelPruning has them, under other names
                     self._save(folder, state_dict=weights)
+        if self.args.push_to_hub and not _internal_call:
+            try:
+                self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+            except HubError as error:
+                logger.error("%s", error)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         output_dir = output_dir if output_dir is not None else str(self.args.output_dir)
@@ -1745,7 +1776,7 @@ class Trainer:
             processing_class = getattr(self.data_collator, "tokenizer", None)
         if processing_class is not None:
             processing_class.save_pretrained(output_dir)
-        torch.save(self.args, os.path.join(output_dir, names.TRAINING_ARGS_NAME))
+        torch.save(without_tokens(self.args), os.path.join(output_dir, names.TRAINING_ARGS_NAME))
 
     def save_lightning_checkpoint(self, path: str) -> None:
         """Write a checkpoint as Lightning does, in one file, during or after `train()`.
@@ -1812,6 +1843,8 @@ class Trainer:
         )
         if self._checkpoint_writer.failed:
             if_failed()
+        if self.args.push_to_hub:
+            self._checkpoint_writer.when_done(functools.partial(self._push_from_checkpoint, path))
 
     @contextlib.contextmanager
     def _writing_together(self) -> Iterator[None]:
@@ -2001,6 +2034,143 @@ class Trainer:
             )
         return metrics[key]
 
+    # ---- The Hub and the model card ----------------------------------------------------------------------------
+
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+        """Make the repository `hub_model_id`, unless it is there, and see that it can be written to.
+
+        Args:
+            token: with the right to write; default `hub_token`.
+            private: whether a new repository is; default `hub_private_repo`.
+
+        Raises:
+            InvalidArgument: for a name that no repository can have.
+            HubError: when it cannot be written to, and why.
+        """
+        if not self.is_world_process_zero():
+            return
+        from hftrainer.hub.pictures import Pictures
+        from hftrainer.hub.repository import open_repository, repository_name
+        from hftrainer.hub.uploads import Uploads
+
+        self._finish_current_push()
+        args = self.args
+        repository = open_repository(
+            repository_name(args.hub_model_id, str(args.output_dir)),
+            token=args.hub_token if token is None else token,
+            private=args.hub_private_repo if private is None else private,
+            revision=args.hub_revision,
+        )
+        self._uploads = Uploads(repository, Pictures(str(args.output_dir), self.processing_class))
+        self.hub_model_id, self.push_in_progress = repository.id, None
+
+    def init_git_repo(self, at_init: bool = False) -> None:
+        """Old name of `init_hf_repo` (before v4.34)."""
+        warnings.warn("Trainer.init_git_repo is now Trainer.init_hf_repo", FutureWarning, stacklevel=2)
+        self.init_hf_repo()
+
+    def create_model_card(
+        self,
+        language: str | list[str] | None = None,
+        license: str | None = None,
+        tags: str | list[str] | None = None,
+        model_name: str | None = None,
+        finetuned_from: str | None = None,
+        tasks: str | list[str] | None = None,
+        dataset_tags: str | list[str] | None = None,
+        dataset: str | list[str] | None = None,
+        dataset_args: Any = None,
+    ) -> None:
+        """Write `README.md` and `training.png` to the output folder, on the main process.
+
+        The card tells where the model and its data come from, the results, the hyperparameters and the versions. It can
+        be written at any time, during training too. The picture needs `hftrainer[plot]`.
+
+        Args:
+            language: of the data, as ISO codes; the Hub checks them, and the licence, when the card is uploaded.
+            license: such as 'apache-2.0'; default that of the model that training began with, if the Hub says it.
+            tags: besides those of the model, of a card that is there already, and `generated_from_trainer`.
+            model_name: the heading; default the name of the output folder.
+            finetuned_from: the repository of the model that training began with; default what its config says.
+            tasks: such as 'text-classification'; default by the model's class.
+            dataset_tags: identifiers of datasets on the Hub; default those of the evaluation or training data.
+            dataset: their names; default the tags.
+            dataset_args: for each tag the arguments that it was loaded with.
+
+        Raises:
+            InvalidArgument: for values of another type, naming them.
+        """
+        create_model_card(
+            self,
+            language=language,
+            license=license,
+            tags=tags,
+            model_name=model_name,
+            finetuned_from=finetuned_from,
+            tasks=tasks,
+            dataset_tags=dataset_tags,
+            dataset=dataset,
+            dataset_args=dataset_args,
+        )
+
+    def push_to_hub(
+        self,
+        commit_message: str = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Save the model in `output_dir`, write its card, and upload all there but the checkpoints.
+
+        Args:
+            commit_message: of the commit.
+            blocking: wait for it; otherwise return a future.
+            token: with the right to write; default `hub_token`.
+            revision: the branch; default `hub_revision`, or main.
+            private: whether a new repository is; default `hub_private_repo`.
+            **kwargs: for `create_model_card`.
+
+        Returns:
+            A `CommitInfo`, or a `Future` of it; None in all processes but the main one.
+
+        Raises:
+            HubError: when it could not be uploaded; the model is in `output_dir`.
+        """
+        self._announce("on_push_begin")
+        self.save_model(_internal_call=True)
+        if self._uploads is None:
+            self.init_hf_repo(token=token, private=private)
+        if self._uploads is None:  # not the main process
+            return None
+        self.create_model_card(**card_parameters(kwargs, self.args, getattr(self.model, "model_tags", None)))
+        self._finish_current_push()
+        return self._uploads.push_folder(
+            str(self.args.output_dir), commit_message, blocking=blocking, token=token, revision=revision
+        )
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Begin to upload what `hub_strategy` wants of a checkpoint."""
+        if self._uploads is None or self.args.hub_strategy == HubStrategy.END:
+            return
+        from hftrainer.hub.uploads import PushInProgress
+
+        by_steps = self.args.save_strategy == SaveStrategy.STEPS
+        parcels = self._uploads.parcels(checkpoint_folder, self.args.hub_strategy, by_steps=by_steps)
+        done = self.push_in_progress is None or self.push_in_progress.is_done()
+        if not done and not self.args.hub_always_push:
+            self._uploads.skip(parcels)
+            return
+        self._announce("on_push_begin")
+        jobs = self._uploads.push(parcels)
+        self.push_in_progress = PushInProgress(jobs if done else [*self.push_in_progress.jobs, *jobs])
+
+    def _finish_current_push(self) -> None:
+        """Wait for the uploads, try again what has failed, and say what is up and what is missing."""
+        if self._uploads is not None:
+            self._uploads.finish(hurried=lambda: self._interruption.received is not None)
+
     # ---- Hyperparameter search ---------------------------------------------------------------------------------
 
     def hyperparameter_search(
@@ -2139,50 +2309,6 @@ class Trainer:
         """
         if self.is_world_process_zero():
             write_metrics(str(self.args.output_dir), split, metrics, combined=combined)
-
-    def create_model_card(
-        self,
-        language: str | list[str] | None = None,
-        license: str | None = None,
-        tags: str | list[str] | None = None,
-        model_name: str | None = None,
-        finetuned_from: str | None = None,
-        tasks: str | list[str] | None = None,
-        dataset_tags: str | list[str] | None = None,
-        dataset: str | list[str] | None = None,
-        dataset_args: Any = None,
-    ) -> None:
-        """Write `README.md` and `training.png` to the output folder, on the main process.
-
-        The card tells where the model and its data come from, the results, the hyperparameters and the versions. It can
-        be written at any time, during training too. The picture needs `hftrainer[plot]`.
-
-        Args:
-            language: of the data, as ISO codes; the Hub checks them, and the licence, when the card is uploaded.
-            license: such as 'apache-2.0'; default that of the model that training began with, if the Hub says it.
-            tags: besides those of the model, of a card that is there already, and `generated_from_trainer`.
-            model_name: the heading; default the name of the output folder.
-            finetuned_from: the repository of the model that training began with; default what its config says.
-            tasks: such as 'text-classification'; default by the model's class.
-            dataset_tags: identifiers of datasets on the Hub; default those of the evaluation or training data.
-            dataset: their names; default the tags.
-            dataset_args: for each tag the arguments that it was loaded with.
-
-        Raises:
-            InvalidArgument: for values of another type, naming them.
-        """
-        create_model_card(
-            self,
-            language=language,
-            license=license,
-            tags=tags,
-            model_name=model_name,
-            finetuned_from=finetuned_from,
-            tasks=tasks,
-            dataset_tags=dataset_tags,
-            dataset=dataset,
-            dataset_args=dataset_args,
-        )
 
     # ---- Processes ---------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import datetime
 import difflib
@@ -271,6 +272,15 @@ class TrainingArguments(
 for _name in legacy.RENAMED:
     setattr(TrainingArguments, _name, legacy.mirror(_name))
 annotate(TrainingArguments)
+
+
+def without_tokens(args: Any) -> Any:
+    """A copy of training arguments, ours or transformers', that can be saved: it holds no token of the Hub."""
+    copied = copy.copy(args)
+    for name in ("hub_token", "push_to_hub_token"):
+        if vars(copied).get(name) is not None:
+            vars(copied)[name] = None
+    return copied
 
 
 def _is_plain(value: Any) -> bool:

@@ -168,6 +168,13 @@ TABLE: dict[str, Row] = {
         load_best_model_at_end="trainer",
         ignore_data_skip="trainer: resume",
         restore_callback_states_from_checkpoint="trainer: resume",
+        push_to_hub="hub.uploads",
+        hub_model_id="hub.repository",
+        hub_strategy="hub.uploads",
+        hub_token="hub.repository",
+        hub_private_repo="hub.repository",
+        hub_always_push="trainer: _push_from_checkpoint",
+        hub_revision="hub.repository",
     ),
     **_rows(
         "inert",
@@ -176,16 +183,6 @@ TABLE: dict[str, Row] = {
         do_predict="a switch for your script",
         resume_from_checkpoint="for your script to pass to train()",
         local_rank="for launchers that add it to the command line; the rank is read from the environment",
-        hub_strategy="read with push_to_hub only",
-    ),
-    **_planned(
-        "call huggingface_hub.upload_folder after training",
-        "push_to_hub",
-        "hub_model_id",
-        "hub_token",
-        "hub_private_repo",
-        "hub_always_push",
-        "hub_revision",
     ),
 }
 

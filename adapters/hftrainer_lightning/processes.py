@@ -7,6 +7,7 @@ import contextlib
 import functools
 import gc
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -20,6 +21,8 @@ from hftrainer_lightning.devices import ON_DEVICE, count
 from hftrainer_lightning.environment import Place
 
 T = TypeVar("T")
+#: Seconds after which a main process at work is heard from.
+_HEARTBEAT = 10.0
 
 
 @dataclass(frozen=True)
@@ -221,6 +224,16 @@ class Processes(Place):
             return torch.cat([part, items[-1:].expand(missing, *items.shape[1:])])
         return part + type(part)([items[-1]]) * missing
 
+    def while_main_works(self, work: Callable[[], None]) -> None:
+        """Call `work` in the main process, however long it takes; the others hear from it meanwhile."""
+        if not self.several:
+            work()
+            return
+        with ThreadPoolExecutor(1) as pool:
+            job = pool.submit(work) if self.rank == 0 else None
+            while not self.from_main(lambda: _has_ended(job)):
+                pass
+
     @contextlib.contextmanager
     def in_turn(self, first: bool) -> Iterator[None]:
         """Run a block in the processes that go first, then in the others."""
@@ -231,6 +244,16 @@ class Processes(Place):
         finally:
             if first:
                 self.barrier()
+
+
+def _has_ended(job: Future[None] | None) -> bool:
+    """Whether the main process is done, asked for some seconds; what went wrong there is raised."""
+    assert job is not None
+    try:
+        job.result(timeout=_HEARTBEAT)
+    except TimeoutError:
+        return False
+    return True
 
 
 @functools.cache

@@ -239,7 +239,8 @@ def _translate_one(args: TrainingArguments, name: str, value: Any, defaults: dic
             return
     wanted = rename.write(now, value)
     if not rename.merges and now != defaults[rename.new] and now != wanted:
-        raise InvalidArgument(
-            f"{name}={value!r} and {rename.new}={now!r}: the first is the old name of the second; give one of them."
+        first, second = (
+            (name, rename.new) if name.endswith("_token") else (f"{name}={value!r}", f"{rename.new}={now!r}")
         )
+        raise InvalidArgument(f"{first} and {second}: the first is the old name of the second; give one of them.")
     setattr(args, rename.new, wanted)

@@ -65,6 +65,8 @@ def normalize(args: TrainingArguments) -> None:
     if wrong:
         raise InvalidArgument("\n".join([*wrong, *_out_of_range(args)]))
     args.output_dir = os.path.expanduser(args.output_dir if args.output_dir is not None else "trainer_output")
+    if args.hub_model_id and args.hub_model_id.endswith("/"):  # push_to_hub_organization alone
+        args.hub_model_id += os.path.basename(os.path.normpath(args.output_dir))
     if args.disable_tqdm is None:
         args.disable_tqdm = logging.getLogger("hftrainer").getEffectiveLevel() > logging.WARNING
     if isinstance(args.include_num_input_tokens_seen, bool):

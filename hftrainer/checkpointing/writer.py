@@ -86,7 +86,7 @@ class CheckpointWriter:
         self._jobs: list[Callable[[], None]] | None = None
         self._pending: Future[None] | None = None
         self._path = ""
-        self._announce: Callable[[], None] | None = None
+        self._announcements: list[Callable[[], None]] = []
         self._if_failed: Callable[[], None] | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._stager: Any = None
@@ -132,7 +132,7 @@ class CheckpointWriter:
     def when_done(self, announce: Callable[[], None]) -> None:
         """Call `announce` when the last checkpoint is there: now, or in a later `poll` or `wait`; not if it failed."""
         if self._pending is not None:
-            self._announce = announce
+            self._announcements.append(announce)
         elif not self.failed:
             announce()
 
@@ -168,12 +168,13 @@ class CheckpointWriter:
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        announce, self._announce = self._announce, None
+        announcements, self._announcements = self._announcements, []
         self.failed = False
         with self._reporting(self._path):
             pending.result()
-        if not self.failed and announce is not None:
-            announce()
+        if not self.failed:
+            for announce in announcements:
+                announce()
 
     def settle(self) -> None:
         """Wait after an error of something else; what goes wrong here is said, and does not take its place."""

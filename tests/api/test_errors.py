@@ -203,8 +203,8 @@ def test_wrong_values(settings):
 
 def test_unsupported_arguments_are_named_together(make_args):
     with pytest.raises(UnsupportedArgument) as caught:
-        Trainer(make_plain(), make_args(fsdp="full_shard", push_to_hub=True))
-    for name in ("fsdp='full_shard' shards the model over processes", "push_to_hub=True"):
+        Trainer(make_plain(), make_args(fsdp="full_shard", train_sampling_strategy="batch_rebalance"))
+    for name in ("fsdp='full_shard' shards the model over processes", "train_sampling_strategy='batch_rebalance'"):
         assert name in str(caught.value)
 
 

@@ -24,13 +24,14 @@ def explain(*words: str) -> subprocess.CompletedProcess:
 
 def test_command_line(tmp_path):
     done = explain(
-        "--gradient_accumulation_steps", "4", "--do_train", "--push_to_hub", "--learning_rate", "3e-4", "--no_cuda"
+        *("--gradient_accumulation_steps", "4", "--do_train", "--learning_rate", "3e-4", "--no_cuda"),
+        *("--train_sampling_strategy", "batch_rebalance"),
     )
     assert done.returncode == 0, done.stderr
     text = done.stdout
     assert "  gradient_accumulation_steps=4: accumulate_grad_batches" in text
     assert "  do_train=True: a switch for your script" in text
-    assert "  push_to_hub=True: call huggingface_hub.upload_folder" in text
+    assert "  train_sampling_strategy='batch_rebalance': leave it at 'random'" in text
     assert "accumulate_grad_batches=4" in text.split("The same by hand")[1]
     assert max(map(len, text.splitlines())) <= 80
     assert not list(tmp_path.iterdir())

@@ -31,7 +31,7 @@ TRANSLATED = [
     ("torchdynamo", "eager", "torch_compile_backend", "eager"),
     ("xpu_backend", "ccl", "ddp_backend", "ccl"),
     ("push_to_hub_model_id", "name", "hub_model_id", "name"),
-    ("push_to_hub_organization", "org", "hub_model_id", "org/"),
+    ("push_to_hub_organization", "org", "hub_model_id", "org/x"),
     ("push_to_hub_token", "secret", "hub_token", "secret"),
     ("sharded_ddp", "simple", "fsdp", "shard_grad_op"),
     ("sharded_ddp", "zero_dp_3 auto_wrap offload", "fsdp", "full_shard auto_wrap offload"),

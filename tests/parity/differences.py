@@ -42,7 +42,26 @@ DIFFERENCES = {
         "What transformers logs after train(), as evaluate() does, goes to a new MLflow run without a name, since the "
         "run has ended; ours goes to the same run."
     ),
-    "training_args.bin": "Pickles the TrainingArguments class, which is another one; compared by name only.",
+    "training_args.bin": (
+        "Pickles the TrainingArguments class, which is another one; compared by name only. transformers writes "
+        "hub_token into it, ours does not."
+    ),
+    "a save while an upload is under way": (
+        "Both leave it out, unless hub_always_push is set. transformers then ends without it; ours uploads the last "
+        "one at the end, and with hub_strategy='all_checkpoints' each that is still there."
+    ),
+    "the output folder during push_to_hub": (
+        "transformers copies the model of each save into it and uploads that, which a later save may change meanwhile; "
+        "ours uploads each save from its own checkpoint, and leaves the folder to save_model and push_to_hub."
+    ),
+    "an upload that fails": (
+        "In the background transformers says nothing of it and does not try again; ours does, also at the end of "
+        "training, and names what is missing with the command that uploads it. save_model() then goes on; "
+        "push_to_hub() raises HubError, once the model is in the output folder."
+    ),
+    "push_to_hub with a hub_revision that is not there, or a token that may only read": (
+        "transformers trains, and each upload fails unseen; ours refuses when the Trainer is built."
+    ),
     "metrics returned by train() with disable_tqdm": (
         "PrinterCallback of transformers removes total_flos from the very dict that train() returns; ours prints a "
         "copy."

@@ -22,6 +22,7 @@ from tests.tiny import make_plain, plain_data
 
 STEPS = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
 WORKERS = {"dataloader_num_workers": 1}
+PUSHED = {**STEPS, "push_to_hub": True}
 BEST = {**STEPS, "metric_for_best_model": "loss"}
 LEGACY = {field.name for field in dataclasses.fields(LegacyArguments)}
 
@@ -115,6 +116,13 @@ HANDLED = {
     "trackio_space_id": ("space", {"report_to": "trackio"}),
     "trackio_bucket_id": ("bucket", {"report_to": "trackio"}),
     "trackio_static_space_id": ("space", {"report_to": "trackio"}),
+    "push_to_hub": (True, {}),
+    "hub_model_id": ("org/name", PUSHED),
+    "hub_strategy": ("end", PUSHED),
+    "hub_token": ("hf_token", PUSHED),
+    "hub_private_repo": (True, PUSHED),
+    "hub_always_push": (True, PUSHED),
+    "hub_revision": ("dev", PUSHED),
 }
 # Where a run on this machine is the same either way, the test that shows the effect:
 ELSEWHERE = {
@@ -124,6 +132,13 @@ ELSEWHERE = {
     "ignore_data_skip": "tests/parity/test_resume.py::test_ignore_data_skip",
     "restore_callback_states_from_checkpoint": "tests/parity/test_resume.py::test_callback_states",
     "debug": "tests/api/test_debugging.py::test_underflow_overflow",
+    "push_to_hub": "tests/parity/test_hub.py::test_strategies",
+    "hub_model_id": "tests/parity/test_hub.py::test_strategies",
+    "hub_strategy": "tests/parity/test_hub.py::test_strategies",
+    "hub_token": "tests/reliability/test_hub.py::test_refused_at_the_start",
+    "hub_private_repo": "tests/parity/test_hub.py::test_settings[private]",
+    "hub_always_push": "tests/reliability/test_hub.py::test_saves_that_wait_for_their_turn",
+    "hub_revision": "tests/parity/test_hub.py::test_settings[revision]",
     "logging_nan_inf_filter": "tests/parity/test_reviewed.py::test_nan_losses",
     "eval_accumulation_steps": "tests/parity/test_features.py::test_argument[eval-accumulation]",
     "log_on_each_node": "test_what_processes_write",
@@ -232,7 +247,7 @@ def test_changes_something(tmp_path, name, capsys):
 def test_inert_arguments_change_nothing(tmp_path, name):
     values = {int: 9, str: "something", type(None): "something"}
     default = getattr(hftrainer.TrainingArguments(), name)
-    value = "end" if name == "hub_strategy" else not default if isinstance(default, bool) else values[type(default)]
+    value = not default if isinstance(default, bool) else values[type(default)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         changed = fingerprint(tmp_path / "with", {name: value})

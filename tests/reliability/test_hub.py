@@ -1,0 +1,405 @@
+"""Uploads to a Hub that fails: training is unharmed, they are tried again, their end is said, and no token shows."""
+
+import errno
+import io
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+
+from hftrainer import Trainer, TrainerCallback, TrainingArguments
+from hftrainer.errors import CheckpointNotFound, HubError, InvalidArgument
+from hftrainer.hub import pictures, repository, uploads
+from tests.hub_server import Commit, HubServer, Repo
+from tests.reliability.support import read_until
+from tests.tiny import make_plain, plain_data
+
+TOKEN = "hf_aVeryPrivateTokenIndeed"
+READS = "hf_mayOnlyRead"
+STEPS = 6
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """A server; what was uploaded to it is searched for the token when the test is over."""
+    monkeypatch.setattr(uploads, "_WAITS", (0.01, 0.02))
+    monkeypatch.setattr(repository, "_WAITS", (0.01,))
+    with HubServer({TOKEN: ("me", "write"), READS: ("me", "read")}).running() as server:
+        server.serve(monkeypatch, tmp_path / "home")
+        yield server
+    commits = [commit for repo in server.repos.values() for branch in repo.branches.values() for commit in branch]
+    assert not [name for commit in commits for name, data in commit.files.items() if TOKEN.encode() in data]
+
+
+@pytest.fixture(autouse=True)
+def no_token(tmp_path, caplog, capfd):
+    """Search every file, log line and line printed for the token, once the test is over."""
+    root = logging.getLogger()
+    everything = io.StringIO()
+    handler = logging.StreamHandler(everything)
+    root.addHandler(handler)
+    with caplog.at_level(logging.DEBUG):
+        yield
+    root.removeHandler(handler)
+    printed = capfd.readouterr()
+    shown = {"the logs": everything.getvalue(), "what was printed": printed.out + printed.err}
+    shown |= {str(path): path.read_bytes().decode("latin-1") for path in tmp_path.rglob("*") if path.is_file()}
+    assert not [where for where, text in shown.items() if TOKEN in text or READS in text]
+
+
+class Saved(TrainerCallback):
+    """Keeps the weights of each checkpoint as they were written, and how long each step took."""
+
+    def __init__(self):
+        self.weights = {}
+
+    def on_save(self, args, state, control, **kwargs):
+        path = Path(args.output_dir) / f"checkpoint-{state.global_step}" / "model.safetensors"
+        self.weights[state.global_step] = path.read_bytes()
+
+
+def make(folder, callbacks=(), **settings):
+    defaults = {
+        "max_steps": STEPS,
+        "save_steps": 2,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 1e-2,
+        "logging_steps": 2,
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "push_to_hub": True,
+        "hub_token": TOKEN,
+    }
+    args = TrainingArguments(str(folder), **{**defaults, **settings})
+    return Trainer(make_plain(), args, train_dataset=plain_data(), callbacks=[*callbacks])
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The weights of the same run without uploads."""
+    torch.set_num_threads(1)
+    trainer = make(tmp_path_factory.mktemp("undisturbed"), push_to_hub=False)
+    trainer.train()
+    return trainer.model.state_dict()
+
+
+def assert_unharmed(trainer, undisturbed):
+    assert trainer.state.global_step == STEPS
+    weights = trainer.model.state_dict()
+    assert not [name for name, value in undisturbed.items() if not torch.equal(value, weights[name])]
+    folder = Path(trainer.args.output_dir)
+    assert sorted(path.name for path in folder.glob("*")) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+
+
+def last(hub, name="me/run"):
+    return hub.repos[name].at("main")
+
+
+def messages(hub, name="me/run"):
+    return [commit.message for commit in hub.repos[name].branches["main"][1:]]
+
+
+class At(TrainerCallback):
+    """Does something when a step ends."""
+
+    def __init__(self, step, act):
+        self.step, self.act = step, act
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            self.act()
+
+
+# ---- While it runs -------------------------------------------------------------------------------------------------
+
+
+def fail(hub, **how):
+    def act():
+        for name, value in how.items():
+            setattr(hub, name, value)
+
+    return act
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param({"refusing": True}, id="refuses"),
+        pytest.param({"failures": 3}, id="fails"),
+        pytest.param({"cuts": 3}, id="cuts"),
+        pytest.param({"failing": "/commit/"}, id="fails-to-commit"),
+        pytest.param({"delay": 0.3}, id="slow"),
+    ],
+)
+def test_a_hub_that_fails_for_a_while(hub, tmp_path, undisturbed, how, caplog):
+    """Training is the same, and at its end the last state is in the repository."""
+    saved, well = Saved(), {"refusing": False, "failures": 0, "cuts": 0, "failing": None, "delay": 0.0}
+    trainer = make(tmp_path / "run", [saved, At(1, fail(hub, **how))], hub_strategy="checkpoint")
+    finish = trainer._finish_current_push
+
+    def repaired():
+        trainer.push_in_progress.wait_until_done()
+        fail(hub, **well)()
+        finish()
+
+    trainer._finish_current_push = repaired
+    trainer.train()
+    assert_unharmed(trainer, undisturbed)
+    assert last(hub).files["model.safetensors"] == saved.weights[6]
+    assert last(hub).files["last-checkpoint/model.safetensors"] == saved.weights[6]
+    assert messages(hub)[-2:] == [f"Training in progress, step 6{which}" for which in ("", ", checkpoint")]
+    assert "Not uploaded" not in caplog.text
+    assert not list(tmp_path.rglob("_hub_uploads"))
+
+
+def test_a_hub_that_stays_away(hub, tmp_path, undisturbed, caplog):
+    """What is up and what is missing is said, with the command; `push_to_hub` makes up for it."""
+    trainer = make(tmp_path / "run", hub_strategy="all_checkpoints")
+    trainer.add_callback(
+        At(3, lambda: (trainer.push_in_progress.wait_until_done(), fail(hub, failing="/preupload/")()))
+    )
+    trainer.train()
+    assert_unharmed(trainer, undisturbed)
+    report = caplog.text[caplog.text.index("Not uploaded to me/run:") :]
+    folder = tmp_path / "run"
+    assert f"hf upload me/run {folder}/checkpoint-6 . --include model.safetensors --include training_args.bin" in report
+    assert f"hf upload me/run {folder}/checkpoint-6 checkpoint-6" in report
+    assert "the Hub has failed: try again later" in report
+    assert "checkpoint-2: 'Training in progress, step 2, checkpoint'" in report.split("Uploaded:")[1]
+    with pytest.raises(HubError, match=r"this uploads it: hf upload me/run .* --exclude") as caught:
+        trainer.push_to_hub()
+    assert TOKEN not in "".join(traceback.format_exception(caught.value))
+    trainer.save_model()  # which says it, and goes on
+    assert caplog.records[-1].levelname == "ERROR"
+    assert isinstance(trainer.push_to_hub(blocking=False).exception(), HubError)
+    assert "push_to_hub to 'me/run': the Hub has failed" in caplog.records[-1].getMessage()
+    hub.failing = None
+    trainer.push_to_hub()
+    assert messages(hub)[2:] == [  # what was missing, oldest first; after which the model is as it would be
+        "Training in progress, step 4, checkpoint",
+        "Training in progress, step 6",
+        "Training in progress, step 6, checkpoint",
+    ]
+    expected = (folder / "checkpoint-6" / "model.safetensors").read_bytes()
+    assert last(hub).files["model.safetensors"] == last(hub).files["checkpoint-6/model.safetensors"] == expected
+    assert "checkpoint-4/model.safetensors" in last(hub).files
+
+
+def test_saves_that_wait_for_their_turn(hub, tmp_path, undisturbed):
+    """`hub_always_push` uploads each in order, though the folders are long gone."""
+    saved = Saved()
+    trainer = make(
+        tmp_path / "run",
+        [saved, At(1, fail(hub, delay=0.1))],
+        **{"hub_strategy": "all_checkpoints", "hub_always_push": True, "save_total_limit": 1, "save_steps": 1},
+        lightning_config={"async_checkpoint": True},
+    )
+    trainer.train()
+    assert [path.name for path in (tmp_path / "run").glob("*")] == ["checkpoint-6"]
+    assert trainer.state.global_step == STEPS
+    expected = [f"Training in progress, step {step}{part}" for step in range(1, 7) for part in ("", ", checkpoint")]
+    assert messages(hub) == expected
+    requests = [path.split("/")[-2] for _, path in hub.requests if "/preupload/" in path or "/commit/" in path]
+    assert requests == ["preupload", "commit"] * 12  # never two at once
+    for commit in hub.repos["me/run"].branches["main"][1:]:
+        step = int(commit.message.split("step ")[1].split(",")[0])
+        assert commit.files["model.safetensors"] == saved.weights[step]
+        assert f"checkpoint-{step}/optimizer.pt" in commit.files or not commit.message.endswith("checkpoint")
+
+
+def test_skipped_saves(hub, tmp_path):
+    """Without `hub_always_push`, saves during an upload are left out, and the last is made up for."""
+    trainer = make(tmp_path / "run", [At(1, fail(hub, delay=0.5))], save_steps=1)
+    trainer.train()
+    assert messages(hub) == ["Training in progress, step 1", "Training in progress, step 6"]
+
+
+def test_shards_and_adapters(tmp_path):
+    """The model's files in a checkpoint, and no others."""
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-1.safetensors"}}')
+    for name in ("model-1.safetensors", "optimizer.pt", "training_args.bin", "adapter_config.json", "own.txt"):
+        (tmp_path / name).touch()
+    expected = ["adapter_config.json", "model.safetensors.index.json", "model-1.safetensors", "training_args.bin"]
+    assert pictures.model_files(str(tmp_path)) == expected
+
+
+def refuse(*_):
+    raise OSError(errno.EPERM, "not here")
+
+
+def test_a_storage_that_fails(hub, tmp_path, caplog, monkeypatch):
+    """Uploads that cannot be made ready cost the run nothing either."""
+    trainer = make(tmp_path / "run", save_steps=4)
+    monkeypatch.setattr(pictures.shutil, "copyfile", refuse)
+    monkeypatch.setattr(pictures.os, "link", refuse)
+    trainer.train()
+    assert trainer.state.global_step == STEPS
+    assert (
+        "the model, 'Training in progress, step 6': the storage has failed (not here). To upload it: hf" in caplog.text
+    )
+    assert not messages(hub)
+    assert not (tmp_path / "run" / "_hub_uploads").exists()
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_pictures(tmp_path, links, monkeypatch):
+    """A picture stays as it is, whatever becomes of the files; what is never changed takes no room."""
+    if not links:
+        monkeypatch.setattr(pictures.os, "link", refuse)
+    (tmp_path / "checkpoint-1").mkdir()
+    for name in ("checkpoint-1/model.safetensors", "config.json", "log.txt", "old.txt", "_private"):
+        (tmp_path / name).write_text("before")
+    os.utime(tmp_path / "old.txt", (0, 0))
+    (tmp_path / "_hub_uploads" / "0").mkdir(parents=True)  # of a process that was killed
+    made = pictures.Pictures(str(tmp_path))
+    with open(tmp_path / "log.txt", "a") as log:
+        picture = Path(made.take(pictures.Parcel(0, str(tmp_path / "checkpoint-1"), "", "message")))
+        log.write("after")
+    shutil.rmtree(tmp_path / "checkpoint-1")
+    assert {path.name: path.read_text() for path in picture.iterdir()} == dict.fromkeys(
+        ("config.json", "log.txt", "model.safetensors", "old.txt"), "before"
+    )
+    assert (picture / "old.txt").samefile(tmp_path / "old.txt") is links
+    made.discard(str(picture))
+    assert not (tmp_path / "_hub_uploads").exists()
+
+
+HANGS = """
+import sys
+from hftrainer.hub import uploads
+uploads._GRACE = 0.5
+from tests.reliability.test_hub import At, make
+trainer = make(sys.argv[1], [At(3, lambda: print("third step", flush=True))], max_steps=100000, save_steps=2)
+trainer.train()
+"""
+
+
+def test_stopped_while_an_upload_hangs(hub, tmp_path):
+    """The process ends, and its last checkpoint is whole."""
+    hub.delay = 600
+    process = subprocess.Popen(
+        [sys.executable, "-c", HANGS, str(tmp_path / "run")],
+        env=hub.environment(tmp_path / "home"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    read_until(process, "third step")
+    process.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    _, err = process.communicate(timeout=60)
+    assert time.monotonic() - began < 20
+    assert process.returncode == -signal.SIGINT, err
+    assert "Not uploaded to me/run" in err
+    assert "hf upload me/run" in err
+    assert TOKEN not in err
+    assert make(tmp_path / "run", push_to_hub=False, max_steps=1).train(resume_from_checkpoint=True)
+    assert not messages(hub)
+
+
+# ---- At the start --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        pytest.param({"hub_token": "hf_wrong"}, "does not accept the token: run `hf auth login`", id="wrong token"),
+        pytest.param({"hub_token": None}, "needs a token: run `hf auth login`, or give hub_token", id="no token"),
+        pytest.param({"hub_token": f"{TOKEN}\n"}, "has a space or a line break in it", id="token with a line break"),
+        pytest.param({"hub_model_id": "a/b/c"}, "hub_model_id='a/b/c' is no name", id="malformed"),
+        pytest.param({"hub_model_id": "other/run"}, "the token may not write there", id="of another"),
+        pytest.param({"hub_token": READS, "hub_model_id": "me/there"}, "the token may not write there", id="reads"),
+        pytest.param(
+            {"hub_revision": "dev", "hub_model_id": "me/there"}, "no such revision: make the branch", id="branch"
+        ),
+    ],
+)
+def test_refused_at_the_start(hub, tmp_path, settings, words):
+    hub.repos["me/there"] = Repo()
+    with pytest.raises((HubError, InvalidArgument)) as caught:
+        make(tmp_path / "run", **settings)
+    assert words in str(caught.value)
+    assert not {TOKEN, READS} & set("".join(traceback.format_exception(caught.value)).split())
+    assert TOKEN not in "".join(traceback.format_exception(caught.value))
+
+
+def test_no_network_at_the_start(hub, tmp_path, monkeypatch):
+    hub.refusing = True
+    with pytest.raises(
+        HubError, match=r"push_to_hub to 'run': the Hub cannot be reached: .* A run without push_to_hub"
+    ):
+        make(tmp_path / "run")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(HubError, match="HF_HUB_OFFLINE=1 is set: unset it, or train without push_to_hub"):
+        make(tmp_path / "run")
+
+
+def test_a_hub_that_wakes_up(hub, tmp_path):
+    hub.failures = 1
+    assert make(tmp_path / "run").hub_model_id == "me/run"
+
+
+def test_tokens_are_not_saved(tmp_path, no_token):
+    args = TrainingArguments(str(tmp_path / "run"), hub_token=TOKEN, use_cpu=True)
+    trainer = Trainer(make_plain(), args)
+    trainer.save_model()
+    saved = torch.load(tmp_path / "run" / "training_args.bin", weights_only=False)
+    assert saved.hub_token is None
+    assert args.hub_token == TOKEN
+    assert TOKEN not in repr(args) + str(args.to_dict()) + args.to_json_string() + str(args.to_sanitized_dict())
+    with pytest.raises(InvalidArgument) as caught:
+        TrainingArguments(hub_token=TOKEN, push_to_hub_token=READS)
+    assert TOKEN not in str(caught.value)
+    assert READS not in str(caught.value)
+
+
+# ---- Going on from the Hub -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", ["checkpoint", "all_checkpoints"])
+def test_resume(hub, tmp_path, undisturbed, strategy):
+    """The newest checkpoint, downloaded once; or the one of a revision, or of a name."""
+    trainer = make(tmp_path / "run", hub_strategy=strategy, hub_always_push=True)
+    trainer.add_callback(At(4, lambda: setattr(trainer.control, "should_training_stop", True)))
+    trainer.train()
+    commit = last(hub).oid
+    for reference in ("hub:me/run", f"hub:me/run@{commit}", *(["hub:me/run/checkpoint-2"] * ("all" in strategy))):
+        hub.requests.clear()
+        resumed = make(tmp_path / "resumed", push_to_hub=False)
+        resumed.train(resume_from_checkpoint=reference)
+        weights = resumed.model.state_dict()
+        assert not [name for name, value in undisturbed.items() if not torch.equal(value, weights[name])]
+        downloaded = [path for method, path in hub.requests if method == "GET" and "/resolve/" in path]
+        first = reference == "hub:me/run" or "checkpoint-2" in reference
+        assert len([path for path in downloaded if path.endswith("optimizer.pt")]) == first
+    hub.refusing = True
+    resumed.train(resume_from_checkpoint="hub:me/run")  # from the cache
+    assert resumed.state.global_step == STEPS
+
+
+def test_nothing_to_resume_from(hub, tmp_path):
+    hub.repos["me/weights"] = Repo(branches={"main": [Commit("m", {"model.safetensors": b"x"}, ())]})
+    hub.repos["me/private"] = Repo(private=True)
+    trainer = make(tmp_path / "run", push_to_hub=False, hub_token=None)
+    for reference, words in {
+        "hub:me/none": "there is no such repository, or the token may not read it",
+        "hub:me/private": "there is no such repository, or the token may not read it",
+        "hub:me/weights": "holds no checkpoint, neither last-checkpoint nor checkpoint-xxx",
+        "hub:me/weights@dev": "there is no such revision",
+        "hub:me/weights/checkpoint-2": "the repository has no folder 'checkpoint-2'",
+        "hub:": "give 'hub:owner/name'",
+    }.items():
+        with pytest.raises(CheckpointNotFound, match=words):
+            trainer.train(resume_from_checkpoint=reference)
+    hub.refusing = True
+    with pytest.raises(CheckpointNotFound, match="the Hub cannot be reached: check the network"):
+        trainer.train(resume_from_checkpoint="hub:me/weights")
