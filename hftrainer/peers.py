@@ -17,9 +17,13 @@ def _is_instance(value: Any, module: str, *class_names: str) -> bool:
     return isinstance(value, classes)
 
 
+# Of transformers the modules that define the classes are asked: the package would import them, which takes seconds, and
+# torchmetrics has always imported the package.
+
+
 def is_pretrained(model: Any) -> bool:
     """Whether `model` is a transformers model."""
-    return _is_instance(model, "transformers", "PreTrainedModel")
+    return _is_instance(model, "transformers.modeling_utils", "PreTrainedModel")
 
 
 def is_peft(model: Any) -> bool:
@@ -102,12 +106,20 @@ def wrong_accelerate_state(device: Any) -> str | None:
 
 def pads(processing_class: Any) -> bool:
     """Whether `processing_class` pads batches: a tokenizer, or a feature extractor for sequences."""
-    return _is_instance(processing_class, "transformers", "PreTrainedTokenizerBase", "SequenceFeatureExtractor")
+    return _is_tokenizer(processing_class) or _is_instance(
+        processing_class, "transformers.feature_extraction_sequence_utils", "SequenceFeatureExtractor"
+    )
 
 
 def is_tokenizing(processing_class: Any) -> bool:
     """Whether `processing_class` has special tokens: a tokenizer or a processor."""
-    return _is_instance(processing_class, "transformers", "PreTrainedTokenizerBase", "ProcessorMixin")
+    return _is_tokenizer(processing_class) or _is_instance(
+        processing_class, "transformers.processing_utils", "ProcessorMixin"
+    )
+
+
+def _is_tokenizer(processing_class: Any) -> bool:
+    return _is_instance(processing_class, "transformers.tokenization_utils_base", "PreTrainedTokenizerBase")
 
 
 def without_adapters(model: Any) -> Any:
