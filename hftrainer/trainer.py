@@ -2006,19 +2006,26 @@ class Trainer:
     ) -> BestRun | list[BestRun]:
         """Train with many choices of arguments, each with a new model, and return the best choice.
 
-        The study stays in `hp_study`, in the main process. With `storage`, `study_name` and `load_if_exists=True` a
-        search that was ended goes on where it was, and several processes or machines share one.
+        Optuna's study stays in `hp_study`, in the main process. With `storage`, `study_name` and `load_if_exists=True`
+        a search that was ended goes on where it was, and several processes or machines share one.
+
+        Ray trains each trial in a process of its own, in the working directory of this one, with a copy of this
+        Trainer. A search that was ended goes on by `name` and `resume="AUTO"`; its trials and those of population based
+        training go on from the last evaluation whose step was saved too.
 
         Args:
-            hp_space: trial → the arguments of the trial, as a dict; default `default_hp_space_optuna`.
+            hp_space: trial → the arguments of the trial, as a dict; with Ray None → a dict of Ray's distributions.
+                Default `default_hp_space_optuna` or `default_hp_space_ray`.
             compute_objective: metrics of an evaluation → a number, or one for each direction; default
                 `default_compute_objective`.
             n_trials: trials that the study holds at the end, those that it held before included; None with a `timeout`.
             direction: 'minimize' or 'maximize'; a list of these for several objectives.
-            backend: 'optuna', which is the default.
+            backend: 'optuna', which is the default, or 'ray'.
             hp_name: trial → the name of its folder and of its runs in trackers; default `run-{number}`, and none.
+                With Ray the trial is the dict that was chosen, and the default is `run-{trial_id}` in both.
             kwargs: keywords of `optuna.create_study` (sampler, pruner, storage, study_name, load_if_exists) and of
-                `Study.optimize` (timeout in seconds, catch, callbacks, gc_after_trial, show_progress_bar).
+                `Study.optimize` (timeout in seconds, catch, callbacks, gc_after_trial, show_progress_bar); with Ray
+                those of `ray.tune.run`; resources_per_trial is one CPU by default, and one GPU where there is one.
 
         Returns:
             The best trial; with several objectives a list of those that no other is better than in all.

@@ -232,7 +232,8 @@ class BestRun(NamedTuple):
         run_id: its checkpoints are in the folder `run-{run_id}` of `output_dir`.
         objective: a number, or one for each direction.
         hyperparameters: what was chosen.
-        run_summary: the backend's own summary, where it has one; of Optuna see `trainer.hp_study`.
+        run_summary: the backend's own summary, where it has one: Ray's `ExperimentAnalysis`; of Optuna see
+            `trainer.hp_study`.
     """
 
     run_id: str

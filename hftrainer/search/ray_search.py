@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 _OURS = {"run_or_experiment": "hp_space", "config": "hp_space", "num_samples": "n_trials"}
 #: Which of a trial's objectives make it the best; see `ray.tune.ExperimentAnalysis.get_best_trial`.
 _SCOPES = ("last", "all", "avg", "last-5-avg", "last-10-avg")
+#: Devices that Ray counts as GPUs.
+_GPUS = ("cuda", "xpu")
 #: Mistakes that every other trial would make too.
 _MISTAKES = (InvalidArgument, MissingPackage, UnknownArgument, UnsupportedArgument)
 
@@ -120,7 +122,7 @@ class RaySearch(SearchBackend):
     def _options(self, args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The keywords of `tune.run`, with our defaults."""
         options: dict[str, Any] = {
-            "resources_per_trial": {"cpu": 1, "gpu": 1} if args.n_gpu else {"cpu": 1},
+            "resources_per_trial": {"cpu": 1, "gpu": 1} if args.device.type in _GPUS else {"cpu": 1},
             "raise_on_failed_trial": False,
         }
         if not any(getattr(kwargs.get(each), "metric", None) for each in ("scheduler", "search_alg")):
@@ -204,7 +206,7 @@ class RaySearch(SearchBackend):
             checkpoint = None if folder is None else tune.Checkpoint.from_directory(folder)
             try:
                 tune.report(metrics, checkpoint=checkpoint)
-            except SystemExit:
+            except SystemExit:  # what follows is done if the process is not ended with the search
                 trainer._announce("on_train_end")
                 raise
 
