@@ -249,7 +249,7 @@ def _scope(args: Any) -> str:
 
 
 def _check_scheduler(args: Any, scheduler: Any) -> None:
-    from ray.tune.schedulers import FIFOScheduler, PopulationBasedTraining
+    from ray.tune.schedulers import FIFOScheduler, HyperBandScheduler, PopulationBasedTraining
 
     if scheduler in (None, "fifo") or type(scheduler) is FIFOScheduler:
         return
@@ -259,10 +259,11 @@ def _check_scheduler(args: Any, scheduler: Any) -> None:
             f"scheduler={name} compares trials while they train, and eval_strategy='no' evaluates none of them: set "
             "eval_strategy, or leave the scheduler out."
         )
-    if isinstance(scheduler, PopulationBasedTraining) and (args.save_strategy == "no" or args.save_only_model):
+    pauses = isinstance(scheduler, (HyperBandScheduler, PopulationBasedTraining)) or name in ("hyperband", "hb_bohb")
+    if pauses and (args.save_strategy == "no" or args.save_only_model):
         raise InvalidArgument(
-            f"scheduler={name} lets trials go on from one another's checkpoints, and there are none to go on from: set "
-            "save_strategy as eval_strategy is set, and save_only_model=False."
+            f"scheduler={name} lets trials go on from checkpoints, their own or those of others, and none is complete: "
+            "set save_strategy as eval_strategy is set, and save_only_model=False."
         )
 
 

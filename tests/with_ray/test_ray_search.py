@@ -291,9 +291,12 @@ REFUSED = {
         scheduler=ASHAScheduler(),
     ),
     "by name": refused(InvalidArgument, "scheduler=hyperband", {"eval_strategy": "no"}, scheduler="hyperband"),
+    "incomplete checkpoints": refused(
+        InvalidArgument, "and save_only_model=False", {"save_only_model": True}, scheduler="hyperband"
+    ),
     "no checkpoints": refused(
         InvalidArgument,
-        "PopulationBasedTraining lets trials go on from one another's checkpoints",
+        "PopulationBasedTraining lets trials go on from checkpoints, their own or those of others",
         {"save_strategy": "no"},
         scheduler=PopulationBasedTraining(hyperparam_mutations={"learning_rate": [1, 2]}),
     ),
