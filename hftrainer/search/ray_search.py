@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import inspect
+import json
 import logging
 import math
 import os
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from hftrainer.arguments import legacy
 from hftrainer.checkpointing.names import PREFIX_CHECKPOINT_DIR
 from hftrainer.errors import (
+    DamagedCheckpoint,
     InvalidArgument,
     MissingPackage,
     SearchFailed,
@@ -68,6 +70,7 @@ class RaySearch(SearchBackend):
             InvalidArgument: for values that cannot be, and for what a trial finds so.
             UnknownArgument: for a name in the space that is no argument, or a keyword that Ray does not know.
             UnsupportedArgument: for what Ray cannot do.
+            DamagedCheckpoint: when the state of a search to go on with was cut off.
             SearchFailed: when no trial has been completed.
         """
         from ray import tune
@@ -117,6 +120,8 @@ class RaySearch(SearchBackend):
             )
         if kwargs.get("resume") and not kwargs.get("name"):
             raise InvalidArgument(f"resume={kwargs['resume']!r} needs the name of the search that it goes on with.")
+        if kwargs.get("resume"):
+            _check_state(kwargs)
         _check_scheduler(args, kwargs.get("scheduler"))
 
     def _options(self, args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -248,8 +253,27 @@ def _scope(args: Any) -> str:
     return given
 
 
+def _check_state(kwargs: Mapping[str, Any]) -> None:
+    """Refuse to go on from a state on this machine that Ray was writing when it was killed: it would begin anew.
+
+    Raises:
+        DamagedCheckpoint: with the file.
+    """
+    folder = Path(kwargs.get("storage_path") or "~/ray_results", kwargs["name"]).expanduser()
+    newest = max(folder.glob("experiment_state-*.json"), default=None)
+    if newest is None:
+        return
+    try:
+        json.loads(newest.read_bytes())
+    except ValueError:
+        raise DamagedCheckpoint(
+            f"{newest} was cut off when the search was killed, and resume={kwargs['resume']!r} would begin anew. "
+            "Remove it to go on from the state before, if there is one, or give another name."
+        ) from None
+
+
 def _check_scheduler(args: Any, scheduler: Any) -> None:
-    from ray.tune.schedulers import FIFOScheduler, PopulationBasedTraining
+    from ray.tune.schedulers import FIFOScheduler, HyperBandScheduler, PopulationBasedTraining
 
     if scheduler in (None, "fifo") or type(scheduler) is FIFOScheduler:
         return
@@ -259,10 +283,11 @@ def _check_scheduler(args: Any, scheduler: Any) -> None:
             f"scheduler={name} compares trials while they train, and eval_strategy='no' evaluates none of them: set "
             "eval_strategy, or leave the scheduler out."
         )
-    if isinstance(scheduler, PopulationBasedTraining) and (args.save_strategy == "no" or args.save_only_model):
+    pauses = isinstance(scheduler, (HyperBandScheduler, PopulationBasedTraining)) or name in ("hyperband", "hb_bohb")
+    if pauses and (args.save_strategy == "no" or args.save_only_model):
         raise InvalidArgument(
-            f"scheduler={name} lets trials go on from one another's checkpoints, and there are none to go on from: set "
-            "save_strategy as eval_strategy is set, and save_only_model=False."
+            f"scheduler={name} lets trials go on from checkpoints, their own or those of others, and none is complete: "
+            "set save_strategy as eval_strategy is set, and save_only_model=False."
         )
 
 

@@ -122,7 +122,7 @@ def test_names_for_the_model(tmp_path, caplog):
     def model_init(trial):
         return Plain()
 
-    trainer = make_trainer(tmp_path, model_init=model_init, log_level="info")
+    trainer = make_trainer(tmp_path, model_init=model_init)
     with caplog.at_level(logging.INFO, "hftrainer"):
         trainer.hyperparameter_search(lambda trial: {"width": 3}, n_trials=1)
     assert "width: no training arguments, left to model_init" in caplog.text

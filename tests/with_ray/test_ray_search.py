@@ -19,7 +19,7 @@ from ray.tune.search.optuna import OptunaSearch
 
 from hftrainer import TrainerCallback, TrainingArguments
 from hftrainer.checkpointing import names
-from hftrainer.errors import InvalidArgument, SearchFailed, UnknownArgument, UnsupportedArgument
+from hftrainer.errors import DamagedCheckpoint, InvalidArgument, SearchFailed, UnknownArgument, UnsupportedArgument
 from hftrainer.notebook import NotebookProgressCallback
 from hftrainer.progress import ProgressCallback
 from hftrainer.search import ray_search
@@ -196,6 +196,9 @@ def test_killed_and_resumed(tmp_path):
     while not [line for line in read(diary) if line[0] == "save" and line[2] == 6 and line[1].endswith("1")]:
         assert first.poll() is None and time.monotonic() < deadline
         time.sleep(0.05)
+    while not stopped_between_writes(first, tmp_path / "results" / "search"):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
     first.send_signal(signal.SIGKILL)
     first.wait()
     again = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
@@ -207,6 +210,30 @@ def test_killed_and_resumed(tmp_path):
     runs = [f"run-{trial}" for trial, _, _ in trials]
     assert [trial for trial, _ in begun] == [runs[0], runs[1], runs[1], runs[2]]
     assert begun[2][1] in (4, 6) and [step for _, step in begun].count(0) == 3
+
+
+def test_a_state_that_was_cut_off_is_no_reason_to_begin_anew(tmp_path):
+    (tmp_path / "search").mkdir()
+    (tmp_path / "search" / "experiment_state-2026-01-01_00-00-00.json").write_text("")
+    trainer = make_trainer(tmp_path)
+    with pytest.raises(
+        DamagedCheckpoint, match=r"experiment_state-.*json was cut off .* resume='AUTO' would begin anew"
+    ):
+        trainer.hyperparameter_search(rates(1e-3), **QUIETLY, name="search", storage_path=str(tmp_path), resume="AUTO")
+
+
+def stopped_between_writes(process, folder):
+    """Stop a search while its state on the disk is whole; Ray writes it in place, and cannot go on from half of it."""
+    process.send_signal(signal.SIGSTOP)
+    states = {path.name: path.read_bytes() for path in folder.glob("*.json")}
+    try:
+        json.loads(next(state for name, state in states.items() if name.startswith("experiment_state")))
+        whole = all(state.endswith((b"}", b".")) for state in states.values())  # the others are pickles
+    except ValueError:
+        whole = False
+    if not whole:
+        process.send_signal(signal.SIGCONT)
+    return whole
 
 
 # ---- Trials that fail ------------------------------------------------------------------------------------------
@@ -291,9 +318,12 @@ REFUSED = {
         scheduler=ASHAScheduler(),
     ),
     "by name": refused(InvalidArgument, "scheduler=hyperband", {"eval_strategy": "no"}, scheduler="hyperband"),
+    "incomplete checkpoints": refused(
+        InvalidArgument, "and save_only_model=False", {"save_only_model": True}, scheduler="hyperband"
+    ),
     "no checkpoints": refused(
         InvalidArgument,
-        "PopulationBasedTraining lets trials go on from one another's checkpoints",
+        "PopulationBasedTraining lets trials go on from checkpoints, their own or those of others",
         {"save_strategy": "no"},
         scheduler=PopulationBasedTraining(hyperparam_mutations={"learning_rate": [1, 2]}),
     ),
