@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from hftrainer.errors import InvalidArgument, MissingPackage, UnsupportedArgument
 from hftrainer.search.backend import SearchBackend
+from hftrainer.search.jobs import refuse_in_worker
 from hftrainer.search.optuna_search import OptunaSearch
 from hftrainer.search.ray_search import RaySearch
 from hftrainer.search.trial_arguments import model_takes_trial, set_arguments
@@ -52,6 +53,8 @@ def search(
     **kwargs: Any,
 ) -> BestRun | list[BestRun]:
     """See `Trainer.hyperparameter_search`. The arguments are afterwards as they were before."""
+    if kwargs.get("n_jobs", 1) == 1:
+        refuse_in_worker()
     name, found = find_backend(backend)
     if trainer.model_init is None:
         raise InvalidArgument(

@@ -9,12 +9,10 @@ from typing import Any
 
 from hftrainer.errors import MissingPackage
 from hftrainer.trainer_callback import TrainerCallback
-from hftrainer.trainer_utils import IntervalStrategy, has_length
+from hftrainer.trainer_utils import IntervalStrategy, has_length, is_measured
 
 #: Seconds between two updates of a bar: each sends the whole output to the browser.
 UPDATE_EVERY = 0.2
-#: What evaluations report besides metrics.
-_TIMES = ("_runtime", "_samples_per_second", "_steps_per_second", "_model_preparation_time")
 
 
 class _Bar:
@@ -218,7 +216,7 @@ def _named(metrics: dict[str, Any]) -> dict[str, Any]:
     """Metrics by the names of columns: 'eval_f1_macro' is 'F1 Macro', the loss 'Validation Loss'."""
     columns = {}
     for name, value in metrics.items():
-        if name in ("epoch", "total_flos") or name.endswith(_TIMES):
+        if name in ("epoch", "total_flos") or is_measured(name):
             continue
         column = " ".join(part.capitalize() for part in name.split("_")[1:])
         columns["Validation Loss" if column == "Loss" else column] = value

@@ -16,14 +16,13 @@ from hftrainer.checkpointing.folders import get_last_checkpoint
 from hftrainer.errors import InvalidArgument, MissingPackage
 from hftrainer.progress import in_notebook
 from hftrainer.trainer_callback import TrainerCallback, TrainerState
+from hftrainer.trainer_utils import is_measured
 
 logger = logging.getLogger(__name__)
 
 #: Panel → the entries of log lines that it shows; 'metrics' shows all that are left.
 PANELS = {"loss": ("loss",), "metrics": (), "learning rate": ("learning_rate",), "gradient norm": ("grad_norm",)}
 COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22", "#17becf")
-#: What log lines hold beside curves.
-_NO_CURVES = ("_runtime", "_per_second", "_model_preparation_time", "_mem_cpu", "_mem_gpu")
 
 Curves = dict[str, dict[str, tuple[list[float], list[float]]]]
 
@@ -54,7 +53,7 @@ def curves(state: TrainerState) -> Curves:
         if "train_runtime" in line and "train_loss" in line:  # the summary at the end
             continue
         for name, value in line.items():
-            if name in ("step", "epoch") or any(part in name for part in _NO_CURVES) or not _is_number(value):
+            if name in ("step", "epoch") or is_measured(name) or not _is_number(value):
                 continue
             steps, values = found[_panel_of(name)].setdefault(name, ([], []))
             steps.append(line["step"])

@@ -7,6 +7,8 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from hftrainer.trainer_utils import is_measured
+
 
 def mean_loss(metrics: Mapping[str, Any], names: Iterable[str], prefix: str) -> dict[str, float]:
     """The mean of several sets' losses as `{prefix}_loss`, for callbacks that follow one; empty if a set has none."""
@@ -39,13 +41,8 @@ def write_metrics(folder: str, split: str, metrics: Mapping[str, Any], *, combin
 
 
 def comparable_names(metrics: Mapping[str, Any]) -> list[str]:
-    """What can compare models among an evaluation's results: everything but the times."""
-    return sorted(name for name in metrics if not is_time(name))
-
-
-def is_time(name: str) -> bool:
-    """Whether an entry of a log line tells how long something took, or when it was."""
-    return name.endswith(("epoch", "_runtime", "_per_second", "_model_preparation_time"))
+    """What can compare models among an evaluation's results: everything but what it cost, and when it was."""
+    return sorted(name for name in metrics if not name.endswith("epoch") and not is_measured(name))
 
 
 def write_whole(path: str, write: Callable[[str], Any]) -> None:

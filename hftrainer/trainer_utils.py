@@ -251,13 +251,18 @@ class HPSearchBackend(ExplicitEnum):
     WANDB = "wandb"
 
 
+def is_measured(name: str) -> bool:
+    """Whether a metric tells what something cost in time or memory."""
+    return (
+        name.endswith(("_runtime", "_per_second", "_model_preparation_time"))
+        or "_mem_cpu" in name
+        or "_mem_gpu" in name
+    )
+
+
 def default_compute_objective(metrics: Mapping[str, float]) -> float:
-    """The loss of an evaluation; if it has other metrics, their sum."""
-    others = [
-        value
-        for name, value in metrics.items()
-        if name not in ("eval_loss", "epoch") and not name.endswith(("_runtime", "_per_second"))
-    ]
+    """The loss of an evaluation; if it has other metrics, their sum, without times and memory."""
+    others = [value for name, value in metrics.items() if name not in ("eval_loss", "epoch") and not is_measured(name)]
     return sum(others) if others else metrics.get("eval_loss")  # type: ignore[return-value]  # None is refused
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from hftrainer.reporting import is_time
+from hftrainer.trainer_utils import is_measured
 
 Line = Mapping[str, Any]
 
 #: What else log lines hold that is no metric.
-_OTHERS = ("step", "total_flos")
+_OTHERS = ("step", "epoch", "total_flos")
 #: Metrics that the Hub knows by name, as tags of a model; 'rouge1' counts as 'rouge'.
 METRIC_TAGS = ("accuracy bleu f1 matthews_correlation pearsonr precision recall rouge sacrebleu spearmanr wer").split()
 
@@ -113,7 +113,7 @@ def _metrics(line: Line) -> dict[str, Any]:
     return {
         name: value
         for name, value in values.items()
-        if name not in _OTHERS and not is_time(name) and isinstance(value, (int, float, str))
+        if name not in _OTHERS and not is_measured(name) and isinstance(value, (int, float, str))
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import difflib
 import importlib.util
+import numbers
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -69,6 +70,22 @@ class SearchBackend(abc.ABC):
             metrics: of the evaluation.
         """
 
+    def space(self, trainer: Trainer) -> Any:
+        """What `hp_space` describes for a library that chooses by itself.
+
+        Raises:
+            InvalidArgument: when it is written for a trial.
+        """
+        try:
+            return trainer.hp_space(None)
+        except (AttributeError, TypeError) as error:
+            if "NoneType" not in str(error):
+                raise
+            raise InvalidArgument(
+                f"hp_space asks a trial, as with Optuna ({error}), and backend={self.name!r} calls it with None: it "
+                "must return a description of the space."
+            ) from error
+
     def after_saving(self, trainer: Trainer) -> None:  # noqa: B027 - most libraries need nothing then
         """Called in a trial whenever what was due has been logged, evaluated and saved."""
 
@@ -80,13 +97,13 @@ class SearchBackend(abc.ABC):
         """
         values = objective if isinstance(objective, Sequence) else [objective]
         try:
-            numbers = [float(value) for value in values]
+            read = [float(value) for value in values]
         except (TypeError, ValueError):
-            numbers = []
-        if len(numbers) != len(self.directions):
+            read = []
+        if len(read) != len(self.directions):
             wanted = "a number" if len(self.directions) == 1 else f"{len(self.directions)} numbers, as direction has"
             raise InvalidArgument(f"compute_objective returned {objective!r}: it must return {wanted}.")
-        return objective
+        return values[0] if len(self.directions) == 1 else objective
 
 
 def read_directions(direction: Any) -> list[str]:
@@ -134,7 +151,9 @@ def check_end(n_trials: Any, seconds: Any, seconds_name: str) -> None:
     """
     if n_trials is None and seconds is None:
         raise InvalidArgument(f"n_trials=None never ends: give a number, or {seconds_name} in seconds.")
-    if n_trials is not None and (not isinstance(n_trials, int) or n_trials < 1):
+    if seconds is not None and not (isinstance(seconds, (int, float)) and seconds > 0):
+        raise InvalidArgument(f"{seconds_name}={seconds!r}: give a number of seconds above 0.")
+    if n_trials is not None and (not isinstance(n_trials, numbers.Integral) or n_trials < 1):
         raise InvalidArgument(f"n_trials={n_trials!r}: give a whole number of at least 1.")
 
 

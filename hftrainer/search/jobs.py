@@ -8,16 +8,21 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hftrainer.errors import InvalidArgument, UnsupportedArgument
+from hftrainer.errors import InvalidArgument, SearchFailed, UnsupportedArgument
+
+if TYPE_CHECKING:
+    from optuna import Study
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +30,11 @@ logger = logging.getLogger(__name__)
 WORKER = "HFTRAINER_SEARCH_WORKER"
 #: Seconds that workers have to write a checkpoint and end, when the search is interrupted.
 _TO_END = 30.0
+#: What a worker ends with when its search is over; with 0 its script has never come to the search.
+_DONE = 64
+#: User attribute of a study: the last search in it that a callback has stopped.
+_STOPPED = "stopped"
+_SECONDS_BETWEEN_LOOKS = 1.0
 #: The searches with several jobs that this process has begun: the file of the storage made for them, and the study.
 _begun: list[tuple[str | None, str]] = []
 
@@ -40,7 +50,7 @@ class Jobs:
         timeout: seconds that the search may take; None for no limit.
 
     Attributes:
-        failed: whether a worker has ended before its time.
+        lost: whether a worker was killed, so that there may be trials left.
 
     Raises:
         InvalidArgument: for a count that cannot be.
@@ -50,18 +60,27 @@ class Jobs:
     def __init__(self, count: Any, folder: str, timeout: float | None) -> None:
         if not isinstance(count, int) or (count < 1 and count != -1):
             raise InvalidArgument(f"n_jobs={count!r}: give a number from 1, or -1 for one per GPU or core.")
-        self.failed = False
-        self.count = count if count > 0 else torch.cuda.device_count() or os.cpu_count() or 1
+        self.lost = False
         self._folder = os.path.abspath(folder)
-        self._told = json.loads(os.environ.get(WORKER, "null")) if self.count > 1 else None
+        self._workers: list[subprocess.Popen[bytes]] = []
+        self._said: set[int] = set()  # the workers whose end has been told
+        self._told = json.loads(os.environ.get(WORKER, "null")) if count != 1 else None
+        if self._told is not None:
+            self.count, self._until, self._name = self._told["count"], self._told["until"], self._told["search"]
+            return
+        self.count = count if count > 0 else torch.cuda.device_count() or _cores()
         self._until = None if timeout is None else time.time() + timeout
-        if self._told is not None and self._told["until"] is not None:
-            self._until = self._told["until"]
-        if self.count > 1 and self._told is None and hasattr(sys, "ps1"):
+        self._name = f"{os.getpid()}-{time.time()}"
+        if self.count > 1 and (hasattr(sys, "ps1") or sys.argv[0] in ("", "-")):
             raise UnsupportedArgument(
                 f"n_jobs={count} starts the script again, and a notebook or a console has none: put the search into a "
                 "file, or leave n_jobs out."
             )
+
+    @property
+    def is_worker(self) -> bool:
+        """Whether another process has begun the search, and made the study."""
+        return self._told is not None
 
     @property
     def is_over(self) -> bool:
@@ -80,10 +99,13 @@ class Jobs:
         if options.get("storage") is None:
             file = file or os.path.join(self._folder, "search.journal")
             options = {**options, "storage": _journal(file)}
-        elif type(options["storage"]).__name__ == "InMemoryStorage":
-            raise UnsupportedArgument(f"n_jobs={self.count}: processes cannot share an InMemoryStorage: leave it out.")
+        elif _is_in_memory(options["storage"]):
+            raise UnsupportedArgument(
+                f"n_jobs={self.count}: processes cannot share storage={options['storage']!r}, which is in memory: "
+                "leave it out, and a file is made."
+            )
         if name is not None:
-            options = {**options, "study_name": name, "load_if_exists": True}
+            options = {**options, "study_name": name}
         self._file = file
         return options
 
@@ -92,45 +114,87 @@ class Jobs:
         if self.count > 1:
             _begun.append((self._file, study_name))
 
-    def is_orphan(self) -> bool:
-        """Whether this is a worker whose script has ended."""
-        return self._told is not None and os.getppid() != self._told["script"]
-
     @contextmanager
-    def at_work(self) -> Iterator[None]:
+    def at_work(self, left: int | None) -> Iterator[None]:
         """Let the workers take part, and wait for them; a worker ends here.
 
+        Args:
+            left: trials to be done; no more processes are started. None for no end.
+
         Raises:
+            SearchFailed: when a worker has failed.
             SystemExit: in a worker, when there is nothing left for it to do.
         """
-        if self.count == 1 or self._told is not None:
+        if self._told is not None:
+            _follow(self._told["script"])
             yield
-            if self._told is not None:
-                raise SystemExit(0)
-            return
-        workers = [self._start(number) for number in range(1, self.count)]
+            raise SystemExit(_DONE)
+        threads = torch.get_num_threads()
+        number = self.count if left is None else min(self.count, left)
+        self._workers = [self._start(each) for each in range(1, number)]
+        if self._workers:
+            torch.set_num_threads(max(1, threads // number))
         try:
             yield
-            for worker in workers:
+            for worker in self._workers:
                 worker.wait()
+            self.look_after_workers()
         finally:
-            _end(workers)
-        for number, worker in enumerate(workers, 1):
-            if worker.returncode:
-                self.failed = True
-                logger.warning("Worker %d has ended with %d: see %s", number, worker.returncode, self._log(number))
+            _end(self._workers)
+            if self._workers:
+                torch.set_num_threads(threads)
+
+    def look_after_workers(self) -> None:
+        """Say what has become of workers that have ended.
+
+        Raises:
+            SearchFailed: when one has failed, as the search would have in this process.
+        """
+        for number, worker in enumerate(self._workers, 1):
+            status = worker.poll()
+            if status is None or status == _DONE or number in self._said:
+                continue
+            self._said.add(number)
+            where = f"Worker {number} of n_jobs={self.count}"
+            log = f"see {self._log(number)}. {self._last_words(number)}"
+            if status > 0:
+                raise SearchFailed(f"{where} has failed: {log}")
+            self.lost = True
+            if status < 0:
+                logger.warning("%s was killed by signal %d: %s", where, -status, log)
+            else:
+                logger.warning("%s has ended without having come to the search: %s", where, log)
+
+    def stop(self, study: Study) -> None:
+        """Note that a callback has stopped the search, for the other processes."""
+        study.set_user_attr(_STOPPED, self._name)
+
+    def is_stopped(self, study: Study) -> bool:
+        """Whether a callback has stopped the search, in this process or another."""
+        return self.count > 1 and study.user_attrs.get(_STOPPED) == self._name
+
+    def _last_words(self, number: int) -> str:
+        with open(self._log(number), encoding="utf-8", errors="replace") as log:
+            lines = [line for line in log if line.strip()]
+        return lines[-1].strip() if lines else ""
 
     def _log(self, number: int) -> str:
         return os.path.join(self._folder, f"worker-{number}.log")
 
     def _start(self, number: int) -> subprocess.Popen[bytes]:
         os.makedirs(self._folder, exist_ok=True)
-        told = {"studies": _begun, "until": self._until, "script": os.getpid()}
+        told = {
+            "studies": _begun,
+            "until": self._until,
+            "script": os.getpid(),
+            "count": self.count,
+            "search": self._name,
+        }
         environment = {**os.environ, WORKER: json.dumps(told), **_share_of_machine(number, self.count)}
         with open(self._log(number), "wb") as log:
             # A session of its own, so that Ctrl-C reaches the script alone, which then ends the workers in order.
             return subprocess.Popen(
-                [sys.executable, *sys.orig_argv[1:]],
+                _command(),
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -140,15 +204,15 @@ class Jobs:
 
 
 def refuse_in_worker() -> None:
-    """Refuse to train outside a search in a worker, which would write over what the script has trained.
+    """Refuse to train in a worker but in a search with `n_jobs`: it would write over what the script has trained.
 
     Raises:
         UnsupportedArgument: in a worker.
     """
     if WORKER in os.environ:
         raise UnsupportedArgument(
-            "n_jobs starts the script again for each job, and it trains before it searches: search first, or start the "
-            "search from a script of its own."
+            "n_jobs starts the script again for each job, and it trains before this search, or searches without "
+            "n_jobs: put the search with n_jobs first, or into a script of its own."
         )
 
 
@@ -164,9 +228,38 @@ def _share_of_machine(number: int, count: int) -> dict[str, str]:
     """Variables that give a worker a GPU of its own, where there are several, and its share of the cores."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = given.split(",") if given else [str(gpu) for gpu in range(torch.cuda.device_count())]
-    cores = os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
+    cores = os.environ.get("OMP_NUM_THREADS", str(max(1, _cores() // count)))
     alone = {"CUDA_VISIBLE_DEVICES": gpus[number % len(gpus)]} if len(gpus) > 1 else {}
     return {"OMP_NUM_THREADS": cores, **alone}
+
+
+def _cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _command() -> list[str]:
+    """What this process was started with; the script by its whole path, for it may have changed its folder since."""
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    words = [os.path.abspath(script) if script and word == sys.argv[0] else word for word in sys.orig_argv[1:]]
+    return [sys.executable, *words]
+
+
+def _is_in_memory(storage: Any) -> bool:
+    if isinstance(storage, str):
+        return storage.startswith("sqlite") and (storage.endswith("://") or ":memory:" in storage)
+    return type(storage).__name__ == "InMemoryStorage"
+
+
+def _follow(script: int) -> None:
+    """End with the script, however that ends; a trial under way is saved as by any signal."""
+
+    def watch() -> None:
+        while os.getppid() == script:
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="follow-script", daemon=True).start()
 
 
 def _end(workers: list[subprocess.Popen[bytes]]) -> None:

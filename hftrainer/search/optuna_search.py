@@ -104,7 +104,7 @@ class OptunaSearch(SearchBackend):
 
         kwargs = self._jobs.sharing(kwargs)
         kwargs = {**kwargs, "storage": open_storage(kwargs.get("storage")), "directions": self.directions}
-        goes_on = kwargs.pop("load_if_exists", False)
+        goes_on = kwargs.pop("load_if_exists", False) or self._jobs.is_worker
         try:
             study = optuna.create_study(**kwargs)
         except optuna.exceptions.DuplicatedStudyError:
@@ -125,9 +125,9 @@ class OptunaSearch(SearchBackend):
         self._jobs.opened(study.study_name)
 
     def _work(self, objective: _Objective, count: TrialCount, options: dict[str, Any]) -> None:
-        with self._jobs.at_work():
+        with self._jobs.at_work(count.left()):
             self._optimize(objective, count, dict(options))
-        if self._jobs.failed:  # what they have left
+        if self._jobs.lost and not self._jobs.is_stopped(self.study):  # what they have left
             self._optimize(objective, count, dict(options))
 
     def _optimize(self, objective: _Objective, count: TrialCount, options: dict[str, Any]) -> None:
@@ -136,7 +136,8 @@ class OptunaSearch(SearchBackend):
         catch = tuple(catch) if isinstance(catch, Iterable) else (catch,)
 
         def stop_when_complete(study: Study, _: Any) -> None:
-            if count.left() == 0 or self._jobs.is_orphan():
+            self._jobs.look_after_workers()
+            if count.left() == 0 or self._jobs.is_stopped(study):
                 study.stop()
 
         options["callbacks"] = [*(options.get("callbacks") or ()), stop_when_complete]
@@ -147,7 +148,14 @@ class OptunaSearch(SearchBackend):
                 objective, n_trials=left, timeout=self._jobs.left(), catch=(_TrialFailed, *catch), **options
             )
             if left is None or objective.begun - begun < left:  # else others were faster, or were ended
+                self._tell_others(count)
                 return
+
+    def _tell_others(self, count: TrialCount) -> None:
+        """Note that the search was stopped, if it was not for the time or the number of trials."""
+        seconds = self._jobs.left()
+        if self._jobs.count > 1 and count.left() != 0 and (seconds is None or seconds > 0):
+            self._jobs.stop(self.study)
 
     def _follow(self, trainer: Trainer, trial: SharedTrial) -> None:
         import optuna
@@ -251,13 +259,18 @@ def _check(n_trials: Any, options: Mapping[str, Any], kwargs: Mapping[str, Any],
 
     known = [*inspect.signature(optuna.create_study).parameters, *_OF_OPTIMIZE]
     check_keywords("Optuna", kwargs, known, {"directions": "direction"})
-    check_end(n_trials, options.get("timeout"), "a timeout")
+    check_end(n_trials, options.get("timeout"), "timeout")
+    if not isinstance(options.get("callbacks"), (list, tuple, type(None))):
+        raise InvalidArgument(f"callbacks={options['callbacks']!r}: give a list of functions (study, trial) → None.")
+    caught = options.get("catch", ())
+    if not all(isinstance(each, type) for each in (caught if isinstance(caught, Iterable) else (caught,))):
+        raise InvalidArgument(f"catch={caught!r}: give classes of exceptions.")
     if kwargs.get("load_if_exists") and not kwargs.get("study_name"):
         raise InvalidArgument("load_if_exists=True needs a study_name: without one each search makes a study anew.")
     if several and options.get("n_jobs", 1) != 1:
         raise UnsupportedArgument(
-            f"n_jobs={options['n_jobs']} starts the script again, which a launcher has started already: leave it out, "
-            "or start the script without a launcher."
+            f"n_jobs={options['n_jobs']} starts the script again, and this is one of several processes: start it "
+            "without a launcher, on several GPUs with lightning_config={'devices': 1}; each job has one of them."
         )
     if several and options.get("catch"):
         raise UnsupportedArgument(

@@ -10,7 +10,7 @@ import logging
 import math
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,7 +77,7 @@ class RaySearch(SearchBackend):
 
         self.directions = read_directions(direction)
         scope = _scope(trainer.args)
-        space = trainer.hp_space(None)
+        space = self.space(trainer)
         check_names(trainer.args, space, for_model_too=model_takes_trial(trainer.model_init))
         self._check(trainer.args, n_trials, kwargs)
         trainer._release_trial()  # trials need the memory of the device
@@ -103,7 +103,7 @@ class RaySearch(SearchBackend):
 
         known = [name for name in inspect.signature(tune.run).parameters if not name.startswith("_")]
         check_keywords("Ray Tune", kwargs, known, _OURS)
-        check_end(n_trials, kwargs.get("time_budget_s"), "a time_budget_s")
+        check_end(n_trials, kwargs.get("time_budget_s"), "time_budget_s")
         if len(self.directions) > 1:
             raise UnsupportedArgument(
                 f"direction={self.directions}: Ray Tune has one objective; use backend='optuna' for several."
@@ -193,8 +193,7 @@ class RaySearch(SearchBackend):
     def report(self, trainer: Trainer, trial: Any, step: int, objective: Any, metrics: Mapping[str, float]) -> None:
         """Keep it for Ray until the checkpoint of this step, if there is to be one, is written."""
         self.after_saving(trainer)
-        value = objective[0] if isinstance(objective, Sequence) else objective
-        self._due = step, {**metrics, "objective": float(value)}
+        self._due = step, {**metrics, "objective": float(objective)}
 
     def after_saving(self, trainer: Trainer) -> None:
         """Report the last evaluation to Ray, with the checkpoint of its step.

@@ -10,6 +10,8 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hftrainer.errors import InvalidArgument
+
 if TYPE_CHECKING:
     from optuna import Study
     from optuna.trial import FrozenTrial
@@ -36,11 +38,15 @@ def open_storage(given: Any) -> Any:
     they are there.
     """
     from optuna.storages import get_storage
-    from sqlalchemy.exc import DBAPIError
+    from sqlalchemy.exc import ArgumentError, DBAPIError
 
     for pause in _UNTIL_OTHERS_HAVE_MADE_IT:
         try:
             return get_storage(given)
+        except ArgumentError:
+            raise InvalidArgument(
+                f"storage={given!r} is no address of a database: give one such as 'sqlite:///search.db'."
+            ) from None
         except DBAPIError as error:
             logger.info("The storage could not be opened, and is tried again in %g s: %s", pause, error)
         time.sleep(pause)

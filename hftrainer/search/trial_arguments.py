@@ -112,10 +112,20 @@ def _unknown(args: Any, name: str, near: list[str]) -> str:
     return f"hp_space: {type(args).__name__} has no argument {name!r}{hint}"
 
 
+def _truth(name: str, value: Any) -> bool:
+    """The value as True or False: bool("False") would be True."""
+    truths = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+    if (text := str(value).lower()) not in truths:
+        raise InvalidArgument(f"hp_space: {name}={value!r} cannot be made a bool: give True or False.")
+    return truths[text]
+
+
 def _cast(name: str, value: Any, before: Any, annotation: str) -> Any:
     """The value in the type of the one before, as transformers casts it, unless that would cut something off."""
     if before is None or value is None or isinstance(value, Mapping):
         return value
+    if type(before) is bool:
+        return _truth(name, value)
     if type(before) is int and isinstance(value, float) and "float" in annotation:  # warmup_steps=0.1 is a share
         return value
     try:

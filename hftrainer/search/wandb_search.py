@@ -109,7 +109,7 @@ class WandbSearch(SearchBackend):
 
     def _space(self, trainer: Trainer, name: str | None) -> dict[str, Any]:
         """The configuration of the sweep that `hp_space` describes."""
-        space = trainer.hp_space(None)
+        space = self.space(trainer)
         if not isinstance(space, Mapping) or not isinstance(space.get("parameters"), Mapping):
             raise InvalidArgument(
                 f"hp_space returned {space!r}: for a sweep it must return its configuration, a dict with 'method' and "

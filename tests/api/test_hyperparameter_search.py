@@ -8,6 +8,7 @@ import subprocess
 import sys
 from datetime import timedelta
 
+import numpy as np
 import optuna
 import pytest
 import torch
@@ -52,6 +53,16 @@ REFUSED = {
     "directions": ({"directions": ["minimize"]}, UnknownArgument, "did you mean 'direction'"),
     "direction": ({"direction": "down"}, InvalidArgument, "direction='down': give 'minimize' or 'maximize'"),
     "no direction": ({"direction": []}, InvalidArgument, "give 'minimize' or 'maximize', or a list"),
+    "no seconds": ({"timeout": -1}, InvalidArgument, "timeout=-1: give a number of seconds above 0"),
+    "seconds as text": ({"timeout": "10"}, InvalidArgument, "timeout='10': give a number of seconds"),
+    "a callback alone": ({"callbacks": print}, InvalidArgument, "callbacks=.*: give a list of functions"),
+    "no exceptions": ({"catch": "x"}, InvalidArgument, "catch='x': give classes of exceptions"),
+    "no database": ({"storage": "search.db"}, InvalidArgument, r"storage='search\.db' is no address .*sqlite:///"),
+    "no truth": (
+        {"hp_space": lambda trial: {"dataloader_drop_last": "maybe"}},
+        InvalidArgument,
+        "dataloader_drop_last='maybe' cannot be made a bool: give True or False",
+    ),
     "no trials": ({"n_trials": 0}, InvalidArgument, "n_trials=0: give a whole number of at least 1"),
     "no end": ({"n_trials": None}, InvalidArgument, "n_trials=None never ends"),
     "no name to go on with": ({"load_if_exists": True}, InvalidArgument, "needs a study_name"),
@@ -114,6 +125,31 @@ def test_a_study_that_exists(tmp_path):
     for direction in ("maximize", ["minimize", "minimize"]):
         with pytest.raises(InvalidArgument, match=r"the study 'a' in the storage has \['minimize'\]"):
             make_trainer(tmp_path).hyperparameter_search(direction=direction, load_if_exists=True, **keywords)
+
+
+def test_truths_and_numbers_of_other_libraries(tmp_path):
+    trainer, seen = make_trainer(tmp_path), []
+    trainer.add_callback(type("Look", (TrainerCallback,), {"on_train_begin": lambda *a, **k: seen.append(drops())}))
+
+    def drops():
+        return trainer.args.dataloader_drop_last
+
+    trainer.hyperparameter_search(
+        lambda trial: {"dataloader_drop_last": ["False", "true", 1][trial.number]},
+        compute_objective=lambda metrics: [metrics["eval_loss"]],
+        n_trials=np.int64(3),
+    )
+    assert seen == [False, True, True]
+
+
+def test_the_default_objective_is_no_measurement(tmp_path):
+    """`evaluate()` before the search measures the time that it takes to prepare the model."""
+    trainer = make_trainer(tmp_path, skip_memory_metrics=False, eval_strategy="no")
+    trainer.evaluate()
+    best = trainer.hyperparameter_search(rates, n_trials=1)
+    assert best.objective == trainer.hp_study.best_value > 0.1
+    measured = ["eval_model_preparation_time", "eval_runtime", "eval_mem_cpu_alloc_delta", "eval_steps_per_second"]
+    assert default_compute_objective({"eval_loss": 1.0, **dict.fromkeys(measured, 9.0)}) == 1.0
 
 
 def test_names_for_the_model(tmp_path, caplog):

@@ -328,7 +328,16 @@ DIFFERENCES = {
     ),
     "hyperparameter_search: n_jobs": (
         "transformers trains the trials of all threads in one model; ours starts the script again for each job, and "
-        "these processes share the study."
+        "these processes share the study. An error in one of them, or a callback that stops the study, ends the search "
+        "as in one process; what a killed one leaves is done by the others."
+    ),
+    "hyperparameter_search: the default objective": (
+        "The sum of all metrics that are no measurements of time or memory; transformers adds up memory too, and the "
+        "time to prepare the model, which stands in every evaluation once `evaluate()` was called before training. A "
+        "list of one number counts as the number."
+    ),
+    "hyperparameter_search: True and False": (
+        "'False' and '0' are False, and what is neither true nor false is refused; in transformers every text is True."
     ),
     "hyperparameter_search: sweeps of W&B": (
         "The run is begun with the sweep's parameters alone, and the best run holds nothing else; transformers adds "

@@ -138,6 +138,11 @@ REFUSED = {
     "keyword": ({"sweepid": "x"}, UnknownArgument, "takes no 'sweepid'; did you mean 'sweep_id'"),
     "far keyword": ({"zebra": "x"}, UnknownArgument, "hyperparameter_search with W&B takes no 'zebra'$"),
     "no space": ({"hp_space": lambda _: {"learning_rate": 1}}, InvalidArgument, "must return its configuration"),
+    "a space for Optuna": (
+        {"hp_space": lambda trial: {"seed": trial.suggest_int("seed", 1, 2)}},
+        InvalidArgument,
+        "hp_space asks a trial, as with Optuna .*, and backend='wandb' calls it with None",
+    ),
     "misspelled": ({"hp_space": space(learning_rat=[1])}, UnknownArgument, "did you mean 'learning_rate'"),
     "fixed": ({"hp_space": space(report_to=["none"])}, InvalidArgument, "report_to: read once"),
 }

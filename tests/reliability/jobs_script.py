@@ -11,6 +11,7 @@ import optuna
 import torch
 
 from hftrainer import Trainer, TrainerCallback, TrainingArguments
+from hftrainer.search.jobs import WORKER
 from tests.reliability.job import Net, data
 
 
@@ -35,18 +36,26 @@ def rate(trial):
     return {"learning_rate": trial.suggest_float("learning_rate", 1e-4, 1e-1)}
 
 
-def main(folder, n_trials, times):
+def main(folder, n_trials, mode):
     torch.set_num_threads(1)
     optuna.logging.set_verbosity(logging.WARNING)
     settings = {"max_steps": 4, "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
     args = TrainingArguments(f"{folder}/out", disable_tqdm=True, use_cpu=True, **settings)
     given = {"train_dataset": data(), "eval_dataset": data(20), "callbacks": [Together(folder)]}
     trainer = Trainer(model_init=lambda: Net(), args=args, **given)
-    best = trainer.hyperparameter_search(rate, n_trials=int(n_trials), n_jobs=2, pruner=optuna.pruners.NopPruner())
+
+    def in_the_worker(study, trial):
+        if WORKER in os.environ and mode == "fails":
+            raise KeyError("in the worker")
+        if WORKER in os.environ and mode == "stops":
+            study.stop()
+
+    settings = {"n_jobs": 2, "pruner": optuna.pruners.NopPruner(), "callbacks": [in_the_worker]}
+    best = trainer.hyperparameter_search(rate, n_trials=int(n_trials), **settings)
     tell(best, trainer.hp_study)
-    if times == "twice":
+    if mode == "twice":
         storage = f"sqlite:///{folder}/second.db"
-        tell(trainer.hyperparameter_search(rate, n_trials=1, n_jobs=2, storage=storage), trainer.hp_study)
+        tell(trainer.hyperparameter_search(rate, n_trials=2, n_jobs=2, storage=storage), trainer.hp_study)
 
 
 def tell(best, study):

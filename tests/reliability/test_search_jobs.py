@@ -22,11 +22,11 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = [sys.executable, "-m", "tests.reliability.jobs_script"]
 
 
-def start(folder, n_trials, times="once"):
+def start(folder, n_trials, mode="once"):
     """The script, when both processes train."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "adapters")])
     script = subprocess.Popen(
-        [*SCRIPT, str(folder), str(n_trials), times],
+        [*SCRIPT, str(folder), str(n_trials), mode],
         env={**os.environ, "PYTHONPATH": path},
         cwd=folder,
         stdout=subprocess.PIPE,
@@ -42,6 +42,15 @@ def start(folder, n_trials, times="once"):
     return script, worker
 
 
+def is_there(process):
+    """Whether a process has not ended."""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
 def found(script):
     """What the script prints of each search, and its error output."""
     output, errors = script.communicate(timeout=120)
@@ -51,13 +60,14 @@ def found(script):
 
 def test_two_searches(tmp_path):
     script, worker = start(tmp_path, 8, "twice")
-    ((best, trials), (second, (only,))), _ = found(script)
+    ((best, trials), (second, others)), _ = found(script)
     assert [number for number, _, _ in trials] == list(range(8))
     assert {state for _, state, _ in trials} == {"COMPLETE"}
     assert {process for _, _, process in trials} == {script.pid, worker}
     assert 0 <= int(best) < 8
-    assert (second, only[0]) == ("0", 0)
-    assert optuna.load_study(study_name=None, storage=f"sqlite:///{tmp_path}/second.db").best_trial.number == 0
+    assert [(number, state) for number, state, _ in others] == [(0, "COMPLETE"), (1, "COMPLETE")]
+    best_there = optuna.load_study(study_name=None, storage=f"sqlite:///{tmp_path}/second.db").best_trial
+    assert second == str(best_there.number)
     log = (tmp_path / "out" / "worker-1.log").read_text()  # of the second search: it takes over what the first found
     assert [json.loads(line.partition(" ")[2]) for line in log.splitlines() if line.startswith("found")] == [
         [best, trials]
@@ -70,7 +80,33 @@ def test_a_worker_that_is_killed(tmp_path):
     ((_, trials),), errors = found(script)
     assert [process for _, state, process in trials if state == "FAIL"] == [worker]
     assert sum(state == "COMPLETE" for _, state, _ in trials) == 8
-    assert "Worker 1 has ended with -9: see " in errors
+    assert "Worker 1 of n_jobs=2 was killed by signal 9: see " in errors
+
+
+@pytest.mark.parametrize("mode", ["stops", "fails"])
+def test_ended_in_a_worker(tmp_path, mode):
+    """A callback of the worker stops the whole search; so does an error, which the script tells."""
+    script, worker = start(tmp_path, 1000, mode)
+    output, errors = script.communicate(timeout=120)
+    assert not is_there(worker)
+    if mode == "stops":
+        ((_, trials),) = (json.loads(line.partition(" ")[2]) for line in output.splitlines() if "found" in line)
+        assert script.returncode == 0, errors
+        assert 2 <= len(trials) < 50
+    else:
+        assert script.returncode == 1
+        assert "SearchFailed: Worker 1 of n_jobs=2 has failed: see " in errors
+        assert "KeyError: 'in the worker'" in errors
+
+
+def test_workers_end_with_the_script(tmp_path):
+    script, worker = start(tmp_path, 1000)
+    script.kill()
+    script.communicate()
+    deadline = time.monotonic() + 30
+    while is_there(worker) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not is_there(worker)
 
 
 def test_ctrl_c_ends_the_workers_too(tmp_path):
@@ -80,8 +116,7 @@ def test_ctrl_c_ends_the_workers_too(tmp_path):
     assert script.returncode != 0
     assert "found" not in output
     assert "KeyboardInterrupt" in errors
-    with pytest.raises(ProcessLookupError):
-        os.kill(worker, 0)
+    assert not is_there(worker)
 
 
 def make_trainer(folder):
@@ -101,38 +136,56 @@ def test_no_number_of_jobs(tmp_path, count):
 
 def test_refused(tmp_path, monkeypatch):
     trainer = make_trainer(tmp_path)
-    memory = optuna.storages.InMemoryStorage()
-    with pytest.raises(UnsupportedArgument, match="cannot share an InMemoryStorage: leave it out"):
-        trainer.hyperparameter_search(rate, n_jobs=2, storage=memory)
+    for storage in (optuna.storages.InMemoryStorage(), "sqlite://", "sqlite:///:memory:"):
+        with pytest.raises(UnsupportedArgument, match="which is in memory: leave it out"):
+            trainer.hyperparameter_search(rate, n_jobs=2, storage=storage)
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "argv", ["-"])
+        with pytest.raises(UnsupportedArgument, match="a notebook or a console has none"):
+            trainer.hyperparameter_search(rate, n_jobs=2)
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     with pytest.raises(UnsupportedArgument, match="a notebook or a console has none"):
         trainer.hyperparameter_search(rate, n_jobs=2)
     monkeypatch.setattr(type(trainer.args), "world_size", 2)
-    with pytest.raises(UnsupportedArgument, match=r"n_jobs=2 .* a launcher has started already"):
+    with pytest.raises(
+        UnsupportedArgument, match=r"one of several processes: start it without a launcher, on several GPUs"
+    ):
         trainer.hyperparameter_search(rate, n_jobs=2)
 
 
 def test_a_worker_does_not_train_outside_the_search(tmp_path, monkeypatch):
-    monkeypatch.setenv(WORKER, json.dumps({"studies": [], "until": None, "script": os.getppid()}))
-    with pytest.raises(UnsupportedArgument, match="it trains before it searches: search first"):
+    monkeypatch.setenv(WORKER, as_worker())
+    wrong = "it trains before this search, or searches without n_jobs: put the search with n_jobs first"
+    with pytest.raises(UnsupportedArgument, match=wrong):
         make_trainer(tmp_path).train()
+    with pytest.raises(UnsupportedArgument, match=wrong):
+        make_trainer(tmp_path).hyperparameter_search(rate, n_trials=1)
 
 
-def test_a_worker_ends_after_its_search(tmp_path, monkeypatch):
-    monkeypatch.setattr(jobs, "_begun", [])
-    monkeypatch.setenv(WORKER, json.dumps({"studies": [[None, "mine"]], "until": time.time() - 1, "script": 1}))
+@pytest.mark.parametrize("count", [2, -1])
+def test_a_worker_ends_after_its_search(tmp_path, monkeypatch, count):
+    """Also where it sees one GPU of several, and would count one job."""
     storage = f"sqlite:///{tmp_path}/search.db"
+    study = optuna.create_study(study_name="mine", storage=storage)
+    monkeypatch.setattr(jobs, "_begun", [])
+    monkeypatch.setattr(jobs, "_follow", lambda script: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv(WORKER, as_worker(studies=[[None, "mine"]], until=time.time() - 1))
     with pytest.raises(SystemExit) as ended:
-        make_trainer(tmp_path).hyperparameter_search(rate, n_trials=3, n_jobs=2, storage=storage, timeout=1000)
-    assert ended.value.code == 0
-    assert optuna.load_study(study_name="mine", storage=storage).trials == []  # the time was up: the script tells it
-    assert Jobs(2, str(tmp_path), None).is_orphan()
+        make_trainer(tmp_path).hyperparameter_search(rate, n_trials=3, n_jobs=count, storage=storage, timeout=1000)
+    assert ended.value.code == jobs._DONE
+    assert study.trials == []  # the time was up: the script tells it
+
+
+def as_worker(**told):
+    """What a worker is told by its script."""
+    return json.dumps({"search": "a", "studies": [], "until": None, "count": 2, "script": os.getppid(), **told})
 
 
 def test_each_worker_has_a_gpu_and_a_share_of_the_cores(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(jobs, "_cores", lambda: 8)
     assert jobs._share_of_machine(1, 3) == {"OMP_NUM_THREADS": "2"}
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert [jobs._share_of_machine(n, 3)["CUDA_VISIBLE_DEVICES"] for n in (1, 2)] == ["1", "0"]
