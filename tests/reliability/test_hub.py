@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -96,7 +97,7 @@ def assert_unharmed(trainer, undisturbed):
     weights = trainer.model.state_dict()
     assert not [name for name, value in undisturbed.items() if not torch.equal(value, weights[name])]
     folder = Path(trainer.args.output_dir)
-    assert sorted(path.name for path in folder.glob("*")) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+    assert sorted(path.name for path in folder.glob("[!_]*")) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
 
 
 def last(hub, name="me/run"):
@@ -183,11 +184,13 @@ def test_a_hub_that_stays_away(hub, tmp_path, undisturbed, caplog):
     assert "push_to_hub to 'me/run': the Hub has failed" in caplog.records[-1].getMessage()
     hub.failing = None
     trainer.push_to_hub()
-    assert messages(hub)[2:] == [  # what was missing, oldest first; after which the model is as it would be
+    trainer._finish_current_push()
+    assert messages(hub)[2:] == [  # the model as it is now, then what else was missing, oldest first
+        "End of training",
         "Training in progress, step 4, checkpoint",
-        "Training in progress, step 6",
         "Training in progress, step 6, checkpoint",
     ]
+    assert not list(tmp_path.rglob("_hub_uploads"))
     expected = (folder / "checkpoint-6" / "model.safetensors").read_bytes()
     assert last(hub).files["model.safetensors"] == last(hub).files["checkpoint-6/model.safetensors"] == expected
     assert "checkpoint-4/model.safetensors" in last(hub).files
@@ -258,7 +261,8 @@ def test_pictures(tmp_path, links, monkeypatch):
     for name in ("checkpoint-1/model.safetensors", "config.json", "log.txt", "old.txt", "_private"):
         (tmp_path / name).write_text("before")
     os.utime(tmp_path / "old.txt", (0, 0))
-    (tmp_path / "_hub_uploads" / "0").mkdir(parents=True)  # of a process that was killed
+    gone = "-".join([socket.gethostname(), "999999999", "1", "0"])
+    (tmp_path / "_hub_uploads" / gone / "0").mkdir(parents=True)  # of a process that was killed
     made = pictures.Pictures(str(tmp_path))
     with open(tmp_path / "log.txt", "a") as log:
         picture = Path(made.take(pictures.Parcel(0, str(tmp_path / "checkpoint-1"), "", "message")))
