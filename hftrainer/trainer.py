@@ -962,7 +962,12 @@ class Trainer:
         from hftrainer.hub.download import download_checkpoint
 
         with processes.in_turn(first=self.is_local_process_zero()):  # the others of a node find it in the cache
-            folder = download_checkpoint(str(resume_from_checkpoint), self.args.hub_token)
+            folder = download_checkpoint(
+                str(resume_from_checkpoint),
+                self.args.hub_token,
+                hub_model_id=self.args.hub_model_id,
+                hub_revision=self.args.hub_revision,
+            )
         processes.from_main(lambda: resume.find_folder(folder, output_dir))
         return folder
 
