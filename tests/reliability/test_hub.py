@@ -356,6 +356,18 @@ def test_a_trainer_on_its_way_to_another_process(hub, tmp_path, monkeypatch):
     assert messages(hub) == ["Training in progress, step 2"]
 
 
+def test_a_timeout_of_the_work_itself():
+    """What the main process alone does while the others wait may end with one, which is no "not yet"."""
+    from hftrainer_lightning import processes
+
+    def times_out():
+        raise TimeoutError("of the work")
+
+    with pytest.raises(TimeoutError, match="of the work"):
+        processes._has_ended(processes._begun(times_out))
+    assert processes._has_ended(processes._begun(lambda: None))
+
+
 def test_progress_bars_stay_off_until_the_last_upload_has_ended():
     quiet, hidden = repository._without_progress_bars, repository.are_progress_bars_disabled
     before = hidden()
