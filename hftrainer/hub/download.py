@@ -36,11 +36,7 @@ def download_checkpoint(
     Raises:
         CheckpointNotFound: when there is none, or the Hub does not give it.
     """
-    match = _REFERENCE.fullmatch(reference)
-    if match is None:
-        raise CheckpointNotFound(
-            f"resume_from_checkpoint={reference!r}: give 'hub:owner/name' or 'hub:owner/name@revision'."
-        )
+    match = _match(reference)
     repo_id, folder = match["id"], match["folder"]
     revision = match["revision"] or (hub_revision if repo_id == hub_model_id else None)
     try:
@@ -63,6 +59,16 @@ def download_checkpoint(
     if not os.path.isdir(found):
         raise CheckpointNotFound(f"resume_from_checkpoint={reference!r}: the repository has no folder {folder!r}.")
     return found
+
+
+def _match(reference: str) -> re.Match[str]:
+    """The parts of a reference."""
+    match = _REFERENCE.fullmatch(reference)
+    if match is None:
+        raise CheckpointNotFound(
+            f"resume_from_checkpoint={reference!r}: give 'hub:owner/name' or 'hub:owner/name@revision'."
+        )
+    return match
 
 
 def _words(error: Exception, token: str | None) -> str:

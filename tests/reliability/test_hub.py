@@ -286,8 +286,8 @@ def test_the_last_save_is_made_up_for_though_it_is_deleted(hub, tmp_path):
 
 def test_another_trainer_in_the_same_folder(hub, tmp_path):
     """It leaves the uploads alone that are lined up."""
-    another = At(4, lambda: make(tmp_path / "run", hub_model_id="me/second", hub_strategy="end"))
-    trainer = make(tmp_path / "run", [At(1, fail(hub, delay=0.2))], hub_always_push=True)
+    another = At(5, lambda: make(tmp_path / "run", hub_model_id="me/second", hub_strategy="end"))
+    trainer = make(tmp_path / "run", [At(1, fail(hub, delay=0.5))], hub_always_push=True)
     trainer.callback_handler.callbacks.append(another)
     trainer.train()
     assert messages(hub) == [f"Training in progress, step {step}" for step in (2, 4, 6)]
