@@ -925,10 +925,10 @@ class Trainer:
                 if self._interruption.received is not None:  # after the last step: all is saved
                     self._interruption.leave()
                 return output
-        except BaseException:
+        except BaseException as error:
             self._checkpoint_writer.settle()
-            if self._uploads is not None:
-                self._uploads.finish(hurried=lambda: True)
+            if self._uploads is not None and (self._search is None or not isinstance(error, Exception)):
+                self._uploads.finish(hurried=lambda: True)  # in a search, the next trial goes on
             raise
         finally:
             self._past = self._loop = None
@@ -962,7 +962,12 @@ class Trainer:
         from hftrainer.hub.download import download_checkpoint
 
         with processes.in_turn(first=self.is_local_process_zero()):  # the others of a node find it in the cache
-            folder = download_checkpoint(str(resume_from_checkpoint), self.args.hub_token)
+            folder = download_checkpoint(
+                str(resume_from_checkpoint),
+                self.args.hub_token,
+                hub_model_id=self.args.hub_model_id,
+                hub_revision=self.args.hub_revision,
+            )
         processes.from_main(lambda: resume.find_folder(folder, output_dir))
         return folder
 
@@ -2145,7 +2150,6 @@ class Trainer:
         if self._uploads is None:  # not the main process
             return None
         self.create_model_card(**card_parameters(kwargs, self.args, getattr(self.model, "model_tags", None)))
-        self._finish_current_push()
         return self._uploads.push_folder(
             str(self.args.output_dir), commit_message, blocking=blocking, token=token, revision=revision
         )
@@ -2158,6 +2162,8 @@ class Trainer:
 
         by_steps = self.args.save_strategy == SaveStrategy.STEPS
         parcels = self._uploads.parcels(checkpoint_folder, self.args.hub_strategy, by_steps=by_steps)
+        if not parcels:
+            return
         done = self.push_in_progress is None or self.push_in_progress.is_done()
         if not done and not self.args.hub_always_push:
             self._uploads.skip(parcels)
@@ -2220,9 +2226,12 @@ class Trainer:
             MissingPackage: for a backend that is not installed.
             SearchFailed: when no trial was completed.
         """
-        return hyperparameter_search.search(
-            self, hp_space, compute_objective, n_trials, direction, backend, hp_name, **kwargs
-        )
+        try:
+            return hyperparameter_search.search(
+                self, hp_space, compute_objective, n_trials, direction, backend, hp_name, **kwargs
+            )
+        finally:
+            self._finish_current_push()
 
     def _hp_search_setup(self, trial: Any) -> None:
         """Take over the arguments of a trial, and build anew what follows from arguments."""

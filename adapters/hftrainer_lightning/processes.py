@@ -6,8 +6,10 @@ import atexit
 import contextlib
 import functools
 import gc
+import threading
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent import futures
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -229,10 +231,9 @@ class Processes(Place):
         if not self.several:
             work()
             return
-        with ThreadPoolExecutor(1) as pool:
-            job = pool.submit(work) if self.rank == 0 else None
-            while not self.from_main(lambda: _has_ended(job)):
-                pass
+        job = _begun(work) if self.rank == 0 else None
+        while not self.from_main(lambda: _has_ended(job)):
+            pass
 
     @contextlib.contextmanager
     def in_turn(self, first: bool) -> Iterator[None]:
@@ -246,14 +247,28 @@ class Processes(Place):
                 self.barrier()
 
 
+def _begun(work: Callable[[], None]) -> Future[None]:
+    """Call `work` in a thread that Python does not wait for when it is interrupted."""
+    job: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            work()
+            job.set_result(None)
+        except BaseException as error:
+            job.set_exception(error)
+
+    threading.Thread(target=run, name="main-works", daemon=True).start()
+    return job
+
+
 def _has_ended(job: Future[None] | None) -> bool:
     """Whether the main process is done, asked for some seconds; what went wrong there is raised."""
     assert job is not None
-    try:
-        job.result(timeout=_HEARTBEAT)
-    except TimeoutError:
-        return False
-    return True
+    ended = futures.wait([job], _HEARTBEAT).done
+    for each in ended:
+        each.result()
+    return bool(ended)
 
 
 @functools.cache

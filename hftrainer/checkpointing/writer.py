@@ -6,6 +6,7 @@ import contextlib
 import errno
 import logging
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -40,6 +41,9 @@ def is_storage_error(error: BaseException, output_dir: str) -> bool:
         return error.errno in _OF_STORAGE or (error.errno in _OF_PATHS and below)
     if isinstance(error, SafetensorError):
         return True
+    if type(error) is Exception:  # so tokenizers tells it
+        found = re.search(r"\(os error (\d+)\)", str(error))
+        return found is not None and int(found[1]) in _OF_STORAGE
     # torch's own writer tells it in words only.
     return isinstance(error, RuntimeError) and any(
         part in str(error) for part in ("PytorchStreamWriter failed", "inline_container", "unexpected pos")

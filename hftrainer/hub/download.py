@@ -21,23 +21,24 @@ _STATE = re.compile(
 )
 
 
-def download_checkpoint(reference: str, token: str | None = None) -> str:
+def download_checkpoint(
+    reference: str, token: str | None = None, *, hub_model_id: str | None = None, hub_revision: str | None = None
+) -> str:
     """The folder of a checkpoint on the Hub, downloaded unless the cache has it.
 
     Args:
         reference: `hub:owner/name`, with `@revision` or not; its `last-checkpoint` is meant, or else the
             `checkpoint-xxx` of the most steps. `hub:owner/name/checkpoint-500` names one.
         token: what gives the right to read it; None for that of `hf auth login`.
+        hub_model_id: the repository of the run.
+        hub_revision: its branch, which is meant when the reference is to that repository and names no revision.
 
     Raises:
         CheckpointNotFound: when there is none, or the Hub does not give it.
     """
-    match = _REFERENCE.fullmatch(reference)
-    if match is None:
-        raise CheckpointNotFound(
-            f"resume_from_checkpoint={reference!r}: give 'hub:owner/name' or 'hub:owner/name@revision'."
-        )
-    repo_id, folder, revision = match["id"], match["folder"], match["revision"]
+    match = _match(reference)
+    repo_id, folder = match["id"], match["folder"]
+    revision = match["revision"] or (hub_revision if repo_id == hub_model_id else None)
     try:
         files, offline = _list_files(repo_id, revision, token)
         folder = folder or _newest(files)
@@ -58,6 +59,16 @@ def download_checkpoint(reference: str, token: str | None = None) -> str:
     if not os.path.isdir(found):
         raise CheckpointNotFound(f"resume_from_checkpoint={reference!r}: the repository has no folder {folder!r}.")
     return found
+
+
+def _match(reference: str) -> re.Match[str]:
+    """The parts of a reference."""
+    match = _REFERENCE.fullmatch(reference)
+    if match is None:
+        raise CheckpointNotFound(
+            f"resume_from_checkpoint={reference!r}: give 'hub:owner/name' or 'hub:owner/name@revision'."
+        )
+    return match
 
 
 def _words(error: Exception, token: str | None) -> str:

@@ -14,6 +14,8 @@ from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
+#: Names of errors of the network, and of classes above them: of Python and of what the client speaks HTTP with.
+_OF_NETWORK = frozenset({"ConnectionError", "TimeoutError", "TransportError", "Timeout", "ChunkedEncodingError"})
 #: Answers that may be different the next time, of those that say that the request was wrong.
 _PASSING = frozenset({408, 409, 412, 425, 429})
 
@@ -38,7 +40,20 @@ def is_passing(error: BaseException) -> bool:
     if isinstance(error, (OfflineModeIsEnabled, ValueError, FileNotFoundError)):
         return False
     status = status_of(error)
-    return status is None or status >= 500 or status in _PASSING
+    return _is_of_network(error) if status is None else status >= 500 or status in _PASSING
+
+
+def _is_of_network(error: BaseException) -> bool:
+    """Whether the Hub was not reached; else, without an answer of it, something here has failed, such as a file."""
+    telling = _telling(error)
+    if type(telling) is RuntimeError:  # all that the client's own transfers say
+        return True
+    return any(kind.__name__ in _OF_NETWORK for cause in _chain(telling) for kind in type(cause).__mro__)
+
+
+def _telling(error: BaseException) -> BaseException:
+    """The error that the client has wrapped."""
+    return next((cause for cause in _chain(error) if type(cause) is not RuntimeError), error)
 
 
 def without_tokens(text: str, token: str | None = None) -> str:
@@ -52,13 +67,15 @@ def without_tokens(text: str, token: str | None = None) -> str:
 
 def reason(error: BaseException, token: str | None = None) -> str:
     """What has gone wrong and what to do, as the end of a sentence."""
-    telling = next((cause for cause in _chain(error) if type(cause) is not RuntimeError), error)
+    telling = _telling(error)
     said = without_tokens(" ".join(str(telling).split()) or type(telling).__name__, token)
     if isinstance(error, OfflineModeIsEnabled):
         return "HF_HUB_OFFLINE=1 is set: unset it"
     if isinstance(error, (HFValidationError, ValueError)):
         return said
     status = status_of(error)
+    if status is None and not _is_of_network(error):
+        return said
     if status is None:
         return f"the Hub cannot be reached: check the network ({said})"
     if status >= 500 or status in _PASSING:
@@ -69,9 +86,9 @@ def reason(error: BaseException, token: str | None = None) -> str:
             "there is no such revision: make the branch with huggingface_hub.create_branch, or leave hub_revision out"
         )
     if status == 401:
-        return "the Hub does not accept the token: run `hf auth login`, or give another hub_token"
+        return f"the Hub does not accept the token: run `hf auth login`, or give another hub_token ({said})"
     if status == 403:
-        return "the token may not write there: use one with the right to write, or another hub_model_id"
+        return f"the token may not write there: use one with the right to write, or another hub_model_id ({said})"
     return said
 
 

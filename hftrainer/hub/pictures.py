@@ -1,7 +1,8 @@
 """What one upload consists of: a folder of links to the files as they are now, which later saves cannot change.
 
-A checkpoint's files are never written again, only deleted; a link keeps them until the upload has ended. So a picture
-takes no room, however long it takes to upload it, and `save_total_limit` may delete the checkpoint meanwhile.
+A checkpoint's files are never written again, only deleted; a link keeps them until the upload has ended. So its picture
+takes no room, however long it takes to upload it, and `save_total_limit` may delete the checkpoint meanwhile. Of the
+rest of the output folder, small files that were written of late, such as logs, are copied.
 """
 
 from __future__ import annotations
@@ -18,12 +19,17 @@ from typing import Any
 from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]
 
 from hftrainer.checkpointing import names
+from hftrainer.hub import leftovers
 from hftrainer.hub.repository import IGNORED
 
-#: In the output folder; the underscore keeps it out of the repository.
-_FOLDER = "_hub_uploads"
 #: Seconds after which a file that nobody has written to is taken for one that stays as it is.
 _RECENT = 3600.0
+#: Bytes from which on a file is never copied, and endings of those that are not either: of weights, which are written
+#: in one go.
+_LARGE = 64 << 20
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack")
+#: Besides `IGNORED`, what the client leaves out of every commit.
+_OF_TOOLS = (".git/*", "*/.git/*", ".cache/huggingface/*", "*/.cache/huggingface/*")
 _MODEL = (
     *("config.json", "generation_config.json"),
     *(names.WEIGHTS_NAME, names.SAFE_WEIGHTS_NAME),
@@ -70,11 +76,8 @@ class Pictures:
     processing_class: Any = None
 
     def __post_init__(self) -> None:
-        shutil.rmtree(self._root, ignore_errors=True)  # what a killed process has left
-
-    @property
-    def _root(self) -> Path:
-        return Path(self.output_dir) / _FOLDER
+        leftovers.clear(self.output_dir)
+        self._root = leftovers.new_folder(self.output_dir)
 
     def take(self, parcel: Parcel) -> str:
         """The folder to upload for a parcel.
@@ -96,23 +99,38 @@ class Pictures:
 
     def _gather_model(self, checkpoint: str, target: Path) -> None:
         """The model, and everything else in the output folder, such as logs; what may still change is copied."""
-        for name in model_files(checkpoint):
-            _link(Path(checkpoint) / name, target / name)
-        if self.processing_class is not None:
+        if self.processing_class is not None:  # first: what it writes again would go through a link
             self.processing_class.save_pretrained(target)
-        for name in filter_repo_objects(_files(self.output_dir), ignore_patterns=list(IGNORED)):
+        for name in model_files(checkpoint):
+            (target / name).unlink(missing_ok=True)
+            _link(Path(checkpoint) / name, target / name)
+        for name in filter_repo_objects(_files(self.output_dir), ignore_patterns=[*IGNORED, *_OF_TOOLS]):
             path = Path(self.output_dir) / name
-            if (target / name).exists():
+            if (target / name).exists() or not path.is_file():  # a pipe, a link to nothing
                 continue
             with contextlib.suppress(FileNotFoundError):  # somebody's temporary file
-                recent = time.time() - path.stat().st_mtime < _RECENT
-                _link(path, target / name, copy=recent and names.PREFIX_CHECKPOINT_DIR not in name)
+                _link(path.resolve(), target / name, copy=_may_change(path))
 
     def discard(self, picture: str) -> None:
         """Delete the folder of an upload that has ended."""
         shutil.rmtree(picture, ignore_errors=True)
-        with contextlib.suppress(OSError):  # others are in it
-            self._root.rmdir()
+        self._remove_if_empty()
+
+    def discard_all(self) -> None:
+        """Delete all of them, at the end of the process."""
+        shutil.rmtree(self._root, ignore_errors=True)
+        self._remove_if_empty()
+
+    def _remove_if_empty(self) -> None:
+        for folder in (self._root, self._root.parent):
+            leftovers.remove_if_empty(folder)
+
+
+def _may_change(path: Path) -> bool:
+    """Whether somebody may still write to a file."""
+    found = path.stat()
+    lasting = path.suffix in _WEIGHTS or found.st_size >= _LARGE
+    return not lasting and time.time() - found.st_mtime < _RECENT
 
 
 def _files(folder: str) -> list[str]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import shlex
+import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,8 +21,9 @@ from hftrainer.hub.failures import reason, with_retries
 
 #: Seconds to wait before the second and third attempt to open a repository.
 _WAITS = (1.0, 4.0)
-#: What of the output folder is never uploaded as the model: private files and the checkpoints.
-IGNORED = ("_*", "checkpoint-*", "tmp-checkpoint-*")
+#: What of the output folder is never uploaded as the model: private files and the checkpoints,
+#: also those of trials, which are in folders of their own.
+IGNORED = ("_*", "checkpoint-*", "tmp-checkpoint-*", "*/checkpoint-*", "*/tmp-checkpoint-*")
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,19 @@ class Repository:
     token: str | None = field(default=None, repr=False)
     revision: str | None = None
 
-    def upload(self, folder: str, message: str, *, path_in_repo: str = "", ignore: tuple[str, ...] = ()) -> Any:
+    def __post_init__(self) -> None:
+        _check(self.token)
+
+    def __str__(self) -> str:
+        return self.id if self.revision is None else f"{self.id}, branch {self.revision}"
+
+    def has_branch_of(self, other: Repository) -> bool:
+        """Whether both upload to the same branch."""
+        return (self.revision or "main") == (other.revision or "main")
+
+    def upload(
+        self, folder: str, message: str, *, path_in_repo: str = "", ignore: tuple[str, ...] = (), shown: bool = False
+    ) -> Any:
         """Make one commit of a folder.
 
         Args:
@@ -44,14 +60,12 @@ class Repository:
             message: of the commit.
             path_in_repo: where they are put; the top by default.
             ignore: patterns of what is left out.
+            shown: with progress bars, if the user wants any.
 
         Returns:
             A `CommitInfo`.
         """
-        quiet = not are_progress_bars_disabled()
-        if quiet:
-            disable_progress_bars()
-        try:
+        with contextlib.nullcontext() if shown else _without_progress_bars():
             return _api().upload_folder(
                 repo_id=self.id,
                 folder_path=folder,
@@ -61,9 +75,6 @@ class Repository:
                 ignore_patterns=list(ignore),
                 revision=self.revision,
             )
-        finally:
-            if quiet:
-                enable_progress_bars()
 
     def command(
         self, folder: str, path_in_repo: str, *, only: tuple[str, ...] = (), without: tuple[str, ...] = ()
@@ -74,6 +85,42 @@ class Repository:
         words += [word for name in without for word in ("--exclude", name)]
         words += ["--revision", self.revision] if self.revision else []
         return shlex.join(words)
+
+
+def _check(token: str | None) -> None:
+    """Refuse what is no token, before the client puts it into a header, and the header into an error."""
+    if token == "":
+        raise InvalidArgument("hub_token is empty: give one, or None for that of `hf auth login`.")
+    if token is not None and token.split() != [token]:
+        raise InvalidArgument("hub_token has a space or a line break in it: give it without.")
+
+
+class _Switch:
+    """The client's switch for progress bars, one for the whole process, turned off by any number of threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._was_on = False
+
+    @contextlib.contextmanager
+    def off(self) -> Iterator[None]:
+        with self._lock:
+            if self._users == 0:
+                self._was_on = not are_progress_bars_disabled()
+            if self._was_on:
+                disable_progress_bars()
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                if self._users == 0 and self._was_on:
+                    enable_progress_bars()
+
+
+_without_progress_bars = _Switch().off
 
 
 def _api() -> HfApi:
@@ -102,8 +149,7 @@ def open_repository(name: str, *, token: str | None, private: bool | None, revis
         raise HubError(f"push_to_hub to {name!r}: HF_HUB_OFFLINE=1 is set: unset it, or train without push_to_hub.")
     if token is None and huggingface_hub.get_token() is None:
         raise HubError(f"push_to_hub to {name!r} needs a token: run `hf auth login`, or give hub_token.")
-    if token is not None and token.split() != [token]:
-        raise InvalidArgument("hub_token has a space or a line break in it: give it without.")
+    _check(token)
     try:
         return with_retries(lambda: _open(name, token, private, revision), _WAITS)
     except HFValidationError as error:

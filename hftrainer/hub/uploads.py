@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import os
 import threading
 import time
@@ -17,7 +18,8 @@ from typing import Any
 
 from hftrainer.checkpointing import names
 from hftrainer.errors import HubError
-from hftrainer.hub.failures import reason, with_retries
+from hftrainer.hub.failures import is_passing, reason, with_retries
+from hftrainer.hub.missing import Missing, MissingParcels
 from hftrainer.hub.pictures import Parcel, Pictures, model_files
 from hftrainer.hub.references import LAST_CHECKPOINT
 from hftrainer.hub.repository import IGNORED, Repository
@@ -27,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 #: Seconds to wait before each further attempt of one upload; the client waits by itself before that.
 _WAITS = (2.0, 8.0, 30.0)
+#: Seconds for which the end of a run goes on trying while the Hub fails; an upload that proceeds may last.
+_PATIENCE = 60.0
 #: Seconds that a run which is told to stop, or has failed, waits for an upload under way.
 _GRACE = 20.0
 _BEHIND = "another upload was under way; hub_always_push=True lines them up"
@@ -51,14 +55,8 @@ class PushInProgress:
         futures.wait(self.jobs)
 
     def cancel(self) -> None:
-        """Call off those that have not begun."""
+        """Call off those that have not begun, for good."""
         self.jobs = [job for job in self.jobs if not (job.cancel() or job.done())]
-
-
-@dataclass(frozen=True)
-class _Missing:
-    parcel: Parcel
-    why: str
 
 
 class Uploads:
@@ -74,23 +72,29 @@ class Uploads:
         self._pictures = pictures
         self._count = itertools.count()
         self._last: threading.Thread | None = None
-        self._missing: dict[str, _Missing] = {}  # of each place in the repository, the newest that is not there
-        self._arrived: dict[str, str] = {}  # of each place, the message of the last commit
+        self._missing = MissingParcels(pictures.discard)
+        self._down: str | None = None  # what was wrong with the network or the Hub, while nothing has arrived since
+        self._until = math.inf  # when to stop waiting for it
         self._said = ""
         self._hurry = threading.Event()
-        _wait_before_exit(weakref.ref(self))
+        self._abandoned = False
+        _at_exit(weakref.ref(self))
 
     # ---- Saves -------------------------------------------------------------------------------------------------
 
     def parcels(self, checkpoint: str, strategy: str, *, by_steps: bool) -> list[Parcel]:
-        """The commits that a strategy makes of a checkpoint.
+        """The commits that a strategy makes of a checkpoint; none when it is no longer there.
 
         Args:
             checkpoint: the folder.
             strategy: a `hub_strategy` other than 'end'.
             by_steps: whether messages count steps, and not epochs.
         """
-        state = TrainerState.load_from_json(os.path.join(checkpoint, names.TRAINER_STATE_NAME))
+        try:
+            state = TrainerState.load_from_json(os.path.join(checkpoint, names.TRAINER_STATE_NAME))
+        except (OSError, ValueError, TypeError) as error:
+            logger.warning("%s is not uploaded: it can no longer be read (%s).", checkpoint, error)
+            return []
         place = f"step {state.global_step}" if by_steps else f"epoch {int(state.epoch or 0)}"
         found = [self._parcel(checkpoint, "", f"Training in progress, {place}")]
         if strategy in ("checkpoint", "all_checkpoints"):
@@ -104,52 +108,83 @@ class Uploads:
     def skip(self, parcels: Sequence[Parcel]) -> None:
         """Leave these out for now; `finish` makes up for the newest to each place."""
         for parcel in parcels:
-            self._miss(parcel, _BEHIND)
+            picture = self._take(parcel)
+            if picture is not None:
+                self._missing.add(Missing(parcel, _BEHIND, picture))
 
     def push(self, parcels: Sequence[Parcel]) -> list[Future[Any]]:
         """Upload these in the background, after those under way."""
         jobs = []
         for parcel in parcels:
-            self._miss(parcel, "its upload had not ended")
-            try:
-                picture = self._pictures.take(parcel)
-            except OSError as error:
-                self._miss(parcel, reason_of_storage(error))
-                logger.warning("%s cannot be made ready for its upload: %s", parcel.checkpoint, error)
-            else:
-                jobs.append(self.submit(_Job(self, parcel, picture)))
+            picture = self._take(parcel)
+            if picture is None:
+                continue
+            self._missing.add(Missing(parcel, "its upload had not ended", picture, waiting=True))
+            job = _Job(self, parcel, picture)
+            jobs.append(self.submit(job))
+            jobs[-1].add_done_callback(job.drop_if_cancelled)
         return jobs
 
+    def _take(self, parcel: Parcel) -> str | None:
+        """The picture of a parcel; None, which is said, when it cannot be made, for whatever reason."""
+        try:
+            return self._pictures.take(parcel)
+        except Exception as error:  # of the processing class too
+            self._missing.add(Missing(parcel, reason_of_storage(error)))
+            logger.warning("%s cannot be made ready for its upload: %s", parcel.checkpoint, error)
+            return None
+
     def upload(self, parcel: Parcel, picture: str) -> Any:
-        """Make the commit of a parcel, and note what became of it."""
+        """Make the commit of a parcel, and note what became of it; a picture is kept for another attempt."""
         repository = self.repository
         try:
             done = self._retried(lambda: repository.upload(picture, parcel.message, path_in_repo=parcel.path_in_repo))
         except Exception as error:
             why = reason(error, repository.token)
-            self._miss(parcel, why)
+            self._missing.add(Missing(parcel, why, picture))
             logger.warning(
-                "%r was not uploaded to %s, and is tried again at the end: %s", parcel.message, repository.id, why
+                "%r was not uploaded to %s, and is tried again at the end: %s", parcel.message, repository, why
             )
             raise HubError(why) from None
-        finally:
-            self._pictures.discard(picture)
-        self._note(parcel)
+        self._missing.arrive(parcel, picture)
         return done
 
+    def upload_in_turn(self, parcel: Parcel, picture: str) -> Any:
+        """Do so, unless the run has ended and the Hub cannot be had: each attempt of the client takes a while."""
+        if self._down is not None and self._until < math.inf:
+            self._missing.add(Missing(parcel, self._down, picture))
+            raise HubError(self._down)
+        return self.upload(parcel, picture)
+
+    def drop(self, parcel: Parcel, picture: str) -> None:
+        """Forget a parcel that was called off."""
+        self._missing.drop(parcel, picture)
+
+    def _make_up(self) -> None:
+        """Try again what has not arrived, oldest first, while the Hub can be had."""
+        for entry in self._missing.oldest_first():
+            there = entry.picture is not None or os.path.isdir(entry.parcel.checkpoint)
+            picture = (entry.picture or self._take(entry.parcel)) if there else None
+            if picture is None:
+                continue
+            try:
+                self.upload(entry.parcel, picture)
+            except HubError:
+                if self._down is not None:
+                    return
+
     def _retried(self, act: Callable[[], Any]) -> Any:
-        return with_retries(act, _WAITS, pause=lambda seconds: not self._hurry.wait(seconds))
+        """What `act` returns; tried once only as long as the last attempt has found no Hub."""
+        try:
+            done = with_retries(act, () if self._down is not None else _WAITS, pause=self._pause)
+        except Exception as error:
+            self._down = reason(error, self.repository.token) if is_passing(error) else None
+            raise
+        self._down = None
+        return done
 
-    def _miss(self, parcel: Parcel, why: str) -> None:
-        known = self._missing.get(parcel.path_in_repo)
-        if known is None or known.parcel.number <= parcel.number:
-            self._missing[parcel.path_in_repo] = _Missing(parcel, why)
-
-    def _note(self, parcel: Parcel) -> None:
-        self._arrived[parcel.path_in_repo] = parcel.message
-        known = self._missing.get(parcel.path_in_repo)
-        if known is not None and known.parcel.number <= parcel.number:
-            del self._missing[parcel.path_in_repo]
+    def _pause(self, seconds: float) -> bool:
+        return time.monotonic() + seconds < self._until and not self._hurry.wait(seconds)
 
     # ---- The whole output folder -------------------------------------------------------------------------------
 
@@ -170,12 +205,12 @@ class Uploads:
             HubError: when it fails; the future raises it, and it is said.
         """
         own = self.repository
-        repository = replace(own, token=token or own.token, revision=revision or own.revision)
+        repository = replace(own, token=own.token if token is None else token, revision=revision or own.revision)
         parcel = self._parcel(folder, "", message)
 
         def act() -> Any:
             try:
-                done = self._retried(lambda: repository.upload(folder, message, ignore=IGNORED))
+                done = self._retried(lambda: repository.upload(folder, message, ignore=IGNORED, shown=blocking))
             except Exception as error:
                 command = repository.command(folder, "", without=IGNORED)
                 failure = (
@@ -185,24 +220,27 @@ class Uploads:
                 if not blocking:
                     logger.error("%s", failure)
                 raise HubError(failure) from None
-            self._note(parcel)
+            if repository.has_branch_of(own):
+                self._missing.arrive(parcel)
             return done
 
         future = self.submit(act)
-        if not blocking:
-            return future
-        try:
-            return future.result()
-        except KeyboardInterrupt:
-            self.finish(hurried=lambda: True)
-            raise
+        self.submit(self._make_up_if_the_hub_is_there)
+        if blocking:
+            self.wait()
+        return future.result() if blocking else future
+
+    def _make_up_if_the_hub_is_there(self) -> None:
+        if self._missing and self._down is None:
+            self._make_up()
+            self._report()
 
     # ---- The thread --------------------------------------------------------------------------------------------
 
     def submit(self, act: Callable[[], Any]) -> Future[Any]:
         """Call `act` in the background, after all that was submitted before."""
         future: Future[Any] = Future()
-        before = self._last
+        before, self._abandoned = self._last, False
 
         def run() -> None:
             if before is not None:
@@ -219,17 +257,30 @@ class Uploads:
         return future
 
     def wait(self, hurried: Callable[[], bool] = lambda: False) -> bool:
-        """Wait until all uploads have ended; False when they have not, some time after `hurried` has become true."""
+        """Wait until all uploads have ended; False when they have not, some time after `hurried` has become true.
+
+        Ctrl-C ends it: they go on, and the process ends without them.
+        """
         until = None
-        while self._last is not None and self._last.is_alive():
-            self._last.join(0.2)
-            if until is None and hurried():
-                until = time.monotonic() + _GRACE
-                self._hurry.set()
-            if until is not None and time.monotonic() > until:
-                return False
+        try:
+            while self._last is not None and self._last.is_alive():
+                self._last.join(0.2)
+                if until is None and hurried():
+                    until = time.monotonic() + _GRACE
+                    self._hurry.set()
+                if until is not None and time.monotonic() > until:
+                    return False
+        except KeyboardInterrupt:
+            self._abandon()
+            raise
         self._hurry.clear()
         return True
+
+    def _abandon(self) -> None:
+        """Wait no more; what is uploaded later still comes after what is under way."""
+        self._hurry.set()
+        self._abandoned = True
+        _abandon_pools()
 
     def finish(self, hurried: Callable[[], bool] = lambda: False) -> None:
         """Wait, try again what has not arrived, oldest first, and say what is up and what is missing.
@@ -237,31 +288,46 @@ class Uploads:
         Args:
             hurried: whether there is little time left.
         """
+        self._until = time.monotonic() + _PATIENCE
+        try:
+            if not self._abandoned:
+                self._wait_and_make_up(hurried)
+        finally:
+            self._until = math.inf
+            self._report()
+
+    def _wait_and_make_up(self, hurried: Callable[[], bool]) -> None:
         if self._last is not None and self._last.is_alive():
-            logger.info("Waiting for the uploads to %s.", self.repository.id)
+            logger.info("Waiting for the uploads to %s.", self.repository)
         ended = self.wait(hurried)
-        if ended and not hurried():
-            parcels = sorted((missing.parcel for missing in self._missing.values()), key=lambda parcel: parcel.number)
-            self.push([parcel for parcel in parcels if os.path.isdir(parcel.checkpoint)])
+        if ended and self._missing and not hurried():
+            self.submit(self._make_up)
             ended = self.wait(hurried)
         if not ended:
-            self._last = None
-            _abandon_pools()
-        self._report()
+            self._abandon()
+
+    def at_exit(self) -> None:
+        """Wait, unless somebody has given that up, and leave nothing behind."""
+        try:
+            if not self._abandoned:
+                self.wait()
+        finally:
+            self._pictures.discard_all()
 
     def _report(self) -> None:
-        up = "".join(f"\n  {_place(place)}: {message!r}" for place, message in self._arrived.items())
-        if not self._missing:
+        up = "".join(f"\n  {_place(place)}: {message!r}" for place, message in self._missing.arrived().items())
+        entries = self._missing.oldest_first()
+        if not entries:
             if up:
-                logger.info("Uploaded to %s:%s", self.repository.id, up)
-            self._arrived.clear()
+                logger.info("Uploaded to %s:%s", self.repository, up)
+            self._missing.forget_arrived()
             return
-        missing = "".join(f"\n  {self._describe(entry)}" for entry in self._missing.values())
+        missing = "".join(f"\n  {self._describe(entry)}" for entry in entries)
         if missing != self._said:
-            logger.error("Not uploaded to %s:%s\nUploaded:%s", self.repository.id, missing, up or " nothing")
+            logger.error("Not uploaded to %s:%s\nUploaded:%s", self.repository, missing, up or " nothing")
         self._said = missing
 
-    def _describe(self, entry: _Missing) -> str:
+    def _describe(self, entry: Missing) -> str:
         parcel = entry.parcel
         begin = f"{_place(parcel.path_in_repo)}, {parcel.message!r}: {entry.why}."
         if not os.path.isdir(parcel.checkpoint):
@@ -279,30 +345,37 @@ class _Job:
     picture: str
 
     def __call__(self) -> Any:
-        return self.uploads.upload(self.parcel, self.picture)
+        return self.uploads.upload_in_turn(self.parcel, self.picture)
+
+    def drop_if_cancelled(self, job: Future[Any]) -> None:
+        """Forget the parcel once its upload was called off."""
+        if job.cancelled():
+            self.uploads.drop(self.parcel, self.picture)
 
 
-def reason_of_storage(error: OSError) -> str:
+def reason_of_storage(error: Exception) -> str:
     """Why a picture could not be made, as the end of a sentence."""
-    return f"the storage has failed ({error.strerror or error})"
+    if isinstance(error, OSError):
+        return f"the storage has failed ({error.strerror or error})"
+    return f"it could not be made ready ({type(error).__name__}: {error})"
 
 
 def _place(path_in_repo: str) -> str:
     return path_in_repo or "the model"
 
 
-def _wait_before_exit(reference: weakref.ref[Uploads]) -> None:
+def _at_exit(reference: weakref.ref[Uploads]) -> None:
     """Let a script that ends with `push_to_hub(blocking=False)` wait for it.
 
     The client's pools of threads take no work once Python has begun to end, so this has to come before they know.
     """
 
-    def wait() -> None:
+    def end() -> None:
         uploads = reference()
         if uploads is not None:
-            uploads.wait()
+            uploads.at_exit()
 
-    threading._register_atexit(wait)  # type: ignore[attr-defined]
+    threading._register_atexit(end)  # type: ignore[attr-defined]
 
 
 def _abandon_pools() -> None:

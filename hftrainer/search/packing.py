@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _OF_THE_PROCESS = (
     *("_engine", "accelerator", "_checkpoint_writer", "_memory_tracker", "_interruption", "_loop"),
     *("_sharded_states", "deepspeed", "hp_study", "_eval_dataloaders"),
+    *("_uploads", "push_in_progress"),
 )
 
 
@@ -53,6 +54,8 @@ class PackedTrainer:
             if is_kind(callback, "NotebookProgressCallback"):
                 trainer.pop_callback(callback)
                 trainer.add_callback(ProgressCallback)
+        if trainer.args.push_to_hub:
+            trainer.init_hf_repo()
         return trainer
 
 

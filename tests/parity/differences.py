@@ -48,7 +48,10 @@ DIFFERENCES = {
     ),
     "a save while an upload is under way": (
         "Both leave it out, unless hub_always_push is set. transformers then ends without it; ours uploads the last "
-        "one at the end, and with hub_strategy='all_checkpoints' each that is still there."
+        "one at the end, deleted meanwhile or not, and with hub_strategy='all_checkpoints' each that is still there."
+    ),
+    "checkpoints of trials": (
+        "transformers uploads those in folders of a search below output_dir with the model; ours leaves them out."
     ),
     "the output folder during push_to_hub": (
         "transformers copies the model of each save into it and uploads that, which a later save may change meanwhile; "
