@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from hftrainer.errors import InvalidArgument, SearchFailed, UnsupportedArgument
 from hftrainer.out_of_memory import is_out_of_memory
+from hftrainer.process_identity import this_process
 from hftrainer.search.backend import SearchBackend, check_end, check_keywords, read_directions, why_none
 from hftrainer.search.jobs import Jobs
 from hftrainer.search.shared_trial import SharedTrial
-from hftrainer.search.studies import FAILED, INTERRUPTED, OWNER, TrialCount, open_storage, this_process, try_again
+from hftrainer.search.studies import FAILED, INTERRUPTED, OWNER, TrialCount, open_storage, try_again
 from hftrainer.trainer_utils import BestRun, default_hp_space_optuna
 
 if TYPE_CHECKING:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-import os
-import socket
 import time
 from datetime import datetime, timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hftrainer.errors import InvalidArgument
+from hftrainer.process_identity import is_gone
 
 if TYPE_CHECKING:
     from optuna import Study
@@ -51,33 +49,6 @@ def open_storage(given: Any) -> Any:
             logger.info("The storage could not be opened, and is tried again in %g s: %s", pause, error)
         time.sleep(pause)
     return get_storage(given)
-
-
-def this_process() -> str:
-    """Name this process, so that others can find out whether it is still there."""
-    return f"{socket.gethostname()} {os.getpid()} {_began(os.getpid())}"
-
-
-def _began(process: int) -> str:
-    """When a process began, in ticks since the machine started; ids are used again. Empty where nobody tells."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
-    except OSError:
-        return ""
-
-
-def is_gone(owner: str) -> bool:
-    """Whether a process of this machine has ended; of those on others nothing is known."""
-    host, process, began = f"{owner} ".split(" ")[:3]
-    if host != socket.gethostname() or os.name != "posix":
-        return False
-    try:
-        os.kill(int(process), 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:  # it runs, as another user
-        return False
-    return _began(int(process)) != began
 
 
 class TrialCount:

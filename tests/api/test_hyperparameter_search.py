@@ -15,7 +15,8 @@ import torch
 
 from hftrainer import Trainer, TrainerCallback, TrainingArguments
 from hftrainer.errors import InvalidArgument, MissingPackage, SearchFailed, UnknownArgument, UnsupportedArgument
-from hftrainer.search.studies import AGAIN, FAILED, INTERRUPTED, OWNER, TrialCount, is_gone, this_process
+from hftrainer.process_identity import is_gone, this_process
+from hftrainer.search.studies import AGAIN, FAILED, INTERRUPTED, OWNER, TrialCount
 from hftrainer.trainer_utils import BestRun, default_compute_objective
 from tests.tiny import Plain, make_plain, plain_data
 
