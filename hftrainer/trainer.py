@@ -27,7 +27,7 @@ from hftrainer.arguments import legacy
 from hftrainer.arguments.accelerator_config import AcceleratorConfig
 from hftrainer.arguments.validation import problems, wrong_accelerator_config
 from hftrainer.checkpointing import names, resume, staging, xla_parts
-from hftrainer.checkpointing.folders import keep_only, rotate_checkpoints
+from hftrainer.checkpointing.folders import complete_rotation, keep_only, rotate_checkpoints
 from hftrainer.checkpointing.lightning_file import unpack
 from hftrainer.checkpointing.manifest import damage
 from hftrainer.checkpointing.progress import RunProgress, as_dict, load_progress, position_settings, save_progress
@@ -1082,6 +1082,9 @@ class Trainer:
         else:  # the checkpoint's run was complete
             loop.load_optimizer()
             loop.begin()
+            if self.args.should_save:
+                limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
+                complete_rotation(str(resume_from_checkpoint), self._get_output_dir(trial), limit, best)
         return self._finalize_training(loop)
 
     def _finds_unused_parameters(self) -> bool:

@@ -83,6 +83,23 @@ def rotate_checkpoints(
         staging.remove(checkpoint)
 
 
+def complete_rotation(last: str, output_dir: str, save_total_limit: int | None, best: str | None) -> None:
+    """Do what a process that was killed right after its last save has not done; if the storage fails, it is said.
+
+    Args:
+        last: the checkpoint of a run that is complete; one that is elsewhere changes nothing.
+        output_dir: where the others are.
+        save_total_limit: how many may stay; None for all.
+        best: the best one, if there is one.
+    """
+    if not _same(output_dir, os.path.dirname(os.path.abspath(last))):
+        return
+    try:
+        rotate_checkpoints(output_dir, save_total_limit, best, [last])
+    except OSError as error:
+        logger.warning("Checkpoints beyond save_total_limit=%s stay: %s", save_total_limit, error)
+
+
 def keep_only(best: str, output_dir: str) -> None:
     """Delete every checkpoint but `best`, what `save_total_limit=1` leaves when a run ends; none if it is not whole."""
     if damage(best, only_weights=True) is not None:
