@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 import hftrainer
-from hftrainer import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainerCallback, TrainingArguments
+from hftrainer import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
 from hftrainer.errors import UnsupportedArgument
 from tests.parity.support import build
 from tests.tiny import language_data, make_llama, make_plain, plain_data
@@ -215,36 +215,6 @@ def given(folder):
     return {**found, **refusals(folder), "another stage": another_stage(folder)}
 
 
-def searching(folder):
-    """A search over stages and what else is nested in the configuration, and the same trainings each by itself."""
-    configs = [{**STAGES[stage], "gradient_clipping": limit} for stage, limit in ((2, 0.5), (3, 1.0), (0, 0.5))]
-    found = {"trials": [], "stages": [], "alone": []}
-
-    def space(trial):
-        return {"deepspeed": configs[trial.suggest_int("config", trial.number, trial.number)]}
-
-    def settings(name, config):
-        return arguments(folder / name, deepspeed=config, eval_strategy="steps", eval_steps=1)
-
-    data = {"train_dataset": language_data(), "eval_dataset": language_data(9)}
-    trainer = Trainer(model_init=lambda: make_llama(), args=settings("search", STAGES[2]), **data)
-
-    class Notes(TrainerCallback):
-        def on_train_begin(self, args, state, control, **kwargs):
-            found["stages"].append(trainer._engine.deepspeed.engine.zero_optimization_stage())
-
-        def on_train_end(self, args, state, control, **kwargs):
-            found["trials"].append([line.get("loss", line.get("eval_loss")) for line in state.log_history])
-
-    trainer.add_callback(Notes())
-    trainer.hyperparameter_search(space, n_trials=len(configs))
-    for number, config in enumerate(configs):
-        alone = Trainer(model_init=lambda: make_llama(), args=settings(f"alone-{number}", config), **data)
-        alone.train()
-        found["alone"].append([line.get("loss", line.get("eval_loss")) for line in alone.state.log_history])
-    return found
-
-
 def another_stage(folder):
     """The error of a run that is to go on from what another stage wrote."""
     args = arguments(folder / "saved", deepspeed=STAGES[2], save_strategy="steps", save_steps=2)
@@ -304,7 +274,7 @@ def one(folder):
     return found
 
 
-CASES = (loading, in_parts, evaluating, generating, full, names, given, searching)
+CASES = (loading, in_parts, evaluating, generating, full, names, given)
 
 
 def main(folder, chosen):

@@ -28,7 +28,7 @@ def found(folder):
     """What `others.py` wrote, by case and rank."""
     run = python(*TORCHRUN, str(HERE / "others.py"), str(folder))
     assert run.returncode == 0, run.stderr[-3000:]
-    names = ("loading", "in_parts", "evaluating", "generating", "full", "names", "given", "searching")
+    names = ("loading", "in_parts", "evaluating", "generating", "full", "names", "given")
     return {name: [pickle.loads((folder / f"{name}-{rank}.pkl").read_bytes()) for rank in RANKS] for name in names}
 
 
@@ -42,14 +42,6 @@ def test_from_pretrained_partitions(found, rank):
     assert loaded["partitioned, files"] == loaded["whole, files"]
     assert "model.safetensors" in loaded["whole, files"]
     assert loaded["whole again"]
-
-
-@pytest.mark.parametrize("rank", RANKS)
-def test_a_search_changes_the_configuration(found, rank):
-    searched = found["searching"][rank]
-    assert searched["stages"] == [2, 3, 0]
-    assert searched["trials"] == searched["alone"]
-    assert searched["trials"][0] != searched["trials"][1]
 
 
 def test_weights_stay_in_parts(found):
