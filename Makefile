@@ -5,7 +5,7 @@ PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c 
 RUN := HF_HUB_OFFLINE=1 $(VENV)/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-plain test test-versions test-deepspeed test-ray test-xla test-fast lint format
+.PHONY: help demo demo-plain test test-versions test-deepspeed test-ray test-downstream test-xla test-fast lint format
 .PHONY: bench bench-eval bench-checkpoint bench-search clean
 
 help:  ## list the targets
@@ -43,8 +43,8 @@ test: $(VENV)/.dev  ## run every test, and the linters
 	@$(VENV)/bin/mypy
 	@$(RUN) -m pytest -n 2 --dist loadfile
 
-test-versions: $(VENV)/.dev $(VENV)-4.48/.ready $(VENV)-4.57/.ready  ## older releases of transformers: scripts, and runs begun there
-	@for release in 4.48 4.57; do \
+test-versions: $(VENV)/.dev $(VENV)-4.48/.ready $(VENV)-4.57/.ready $(VENV)-5.2/.ready  ## older releases of transformers: scripts, the same numbers, and runs begun there
+	@for release in 4.48 4.57 5.2; do \
 		echo "transformers $$release:"; \
 		NEWEST_PYTHON=$(CURDIR)/$(VENV)/bin/python HF_HUB_OFFLINE=1 $(VENV)-$$release/bin/python -m pytest tests/interop || exit 1; \
 	done
@@ -90,6 +90,18 @@ $(VENV)-ray/.ready: pyproject.toml constraints.txt | $(VENV)-ray/bin/python
 	@echo "Installing Ray into $(VENV)-ray ..."
 	@$(VENV)-ray/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	@$(VENV)-ray/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[transformers,ray]' pytest
+	@touch $@
+
+# AdapterHub's library is for transformers 4.57, and is tried in that release's environment. WRITE=1 writes the page.
+test-downstream: $(VENV)-downstream/.ready $(VENV)-4.57/.ready  ## TRL, sentence-transformers, setfit, PEFT, AdapterHub: the same numbers
+	@HF_HUB_OFFLINE=1 $(VENV)-downstream/bin/python -m pytest tests/downstream
+	@HF_HUB_OFFLINE=1 $(VENV)-4.57/bin/python -m pytest tests/downstream/test_adapters.py
+
+$(VENV)-downstream/.ready: tests/downstream/requirements.txt pyproject.toml constraints.txt
+	@echo "Installing TRL, sentence-transformers and setfit into $(VENV)-downstream ..."
+	@$(PYTHON) -m venv $(VENV)-downstream
+	@$(VENV)-downstream/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	@$(VENV)-downstream/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[transformers]' -r $<
 	@touch $@
 
 test-fast: $(VENV)/.dev  ## the tests that take seconds

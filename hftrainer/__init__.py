@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from hftrainer.messages import connect as _connect_messages
+
 __version__ = "0.1.0"
 
 #: Public name → the module that defines it. Names are imported when first used, so that `import hftrainer` is cheap.
@@ -72,6 +74,9 @@ if TYPE_CHECKING:
     )
     from hftrainer.training_args import TrainingArguments
     from hftrainer.training_args_seq2seq import Seq2SeqTrainingArguments
+
+
+_connect_messages()
 
 
 def __getattr__(name: str) -> Any:

@@ -49,6 +49,15 @@ def main() -> None:
     )
     plot.add_argument("--study-name", metavar="NAME", help="which study, where there are several")
     plot.add_argument("--output", metavar="DIR", help="of a study; default: this folder")
+    checkpoint = commands.add_parser(
+        "checkpoint",
+        help="accept a checkpoint whose files were changed on purpose",
+        description="Read the files of a checkpoint that was changed since it was written, as when its weights were "
+        "converted, and take it for whole from then on: its manifest is written again. Exits with 1 when a file cannot "
+        "be read, and changes nothing then.",
+        allow_abbrev=False,
+    )
+    checkpoint.add_argument("--accept", metavar="FOLDER", required=True, help="the checkpoint-xxx folder")
     options, remaining = parser.parse_known_args()
     if options.command == "explain":
         _explain(remaining, as_json=options.json)
@@ -56,6 +65,8 @@ def main() -> None:
         parser.error(f"unrecognized arguments: {' '.join(remaining)}")
     elif options.command == "plot":
         _plot(plot, options)
+    elif options.command == "checkpoint":
+        _accept(checkpoint, options.accept)
     elif is_launch(options):
         launch(run, options)
     else:
@@ -83,6 +94,17 @@ def _plot(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     except (InvalidArgument, MissingPackage) as error:
         parser.error(str(error))
     print("\n".join(written))
+
+
+def _accept(parser: argparse.ArgumentParser, folder: str) -> None:
+    from hftrainer.checkpointing.manifest import accept
+    from hftrainer.errors import CheckpointNotFound, DamagedCheckpoint
+
+    try:
+        found = accept(folder)
+    except (CheckpointNotFound, DamagedCheckpoint, OSError) as error:
+        parser.exit(1, f"{parser.prog}: error: {error}\n")
+    print(f"{folder} is accepted as it is" + (f" ({found})." if found else ", all its files can be read."))
 
 
 def _explain(words: list[str], *, as_json: bool) -> None:

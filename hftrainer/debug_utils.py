@@ -8,6 +8,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from hftrainer.trainer_utils import ExplicitEnum
+
+
+class DebugOption(ExplicitEnum):
+    """Aids that the argument `debug` names."""
+
+    UNDERFLOW_OVERFLOW = "underflow_overflow"
+    TPU_METRICS_DEBUG = "tpu_metrics_debug"
+
 
 class DebugUnderflowOverflow:
     """Watches every layer's weights, inputs and outputs, and stops at the first inf or nan: `debug=underflow_overflow`.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +12,6 @@ import torch
 from hftrainer import peers
 from hftrainer.checkpointing.distributed import to_be_written
 from hftrainer.errors import UnsupportedArgument
-from hftrainer.overrides import is_overridden
 from hftrainer.trainer_pt_utils import nested_apply
 
 if TYPE_CHECKING:
@@ -47,6 +46,15 @@ def begin(args: TrainingArguments) -> Any:
         processes.connect(args.device, args.ddp_backend, args.ddp_timeout_delta, even_alone=True)
         connect(processes, args.device, args.ddp_timeout_delta, config)
     return config
+
+
+def plugin(config: Any) -> Any:
+    """The configuration as `args.deepspeed_plugin`, under accelerate's names; None without DeepSpeed."""
+    if config is None:
+        return None
+    from hftrainer_lightning.deepspeed_plugin import DeepSpeedPlugin, Planned
+
+    return DeepSpeedPlugin(Planned(config))
 
 
 def to_floating_type(batch: Any, model: nn.Module) -> Any:
@@ -134,33 +142,36 @@ def check_given(run: DeepSpeedRun, optimizer: Any, scheduler: Any) -> None:
         )
 
 
-def initialize(trainer: Trainer, base: type, max_steps: int, folder: str | None) -> None:
+def initialize(trainer: Trainer, is_overridden: Callable[[str], bool], max_steps: int, folder: str | None) -> None:
     """Make DeepSpeed's engine with optimizer and schedule, each by the configuration or by the Trainer; then load it.
 
     Args:
         trainer: whose model, optimizer and schedule they become.
-        base: the Trainer's own class, to tell what a subclass overrides.
+        is_overridden: tells whether a subclass or the script has replaced a method.
         max_steps: optimizer steps of the run.
         folder: the checkpoint to go on from, if any.
 
     Raises:
         UnsupportedArgument: when the script's own optimizer has been in the hands of an engine before.
     """
-    run, args = trainer._engine.deepspeed, trainer.args
+    run, args = trainer._hftrainer.engine.deepspeed, trainer.args
     run.complete(
-        trainer._bare_model, max_steps, args.get_warmup_steps(max_steps), warmup_is_default=not args.warmup_steps
+        trainer._hftrainer.run.bare_model,
+        max_steps,
+        args.get_warmup_steps(max_steps),
+        warmup_is_default=not args.warmup_steps,
     )
     if trainer.deepspeed is not None and run.is_training:
-        if trainer._optimizers_given[0] is not None:
+        if trainer._hftrainer.optimizers_given[0] is not None:
             raise UnsupportedArgument(
                 "optimizers: DeepSpeed's engine has taken the parameters out of the optimizer in an earlier train(): "
                 "pass optimizer_cls_and_kwargs, or make a new Trainer."
             )
         trainer.optimizer = None
-    trainer._count_flos_per_token(trainer.model)  # of the whole model, before its parameters are partitioned
-    if is_overridden(trainer, "create_optimizer_and_scheduler", base) and not (
-        run.brings_optimizer or run.brings_scheduler
-    ):
+    trainer._hftrainer.loaders.flos_per_token_of(
+        trainer.model
+    )  # of the whole model, before its parameters are partitioned
+    if is_overridden("create_optimizer_and_scheduler") and not (run.brings_optimizer or run.brings_scheduler):
         trainer.create_optimizer_and_scheduler(num_training_steps=max_steps)
     elif not run.brings_optimizer:
         trainer.create_optimizer()
@@ -181,11 +192,11 @@ def initialize(trainer: Trainer, base: type, max_steps: int, folder: str | None)
 
 def prepare_for_evaluation(trainer: Trainer) -> None:
     """Before an evaluation outside training: an engine for partitioned parameters, else the model on its device."""
-    run = trainer._engine.deepspeed
+    run = trainer._hftrainer.engine.deepspeed
     if run.is_training:
         return
     if run.config.is_zero3():
-        run.complete(trainer._bare_model, 0, 0, warmup_is_default=True)
+        run.complete(trainer._hftrainer.run.bare_model, 0, 0, warmup_is_default=True)
         trainer.model_wrapped = trainer.deepspeed = run.initialize_inference(trainer.model)
     else:
         trainer._move_model_to_device(trainer.model, trainer.args.device)

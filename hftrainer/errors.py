@@ -1,10 +1,43 @@
-"""The errors that users meet. Each says what was given, what is allowed, and what to do."""
+"""The errors that users meet. Each says what was given, what is allowed, and what to do.
+
+Each is also of the class that transformers raises in the same situation, since scripts catch that one.
+"""
 
 from __future__ import annotations
+
+import pickle
 
 
 class InvalidArgument(ValueError):
     """An argument has a value that it cannot have, or contradicts another."""
+
+
+class InvalidSetup(InvalidArgument, RuntimeError):
+    """What a Trainer or a search is given is not enough, or contradicts itself."""
+
+
+class UnknownKey(InvalidArgument, TypeError):
+    """A key within the value of an argument is not known."""
+
+
+class MissingFile(InvalidArgument, FileNotFoundError):
+    """An argument names a file that is not there."""
+
+
+class NotAnObject(InvalidArgument, NotImplementedError):
+    """An argument is a class, and an object of it is needed."""
+
+
+class MissingMethod(InvalidArgument, AttributeError):
+    """An argument needs a method that the model does not have."""
+
+
+class MissingFollowedMetric(InvalidArgument, AssertionError):
+    """A callback follows a metric that the arguments do not name, or that no evaluation brings."""
+
+
+class NotACallback(TypeError, AttributeError):
+    """Something is given as a callback that handles none of the events."""
 
 
 class UnsupportedArgument(ValueError):
@@ -15,8 +48,12 @@ class UnknownArgument(TypeError):
     """An argument that no release knows."""
 
 
-class MissingPackage(ImportError):
-    """What was asked for comes from a library that is not installed; the message says how to install it."""
+class MissingPackage(ImportError, ValueError, RuntimeError):
+    """What was asked for comes from a library that is not installed; the message says how to install it.
+
+    transformers raises one of the three, by the library: ImportError for optimizers, but ValueError for some, and
+    RuntimeError for trackers and backends of a search.
+    """
 
 
 class CheckpointNotFound(ValueError):
@@ -31,7 +68,7 @@ class DamagedCheckpoint(ValueError):
     """A file of a checkpoint is cut off or altered."""
 
 
-class UnsafeCheckpoint(ValueError):
+class UnsafeCheckpoint(ValueError, pickle.UnpicklingError):
     """A file of a checkpoint holds objects that only unpickling could read; the message says how to allow them."""
 
 

@@ -8,6 +8,8 @@ import textwrap
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from hftrainer.behaviours import NEWEST, Behaviours, installed_release, of_arguments
+
 if TYPE_CHECKING:
     from hftrainer.training_args import TrainingArguments
 
@@ -38,14 +40,24 @@ class Explanation:
     Attributes:
         lines: the arguments that differ from their defaults.
         call: the `lightning.Trainer(...)` that they amount to.
+        behaviours: those of the release that is followed.
     """
 
     lines: tuple[Line, ...]
     call: str
+    behaviours: Behaviours
 
     def to_json(self) -> str:
         """For programs."""
-        return json.dumps({"arguments": [dataclasses.asdict(line) for line in self.lines], "call": self.call}, indent=2)
+        shown = {
+            "arguments": [dataclasses.asdict(line) for line in self.lines],
+            "call": self.call,
+            "behaviour": {
+                "release": self.behaviours.release,
+                "differences": {name: change.before for name, change in self.behaviours.differences().items()},
+            },
+        }
+        return json.dumps(shown, indent=2)
 
     def __str__(self) -> str:
         parts = []
@@ -55,7 +67,7 @@ class Explanation:
                 parts += [title, *(text for line in lines for text in _wrapped(line)), ""]
         if not self.lines:
             parts += ["All arguments have their defaults.", ""]
-        return "\n".join([*parts, "The same by hand", *_indented(self.call)])
+        return "\n".join([*parts, *_shown(self.behaviours), "", "The same by hand", *_indented(self.call)])
 
 
 def explain(args: TrainingArguments) -> Explanation:
@@ -75,7 +87,21 @@ def explain(args: TrainingArguments) -> Explanation:
     if plan.spreads_model:
         first = plan.sharding is not None and plan.sharding.version == 1
         call += f", strategy={'FSDPStrategy' if first else 'ModelParallelStrategy'}()"
-    return Explanation(tuple(lines), f"lightning.Trainer({call})")
+    return Explanation(tuple(lines), f"lightning.Trainer({call})", of_arguments(args))
+
+
+def _shown(behaviours: Behaviours) -> list[str]:
+    differences = behaviours.differences()
+    if not differences:
+        shown = [f"Behaves as transformers {behaviours.release}, the newest release that is known."]
+        if (installed := installed_release()) != behaviours.release:
+            shown += _indented(
+                f"install() and `python -m hftrainer run` follow the installed {installed}; "
+                f"lightning_config={{'behaviour': '{installed}'}} follows it here too, and shows what differs."
+            )
+        return shown
+    heading = f"Behaves as transformers {behaviours.release}, where it differs from {NEWEST}:"
+    return [heading, *(text for name, change in differences.items() for text in _indented(f"{name}: {change.before}"))]
 
 
 def _wrapped(line: Line) -> list[str]:

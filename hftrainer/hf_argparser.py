@@ -165,16 +165,18 @@ def _add_field(group: Any, field: Any, hint: Any) -> None:
 def _value_type(hint: Any) -> Any:
     """The one type that a word of the command line is turned into.
 
-    Of `X | str` it is X, as transformers decides; of a union with None it is the plainest, and JSON stays a string.
+    Of `X | str` it is X, and of a union with None the second member or, when that is None, the first: as transformers
+    decides. JSON stays a string, and so does what may be anything.
     """
     if not (typing.get_origin(hint) is Union or isinstance(hint, types.UnionType)):
-        return str if typing.get_origin(hint) is dict or hint is dict else hint
-    members = [member for member in typing.get_args(hint) if member is not type(None)]
-    if bool in members and len(members) == 1:
-        return bool
-    if str in members and len(members) == len(typing.get_args(hint)):
-        return _value_type(next(member for member in members if member is not str))
-    return str if str in members else _value_type(members[0])
+        return str if typing.get_origin(hint) is dict or hint in (dict, Any) else hint
+    first, second, *others = typing.get_args(hint)
+    members = (first, second, *others)
+    if type(None) not in members:
+        return _value_type(first if second is str else second)
+    if bool in members and len(members) > 2:
+        return str
+    return _value_type(first if second is type(None) else second)
 
 
 def _choices(value_type: Any) -> list[Any]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from hftrainer.errors import InvalidArgument, MissingPackage, UnsupportedArgument
+from hftrainer.errors import InvalidArgument, InvalidSetup, MissingPackage, UnsupportedArgument
+from hftrainer.overrides import refuse_uncalled
 from hftrainer.search.backend import SearchBackend
 from hftrainer.search.jobs import refuse_in_worker
 from hftrainer.search.optuna_search import OptunaSearch
@@ -16,6 +18,8 @@ from hftrainer.trainer_utils import BestRun, HPSearchBackend, default_compute_ob
 
 if TYPE_CHECKING:
     from hftrainer.trainer import Trainer
+
+logger = logging.getLogger(__name__)
 
 #: The libraries that can search; the first is taken when none is named.
 ALL_HYPERPARAMETER_SEARCH_BACKENDS: dict[HPSearchBackend, type[SearchBackend]] = {
@@ -33,12 +37,14 @@ def find_backend(backend: str | HPSearchBackend | None) -> tuple[HPSearchBackend
         UnsupportedArgument: for one whose service has ended.
         MissingPackage: when it is not installed.
     """
-    if str(backend) == "sigopt":
+    if backend == HPSearchBackend.SIGOPT:
         raise UnsupportedArgument("backend='sigopt': SigOpt's service has ended. Use backend='optuna'.")
     name = HPSearchBackend(backend if backend is not None else next(iter(ALL_HYPERPARAMETER_SEARCH_BACKENDS)))
     kind = ALL_HYPERPARAMETER_SEARCH_BACKENDS[name]
     if not kind.is_available():
-        raise MissingPackage(f"backend={str(name)!r} needs a package that is not installed: pip install {kind.install}")
+        raise MissingPackage(
+            f"backend={name.value!r} needs a package that is not installed: pip install {kind.install}"
+        )
     return name, kind()
 
 
@@ -57,35 +63,38 @@ def search(
         refuse_in_worker()
     name, found = find_backend(backend)
     if trainer.model_init is None:
-        raise InvalidArgument(
+        raise InvalidSetup(
             "hyperparameter_search trains a new model in each trial: give Trainer a model_init that makes it, instead "
             "of a model."
         )
     for option, given in {"hp_space": hp_space, "compute_objective": compute_objective, "hp_name": hp_name}.items():
         if given is not None and not callable(given):
             raise InvalidArgument(f"{option}={given!r}: give a function.")
+    if name == HPSearchBackend.RAY:
+        refuse_uncalled(type(trainer), "_tune_save_checkpoint")
     trainer.hp_space = hp_space if hp_space is not None else found.default_hp_space
     trainer.compute_objective = compute_objective if compute_objective is not None else default_compute_objective
     trainer.hp_name = hp_name
-    trainer.hp_search_backend, trainer._search = name, found
-    trainer._searched_arguments = dict(vars(trainer.args))
+    trainer.hp_search_backend, trainer._hftrainer.search = name, found
+    trainer._hftrainer.searched_arguments = dict(vars(trainer.args))
     try:
         return found.run(trainer, n_trials, direction, **kwargs)
     finally:
-        trainer.hp_search_backend = trainer._search = None
+        trainer.hp_search_backend = trainer._hftrainer.search = None
         _restore_arguments(trainer)
-        trainer._searched_arguments = None
-        trainer._args_have_changed = True
+        trainer._hftrainer.searched_arguments = None
+        trainer._hftrainer.args_have_changed = True
 
 
 def set_trial_arguments(trainer: Trainer, trial: Any) -> None:
     """Give the Trainer's arguments the values of a trial; all others are those from before the search."""
-    if trainer._search is None:  # `train(trial=...)` by itself
+    if trainer._hftrainer.search is None:  # `train(trial=...)` by itself
         params = hyperparameters(trial)
     else:
-        params = trainer._search.hyperparameters(trainer, trial)
+        params = trainer._hftrainer.search.hyperparameters(trainer, trial)
         _restore_arguments(trainer)
     set_arguments(trainer.args, params, for_model_too=model_takes_trial(trainer.model_init))
+    logger.info("Trial: %s", dict(params))
 
 
 def hyperparameters(trial: Any) -> Mapping[str, Any]:
@@ -101,7 +110,7 @@ def hyperparameters(trial: Any) -> Mapping[str, Any]:
 
 
 def _restore_arguments(trainer: Trainer) -> None:
-    before = trainer._searched_arguments
+    before = trainer._hftrainer.searched_arguments
     assert before is not None
     vars(trainer.args).clear()
     vars(trainer.args).update(before)

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hftrainer.checkpointing.names import PREFIX_CHECKPOINT_DIR
+from hftrainer import tracker_callbacks
 from hftrainer.errors import InvalidArgument, MissingPackage, UnsupportedArgument
-from hftrainer.trainer_callback import TrainerCallback
+from hftrainer.tracker_callbacks import ReportingCallback as ReportingCallback  # of 'csv' and the script's loggers
 
 if TYPE_CHECKING:
     from hftrainer.training_args import TrainingArguments
@@ -89,24 +89,6 @@ def chosen(report_to: str | Sequence[str] | None) -> list[str]:
     return [name for name in dict.fromkeys(names) if not _is_switched_off(name)]
 
 
-#: transformers' callbacks → the trackers that stand for them here.
-_STANDING_FOR = {
-    "CometCallback": "comet_ml",
-    "MLflowCallback": "mlflow",
-    "TensorBoardCallback": "tensorboard",
-    "WandbCallback": "wandb",
-}
-
-
-def pop_tracker(trackers: list[Any], callback: Any) -> Any:
-    """Take out the tracker that stands for a class of transformers' callbacks, and return it; None without one."""
-    name = _STANDING_FOR.get(getattr(callback, "__name__", ""))
-    found = next((tracker for tracker in trackers if name is not None and tracker.name == name), None)
-    if found is not None:
-        trackers.remove(found)
-    return found
-
-
 def _check(name: str) -> None:
     if name == "neptune":
         raise UnsupportedArgument(_NEPTUNE)
@@ -120,7 +102,7 @@ def _check(name: str) -> None:
         return
     if name == "comet_ml" and _comet_mode() not in COMET_MODES:
         raise InvalidArgument(f"COMET_MODE={_comet_mode()!r} must be one of {', '.join(map(repr, COMET_MODES[1:]))}.")
-    missing = _missing(name)
+    missing = missing_packages(name)
     if missing:
         by = "" if INTEGRATIONS[name].on_lightning else ", written to by transformers' own callback,"
         raise MissingPackage(f"report_to={name!r}{by} needs a package that is not installed: pip install {missing}")
@@ -128,7 +110,7 @@ def _check(name: str) -> None:
         raise InvalidArgument(f"report_to='kubeflow' is for Kubeflow's training jobs, which set {KUBEFLOW}.")
 
 
-def _missing(name: str) -> str:
+def missing_packages(name: str) -> str:
     """What is to be installed for a tracker; empty when all is there."""
     kind = INTEGRATIONS[name]
     there = all(any(map(_is_installed, module.split("|"))) for module in kind.modules)
@@ -156,7 +138,7 @@ def _comet_mode() -> str:
 
 def _is_available(name: str) -> bool:
     """Whether 'all' includes a tracker."""
-    if _missing(name) or _is_switched_off(name):
+    if missing_packages(name) or _is_switched_off(name):
         return False
     if name == "azure_ml":  # Azure's callback is for those who do not use MLflow, which writes there too
         return not _is_available("mlflow")
@@ -172,26 +154,38 @@ def _comet_is_configured() -> bool:
     return get_config("comet.api_key") is not None
 
 
-def callbacks_of_transformers(names: Sequence[str]) -> list[Any]:
-    """The classes of transformers' callbacks for the trackers that no Lightning logger writes to."""
-    others = [name for name in names if not INTEGRATIONS[name].on_lightning]
-    if not others:
-        return []
-    from transformers.integrations.integration_utils import get_reporting_integration_callbacks
+def callback_classes(names: Sequence[str]) -> list[Any]:
+    """The classes of the callbacks for trackers, in order: ours where a Lightning logger writes, else transformers'."""
+    ours = {kind.name: kind for kind in tracker_callbacks.CALLBACKS}
+    found = []
+    for name in names:
+        if name in ours:
+            found.append(ours[name])
+        elif not INTEGRATIONS[name].on_lightning:
+            from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 
-    return get_reporting_integration_callbacks(others)
+            found += get_reporting_integration_callbacks([name])
+    return found
 
 
-def make_trackers(names: Sequence[str], loggers: Any, args: TrainingArguments) -> list[Any]:
-    """What this process writes to: nothing, but on the main process.
+def further_trackers(
+    names: Sequence[str], loggers: Any, args: TrainingArguments, folder: Callable[[], Any]
+) -> list[Any]:
+    """What this process writes to besides: the table of 'csv', and the loggers of the script; on the main process only.
+
+    Args:
+        names: of trackers.
+        loggers: what the script has given.
+        args: of the run.
+        folder: gives the folder in which trackers write files.
 
     Raises:
         InvalidArgument: for something in `loggers` that is no Lightning logger.
     """
     if loggers is not None and not isinstance(loggers, (list, tuple)):
         raise InvalidArgument(f"loggers={loggers!r} ({type(loggers).__name__}): give a list of Lightning loggers.")
-    on_lightning = [name for name in names if INTEGRATIONS[name].on_lightning]
-    if not on_lightning and not loggers:
+    tables = [name for name in names if name == "csv"]
+    if not tables and not loggers:
         return []
     from hftrainer_lightning.loggers import is_lightning_logger, make_trackers
 
@@ -201,47 +195,4 @@ def make_trackers(names: Sequence[str], loggers: Any, args: TrainingArguments) -
                 f"loggers holds {each!r} ({type(each).__name__}): give instances of Lightning's loggers, such as "
                 "lightning.pytorch.loggers.CSVLogger('logs'), or name a tracker in report_to."
             )
-    return make_trackers(on_lightning, loggers or (), args) if args.process_index == 0 else []
-
-
-class ReportingCallback(TrainerCallback):
-    """Writes a run to its trackers.
-
-    Args:
-        trackers: what to write to.
-        save_model: writes the model into a folder, for trackers that upload it.
-        run_folder: where the checkpoints of the run are.
-    """
-
-    def __init__(
-        self, trackers: Sequence[Any], save_model: Callable[[str], None], run_folder: Callable[[], str]
-    ) -> None:
-        self.trackers = trackers
-        self.save_model = save_model
-        self.run_folder = run_folder
-
-    def on_train_begin(self, args, state, control, model=None, **kwargs):
-        """Write the hyperparameters, if they are not written yet."""
-        for tracker in self.trackers:
-            tracker.begin(model, state)
-
-    def on_log(self, args, state, control, logs=None, model=None, **kwargs):
-        """Write the line."""
-        for tracker in self.trackers:
-            tracker.log(logs, model, state)
-
-    def on_predict(self, args, state, control, metrics, model=None, **kwargs):
-        """Write the metrics, where transformers does."""
-        for tracker in self.trackers:
-            tracker.predicted(metrics, model, state)
-
-    def on_save(self, args, state, control, **kwargs):
-        """Upload the checkpoint, where that is asked for."""
-        checkpoint = os.path.join(self.run_folder(), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
-        for tracker in self.trackers:
-            tracker.saved(checkpoint, state)
-
-    def on_train_end(self, args, state, control, model=None, **kwargs):
-        """End the run."""
-        for tracker in self.trackers:
-            tracker.end(model, state, self.save_model)
+    return make_trackers(tables, loggers or (), args, folder()) if args.process_index == 0 else []

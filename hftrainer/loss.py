@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,11 +11,15 @@ import torch
 
 from hftrainer.errors import InvalidArgument
 
+logger = logging.getLogger(__name__)
+
 REMEDY = "let the model return (loss, ...) or {'loss': loss, ...}, pass compute_loss_func, or override compute_loss."
 
 
 def first_output(outputs: Any, inputs: Mapping[str, Any]) -> Any:
-    """The loss: under 'loss' in a mapping, first in a tuple.
+    """The loss: under 'loss' in a mapping, first in a tuple, and the first number of a tensor of shape `(n,)`.
+
+    Such a tensor is rarely meant as a loss. `transformers` trains on it, and so does this, with a warning.
 
     Raises:
         InvalidArgument: when there is none, naming what the model returned.
@@ -24,12 +30,20 @@ def first_output(outputs: Any, inputs: Mapping[str, Any]) -> Any:
         returned = f"only {', '.join(map(str, outputs))}"
     elif isinstance(outputs, (tuple, list)) and outputs:
         return outputs[0]
+    elif isinstance(outputs, torch.Tensor) and outputs.ndim == 1 and len(outputs):
+        _warn_once(f"The model returned numbers without a loss; the first of them is the loss. If it is not: {REMEDY}")
+        return outputs[0]
     else:
         returned = f"a {type(outputs).__name__}"
     raise InvalidArgument(
         f"The model returned no loss, {returned}, from the inputs {', '.join(map(str, inputs))}. Check that the labels "
         f"reach it; {REMEDY}"
     )
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    logger.warning(message)
 
 
 def check_loss(loss: Any) -> torch.Tensor:

@@ -8,6 +8,7 @@ import threading
 from typing import Any
 
 from hftrainer import devices
+from hftrainer.errors import MissingPackage
 
 #: Method that starts or ends a stage → the stage's name in the metrics.
 STAGES = {
@@ -43,7 +44,7 @@ class TrainerMemoryTracker:
         try:
             import psutil
         except ImportError as error:
-            raise ImportError("skip_memory_metrics=False needs psutil: pip install psutil") from error
+            raise MissingPackage("skip_memory_metrics=False needs psutil: pip install psutil") from error
         self._process = psutil.Process()
 
     def start(self) -> None:

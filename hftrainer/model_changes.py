@@ -7,14 +7,15 @@ import importlib
 import logging
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from hftrainer import peers
-from hftrainer.errors import InvalidArgument, MissingPackage
+from hftrainer.errors import InvalidArgument, MissingMethod, MissingPackage
 from hftrainer.hf_argparser import string_to_bool
 
 if TYPE_CHECKING:
@@ -24,21 +25,33 @@ logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def changed_for_training(model: nn.Module, args: TrainingArguments) -> Iterator[None]:
-    """Apply what the arguments ask for; noise on the embeddings is taken off at the end, as in transformers."""
+def changed_for_training(
+    model: nn.Module, args: TrainingArguments, read_once: Mapping[str, Any], noisy: Any
+) -> Iterator[None]:
+    """Apply what the arguments ask for; noise on the embeddings is taken off at the end, as in transformers.
+
+    Args:
+        model: the user's model.
+        args: the arguments as they are now.
+        read_once: values of arguments when the Trainer was made; those of torch.compile hold.
+        noisy: has `neftune_noise_alpha`, the scale of NEFTune's noise or None for none, and gets `neftune_hook_handle`,
+            which takes the noise off at the end; a subclass of the Trainer may put another in its place meanwhile.
+    """
     if args.use_liger_kernel:
-        apply_liger_kernel(model, args.liger_kernel_config)
+        apply_liger_kernel(model, args.liger_kernel_config)  # type: ignore[arg-type]
     if args.activation_checkpointing:
         enable_activation_checkpointing(model, args.activation_checkpointing_kwargs)  # type: ignore[arg-type]
-    compile_model(model, args)
-    if args.neftune_noise_alpha is None:
+    compile_model(model, SimpleNamespace(**read_once))
+    if noisy.neftune_noise_alpha is None:
         yield
         return
-    noise = add_noise_to_embeddings(model, args.neftune_noise_alpha)
+    noisy.neftune_hook_handle = noise = add_noise_to_embeddings(model, noisy.neftune_noise_alpha)
     try:
         yield
     finally:
         noise.remove()
+        if (handle := noisy.neftune_hook_handle) is not None:  # one that a script has put in its place
+            handle.remove()
 
 
 def add_noise_to_embeddings(model: Any, alpha: float) -> Any:
@@ -53,7 +66,7 @@ def add_noise_to_embeddings(model: Any, alpha: float) -> Any:
     """
     bare = peers.without_adapters(model)
     if not hasattr(bare, "get_input_embeddings"):
-        raise InvalidArgument(
+        raise MissingMethod(
             f"neftune_noise_alpha={alpha} adds noise to the model's input embeddings, and {type(bare).__name__} has no "
             "get_input_embeddings(): add it, or leave the argument out."
         )
@@ -82,16 +95,20 @@ def enable_activation_checkpointing(model: Any, kwargs: dict[str, Any] | None) -
     elif hasattr(model, "gradient_checkpointing_enable"):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options or None, **layers)
     else:
-        raise InvalidArgument(
+        raise MissingMethod(
             f"activation_checkpointing=True (gradient_checkpointing before v5.23) needs a model that has "
             f"gradient_checkpointing_enable(), and {type(model).__name__} has not: add it, with torch.utils.checkpoint."
         )
 
 
-def compile_model(model: nn.Module, args: TrainingArguments) -> None:
+def compile_model(model: nn.Module, args: Any) -> None:
     """Compile the model in place, once, so that its weights keep their names.
 
     What the arguments leave open `accelerate launch` decides; and it alone may ask for it.
+
+    Args:
+        model: the model.
+        args: has the arguments `torch_compile`, `torch_compile_backend` and `torch_compile_mode`.
     """
     backend = (args.torch_compile_backend or "inductor") if args.torch_compile else _dynamo("BACKEND").lower()
     if backend in ("", "no") or model._compiled_call_impl is not None:

@@ -36,6 +36,27 @@ def accepts_loss_kwargs(model: nn.Module) -> bool:
     return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
 
 
+def wrong_quantization(model: Any) -> str | None:
+    """Why a model whose weights are quantized cannot be trained, in the cases that transformers refuses; else None."""
+    if not getattr(model, "is_quantized", False) or getattr(model, "_hf_peft_config_loaded", False):
+        return None
+    quantizer = getattr(model, "hf_quantizer", None)
+    if hasattr(model, "_orig_mod"):
+        return "The model is quantized and compiled: give the model that torch.compile() was called with."
+    if not peers.is_peft(model) and not getattr(quantizer, "is_qat_trainable", False):
+        return (
+            "The model's weights are quantized, and integers cannot be trained: train adapters on top, with "
+            "peft.get_peft_model(model, LoraConfig(...)), or load the model without quantization_config."
+        )
+    if not getattr(quantizer, "is_trainable", False):
+        method = getattr(getattr(quantizer, "quantization_config", None), "quant_method", type(quantizer).__name__)
+        return (
+            f"The model is quantized with {getattr(method, 'value', method)}, which cannot be trained through: load it "
+            "without quantization, or with another quantization_config, such as BitsAndBytesConfig."
+        )
+    return None
+
+
 def shifts_labels(model: nn.Module) -> bool:
     """Whether the model's own loss predicts label `i + 1` at position `i`, so that the first is never predicted."""
     bare = peers.without_adapters(model)
@@ -47,14 +68,45 @@ def shifts_labels(model: nn.Module) -> bool:
     return LOSS_MAPPING.get(str(bare.loss_type)) is ForCausalLMLoss
 
 
-def align_special_tokens(model: Any, processing_class: Any) -> None:
+def align_special_tokens(model: Any, processing_class: Any, *, all_tokens: bool = False) -> None:
     """Give the model's configs the tokenizer's special tokens, where it defines them (since v4.56).
 
     A list of end tokens in a config is only ever added to.
+
+    Args:
+        model: the model.
+        processing_class: the tokenizer, or a processor that has one.
+        all_tokens: take over what the tokenizer does not define too, as None (until v5.17).
     """
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
-    config = model.config.get_text_config()
     generation = getattr(model, "generation_config", None)
+    if all_tokens:
+        updated = _replace_special_tokens(model.config, generation, tokenizer)
+    else:
+        updated = _add_special_tokens(model.config.get_text_config(), generation, tokenizer)
+    if updated:
+        logger.warning("The model's configs now have these special tokens of the tokenizer: %s", updated)
+
+
+def _replace_special_tokens(config: Any, generation: Any, tokenizer: Any) -> dict[str, Any]:
+    updated = {}
+    for name in ("eos_token_id", "bos_token_id", "pad_token_id"):
+        token = getattr(tokenizer, name)
+        held = None if generation is None else getattr(generation, name)
+        if name == "eos_token_id" and isinstance(held, int):
+            held = generation.eos_token_id = [held]
+        known = generation is None or token in _as_list(held)
+        if getattr(config, name, None) == token and known:
+            continue
+        updated[name] = token
+        setattr(config, name, token)
+        if generation is not None:
+            several = [other for other in (token, *_as_list(held)) if other is not None]
+            setattr(generation, name, several if name == "eos_token_id" else token)
+    return updated
+
+
+def _add_special_tokens(config: Any, generation: Any, tokenizer: Any) -> dict[str, Any]:
     updated = {}
     for name in ("eos_token_id", "bos_token_id", "pad_token_id"):
         token = getattr(tokenizer, name, None)
@@ -67,8 +119,7 @@ def align_special_tokens(model: Any, processing_class: Any) -> None:
         if generation is not None:
             held = _as_list(getattr(generation, name))
             setattr(generation, name, _with_token(held, token, keep_list=several))
-    if updated:
-        logger.warning("The model's configs now have these special tokens of the tokenizer: %s", updated)
+    return updated
 
 
 def _as_list(value: Any) -> list[Any]:

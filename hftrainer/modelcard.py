@@ -114,7 +114,7 @@ class TrainingSummary:
         Raises:
             InvalidArgument: for values of another type, naming them.
         """
-        model = trainer._bare_model
+        model = trainer._hftrainer.run.bare_model
         finetuned_from, folder = finetuned_from or origins.base_model_of(model), Path(str(trainer.args.output_dir))
         summary = cls(
             model_name=model_name or folder.name or finetuned_from or folder.resolve().name,
@@ -258,7 +258,7 @@ def create_model_card(trainer: Trainer, tags: str | list[str] | None = None, **g
     """
     if not trainer.is_world_process_zero():
         return
-    folder, model = Path(str(trainer.args.output_dir)), trainer._bare_model
+    folder, model = Path(str(trainer.args.output_dir)), trainer._hftrainer.run.bare_model
     summary = TrainingSummary.from_trainer(trainer, tags=tags, **given)
     kept = [*(getattr(model, "model_tags", None) or []), *tags_in(folder / CARD_NAME)]
     summary.tags = list(dict.fromkeys([*_listed(tags), *kept, GENERATED]))

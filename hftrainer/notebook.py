@@ -135,7 +135,8 @@ class NotebookProgressCallback(TrainerCallback):
 
     def _draw_training(self, state: Any) -> None:
         assert self._training is not None
-        epoch = int(state.epoch) if state.epoch == int(state.epoch) else f"{state.epoch:.2f}"
+        done = state.epoch or 0
+        epoch = int(done) if done == int(done) else f"{done:.2f}"
         self._training.draw(state.global_step, f"Epoch {epoch}/{state.num_train_epochs}")
         self._show()
 
@@ -183,7 +184,7 @@ class NotebookProgressCallback(TrainerCallback):
         first = _first_column(args)
         losses = [line["loss"] for line in state.log_history if "loss" in line]
         values = {
-            first: int(state.epoch) if first == "Epoch" else state.global_step,
+            first: int(state.epoch or 0) if first == "Epoch" else state.global_step,
             "Training Loss": losses[-1] if losses else "No log",
             "Validation Loss": "No log",
             **_named(metrics or {}),
@@ -196,7 +197,7 @@ class NotebookProgressCallback(TrainerCallback):
         if self._training is None:
             self._table = None
 
-    def on_predict(self, args, state, control, metrics, **kwargs):
+    def on_predict(self, args, state, control, metrics=None, **kwargs):
         """Take the bar of the prediction away."""
         if self._evaluation is not None:
             self._close_evaluation()

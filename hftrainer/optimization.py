@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from hftrainer import peers
 from hftrainer.adafactor import Adafactor, AdafactorSchedule, get_adafactor_schedule
-from hftrainer.errors import InvalidArgument, UnsupportedArgument
+from hftrainer.errors import InvalidArgument, UnknownKey, UnsupportedArgument
 from hftrainer.greedy_lr import GreedyLR
 from hftrainer.trainer_utils import SchedulerType
 
@@ -50,64 +50,69 @@ def _warmup_then(
     last_epoch: int,
 ) -> LambdaLR:
     """Rise linearly, then follow `shape`, a function of the share of the remaining steps that is done."""
+    # An object, as in transformers' scheduler.pt; of functions with names, so that a schedule can be pickled.
+    return LambdaLR(optimizer, partial(_rising_then, shape, num_warmup_steps, num_training_steps), last_epoch)
 
-    def factor(step: int) -> float:
-        if step < num_warmup_steps:
-            return _warming_up(step, num_warmup_steps)
-        return shape((step - num_warmup_steps) / max(1, num_training_steps - num_warmup_steps))
 
-    return LambdaLR(optimizer, partial(factor), last_epoch)  # an object, as in transformers' scheduler.pt
+def _rising_then(shape: Callable[[float], float], num_warmup_steps: int, num_training_steps: int, step: int) -> float:
+    if step < num_warmup_steps:
+        return _warming_up(step, num_warmup_steps)
+    return shape((step - num_warmup_steps) / max(1, num_training_steps - num_warmup_steps))
 
 
 def get_constant_schedule(optimizer: Optimizer, last_epoch: int = -1) -> LambdaLR:
     """The peak rate throughout. `last_epoch` is the optimizer steps already done, less one."""
-    return LambdaLR(optimizer, lambda step: 1, last_epoch)
+    return LambdaLR(optimizer, _constant, last_epoch)
+
+
+def _constant(_: int) -> int:
+    return 1
 
 
 def get_constant_schedule_with_warmup(optimizer: Optimizer, num_warmup_steps: int, last_epoch: int = -1) -> LambdaLR:
     """Rise linearly from 0 over `num_warmup_steps` optimizer steps, then stay."""
+    return LambdaLR(optimizer, partial(_rising, num_warmup_steps), last_epoch)
 
-    def factor(step: int) -> float:
-        return _warming_up(step, num_warmup_steps) if step < num_warmup_steps else 1.0
 
-    return LambdaLR(optimizer, partial(factor), last_epoch)
+def _rising(num_warmup_steps: int, step: int) -> float:
+    return _warming_up(step, num_warmup_steps) if step < num_warmup_steps else 1.0
 
 
 def get_linear_schedule_with_warmup(
     optimizer: Optimizer, num_warmup_steps: int, num_training_steps: int, last_epoch: int = -1
 ) -> LambdaLR:
     """Rise linearly over `num_warmup_steps`, then fall linearly to 0 at `num_training_steps`."""
+    return LambdaLR(optimizer, partial(_linear, num_warmup_steps, num_training_steps), last_epoch)
 
-    def factor(step: int) -> float:
-        if step < num_warmup_steps:
-            return _warming_up(step, num_warmup_steps)
-        return max(0.0, (num_training_steps - step) / max(1, num_training_steps - num_warmup_steps))
 
-    return LambdaLR(optimizer, partial(factor), last_epoch)
+def _linear(num_warmup_steps: int, num_training_steps: int, step: int) -> float:
+    if step < num_warmup_steps:
+        return _warming_up(step, num_warmup_steps)
+    return max(0.0, (num_training_steps - step) / max(1, num_training_steps - num_warmup_steps))
 
 
 def get_cosine_schedule_with_warmup(
     optimizer: Optimizer, num_warmup_steps: int, num_training_steps: int, num_cycles: float = 0.5, last_epoch: int = -1
 ) -> LambdaLR:
     """Rise linearly, then follow `num_cycles` waves of a cosine; the default half wave falls to 0."""
+    return _warmup_then(partial(_wave, num_cycles), optimizer, num_warmup_steps, num_training_steps, last_epoch)
 
-    def wave(progress: float) -> float:
-        return max(0.0, 0.5 * (1.0 + math.cos(math.pi * num_cycles * 2.0 * progress)))
 
-    return _warmup_then(wave, optimizer, num_warmup_steps, num_training_steps, last_epoch)
+def _wave(num_cycles: float, progress: float) -> float:
+    return max(0.0, 0.5 * (1.0 + math.cos(math.pi * num_cycles * 2.0 * progress)))
 
 
 def get_cosine_with_hard_restarts_schedule_with_warmup(
     optimizer: Optimizer, num_warmup_steps: int, num_training_steps: int, num_cycles: int = 1, last_epoch: int = -1
 ) -> LambdaLR:
     """Rise linearly, then fall `num_cycles` times along half a cosine, each time from the peak."""
+    return _warmup_then(partial(_waves, num_cycles), optimizer, num_warmup_steps, num_training_steps, last_epoch)
 
-    def waves(progress: float) -> float:
-        if progress >= 1.0:
-            return 0.0
-        return max(0.0, 0.5 * (1.0 + math.cos(math.pi * ((num_cycles * progress) % 1.0))))
 
-    return _warmup_then(waves, optimizer, num_warmup_steps, num_training_steps, last_epoch)
+def _waves(num_cycles: int, progress: float) -> float:
+    if progress >= 1.0:
+        return 0.0
+    return max(0.0, 0.5 * (1.0 + math.cos(math.pi * ((num_cycles * progress) % 1.0))))
 
 
 def get_polynomial_decay_schedule_with_warmup(
@@ -122,16 +127,19 @@ def get_polynomial_decay_schedule_with_warmup(
     peak = optimizer.defaults["lr"]
     if not peak > lr_end:
         raise InvalidArgument(f"lr_scheduler_kwargs: lr_end={lr_end} must be below the learning rate, {peak}.")
+    shape = partial(_polynomial, peak, lr_end, power, num_warmup_steps, num_training_steps)
+    return LambdaLR(optimizer, shape, last_epoch)
 
-    def factor(step: int) -> float:
-        if step < num_warmup_steps:
-            return _warming_up(step, num_warmup_steps)
-        if step > num_training_steps:
-            return lr_end / peak
-        left = 1 - (step - num_warmup_steps) / (num_training_steps - num_warmup_steps)
-        return ((peak - lr_end) * left**power + lr_end) / peak
 
-    return LambdaLR(optimizer, partial(factor), last_epoch)
+def _polynomial(
+    peak: float, lr_end: float, power: float, num_warmup_steps: int, num_training_steps: int, step: int
+) -> float:
+    if step < num_warmup_steps:
+        return _warming_up(step, num_warmup_steps)
+    if step > num_training_steps:
+        return lr_end / peak
+    left = 1 - (step - num_warmup_steps) / (num_training_steps - num_warmup_steps)
+    return ((peak - lr_end) * left**power + lr_end) / peak
 
 
 def get_inverse_sqrt_schedule(
@@ -139,13 +147,13 @@ def get_inverse_sqrt_schedule(
 ) -> LambdaLR:
     """Rise linearly, then fall with one over the root of the step; `timescale` steps, by default the warm-up's."""
     scale = timescale if timescale is not None else num_warmup_steps or 10_000
+    return LambdaLR(optimizer, partial(_inverse_root, scale, num_warmup_steps), last_epoch)
 
-    def factor(step: int) -> float:
-        if step < num_warmup_steps:
-            return _warming_up(step, num_warmup_steps)
-        return 1.0 / math.sqrt((step + scale - num_warmup_steps) / scale)
 
-    return LambdaLR(optimizer, partial(factor), last_epoch)
+def _inverse_root(scale: int, num_warmup_steps: int, step: int) -> float:
+    if step < num_warmup_steps:
+        return _warming_up(step, num_warmup_steps)
+    return 1.0 / math.sqrt((step + scale - num_warmup_steps) / scale)
 
 
 def _least_rate(optimizer: Optimizer, min_lr: float | None, min_lr_rate: float | None) -> float:
@@ -166,11 +174,12 @@ def get_cosine_with_min_lr_schedule_with_warmup(
 ) -> LambdaLR:
     """As `get_cosine_schedule_with_warmup`, but down to `min_lr`, or to `min_lr_rate` of the peak."""
     least = _least_rate(optimizer, min_lr, min_lr_rate)
+    shape = partial(_wave_above, least, num_cycles)
+    return _warmup_then(shape, optimizer, num_warmup_steps, num_training_steps, last_epoch)
 
-    def wave(progress: float) -> float:
-        return max(0, 0.5 * (1.0 + math.cos(math.pi * num_cycles * 2.0 * progress)) * (1 - least) + least)
 
-    return _warmup_then(wave, optimizer, num_warmup_steps, num_training_steps, last_epoch)
+def _wave_above(least: float, num_cycles: float, progress: float) -> float:
+    return max(0, 0.5 * (1.0 + math.cos(math.pi * num_cycles * 2.0 * progress)) * (1 - least) + least)
 
 
 def get_cosine_with_min_lr_schedule_with_warmup_lr_rate(
@@ -185,17 +194,25 @@ def get_cosine_with_min_lr_schedule_with_warmup_lr_rate(
 ) -> LambdaLR:
     """As the one above, but the first step has `warmup_lr_rate` of the peak, or its share of the warm-up, not 0."""
     least = _least_rate(optimizer, min_lr, min_lr_rate)
+    shape = partial(_from_first_step, least, warmup_lr_rate, num_cycles, num_warmup_steps, num_training_steps)
+    return LambdaLR(optimizer, shape, last_epoch)
 
-    def factor(step: int) -> float:
-        if step < num_warmup_steps and warmup_lr_rate is None:
-            return (step + 1.0) / max(1.0, num_warmup_steps)
-        if step < num_warmup_steps:
-            return warmup_lr_rate + (1.0 - warmup_lr_rate) * step / max(1, num_warmup_steps - 1)  # type: ignore[operator]
-        progress = (step - num_warmup_steps + 1.0) / max(1.0, num_training_steps - num_warmup_steps)
-        wave = 0.5 * (1.0 + math.cos(math.pi * num_cycles * 2.0 * progress))
-        return max(0, wave * (1 - least) + least)
 
-    return LambdaLR(optimizer, partial(factor), last_epoch)
+def _from_first_step(
+    least: float,
+    warmup_lr_rate: float | None,
+    num_cycles: float,
+    num_warmup_steps: int,
+    num_training_steps: int,
+    step: int,
+) -> float:
+    if step < num_warmup_steps and warmup_lr_rate is None:
+        return (step + 1.0) / max(1.0, num_warmup_steps)
+    if step < num_warmup_steps:
+        return warmup_lr_rate + (1.0 - warmup_lr_rate) * step / max(1, num_warmup_steps - 1)  # type: ignore[operator]
+    progress = (step - num_warmup_steps + 1.0) / max(1.0, num_training_steps - num_warmup_steps)
+    wave = 0.5 * (1.0 + math.cos(math.pi * num_cycles * 2.0 * progress))
+    return max(0, wave * (1 - least) + least)
 
 
 #: Shape of a rise from 0 to 1, and of a fall from 1 to 0, over `progress`; `num_cycles` is the cosine's.
@@ -245,20 +262,24 @@ def get_wsd_schedule(
     stable = num_stable_steps
     if stable is None:
         stable = num_training_steps - num_warmup_steps - num_decay_steps  # type: ignore[operator]
+    steps = num_warmup_steps, stable, num_decay_steps
+    return LambdaLR(optimizer, partial(_wsd, steps, warmup_type, decay_type, min_lr_ratio, num_cycles), last_epoch)
 
-    def factor(step: int) -> float:
-        if step < num_warmup_steps:
-            shape = _RISES[warmup_type](_warming_up(step, num_warmup_steps))
-        elif step < num_warmup_steps + stable:
-            return 1.0
-        elif step < num_warmup_steps + stable + num_decay_steps:
-            progress = (step - num_warmup_steps - stable) / max(1, num_decay_steps)
-            shape = _FALLS[decay_type](progress, num_cycles)
-        else:
-            return min_lr_ratio
-        return max(0.0, shape * (1.0 - min_lr_ratio) + min_lr_ratio)
 
-    return LambdaLR(optimizer, partial(factor), last_epoch)
+def _wsd(
+    steps: tuple[int, int, int], warmup_type: str, decay_type: str, least: float, num_cycles: float, step: int
+) -> float:
+    """Warm-up, stable steps and decay, whose lengths `steps` has."""
+    warmup, stable, decay = steps
+    if step < warmup:
+        shape = _RISES[warmup_type](_warming_up(step, warmup))
+    elif step < warmup + stable:
+        return 1.0
+    elif step < warmup + stable + decay:
+        shape = _FALLS[decay_type]((step - warmup - stable) / max(1, decay), num_cycles)
+    else:
+        return least
+    return max(0.0, shape * (1.0 - least) + least)
 
 
 def get_reduce_on_plateau_schedule(optimizer: Optimizer, **kwargs: Any) -> ReduceLROnPlateau:
@@ -346,7 +367,7 @@ def get_scheduler(
     extra = scheduler_specific_kwargs or {}
     allowed = sorted(parameters.keys() - steps.keys() - {"optimizer", "self"})
     if wrong := sorted(extra.keys() - set(allowed)):
-        raise InvalidArgument(f"lr_scheduler_kwargs of {kind.value!r}: {wrong} unknown, it takes {allowed}.")
+        raise UnknownKey(f"lr_scheduler_kwargs of {kind.value!r}: {wrong} unknown, it takes {allowed}.")
     required = [name for name in allowed if parameters[name].default is inspect.Parameter.empty]
     if missing := [name for name in required if name not in extra]:
         raise InvalidArgument(f"lr_scheduler_kwargs of {kind.value!r}: give {', '.join(missing)}.")

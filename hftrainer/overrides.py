@@ -1,20 +1,35 @@
-"""Calling what subclasses override, whichever release's signature they wrote it for."""
+"""What users put in the place of our methods: whether they have, and calling it by its own signature."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
-from typing import Any
+import types
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from hftrainer.errors import UnsupportedArgument
+
+K = TypeVar("K", bound=type)
+
+
+def _chain(function: Any) -> Iterator[Any]:
+    """A function, and what it wraps by `functools.wraps`."""
+    while function is not None:
+        yield function
+        function = getattr(function, "__wrapped__", None)
 
 
 @functools.lru_cache(maxsize=256)
 def _keywords(function: Callable[..., Any]) -> frozenset[str] | None:
-    """Names of the parameters of `function`, or None when it takes any keyword."""
-    parameters = inspect.signature(function).parameters.values()
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
-        return None
-    return frozenset(parameter.name for parameter in parameters)
+    """Names of the parameters of `function` and of all that it wraps, or None when they take any keyword."""
+    accepted: frozenset[str] | None = None
+    for each in _chain(function):
+        parameters = inspect.signature(each, follow_wrapped=False).parameters.values()
+        if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+            names = frozenset(parameter.name for parameter in parameters)
+            accepted = names if accepted is None else accepted & names
+    return accepted
 
 
 def accepts(method: Callable[..., Any], keyword: str) -> bool:
@@ -41,6 +56,168 @@ def with_accepted(method: Callable[..., Any], *keywords: str) -> Callable[..., A
     return call
 
 
-def is_overridden(instance: Any, name: str, base: type) -> bool:
-    """Whether `instance` has its own method `name`, by subclassing or assignment, instead of `base`'s."""
-    return getattr(getattr(instance, name), "__func__", None) is not getattr(base, name)
+def positional_count(method: Callable[..., Any]) -> int | None:
+    """How many arguments a bound method, or a function in its place, takes by position; None for any number."""
+    return _positional_count(getattr(method, "__func__", method), inspect.ismethod(method))
+
+
+@functools.lru_cache(maxsize=64)  # it is asked at every optimizer step
+def _positional_count(function: Callable[..., Any], bound: bool) -> int | None:
+    counts: list[int] = []
+    for each in _chain(function):
+        parameters = inspect.signature(each, follow_wrapped=False).parameters.values()
+        if not any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters):
+            unbound = bound if each is function else next(iter(parameters)).name == "self"
+            kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+            counts.append(sum(parameter.kind in kinds for parameter in parameters) - unbound)
+    return min(counts, default=None)
+
+
+_RECORDED: dict[type, dict[str, Any]] = {}
+
+
+def recorded(kind: K) -> K:
+    """Remember the methods of a class of ours, as a decorator: what is put in their place later is an override too.
+
+    Those that it inherits are remembered as they were in the base: a library may have replaced some by then.
+    """
+    if kind not in _RECORDED:
+        inherited = next((_RECORDED[base] for base in kind.__mro__ if base in _RECORDED), None)
+        names = dir(kind) if inherited is None else list(vars(kind))
+        _RECORDED[kind] = {**(inherited or {}), **{name: getattr(kind, name) for name in names}}
+    return kind
+
+
+@functools.lru_cache(maxsize=64)
+def _record_of(kind: Any) -> dict[str, Any]:
+    """The methods that the class of ours nearest to `kind` was written with."""
+    return next((_RECORDED[base] for base in kind.__mro__ if base in _RECORDED), {})
+
+
+def make_scheduler(trainer: Any, num_training_steps: int) -> None:
+    """Call `create_scheduler`, with the optimizer where an override takes it: v4 gives it, and v5 does not."""
+    step = vars(trainer.optimizer).get("step")
+    # A plain function of a script's, which torch's schedules cannot wrap; what they have wrapped stays.
+    if step is not None and not inspect.ismethod(step) and not hasattr(step, "_wrapped_by_lr_sched"):
+        trainer.optimizer.step = types.MethodType(lambda _, *args, **kwargs: step(*args, **kwargs), trainer.optimizer)
+    given = {"optimizer": trainer.optimizer} if accepts(trainer.create_scheduler, "optimizer") else {}
+    trainer.create_scheduler(num_training_steps=num_training_steps, **given)
+
+
+def is_overridden(instance: Any, *names: str) -> bool:
+    """Whether one of these methods is not the one that our classes were written with.
+
+    Libraries replace methods on an instance, in a subclass, or on our own class.
+    """
+    kind: Any = type(instance)
+    own, record = vars(instance), _record_of(kind)
+    return any(name in own or getattr(kind, name, None) is not record.get(name, _NOT_OURS) for name in names)
+
+
+_NOT_OURS = object()
+
+
+def runs_backward(trainer: Any) -> bool:
+    """Whether the training step itself is to run backward, under Lightning's manual optimization.
+
+    Automatic optimization calls neither `training_step` nor the accelerator's methods.
+    """
+    return is_overridden(trainer, "training_step", "_prepare_context_parallel_inputs") or is_overridden(
+        trainer.accelerator, "backward", "no_sync"
+    )
+
+
+#: Values that `_maybe_log_save_evaluate` got by position, by how many they are: until v4.4, v4.37, v4.45, v4.49; since.
+_LOG_SAVE_EVALUATE = {
+    4: "tr_loss model trial epoch",
+    5: "tr_loss model trial epoch ignore_keys_for_eval",
+    6: "tr_loss grad_norm model trial epoch ignore_keys_for_eval",
+    7: "tr_loss grad_norm model trial epoch ignore_keys_for_eval start_time",
+    8: "tr_loss grad_norm model trial epoch ignore_keys_for_eval start_time learning_rate",
+}
+
+
+def call_log_save_evaluate(method: Callable[..., Any], values: dict[str, Any]) -> None:
+    """Call `_maybe_log_save_evaluate` with the values that the release knew whose signature it has."""
+    count = positional_count(method)
+    by_position = 7 if count is None else count
+    names = _LOG_SAVE_EVALUATE[min(max(by_position, 4), 8)].split() if by_position else []
+    further = {name: value for name, value in values.items() if name not in names}
+    call_with_accepted(method, *(values[name] for name in names), **further)
+
+
+#: Methods of transformers' Trainer that are never called here → what a subclass does instead of overriding them.
+_INSTEAD = {
+    "_build_accelerator_args": (
+        "there is no Accelerator to be built: set the training arguments (accelerator_config, fsdp, deepspeed, "
+        "ddp_...), or override create_accelerator_and_postprocess and change self.accelerator after super()"
+    ),
+    "_defer_fsdp_gradient_reduction": "the engine exchanges gradients: use accelerator.no_sync",
+    "_sync_replicated_trainable_parameters": "the engine exchanges gradients: add hooks to the parameters instead",
+    "_tune_save_checkpoint": "Ray gets the checkpoint that the step has saved: override save_model instead",
+}
+
+
+def refuse_uncalled(kind: type, *names: str) -> None:
+    """Refuse a subclass of the Trainer with methods that transformers would call now, and that nothing calls here.
+
+    Args:
+        kind: the class.
+        names: methods that `Trainer` does not have.
+
+    Raises:
+        UnsupportedArgument: naming each, and what to do instead.
+    """
+    if found := [f"{kind.__name__}.{name} is never called: {_INSTEAD[name]}." for name in names if hasattr(kind, name)]:
+        raise UnsupportedArgument("\n".join(found))
+
+
+def refuse_rewritten(trainer: Any) -> None:
+    """Refuse methods that a tool has made out of the source text of ours: it lacks the names of our modules.
+
+    Args:
+        trainer: whose methods, of its class or its own.
+
+    Raises:
+        UnsupportedArgument: naming each, and the module that has made it.
+    """
+    kind: Any = type(trainer)
+    own, found = vars(trainer), []
+    for name, ours in _record_of(kind).items():
+        method = own[name] if name in own else getattr(kind, name, None)
+        if method is not ours and (maker := _rewriter(name, method, ours)) is not None:
+            found.append(f"{name} (by {maker})")
+    if found:
+        raise UnsupportedArgument(
+            f"{kind.__name__} has methods that were made out of the source text of hftrainer's: {', '.join(found)}. "
+            "Tools that rewrite the text of the Trainer's private loop, as Unsloth does, cannot work with another "
+            "engine: turn that patch off, or train with transformers' own Trainer. What a patch is to do can be done "
+            "by overriding training_step, get_batch_samples, compute_loss or _run_epoch and calling super()."
+        )
+
+
+def _rewriter(name: str, method: Any, ours: Any) -> str | None:
+    """The module that has made a function of the text of ours; None for any other function.
+
+    Ours mention what only they have; an override that does so too still calls what it overrides.
+    """
+    method = getattr(method, "func", method)  # of a functools.partial
+    code = getattr(getattr(method, "__func__", method), "__code__", None)
+    if code is None or "_hftrainer" not in code.co_names or "super" in code.co_names:
+        return None
+    of_ours = getattr(getattr(ours, "__func__", ours), "__code__", code)
+    if name in code.co_names and name not in of_ours.co_names:  # Trainer.log(self, ...)
+        return None
+    maker = getattr(method, "__globals__", {}).get("__name__", "?")
+    return None if maker.partition(".")[0] in ("hftrainer", "hftrainer_lightning") else maker
+
+
+class shadowable:  # used as a decorator, as `property` is
+    """A read-only property that a subclass or an instance may take the name of, for a purpose of its own."""
+
+    def __init__(self, getter: Callable[[Any], Any]) -> None:
+        self.getter = getter
+        self.__doc__ = getter.__doc__
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else self.getter(instance)

@@ -10,6 +10,8 @@ import importlib.util
 import sys
 from typing import Any
 
+import torch
+
 
 def _is_instance(value: Any, module: str, *class_names: str) -> bool:
     library = sys.modules.get(module)
@@ -45,6 +47,12 @@ def announce_deepspeed(config: Any) -> None:
         from transformers.integrations.deepspeed import set_hf_deepspeed_config
 
         set_hf_deepspeed_config(config)
+
+
+def normalization_layers() -> list[type]:
+    """The normalization layers that models of transformers have registered (until v4.57), and torch's."""
+    module = sys.modules.get("transformers.pytorch_utils")
+    return list(getattr(module, "ALL_LAYERNORM_LAYERS", [torch.nn.LayerNorm]))
 
 
 def is_causal_lm(model: Any) -> bool:
@@ -93,17 +101,6 @@ def shard_of(dataset: Any, rank: int, processes: int) -> Any | None:
     return dataset.shard(num_shards=processes, index=rank)
 
 
-def wrong_accelerate_state(device: Any) -> str | None:
-    """What keeps a run on `device` from taking over the state that accelerate has been set up with, if anything."""
-    library = sys.modules.get("accelerate.state")
-    if library is None or not library.PartialState._shared_state:
-        return "accelerate has no state yet; make an Accelerator or PartialState before TrainingArguments."
-    found = library.PartialState().device
-    if found.type != device.type:
-        return f"accelerate's state is on {found}, and the run would be on {device}; set use_cpu to match."
-    return None
-
-
 def pads(processing_class: Any) -> bool:
     """Whether `processing_class` pads batches: a tokenizer, or a feature extractor for sequences."""
     return _is_tokenizer(processing_class) or _is_instance(
@@ -139,9 +136,11 @@ def xla_in_use() -> Any | None:
     return xla_model
 
 
-def set_verbosity(level: int) -> None:
-    """Set the level of transformers' messages, if it is there."""
-    if "transformers" in sys.modules:
-        from transformers.utils import logging
+def set_verbosity(level: int) -> bool:
+    """Set the level of transformers' messages, if it is loaded; returns whether it is."""
+    if "transformers" not in sys.modules:
+        return False
+    from transformers.utils import logging
 
-        logging.set_verbosity(level)
+    logging.set_verbosity(level)
+    return True

@@ -7,6 +7,8 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
+from hftrainer import swap
+from hftrainer.behaviours import of_arguments
 from hftrainer.trainer_callback import BARS, TrainerCallback, is_kind
 from hftrainer.trainer_utils import has_length
 
@@ -32,6 +34,9 @@ def own_progress(args: TrainingArguments, callbacks: list[Any]) -> type[TrainerC
         return None if any(is_kind(callback, "PrinterCallback") for callback in callbacks) else PrinterCallback
     if any(is_kind(callback, *BARS) for callback in callbacks):
         return None
+    bar = swap.rebound("transformers.trainer", "DEFAULT_PROGRESS_CALLBACK", ProgressCallback)
+    if bar is not ProgressCallback:
+        return bar
     if in_notebook():
         from hftrainer.notebook import NotebookProgressCallback
 
@@ -82,19 +87,22 @@ class ProgressCallback(TrainerCallback):
         """Close the evaluation bar."""
         self._close_prediction_bar()
 
-    def on_predict(self, args, state, control, metrics, **kwargs):
+    def on_predict(self, args, state, control, metrics=None, **kwargs):
         """Close the evaluation bar."""
         self._close_prediction_bar()
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         """Write the log line above the bar."""
         if self.training_bar is not None:
-            self.training_bar.write(str({name: self._shown(value) for name, value in _without_flos(logs).items()}))
+            shown = {name: self._shortened(value) for name, value in _shown(logs, args).items()}
+            if not of_arguments(args).prints_four_digits and "epoch" in shown:
+                shown["epoch"] = round(shown["epoch"], 2)
+            self.training_bar.write(str(shown))
 
-    def _shown(self, value: Any) -> Any:
+    def _shortened(self, value: Any) -> Any:
         if isinstance(value, str) and len(value) > self.max_str_len:
             return f"[{len(value)} characters, more than max_str_len={self.max_str_len}]"
-        return f"{value:.4g}" if isinstance(value, float) else value
+        return value
 
     def on_train_end(self, args, state, control, **kwargs):
         """Close the bar."""
@@ -109,12 +117,15 @@ class PrinterCallback(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         """Print the line."""
         if state.is_local_process_zero:
-            shown = _without_flos(logs).items()
-            print({name: f"{value:.4g}" if isinstance(value, float) else value for name, value in shown})
+            print(_shown(logs, args))
 
 
-def _without_flos(logs: dict[str, Any] | None) -> dict[str, Any]:
-    return {name: value for name, value in (logs or {}).items() if name != "total_flos"}
+def _shown(logs: dict[str, Any] | None, args: TrainingArguments) -> dict[str, Any]:
+    """A log line as it is printed: without the operations, and with short numbers where the release has them."""
+    shown = {name: value for name, value in (logs or {}).items() if name != "total_flos"}
+    if not of_arguments(args).prints_four_digits:
+        return shown
+    return {name: f"{value:.4g}" if isinstance(value, float) else value for name, value in shown.items()}
 
 
 def _bar(**kwargs: Any) -> Any:

@@ -7,6 +7,8 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from hftrainer.errors import MetricNotFound
+from hftrainer.trainer_callback import evaluation_key
 from hftrainer.trainer_utils import is_measured
 
 
@@ -71,3 +73,18 @@ def _plain(value: Any) -> Any:
     if not hasattr(value, "tolist"):
         raise TypeError(f"save_metrics: {value!r} is no number or text, nor a list or dict of them.")
     return value.tolist()
+
+
+def metric_named(metrics: Mapping[str, float], name: str) -> float:
+    """The metric that an argument names.
+
+    Raises:
+        MetricNotFound: when evaluation returns no such metric, naming those that it does.
+    """
+    key = evaluation_key(name)
+    if key not in metrics:
+        raise MetricNotFound(
+            f"metric_for_best_model={name!r}: evaluation returns no {key!r}, only "
+            f"{', '.join(comparable_names(metrics))}."
+        )
+    return metrics[key]

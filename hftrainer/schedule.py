@@ -6,7 +6,7 @@ import itertools
 import math
 import sys
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hftrainer.errors import InvalidArgument
 from hftrainer.training_args import TrainingArguments
@@ -34,6 +34,57 @@ class TrainingSchedule(NamedTuple):
     max_steps: int
 
 
+class EarlierSchedule(NamedTuple):
+    """The lengths of a run, in the order in which `set_initial_training_values` of v4.49 to v5.2 returns them.
+
+    Attributes:
+        num_train_epochs, num_update_steps_per_epoch, num_examples, num_train_samples, max_steps: as in v5.
+        epoch_based: whether `num_train_epochs` says how long the run is.
+        len_dataloader: micro-batches in one pass of this process; None when the loader has no length.
+    """
+
+    num_train_epochs: int
+    num_update_steps_per_epoch: int
+    num_examples: int
+    num_train_samples: float
+    epoch_based: bool
+    len_dataloader: int | None
+    max_steps: int
+
+    @classmethod
+    def of(cls, schedule: TrainingSchedule, *, epoch_based: bool, sized: bool) -> EarlierSchedule:
+        """The same lengths in the earlier order."""
+        values = schedule._asdict()
+        del values["total_train_batch_size"], values["steps_in_epoch"]
+        return cls(epoch_based=epoch_based, len_dataloader=schedule.steps_in_epoch if sized else None, **values)
+
+
+def read_schedule(values: Any, args: TrainingArguments, *, total_train_batch_size: int) -> TrainingSchedule:
+    """The lengths of a run, from what `set_initial_training_values` of a subclass for any release returns.
+
+    Args:
+        values: seven values; the fifth is a bool until v5.2.
+        args: the training arguments.
+        total_train_batch_size: samples per optimizer step over all processes.
+
+    Raises:
+        InvalidArgument: for another number of values.
+    """
+    values = tuple(values)
+    if len(values) != len(TrainingSchedule._fields):
+        raise InvalidArgument(
+            f"set_initial_training_values returned {len(values)} values: it must return "
+            f"{', '.join(TrainingSchedule._fields)}."
+        )
+    if not isinstance(values[4], bool):
+        return TrainingSchedule(*values)
+    earlier = EarlierSchedule(*values)
+    steps = earlier.len_dataloader
+    if steps is None:
+        steps = earlier.max_steps * args.gradient_accumulation_steps
+    return TrainingSchedule(*earlier[:4], total_train_batch_size, steps, earlier.max_steps)
+
+
 #: Epoch → micro-batches per optimizer step in it.
 Accumulation = Callable[[int], int]
 
@@ -49,26 +100,29 @@ def place_of(global_step: int, micro_batches: int, accumulation_at: Accumulation
     raise AssertionError("unreachable")
 
 
-def _epochs_for(steps: int, micro_batches: int, accumulation_at: Accumulation) -> int:
+def _epochs_for(steps: int, steps_at: Callable[[int], int]) -> int:
     """Epochs that a number of optimizer steps needs, the last possibly cut short."""
-    epochs, position = place_of(steps, micro_batches, accumulation_at)
-    return epochs + (position > 0)
+    for epoch in itertools.count():
+        if steps <= 0:
+            return epoch
+        steps -= steps_at(epoch)
+    raise AssertionError("unreachable")
 
 
-def _steps_in(epochs: float, micro_batches: int, accumulation_at: Accumulation) -> int:
+def _steps_in(epochs: float, steps_at: Callable[[int], int]) -> int:
     """Optimizer steps in a number of epochs, the last possibly a part of one."""
     whole = int(epochs)
-    steps = sum(math.ceil(micro_batches / accumulation_at(epoch)) for epoch in range(whole))
-    return math.ceil(steps + (epochs - whole) * math.ceil(micro_batches / accumulation_at(whole)))
+    return math.ceil(sum(map(steps_at, range(whole))) + (epochs - whole) * steps_at(whole))
 
 
 def plan_schedule(
     args: TrainingArguments,
     micro_batches: int | None,
     num_examples: int | None,
-    batch_size: int,
+    total_batch_size: int,
     accumulation_at: Accumulation,
-    processes: int,
+    *,
+    counts_last_window: bool = True,
 ) -> TrainingSchedule:
     """Work out the lengths of a run.
 
@@ -76,15 +130,14 @@ def plan_schedule(
         args: the training arguments.
         micro_batches: length of the loader, or None when it has none.
         num_examples: samples behind the loader, when it has a length.
-        batch_size: samples in a micro-batch of one process.
+        total_batch_size: samples of an optimizer step, over all processes.
         accumulation_at: epoch → micro-batches per optimizer step in it.
-        processes: those with batches of their own.
+        counts_last_window: whether a last window of fewer micro-batches counts as an optimizer step (since v4.52).
 
     Raises:
         InvalidArgument: when nothing tells how long training is, or when there is no data.
     """
     accumulation = accumulation_at(0)
-    total_batch_size = batch_size * accumulation * processes
     if micro_batches == 0:
         raise InvalidArgument(
             "The training data holds not one batch: the dataset is empty, or smaller than a batch and "
@@ -100,13 +153,18 @@ def plan_schedule(
         micro = args.max_steps * accumulation
         return TrainingSchedule(sys.maxsize, args.max_steps, samples, samples, total_batch_size, micro, args.max_steps)
     assert num_examples is not None
-    per_epoch = math.ceil(micro_batches / accumulation)
+
+    def steps_at(epoch: int) -> int:
+        windows = micro_batches / accumulation_at(epoch)
+        return math.ceil(windows) if counts_last_window else max(1, math.floor(windows))
+
+    per_epoch = steps_at(0)
     if args.max_steps > 0:
-        steps, epochs = args.max_steps, _epochs_for(args.max_steps, micro_batches, accumulation_at)
+        steps, epochs = args.max_steps, _epochs_for(args.max_steps, steps_at)
         samples = steps * total_batch_size
     else:
         epochs = math.ceil(args.num_train_epochs)
-        steps = _steps_in(args.num_train_epochs, micro_batches, accumulation_at)
+        steps = _steps_in(args.num_train_epochs, steps_at)
         if args.max_steps == 0:  # as in transformers: training stops after the step that finds it is enough
             steps = 0
         samples = num_examples * args.num_train_epochs  # type: ignore[assignment]

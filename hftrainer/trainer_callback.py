@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from hftrainer.behaviours import of_arguments
+from hftrainer.errors import MissingFollowedMetric, NotACallback
 from hftrainer.trainer_utils import IntervalStrategy, SaveStrategy
 
 if TYPE_CHECKING:
@@ -64,7 +66,7 @@ class TrainerState:
         stateful_callbacks: states of the callbacks that export one, by class name.
     """
 
-    epoch: float = 0
+    epoch: float | None = 0
     global_step: int = 0
     max_steps: int = 0
     logging_steps: float = 500
@@ -111,6 +113,34 @@ class TrainerState:
             if steps is not None:
                 setattr(self, name, math.ceil(max_steps * steps) if steps < 1 else steps)
 
+    def init_training_references(self, trainer: Any, max_steps: int, num_train_epochs: int, trial: Any) -> None:
+        """Take over how long a run is, which process this is, and the hyperparameter trial (since v4.52).
+
+        Args:
+            trainer: whose run it is.
+            max_steps: optimizer steps of the run.
+            num_train_epochs: passes over the data that it begins.
+            trial: the trial, or None.
+        """
+        from hftrainer.hyperparameter_search import hyperparameters
+
+        self.max_steps = max_steps
+        self.num_train_epochs = num_train_epochs
+        self.is_local_process_zero = trainer.is_local_process_zero()
+        self.is_world_process_zero = trainer.is_world_process_zero()
+        self.trial_params = None if trial is None else dict(hyperparameters(trial))
+        if trial is not None and trainer.hp_name is not None:
+            self.trial_name = trainer.hp_name(trial)
+
+
+def drop_from_json(path: str, name: str) -> None:
+    """Take a value out of a JSON file that holds an object."""
+    with open(path, encoding="utf-8") as file:
+        values = json.load(file)
+    values.pop(name, None)
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(json.dumps(values, indent=2, sort_keys=True) + "\n")
+
 
 def export_states(callbacks: Sequence[Any]) -> dict[str, Any]:
     """States of the callbacks by class name; several of one class become a list."""
@@ -146,6 +176,18 @@ class TrainerControl(ExportableState):
     should_save: bool = False
     should_evaluate: bool = False
     should_log: bool = False
+
+    def _new_training(self) -> None:
+        """Clear what holds for a whole run. This and the next two are for loops of scripts, as in transformers."""
+        self.should_training_stop = False
+
+    def _new_epoch(self) -> None:
+        """Clear what holds for an epoch."""
+        self.should_epoch_stop = False
+
+    def _new_step(self) -> None:
+        """Clear what holds for an optimizer step."""
+        self.should_save = self.should_evaluate = self.should_log = False
 
     def state(self) -> dict[str, Any]:
         """The switches as they stand."""
@@ -260,16 +302,6 @@ def make_callback(callback: Any) -> Any:
 class CallbackHandler(TrainerCallback):
     """The callbacks of one Trainer, called in the order in which they were added."""
 
-    #: Switches that an event clears before it is announced.
-    CLEARS = {
-        "on_train_begin": ("should_training_stop",),
-        "on_epoch_begin": ("should_epoch_stop",),
-        "on_step_begin": ("should_log", "should_evaluate", "should_save"),
-        "on_evaluate": ("should_evaluate",),
-        "on_save": ("should_save",),
-        "on_log": ("should_log",),
-    }
-
     def __init__(self, callbacks, model, processing_class, optimizer, lr_scheduler):
         self.callbacks: list[Any] = []
         for callback in callbacks:
@@ -283,11 +315,14 @@ class CallbackHandler(TrainerCallback):
         if not any(isinstance(callback, DefaultFlowCallback) for callback in self.callbacks):
             logger.warning("Without DefaultFlowCallback nothing will be logged, evaluated or saved by itself.")
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "train_dataloader": None, "eval_dataloader": None}  # of a run, with its worker processes
+
     def add_callback(self, callback: Any) -> None:
         """Add a callback, given as a class or as an instance. A progress bar takes the place of the one that was there.
 
         Raises:
-            TypeError: for something that handles none of the events.
+            NotACallback: for something that handles none of the events.
         """
         kind = callback if isinstance(callback, type) else type(callback)
         if issubclass(kind, nn.Module):  # Lightning's have hooks of the same names
@@ -299,7 +334,7 @@ class CallbackHandler(TrainerCallback):
             )
         if not any(callable(getattr(callback, event, None)) for event in EVENTS):
             given = f"{reprlib.repr(callback)} ({type(callback).__name__})"
-            raise TypeError(f"callbacks: {given} is no callback: it handles none of the events")
+            raise NotACallback(f"callbacks: {given} is no callback: it handles none of the events")
         instance = make_callback(callback)
         if is_kind(instance, *BARS):
             self.drop_bars()
@@ -330,8 +365,6 @@ class CallbackHandler(TrainerCallback):
         self, event: str, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
         """Announce an event to every callback; returns the control object that the last of them left."""
-        for switch in self.CLEARS.get(event, ()):
-            setattr(control, switch, False)
         for callback in self.callbacks:
             handler = getattr(callback, event, None)
             if handler is None or getattr(handler, "__func__", None) is _NOTHING[event]:
@@ -341,7 +374,7 @@ class CallbackHandler(TrainerCallback):
                 state,
                 control,
                 model=self.model,
-                processing_class=self.processing_class,
+                **_by_its_names(handler, self.processing_class),
                 optimizer=self.optimizer,
                 lr_scheduler=self.lr_scheduler,
                 train_dataloader=self.train_dataloader,
@@ -352,29 +385,72 @@ class CallbackHandler(TrainerCallback):
                 control = result
         return control
 
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        """Announce a log line, which is due no more."""
+        control.should_log = False
+        return self.call_event("on_log", args, state, control, logs=logs, **kwargs)
+
+    def on_evaluate(self, args, state, control, metrics=None, **kwargs):
+        """Announce an evaluation, which is due no more."""
+        control.should_evaluate = False
+        return self.call_event("on_evaluate", args, state, control, metrics=metrics, **kwargs)
+
+    def on_predict(self, args, state, control, metrics=None, **kwargs):
+        """Announce a prediction."""
+        return self.call_event("on_predict", args, state, control, metrics=metrics, **kwargs)
+
+
+def _by_its_names(handler: Any, processing_class: Any) -> dict[str, Any]:
+    """The processing class by its name, and by that of before v4.46, `tokenizer`, for a handler that asks for it.
+
+    Others must not get it: it would be one keyword more than transformers gives, and than they may take.
+    """
+    given = {"processing_class": processing_class}
+    return {**given, "tokenizer": processing_class} if _names_tokenizer(handler) else given
+
+
+def _names_tokenizer(handler: Any) -> bool:
+    """Whether a handler has a parameter `tokenizer`, or looks it up in its keywords: `kwargs["tokenizer"]`."""
+    code = getattr(inspect.unwrap(getattr(handler, "__func__", handler)), "__code__", None)
+    if code is None:  # a function of C, or an object that is called
+        return False
+    parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    return "tokenizer" in parameters or bool(code.co_flags & inspect.CO_VARKEYWORDS and "tokenizer" in code.co_consts)
+
 
 def _announcer(event: str):
-    def announce(self, args, state, control, *positional, **kwargs):
-        if positional:  # the handler's own signature gives the payload by position
-            kwargs[PAYLOAD[event]] = positional[0]
+    clears = CLEARS.get(event, ())
+
+    def announce(self, args, state, control, **kwargs):
+        for switch in clears:
+            setattr(control, switch, False)
         return self.call_event(event, args, state, control, **kwargs)
 
     announce.__name__ = event
+    announce.__qualname__ = f"CallbackHandler.{event}"
+    announce.__doc__ = f"Announce {event}."
     return announce
 
 
 #: The callbacks that show a bar. One is enough.
 BARS = ("ProgressCallback", "NotebookProgressCallback")
 EVENTS = tuple(name for name in vars(TrainerCallback) if name.startswith("on_"))
-PAYLOAD = {"on_log": "logs", "on_evaluate": "metrics", "on_predict": "metrics"}
+#: Switches that an event clears before it is announced.
+CLEARS = {
+    "on_train_begin": ("should_training_stop",),
+    "on_epoch_begin": ("should_epoch_stop",),
+    "on_step_begin": ("should_log", "should_evaluate", "should_save"),
+    "on_save": ("should_save",),
+}
 #: The base class's empty handlers: a callback that inherits one is not called, which saves a few µs a step.
 _NOTHING = {event: getattr(TrainerCallback, event) for event in EVENTS}
 for _event in EVENTS:
-    setattr(CallbackHandler, _event, _announcer(_event))
+    if _event not in vars(CallbackHandler):
+        setattr(CallbackHandler, _event, _announcer(_event))
 
 
 class DefaultFlowCallback(TrainerCallback):
-    """Logs, evaluates, saves and stops as the arguments say."""
+    """Logs, evaluates, saves and stops as the arguments say, in the way of the release that they follow."""
 
     def on_step_end(self, args, state, control, **kwargs):
         """Decide what is due at this optimizer step."""
@@ -388,9 +464,11 @@ class DefaultFlowCallback(TrainerCallback):
             control.should_save = True
         if step >= state.max_steps:
             control.should_training_stop = True
-            if evaluates:  # the last step is evaluated and saved even off the beat (since v4.47)
+            follows = of_arguments(args)
+            if evaluates and follows.evaluates_at_last_step:
                 control.should_evaluate = True
-            if args.save_strategy == SaveStrategy.STEPS:
+            by_epochs = args.save_strategy == SaveStrategy.EPOCH and not follows.saves_last_step_by_steps
+            if args.save_strategy == SaveStrategy.STEPS or by_epochs:  # even off the beat (since v4.47)
                 control.should_save = True
         return control
 
@@ -403,6 +481,10 @@ class DefaultFlowCallback(TrainerCallback):
         if args.save_strategy == SaveStrategy.EPOCH:
             control.should_save = True
         return control
+
+
+#: What every Trainer begins with. A script may change the list, or put another under `transformers.trainer`.
+DEFAULT_CALLBACKS: list[Any] = [DefaultFlowCallback]
 
 
 def _due(strategy: IntervalStrategy | SaveStrategy, step: int, interval: float) -> bool:
@@ -426,27 +508,31 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
         """Check that there will be a metric to follow.
 
         Raises:
-            ValueError: without `metric_for_best_model`, or without evaluation.
+            MissingFollowedMetric: without `metric_for_best_model`, or without evaluation.
         """
         if args.metric_for_best_model is None:
-            raise ValueError("EarlyStoppingCallback needs metric_for_best_model, the metric that it follows.")
+            raise MissingFollowedMetric("EarlyStoppingCallback follows metric_for_best_model: name a metric there.")
         if args.eval_strategy == IntervalStrategy.NO:
-            raise ValueError("EarlyStoppingCallback needs evaluation during training: set eval_strategy.")
+            raise MissingFollowedMetric("EarlyStoppingCallback needs evaluation during training: set eval_strategy.")
         if not args.load_best_model_at_end:
             logger.warning(
                 "EarlyStoppingCallback without load_best_model_at_end: the last model is kept, not the best."
             )
 
+    def check_metric_value(self, args, state, control, metric_value):
+        """Count an evaluation without improvement, or begin to count again. Override it for another rule."""
+        if self._improves(args, state, metric_value):
+            self.early_stopping_patience_counter = 0
+        else:
+            self.early_stopping_patience_counter += 1
+
     def on_evaluate(self, args, state, control, metrics=None, **kwargs):
-        """Count the evaluations without improvement."""
+        """Count the evaluations without improvement, and stop when there were too many."""
         value = (metrics or {}).get(evaluation_key(args.metric_for_best_model))
         if value is None:
             logger.warning("Early stopping found no %s among %s.", args.metric_for_best_model, sorted(metrics or {}))
             return
-        if self._improves(args, state, value):
-            self.early_stopping_patience_counter = 0
-        else:
-            self.early_stopping_patience_counter += 1
+        self.check_metric_value(args, state, control, value)
         if self.early_stopping_patience_counter >= self.early_stopping_patience:
             control.should_training_stop = True
 

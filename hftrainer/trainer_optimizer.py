@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,9 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from hftrainer import low_rank
+from hftrainer import low_rank, peers, swap
 from hftrainer.adafactor import Adafactor
 from hftrainer.adamw_hf import AdamW
+from hftrainer.behaviours import Behaviours
 from hftrainer.errors import InvalidArgument, MissingPackage
 from hftrainer.trainer_pt_utils import get_parameter_names
 from hftrainer.trainer_utils import OptimizerNames
@@ -38,9 +40,14 @@ INSTALL = {
 _TRUE, _FALSE = ("true", "1", "yes", "y", "on"), ("false", "0", "no", "n", "off")
 
 
-def decay_parameter_names(model: nn.Module) -> list[str]:
-    """Names of the parameters that weight decay applies to."""
-    return get_parameter_names(model, [nn.LayerNorm], NO_DECAY)
+def decay_parameter_names(model: nn.Module, follows: Behaviours) -> list[str]:
+    """Names of the parameters that weight decay applies to, in the followed release of transformers."""
+    if follows.decays_by_name:
+        return get_parameter_names(model, [nn.LayerNorm], NO_DECAY)
+    layers = peers.normalization_layers()
+    if follows.leaves_named_norms_undecayed:
+        return get_parameter_names(model, layers, ["bias", "layernorm", "rmsnorm"])
+    return [name for name in get_parameter_names(model, layers) if "bias" not in name]
 
 
 def parameter_groups(model: nn.Module, decayed: list[str], weight_decay: float) -> list[dict[str, Any]]:
@@ -149,12 +156,19 @@ def _adamw_torch_fused(request: Request) -> Made:
     return torch.optim.AdamW, {**request.adam, "fused": True}
 
 
+def _of_transformers(name: str, ours: type) -> type:
+    """The class of the installed transformers under `install()`, which scripts compare with; both compute the same."""
+    if swap.is_installed() and "transformers" in sys.modules:
+        importlib.import_module("transformers.optimization")
+    return swap.rebound("transformers.optimization", name, ours)
+
+
 def _adamw_hf(request: Request) -> Made:
-    return AdamW, request.adam
+    return _of_transformers("AdamW", AdamW), request.adam
 
 
 def _adafactor(request: Request) -> Made:
-    return Adafactor, {**request.lr, "scale_parameter": False, "relative_step": False}
+    return _of_transformers("Adafactor", Adafactor), {**request.lr, "scale_parameter": False, "relative_step": False}
 
 
 def _sgd(request: Request) -> Made:

@@ -12,16 +12,23 @@ import numpy as np
 import torch
 from torch import nn
 
+from hftrainer.arguments.accelerator_config import AcceleratorConfig as AcceleratorConfig
+
 
 def nested_apply(function: Callable[[Any], Any], data: Any) -> Any:
     """Apply `function` to every leaf of nested mappings, lists and tuples."""
-    if isinstance(data, Mapping):
-        return type(data)({key: nested_apply(function, value) for key, value in data.items()})  # type: ignore[call-arg]
-    if isinstance(data, tuple) and hasattr(data, "_fields"):
-        return type(data)(*(nested_apply(function, value) for value in data))
-    if isinstance(data, (list, tuple)):
-        return type(data)(nested_apply(function, value) for value in data)
+    if isinstance(data, (Mapping, list, tuple)):
+        return rebuilt(data, lambda value: nested_apply(function, value))
     return function(data)
+
+
+def rebuilt(container: Any, part: Callable[[Any], Any]) -> Any:
+    """A mapping, list or tuple of the same kind, of what `part` makes of each value."""
+    if isinstance(container, Mapping):
+        return type(container)({key: part(value) for key, value in container.items()})  # type: ignore[call-arg]
+    if hasattr(container, "_fields"):  # a named tuple
+        return type(container)(*(part(value) for value in container))
+    return type(container)(part(value) for value in container)
 
 
 def nested_detach(tensors: Any) -> Any:

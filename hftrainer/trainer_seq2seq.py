@@ -10,11 +10,14 @@ import torch
 from torch import nn
 
 from hftrainer.errors import InvalidArgument
+from hftrainer.evaluation import gathering
 from hftrainer.loss import first_output
+from hftrainer.overrides import recorded
 from hftrainer.trainer import Trainer
 from hftrainer.trainer_utils import PredictionOutput
 
 
+@recorded
 class Seq2SeqTrainer(Trainer):
     """A `Trainer` that can predict with `model.generate`; takes `Seq2SeqTrainingArguments`.
 
@@ -22,9 +25,6 @@ class Seq2SeqTrainer(Trainer):
         args: the settings. `generation_config` replaces the model's generation config.
         kwargs: everything else, as for `Trainer`.
     """
-
-    # Generated sequences are never dropped; the loss of a ragged last batch counts as a full one, as in transformers.
-    counts_last_batch_by_size = False
 
     def __init__(self, model: nn.Module | None = None, args: Any = None, *positional: Any, **kwargs: Any) -> None:
         super().__init__(model, args, *positional, **kwargs)
@@ -62,7 +62,8 @@ class Seq2SeqTrainer(Trainer):
         **gen_kwargs: Any,
     ) -> dict[str, float]:
         """Evaluate as `Trainer.evaluate`; further keywords go to `model.generate`."""
-        self._gen_kwargs = self._with_arguments(gen_kwargs)
+        self.gather_function = gathering.of_all(self.accelerator, self.args)  # a last batch counts as a full one
+        self._gen_kwargs = _with_arguments(gen_kwargs, self.args)
         return super().evaluate(eval_dataset, ignore_keys=ignore_keys, metric_key_prefix=metric_key_prefix)
 
     def predict(
@@ -73,21 +74,9 @@ class Seq2SeqTrainer(Trainer):
         **gen_kwargs: Any,
     ) -> PredictionOutput:
         """Predict as `Trainer.predict`; further keywords go to `model.generate`."""
-        self._gen_kwargs = self._with_arguments(gen_kwargs)
+        self.gather_function = gathering.of_all(self.accelerator, self.args)
+        self._gen_kwargs = _with_arguments(gen_kwargs, self.args)
         return super().predict(test_dataset, ignore_keys=ignore_keys, metric_key_prefix=metric_key_prefix)
-
-    def _with_arguments(self, gen_kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The keywords of `generate`, completed by the training arguments."""
-        completed = dict(gen_kwargs)
-        unlimited = completed.get("max_length") is None and completed.get("max_new_tokens") is None
-        if unlimited and self.args.generation_max_length is not None:  # type: ignore[attr-defined]
-            completed["max_length"] = self.args.generation_max_length  # type: ignore[attr-defined]
-        if completed.get("num_beams") is None and self.args.generation_num_beams is not None:  # type: ignore[attr-defined]
-            completed["num_beams"] = self.args.generation_num_beams  # type: ignore[attr-defined]
-        return completed
-
-    def _groups_training_by_length(self) -> bool:
-        return self.args.sortish_sampler or super()._groups_training_by_length()  # type: ignore[attr-defined]
 
     def prediction_step(
         self,
@@ -101,7 +90,7 @@ class Seq2SeqTrainer(Trainer):
         if not self.args.predict_with_generate or prediction_loss_only:  # type: ignore[attr-defined]
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         inputs = self._prepare_inputs(inputs)
-        tokens, length = self._generate(inputs, gen_kwargs or self._gen_kwargs)
+        tokens, length = _generate(self, inputs, gen_kwargs or self._gen_kwargs)
         labels, loss = inputs.get("labels"), None
         if labels is not None:
             with torch.no_grad(), self.compute_loss_context_manager():
@@ -111,32 +100,7 @@ class Seq2SeqTrainer(Trainer):
             loss = loss.detach().mean()
         if self.args.prediction_loss_only:
             return loss, None, None
-        return loss, self._pad(tokens, length), None if labels is None else self._pad(labels, length)
-
-    def _generate(self, inputs: dict[str, Any], gen_kwargs: dict[str, Any]) -> tuple[torch.Tensor, int]:
-        """The generated tokens, and the length that sequences are padded to."""
-        model: Any = self._bare_model
-        wanted = {name: value for name, value in gen_kwargs.items() if value is not None or name not in _OPTIONAL}
-        # Processes with a part of the model each need one another until the longest sequence is through.
-        wanted.setdefault("synced_gpus", self.is_fsdp_enabled)
-        made_of_labels = (
-            "labels" in inputs
-            and "decoder_input_ids" in inputs
-            and inputs["labels"].shape == inputs["decoder_input_ids"].shape
-        )
-        hidden = ("decoder_input_ids", "decoder_attention_mask") if made_of_labels else ()
-        with self._engine.whole_parameters():
-            tokens = model.generate(**{name: value for name, value in inputs.items() if name not in hidden}, **wanted)
-        config = model.generation_config
-        config._from_model_config = False  # or each batch would build the config anew
-        if hasattr(config, "_get_default_generation_params"):  # v5 keeps the defaults elsewhere until they are needed
-            config.update(**config._get_default_generation_params(), defaults_only=True)
-        if tokens.shape[-1] < config.max_length or config.max_new_tokens is None:
-            return tokens, config.max_length
-        return tokens, config.max_new_tokens + 1
-
-    def _pad(self, tokens: torch.Tensor, length: int) -> torch.Tensor:
-        return self._pad_tensors_to_max_len(tokens, length) if tokens.shape[-1] < length else tokens
+        return loss, _pad(self, tokens, length), None if labels is None else _pad(self, labels, length)
 
     def _pad_tensors_to_max_len(self, tensor: torch.Tensor, max_length: int) -> torch.Tensor:
         """`(batch, length)` tokens, padded on the right to `(batch, max_length)`.
@@ -156,3 +120,41 @@ class Seq2SeqTrainer(Trainer):
 
 #: Keywords of `generate` for which None means: as the model's config says.
 _OPTIONAL = ("num_beams", "max_length")
+
+
+def _with_arguments(gen_kwargs: dict[str, Any], args: Any) -> dict[str, Any]:
+    """The keywords of `generate`, completed by the training arguments."""
+    completed = dict(gen_kwargs)
+    unlimited = completed.get("max_length") is None and completed.get("max_new_tokens") is None
+    if unlimited and args.generation_max_length is not None:
+        completed["max_length"] = args.generation_max_length
+    if completed.get("num_beams") is None and args.generation_num_beams is not None:
+        completed["num_beams"] = args.generation_num_beams
+    return completed
+
+
+def _generate(trainer: Seq2SeqTrainer, inputs: dict[str, Any], gen_kwargs: dict[str, Any]) -> tuple[torch.Tensor, int]:
+    """The generated tokens, and the length that sequences are padded to."""
+    model: Any = trainer._hftrainer.run.bare_model
+    wanted = {name: value for name, value in gen_kwargs.items() if value is not None or name not in _OPTIONAL}
+    # Processes with a part of the model each need one another until the longest sequence is through.
+    wanted.setdefault("synced_gpus", trainer.is_fsdp_enabled)
+    made_of_labels = (
+        "labels" in inputs
+        and "decoder_input_ids" in inputs
+        and inputs["labels"].shape == inputs["decoder_input_ids"].shape
+    )
+    hidden = ("decoder_input_ids", "decoder_attention_mask") if made_of_labels else ()
+    with trainer._hftrainer.engine.whole_parameters():
+        tokens = model.generate(**{name: value for name, value in inputs.items() if name not in hidden}, **wanted)
+    config = model.generation_config
+    config._from_model_config = False  # or each batch would build the config anew
+    if hasattr(config, "_get_default_generation_params"):  # v5 keeps the defaults elsewhere until they are needed
+        config.update(**config._get_default_generation_params(), defaults_only=True)
+    if tokens.shape[-1] < config.max_length or config.max_new_tokens is None:
+        return tokens, config.max_length
+    return tokens, config.max_new_tokens + 1
+
+
+def _pad(trainer: Seq2SeqTrainer, tokens: torch.Tensor, length: int) -> torch.Tensor:
+    return trainer._pad_tensors_to_max_len(tokens, length) if tokens.shape[-1] < length else tokens

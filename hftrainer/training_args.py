@@ -1,4 +1,8 @@
-"""`TrainingArguments`: plain data. Constructing it validates, and touches nothing outside itself."""
+"""`TrainingArguments`: plain data.
+
+Constructing it validates. Outside itself it touches the states of DeepSpeed and accelerate, where there are such; and
+processes that a launcher has started meet, as scripts rely on it that call `torch.distributed` before the Trainer.
+"""
 
 from __future__ import annotations
 
@@ -7,25 +11,28 @@ import copy
 import dataclasses
 import datetime
 import difflib
-import enum
+import inspect
 import json
 import logging
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hftrainer import accelerate_state, devices
 from hftrainer import arguments as groups
-from hftrainer import devices
 from hftrainer.arguments import legacy
-from hftrainer.arguments._field import arg
+from hftrainer.arguments.accelerator_config import as_object
+from hftrainer.arguments.logging import LOG_LEVELS
 from hftrainer.arguments.releases import annotate
+from hftrainer.arguments.serialization import as_json, plain_field
 from hftrainer.arguments.setters import ChainingSetters
-from hftrainer.arguments.validation import LOG_LEVELS, normalize, problems
+from hftrainer.arguments.validation import ALIASES, JSON_FIELDS, normalize, problems
 from hftrainer.deepspeed import begin as begin_deepspeed
+from hftrainer.deepspeed import plugin as deepspeed_plugin
 from hftrainer.errors import InvalidArgument, UnknownArgument, UnsupportedArgument
 from hftrainer.trainer_utils import IntervalStrategy, OptimizerNames, ParallelMode
 
@@ -52,6 +59,7 @@ class TrainingArguments(
     groups.PrecisionArguments,
     groups.OptimizerArguments,
     groups.ScheduleArguments,
+    groups.OutputArguments,
 ):
     """All settings of a training run, with the names and defaults of `transformers.TrainingArguments`.
 
@@ -63,26 +71,42 @@ class TrainingArguments(
         InvalidArgument: for values out of range or in contradiction; one error names them all.
     """
 
-    output_dir: str | None = arg(None, "Folder for checkpoints and the final model; default 'trainer_output'.")
+    #: Fields in which a JSON object may be given as text. Subclasses extend the list, by its name in transformers.
+    _VALID_DICT_FIELDS = list(JSON_FIELDS)  # without an annotation it is no field
+
+    #: The optimizer of a run that names none.
+    default_optim = groups.OptimizerArguments.__dataclass_fields__["optim"].default
 
     def __new__(cls, *args: Any, **kwargs: Any) -> TrainingArguments:
         """Check the keywords before the generated `__init__` does, to suggest the right one."""
         known = {field.name for field in dataclasses.fields(cls) if field.init}
         unknown = [name for name in kwargs if name not in known]
-        if unknown:
+        if unknown and (unknown := _not_taken(cls.__init__, unknown)):
             raise UnknownArgument("; ".join(_unknown_message(cls, name, known) for name in unknown))
         instance = super().__new__(cls)
-        vars(instance)["_copied"] = legacy.is_copy(kwargs)
+        vars(instance)["_copied"] = legacy.copied(kwargs)
         return instance
 
     def __post_init__(self) -> None:
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        legacy.translate(self, defaults, copied=vars(self).pop("_copied", False))
+        legacy.translate(self, defaults, vars(self).pop("_copied", None))
         normalize(self)
+        if self.use_cpu:
+            self.dataloader_pin_memory = False
         found = problems(self)
         if found:
             raise InvalidArgument("\n".join(found))
         self.hf_deepspeed_config = begin_deepspeed(self)
+        self._connect_launched()
+        accelerate_state.begin(self)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an argument; the names of v4 that still have a field of their own set that of today too."""
+        if name == "accelerator_config" and "_legacy_done" in vars(self):
+            value = as_object(value)
+        object.__setattr__(self, name, value)
+        if name in ALIASES and "_legacy_done" in vars(self):
+            object.__setattr__(self, ALIASES[name], value)
 
     # ---- Batch sizes -------------------------------------------------------------------------------------------
 
@@ -101,6 +125,11 @@ class TrainingArguments(
     @property
     def device(self) -> torch.device:
         """The device that this process trains on: the accelerator torch finds, unless `use_cpu`."""
+        return self._setup_devices
+
+    @property
+    def _setup_devices(self) -> torch.device:
+        """What `device` is; subclasses override it."""
         if self._on_cpu:
             return torch.device("cpu")
         from hftrainer_lightning import xla
@@ -131,14 +160,57 @@ class TrainingArguments(
         return 0 if self._on_cpu or xla.available() else devices.count(devices.found())
 
     @property
-    def _setup_devices(self) -> torch.device:
-        """Old way to ask for `device`."""
-        return self.device
-
-    @property
     def n_gpu(self) -> int:
         """GPUs that this process uses: one or none, since several mean several processes here, never DataParallel."""
-        return int(self.device.type not in ("cpu", "xla"))
+        return self._n_gpu
+
+    @property
+    def _n_gpu(self) -> int:
+        """What `n_gpu` is. Scripts set it to 1, against DataParallel."""
+        return vars(self).get("_n_gpu", int(self.device.type not in ("cpu", "xla")))
+
+    @_n_gpu.setter
+    def _n_gpu(self, count: int) -> None:
+        if count not in (0, 1):
+            raise UnsupportedArgument(f"_n_gpu={count!r}: several GPUs need a process each, by torchrun for example.")
+        vars(self)["_n_gpu"] = count
+
+    @property
+    def distributed_state(self) -> Any:
+        """Where the process stands: accelerate's `PartialState`, or an object like it where that is not installed."""
+        given = vars(self).get("_distributed_state")
+        return accelerate_state.current(self) if given is None else given
+
+    @distributed_state.setter
+    def distributed_state(self, state: Any) -> None:
+        vars(self)["_distributed_state"] = state
+
+    @property
+    def deepspeed_plugin(self) -> Any:
+        """DeepSpeed's configuration under accelerate's names; None without DeepSpeed.
+
+        Nothing is kept: `from_pretrained` partitions models as long as there is a reference to `hf_deepspeed_config`.
+        """
+        return deepspeed_plugin(self.hf_deepspeed_config)
+
+    @deepspeed_plugin.setter
+    def deepspeed_plugin(self, plugin: Any) -> None:
+        if plugin is not None or vars(self).get("hf_deepspeed_config") is not None:
+            raise UnsupportedArgument(
+                f"deepspeed_plugin={plugin!r} cannot be set: give the configuration as `deepspeed`, or leave it out."
+            )
+
+    @property
+    def mixed_precision(self) -> str:
+        """'bf16', 'fp16' or 'no': what the arguments ask for, or else the launcher, unless a script sets it."""
+        asked = "fp16" if self.fp16 else "bf16" if self.bf16 else os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+        return vars(self).get("_mixed_precision", asked)
+
+    @mixed_precision.setter
+    def mixed_precision(self, precision: str) -> None:
+        if precision not in ("no", "fp16", "bf16"):
+            raise UnsupportedArgument(f"mixed_precision={precision!r} is not supported: choose 'no', 'fp16' or 'bf16'.")
+        vars(self)["_mixed_precision"] = precision
 
     @property
     def world_size(self) -> int:
@@ -176,6 +248,21 @@ class TrainingArguments(
     def place_model_on_device(self) -> bool | None:
         """Override with False in a subclass to keep the Trainer from moving the model; None lets it decide."""
         return None
+
+    def _connect_launched(self) -> None:
+        """Let processes that torchrun or the like has started meet, as scripts rely on it once there are arguments.
+
+        What cannot work is refused when there is a Trainer; nobody waits for it here.
+        """
+        place = self._place
+        if place.world_size == 1 or "LOCAL_RANK" not in os.environ or place.self_started:
+            return
+        from hftrainer_lightning.arguments import process_group_backend, unsupported
+        from hftrainer_lightning.processes import Processes
+
+        if self.device.type == "xla" or torch.distributed.is_initialized() or unsupported(self):
+            return
+        Processes.at(place).connect(self.device, process_group_backend(self), self.ddp_timeout_delta)
 
     @contextlib.contextmanager
     def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:
@@ -234,33 +321,30 @@ class TrainingArguments(
     # ---- Serialization -----------------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON-serializable values; tokens are replaced by their name."""
-        result: dict[str, Any] = {}
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if not field.init or field.name in legacy.RENAMED or value == legacy.KEPT.get(field.name, ...):
-                continue
-            if isinstance(value, enum.Enum):
-                value = value.value
-            elif field.name == "lightning_config" and isinstance(value, dict):
-                value = {key: item if _is_plain(item) else str(item) for key, item in value.items()}
-            elif field.name == "parallelism_config" and dataclasses.is_dataclass(value):
-                value = {name: size for name, size in vars(value).items() if name.endswith("_size")}
-            elif isinstance(value, list):
-                value = [item.value if isinstance(item, enum.Enum) else item for item in value]
-            if field.name.endswith("_token"):
-                value = f"<{field.name.upper()}>"
-            result[field.name] = value
-        return result
+        """The fields, enumerations and dtypes as plain values; tokens are replaced by their name.
+
+        Arguments that `transformers` does not have, ours and older ones, are in it where they say something. A
+        subclass's fields may hold objects without a JSON form. They stay what they are.
+        """
+        own = legacy.redeclared(type(self))
+        mirrors, silent = legacy.RENAMED.keys() - own, {**_ONLY_HERE, **dict.fromkeys(own, _SHOWN)}
+        shown = [field.name for field in dataclasses.fields(self) if field.init and field.name not in mirrors]
+        values = {name: getattr(self, name) for name in shown}
+        return {
+            name: plain_field(name, value)
+            for name, value in values.items()
+            if name not in silent or value != silent[name]
+        }
 
     def to_json_string(self) -> str:
-        """The fields as an indented JSON object."""
-        return json.dumps(self.to_dict(), indent=2)
+        """The fields as an indented JSON object; what has no JSON form is written as text."""
+        return json.dumps(as_json(self.to_dict()), indent=2)
 
     def to_sanitized_dict(self) -> dict[str, Any]:
-        """The fields as numbers, booleans and strings only, as TensorBoard's hyperparameters need them."""
+        """The fields as numbers, booleans, strings and tensors only, as TensorBoard's hyperparameters need them."""
         own = {**self.to_dict(), "train_batch_size": self.train_batch_size, "eval_batch_size": self.eval_batch_size}
-        return {name: value if type(value) in (bool, int, float, str) else str(value) for name, value in own.items()}
+        plain = (bool, int, float, str, torch.Tensor)
+        return {name: value if type(value) in plain else str(value) for name, value in own.items()}
 
     def __str__(self) -> str:
         lines = "".join(f"{name}={value!r},\n" for name, value in sorted(self.to_dict().items()))
@@ -269,6 +353,13 @@ class TrainingArguments(
     __repr__ = __str__
 
 
+_SHOWN = object()
+#: Arguments that the newest transformers does not have → their defaults.
+_ONLY_HERE: dict[str, Any] = {
+    **{field.name: field.default for field in dataclasses.fields(legacy.LegacyArguments)},
+    **legacy.KEPT,
+    **{"lightning_config": None, "eval_memmap_dir": None, "save_on_interrupt": True},
+}
 for _name in legacy.RENAMED:
     setattr(TrainingArguments, _name, legacy.mirror(_name))
 annotate(TrainingArguments)
@@ -283,9 +374,12 @@ def without_tokens(args: Any) -> Any:
     return copied
 
 
-def _is_plain(value: Any) -> bool:
-    """Whether JSON can hold the value; `lightning_config` may hold plugins and profilers."""
-    return value is None or isinstance(value, (bool, int, float, str, list, dict))
+def _not_taken(initialize: Callable[..., None], names: list[str]) -> list[str]:
+    """The keywords that an `__init__` does not take: a subclass may have one of its own, and `InitVar`s."""
+    taken = inspect.signature(initialize).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values()):
+        return []
+    return [name for name in names if name not in taken]
 
 
 def _unknown_message(cls: type, name: str, known: set[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hftrainer.arguments._field import arg
@@ -22,7 +23,7 @@ class Seq2SeqTrainingArguments(TrainingArguments):
         None, "Tokens at most in a generated sequence; None asks the model's config."
     )
     generation_num_beams: int | None = arg(None, "Beams of the search; None asks the model's config.")
-    generation_config: str | Any | None = arg(
+    generation_config: str | Path | Any | None = arg(
         None, "A `GenerationConfig`, or the path or model id to load one from; replaces the model's."
     )
 

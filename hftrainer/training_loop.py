@@ -11,21 +11,20 @@ import logging
 import math
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hftrainer.arguments import legacy
 from hftrainer.checkpointing.progress import RunProgress, as_dict, position_settings
 from hftrainer.checkpointing.rng import rng_state
 from hftrainer.communication import is_of_communication
 from hftrainer.data.reading import Continuation, EpochReader
 from hftrainer.data.windows import MicroBatchFeed
-from hftrainer.errors import CheckpointNotWritten
+from hftrainer.errors import CheckpointNotWritten, InvalidArgument, UnsupportedArgument
 from hftrainer.optimization import follows_metric, keep_pace
 from hftrainer.out_of_memory import is_out_of_memory
-from hftrainer.overrides import with_accepted
+from hftrainer.overrides import call_log_save_evaluate, call_with_accepted, runs_backward, with_accepted
 from hftrainer.schedule import TrainingSchedule
 from hftrainer.search.trial_arguments import keeping_settings
 from hftrainer.step_details import StepDetails, asked_for
@@ -81,41 +80,44 @@ class TrainingLoop:
         self.grad_norm: Any = None
         self.learning_rate: float | None = None
         self.start_time = time.time()
-        self.tr_loss = torch.tensor(0.0, device=trainer.args.device)
+        trainer._tr_loss = torch.tensor(0.0, device=trainer.args.device)
         self.details = StepDetails(asked_for(trainer.callback_handler.callbacks))
-        counted = trainer.args.include_num_input_tokens_seen != "no"
-        self._counts_tokens = counted or legacy.value(trainer.args, "include_tokens_per_second")
         self._stepping = False  # the optimizer may have changed the weights, and the step is not counted yet
         self._stepped = False  # it has, and the step is not counted yet
+        self._run: Callable[[], None] | None = None
+        self._ran = False
+        self.evaluated: dict[str, float] | None = None  # the last metrics of which the best is remembered
         self.owes_evaluation = False  # one has begun, and is not complete
         self.between_steps = True  # nothing has been read or drawn for the next step
-        self.interruption = trainer._interruption
+        self.interruption = trainer._hftrainer.interruption
         self._several = trainer.args.world_size > 1
         self._agreed_signal = 0
         self._agreed_stop = False
         self._warned = False
-        self._loss_readable_at_once = self.tr_loss.device.type == "cpu"
+        device = trainer._tr_loss.device
+        self._loss_readable_at_once = device.type == "cpu"
         #: Whether a loss since the last log line was infinite; kept on the device.
-        self._infinite = torch.zeros((), dtype=torch.bool, device=self.tr_loss.device)
+        self._infinite = torch.zeros((), dtype=torch.bool, device=device)
         self.feed = MicroBatchFeed(
             schedule,
-            trainer._engine.accumulation_at(first_epoch),
+            planned=lambda: trainer._hftrainer.engine.accumulation_at(self.epoch),
+            accumulation=self._accumulation,
             open_epoch=self._open_epoch,
             get_window=self._get_window,
             on_first_window=self._restore_rng_in_epoch,
             interrupted=self._interrupted,
         )
         self.feed.position = position
+        once = trainer._hftrainer.behaviours.divides_gradients_once
+        self.backward_divisor = 1 if once else trainer.args.gradient_accumulation_steps
         # Overrides are asked once which keywords they take.
-        self._training_step = with_accepted(trainer.training_step, "num_items_in_batch")
         self._get_batch_samples = with_accepted(trainer.get_batch_samples, "device")
-        self._maybe_log_save_evaluate = with_accepted(trainer._maybe_log_save_evaluate, "start_time", "learning_rate")
 
     # ---- Training and epochs -----------------------------------------------------------------------------------
 
     def load_optimizer(self) -> None:
         """Load the state of optimizer and scheduler, into the parameter groups of the run so far."""
-        optimizer, scheduler = self.trainer._made_optimizer(), self.trainer.lr_scheduler
+        optimizer, scheduler = self.trainer._hftrainer.run.made_optimizer(), self.trainer.lr_scheduler
         keep_pace(scheduler, optimizer)
         with contextlib.nullcontext() if self.trial is None else keeping_settings(optimizer, scheduler):
             self.trainer._load_optimizer_and_scheduler(self.resume_folder)
@@ -124,7 +126,7 @@ class TrainingLoop:
         """Announce the start, and evaluate if that is asked for."""
         trainer = self.trainer
         trainer.model_wrapped.zero_grad()
-        trainer._engine.end_batch()
+        trainer._hftrainer.engine.end_batch()
         self._announce("on_train_begin")
         if trainer.args.eval_on_start:
             with self._abandoning():
@@ -152,14 +154,63 @@ class TrainingLoop:
         self._random_restored = True
         self._close_epoch()
 
+    def around_epoch(self, run: Callable[[], None]) -> None:
+        """Let `Trainer._run_epoch` run an epoch.
+
+        Args:
+            run: runs it, with Lightning's loop.
+
+        Raises:
+            UnsupportedArgument: when an override does not.
+        """
+        self._run, self._ran = run, False
+        try:
+            self.trainer._run_epoch(**self._of_epoch())
+        finally:
+            self._run = None  # which holds Lightning's trainer, and with it the optimizer
+        if not self._ran:
+            raise UnsupportedArgument(
+                "_run_epoch: Lightning's loop runs the epochs here, so an override must call super()._run_epoch(...) "
+                "with the arguments that it gets. Override training_step, get_batch_samples or compute_loss instead, "
+                "or use a callback."
+            )
+
+    def run_epoch(self, given: dict[str, Any]) -> None:
+        """Run the epoch, with the arguments that `Trainer._run_epoch` got."""
+        expected = self._of_epoch()
+        if changed := [
+            name for name, value in given.items() if not (value is expected[name] or value == expected[name])
+        ]:
+            raise UnsupportedArgument(
+                f"_run_epoch: {', '.join(changed)} cannot be changed for an epoch, since the run is planned by then: "
+                "override get_train_dataloader, set_initial_training_values or train instead."
+            )
+        assert self._run is not None
+        self._ran = True
+        self._run()
+
+    def _of_epoch(self) -> dict[str, Any]:
+        return {
+            "model": self.trainer.model_wrapped,
+            "epoch": self.epoch,
+            "train_dataloader": self.reader.loader,
+            "steps_in_epoch": self.schedule.steps_in_epoch,
+            "num_update_steps_per_epoch": self.schedule.num_update_steps_per_epoch,
+            "trial": self.trial,
+            "ignore_keys_for_eval": self.ignore_keys,
+            "start_time": self.start_time,
+            "resume_from_checkpoint": self.resume_folder,
+            "epochs_trained": self.first_epoch,
+            "steps_trained_in_current_epoch": self.position,
+        }
+
     def begin_epoch(self, epoch: int) -> None:
         """Announce an epoch, before its data is opened."""
         self.epoch = epoch
         self._epoch_ended = self._agreed_stop = False
         self.grad_norm = self.learning_rate = None
         self.feed.window = None
-        self.feed.accumulation = self.trainer._engine.accumulation_at(epoch)
-        keep_pace(self.trainer.lr_scheduler, self.trainer._made_optimizer())
+        keep_pace(self.trainer.lr_scheduler, self.trainer._hftrainer.run.made_optimizer())
         self.trainer._past = None
         self._announce("on_epoch_begin")
 
@@ -197,16 +248,26 @@ class TrainingLoop:
     def _close_epoch(self) -> None:
         self._epoch_ended = True
         self._announce("on_epoch_end")
-        self.trainer._print_xla_metrics()
+        self.trainer._hftrainer.run.print_xla_metrics()
         self._log_save_evaluate()
         self._stop_if_signalled()
 
     # ---- Micro-batches -----------------------------------------------------------------------------------------
 
+    def _accumulation(self) -> int:
+        """Micro-batches per optimizer step, by the argument as it is now or by a callback."""
+        engine, now = self.trainer._hftrainer.engine, self.trainer.args.gradient_accumulation_steps
+        if engine.deepspeed is not None and now != engine.plan.accumulate_grad_batches:
+            raise InvalidArgument(
+                f"gradient_accumulation_steps was changed to {now} in a run with deepspeed, whose configuration says "
+                f"{engine.plan.accumulate_grad_batches}: change it before the Trainer is made."
+            )
+        return engine.accumulation_at(self.epoch, now)
+
     def _get_window(self, iterator: Iterator[Any], count: int) -> tuple[list[Any], Any]:
         trainer = self.trainer
         self.between_steps = False
-        samples, num_items = self._get_batch_samples(iterator, count, device=self.tr_loss.device)
+        samples, num_items = self._get_batch_samples(iterator, count, device=trainer._tr_loss.device)
         trainer.current_gradient_accumulation_steps = len(samples)
         return samples, num_items
 
@@ -221,13 +282,20 @@ class TrainingLoop:
     def loss(self, model: torch.nn.Module, inputs: Any) -> torch.Tensor:
         """The loss to run backward from, divided as accumulation needs it."""
         assert self.feed.window is not None
-        return self.trainer._training_loss(model, inputs, self.feed.window.num_items)
+        return self.trainer._hftrainer.run.loss(model, inputs, self.feed.window.num_items)
 
     def training_step(self, model: torch.nn.Module, inputs: Any) -> torch.Tensor:
-        """A subclass's own training step, which runs backward itself."""
-        assert self.feed.window is not None
-        num_items = self.feed.window.num_items
-        return self._training_step(model, inputs, num_items_in_batch=num_items)
+        """A training step that runs backward itself; gradients are exchanged in the window's last."""
+        window, trainer = self.feed.window, self.trainer
+        assert window is not None
+        local = not window.closes and not trainer._hftrainer.accelerator_config.sync_each_batch
+        with trainer.accelerator.no_sync(model=model) if local else contextlib.nullcontext():
+            return call_with_accepted(trainer.training_step, model, inputs, num_items_in_batch=window.num_items)
+
+    @property
+    def runs_backward(self) -> bool:
+        """Whether `training_step` is to be called for the next optimizer step, rather than `loss`."""
+        return runs_backward(self.trainer)
 
     def end_micro_batch(self, loss: torch.Tensor, inputs: Any) -> None:
         """Account for a micro-batch after its backward pass."""
@@ -236,31 +304,33 @@ class TrainingLoop:
             self.details.add(loss, inputs)
         trainer = self.trainer
         trainer.current_flos += float(trainer.floating_point_ops(inputs))
-        if self._counts_tokens:
-            trainer._track_num_input_tokens(inputs)
+        trainer._track_num_input_tokens(inputs)  # asks the arguments, which a callback may have changed
 
     def _add_loss(self, loss: torch.Tensor) -> None:
-        if loss.device != self.tr_loss.device:
+        trainer = self.trainer
+        if loss.device != trainer._tr_loss.device:
             raise ValueError(
-                f"The loss is on {loss.device}, training runs on {self.tr_loss.device}: move the loss there."
+                f"The loss is on {loss.device}, training runs on {trainer._tr_loss.device}: move the loss there."
             )
-        if not self.trainer.args.logging_nan_inf_filter:
-            self.tr_loss += loss
+        if not trainer.args.logging_nan_inf_filter:
+            trainer._tr_loss += loss
             return
-        state = self.trainer.state
-        steps = 1 + state.global_step - self.trainer._globalstep_last_logged
+        state = trainer.state
+        steps = 1 + state.global_step - trainer._globalstep_last_logged
         if not self._loss_readable_at_once:  # stay on the device: reading the loss would wait for it
             finite = loss.isfinite()
             self._infinite = self._infinite | ~finite
             divisor: Any = steps
             if loss.device.type == "xla":  # 1 as a number would be compiled in, and the step once more for 2
                 divisor = torch.tensor([float(steps)], device=loss.device).reshape(())
-            self.tr_loss = torch.where(finite, self.tr_loss + loss, self.tr_loss + self.tr_loss / divisor)
+            trainer._tr_loss = torch.where(
+                finite, trainer._tr_loss + loss, trainer._tr_loss + trainer._tr_loss / divisor
+            )
         elif math.isfinite(loss):
-            self.tr_loss += loss
+            trainer._tr_loss += loss
         else:  # stand in with the mean of what has been summed
             self._warn_of_infinite_loss(f"is {loss.item()}", state.global_step + 1)
-            self.tr_loss += self.tr_loss / steps
+            trainer._tr_loss += trainer._tr_loss / steps
 
     def _warn_of_infinite_loss(self, what: str, step: int) -> None:
         """Say it once: the mean in the log leaves such losses out, so nobody would see."""
@@ -276,7 +346,7 @@ class TrainingLoop:
 
     def end_substep(self) -> None:
         """Announce a micro-batch after which the optimizer does not step."""
-        self.trainer._engine.end_batch()
+        self.trainer._hftrainer.engine.end_batch()
         self._announce("on_substep_end")
 
     # ---- Optimizer steps ---------------------------------------------------------------------------------------
@@ -284,7 +354,11 @@ class TrainingLoop:
     def before_optimizer_step(self, model: torch.nn.Module) -> None:
         """Clip the gradients and announce that they are complete."""
         self._stepping = True
-        self.grad_norm = self.trainer._clip_grad_norm(model)
+        trainer = self.trainer
+        clips = trainer.args.max_grad_norm is not None and trainer.args.max_grad_norm > 0  # None until v4.57
+        clipped = trainer._clip_grad_norm(model) if clips else None
+        measures = clipped is not None or trainer._hftrainer.behaviours.logs_unclipped_norm
+        self.grad_norm = trainer._get_grad_norm(model, grad_norm=clipped) if measures else None
         self._announce("on_pre_optimizer_step")
 
     def after_optimizer_step(self, skipped: bool, *, schedule_replaced: bool) -> None:
@@ -301,7 +375,9 @@ class TrainingLoop:
         if schedule_replaced:
             self.learning_rate = float(trainer.get_learning_rates()[0])
             return
-        self.learning_rate = trainer._get_learning_rate()
+        # Else the log line asks for it, once the schedule has moved.
+        if trainer._hftrainer.behaviours.logs_rate_of_step:
+            self.learning_rate = trainer._get_learning_rate()
         if not skipped and not follows_metric(trainer.lr_scheduler):  # those step on evaluations
             trainer.lr_scheduler.step()
 
@@ -313,14 +389,14 @@ class TrainingLoop:
         """Count the step, announce it, then log, evaluate and save what is due; stop if a signal asks for it."""
         state = self.trainer.state
         model.zero_grad()
-        self.trainer._engine.end_batch()
+        self.trainer._hftrainer.engine.end_batch()
         state.global_step += 1
         state.epoch = self._epoch_after_step()
         self._stepping = self._stepped = False
         self.between_steps = True
         self._announce("on_step_end", **self.details.take())
         self._log_save_evaluate()
-        self.trainer._checkpoint_writer.poll()
+        self.trainer._hftrainer.checkpoint_writer.poll()
         self._stop_if_signalled()
 
     def _epoch_after_step(self) -> float:
@@ -336,7 +412,7 @@ class TrainingLoop:
             return
         control = self.trainer.control
         flags = [getattr(control, name) for name in _AGREED]
-        agreed = self.trainer._engine.agree([self.interruption.received or 0, *map(int, flags)])
+        agreed = self.trainer._hftrainer.engine.agree([self.interruption.received or 0, *map(int, flags)])
         self._agreed_signal = agreed[0]
         for name, flag in zip(_AGREED, agreed[1:], strict=True):
             setattr(control, name, bool(flag))
@@ -355,7 +431,7 @@ class TrainingLoop:
         if self.interruption.received is None:
             return
         trainer = self.trainer
-        trainer._save_if_needed(self.trial)
+        trainer._hftrainer.saver.save_if_needed(self.trial)
         if self.interruption.received == signal.SIGTERM and trainer.args.enable_jit_checkpoint:
             trainer.control.should_training_stop = True  # as in transformers, train() then returns
             self.interruption.received, self._agreed_signal = None, 0
@@ -366,7 +442,7 @@ class TrainingLoop:
         """What the Trainer needs besides what Lightning keeps, for a Lightning checkpoint."""
         trainer = self.trainer
         trainer.store_flos()
-        trainer.state.stateful_callbacks = export_states(trainer._stateful_callbacks())
+        trainer.state.stateful_callbacks = export_states(trainer._hftrainer.setup.stateful_callbacks())
         state = dataclasses.asdict(trainer.state)
         if self._stepped:  # Lightning's callbacks end the batch before the step is counted here
             state |= {"global_step": trainer.state.global_step + 1, "epoch": self._epoch_after_step()}
@@ -397,10 +473,10 @@ class TrainingLoop:
         )
         done = trainer.state.global_step > trainer._initial_global_step
         nothing_to_save = kept_elsewhere or self._several or self._stepping or not done
-        if nothing_to_save or self.trial is not None or not trainer._saves_on_interrupt():
+        if nothing_to_save or self.trial is not None or not trainer._hftrainer.saver.saves_on_interrupt():
             return
         try:
-            trainer._save_if_needed(self.trial)
+            trainer._hftrainer.saver.save_if_needed(self.trial)
             if not self.between_steps:
                 logger.warning("The error came within a step: a run resumed from here draws other random numbers.")
         except Exception:
@@ -413,18 +489,19 @@ class TrainingLoop:
                 self._warn_of_infinite_loss("was not finite before or", self.trainer.state.global_step)
             self._infinite = torch.zeros_like(self._infinite)
         with self._abandoning():
-            self._maybe_log_save_evaluate(
-                self.tr_loss,
-                self.grad_norm,
-                self.trainer.model_wrapped,
-                self.trial,
-                self.epoch,
-                self.ignore_keys,
-                start_time=self.start_time,
-                learning_rate=self.learning_rate,
-            )
-        if self.trainer._search is not None and self.trial is not None:
-            self.trainer._search.after_saving(self.trainer)
+            values = {
+                "tr_loss": self.trainer._tr_loss,
+                "grad_norm": self.grad_norm,
+                "model": self.trainer.model_wrapped,
+                "trial": self.trial,
+                "epoch": self.epoch,
+                "ignore_keys_for_eval": self.ignore_keys,
+                "start_time": self.start_time,
+                "learning_rate": self.learning_rate,
+            }
+            call_log_save_evaluate(self.trainer._maybe_log_save_evaluate, values)
+        if self.trainer._hftrainer.search is not None and self.trial is not None:
+            self.trainer._hftrainer.search.after_saving(self.trainer)
 
     # ---- Checkpoints -------------------------------------------------------------------------------------------
 
@@ -432,10 +509,10 @@ class TrainingLoop:
         """Go on summing for the next log line; the mean loss at the end is of this call's steps alone."""
         trainer, progress = self.trainer, self.progress
         if progress is not None:
-            self.tr_loss = progress.loss.to(self.tr_loss.device)
-            trainer._total_loss_scalar = -float(trainer.accelerator.reduce(self.tr_loss, "mean"))
+            trainer._tr_loss = progress.loss.to(trainer._tr_loss.device)
+            trainer._total_loss_scalar = -float(trainer.accelerator.processes.reduce(trainer._tr_loss, "mean"))
             trainer._globalstep_last_logged = progress.last_logged
-            trainer._logged_metrics.load_state_dict(progress.metrics, self.tr_loss.device)
+            trainer._hftrainer.logged_metrics.load_state_dict(progress.metrics, trainer._tr_loss.device)
 
     def current_progress(self) -> RunProgress:
         """What a checkpoint written now must hold, besides the trainer's state."""
@@ -453,9 +530,9 @@ class TrainingLoop:
             epoch_ended=self._epoch_ended,
             epoch_left=self._epoch_ended and trainer.control.should_epoch_stop,
             owes_evaluation=self.owes_evaluation,
-            loss=self.tr_loss.cpu().clone(),
+            loss=trainer._tr_loss.cpu().clone(),
             last_logged=trainer._globalstep_last_logged,
-            metrics=trainer._logged_metrics.state_dict(),
+            metrics=trainer._hftrainer.logged_metrics.state_dict(),
             grad_norm=self.grad_norm.cpu() if isinstance(self.grad_norm, torch.Tensor) else self.grad_norm,
             learning_rate=self.learning_rate,
             evaluation_workers=list(trainer._eval_dataloaders),
@@ -489,6 +566,4 @@ class TrainingLoop:
         return self._may_stop and (control.should_epoch_stop or control.should_training_stop)
 
     def _announce(self, event: str, **kwargs: Any) -> None:
-        trainer = self.trainer
-        handler = trainer.callback_handler
-        trainer.control = handler.call_event(event, trainer.args, trainer.state, trainer.control, **kwargs)
+        self.trainer._hftrainer.announce(event, **kwargs)

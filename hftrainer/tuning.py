@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hftrainer.logged_metrics import LoggedMetrics
+from hftrainer.overrides import make_scheduler
 
 if TYPE_CHECKING:
     from hftrainer.trainer import Trainer
@@ -19,7 +20,7 @@ logger = logging.getLogger(__name__)
 def find_batch_size(trainer: Trainer) -> None:
     """Let a `BatchSizeFinder` among the callbacks look for the batch size."""
     given = trainer.optimizer
-    found = trainer._engine.find_batch_size(Tuning(trainer), trainer.model)
+    found = trainer._hftrainer.engine.find_batch_size(Tuning(trainer), trainer.model)
     trainer.optimizer = given  # what the trial steps used was for them alone
     if found is not None:
         trainer._train_batch_size = found
@@ -33,15 +34,15 @@ def find_learning_rate(trainer: Trainer, max_steps: int) -> None:
         trainer: whose optimizer and schedule take it.
         max_steps: optimizer steps of the run.
     """
-    found = trainer._engine.find_learning_rate(Tuning(trainer), trainer.model)
+    found = trainer._hftrainer.engine.find_learning_rate(Tuning(trainer), trainer.model)
     if found is None:
         return
     logger.info("LearningRateFinder: %g takes the place of learning_rate=%g.", found, trainer.args.learning_rate)
-    for group in trainer._made_optimizer().param_groups:
+    for group in trainer._hftrainer.run.made_optimizer().param_groups:
         group["lr"] = group["initial_lr"] = found
     if trainer._created_lr_scheduler:
         trainer.lr_scheduler = None
-        trainer.create_scheduler(max_steps)
+        make_scheduler(trainer, max_steps)
     else:
         trainer.lr_scheduler.base_lrs = [found for _ in trainer.lr_scheduler.base_lrs]
 
@@ -79,6 +80,6 @@ class Tuning:
         trainer = self._trainer
         trainer.current_gradient_accumulation_steps = 1
         items = trainer._get_num_items_in_batch([inputs], trainer.args.device)
-        loss = trainer._training_loss(model, inputs, items)
-        trainer._logged_metrics = LoggedMetrics()
+        loss = trainer._hftrainer.run.loss(model, inputs, items)
+        trainer._hftrainer.logged_metrics = LoggedMetrics()
         return loss

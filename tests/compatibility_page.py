@@ -13,8 +13,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "adapters")]
 
 from hftrainer_lightning.arguments import PLANNED_VALUES, TABLE
 
-from hftrainer import Seq2SeqTrainingArguments
+from hftrainer import Seq2SeqTrainingArguments, behaviours
 from hftrainer.arguments.releases import EARLIER_DEFAULTS
+from tests.downstream import libraries
 from tests.parity.differences import DIFFERENCES, LIGHTNING_CALLBACKS
 
 HEAD = """# Compatibility
@@ -30,6 +31,16 @@ names of checkpoint files, and the final weights by `torch.equal`.
 | what | why |
 | --- | --- |
 """
+RELEASES = """
+## Releases of transformers
+
+`install()` and `python -m hftrainer run` follow the release that is installed, `from hftrainer import ...` follows
+5.23, and `lightning_config={"behaviour": "4.57"}` chooses one of 4.48 to 5.23. `python -m hftrainer explain` prints
+what is in force. Older releases are tested with 4.48.3, 4.57.6 and 5.2.0 (`make test-versions`).
+
+| since | what it does | before |
+| --- | --- | --- |
+"""
 CALLBACKS = """
 ## Lightning's callbacks
 
@@ -38,6 +49,16 @@ undisturbed run. `make test` prints the table.
 
 | callback | what to know |
 | --- | --- |
+"""
+LIBRARIES = """
+## Libraries built on Trainer
+
+Under `install()` each is trained on tiny models, evaluated, saved and resumed, by `transformers` and by hftrainer in
+one test: log lines, final weights, files and model cards are the same to the last digit. `make test-downstream` runs
+it, and `make test-downstream WRITE=1` writes this table from what it finds.
+
+| library | transformers | what runs | what differs |
+| --- | --- | --- | --- |
 """
 DEEPSPEED = """
 ## DeepSpeed
@@ -138,8 +159,31 @@ def page() -> str:
     callbacks = "".join(f"| `{name}` | {note} |\n" for name, note in sorted(LIGHTNING_CALLBACKS.items()))
     devices = "".join(f"| {device} | {what} |\n" for device, what in BY_DEVICE.items())
     deepspeed = "".join(f"| {key} | {what} |\n" for key, what in BY_KEY.items()) + AFTER_DEEPSPEED
-    tables = (differences, CALLBACKS, callbacks, DEEPSPEED, deepspeed, DEVICES, devices, UNTESTED, LIMITS, rows)
+    releases = "".join(_behaviour(name, change) for name, change in behaviours.TABLE.items())
+    tables = (
+        differences,
+        RELEASES,
+        releases,
+        LIBRARIES,
+        libraries.rows(),
+        CALLBACKS,
+        callbacks,
+        DEEPSPEED,
+        deepspeed,
+        DEVICES,
+        devices,
+        UNTESTED,
+        LIMITS,
+        rows,
+    )
     return HEAD + "".join(tables)
+
+
+def _behaviour(name: str, change: behaviours.Change) -> str:
+    url = f"https://github.com/huggingface/transformers/pull/{change.pull_request}"
+    since = change.since if change.pull_request is None else f"[{change.since}]({url})"
+    only = "" if change.begun == behaviours.RELEASES[0] else f" ({change.begun} and later)"
+    return f"| {since} | {change.now} (`{name}`) | {change.before}{only} |\n"
 
 
 if __name__ == "__main__":

@@ -7,8 +7,7 @@ import functools
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,10 +16,27 @@ from hftrainer_lightning.config import WrongConfig
 from hftrainer_lightning.fsdp_settings import FsdpPlugin
 from hftrainer_lightning.gradient_state import GradientState
 from hftrainer_lightning.plan import LightningPlan
+from hftrainer_lightning.process_state import LoaderConfig, ProcessState
 from hftrainer_lightning.processes import Processes
 
 if TYPE_CHECKING:
     from hftrainer_lightning.engine import LightningEngine
+
+
+#: What the loaders have of `accelerator_config`.
+_OF_LOADERS = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler", "non_blocking")
+
+
+def _of_loaders(name: str) -> Any:
+    """An attribute of `dataloader_config`, under the name that it has on the accelerator too."""
+
+    def get(self: EngineAccelerator) -> Any:
+        return getattr(self.dataloader_config, name)
+
+    def set_(self: EngineAccelerator, value: Any) -> None:
+        setattr(self.dataloader_config, name, value)
+
+    return property(get, set_, doc=f"`dataloader_config.{name}`; what is set holds for loaders prepared from then on.")
 
 
 class EngineAccelerator:
@@ -32,10 +48,11 @@ class EngineAccelerator:
         plan: what the arguments mean to Lightning.
         prepare_loader: prepares a `DataLoader` as the Trainer's own loaders are.
         is_own: whether a model is the Trainer's, which training itself prepares.
+        config: the keys of `accelerator_config`.
 
     Attributes:
-        sync_gradients: whether the micro-batch in hand ends an optimizer step.
-        gradient_state: the same, and how far the loader in hand is.
+        gradient_state: whether this micro-batch ends an optimizer step, and how far the active loader is.
+        dataloader_config: how the loaders that are prepared from now on read the data.
     """
 
     def __init__(
@@ -45,6 +62,7 @@ class EngineAccelerator:
         plan: LightningPlan,
         prepare_loader: Callable[[torch.utils.data.DataLoader], Any],
         is_own: Callable[[torch.nn.Module], bool],
+        config: Mapping[str, Any],
     ) -> None:
         processes = plan.processes
         self._engine = engine
@@ -53,9 +71,13 @@ class EngineAccelerator:
         self._is_own = is_own
         self._triggered = False
         self._loaders: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._models: list[torch.nn.Module] = []  # as in accelerate, where scripts look whether there are any
+        self.dataloader_config = LoaderConfig(
+            **{name: config[name] for name in _OF_LOADERS}, data_seed=plan.read_once["data_seed"]
+        )
         self.device = device
+        self.device_placement = True
         self.mixed_precision = plan.mixed_precision
-        self.sync_gradients = True
         self.processes: Processes = processes
         self.num_processes = processes.world_size
         self.process_index, self.local_process_index = processes.rank, processes.local_rank
@@ -74,28 +96,41 @@ class EngineAccelerator:
         self.parallelism_config = plan.layout if plan.layout.total_size > 1 else None
         self.is_fsdp2 = plan.sharding is not None and plan.sharding.version == 2
         self.use_distributed = self.multi_device = processes.several
-        self.gradient_accumulation_steps = plan.accumulate_grad_batches
+        self.gradient_accumulation_steps = 1  # the Trainer accumulates by itself, as in transformers
         self.gradient_state = GradientState(
-            self._loaders, processes.data_processes, plan.accumulate_grad_batches, lambda: self.sync_gradients
+            self._loaders, processes.data_processes, config["gradient_accumulation_kwargs"]
         )
-        self.state = SimpleNamespace(
+        self.state = ProcessState(
+            processes,
+            device,
+            self.distributed_type,
             deepspeed_plugin=None if engine.deepspeed is None else _deepspeed_plugin(engine.deepspeed),
             fsdp_plugin=None if plan.sharding is None else FsdpPlugin(plan.sharding),
-            device=device,
-            num_processes=processes.world_size,
-            process_index=processes.rank,
-            local_process_index=processes.local_rank,
-            is_main_process=self.is_main_process,
             mixed_precision=plan.mixed_precision,
-            distributed_type=self.distributed_type,
+            parallelism_config=self.parallelism_config,
             is_fsdp2=self.is_fsdp2,
-            use_distributed=processes.several,
         )
 
     def __getattr__(self, name: str) -> Any:
         """Names of accelerate that have their place elsewhere in the Trainer."""
         instead = _ELSEWHERE.get(name)
         raise AttributeError(f"accelerator.{name} is not there" + (f": {instead}." if instead else "."))
+
+    split_batches = _of_loaders("split_batches")
+    dispatch_batches = _of_loaders("dispatch_batches")
+    even_batches = _of_loaders("even_batches")
+    use_seedable_sampler = _of_loaders("use_seedable_sampler")
+    non_blocking = _of_loaders("non_blocking")
+    use_stateful_dataloader = _of_loaders("use_stateful_dataloader")
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether this micro-batch ends an optimizer step."""
+        return self.gradient_state.sync_gradients
+
+    @sync_gradients.setter
+    def sync_gradients(self, sync_gradients: bool) -> None:
+        self.gradient_state.sync_gradients = sync_gradients
 
     @property
     def deepspeed_plugin(self) -> Any:
@@ -107,7 +142,7 @@ class EngineAccelerator:
         self._engine.backward(loss, **kwargs)
 
     def prepare(self, *objects: Any) -> Any:
-        """Prepare loaders and move models; optimizers and schedulers need nothing."""
+        """Prepare loaders and models; optimizers and schedulers need nothing."""
         prepared = tuple(self._prepare(item) for item in objects)
         return prepared[0] if len(prepared) == 1 else prepared
 
@@ -116,6 +151,10 @@ class EngineAccelerator:
             return self.prepare_data_loader(item)
         if isinstance(item, torch.nn.Module):
             return self.prepare_model(item)
+        if isinstance(item, torch.optim.Optimizer):
+            return self.prepare_optimizer(item)
+        if isinstance(item, torch.optim.lr_scheduler.LRScheduler):
+            return self.prepare_scheduler(item)
         return item
 
     def prepare_data_loader(self, loader: torch.utils.data.DataLoader) -> Any:
@@ -130,14 +169,18 @@ class EngineAccelerator:
         """The model on the device, and spread over the processes as the Trainer's own is.
 
         Args:
-            model: the Trainer's model is only moved: training spreads it.
+            model: the Trainer's own stays as it is: it has been moved, and training spreads it.
             device_placement: False leaves the model where it is.
             evaluation_mode: whether it is not trained, and needs no exchange of gradients.
         """
+        if not any(known is model for known in self._models):
+            self._models.append(model)
+        if self._is_own(model):
+            return model
         if device_placement is not False:
             model = model.to(self.device)
         trained = any(parameter.requires_grad for parameter in model.parameters())
-        if evaluation_mode or not trained or not self.processes.several or self._is_own(model):
+        if evaluation_mode or not trained or not self.processes.several:
             return model
         if self._plan.deepspeed is not None:
             raise WrongConfig("accelerator.prepare: deepspeed trains one model, the Trainer's: freeze the others.")
@@ -187,16 +230,26 @@ class EngineAccelerator:
         return self.processes.gather(tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As `gather`, but for the rows of a batch that only keeps step with the other processes.
+        """As `gather`, but for the rows of the loader's last batch that stand for no sample.
+
+        They are those of a batch that only keeps step with the other processes, those that complete the last round of
+        training, and those beyond a last batch that is not full: a loss that is repeated by the nominal batch size
+        counts by the true one then.
 
         Args:
             input_data: tensors in nested containers, or with `use_gather_object` a sequence of anything.
             use_gather_object: pickle the data instead.
         """
-        if any(loader.filler for loader in self._loaders):
-            input_data = [] if use_gather_object else self.processes.without_rows(input_data)
-        gather = self.processes.gather_objects if use_gather_object else self.processes.gather
-        return gather(input_data, distinct=True)
+        loader = self.gradient_state.active_dataloader
+        if loader is not None and loader.counted is not None:
+            input_data = self.processes.first_rows(input_data, loader.counted, objects=use_gather_object)
+        if use_gather_object or self.processes.tp_size > 1:
+            gathered = self.processes.gather(input_data, objects=use_gather_object, distinct=True)
+        else:
+            gathered = self.gather(input_data)
+        if loader is None or loader.remainder is None:
+            return gathered
+        return self.processes.first_rows(gathered, loader.remainder, objects=use_gather_object)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Tensors of all processes, reduced.
@@ -223,6 +276,7 @@ class EngineAccelerator:
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip the gradients; returns their norm before."""
+        self.unscale_gradients()
         return self._engine.clip_grad_norm(parameters, max_norm, norm_type)
 
     def autocast(self) -> Any:
@@ -273,24 +327,9 @@ class EngineAccelerator:
             return functools.partial(self.on_local_process, local_process_index=local_process_index)
         return function if self.local_process_index == local_process_index else _nothing
 
-    @contextlib.contextmanager
-    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """The part of this process in a sequence, tensor, or dict of them; the first processes get one more.
-
-        Args:
-            inputs: of the same length, in a dict.
-            apply_padding: repeat the last item, so that all parts are as long.
-
-        Raises:
-            ValueError: for a dict of different lengths.
-        """
-        parts = inputs.values() if isinstance(inputs, dict) else [inputs]
-        if len({len(part) for part in parts}) > 1:
-            raise ValueError("split_between_processes: all values of the dict must have the same length.")
-        if isinstance(inputs, dict):
-            yield {name: self.processes.part_of(part, apply_padding) for name, part in inputs.items()}
-        else:
-            yield self.processes.part_of(inputs, apply_padding)
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Any:
+        """The part of this process in some inputs; see `ProcessState.split_between_processes`."""
+        return self.state.split_between_processes(inputs, apply_padding)
 
     def set_trigger(self) -> None:
         """Let `check_trigger` return True in all processes, once."""
@@ -375,14 +414,20 @@ class EngineAccelerator:
     def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
         """Write to the trackers: there are none, `Trainer.log` keeps the history."""
 
+    def clear(self, *objects: Any) -> Any:
+        """As `free_memory`."""
+        return self.free_memory(*objects)
+
     def free_memory(self, *objects: Any) -> Any:
-        """Let go of objects, and of cached device memory; returns a None for each."""
+        """Release objects, prepared models and cached device memory; returns a None for each object."""
+        self._models.clear()
         if self.device.type != "cpu":
             torch.get_device_module(self.device).empty_cache()
         return [None for _ in objects]
 
     def end_training(self) -> None:
-        """Close trackers and processes: there are none."""
+        """Leave the process group, if there is one; trackers are the Trainer's, and are closed when training ends."""
+        self.processes.disconnect()
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on the main process of each node."""

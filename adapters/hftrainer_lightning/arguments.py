@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import os
 from dataclasses import dataclass
@@ -76,7 +77,7 @@ TABLE: dict[str, Row] = {
         ddp_bucket_cap_mb="strategy: bucket_cap_mb",
         ddp_broadcast_buffers="strategy: broadcast_buffers",
         ddp_static_graph="strategy: static_graph",
-        lightning_config="keywords of lightning.Trainer, which win over what the arguments say",
+        lightning_config="keywords of lightning.Trainer, which win over what the arguments say, and of hftrainer",
     ),
     **_rows(
         "handled",
@@ -250,6 +251,16 @@ PLANNED_VALUES: dict[str, frozenset[str]] = {
 }
 
 
+#: Arguments that transformers reads when the Trainer is made, and never again. Changes come too late for them.
+READ_ONCE = (
+    *("use_cpu", "bf16", "fp16", "full_determinism", "ddp_backend", "ddp_timeout", "ddp_find_unused_parameters"),
+    *("ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph", "fsdp", "fsdp_config", "deepspeed"),
+    *("parallelism_config", "lightning_config", "accelerator_config", "data_seed"),
+    *("torch_compile", "torch_compile_backend", "torch_compile_mode", "tf32", "neftune_noise_alpha"),
+    *("label_names", "label_smoothing_factor", "use_cache", "report_to", "disable_tqdm", "log_level"),
+    *("log_level_replica", "skip_memory_metrics", "enable_jit_checkpoint", "per_device_train_batch_size"),
+)
+
 #: What arguments with the default None read as when they are not given.
 _KEPT = {
     "save_safetensors": True,
@@ -353,6 +364,7 @@ def _precision(args: TrainingArguments) -> str:
     if (given := read_config(_config(args)).get("precision")) is not None:
         return "32-true" if str(given) == "32" else str(given)
     asked = "bf16" if args.bf16 else "fp16" if args.fp16 else os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    asked = vars(args).get("_mixed_precision", asked)  # set by the script, in the place of the arguments
     return {"bf16": "bf16-mixed", "fp16": "16-mixed"}.get(asked, "32-true")
 
 
@@ -366,6 +378,11 @@ def _backend(args: TrainingArguments, device: torch.device, sharding: FsdpSettin
     offloads = sharding is not None and sharding.cpu_offload and device.type == "cuda"
     own = "cpu:gloo,cuda:nccl" if offloads else own_backend(device.type) if device.type in OTHERS else None
     return own if args.ddp_backend is None else args.ddp_backend
+
+
+def process_group_backend(args: TrainingArguments) -> str | None:
+    """How the processes communicate, as `make_plan` says."""
+    return _backend(args, args.device, read_fsdp(args.fsdp, args.fsdp_config))
 
 
 def make_plan(args: TrainingArguments, model: Any = None) -> LightningPlan:
@@ -391,6 +408,7 @@ def make_plan(args: TrainingArguments, model: Any = None) -> LightningPlan:
         deepspeed=deepspeed,
         async_checkpoint=config.get("async_checkpoint", False) or brings_async_checkpoints(config.get("plugins")),
         stop_on_save_error=config.get("on_save_error") == "stop",
+        read_once=MappingProxyType({name: copy.copy(getattr(args, name, None)) for name in READ_ONCE}),
         config=MappingProxyType(passed_on(config)),
     )
 

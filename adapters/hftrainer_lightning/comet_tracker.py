@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.loggers import CometLogger, Logger
 
-from hftrainer_lightning.trackers import Tracker, adapters_of, config_of, is_set, renamed
+from hftrainer_lightning.trackers import Tracker, adapters_of, arguments_of, config_of, renamed
 
 if TYPE_CHECKING:
     from hftrainer.trainer_callback import TrainerState
@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 class Comet(Tracker):
     """An experiment of Comet; one that is running already is used. `comet_ml` itself reads the `COMET_*` variables."""
+
+    #: Whether the output folder is uploaded at the end.
+    uploads = False
 
     def open(self) -> Logger:
         """Start an experiment, or go on with one, as COMET_MODE says; a hyperparameter trial has one of its own."""
@@ -39,7 +42,7 @@ class Comet(Tracker):
         experiment = self.logger.experiment
         experiment.set_model_graph(str(model))
         config = {"config": config_of(model)} if config_of(model) else {}
-        self.logger.log_hyperparams({"args": self.args.to_dict(), **config, **adapters_of(model)})
+        self.logger.log_hyperparams({"args": arguments_of(self.args), **config, **adapters_of(model)})
         if state.is_hyper_param_search:
             experiment.log_optimization(optimization_id=state.trial_name, parameters=state.trial_params)
 
@@ -54,7 +57,7 @@ class Comet(Tracker):
     def end(self, model: Any, state: TrainerState, save_model: Callable[[str], None]) -> None:
         """Upload the output folder, with COMET_LOG_ASSETS. The experiment stays open for what follows."""
         super().end(model, state, save_model)
-        if is_set("COMET_LOG_ASSETS"):
+        if self.uploads:
             self.logger.experiment.log_asset_folder(
                 str(self.args.output_dir), recursive=True, log_file_name=True, step=state.global_step
             )

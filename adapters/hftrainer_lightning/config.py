@@ -65,6 +65,8 @@ OWN: dict[str, tuple[Any, ...]] = {
     "environment": tuple(LAUNCHERS),
     "on_save_error": ("continue", "stop"),
 }
+#: Keywords that hftrainer reads and checks itself.
+OF_THE_HOST = ("behaviour",)
 #: Keywords that decide which processes there are.
 PLACE = ("devices", "num_nodes")
 
@@ -137,8 +139,8 @@ def wrong_keywords(config: dict[str, Any]) -> list[str]:
             found.append(f"lightning_config[{name!r}]={value!r}: it must be {allowed}.")
         elif name == "profiler" and isinstance(value, str) and value not in PROFILERS:
             found.append(f"lightning_config['profiler']={value!r}: it must be {' or '.join(map(repr, PROFILERS))}.")
-        elif not any(name in known for known in (PASSED, PLANNED, OWN, PLACE)):
-            near = difflib.get_close_matches(name, [*PASSED, *RULED, *PLANNED, *OWN, *PLACE], n=1)
+        elif not any(name in known for known in (PASSED, PLANNED, OWN, PLACE, OF_THE_HOST)):
+            near = difflib.get_close_matches(name, [*PASSED, *RULED, *PLANNED, *OWN, *PLACE, *OF_THE_HOST], n=1)
             hint = f"; did you mean {near[0]!r}?" if near else "."
             found.append(f"lightning_config[{name!r}]: lightning.Trainer has no such keyword{hint}")
     return found

@@ -1,4 +1,4 @@
-"""`accelerator.state.deepspeed_plugin`."""
+"""`accelerator.state.deepspeed_plugin`, and `args.deepspeed_plugin`."""
 
 from __future__ import annotations
 
@@ -6,12 +6,32 @@ import contextlib
 import sys
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from hftrainer_lightning.deepspeed_settings import DeepSpeedConfig
 
-if TYPE_CHECKING:
-    from hftrainer_lightning.deepspeed_run import DeepSpeedRun
+
+class Configured(Protocol):
+    """What has a configuration of DeepSpeed: a run, or the arguments."""
+
+    config: DeepSpeedConfig
+
+    @property
+    def gathers(self) -> bool:
+        """Whether checkpoints are to hold whole weights too."""
+
+
+@dataclass
+class Planned:
+    """The configuration of arguments, before there is a run."""
+
+    config: DeepSpeedConfig
+
+    @property
+    def gathers(self) -> bool:
+        """Whether checkpoints are to hold whole weights too."""
+        return self.config.is_true("zero_optimization.stage3_gather_16bit_weights_on_model_save")
 
 
 class DeepSpeedPlugin:
@@ -21,7 +41,7 @@ class DeepSpeedPlugin:
         run: whose configuration it is; complete once training has begun.
     """
 
-    def __init__(self, run: DeepSpeedRun) -> None:
+    def __init__(self, run: Configured) -> None:
         self._run = run
         self.zero3_init_flag = run.config.is_zero3()
         self.selected = True

@@ -346,8 +346,12 @@ def _settle_batches(config: DeepSpeedConfig, args: TrainingArguments) -> None:
 def _settle_precision(config: DeepSpeedConfig, args: TrainingArguments) -> None:
     """Half precision is asked for by the configuration, the arguments, or the launcher."""
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    asked = {name: bool(getattr(args, name) or getattr(args, f"{name}_full_eval")) for name in ("bf16", "fp16")}
-    if not any(asked.values()) and launched in asked:
+    chosen = vars(args).get("_mixed_precision")  # set by the script, in the place of the arguments
+    asked = {
+        name: bool(getattr(args, name) if chosen is None else chosen == name) or getattr(args, f"{name}_full_eval")
+        for name in ("bf16", "fp16")
+    }
+    if chosen is None and not any(asked.values()) and launched in asked:
         asked[launched] = True
     for name, wanted in asked.items():
         if wanted and name not in config.config:
@@ -391,8 +395,9 @@ def limits(args: TrainingArguments, config: DeepSpeedConfig, lightning_config: M
             yield (
                 f"deepspeed: {section} is not supported yet: leave it out, or use parallelism_config without deepspeed."
             )
-    if "optimizer" not in config.config and any(part in str(args.optim) for part in _NEED_WHOLE):
-        yield f"optim={str(args.optim)!r} needs whole parameters, and deepspeed gives it flat parts: use 'adamw_torch'."
+    optim = str(getattr(args.optim, "value", args.optim))
+    if "optimizer" not in config.config and any(part in optim for part in _NEED_WHOLE):
+        yield f"optim={optim!r} needs whole parameters, and deepspeed gives it flat parts: use 'adamw_torch'."
     if args.save_only_model and args.load_best_model_at_end:
         yield "save_only_model=True leaves nothing that deepspeed can load: set load_best_model_at_end=False."
     if args.auto_find_batch_size:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -30,7 +32,7 @@ from hftrainer_lightning.layout import wrong_model
 from hftrainer_lightning.loggers import CallbackValues
 from hftrainer_lightning.module import HostedModule
 from hftrainer_lightning.plan import LightningPlan
-from hftrainer_lightning.precision import make_scaler
+from hftrainer_lightning.precision import make_scaler, precision_plugin
 from hftrainer_lightning.profiling import detached, report_in_our_words
 from hftrainer_lightning.strategies import build_strategy
 
@@ -50,6 +52,7 @@ class LightningEngine:
         receive: takes what the callbacks log when there are no loggers.
 
     Attributes:
+        ignored_changes: argument → its first value, for those whose change came too late; a warning has named them.
         scaler: scales the loss, with float16, else None.
         trainer: the `lightning.Trainer` of the last run, or None.
         module: the `LightningModule` of the last run, or None.
@@ -63,6 +66,7 @@ class LightningEngine:
         receive: Callable[[Mapping[str, float]], None],
     ) -> None:
         self.plan = plan
+        self.ignored_changes: dict[str, Any] = {}
         self.callbacks = callbacks
         self._loggers = loggers
         self._values = CallbackValues(receive, plan.default_root_dir)
@@ -149,6 +153,17 @@ class LightningEngine:
                     rate  # StochasticWeightAveraging leaves its own, which a next run would begin with
                 )
 
+    def take(self, *, accumulate_grad_batches: int, default_root_dir: str) -> None:
+        """Take over what arguments say now that may change between runs and within one.
+
+        Args:
+            accumulate_grad_batches: micro-batches per optimizer step.
+            default_root_dir: where Lightning callbacks write by default.
+        """
+        self.plan = dataclasses.replace(
+            self.plan, accumulate_grad_batches=accumulate_grad_batches, default_root_dir=default_root_dir
+        )
+
     def release(self) -> None:
         """Let go of the last run's model and of all that was built around it."""
         self.trainer = self.module = self._prepared = None
@@ -168,6 +183,19 @@ class LightningEngine:
     def on_host(self, state: Any) -> Any:
         """A state as it is written: any process can read it then, whatever devices it has."""
         return xla.to_host(state) if self.plan.on_xla else state
+
+    @contextlib.contextmanager
+    def autocasting(self, model: torch.nn.Module) -> Iterator[None]:
+        """Run the model's forward pass in the precision of a run, for loops of the script's own outside Lightning's."""
+        if self.fitting or self.deepspeed is not None or self.plan.on_xla:
+            yield
+            return
+        precision: Any = precision_plugin(self.plan, self.scaler)
+        precision.convert_module(SimpleNamespace(model=model))
+        try:
+            yield
+        finally:
+            precision.teardown()
 
     @property
     def shards(self) -> bool:
@@ -236,7 +264,7 @@ class LightningEngine:
             model: the model to evaluate.
             stage: which of Lightning's loops to run; within `fit` there is only the validation loop.
         """
-        batches = _Batches(evaluation)
+        batches = _Batches(evaluation, limited=self.plan.limits_by_share)
         if of_callbacks.first_of(self._taking_part, BasePredictionWriter) is not None:
             seen = evaluation.record_batches()
             batches.batch_sampler = None if seen is None else seams.SeenBatches(seen)
@@ -347,9 +375,15 @@ class LightningEngine:
             trainer.should_stop = bool(stops)
         return agreed
 
-    def accumulation_at(self, epoch: int) -> int:
-        """Micro-batches per optimizer step in an epoch, by the arguments or by a callback."""
-        return of_callbacks.accumulation_at(self.callbacks, epoch, self.plan.accumulate_grad_batches)
+    def accumulation_at(self, epoch: int, now: int | None = None) -> int:
+        """Micro-batches per optimizer step in an epoch, by a callback or else by the arguments.
+
+        Args:
+            epoch: passes over the data that are done.
+            now: what the arguments say at this moment; None takes what they said when the run began.
+        """
+        by_arguments = self.plan.accumulate_grad_batches if now is None else now
+        return of_callbacks.accumulation_at(self.callbacks, epoch, by_arguments)
 
     def freeze_before_training(self, model: torch.nn.Module) -> bool:
         """Let callbacks that unfreeze parts of the model by and by freeze them now; whether there are any."""
@@ -433,13 +467,18 @@ class _Batches:
 
     The iterator is made when the first batch is asked for. Lightning calls `iter()` once more, to check that it can,
     and a `DataLoader` draws from torch's generator each time.
+
+    Args:
+        evaluation: gives them.
+        limited: whether a share of them is wanted, which needs a length, be it a guess.
     """
 
     #: Where prediction writers look for the indices of the samples in each batch.
     batch_sampler: seams.SeenBatches | None = None
 
-    def __init__(self, evaluation: EvaluationHost) -> None:
+    def __init__(self, evaluation: EvaluationHost, *, limited: bool) -> None:
         self.evaluation = evaluation
+        self._limited = limited
 
     def __iter__(self) -> Iterator[Any]:
         iterator, nothing = iter(self.evaluation), object()
@@ -451,4 +490,6 @@ class _Batches:
             yield batch
 
     def __len__(self) -> int:
+        if not (self._limited or self.evaluation.length_is_sure):
+            raise TypeError("the length is a guess, and Lightning would stop there")
         return len(self.evaluation)

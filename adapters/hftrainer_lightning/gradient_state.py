@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
+
+#: What accelerate's plugin for accumulation does unless it is told otherwise.
+_ASSUMED = {"adjust_scheduler": True, "sync_with_dataloader": True, "sync_each_batch": False}
 
 
 class GradientState:
@@ -12,25 +16,55 @@ class GradientState:
     Args:
         loaders: those that are still there.
         processes: those with batches of their own.
-        num_steps: micro-batches per optimizer step.
-        closes: whether the micro-batch in hand ends an optimizer step.
+        accumulation: the config's `gradient_accumulation_kwargs`.
+
+    Attributes:
+        plugin_kwargs: what accelerate's plugin for accumulation is told and does not assume anyway. `num_steps` is 1:
+            the Trainer accumulates, not accelerate.
+        sync_gradients: whether this micro-batch ends an optimizer step.
     """
 
-    def __init__(self, loaders: Iterable[Any], processes: int, num_steps: int, closes: Callable[[], bool]) -> None:
+    def __init__(self, loaders: Iterable[Any], processes: int, accumulation: Mapping[str, Any] | None = None) -> None:
         self._loaders = loaders
+        self._shown: Iterable[Any] | None = None
         self._processes = processes
-        self._closes = closes
-        self.num_steps = num_steps
+        self.sync_gradients = True
+        given = {**(accumulation or {}), "num_steps": 1}
+        self.plugin_kwargs = {name: value for name, value in given.items() if value != _ASSUMED.get(name)}
+
+    def _set_sync_gradients(self, sync_gradients: bool) -> None:
+        """Say whether this micro-batch ends an optimizer step; loops that scripts have copied call this."""
+        self.sync_gradients = sync_gradients
 
     @property
-    def sync_gradients(self) -> bool:
-        """Whether the micro-batch in hand ends an optimizer step."""
-        return self._closes()
+    def num_steps(self) -> int:
+        """Micro-batches that accelerate accumulates: one."""
+        return self.plugin_kwargs["num_steps"]
+
+    @property
+    def adjust_scheduler(self) -> bool:
+        """What accelerate says of adjusting a schedule: True is not among `plugin_kwargs`. It changes nothing here."""
+        return self.plugin_kwargs.get("adjust_scheduler", False)
+
+    @property
+    def sync_with_dataloader(self) -> bool:
+        """Whether accelerate would step at the end of a loader. It changes nothing here."""
+        return self.plugin_kwargs.get("sync_with_dataloader", True)
 
     @property
     def active_dataloader(self) -> Any:
         """The loader whose iteration began last, of those that go on; None when there is none."""
-        return max((loader for loader in self._loaders if loader.started), key=lambda each: each.started, default=None)
+        loaders = self._loaders if self._shown is None else self._shown
+        return max((loader for loader in loaders if loader.started), key=lambda each: each.started, default=None)
+
+    @contextlib.contextmanager
+    def only(self, loader: Any) -> Iterator[None]:
+        """Take no other loader for the active one: a training loader goes on while an evaluation's is read."""
+        before, self._shown = self._shown, [known for known in self._loaders if known is loader]
+        try:
+            yield
+        finally:
+            self._shown = before
 
     @property
     def in_dataloader(self) -> bool:

@@ -32,22 +32,32 @@ def is_lightning_logger(candidate: Any) -> bool:
     return issubclass(candidate, Logger) if isinstance(candidate, type) else isinstance(candidate, Logger)
 
 
-def make_trackers(names: Iterable[str], loggers: Iterable[Logger], args: TrainingArguments) -> list[Tracker]:
-    """What the Trainer writes to.
+def make_tracker(name: str, args: TrainingArguments, folder: LogFolder | None = None) -> Tracker:
+    """What writes to one of `TRACKERS`.
+
+    Args:
+        name: of the tracker.
+        args: of the run.
+        folder: where the trackers of a Trainer write files; default one of its own.
+    """
+    module, _, kind = TRACKERS[name].partition(".")
+    folder = LogFolder(args) if folder is None else folder
+    return getattr(importlib.import_module(f"hftrainer_lightning.{module}"), kind)(args, folder)
+
+
+def make_trackers(
+    names: Iterable[str], loggers: Iterable[Logger], args: TrainingArguments, folder: LogFolder
+) -> list[Tracker]:
+    """What the Trainer writes to, besides what has a callback of its own.
 
     Args:
         names: of `TRACKERS`.
         loggers: further loggers, which the user made.
         args: of the run.
+        folder: where they write files.
     """
-    folder = LogFolder(args)
-    trackers = []
-    for name in names:
-        module, _, kind = TRACKERS[name].partition(".")
-        tracker = getattr(importlib.import_module(f"hftrainer_lightning.{module}"), kind)(args, folder)
-        tracker.name = name
-        trackers.append(tracker)
-    return [*trackers, *(Tracker(args, folder, given) for given in loggers)]
+    own = [make_tracker(name, args, folder) for name in names]
+    return [*own, *(Tracker(args, folder, given) for given in loggers)]
 
 
 class CallbackValues(Logger):

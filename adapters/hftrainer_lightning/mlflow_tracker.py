@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch.loggers import Logger, MLFlowLogger
 
-from hftrainer_lightning.trackers import LogFolder, Tracker, config_of, is_set
+from hftrainer_lightning.trackers import LogFolder, Tracker, arguments_of, config_of, is_set
 
 if TYPE_CHECKING:
     from hftrainer.trainer_callback import TrainerState
@@ -34,6 +34,11 @@ class MLflow(Tracker):
     def __init__(self, args: TrainingArguments, folder: LogFolder) -> None:
         super().__init__(args, folder)
         self._begun: str | None = None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the run was begun here."""
+        return self._begun is not None
 
     def open(self) -> Logger:
         """Take the active run, or begin one."""
@@ -66,7 +71,7 @@ class MLflow(Tracker):
         from mlflow.entities import Param, RunTag
         from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH, MAX_PARAMS_TAGS_PER_BATCH
 
-        values = {**config_of(model), **self.args.to_dict()}
+        values = {**config_of(model), **arguments_of(self.args)}
         if is_set("MLFLOW_FLATTEN_PARAMS"):
             values = _flattened(values)
         for name in [name for name, value in values.items() if len(str(value)) > MAX_PARAM_VAL_LENGTH]:
@@ -96,9 +101,7 @@ class MLflow(Tracker):
         self.logger.experiment.log_batch(self.logger.run_id, metrics=metrics)
 
     def saved(self, checkpoint: str, state: TrainerState) -> None:
-        """Log the checkpoint as a model, with HF_MLFLOW_LOG_ARTIFACTS."""
-        if not is_set("HF_MLFLOW_LOG_ARTIFACTS"):
-            return
+        """Log the checkpoint as a model."""
         import mlflow
 
         mlflow.pyfunc.log_model(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -175,6 +174,7 @@ class HostedModule(LightningModule):
             learning_rate: of such a step; default the scheduler's.
             kwargs: for `loss.backward`.
         """
+        loss = loss / self.host.backward_divisor if self.host.backward_divisor > 1 else loss
         fused = getattr(self._optimizer, "fused_backward", None)
         if fused is None:
             loss.backward(*args, **kwargs)
@@ -203,8 +203,10 @@ class HostedModule(LightningModule):
         self.host.begin_epoch(self.current_epoch)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Begin a micro-batch."""
+        """Begin a micro-batch; who runs backward may change from one optimizer step to the next."""
         self.host.begin_micro_batch()
+        if self.host.feed.window.opens and self.automatic_optimization is self.host.runs_backward:
+            seams.switch_optimization(self.trainer, self)
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         """The loss of a micro-batch; under manual optimization also its backward pass and the optimizer step."""
@@ -212,11 +214,9 @@ class HostedModule(LightningModule):
             self._last_batch = batch
             self._last_loss = self.host.loss(self.model, batch)
             return self._last_loss
-        closes = self.host.feed.window.closes
-        with contextlib.nullcontext() if closes else self._without_gradient_sync():
-            loss = self.host.training_step(self.model, batch)
+        loss = self.host.training_step(self.model, batch)
         self.host.end_micro_batch(loss.detach(), batch)
-        if closes:
+        if self.host.feed.window.closes:
             self._step_manually()
         return loss
 
@@ -227,11 +227,6 @@ class HostedModule(LightningModule):
             assert loss is not None
             self._last_loss = self._last_batch = None
             self.host.end_micro_batch(loss.detach(), batch)
-
-    def _without_gradient_sync(self) -> Any:
-        strategy = self.trainer.strategy
-        block = getattr(strategy, "block_backward_sync", None)
-        return block() if block is not None else contextlib.nullcontext()
 
     def _step_manually(self) -> None:
         assert self._optimizer is not None

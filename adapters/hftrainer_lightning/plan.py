@@ -35,6 +35,7 @@ class LightningPlan:
         deepspeed: DeepSpeed's configuration; None when Lightning's own strategies train.
         async_checkpoint: whether checkpoints are written in the background.
         stop_on_save_error: whether training stops when a checkpoint cannot be written.
+        read_once: argument → its value when the plan was made, for those that are not read again.
         config: further keywords of `lightning.Trainer`, from `lightning_config`; they win.
     """
 
@@ -53,6 +54,7 @@ class LightningPlan:
     deepspeed: DeepSpeedConfig | None
     async_checkpoint: bool
     stop_on_save_error: bool
+    read_once: Mapping[str, Any]
     config: Mapping[str, Any]
 
     @property
@@ -65,6 +67,12 @@ class LightningPlan:
         """Whether the launcher shows each process its own GPU alone."""
         processes = self.processes
         return torch.device(self.device).index not in (None, processes.local_rank)
+
+    @property
+    def limits_by_share(self) -> bool:
+        """Whether `lightning_config` limits an evaluation to a share of its batches."""
+        limits = [value for name, value in self.config.items() if name.startswith("limit_")]
+        return any(isinstance(value, float) and value < 1 for value in limits)
 
     @property
     def on_xla(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -42,10 +43,11 @@ class PlainSteps(Precision):
         self._after_closure(model, optimizer)
         if hasattr(optimizer, "fused_backward"):
             return None
+        kind: Any = type(optimizer)
         if self.scaler is None:
-            return optimizer.step(**kwargs)
+            return optimizer.step(*_no_closure(kind), **kwargs)
         before = self.scaler.get_scale()
-        result = self.scaler.step(optimizer, **kwargs)
+        result = self.scaler.step(optimizer, *_no_closure(kind), **kwargs)
         self.scaler.update()
         self.skipped = self.scaler.get_scale() < before
         return result
@@ -54,6 +56,14 @@ class PlainSteps(Precision):
         """Divide the gradients by the scale of the loss, before they are clipped."""
         if self.scaler is not None:
             self.scaler.unscale_(optimizer)
+
+
+@functools.lru_cache(maxsize=16)
+def _no_closure(kind: Any) -> tuple[None, ...]:
+    """What a step is called with: None where the optimizer's class has no default for its closure, as by accelerate."""
+    parameters = list(inspect.signature(kind.step).parameters.values())[1:]
+    needed = [each for each in parameters if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD]
+    return (None,) * len(needed)
 
 
 class FullPrecision(PlainSteps):

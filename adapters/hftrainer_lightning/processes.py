@@ -81,6 +81,11 @@ class Processes(Place):
         distributed.init_process_group(chosen, **meeting, rank=self.rank, world_size=self.world_size, timeout=timeout)
         atexit.register(_disconnect)
 
+    @staticmethod
+    def disconnect() -> None:
+        """Leave the process group, if there is one."""
+        _disconnect()
+
     def barrier(self) -> None:
         """Wait for all processes."""
         if self.several:
@@ -172,9 +177,11 @@ class Processes(Place):
         return [self.gather(item, pad_index, distinct=distinct) for item in items]
 
     @staticmethod
-    def without_rows(data: Any) -> Any:
-        """The data without a single row."""
-        return apply_to_collection(data, (torch.Tensor, np.ndarray), lambda rows: rows[:0] if rows.ndim else rows)
+    def first_rows(data: Any, count: int, *, objects: bool = False) -> Any:
+        """The first rows of tensors in nested containers, or with `objects` of lists; what has no rows stays."""
+        if objects and not isinstance(data, torch.Tensor):
+            return apply_to_collection(data, list, lambda items: items[:count])
+        return apply_to_collection(data, (torch.Tensor, np.ndarray), lambda rows: rows[:count] if rows.ndim else rows)
 
     def gather_objects(self, items: Any, distinct: bool = False) -> Any:
         """The items of all processes' sequences in one list, whatever can be pickled; `distinct` as in `gather`."""
@@ -285,6 +292,7 @@ def _disconnect() -> None:
     waited for when the group is destroyed, which needs that nothing holds it any more.
     """
     if distributed.is_initialized():
+        _group_on_host.cache_clear()  # another Trainer may join one anew
         gc.collect()
         distributed.destroy_process_group()
 

@@ -14,6 +14,7 @@ import torch
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
+from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.optimization.automatic import ClosureResult, _AutomaticOptimization
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
@@ -76,6 +77,22 @@ class _WindowedEpochLoop(_TrainingEpochLoop):
         return kwargs
 
 
+class _AnnouncedFitLoop(_FitLoop):
+    """Runs each epoch, from its first batch to the end of the epoch, within a call of the host's."""
+
+    def advance(self) -> None:
+        """Let the host run the epoch."""
+        module: Any = self.trainer.lightning_module
+        module.host.around_epoch(self._epoch)
+
+    def _epoch(self) -> None:
+        super().advance()
+        super().on_advance_end()
+
+    def on_advance_end(self) -> None:
+        """Nothing: the epoch has ended within `advance`."""
+
+
 class _BareOptimization(_AutomaticOptimization):
     """Announces the clearing of gradients only to callbacks; the training run does the clearing, after the step."""
 
@@ -120,11 +137,23 @@ _NOTHING = contextlib.nullcontext()
 
 def install_window_accumulation(trainer: pl.Trainer, feed: FeedLike) -> None:
     """Let the feed's windows, not Lightning's counting, decide when the optimizer steps and how the loss is divided."""
+    trainer.fit_loop.__class__ = _AnnouncedFitLoop
     epoch_loop = trainer.fit_loop.epoch_loop
     epoch_loop.__class__ = _WindowedEpochLoop
     epoch_loop.feed = feed
     epoch_loop.automatic_optimization.__class__ = _BareOptimization
     trainer._logger_connector.__class__ = _LazyLoggerConnector
+
+
+def switch_optimization(trainer: pl.Trainer, module: HostedModule) -> None:
+    """Change between automatic and manual optimization within a run; each of Lightning's loops counts the steps."""
+    loop = trainer.fit_loop.epoch_loop
+    steps = loop.global_step
+    module.automatic_optimization = not module.automatic_optimization
+    automatic = loop.automatic_optimization.optim_progress.optimizer.step.total
+    manual = loop.manual_optimization.optim_step_progress.total
+    for counters in (automatic, manual):
+        counters.ready = counters.completed = steps
 
 
 def restore_progress(trainer: pl.Trainer, *, epoch: int, batch: int, batches_per_epoch: int, global_step: int) -> None:

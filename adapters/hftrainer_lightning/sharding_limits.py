@@ -82,7 +82,7 @@ def _of_xla(args: TrainingArguments, settings: FsdpSettings) -> Iterator[str]:
 
 
 def _of_optimizers(args: TrainingArguments, settings: FsdpSettings, own_optimizer: bool) -> Iterator[str]:
-    name = str(args.optim)
+    name = str(getattr(args.optim, "value", args.optim))
     if settings.xla is not None and settings.xla.spmd:
         return  # parameters stay as they are
     own = name.startswith("adamw_torch")

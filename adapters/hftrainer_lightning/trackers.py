@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import socket
@@ -55,6 +56,12 @@ def adapters_of(model: Any) -> dict[str, Any]:
     return {"peft_config": {name: config.to_dict() for name, config in adapters.items()}}
 
 
+def arguments_of(args: TrainingArguments) -> dict[str, Any]:
+    """The arguments in values that every tracker can write: a subclass's fields may hold anything."""
+    values: dict[str, Any] = json.loads(args.to_json_string())
+    return values
+
+
 class LogFolder:
     """Where trackers that write files put them; the same folder for all of a run.
 
@@ -92,8 +99,6 @@ class Tracker:
         given: a logger that the user made.
     """
 
-    #: What `report_to` calls it; nothing for a logger that the user made.
-    name = ""
     #: Whether an evaluation without training writes the hyperparameters too.
     describes_evaluations = True
 
@@ -101,9 +106,17 @@ class Tracker:
         self.args = args
         self.folder = folder
         self._given = self._logger = given
-        self._described = False
+        self.described = False
         self._dropped: set[str] = set()
         self.trial: str | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_logger": self._given}  # an open run belongs to this process
+
+    @property
+    def opened(self) -> Any:
+        """The Lightning logger, if it is open."""
+        return self._logger
 
     @property
     def logger(self) -> Any:
@@ -121,7 +134,7 @@ class Tracker:
         if self._logger is not None and self._given is None:
             self._logger.finalize("success")
         self._logger = self._given
-        self._described = False
+        self.described = False
         self.trial = name
 
     def begin(self, model: Any, state: TrainerState) -> None:
@@ -130,13 +143,13 @@ class Tracker:
 
     def describe_once(self, model: Any, state: TrainerState) -> None:
         """Write the hyperparameters, if they are not written yet."""
-        if not self._described:
-            self._described = True
+        if not self.described:
+            self.described = True
             self.describe(model, state)
 
     def describe(self, model: Any, state: TrainerState) -> None:
         """Write the hyperparameters: the arguments, and the model's configuration."""
-        self.logger.log_hyperparams({**config_of(model), **self.args.to_dict()})
+        self.logger.log_hyperparams({**config_of(model), **arguments_of(self.args)})
 
     def log(self, logs: Mapping[str, Any], model: Any, state: TrainerState) -> None:
         """Write a log line."""
@@ -171,14 +184,65 @@ class Tracker:
         return isinstance(value, (int, float))
 
 
+def _no_writer(**kwargs: Any) -> None:
+    """Until the callback has said which."""
+
+
+class _LateWriter:
+    """Stands for a writer until something is written: Lightning asks for one before training begins.
+
+    Args:
+        make: makes the writer.
+    """
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+
+    def flush(self) -> None:
+        """Nothing: nothing is written yet."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._make(), name)
+
+
+class _WithWriter(TensorBoardLogger):
+    """Writes with the writer that scripts find in the callback, made when something is first written.
+
+    Args:
+        writer: gives the writer; with `make=False` None if there is none yet.
+        folder: where it writes.
+    """
+
+    def __init__(self, writer: Callable[..., Any], folder: str) -> None:
+        super().__init__(folder, name="", version="", default_hp_metric=False)
+        self._writer = writer
+
+    @property
+    def experiment(self) -> Any:
+        """The writer."""
+        there = self._writer(make=False)
+        return there if there is not None else _LateWriter(self._writer)
+
+
 class TensorBoard(Tracker):
     """Event files: the arguments and the configuration as texts, and each value of a log line as a scalar or text."""
 
     describes_evaluations = False
 
+    def __init__(self, args: TrainingArguments, folder: LogFolder, given: Logger | None = None) -> None:
+        super().__init__(args, folder, given)
+        #: The folder, where it is not that of all trackers.
+        self.directory: str | None = None
+        #: Makes the writer, or gives that of the script.
+        self.make_writer: Callable[..., Any] = _no_writer
+
+    def path(self) -> str:
+        """The folder."""
+        return self.folder.path(self.trial) if self.directory is None else self.directory
+
     def open(self) -> Logger:
         """Write to the folder itself, without the scalar that Lightning adds for its table of hyperparameters."""
-        return TensorBoardLogger(self.folder.path(self.trial), name="", version="", default_hp_metric=False)
+        return _WithWriter(lambda **how: self.make_writer(**how), self.path())
 
     def describe(self, model: Any, state: TrainerState) -> None:
         """Write the arguments and the configuration as JSON."""

@@ -11,11 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.loggers import Logger, WandbLogger
 
-from hftrainer_lightning.trackers import OF_THE_WHOLE_RUN, LogFolder, Tracker, adapters_of, config_of, renamed
+from hftrainer_lightning.trackers import (
+    OF_THE_WHOLE_RUN,
+    Tracker,
+    adapters_of,
+    arguments_of,
+    config_of,
+    renamed,
+)
 
 if TYPE_CHECKING:
     from hftrainer.trainer_callback import TrainerState
-    from hftrainer.training_args import TrainingArguments
 
 logger = logging.getLogger(__name__)
 
@@ -34,12 +40,8 @@ class _OnTrainSteps(WandbLogger):
 class Wandb(Tracker):
     """A run of W&B; one that is open already is used, and left open. `wandb.init` reads the `WANDB_*` variables."""
 
-    def __init__(self, args: TrainingArguments, folder: LogFolder) -> None:
-        super().__init__(args, folder)
-        self.uploads = os.environ.get("WANDB_LOG_MODEL", "false").lower()
-        if self.uploads not in ("end", "checkpoint", "false"):
-            logger.warning("WANDB_LOG_MODEL=%r is none of 'end', 'checkpoint', 'false': no uploads.", self.uploads)
-            self.uploads = "false"
+    #: Which models are uploaded: 'end', 'checkpoint' or 'false'.
+    uploads = "false"
 
     def open(self) -> Logger:
         """Take the open run, or begin one, named by `run_name` or by the hyperparameter trial."""
@@ -68,7 +70,7 @@ class Wandb(Tracker):
     def describe(self, model: Any, state: TrainerState) -> None:
         """Write the configuration, watch the model and upload its structure, where the environment asks for it."""
         run = self.logger.experiment
-        run.config.update({**adapters_of(model), **config_of(model), **self.args.to_dict()}, allow_val_change=True)
+        run.config.update({**adapters_of(model), **config_of(model), **arguments_of(self.args)}, allow_val_change=True)
         if hasattr(model, "num_parameters"):
             run.config.update({_SIZE: model.num_parameters()}, allow_val_change=True)
         watched = os.environ.get("WANDB_WATCH", "false")
@@ -95,7 +97,7 @@ class Wandb(Tracker):
     def saved(self, checkpoint: str, state: TrainerState) -> None:
         """Upload the checkpoint, with WANDB_LOG_MODEL=checkpoint."""
         if self.uploads == "checkpoint":
-            aliases = [f"epoch_{round(state.epoch, 2)}", f"checkpoint_global_step_{state.global_step}"]
+            aliases = [f"epoch_{round(state.epoch or 0, 2)}", f"checkpoint_global_step_{state.global_step}"]
             self._upload(checkpoint, {**self._summary(), _SIZE: self._size()["num_parameters"]}, aliases)
 
     def end(self, model: Any, state: TrainerState, save_model: Callable[[str], None]) -> None:

@@ -9,7 +9,7 @@ from hftrainer.arguments.legacy import LegacyArguments
 from hftrainer.arguments.logging import LoggingArguments
 from hftrainer.arguments.optimizer import OptimizerArguments
 from hftrainer.arguments.precision import PrecisionArguments
-from hftrainer.arguments.saving import SavingArguments
+from hftrainer.arguments.saving import OutputArguments, SavingArguments
 from hftrainer.arguments.schedule import ScheduleArguments
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "LegacyArguments",
     "LoggingArguments",
     "OptimizerArguments",
+    "OutputArguments",
     "PrecisionArguments",
     "SavingArguments",
     "ScheduleArguments",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 
@@ -12,7 +12,7 @@ def arg(
     help: str = "",
     *,
     factory: Callable[[], Any] | None = None,
-    choices: Sequence[str] | None = None,
+    choices: Iterable[str] | None = None,
     bare: Any = None,
 ) -> Any:
     """A dataclass field whose help text is kept where `HfArgumentParser` looks for it.

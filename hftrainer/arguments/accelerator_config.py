@@ -1,7 +1,8 @@
-"""`accelerator_config`: what accelerate is told about data and accumulation, read into one plain object."""
+"""`accelerator_config`: what accelerate is told about data and accumulation, as one object with attributes."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 import json
@@ -10,14 +11,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hftrainer.errors import InvalidArgument
+from hftrainer.errors import InvalidArgument, MissingFile, NotAnObject, UnknownKey
 
 _ACCUMULATION = {"num_steps", "adjust_scheduler", "sync_with_dataloader", "sync_each_batch"}
 
 
-@dataclass(frozen=True)
+#: Says how the arguments are made, and nothing about a run: it is not among the keys that are written down.
+OF_CONSTRUCTION = "use_configured_state"
+
+
+@dataclass
 class AcceleratorConfig:
     """The keys of `accelerator_config`, with the meaning that they have in transformers.
+
+    Scripts and libraries change its attributes before the Trainer is made, which reads them then.
 
     Attributes:
         split_batches: share each batch of `per_device_train_batch_size` samples out to the processes, rather than
@@ -37,7 +44,7 @@ class AcceleratorConfig:
     even_batches: bool = True
     use_seedable_sampler: bool = True
     non_blocking: bool = False
-    gradient_accumulation_kwargs: Mapping[str, Any] | None = None
+    gradient_accumulation_kwargs: dict[str, Any] | None = None
     use_configured_state: bool = False
 
     @property
@@ -55,32 +62,56 @@ class AcceleratorConfig:
         names = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler")
         return {name: getattr(self, name) for name in names}
 
+    def to_dict(self) -> dict[str, Any]:
+        """The keys and values, copied; `use_configured_state` only where it is asked for, since it is of one use."""
+        return {name: copy.deepcopy(value) for name, value in vars(self).items() if name != OF_CONSTRUCTION or value}
+
+    def pop(self, key: str, default: Any = None) -> Any:
+        """Put an attribute back to its default; returns what it was, or `default` if it has been taken before."""
+        return vars(self).pop(key, default)
+
+    @classmethod
+    def from_json_file(cls, json_file: str | os.PathLike[str]) -> AcceleratorConfig:
+        """The config from a JSON file; raises as `read` does."""
+        return cls.read(os.fspath(json_file))
+
     @classmethod
     def read(cls, given: Any) -> AcceleratorConfig:
-        """The config from None, a dict, the path of a JSON file, or transformers' object of the same name.
+        """A config of its own from None, a dict, the path of a JSON file, or an object of this or transformers' class.
 
         Raises:
             InvalidArgument: for unknown keys, with the nearest, for values of another type, and for files that are
                 missing or malformed.
         """
-        if isinstance(given, cls):
-            return given
         keys = _keys(given)
         known = {field.name for field in dataclasses.fields(cls)}
-        wrong = [*_unknown(keys, known, ""), *_wrong_values(keys)]
+        unknown, wrong = _unknown(keys, known, ""), _wrong_values(keys)
         inner = keys.get("gradient_accumulation_kwargs")
         if isinstance(inner, Mapping):
-            wrong += [*_unknown(inner, _ACCUMULATION, "['gradient_accumulation_kwargs']"), *_wrong_inner(inner)]
-        if wrong:
-            raise InvalidArgument("\n".join(wrong))
+            unknown += _unknown(inner, _ACCUMULATION, "['gradient_accumulation_kwargs']")
+            wrong += _wrong_inner(inner)
+        if unknown or wrong:
+            raise (UnknownKey if unknown else InvalidArgument)("\n".join([*unknown, *wrong]))
         return cls(**keys)
+
+
+def as_object(given: Any) -> Any:
+    """What `accelerator_config` was given as, with attributes: an object that has them stays the one it is.
+
+    Raises:
+        InvalidArgument: as `AcceleratorConfig.read` does.
+    """
+    config = AcceleratorConfig.read(given)
+    return given if callable(getattr(given, "to_dict", None)) else config
 
 
 def _keys(given: Any) -> dict[str, Any]:
     if given is None or isinstance(given, Mapping):
         return dict(given or {})
     if isinstance(given, type):
-        raise InvalidArgument(f"accelerator_config={given.__name__} is a class: give an object of it, or a dict.")
+        raise NotAnObject(f"accelerator_config={given.__name__} is a class: give an object of it, or a dict.")
+    if isinstance(given, AcceleratorConfig):
+        return copy.deepcopy(vars(given))
     if callable(getattr(given, "to_dict", None)):
         return given.to_dict()
     if not isinstance(given, (str, os.PathLike)):
@@ -89,7 +120,8 @@ def _keys(given: Any) -> dict[str, Any]:
         with open(given, encoding="utf-8") as file:
             keys = json.load(file)
     except OSError as error:
-        raise InvalidArgument(f"accelerator_config={str(given)!r} cannot be read: {error.strerror}.") from error
+        kind = MissingFile if isinstance(error, FileNotFoundError) else InvalidArgument
+        raise kind(f"accelerator_config={str(given)!r} cannot be read: {error.strerror}.") from error
     except ValueError as error:
         raise InvalidArgument(f"accelerator_config: {given} is no valid JSON: {error}") from error
     if not isinstance(keys, dict):

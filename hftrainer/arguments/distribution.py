@@ -14,11 +14,11 @@ class DistributionArguments:
 
     use_cpu: bool = arg(False, "Train on the CPU even where there is an accelerator.")
     local_rank: int = arg(-1, "Rank of this process on its node; launchers set it in the environment.")
-    accelerator_config: dict[str, Any] | str | None = arg(
+    accelerator_config: dict[str, Any] | str | Any | None = arg(
         None,
-        "How data reaches the processes: keys of `AcceleratorConfig`, as a dict or the path of a JSON file.",
+        "How data reaches the processes: an `AcceleratorConfig`, a dict of its keys, or the path of a JSON file.",
     )
-    parallelism_config: Any = arg(
+    parallelism_config: dict[str, Any] | str | Any | None = arg(
         None,
         "accelerate's `ParallelismConfig`, or a dict of its sizes, each a number of processes: `dp_shard_size`, ...",
     )

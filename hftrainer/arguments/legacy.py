@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -43,7 +45,7 @@ class LegacyArguments:
     overwrite_output_dir: bool = arg(False, "For your script to read; the Trainer itself does not (v4.0-v4.57).")
     logging_dir: str | None = arg(None, "Folder of the trackers' files (v4.0-v5.0).")
     use_mps_device: bool = arg(False, "Train on Apple's GPU, which is now taken by itself (v4.21-v4.57).")
-    save_safetensors: bool | None = arg(None, "Write safetensors, not torch's pickles (v4.28-v4.57).")
+    save_safetensors: bool = arg(True, "Write safetensors, not torch's pickles (v4.28-v4.57).")
     fp16_backend: str | None = arg(None, "Library of mixed precision (v4.0-v4.57).")
     half_precision_backend: str | None = arg(None, "Library of mixed precision (v4.15-v4.57).")
     fp16_opt_level: str | None = arg(None, "Optimization level of Apex (v4.0-v4.57).")
@@ -83,24 +85,34 @@ def _same(new: str) -> Rename:
     return Rename(new, new, lambda now, old: old, lambda now: now)
 
 
-def _value(new: str, value: str) -> Rename:
-    return Rename(new, f"{new}={value!r}", lambda now, old: value, lambda now: now == value)
+def _value(new: str, value: str, otherwise: str | None = None) -> Rename:
+    """An old switch that asks for one of the values; without `otherwise`, switching it off changes nothing."""
+
+    def write(now: Any, old: Any) -> Any:
+        if old:
+            return value
+        return otherwise if otherwise is not None and now == value else now
+
+    return Rename(new, f"{new}={value!r}", write, lambda now: now == value)
 
 
 def _item(new: str, value: str) -> Rename:
-    return Rename(
-        new, f"{new}=[{value!r}]", lambda now, old: [*_words(now), value], lambda now: value in (now or ()), merges=True
-    )
+    def write(now: Any, old: Any) -> Any:
+        others = [word for word in _words(now) if word != value]
+        return [*others, value] if old else others
+
+    return Rename(new, f"{new}=[{value!r}]", write, lambda now: value in (now or ()), merges=True)
 
 
 def _key(new: str, key: str, *, takes_false: bool = False) -> Rename:
     def write(now: Any, old: Any) -> Any:
         if isinstance(now, str):
             raise InvalidArgument(f"{new} is the path of a file: set {key!r} there.")
-        return {**(now or {}), key: old}
+        keys = {**(now.to_dict() if hasattr(now, "to_dict") else now or {}), key: old}
+        return {name: value for name, value in keys.items() if value is not None}
 
     def read(now: Any) -> Any:
-        return now.get(key) if isinstance(now, dict) else None
+        return now.get(key) if isinstance(now, dict) else getattr(now, key, None)
 
     return Rename(new, f"{new}[{key!r}]", write, read, merges=True, takes_false=takes_false)
 
@@ -120,15 +132,17 @@ SHARDED_DDP = {
 }
 
 
-def _fsdp_of(_: Any, old: str) -> str:
-    unknown = [word for word in old.split() if word not in SHARDED_DDP]
+def _fsdp_of(_: Any, old: str | None) -> str:
+    words = (old or "").split()
+    unknown = [word for word in words if word not in SHARDED_DDP]
     if unknown:
         raise InvalidArgument(f"sharded_ddp={old!r}: {unknown} unknown, it takes {', '.join(SHARDED_DDP)}.")
-    return " ".join(SHARDED_DDP[word] for word in old.split())
+    return " ".join(SHARDED_DDP[word] for word in words)
 
 
-def _hub_organization(now: Any, old: str) -> str:
-    return f"{old}/{now.split('/')[-1]}" if now else f"{old}/"
+def _hub_organization(now: str | None, old: str | None) -> str:
+    name = (now or "").split("/")[-1]
+    return f"{old}/{name}" if old else name
 
 
 RENAMED: dict[str, Rename] = {
@@ -138,7 +152,7 @@ RENAMED: dict[str, Rename] = {
     "per_gpu_eval_batch_size": _same("per_device_eval_batch_size"),
     "warmup_ratio": Rename("warmup_steps", "warmup_steps", lambda now, old: old, lambda now: now if now < 1 else 0.0),
     "adafactor": _value("optim", "adafactor"),
-    "group_by_length": _value("train_sampling_strategy", "group_by_length"),
+    "group_by_length": _value("train_sampling_strategy", "group_by_length", otherwise="random"),
     "include_inputs_for_metrics": _item("include_for_metrics", "inputs"),
     "torchdynamo": _same("torch_compile_backend"),
     "xpu_backend": _same("ddp_backend"),
@@ -170,16 +184,31 @@ KEPT: dict[str, Any] = {
 }
 
 
+class _Reading(threading.local):
+    """Whose old names were read last, in this thread."""
+
+    def __init__(self) -> None:
+        self.last: Callable[[], TrainingArguments | None] = lambda: None
+
+
+_reading = _Reading()
+
+
 def mirror(name: str) -> property:
     """A property that reads an old name from the new one, and writes it there."""
     rename = RENAMED[name]
 
     def get(self: TrainingArguments) -> Any:
+        _reading.last = weakref.ref(self)
+        if name in vars(self):  # a subclass's own field
+            return vars(self)[name]
         pending = vars(self).get("_pending_legacy")
         return pending[name] if pending is not None else rename.read(getattr(self, rename.new))
 
     def set_(self: TrainingArguments, value: Any) -> None:
-        if vars(self).get("_legacy_done"):
+        if name in vars(self):
+            vars(self)[name] = value
+        elif vars(self).get("_legacy_done"):
             setattr(self, rename.new, rename.write(getattr(self, rename.new), value))
         else:  # the generated __init__ is at work
             vars(self).setdefault("_pending_legacy", {})[name] = value
@@ -193,30 +222,65 @@ def value(args: Any, name: str) -> Any:
     return KEPT.get(name, False) if found is None else found
 
 
-def is_copy(given: dict[str, Any]) -> bool:
-    """Whether these keywords come from `dataclasses.replace`: all fields, read from a finished object.
+@dataclass
+class Copied:
+    """Keywords that are all fields of a finished object, as `dataclasses.replace` gives them.
 
-    Old names then only repeat what the new ones say, and must not override a new value that was replaced.
+    An old name then only repeats what the new one says, unless it was the one to be replaced.
+
+    Attributes:
+        source: the object; None where it is not known, as when somebody keeps the fields and lets the object go.
     """
-    return all(given.get(name) is not None for name in KEPT)
+
+    source: TrainingArguments | None
 
 
-def translate(args: TrainingArguments, defaults: dict[str, Any], *, copied: bool) -> None:
+def copied(given: dict[str, Any]) -> Copied | None:
+    """What these keywords are a copy of; None for those that a script has written."""
+    if not all(given.get(name) is not None for name in KEPT):
+        return None
+    last = _reading.last()
+    # Each object has lists of its own, and its own accelerator_config.
+    shared = (name for name, value in given.items() if isinstance(value, list) or name == "accelerator_config")
+    is_source = last is not None and any(given[name] is getattr(last, name, None) for name in shared)
+    return Copied(last if is_source else None)
+
+
+def redeclared(kind: type) -> list[str]:
+    """Old names that a subclass has as fields of its own, as libraries do which support several releases.
+
+    What it gives there counts like any old name, and reads as the subclass has left it: no new name changes it.
+    """
+    ours, theirs = LegacyArguments.__dataclass_fields__, kind.__dataclass_fields__  # type: ignore[attr-defined]
+    return [name for name in RENAMED if theirs[name] is not ours[name]]
+
+
+def translate(args: TrainingArguments, defaults: dict[str, Any], copy: Copied | None) -> None:
     """Write what was given by old names to the new ones, with one FutureWarning for all.
 
     Args:
         args: freshly initialized.
         defaults: the fields' defaults.
-        copied: the old names repeat the new ones, see `is_copy`.
+        copy: what `args` is a copy of, if it is one.
 
     Raises:
         InvalidArgument: when an old and a new name are given with different values.
     """
     pending = vars(args).pop("_pending_legacy", {})
     vars(args)["_legacy_done"] = True
-    given = {} if copied else {name: value for name, value in pending.items() if _is_given(name, value)}
+    own = {name: pending[name] if name in pending else vars(args)[name] for name in redeclared(type(args))}
+    vars(args).update(own)
+    pending |= own
+    source = None if copy is None else copy.source
+    if copy is None:
+        given, before = {name: value for name, value in pending.items() if _is_given(name, value)}, defaults
+    elif source is None:
+        given, before = {}, {}
+    else:
+        given = {name: value for name, value in pending.items() if value != getattr(source, name)}
+        before = {RENAMED[name].new: getattr(source, RENAMED[name].new) for name in given}
     for name, value in given.items():
-        _translate_one(args, name, value, defaults)
+        _translate_one(args, name, value, before)
     for name, default in KEPT.items():
         if getattr(args, name) is None:
             setattr(args, name, default)
@@ -229,16 +293,16 @@ def _is_given(name: str, value: Any) -> bool:
     return RENAMED[name].takes_false if value is False else value not in (None, False, "")
 
 
-def _translate_one(args: TrainingArguments, name: str, value: Any, defaults: dict[str, Any]) -> None:
+def _translate_one(args: TrainingArguments, name: str, value: Any, before: dict[str, Any]) -> None:
     rename = RENAMED[name]
     now = getattr(args, rename.new)
     if name == "warmup_ratio":
         if not 0 <= value < 1:
             raise InvalidArgument(f"warmup_ratio={value!r}: give a share of all steps, at least 0 and below 1.")
-        if now:  # documented since v4.2: warmup_steps overrides it
+        if now >= 1 or (now and now != before[rename.new]):  # documented since v4.2: warmup_steps overrides it
             return
     wanted = rename.write(now, value)
-    if not rename.merges and now != defaults[rename.new] and now != wanted:
+    if not rename.merges and now != before[rename.new] and now != wanted:
         first, second = (
             (name, rename.new) if name.endswith("_token") else (f"{name}={value!r}", f"{rename.new}={now!r}")
         )

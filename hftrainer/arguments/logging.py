@@ -6,7 +6,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hftrainer.arguments._field import arg
+from hftrainer.messages import LEVELS
 from hftrainer.trainer_utils import IntervalStrategy
+
+#: Names of log levels → Python's numbers; 'passive' leaves the level as it is.
+LOG_LEVELS = {**LEVELS, "passive": -1}
 
 
 @dataclass(kw_only=True)
@@ -20,8 +24,12 @@ class LoggingArguments:
         True, "Leave nan and inf losses out of the logged mean; gradients are untouched."
     )
     log_on_each_node: bool = arg(True, "With several nodes, log on each one's main process.")
-    log_level: str = arg("passive", "Level of the library's messages on the main process; 'passive' changes nothing.")
-    log_level_replica: str = arg("warning", "The same for the other processes.")
+    log_level: str = arg(
+        "passive",
+        "Level of the library's messages on the main process; 'passive' changes nothing.",
+        choices=LOG_LEVELS,
+    )
+    log_level_replica: str = arg("warning", "The same for the other processes.", choices=LOG_LEVELS)
     disable_tqdm: bool | None = arg(None, "Print log lines instead of a progress bar; None asks the log level.")
     include_num_input_tokens_seen: str | bool = arg("no", "Count input tokens: 'no', 'all' or 'non_padding'.")
     report_to: None | str | list[str] = arg("none", "Trackers to write to ('all' before v5.0).")

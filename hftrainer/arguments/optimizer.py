@@ -20,7 +20,7 @@ class OptimizerArguments:
     adam_beta1: float = arg(0.9, "Decay of Adam's first moment, per optimizer step.")
     adam_beta2: float = arg(0.999, "Decay of Adam's second moment, per optimizer step.")
     adam_epsilon: float = arg(1e-8, "Adam's epsilon.")
-    max_grad_norm: float = arg(1.0, "Clip the gradient's 2-norm over all parameters to this; 0 clips nothing.")
+    max_grad_norm: float = arg(1.0, "Clip the gradient's 2-norm over all parameters to this; 0 or None clips nothing.")
     average_tokens_across_devices: bool = arg(
         True, "Count `num_items_in_batch` over all processes (False before v5.0)."
     )

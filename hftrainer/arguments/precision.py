@@ -33,6 +33,8 @@ class PrecisionArguments:
     torch_compile_backend: str | None = arg(None, "Backend of `torch.compile`; giving it turns compilation on.")
     torch_compile_mode: str | None = arg(None, "Mode of `torch.compile`; giving it turns compilation on.")
     use_liger_kernel: bool = arg(False, "Replace layers by the Liger kernels.")
-    liger_kernel_config: dict[str, bool] | None = arg(None, "Which Liger kernels to apply.")
+    liger_kernel_config: dict[str, Any] | str | None = arg(
+        None, "Which Liger kernels to apply, as a dict or as a JSON object."
+    )
     use_cache: bool = arg(False, "Value given to `model.config.use_cache` during training.")
     torch_empty_cache_steps: int | None = arg(None, "Empty the device's cache every so many optimizer steps.")

@@ -52,13 +52,13 @@ SINCE = {
 }
 #: The newest documented default holds; these had others.
 EARLIER_DEFAULTS = {
-    "average_tokens_across_devices": "False in v4.48",
+    "average_tokens_across_devices": "False until v4.53",
     "hub_private_repo": "False until v4.40",
     "log_level_replica": "'passive' in v4.15",
-    "optim": "'adamw_hf' until v4.30, 'adamw_torch' with torch before 2.8",
+    "optim": "'adamw_hf' until v4.30, 'adamw_torch' until v4.53 and with torch before 2.8",
     "output_dir": "required until v4.48",
     "report_to": "all installed trackers until v4.57",
-    "trackio_space_id": "'trackio' until v5.0",
+    "trackio_space_id": "'trackio' until v5.5",
 }
 _RELEASE = {name: release for release, names in SINCE.items() for name in names}
 

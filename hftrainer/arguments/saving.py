@@ -8,6 +8,13 @@ from hftrainer.arguments._field import arg
 from hftrainer.trainer_utils import SaveStrategy
 
 
+@dataclass
+class OutputArguments:
+    """The folder, which may be given by position. A base of its own keeps it the first field of every subclass."""
+
+    output_dir: str | None = arg(None, "Folder for checkpoints and the final model; default 'trainer_output'.")
+
+
 @dataclass(kw_only=True)
 class SavingArguments:
     """The `checkpoint-xxx` folders."""

@@ -10,13 +10,24 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hftrainer import peers
-from hftrainer.arguments.accelerator_config import AcceleratorConfig
+from hftrainer import accelerate_state, behaviours
+from hftrainer.arguments.accelerator_config import AcceleratorConfig, as_object
+from hftrainer.arguments.logging import LOG_LEVELS
+from hftrainer.debug_utils import DebugOption
 from hftrainer.errors import InvalidArgument
-from hftrainer.trainer_utils import HubStrategy, IntervalStrategy, OptimizerNames, SaveStrategy, SchedulerType
+from hftrainer.trainer_utils import (
+    HubStrategy,
+    IntervalStrategy,
+    OptimizerNames,
+    SaveStrategy,
+    SchedulerType,
+    spelled,
+)
 
 if TYPE_CHECKING:
     from hftrainer.training_args import TrainingArguments
+
+logger = logging.getLogger(__name__)
 
 ENUMS: dict[str, Any] = {
     "eval_strategy": IntervalStrategy,
@@ -30,6 +41,7 @@ JSON_FIELDS = (
     "lr_scheduler_kwargs",
     "activation_checkpointing_kwargs",
     "gradient_checkpointing_kwargs",
+    "liger_kernel_config",
     "accelerator_config",
     "parallelism_config",
     "fsdp_config",
@@ -41,8 +53,6 @@ ALIASES = {
     "gradient_checkpointing": "activation_checkpointing",
     "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
 }
-#: Names of log levels → Python's numbers; 'passive' leaves the level as it is.
-LOG_LEVELS = {"detail": 10, "debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50, "passive": -1}
 #: Fields that must be at least this, with the unit for the error.
 MINIMA: dict[str, tuple[float, str]] = {
     "per_device_train_batch_size": (1, "samples"),
@@ -61,9 +71,9 @@ def normalize(args: TrainingArguments) -> None:
     Raises:
         InvalidArgument: for values that have no such form; one error names them all, with those out of range.
     """
-    wrong = [*_parse_enums(args), *(problem for name in JSON_FIELDS if (problem := _parse_json(args, name)))]
+    wrong = [*_parse_enums(args), *(problem for name in _json_fields(args) if (problem := _parse_json(args, name)))]
     if wrong:
-        raise InvalidArgument("\n".join([*wrong, *_out_of_range(args)]))
+        raise InvalidArgument("\n".join([*wrong, *out_of_range(args)]))
     args.output_dir = os.path.expanduser(args.output_dir if args.output_dir is not None else "trainer_output")
     if args.hub_model_id and args.hub_model_id.endswith("/"):  # push_to_hub_organization alone
         args.hub_model_id += os.path.basename(os.path.normpath(args.output_dir))
@@ -77,7 +87,7 @@ def normalize(args: TrainingArguments) -> None:
         args.torch_compile_backend = "inductor"
     if args.dataloader_num_workers > 1 and args.dataloader_multiprocessing_context is None:
         args.dataloader_multiprocessing_context = "fork" if torch.backends.mps.is_available() else None
-    args.debug = args.debug.split() if isinstance(args.debug, str) else list(args.debug or [])
+    args.debug = _debug_options(args.debug)
     args.report_to = _as_list(args.report_to)
     for old, new in ALIASES.items():
         if getattr(args, new) is None:
@@ -89,6 +99,7 @@ def normalize(args: TrainingArguments) -> None:
         args.do_eval = True
     if args.eval_strategy == IntervalStrategy.STEPS and not args.eval_steps:
         args.eval_steps = args.logging_steps
+        logger.info("eval_steps is not given, and takes the value of logging_steps, %s.", args.logging_steps)
     _choose_best_metric(args)
     _normalize_accelerator_config(args)
     for name in ("logging_steps", "eval_steps", "save_steps"):
@@ -100,13 +111,14 @@ def normalize(args: TrainingArguments) -> None:
 def problems(args: TrainingArguments) -> list[str]:
     """Everything wrong with the normalized arguments, a sentence each."""
     return [
-        *_out_of_range(args),
+        *out_of_range(args),
         *_wrong_choices(args),
         *_wrong_intervals(args),
         *_wrong_best_model(args),
         *_wrong_precision(args),
         *wrong_accelerator_config(args),
         *_wrong_deepspeed(args),
+        *_wrong_behaviour(args),
     ]
 
 
@@ -116,6 +128,11 @@ def _parse_enums(args: TrainingArguments) -> Iterator[str]:
             setattr(args, name, kind(getattr(args, name)))
         except InvalidArgument as error:
             yield f"{name}: {error}"
+
+
+def _json_fields(args: TrainingArguments) -> list[str]:
+    """Fields that hold JSON objects; subclasses, such as TRL's, add theirs to `_VALID_DICT_FIELDS`."""
+    return list(dict.fromkeys([*JSON_FIELDS, *args._VALID_DICT_FIELDS]))
 
 
 def _parse_json(args: TrainingArguments, name: str) -> str | None:
@@ -133,7 +150,9 @@ def _parse_json(args: TrainingArguments, name: str) -> str | None:
 def _typed(value: Any) -> Any:
     """Numbers and booleans that a command line has made strings of, as what they are."""
     if isinstance(value, dict):
-        return {name: _typed(item) for name, item in value.items()}
+        return {
+            name: item if name == "behaviour" else _typed(item) for name, item in value.items()
+        }  # '5.10' is no number
     if not isinstance(value, str):
         return value
     if value.lower() in ("true", "false"):
@@ -141,6 +160,13 @@ def _typed(value: Any) -> Any:
     if value.isdigit():
         return int(value)
     return float(value) if value.replace(".", "", 1).isdigit() else value
+
+
+def _debug_options(given: Any) -> list[Any]:
+    """The options as members of their enumeration; unknown ones stay, and are refused with everything else."""
+    known = {option.value: option for option in DebugOption}
+    words = given.split() if isinstance(given, str) else given or []
+    return [known.get(spelled(word), word) for word in words]
 
 
 def _as_list(value: str | list[str] | None) -> list[str]:
@@ -161,12 +187,20 @@ def _choose_best_metric(args: TrainingArguments) -> None:
 
 
 def _normalize_accelerator_config(args: TrainingArguments) -> None:
-    """An object of transformers as a dict; and the accumulation that the config says, as the argument's value."""
-    config = AcceleratorConfig.read(args.accelerator_config)
-    if callable(getattr(args.accelerator_config, "to_dict", None)):
-        args.accelerator_config = args.accelerator_config.to_dict()  # type: ignore[union-attr]
-    if config.num_steps is not None and args.gradient_accumulation_steps == 1:
-        args.gradient_accumulation_steps = config.num_steps
+    """The config as an object with attributes; and the accumulation that it says, as the argument's value."""
+    args.accelerator_config = as_object(args.accelerator_config)
+    take_accumulation(args)
+
+
+def take_accumulation(args: TrainingArguments) -> None:
+    """Let `accelerator_config` say `gradient_accumulation_steps`, where the argument itself says nothing.
+
+    Raises:
+        InvalidArgument: for a config that cannot be read.
+    """
+    steps = AcceleratorConfig.read(args.accelerator_config).num_steps
+    if steps is not None and args.gradient_accumulation_steps == 1:
+        args.gradient_accumulation_steps = steps
 
 
 def wrong_accelerator_config(args: TrainingArguments) -> Iterator[str]:
@@ -176,12 +210,12 @@ def wrong_accelerator_config(args: TrainingArguments) -> Iterator[str]:
     except InvalidArgument as error:
         yield str(error)
         return
-    if config.num_steps is not None and config.num_steps != args.gradient_accumulation_steps:
+    if config.num_steps is not None and args.gradient_accumulation_steps not in (1, config.num_steps):
         yield (
             f"gradient_accumulation_steps={args.gradient_accumulation_steps} and accelerator_config"
             f"['gradient_accumulation_kwargs']['num_steps']={config.num_steps} contradict each other: give one of them."
         )
-    if config.use_configured_state and (reason := peers.wrong_accelerate_state(args.device)):
+    if config.use_configured_state and (reason := accelerate_state.wrong(args.device)):
         yield f"accelerator_config['use_configured_state']=True: {reason}"
 
 
@@ -193,7 +227,15 @@ def _wrong_deepspeed(args: TrainingArguments) -> list[str]:
     return wrong_deepspeed(args, readable_config(args.lightning_config))
 
 
-def _out_of_range(args: TrainingArguments) -> Iterator[str]:
+def _wrong_behaviour(args: TrainingArguments) -> list[str]:
+    """What is wrong with the release that `lightning_config` names."""
+    from hftrainer_lightning.config import readable_config
+
+    return behaviours.wrong_choice(readable_config(args.lightning_config))
+
+
+def out_of_range(args: TrainingArguments) -> Iterator[str]:
+    """A sentence for each number that is too small, and for settings of loading processes where there are none."""
     for name, (least, unit) in MINIMA.items():
         value = getattr(args, name)
         if not isinstance(value, (int, float)) or value < least:
@@ -205,11 +247,15 @@ def _out_of_range(args: TrainingArguments) -> Iterator[str]:
 
 
 def _wrong_choices(args: TrainingArguments) -> Iterator[str]:
+    every = args.torch_empty_cache_steps
+    if every is not None and not (isinstance(every, int) and every > 0):
+        yield f"torch_empty_cache_steps={every!r}: give a whole number of optimizer steps, at least 1, or None."
     for name in ("log_level", "log_level_replica"):
         if getattr(args, name) not in LOG_LEVELS:
             yield f"{name}={getattr(args, name)!r}: choose one of {', '.join(LOG_LEVELS)}."
-    if unknown := set(args.debug) - {"underflow_overflow", "tpu_metrics_debug"}:
-        yield f"debug: {sorted(unknown)} unknown, it takes underflow_overflow and tpu_metrics_debug."
+    if unknown := [option for option in args.debug if option not in list(DebugOption)]:
+        allowed = " and ".join(option.value for option in DebugOption)
+        yield f"debug: {sorted(map(str, unknown))} unknown, it takes {allowed}."
     sampling = ("random", "sequential", "group_by_length", "batch_rebalance")
     if args.train_sampling_strategy not in sampling:
         yield f"train_sampling_strategy={args.train_sampling_strategy!r}: choose one of {', '.join(sampling)}."
@@ -233,8 +279,9 @@ def _wrong_best_model(args: TrainingArguments) -> Iterator[str]:
         return
     if args.eval_strategy != args.save_strategy:
         yield (
-            f"load_best_model_at_end needs each checkpoint evaluated, but eval_strategy={str(args.eval_strategy)!r} "
-            f"and save_strategy={str(args.save_strategy)!r} differ: set both the same, or save_strategy='best'."
+            "load_best_model_at_end needs each checkpoint evaluated, but "
+            f"eval_strategy={spelled(args.eval_strategy)!r} and save_strategy={spelled(args.save_strategy)!r} differ: "
+            "set both the same, or save_strategy='best'."
         )
     elif args.eval_strategy == IntervalStrategy.STEPS and args.eval_steps and not _is_multiple(args):
         yield (
@@ -260,4 +307,4 @@ def _wrong_precision(args: TrainingArguments) -> Iterator[str]:
         yield "bf16=True, but this GPU has no bfloat16: use fp16=True, or use_cpu=True."
     follows = args.lr_scheduler_type in (SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY)
     if follows and args.eval_strategy == IntervalStrategy.NO:
-        yield f"lr_scheduler_type={str(args.lr_scheduler_type)!r} follows the evaluation: set eval_strategy."
+        yield f"lr_scheduler_type={spelled(args.lr_scheduler_type)!r} follows the evaluation: set eval_strategy."

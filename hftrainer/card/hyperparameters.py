@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from hftrainer.trainer_utils import ParallelMode
+from hftrainer.trainer_utils import ParallelMode, spelled
 
 if TYPE_CHECKING:
     from hftrainer.trainer import Trainer
@@ -31,7 +31,7 @@ def _batches(trainer: Trainer) -> dict[str, Any]:
     args, processes = trainer.args, trainer.accelerator.processes.data_processes
     train, evaluation = trainer._train_batch_size, args.eval_batch_size
     found: dict[str, Any] = {"train_batch_size": train, "eval_batch_size": evaluation}
-    if args.parallel_mode != ParallelMode.NOT_PARALLEL:
+    if spelled(args.parallel_mode) != ParallelMode.NOT_PARALLEL.value:  # the arguments may be transformers'
         found["distributed_type"] = _distributed_type(trainer)
     if args.world_size > 1:
         found["num_devices"] = args.world_size
@@ -54,13 +54,13 @@ def _distributed_type(trainer: Trainer) -> str:
 
 def _optimizer(trainer: Trainer) -> str:
     args = trainer.args
-    given, _ = trainer._optimizers_given
+    given, _ = trainer._hftrainer.optimizers_given
     if given is not None:
         return _listed(type(given).__name__, given.defaults)
     if trainer.optimizer_cls_and_kwargs is not None:
         kind, settings = trainer.optimizer_cls_and_kwargs
         return _listed(kind.__name__, settings)
-    name, settings = _value(args.optim), {}
+    name, settings = spelled(args.optim), {}
     if "adam" in name:
         settings = {"betas": (args.adam_beta1, args.adam_beta2), "epsilon": args.adam_epsilon}
     return _listed(name, {**settings, **({"optim_args": args.optim_args} if args.optim_args else {})})
@@ -73,8 +73,8 @@ def _listed(name: str, settings: Mapping[str, Any]) -> str:
 
 def _schedule(trainer: Trainer) -> dict[str, Any]:
     args = trainer.args
-    _, given = trainer._optimizers_given
-    found: dict[str, Any] = {"lr_scheduler_type": type(given).__name__ if given else _value(args.lr_scheduler_type)}
+    _, given = trainer._hftrainer.optimizers_given
+    found: dict[str, Any] = {"lr_scheduler_type": type(given).__name__ if given else spelled(args.lr_scheduler_type)}
     if given is None and args.lr_scheduler_kwargs:
         found["lr_scheduler_kwargs"] = args.lr_scheduler_kwargs
     if given is None and args.warmup_steps:
@@ -87,7 +87,3 @@ def _schedule(trainer: Trainer) -> dict[str, Any]:
 def _precision(args: Any) -> dict[str, str]:
     precision = "fp16" if args.fp16 else "bf16" if args.bf16 else None
     return {} if precision is None else {"mixed_precision_training": f"Native AMP ({precision})"}
-
-
-def _value(choice: Any) -> str:
-    return str(getattr(choice, "value", choice))

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hftrainer.checkpointing import names, staging
-from hftrainer.checkpointing.manifest import damage, why_unusable
+from hftrainer.checkpointing.manifest import changes, why_unusable
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +21,7 @@ def _step_of(folder: Path) -> int | None:
     return int(match.group(1)) if match and folder.is_dir() else None
 
 
-def _by_step(folder: str) -> Iterator[str]:
+def by_step(folder: str) -> Iterator[str]:
     """The `checkpoint-xxx` folders, the one of the most optimizer steps first."""
     steps = {step: path for path in Path(folder).iterdir() if (step := _step_of(path)) is not None}
     return (os.path.join(folder, steps[step].name) for step in sorted(steps, reverse=True))
@@ -33,7 +33,7 @@ def get_last_checkpoint(folder: str) -> str | None:
     Damaged ones are passed over, with a warning that names the file. (transformers returns the one of the most steps,
     whole or not.)
     """
-    for path in _by_step(folder):
+    for path in by_step(folder):
         reason = why_unusable(path)
         if reason is None:
             return path
@@ -61,7 +61,11 @@ def sort_checkpoints(output_dir: str) -> list[str]:
 
 
 def rotate_checkpoints(
-    output_dir: str, save_total_limit: int | None, best: str | None, keep: Sequence[str] = ()
+    output_dir: str,
+    save_total_limit: int | None,
+    best: str | None,
+    keep: Sequence[str] = (),
+    checkpoints: Sequence[str] | None = None,
 ) -> None:
     """Delete the oldest checkpoints beyond `save_total_limit`; the newest whole one and the best always stay.
 
@@ -70,16 +74,18 @@ def rotate_checkpoints(
         save_total_limit: how many may stay; None for all.
         best: the best one, if there is one.
         keep: others that stay, as the one just written.
+        checkpoints: which there are, oldest first; default all in `output_dir`.
     """
     if save_total_limit is None or save_total_limit <= 0:
         return
-    checkpoints = sort_checkpoints(output_dir)
+    checkpoints = sort_checkpoints(output_dir) if checkpoints is None else checkpoints
     staying = [path for path in (best, *keep) if path is not None]
     kept = {path for path in checkpoints if any(_same(path, other) for other in staying)}
     newest_whole = next((path for path in reversed(checkpoints) if why_unusable(path, contents=False) is None), None)
     kept |= {*checkpoints[-1:], *([newest_whole] if newest_whole is not None else [])}
     surplus = len(checkpoints) - max(save_total_limit, len(kept))
     for checkpoint in [path for path in checkpoints if path not in kept][: max(surplus, 0)]:
+        logger.info("Deleting the older checkpoint %s: save_total_limit=%s.", checkpoint, save_total_limit)
         staging.remove(checkpoint)
 
 
@@ -102,10 +108,11 @@ def complete_rotation(last: str, output_dir: str, save_total_limit: int | None, 
 
 def keep_only(best: str, output_dir: str) -> None:
     """Delete every checkpoint but `best`, what `save_total_limit=1` leaves when a run ends; none if it is not whole."""
-    if damage(best, only_weights=True) is not None:
+    if changes(best, only_weights=True).damage(best) is not None:
         return
     for checkpoint in sort_checkpoints(output_dir):
         if not _same(checkpoint, best):
+            logger.info("Deleting the checkpoint %s: save_total_limit=1, and %s is the best.", checkpoint, best)
             try:
                 staging.remove(checkpoint)
             except OSError as error:

@@ -9,30 +9,49 @@ from __future__ import annotations
 import json
 import os
 import re
-import zipfile
 import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import safetensors
-
 from hftrainer.checkpointing import names
+from hftrainer.checkpointing.readable import has_form, why_unreadable
+from hftrainer.checkpointing.weights import has_weights, missing_shard
+from hftrainer.errors import CheckpointNotFound, DamagedCheckpoint
 
 _CHUNK = 1 << 22  # bytes
 #: Files with weights, and the lists of their shards.
 _WEIGHTS = re.compile(r"(\.safetensors|model.*\.bin|\.index\.json)$")
+#: What a resumed run reads besides: an added file of another name is nobody's, whatever is in it.
+_STATES = re.compile(r"^((optimizer|rng_state|progress)[\w-]*|scheduler|scaler|lightning_callbacks)\.(pt|pth|bin)$")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What the manifest says of a file: its size in bytes, and the CRC-32 of its contents."""
+
+    size: int
+    crc32: int
 
 
 def write_manifest(folder: str | Path) -> None:
     """Write the manifest of everything in `folder`, and flush it all to the disk."""
     root = Path(folder)
     manifest = root / names.MANIFEST_NAME
-    listed = (path for path in sorted(root.rglob("*")) if path.is_file() and path != manifest)
-    files = {path.relative_to(root).as_posix(): _describe(path) for path in listed}
-    manifest.write_text(json.dumps({"files": files}, indent=1) + "\n", encoding="utf-8")
-    flush_to_disk(manifest)
+    files = {path.relative_to(root).as_posix(): _describe(path) for path in _files(root)}
+    beside = manifest.with_name(f"_{manifest.name}")  # a process that is killed here leaves the one that was there
+    content = {"files": files, "crc32": _crc32_of_list(files)}
+    beside.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    flush_to_disk(beside)
+    beside.replace(manifest)
     for directory in [*(path for path in root.rglob("*") if path.is_dir()), root]:
         flush_to_disk(directory)
+
+
+def _files(root: Path) -> list[Path]:
+    own = {root / names.MANIFEST_NAME, root / f"_{names.MANIFEST_NAME}"}
+    return [path for path in sorted(root.rglob("*")) if path.is_file() and path not in own]
 
 
 def _describe(path: Path) -> dict[str, int]:
@@ -49,6 +68,11 @@ def _crc32(path: Path) -> int:
     return checksum
 
 
+def _crc32_of_list(files: dict[str, Any]) -> int:
+    """The manifest's checksum of itself: damage to it must not look like a change of the files."""
+    return zlib.crc32(json.dumps(files, sort_keys=True).encode())
+
+
 def flush_to_disk(path: str | Path) -> None:
     """Wait until a file, or the names in a folder, are on the disk; some file systems cannot do it for folders."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -59,6 +83,26 @@ def flush_to_disk(path: str | Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def read_manifest(folder: str | Path) -> dict[Path, Entry] | None:
+    """What the manifest says of each file; None for a folder without one.
+
+    Raises:
+        ValueError: when it cannot be read, naming it.
+    """
+    manifest = Path(folder) / names.MANIFEST_NAME
+    if not manifest.is_file():
+        return None
+    try:
+        content: Any = json.loads(manifest.read_text(encoding="utf-8"))
+        files = content["files"]
+        entries = {manifest.parent / name: Entry(each["size"], each["crc32"]) for name, each in files.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{manifest} cannot be read") from error
+    if "crc32" in content and content["crc32"] != _crc32_of_list(files):  # earlier manifests have none
+        raise ValueError(f"{manifest} cannot be read")
+    return entries
 
 
 def why_unusable(folder: str | Path, *, contents: bool = True) -> str | None:
@@ -73,75 +117,186 @@ def why_unusable(folder: str | Path, *, contents: bool = True) -> str | None:
     return damage(folder, contents=contents)
 
 
-def damage(folder: str | Path, *, contents: bool = True, only_weights: bool = False) -> str | None:
-    """What is wrong with a checkpoint, naming the file; None for a whole one.
+def damage(folder: str | Path, *, contents: bool = True) -> str | None:
+    """What is wrong with a checkpoint, naming the file; None for one that is as it was written.
 
     Args:
         folder: the checkpoint.
         contents: read all files and compare their checksums, rather than their sizes alone.
-        only_weights: ask for the weights and nothing else.
     """
     try:
-        return _damage(Path(folder), contents, only_weights)
+        return _damage(Path(folder), contents)
     except OSError as error:  # it is deleted meanwhile, or the disk fails
-        return f"{error.filename or folder} cannot be read ({error.strerror or error})"
+        return _not_read(folder, error)
 
 
-def _damage(folder: Path, contents: bool, only_weights: bool) -> str | None:
-    manifest = folder / names.MANIFEST_NAME
-    if not manifest.is_file():
-        return _visible_damage(folder)
+def _not_read(folder: str | Path, error: OSError) -> str:
+    return f"{error.filename or folder} cannot be read ({error.strerror or error})"
+
+
+def _damage(folder: Path, contents: bool) -> str | None:
     try:
-        files: dict[str, Any] = json.loads(manifest.read_text(encoding="utf-8"))["files"]
-        expected = {manifest.parent / name: (entry["size"], entry["crc32"]) for name, entry in files.items()}
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return f"{manifest} cannot be read"
-    for path, (size, checksum) in expected.items():
-        if only_weights and not _WEIGHTS.search(path.name):
-            continue
+        entries = read_manifest(folder)
+    except ValueError as error:
+        return str(error)
+    if entries is None:
+        return visible_damage(folder)
+    for path, entry in entries.items():
         if not path.is_file():
             return f"{path} is missing"
-        if (found := path.stat().st_size) != size:
-            return f"{path} has {found} bytes instead of {size}"
-        if contents and _crc32(path) != checksum:
+        if (found := path.stat().st_size) != entry.size:
+            return f"{path} has {found} bytes instead of {entry.size}"
+        if contents and _crc32(path) != entry.crc32:
             return f"the contents of {path} have changed since it was written"
     return None
 
 
-def _visible_damage(folder: Path) -> str | None:
+def visible_damage(folder: str | Path) -> str | None:
     """What is wrong with a folder that has no manifest, as far as its files tell."""
-    for path in sorted(folder.rglob("*")):
-        if path.suffix == ".safetensors":
-            try:
-                with safetensors.safe_open(path, framework="pt"):
-                    pass
-            except Exception as error:
-                return f"{path} cannot be read ({error})"
-        elif path.suffix == ".json" and path.is_file():
-            try:
-                value = json.loads(path.read_text(encoding="utf-8"))
-            except ValueError as error:
-                return f"{path} cannot be read ({error})"
-            if path.name == names.TRAINER_STATE_NAME and "global_step" not in value:
-                return f"{path} holds no state"
-            for shard in value.get("weight_map", {}).values() if path.name.endswith(".index.json") else ():
-                if not path.with_name(shard).is_file():
-                    return f"{path.with_name(shard)} is missing"
-        elif path.suffix in (".pt", ".pth", ".bin") and path.is_file() and (reason := _not_torch(path)):
+    for path in _files(Path(folder)):
+        if has_form(path) and (reason := why_unreadable(path, load=False)):
             return f"{path} {reason}"
+    if (shard := missing_shard(str(folder))) is not None:
+        return f"{shard} is missing"
     weights = (
         path
-        for path in folder.rglob("*")
+        for path in Path(folder).rglob("*")
         if path.name.endswith((".safetensors", "model.bin", "model_fsdp.bin", ".distcp"))
     )
-    shards = folder.glob("pytorch_model-*.bin")
+    shards = Path(folder).glob("pytorch_model-*.bin")
     return None if any(weights) or any(shards) else f"{folder} holds no weights"
 
 
-def _not_torch(path: Path) -> str | None:
-    """Why a file is none that `torch.save` has written; those from before torch 1.6 are no archives, but pickles."""
-    with path.open("rb") as file:
-        begin = file.read(2)
-    if not begin:
-        return "is empty"
-    return None if begin[:1] == b"\x80" or zipfile.is_zipfile(path) else "is cut off"
+def _is_read(path: Path) -> bool:
+    """Whether a run that goes on reads a file of this name."""
+    return bool(_WEIGHTS.search(path.name) or _STATES.match(path.name)) or path.name == names.TRAINER_STATE_NAME
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What differs from the manifest: paths within the checkpoint.
+
+    Attributes:
+        added: files that were not there.
+        removed: files that are gone.
+        resized: files of another size.
+        altered: files of the same size with other bytes.
+        unreadable: what is wrong with an added or resized file, naming it, or which weights are missing; None when a
+            run can go on from what there is.
+    """
+
+    added: tuple[str, ...] = ()
+    removed: tuple[str, ...] = ()
+    resized: tuple[str, ...] = ()
+    altered: tuple[str, ...] = ()
+    unreadable: str | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.added or self.removed or self.resized or self.altered)
+
+    def __str__(self) -> str:
+        kinds = {
+            "added": self.added,
+            "removed": self.removed,
+            "of another size": self.resized,
+            "of the same size with other contents": self.altered,
+        }
+        return "; ".join(f"{kind}: {', '.join(paths)}" for kind, paths in kinds.items() if paths)
+
+    @property
+    def can_be_accepted(self) -> bool:
+        """Whether `accept` can mend a damaged checkpoint: one with other bytes, or with a manifest that is damaged."""
+        unreadable = self.unreadable or ""
+        return names.MANIFEST_NAME in unreadable or (bool(self.altered) and not unreadable)
+
+    def damage(self, folder: str | Path) -> str | None:
+        """What of it cannot be meant, naming the file; None for changes that can be used.
+
+        Files that were added, removed or replaced by others of another size are, when weights are converted. Other
+        bytes in a file of the same size are what a failing disk leaves.
+        """
+        if self.altered:
+            return f"the contents of {Path(folder) / self.altered[0]} have changed since it was written, not its size"
+        return self.unreadable
+
+
+def changes(folder: str | Path, *, only_weights: bool = False) -> Changes:
+    """What was done to a checkpoint since it was written; reads all of it.
+
+    Args:
+        folder: the checkpoint; one without a manifest has no changes, but may have damage that its files show.
+        only_weights: ask for the weights and nothing else.
+    """
+    root = Path(folder)
+    try:
+        entries = read_manifest(root)
+        if entries is None:
+            return Changes(unreadable=visible_damage(root))
+        return _changes(root, entries, _WEIGHTS if only_weights else re.compile(""))
+    except ValueError as error:
+        return Changes(unreadable=str(error))
+    except OSError as error:
+        return Changes(unreadable=_not_read(folder, error))
+
+
+def _changes(root: Path, entries: dict[Path, Entry], asked: re.Pattern[str]) -> Changes:
+    entries = {path: entry for path, entry in entries.items() if asked.search(path.name)}
+    added = [path for path in _files(root) if path not in entries and asked.search(path.name)]
+    kept = [path for path in entries if path.is_file()]
+    resized = [path for path in kept if path.stat().st_size != entries[path].size]
+    altered = [path for path in kept if path not in resized and _crc32(path) != entries[path].crc32]
+    read = ((path, why_unreadable(path)) for path in [*resized, *filter(_is_read, added)])
+    unreadable = next((f"{path} {reason}" for path, reason in read if reason is not None), None)
+    removed = [path for path in entries if path not in kept]
+    if unreadable is None and not altered:  # so the index can be believed
+        unreadable = _missing_weights(root, removed)
+
+    def shown(paths: Iterable[Path]) -> tuple[str, ...]:
+        return tuple(path.relative_to(root).as_posix() for path in paths)
+
+    return Changes(
+        added=shown(added),
+        removed=shown(removed),
+        resized=shown(resized),
+        altered=shown(altered),
+        unreadable=unreadable,
+    )
+
+
+def _missing_weights(root: Path, removed: list[Path]) -> str | None:
+    """Which weights are gone, with nothing in their place; a subclass may have written none that are known here."""
+    if (shard := missing_shard(str(root))) is not None:
+        return f"{shard} is missing"
+    weights = next((path for path in removed if _WEIGHTS.search(path.name)), None)
+    return (
+        None if weights is None or has_weights(str(root)) else f"{weights} is missing, and no weights are in its place"
+    )
+
+
+def accept(folder: str | Path) -> Changes:
+    """Take a checkpoint as it is now for whole: write a new manifest, once all that has a form can be read.
+
+    Returns:
+        What differed from the manifest before; nothing where there was none, or one that could not be read.
+
+    Raises:
+        CheckpointNotFound: for a folder that is no checkpoint.
+        DamagedCheckpoint: for a file that cannot be read, naming it.
+    """
+    root = Path(folder)
+    if not (root / names.TRAINER_STATE_NAME).is_file():
+        lacks = f"it lacks {names.TRAINER_STATE_NAME}" if root.is_dir() else "there is no such folder"
+        raise CheckpointNotFound(f"{folder} is no checkpoint: {lacks}.")
+    try:
+        entries = read_manifest(root) or {}
+    except ValueError:
+        entries = {}
+    found = _changes(root, entries, re.compile("")) if entries else Changes()
+    for path in _files(root):
+        asked = not entries or path in entries or _is_read(path)
+        if asked and has_form(path) and (reason := why_unreadable(path)):
+            raise DamagedCheckpoint(f"{path} {reason}: nothing can go on from it.")
+    if found.removed and (reason := _missing_weights(root, [root / name for name in found.removed])) is not None:
+        raise CheckpointNotFound(f"{reason}: nothing can go on from it.")
+    write_manifest(root)
+    return found

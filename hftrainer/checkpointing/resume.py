@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import sys
 from typing import Any
 
@@ -11,9 +12,8 @@ import torch
 
 from hftrainer.checkpointing import distributed, names
 from hftrainer.checkpointing.folders import get_last_checkpoint
-from hftrainer.checkpointing.manifest import damage
+from hftrainer.checkpointing.manifest import Changes, changes
 from hftrainer.checkpointing.reading import read_torch
-from hftrainer.checkpointing.weights import has_weights
 from hftrainer.errors import CheckpointNotFound
 from hftrainer.trainer_callback import CallbackHandler, TrainerControl, TrainerState
 from hftrainer.training_args import TrainingArguments
@@ -46,14 +46,42 @@ def find_folder(resume_from_checkpoint: str | bool | None, output_dir: str) -> s
         raise CheckpointNotFound(
             f"resume_from_checkpoint={folder!r}: it is no checkpoint, it lacks {names.TRAINER_STATE_NAME}.{hint}"
         )
-    if (reason := damage(folder)) is not None:
+    found = changes(folder)
+    if (reason := found.damage(folder)) is not None:
+        accepting = f"; or, if you have changed the file yourself: {_accepting(folder)}"
         raise CheckpointNotFound(
             f"resume_from_checkpoint={folder!r}: it is damaged, {reason}. Use another one (True takes the newest whole "
-            f"one), or delete its {names.MANIFEST_NAME} if you have changed the file yourself."
+            f"one){accepting if found.can_be_accepted else '.'}"
         )
-    if not has_weights(folder):
-        raise CheckpointNotFound(f"resume_from_checkpoint={folder!r}: it holds no weights.")
+    _warn_of(found, folder)
     return folder
+
+
+def _accepting(folder: str) -> str:
+    """The command that takes a checkpoint as it is."""
+    return f"python -m hftrainer checkpoint --accept {shlex.quote(folder)}"
+
+
+def _warn_of(found: Changes, folder: str) -> None:
+    if found:
+        logger.warning(
+            "%s was changed since it was written (%s) and is used as it is. To accept it for good: %s",
+            folder,
+            found,
+            _accepting(folder),
+        )
+
+
+def why_not_loaded(best: str) -> str | None:
+    """Why the weights of the best checkpoint cannot be loaded; None when they can.
+
+    A callback may have converted them when they were saved, so changes that can be read are accepted here too.
+    """
+    found = changes(best, only_weights=True)
+    reason = found.damage(best)
+    if reason is None:
+        _warn_of(found, best)
+    return reason
 
 
 def load_state(folder: str, args: TrainingArguments) -> TrainerState:
@@ -166,6 +194,7 @@ def restore_callbacks(handler: CallbackHandler, control: TrainerControl, states:
     for callback in handler.callbacks:
         saved = remaining.get(type(callback).__name__)
         if saved:
+            logger.info("%s gets its state back from the checkpoint.", type(callback).__name__)
             _restore(callback, saved.pop(0))
     for saved in remaining.pop(type(control).__name__, []):
         _restore(control, saved)

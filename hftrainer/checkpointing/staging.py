@@ -4,6 +4,9 @@ Everything is written into `tmp-checkpoint-N/checkpoint-N`, then the manifest, t
 and only then the folder is renamed to `checkpoint-N`, by the one process that writes. A process that is killed leaves
 a `tmp-` folder, which the next run in the same output folder completes or removes.
 
+What a script has put into `checkpoint-N` by then, before it called `super()._save_checkpoint`, joins the rest before
+the manifest is written (`added.py`).
+
 Where a folder cannot be renamed (some network file systems, object stores), the files are copied one by one:
 `trainer_state.json` last, without which a folder is no checkpoint, and before it the manifest, which names the others.
 """
@@ -35,6 +38,13 @@ def staging_folder(folder: str) -> Path:
     return final.with_name(_STAGING + final.name) / final.name
 
 
+def final_folder(folder: str) -> str:
+    """The folder that a staging folder becomes; any other is itself."""
+    path = Path(folder)
+    staged = path.name and path.parent.name == _STAGING + path.name
+    return str(path.parent.with_name(path.name)) if staged else folder
+
+
 def begin(staging: Path) -> None:
     """Make an empty staging folder."""
     shutil.rmtree(staging.parent, ignore_errors=True)
@@ -60,7 +70,8 @@ def discard(folder: str) -> None:
     """Remove what was written for `folder`; one that it was to replace is put back."""
     staging, final = staging_folder(folder), Path(folder)
     replaced = staging.parent / _REPLACED
-    if why_unusable(replaced) is None and why_unusable(final) is not None:
+    whole = why_unusable(replaced) is None and why_unusable(final) is not None
+    if whole or (replaced.exists() and not final.exists()):
         shutil.rmtree(final, ignore_errors=True)
         _move(replaced, final)
     shutil.rmtree(staging.parent, ignore_errors=True)

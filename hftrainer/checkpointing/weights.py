@@ -8,12 +8,12 @@ import json
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub import save_torch_state_dict
 
-from hftrainer import peers
+from hftrainer import behaviours, peers
 from hftrainer.checkpointing import distributed, names
 from hftrainer.checkpointing.reading import read_weights
 from hftrainer.errors import CheckpointNotFound
@@ -40,6 +40,7 @@ def save_weights(
         with _as_if_whole(model):
             _save_pretrained(model, folder, state_dict, safe)
         return
+    logger.info("The model has no save_pretrained: its state dict is saved.")
     weights = dict(model.state_dict() if state_dict is None else state_dict)
     if safe:
         save_torch_state_dict(weights, folder, max_shard_size=MAX_SHARD_SIZE)
@@ -71,10 +72,12 @@ def save_configs(model: Any, folder: str) -> None:
 
 
 def _save_pretrained(model: Any, folder: str, state_dict: dict[str, Any] | None, safe: bool) -> None:
-    if safe:
+    takes_format = "safe_serialization" in inspect.signature(model.save_pretrained).parameters
+    if takes_format and (not safe or behaviours.installed_release().startswith("4.")):
+        # v4 names the format always: a model's own method may have another default, as SpanMarker's.
+        model.save_pretrained(folder, state_dict=state_dict, safe_serialization=safe)
+    elif safe:
         model.save_pretrained(folder, state_dict=state_dict)
-    elif "safe_serialization" in inspect.signature(model.save_pretrained).parameters:
-        model.save_pretrained(folder, state_dict=state_dict, safe_serialization=False)
     else:  # transformers v5 writes safetensors only
         model.save_pretrained(folder, state_dict=state_dict)
         _rewrite_as_bin(model, folder)
@@ -110,12 +113,29 @@ def has_weights(folder: str) -> bool:
     return holds_fsdp(folder) or parts or bool(_weights_files(folder) or _adapter_folders(folder))
 
 
+def missing_shard(folder: str) -> str | None:
+    """The first file that is missing of the shards whose index would be used; None without one."""
+    return next((path for path in _weights_files(folder) if not os.path.isfile(path)), None)
+
+
 def holds_fsdp(folder: str) -> bool:
     """Whether a sharded model has written the weights in `folder`."""
     return any(distributed.holds(files, "model", folder) for files in (distributed.PARTS, distributed.WHOLES))
 
 
-def load_sharded_weights(model: torch.nn.Module, folder: str, *, only_trained: bool = False) -> None:
+class LoadResult(NamedTuple):
+    """What did not fit when weights were loaded, under the names of torch's own result.
+
+    Attributes:
+        missing_keys: weights of the model that were not there, and stay as they are.
+        unexpected_keys: weights that the model lacks.
+    """
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+def load_sharded_weights(model: torch.nn.Module, folder: str, *, only_trained: bool = False) -> LoadResult | None:
     """Load the weights in `folder` into a model that is spread over processes; all of them must call it.
 
     Args:
@@ -123,12 +143,15 @@ def load_sharded_weights(model: torch.nn.Module, folder: str, *, only_trained: b
         folder: written by a sharded model, or by any other.
         only_trained: frozen weights stay as they are, as with adapters.
 
+    Returns:
+        What did not fit; None of a folder that holds parts, where all does.
+
     Raises:
         CheckpointNotFound: when there are none, or adapters only, which have no place in a sharded model.
     """
     if distributed.holds(distributed.PARTS, "model", folder):
         distributed.load_model_parts(model, folder, only_trained=only_trained)
-        return
+        return None
     whole = _first_file(folder, distributed.WHOLES["model"])
     paths = _weights_files(folder) if whole is None else [whole]
     if not paths:
@@ -138,7 +161,7 @@ def load_sharded_weights(model: torch.nn.Module, folder: str, *, only_trained: b
     if whole is None and paths and not distributed.names_of(model) <= weights.keys():
         weights = _converted(model, folder) or weights
     missing, unexpected = distributed.load_whole_model(model, weights)
-    _say_what_differs([] if only_trained else missing, unexpected)
+    return LoadResult([] if only_trained else missing, unexpected)
 
 
 def _converted(model: torch.nn.Module, folder: str) -> dict[str, torch.Tensor]:
@@ -153,8 +176,11 @@ def _converted(model: torch.nn.Module, folder: str) -> dict[str, torch.Tensor]:
     return own.from_pretrained(folder, config=bare.config).state_dict()
 
 
-def load_weights(model: torch.nn.Module, folder: str) -> None:
+def load_weights(model: torch.nn.Module, folder: str) -> LoadResult | None:
     """Load the weights in `folder` into `model`, in place.
+
+    Returns:
+        What did not fit; None of adapters and of parts, where all does.
 
     Raises:
         CheckpointNotFound: when there are none.
@@ -162,11 +188,11 @@ def load_weights(model: torch.nn.Module, folder: str) -> None:
     if distributed.holds(distributed.PARTS, "model", folder):
         distributed.load_model_parts(model, folder, only_trained=peers.is_peft(model))
     elif paths := _weights_files(folder):
-        _load_files(model, paths) if _names_fit(model, paths) else _load_converted(model, folder)
+        return _load_files(model, paths) if _names_fit(model, paths) else _load_converted(model, folder)
     elif adapters := _adapter_folders(folder):
         _load_adapters(model, adapters)
     elif (whole := _first_file(folder, distributed.WHOLES["model"])) is not None:
-        _load_files(model, [whole])
+        return _load_files(model, [whole])
     elif os.path.isfile(os.path.join(folder, "latest")):
         raise CheckpointNotFound(
             f"{folder} holds weights in DeepSpeed's parts: resume with deepspeed, or make one file of them with python "
@@ -177,6 +203,7 @@ def load_weights(model: torch.nn.Module, folder: str) -> None:
             f"There are no weights in {folder}: expected {names.SAFE_WEIGHTS_NAME}, {names.WEIGHTS_NAME}, an index of "
             "shards, or adapters."
         )
+    return None
 
 
 def _first_file(folder: str, *candidates: str) -> str | None:
@@ -222,22 +249,19 @@ def _names_fit(model: torch.nn.Module, paths: list[str]) -> bool:
     return all(expected >= read_weights(path).keys() for path in paths)
 
 
-def _load_converted(model: Any, folder: str) -> None:
+def _load_converted(model: Any, folder: str) -> LoadResult:
     """Load weights that transformers has saved under other names than the model's own.
 
     Since v5 `save_pretrained` writes some architectures (ViT for one) in the names of older releases, and only
     `from_pretrained` knows the way back.
     """
     if not peers.is_pretrained(model):
-        _load_files(model, _weights_files(folder))
-        return
+        return _load_files(model, _weights_files(folder))
     converted = type(model).from_pretrained(folder, config=model.config).state_dict()
-    missing, unexpected = model.load_state_dict(converted, strict=False)
-    if missing or unexpected:
-        logger.warning("%s does not match the model: missing %s, unknown %s", folder, missing, unexpected)
+    return LoadResult(*model.load_state_dict(converted, strict=False))
 
 
-def _load_files(model: torch.nn.Module, paths: list[str]) -> None:
+def _load_files(model: torch.nn.Module, paths: list[str]) -> LoadResult:
     """Load file after file, so that one shard at a time is in memory."""
     expected = model.state_dict(keep_vars=True)
     loaded: set[str] = set()
@@ -245,15 +269,7 @@ def _load_files(model: torch.nn.Module, paths: list[str]) -> None:
         loaded |= _load_file(model, path)
     filled = {id(expected[name]) for name in loaded & expected.keys()}
     missing = [name for name, tensor in expected.items() if name not in loaded and id(tensor) not in filled]
-    unexpected = sorted(loaded - expected.keys())
-    _say_what_differs(missing, unexpected)
-
-
-def _say_what_differs(missing: list[str], unexpected: list[str]) -> None:
-    if missing:
-        logger.warning("The checkpoint lacks these weights of the model, left as they are: %s", missing)
-    if unexpected:
-        logger.warning("The checkpoint has weights that the model lacks, left out: %s", unexpected)
+    return LoadResult(missing, sorted(loaded - expected.keys()))
 
 
 def _load_file(model: torch.nn.Module, path: str) -> set[str]:

@@ -10,12 +10,14 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 
 from hftrainer.checkpointing import staging
+from hftrainer.checkpointing.added import AddedFiles
 from hftrainer.errors import CheckpointNotWritten
 
 logger = logging.getLogger(__name__)
@@ -73,6 +75,7 @@ class CheckpointWriter:
         on_host: moves a state to where it can be written from.
 
     Attributes:
+        added: knows which files in checkpoint folders the script has written itself.
         failed: whether the last checkpoint could not be written.
     """
 
@@ -86,6 +89,7 @@ class CheckpointWriter:
         self.in_background = in_background
         self.stop_on_error = stop_on_error
         self._on_host = on_host
+        self.added = AddedFiles()
         self.failed = False
         self._jobs: list[Callable[[], None]] | None = None
         self._pending: Future[None] | None = None
@@ -121,7 +125,7 @@ class CheckpointWriter:
                 raise
             finally:
                 jobs, self._jobs = self._jobs or [], None
-            finish = _Finish(path, jobs, then)
+            finish = _Finish(path, jobs, then, self.added)
             if self.in_background:
                 self._path = path
                 self._pending = self._executor.submit(finish)
@@ -238,15 +242,17 @@ class CheckpointWriter:
 class _Finish:
     """The second half of a checkpoint: what was put off, the final name, and what is to follow."""
 
-    def __init__(self, path: str, jobs: list[Callable[[], None]], then: Callable[[], None]) -> None:
+    def __init__(self, path: str, jobs: list[Callable[[], None]], then: Callable[[], None], added: AddedFiles) -> None:
         self.path = path
         self.jobs = jobs
         self.then = then
+        self.added = added
 
     def __call__(self) -> None:
         try:
             for job in self.jobs:
                 job()
+            self.added.take(Path(self.path), staging.staging_folder(self.path))
             staging.publish(self.path)
         except BaseException as error:
             _give_up(self.path, error)

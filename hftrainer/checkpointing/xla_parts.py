@@ -119,12 +119,11 @@ class XlaParts:
         optimizer.load_state_dict(self._read("optimizer", folder))
         scheduler.load_state_dict(read_torch(path))
 
-    def load_weights(self, model: nn.Module, folder: str) -> None:
+    def load_weights(self, model: nn.Module, folder: str) -> Any:
         """Load the weights: whole ones into a model that is still whole, this process's part into its part."""
         if is_sharded(model):
-            model.load_state_dict(self._read("model", folder))
-        else:
-            load_weights(model, folder)
+            return model.load_state_dict(self._read("model", folder))
+        return load_weights(model, folder)
 
     def _read(self, kind: str, folder: str) -> dict[str, Any]:
         """What a checkpoint has of this process.

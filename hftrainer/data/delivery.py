@@ -33,6 +33,7 @@ class Delivery:
         round_size: batches that the main process reads at once for all; None when each process reads its own.
         generator: draws the order, the same one in all processes.
         counts_alone: how many batches there are is known to each process for itself only.
+        splits: whether a batch of the script's is shared out to the processes.
     """
 
     dataset: Any
@@ -42,6 +43,7 @@ class Delivery:
     round_size: int | None = None
     generator: torch.Generator | None = None
     counts_alone: bool = False
+    splits: bool = False
 
     def in_step(self, batches: Iterator[Any]) -> Iterator[Any]:
         """The batches until one of the processes has no more."""
@@ -85,10 +87,12 @@ def deliver(
         delivery = _read_alone(loader, config, seed)
         delivery.settings["generator"] = None  # as accelerate, whose seeds come from torch's own
         delivery.round_size = 1 if config.split_batches else share.processes
+        delivery.splits = config.split_batches
     elif messenger is not None and is_stream:
         delivery = _stream_of_one(loader, config, share)
     elif messenger is not None:
         delivery = _batches_of_one(loader, config, share, seed)
+        delivery.splits = config.split_batches
     elif share.processes > 1 and not is_stream:
         shards = ShardedBatchSampler(_batches(loader, seed), share)
         delivery = Delivery(loader.dataset, _sampling(loader, shards), shards)

@@ -17,6 +17,7 @@ from hftrainer.data.dispatch import Messenger, parts, rounds
 from hftrainer.data.samplers import SkippingBatchSampler
 from hftrainer.data.sharding import ALL, EvenBatchSampler, ShardedBatchSampler, ShardedStream, Share, shared_out
 from hftrainer.data.workers import RestoredWorker, TracedCollator
+from hftrainer.trainer_pt_utils import find_batch_size
 from hftrainer.trainer_utils import has_length
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class PreparedDataLoader(DataLoader):
     Attributes:
         at_end: whether the batch given last is the last.
         filler: whether the batch given last only keeps step with the other processes.
+        counted: how many samples of the batch given last count; None for all, as of every batch but the last.
         log: told of what is read, in a loader that is trained on.
         started: number of the iteration that goes on, among those of all loaders; 0 when there is none.
     """
@@ -49,6 +51,7 @@ class PreparedDataLoader(DataLoader):
     iteration: int
     at_end: bool
     filler: bool
+    counted: int | None
     delivery: Delivery
     share: Share
     log: ReadingLog | None = None
@@ -93,19 +96,40 @@ class PreparedDataLoader(DataLoader):
         prepared.drops_last = loader.drop_last
         prepared.iteration = 0
         prepared.at_end = prepared.filler = False
+        prepared.counted = None
         prepared.delivery, prepared.share = delivery, share
         return prepared
 
-    @property
-    def remainder(self) -> int | None:
-        """Samples in the last batch when it is not full, -1 for a stream, which does not know, else None."""
-        if isinstance(self.dataset, IterableDataset):
-            return -1
+    def _counted(self, batch: Any) -> int | None:
+        """How many samples of a batch count in a gathering for metrics; None for all. In training see `remainder`."""
+        if self.filler:
+            return 0
+        if not self.at_end or self.delivery.messenger is not None:
+            return None
+        if isinstance(self.dataset, IterableDataset):  # which does not know how many it has
+            return find_batch_size(batch)
         if self.drops_last or not has_length(self.dataset) or not (size := self.samples_per_batch):
             return None
         if self.delivery.shards is not None and not self.delivery.shards.owns_last:
             return None
         return len(self.dataset) % size or None  # type: ignore[arg-type]
+
+    @property
+    def remainder(self) -> int | None:
+        """Samples of the last round of training, over all processes, when others complete it; None in all other rounds.
+
+        As in accelerate, `gather_for_metrics` leaves out the rows behind them.
+        """
+        trains = self.delivery.messenger is not None and not isinstance(self.dataset, IterableDataset)
+        if not self.at_end or not trains or self.drops_last or not (total := self.total_batch_size):
+            return None
+        return len(self.dataset) % total or None  # type: ignore[arg-type]
+
+    @property
+    def total_batch_size(self) -> int | None:
+        """Samples in a round of full batches of all processes; None when that is not known."""
+        size, delivery = self.samples_per_batch, self.delivery
+        return size if size is None or delivery.splits else size * self.share.processes
 
     @property
     def samples_per_batch(self) -> int | None:
@@ -208,8 +232,9 @@ class PreparedDataLoader(DataLoader):
             ahead = next(iterator, nothing)
             self.at_end = ahead is nothing
             self.filler = marked or (self.at_end and delivery.ends_with_filler)
+            self.counted = self._counted(batch)
             yield batch
-        self.filler = False
+        self.filler, self.counted = False, None
         self.iteration += 1
 
     def _received(self) -> Iterator[Any]:

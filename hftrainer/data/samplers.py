@@ -6,12 +6,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, RandomSampler, Sampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler
 
 from hftrainer.errors import InvalidArgument
 
 #: Batches that are sorted together, at most; the data is shuffled beyond them.
 _BATCHES_SORTED_TOGETHER = 50
+
+
+def gives_its_length(loader: Any) -> bool:
+    """Whether a loader gives as many batches as it says; samplers, batch samplers and loaders of scripts may guess."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return False
+    batches: Any = loader.batch_sampler
+    while type(batches) is not BatchSampler and hasattr(batches, "batch_sampler"):  # ours, around the script's
+        batches = batches.batch_sampler
+    if batches is not None and type(batches) is not BatchSampler:
+        return False
+    sampler = loader.sampler if batches is None else batches.sampler
+    return type(sampler).__module__.startswith(("torch.", "hftrainer."))
 
 
 class SeedableRandomSampler(RandomSampler):

@@ -37,7 +37,9 @@ class MicroBatchFeed:
 
     Args:
         schedule: the lengths of the run.
-        accumulation: micro-batches per optimizer step in the next epoch.
+        planned: micro-batches per optimizer step in the epoch that begins, as the schedule counts them.
+        accumulation: the same at this moment: callbacks may change the argument, and the next window follows it. The
+            epoch keeps its planned number of windows, as in `transformers.Trainer`.
         open_epoch: called with no argument when an epoch's iteration begins; returns its batch iterator.
         get_window: `(iterator, count) -> (micro-batches, num_items)`.
         on_first_window: called once after the first window of an iteration is fetched.
@@ -47,7 +49,8 @@ class MicroBatchFeed:
     def __init__(
         self,
         schedule: TrainingSchedule,
-        accumulation: int,
+        planned: Callable[[], int],
+        accumulation: Callable[[], int],
         *,
         open_epoch: Callable[[], Iterator[Any]],
         get_window: Callable[[Iterator[Any], int], tuple[list[Any], Any]],
@@ -55,7 +58,8 @@ class MicroBatchFeed:
         interrupted: Callable[[], bool],
     ) -> None:
         self.schedule = schedule
-        self.accumulation = accumulation
+        self._planned = planned
+        self._accumulation = accumulation
         self.window: Window | None = None
         self.position = 0  # micro-batches of the current epoch that are done, set before resuming
         self._open_epoch = open_epoch
@@ -72,18 +76,20 @@ class MicroBatchFeed:
         index, self.position = self.position, 0
         iterator = self._open_epoch()
         total = self.schedule.steps_in_epoch
-        size = self.accumulation
+        size = self._accumulation()
         remainder = total % size or size
-        last_update = math.ceil(total / size) - 1
+        last_update = math.ceil(total / self._planned()) - 1
         first = True
         for update in range(index // size, last_update + 1):
-            samples, num_items = self._get_window(iterator, remainder if update == last_update else size)
+            wanted = remainder if update == last_update else self._accumulation()
+            samples, num_items = self._get_window(iterator, wanted)
             if first:
                 self._on_first_window()
                 first = False
             if not samples:
                 return
             for sample in samples:
+                size = self._accumulation()
                 self.window = Window(
                     size=len(samples),
                     num_items=num_items,

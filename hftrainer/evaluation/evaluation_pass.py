@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from torch.utils.data import IterableDataset
 
 from hftrainer.data.loaders import PreparedDataLoader
+from hftrainer.data.samplers import gives_its_length
 from hftrainer.evaluation.metrics import TorchMetrics, WholeSetMetrics
 from hftrainer.evaluation.outputs import OutputCollector
 from hftrainer.trainer_pt_utils import find_batch_size, without_rows
@@ -25,8 +25,14 @@ from hftrainer.training_args import TrainingArguments
 class _Drawn(NamedTuple):
     """What the loader said of a batch when it gave it; Lightning may have drawn the next one before its turn comes."""
 
-    remainder: int | None  # samples of the ragged last batch, -1 when the loader does not know, else None
-    filler: bool  # only keeps step with the other processes
+    at_end: bool
+    filler: bool
+    counted: int | None
+    started: int
+
+
+#: What there is to say of a loader that the Trainer has not prepared: each batch counts in full.
+_NO_LOADER = _Drawn(at_end=False, filler=False, counted=None, started=0)
 
 
 @dataclass
@@ -44,10 +50,12 @@ class EvaluationPass:
         metrics: what is computed.
         preprocess_logits: the Trainer's callable, or None.
         end_batch: called when a batch has been predicted, before anything of it is read.
-        gather: rows of all processes for the rows of this one.
+        gather: rows of all processes for those of this one that count: `Trainer.gather_function`.
+        pad: rows padded in their second dimension to the longest of all processes.
+        collect: rows of all processes for the rows of this one.
         prefix: put before each metric's name, with an underscore.
         returns_predictions: keep the predictions even if the metrics do not need them.
-        counts_last_batch_by_size: whether a ragged last batch counts by its true size.
+        only_finite_losses: whether losses that are nan or infinite are left out of the mean.
         preparation_time: seconds that preparing the model took, for the metrics; measured here if it is NaN.
 
     Attributes:
@@ -64,10 +72,12 @@ class EvaluationPass:
     metrics: WholeSetMetrics | TorchMetrics
     preprocess_logits: Callable[[Any, Any], Any] | None
     end_batch: Callable[[], None]
-    gather: Callable[..., Any]
+    gather: Callable[[Any], Any]
+    pad: Callable[[Any], Any]
+    collect: Callable[[Any], Any]
     prefix: str
     returns_predictions: bool
-    counts_last_batch_by_size: bool = True
+    only_finite_losses: bool = True
     preparation_time: float | None = None
     seen_samples: int = 0
     seen_batches: int = 0
@@ -89,20 +99,29 @@ class EvaluationPass:
     def __iter__(self) -> Iterator[Any]:
         """The batches, in the order in which `step` must get them."""
         for inputs in self.dataloader:
-            loader = self.dataloader if isinstance(self.dataloader, PreparedDataLoader) else None
-            remainder = loader.remainder if loader is not None and loader.at_end else None
-            self._drawn.append(_Drawn(remainder, filler=loader is not None and loader.filler))
+            loader = self.dataloader
+            drawn = [getattr(loader, name) for name in _Drawn._fields] if self._is_prepared else _NO_LOADER
+            self._drawn.append(_Drawn(*drawn))
             yield inputs
 
+    @property
+    def _is_prepared(self) -> bool:
+        return isinstance(self.dataloader, PreparedDataLoader)
+
     def __len__(self) -> int:
-        """Number of batches; a stream's is never known for sure."""
+        """How many batches the loader says that it gives; a stream's number is never known."""
         if isinstance(getattr(self.dataloader, "dataset", None), IterableDataset):
             raise TypeError("a stream has as many batches as it gives")
         return len(self.dataloader)
 
+    @property
+    def length_is_sure(self) -> bool:
+        """Whether there are as many batches as that; if not, all that come are evaluated, as in transformers."""
+        return gives_its_length(self.dataloader)
+
     def record_batches(self) -> list[list[int]] | None:
         """A list that gets the indices of the samples in each batch; None when the loader does not tell them."""
-        return self.dataloader.record_batches() if isinstance(self.dataloader, PreparedDataLoader) else None
+        return self.dataloader.record_batches() if self._is_prepared else None
 
     def step(self, inputs: Any, last: bool) -> Any:
         """Predict one batch, keep what is asked for, and return the predictions.
@@ -113,28 +132,37 @@ class EvaluationPass:
         """
         if self.preparation_time is not None and math.isnan(self.preparation_time):
             self.preparation_time = round(time.time() - self._created, 4)
-        drawn, size = self._drawn.popleft(), find_batch_size(inputs)
+        drawn = self._drawn.popleft()
         self.seen_batches += 1
         with self._in_hand(drawn):
-            loss, logits, labels = self.predict(inputs)
-        if logits is not None and self.preprocess_logits is not None:
-            logits = self.preprocess_logits(logits, labels)
-        main = self.prepare_input(inputs[self.main_input]) if "inputs" in self.args.include_for_metrics else None
-        losses = None if loss is None else self._repeated(loss, drawn, size)
-        rows = {"losses": losses, "inputs": main, "predictions": logits, "label_ids": labels}
-        self.metrics.add_own(self._prediction(rows), drawn.filler)
-        if drawn.filler:
-            rows = without_rows(rows, lists_of_samples=self.args.eval_use_gather_object)
-        else:
-            self.seen_samples += size or 0
-        self.end_batch()
-        self._keep(rows, inputs, last)
+            rows = self._rows(inputs, drawn)
+            self._keep(rows, inputs, last)
         self.announce_batch()
         every = self.args.eval_accumulation_steps or 1
         if self.seen_batches % every == 0:
             for kept in self._kept.values():
                 kept.to_host()
-        return logits
+        return rows["predictions"]
+
+    def _rows(self, inputs: Any, drawn: _Drawn) -> dict[str, Any]:
+        """What a batch gives, before anything is gathered."""
+        loss, logits, labels = self.predict(inputs)
+        main = self.prepare_input(inputs[self.main_input]) if "inputs" in self.args.include_for_metrics else None
+        if self._keeps_rows or self.metrics.needs_batches:
+            main, labels, logits = (each if each is None else self.pad(each) for each in (main, labels, logits))
+        if logits is not None and self.preprocess_logits is not None:
+            logits = self.preprocess_logits(logits, labels)
+        # A mean counts as often as there are samples in a full batch; gathering corrects that for the last one.
+        losses = None if loss is None else loss.repeat(self.args.eval_batch_size)
+        rows = {"losses": losses, "inputs": main, "predictions": logits, "label_ids": labels}
+        of_own = None if losses is None else losses[: drawn.counted]
+        self.metrics.add_own(self._prediction({**rows, "losses": of_own}), drawn.filler)
+        if drawn.filler:
+            rows = without_rows(rows, lists_of_samples=self.args.eval_use_gather_object)
+        else:
+            self.seen_samples += find_batch_size(inputs) or 0
+        self.end_batch()
+        return rows
 
     def _keep(self, rows: dict[str, Any], inputs: Any, last: bool) -> None:
         wanted = rows if self._keeps_rows or self.metrics.needs_batches else {"losses": rows["losses"]}
@@ -156,32 +184,21 @@ class EvaluationPass:
 
     @contextlib.contextmanager
     def _in_hand(self, drawn: _Drawn) -> Iterator[None]:
-        """Let the loader say of the batch in hand whether it is a filler, for `accelerator.gather_for_metrics`."""
-        loader = self.dataloader
-        if not isinstance(loader, PreparedDataLoader):
+        """Let the loader say of this batch what it said when it gave it, for `accelerator.gather_for_metrics`."""
+        if not self._is_prepared:
             yield
             return
-        ahead, loader.filler = loader.filler, drawn.filler
+        ahead = vars(self.dataloader).copy()
+        vars(self.dataloader).update(drawn._asdict())
         try:
             yield
         finally:
-            loader.filler = ahead if self._drawn else False
-
-    def _repeated(self, loss: torch.Tensor, drawn: _Drawn, size: int | None) -> torch.Tensor:
-        """The batch's loss as often as it counts: as Hugging Face counts it, the nominal batch size.
-
-        Only the ragged last batch of a loader that the Trainer prepared counts its true size.
-        """
-        nominal = self.args.eval_batch_size
-        if drawn.remainder is None or size is None or not self.counts_last_batch_by_size:
-            return loss.repeat(nominal)
-        samples = size if drawn.remainder < 0 else drawn.remainder
-        return loss.repeat(max(nominal, samples))[:samples]
+            vars(self.dataloader).update({name: ahead[name] for name in _Drawn._fields})
 
     def finish(self) -> dict[str, Any]:
         """Compute the metrics over all batches; `output` then has them and what was kept."""
         whole = {name: kept.arrays() for name, kept in self._kept.items()}
-        metrics = dict(denumpify_detensorize(self.metrics.compute(self._prediction(whole), self.gather)))
+        metrics = dict(denumpify_detensorize(self.metrics.compute(self._prediction(whole), self.collect)))
         losses = whole["losses"]
         if losses is not None:
             metrics[f"{self.prefix}_loss"] = self._mean(np.concatenate(losses) if isinstance(losses, list) else losses)
@@ -191,13 +208,13 @@ class EvaluationPass:
         start = f"{self.prefix}_"
         prefixed = {name: value for name, value in metrics.items() if name.startswith(start)}
         prefixed |= {start + name: value for name, value in metrics.items() if not name.startswith(start)}
-        samples = self._known_samples() or int(self.gather(np.array([self.seen_samples])).sum())
+        samples = self._known_samples() or int(self.collect(np.array([self.seen_samples])).sum())
         self.output = EvalLoopOutput(whole["predictions"], whole["label_ids"], prefixed, samples)
         return prefixed
 
     def _mean(self, losses: np.ndarray) -> float:
         finite = np.isfinite(losses)
-        if self.args.logging_nan_inf_filter and finite.any():
+        if self.only_finite_losses and finite.any():
             losses = losses[finite]
         return float(losses.mean())
 

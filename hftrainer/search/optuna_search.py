@@ -88,7 +88,7 @@ class OptunaSearch(SearchBackend):
         if trial.should_prune():
             import optuna
 
-            trainer._announce("on_train_end")
+            trainer._hftrainer.announce("on_train_end")
             raise optuna.TrialPruned(f"at step {step}")
 
     def objective(self, trainer: Trainer, trial: Any) -> Any:
@@ -122,7 +122,7 @@ class OptunaSearch(SearchBackend):
                     "same, or another study_name."
                 ) from None
             study.sampler.reseed_rng()
-        self.study = trainer.hp_study = study
+        self.study = trainer._hftrainer.hp_study = study
         self._jobs.opened(study.study_name)
 
     def _work(self, objective: _Objective, count: TrialCount, options: dict[str, Any]) -> None:
@@ -166,7 +166,7 @@ class OptunaSearch(SearchBackend):
         except optuna.TrialPruned:
             return
         finally:
-            trainer._release_trial()
+            trainer._hftrainer.run.release_trial()
 
     def _best(self) -> BestRun | list[BestRun]:
         from optuna.trial import TrialState
@@ -215,7 +215,7 @@ class _Objective:
         try:
             objective, ended = self._attempt(trial)
         finally:
-            self.trainer._release_trial()
+            self.trainer._hftrainer.run.release_trial()
         if ended is not None:
             raise ended
         return objective

@@ -9,20 +9,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from hftrainer import copying
+from hftrainer.behaviours import follow
 from hftrainer.errors import InvalidArgument
-from hftrainer.memory import TrainerMemoryTracker
 from hftrainer.progress import ProgressCallback
 from hftrainer.trainer_callback import is_kind
 
 if TYPE_CHECKING:
     from hftrainer.trainer import Trainer
-
-#: What belongs to a process, or to a run in it.
-_OF_THE_PROCESS = (
-    *("_engine", "accelerator", "_checkpoint_writer", "_memory_tracker", "_interruption", "_loop"),
-    *("_sharded_states", "deepspeed", "hp_study", "_eval_dataloaders"),
-    *("_uploads", "push_in_progress"),
-)
 
 
 @dataclass(frozen=True)
@@ -44,18 +38,16 @@ class PackedTrainer:
         trainer: Trainer = cloudpickle.loads(self.pickled)
         if os.path.isdir(self.folder):
             os.chdir(self.folder)
-        for arguments in filter(None, (vars(trainer.args), trainer._searched_arguments)):
+        for arguments in filter(None, (vars(trainer.args), trainer._hftrainer.searched_arguments)):
             arguments["output_dir"] = os.path.join(self.folder, arguments["output_dir"])
-        trainer._memory_tracker = TrainerMemoryTracker(trainer.args.skip_memory_metrics)
-        trainer._set_log_level()
-        trainer._follow_arguments()
-        trainer.create_accelerator_and_postprocess()
+        follow(trainer._hftrainer.behaviours.release)  # nobody has called install() here
+        trainer._hftrainer.setup.set_log_level()
+        trainer._hftrainer.setup.follow_arguments()
+        copying.rebuild(trainer)
         for callback in list(trainer.callback_handler.callbacks):
             if is_kind(callback, "NotebookProgressCallback"):
                 trainer.pop_callback(callback)
                 trainer.add_callback(ProgressCallback)
-        if trainer.args.push_to_hub:
-            trainer.init_hf_repo()
         return trainer
 
 
@@ -65,7 +57,7 @@ def pack(trainer: Trainer) -> PackedTrainer:
     Raises:
         InvalidArgument: when something of it cannot be pickled, with its name.
     """
-    state = {**vars(trainer), **dict.fromkeys(_OF_THE_PROCESS)}
+    state = copying.state_of(trainer)
     try:
         return PackedTrainer(_pickled(trainer, trainer, state), os.getcwd())
     except Exception as error:
@@ -82,7 +74,8 @@ def _pickled(value: Any, trainer: Trainer, state: dict[str, Any]) -> bytes:
     class Pickler(cloudpickle.CloudPickler):
         def reducer_override(self, obj: Any) -> Any:
             if obj is trainer:
-                return copyreg.__newobj__, (type(trainer),), state  # type: ignore[attr-defined]
+                make = copyreg.__newobj__  # type: ignore[attr-defined]
+                return make, (type(trainer),), state, None, None, copying.take  # rebuilt when it is in its folder
             return super().reducer_override(obj)
 
     file = io.BytesIO()
@@ -101,7 +94,7 @@ def _unpicklable(trainer: Trainer, state: dict[str, Any]) -> str:
 
 
 def _parts(trainer: Trainer, state: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    for callback in [*trainer.callback_handler.callbacks, *trainer._lightning_callbacks]:
+    for callback in [*trainer.callback_handler.callbacks, *trainer._hftrainer.lightning_callbacks]:
         yield f"The callback {type(callback).__name__}", callback
     for name, value in state.items():
         yield f"{type(trainer).__name__}.{name}", value

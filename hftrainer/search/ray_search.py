@@ -80,7 +80,7 @@ class RaySearch(SearchBackend):
         space = self.space(trainer)
         check_names(trainer.args, space, for_model_too=model_takes_trial(trainer.model_init))
         self._check(trainer.args, n_trials, kwargs)
-        trainer._release_trial()  # trials need the memory of the device
+        trainer._hftrainer.run.release_trial()  # trials need the memory of the device
         trainer.callback_handler.eval_dataloader = None
         options, mistakes = self._options(trainer.args, kwargs), _mistakes()
         options["callbacks"] = [*(options.get("callbacks") or ()), mistakes]
@@ -188,7 +188,7 @@ class RaySearch(SearchBackend):
                 self.report(trainer, trial, trainer.state.global_step, trainer.objective, metrics)
             self.after_saving(trainer)
         finally:
-            trainer._release_trial()
+            trainer._hftrainer.run.release_trial()
 
     def report(self, trainer: Trainer, trial: Any, step: int, objective: Any, metrics: Mapping[str, float]) -> None:
         """Keep it for Ray until the checkpoint of this step, if there is to be one, is written."""
@@ -211,24 +211,24 @@ class RaySearch(SearchBackend):
             try:
                 tune.report(metrics, checkpoint=checkpoint)
             except SystemExit:  # what follows is done if the process is not ended with the search
-                trainer._announce("on_train_end")
+                trainer._hftrainer.announce("on_train_end")
                 raise
 
     @staticmethod
     def _checkpoint_of(trainer: Trainer, step: int) -> Path | None:
         """The checkpoint of a step, if there is one that a trial can go on from."""
-        if trainer._last_saved_step != step or trainer.args.save_only_model:
+        if trainer._hftrainer.last_saved_step != step or trainer.args.save_only_model:
             return None
-        trainer._wait_for_checkpoint()
+        trainer._hftrainer.saver.wait()
         folder = Path(trainer._get_output_dir(trainer._trial), f"{PREFIX_CHECKPOINT_DIR}-{step}").absolute()
-        return folder if folder.is_dir() and not trainer._checkpoint_writer.failed else None
+        return folder if folder.is_dir() and not trainer._hftrainer.checkpoint_writer.failed else None
 
 
 def train_trial(config: dict[str, Any], packed: PackedTrainer) -> None:
     """What Ray calls for each trial, in its process."""
     trainer = packed.unpack()
-    assert isinstance(trainer._search, RaySearch)
-    trainer._search.train(trainer, config)
+    assert isinstance(trainer._hftrainer.search, RaySearch)
+    trainer._hftrainer.search.train(trainer, config)
 
 
 @contextlib.contextmanager

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from hftrainer.errors import InvalidArgument, SearchFailed, UnsupportedArgument
-from hftrainer.integrations import make_trackers
 from hftrainer.search.backend import SearchBackend, check_keywords, read_directions, why_none
 from hftrainer.search.trial_arguments import check_names, model_takes_trial
+from hftrainer.tracker_callbacks import WandbCallback
 from hftrainer.trainer_utils import BestRun, default_hp_space_wandb
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ class WandbSearch(SearchBackend):
             logger.exception("The run %s has failed.", run.id)
             objective, reason = math.nan, f"{type(error).__name__}: {error}"
         finally:
-            trainer._release_trial()
+            trainer._hftrainer.run.release_trial()
         if reason is not None:
             self.failed.append(reason)
             raise _TrialFailed(reason)
@@ -186,12 +186,12 @@ def _options(
 @contextmanager
 def _reporting(trainer: Trainer) -> Iterator[None]:
     """Write to W&B during the search, whatever `report_to` names: the server learns metrics from nothing else."""
-    if any(tracker.name == "wandb" for tracker in trainer._trackers):
+    if any(isinstance(callback, WandbCallback) for callback in trainer.callback_handler.callbacks):
         yield
         return
-    trackers = make_trackers(["wandb"], None, trainer.args)
-    trainer._report_to(trackers)
+    callback = WandbCallback()
+    trainer.add_callback(callback)
     try:
         yield
     finally:
-        trainer._trackers.remove(*trackers)
+        trainer.remove_callback(callback)

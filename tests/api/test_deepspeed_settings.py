@@ -128,7 +128,7 @@ def test_both_configurations_of_v4_1_mean_the_same(tmp_path):
     assert params["betas"] == [short.adam_beta1, short.adam_beta2]
     assert (params["eps"], params["weight_decay"]) == (short.adam_epsilon, short.weight_decay)
     assert schedule["warmup_num_steps"] == short.get_warmup_steps(10_000)
-    assert (str(short.optim).split("_")[0], str(short.lr_scheduler_type)) == ("adamw", "constant_with_warmup")
+    assert (short.optim.value.split("_")[0], short.lr_scheduler_type.value) == ("adamw", "constant_with_warmup")
     model = torch.nn.Linear(1, 1)
     assert one.completed(model, 10_000, long.get_warmup_steps(10_000), warmup_is_default=True).config == one.config
     assert other.completed(model, 10_000, 500, warmup_is_default=False).config == other.config

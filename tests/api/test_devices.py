@@ -78,7 +78,7 @@ def test_lightning_gets_mps(mac, monkeypatch):
     from lightning.pytorch.accelerators import MPSAccelerator
 
     monkeypatch.setattr(OfFabric, "is_available", staticmethod(lambda: True))
-    trainer = make_trainer(bf16=True)._engine._build_trainer(max_epochs=1)
+    trainer = make_trainer(bf16=True)._hftrainer.engine._build_trainer(max_epochs=1)
     assert isinstance(trainer.accelerator, MPSAccelerator)
     assert trainer.strategy.root_device == torch.device("mps")
 
@@ -265,7 +265,7 @@ def test_intel(xpu, two_processes):
 def test_lightning_gets_others(xpu):
     trainer = make_trainer(lightning_config={"devices": 1})
     assert trainer.get_train_dataloader().pin_memory
-    built = trainer._engine._build_trainer(max_epochs=1)
+    built = trainer._hftrainer.engine._build_trainer(max_epochs=1)
     assert (built.accelerator.name(), built.strategy.root_device) == ("xpu", torch.device("xpu:0"))
 
 

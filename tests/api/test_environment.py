@@ -186,7 +186,7 @@ def test_plugin_chooses(make):
 
 def test_lightning_gets_the_place(make, monkeypatch):
     trainer = Trainer(make_plain(), make({"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", **MEET}))
-    environment = trainer._engine._build_trainer(max_epochs=1)._accelerator_connector.cluster_environment
+    environment = trainer._hftrainer.engine._build_trainer(max_epochs=1)._accelerator_connector.cluster_environment
     assert type(environment).__name__ == "Launched"
     environment.teardown()
     assert os.environ["WORLD_SIZE"] == "1"

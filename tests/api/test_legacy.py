@@ -8,12 +8,14 @@ import warnings
 from pathlib import Path
 
 import pytest
+from torch.optim.lr_scheduler import LambdaLR
 
 from hftrainer import Trainer, TrainingArguments
+from hftrainer.arguments.accelerator_config import AcceleratorConfig
 from hftrainer.arguments.legacy import KEPT, RENAMED, LegacyArguments
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
 from hftrainer_lightning.arguments import TABLE, unsupported
-from tests.tiny import make_plain
+from tests.tiny import make_plain, plain_data
 
 LEGACY = [field.name for field in dataclasses.fields(LegacyArguments)]
 NEUTRAL = {"output_dir": "x", "use_cpu": True}
@@ -42,9 +44,9 @@ TRANSLATED = [
         "fsdp_config",
         {"transformer_layer_cls_to_wrap": "Block"},
     ),
-    ("dispatch_batches", True, "accelerator_config", {"dispatch_batches": True}),
-    ("dispatch_batches", False, "accelerator_config", {"dispatch_batches": False}),
-    ("split_batches", True, "accelerator_config", {"split_batches": True}),
+    ("dispatch_batches", True, "accelerator_config", AcceleratorConfig(dispatch_batches=True)),
+    ("dispatch_batches", False, "accelerator_config", AcceleratorConfig(dispatch_batches=False)),
+    ("split_batches", True, "accelerator_config", AcceleratorConfig(split_batches=True)),
     ("tpu_metrics_debug", True, "debug", ["tpu_metrics_debug"]),
 ]
 INERT = {"overwrite_output_dir": True}
@@ -179,6 +181,57 @@ def test_replace_and_pickle():
         assert pickle.loads(pickle.dumps(args)) == args
 
 
+#: Old names that do not undo what they did: one reads as None whatever fsdp says, the switch does not know which
+#: optimizer was there before, and torch_compile has its own default backend.
+ONE_WAY = {"sharded_ddp", "adafactor", "torchdynamo"}
+
+
+@pytest.mark.parametrize(("old", "value", "new", "expected"), TRANSLATED)
+def test_replaced_by_the_old_name(old, value, new, expected):
+    """SpanMarker does so, with `include_inputs_for_metrics`."""
+    source = TrainingArguments(**NEUTRAL | ({"use_cpu": False} if old == "no_cuda" else {}), hub_model_id="a/x")
+    with pytest.warns(FutureWarning, match=old):
+        changed = dataclasses.replace(source, **{old: value})
+    assert getattr(changed, new) == expected
+    assert dataclasses.replace(changed) == changed
+    if old not in ONE_WAY:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            back = dataclasses.replace(changed, **{old: getattr(source, old)})
+        assert getattr(back, old) == getattr(source, old)
+
+
+def test_replaced_beside_other_values():
+    source = TrainingArguments("x", eval_strategy="steps", warmup_steps=0.1, eval_steps=3, use_cpu=True)
+    with pytest.warns(FutureWarning):
+        changed = dataclasses.replace(source, evaluation_strategy="epoch", warmup_ratio=0.2, seed=3)
+    assert (changed.eval_strategy, changed.warmup_steps, changed.seed) == ("epoch", 0.2, 3)
+    with pytest.raises(InvalidArgument, match="evaluation_strategy='epoch' and eval_strategy"):
+        dataclasses.replace(source, evaluation_strategy="epoch", eval_strategy="no")
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_made_of_fields_that_were_read_before(kept):
+    """The object that they come from may be gone, and those of others may have been read since."""
+    sources = [TrainingArguments("x", optim=optim, use_cpu=True) for optim in ("adafactor", "sgd")]
+    read = [{field.name: getattr(source, field.name) for field in dataclasses.fields(source)} for source in sources]
+    if not kept:
+        del sources
+    assert TrainingArguments(**{**read[0], "optim": "adamw_torch"}).optim == "adamw_torch"
+    assert TrainingArguments(**read[1]).optim == "sgd"
+
+
+def test_switched_off_by_the_old_name():
+    args = TrainingArguments("x", train_sampling_strategy="group_by_length", optim="sgd", use_cpu=True)
+    args.include_inputs_for_metrics = True
+    args.include_inputs_for_metrics = True
+    assert args.include_for_metrics == ["inputs"]
+    args.group_by_length = args.adafactor = args.include_inputs_for_metrics = False
+    assert (args.train_sampling_strategy, args.optim, args.include_for_metrics) == ("random", "sgd", [])
+    args.group_by_length = False
+    assert args.train_sampling_strategy == "random"
+
+
 def test_parser_of_transformers_takes_old_flags():
     transformers = importlib.import_module("transformers")
     parser = transformers.HfArgumentParser(TrainingArguments)
@@ -197,3 +250,67 @@ def test_old_names_are_not_serialized():
     text = TrainingArguments("x", logging_dir="logs").to_json_string()
     assert not set(json.loads(text)) & set(RENAMED)
     assert json.loads(text)["logging_dir"] == "logs"
+
+
+def test_a_subclass_keeps_a_tokenizer_of_its_own(tmp_path):
+    class Aligning(Trainer):
+        def __init__(self, *args, tokenizer, **kwargs):
+            self.tokenizer = tokenizer
+            super().__init__(*args, **kwargs)
+
+    args = TrainingArguments(str(tmp_path), use_cpu=True)
+    trainer = Aligning(make_plain(), args, tokenizer="mine")
+    assert (trainer.tokenizer, trainer.processing_class) == ("mine", None)
+    trainer.tokenizer = "another"
+    assert trainer.tokenizer == "another"
+
+
+def test_create_scheduler_gets_the_optimizer_as_in_v4(tmp_path):
+    def rate(step):
+        return 1 / (1 + step)
+
+    class WithOptimizer(Trainer):
+        def create_scheduler(self, num_training_steps, optimizer=None):
+            self.lr_scheduler = LambdaLR(optimizer, rate)
+            return self.lr_scheduler
+
+    class Without(Trainer):
+        def create_scheduler(self, num_training_steps):
+            self.lr_scheduler = LambdaLR(self.optimizer, rate)
+            return self.lr_scheduler
+
+    args = TrainingArguments(str(tmp_path), use_cpu=True, max_steps=3, save_strategy="no", learning_rate=1.0)
+    for kind in (WithOptimizer, Without):
+        trainer = kind(make_plain(), args, train_dataset=plain_data())
+        trainer.train()
+        assert trainer.lr_scheduler.get_last_lr() == [1 / 4, 1 / 4]
+
+
+@dataclasses.dataclass
+class OwnRatio(TrainingArguments):
+    """Has the old name as a field of its own, for both generations of transformers, and moves it itself."""
+
+    warmup_ratio: float | None = dataclasses.field(default_factory=lambda: None)
+    group_by_length: bool = False
+
+    def __post_init__(self):
+        if self.warmup_ratio is not None:
+            self.warmup_steps, self.warmup_ratio = self.warmup_ratio, None
+        super().__post_init__()
+
+
+@pytest.mark.parametrize(("given", "steps"), [({}, 0), ({"warmup_ratio": 0.1}, 0.1), ({"warmup_steps": 12}, 12)])
+def test_an_old_name_that_a_subclass_declares_reads_as_it_has_left_it(given, steps):
+    args = OwnRatio(output_dir="x", use_cpu=True, **given)
+    assert (args.warmup_steps, args.warmup_ratio) == (steps, None)
+    for copied in (dataclasses.replace(args), pickle.loads(pickle.dumps(args)), OwnRatio(**args.to_dict())):
+        assert (copied.warmup_steps, copied.warmup_ratio, copied.group_by_length) == (steps, None, False)
+    args.warmup_ratio = 0.5
+    assert (args.warmup_steps, args.warmup_ratio, args.to_dict()["warmup_ratio"]) == (steps, 0.5, 0.5)
+
+
+def test_what_such_a_field_is_given_counts():
+    with pytest.warns(FutureWarning, match="group_by_length is now"):
+        args = OwnRatio(output_dir="x", use_cpu=True, group_by_length=True)
+    assert args.train_sampling_strategy == "group_by_length"
+    assert args.group_by_length

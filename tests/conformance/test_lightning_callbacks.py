@@ -125,7 +125,7 @@ def test_add_pop_remove(tmp_path):
     assert not first.hooks
     assert not second.hooks
     assert trainer.pop_callback(second) is None
-    assert len(trainer._lightning_callbacks) == 1
+    assert len(trainer._hftrainer.lightning_callbacks) == 1
 
 
 def test_same_numbers_with_lightning_callbacks(tmp_path):
@@ -204,10 +204,10 @@ def test_states_are_in_the_checkpoint(tmp_path):
     whole.train()
     resumed = make_trainer(tmp_path / "b", make(), **settings)
     resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-4"))
-    counts, stopper, timer = resumed._lightning_callbacks
+    counts, stopper, timer = resumed._hftrainer.lightning_callbacks
     assert (counts.loaded_before_fit, counts.count) == (4, 8)
-    assert stopper.wait_count == whole._lightning_callbacks[1].wait_count == 3
-    assert stopper.best_score == whole._lightning_callbacks[1].best_score
+    assert stopper.wait_count == whole._hftrainer.lightning_callbacks[1].wait_count == 3
+    assert stopper.best_score == whole._hftrainer.lightning_callbacks[1].best_score
     saved = torch.load(tmp_path / "a" / "checkpoint-4" / "lightning_callbacks.pt", weights_only=True)
     assert timer.time_elapsed("train") > saved["callbacks"]["Timer"]["time_elapsed"]["train"]
     plain = make_trainer(tmp_path / "c", [], **settings)

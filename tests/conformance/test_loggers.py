@@ -16,7 +16,8 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 
 from hftrainer import HfArgumentParser, Seq2SeqTrainingArguments, Trainer, TrainingArguments, install, uninstall
 from hftrainer.errors import InvalidArgument, MissingPackage, UnsupportedArgument
-from hftrainer.integrations import INTEGRATIONS, ReportingCallback, chosen
+from hftrainer.integrations import INTEGRATIONS, chosen
+from hftrainer.tracker_callbacks import ReportingCallback
 from tests.distributed.test_evaluation import torchrun
 from tests.tiny import make_plain, plain_data
 from tests.tracking import make_trainer, scalars, texts, wandb_items, wandb_records
@@ -430,7 +431,7 @@ def test_callbacks_of_transformers(tmp_path, monkeypatch):
 def test_default_of_unmodified_scripts(monkeypatch, release, default):
     """As in the release of transformers that is installed, through each way to make arguments; and undone."""
     monkeypatch.setattr("hftrainer.swap.importlib.metadata.version", lambda name: release)
-    monkeypatch.setattr("hftrainer.swap._warn_of_earlier_imports", lambda: None)  # of what other tests import
+    monkeypatch.setattr("hftrainer.swap.warnings_of_earlier_imports", lambda caller: [])  # of what other tests import
 
     @dataclasses.dataclass
     class Own(TrainingArguments):

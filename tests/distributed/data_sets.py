@@ -164,14 +164,21 @@ RESUMED = (
 )
 
 
+#: Cases in which processes have batches of different sizes, which no library can gather.
+UNGATHERED = ("split, uneven", "uneven")
+
+
 def seeing(library):
-    """A Trainer that keeps the batches it is given."""
+    """A Trainer that keeps the batches it is given, and what is gathered of them for a metric."""
 
     class Seeing(library.Trainer):
-        seen = ()
+        seen = gathered = ()
 
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-            self.seen = (*self.seen, next(iter(inputs.values())).clone())
+            first = next(iter(inputs.values()))
+            self.seen = (*self.seen, first.clone())
+            if self.gathers:  # rows of one length; processes with batches of other sizes cannot gather
+                self.gathered = (*self.gathered, self.accelerator.gather_for_metrics(first.float().sum(-1)))
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
     return Seeing
@@ -185,9 +192,10 @@ def run(library, name, folder, resume=None):
     saves = {"save_strategy": "steps", "save_steps": 3} if name in RESUMED else {}
     options = {**settings, **saves, "trainer": given, "trainer_class": seeing, "accelerator_config": config}
     trainer, recorder = build(library, model, folder, **options)
+    trainer.gathers = name not in UNGATHERED
     output = trainer.train(resume_from_checkpoint=resume)
     found = record(trainer, recorder, folder, global_step=output.global_step, training_loss=output.training_loss)
-    return {**vars(found), "random": torch.get_rng_state(), "seen": trainer.seen}
+    return {**vars(found), "random": torch.get_rng_state(), "seen": trainer.seen, "gathered": trainer.gathered}
 
 
 def place(folder, library, name):

@@ -43,6 +43,7 @@ def test_same_as_transformers(found, case, rank):
     """The batches of each process, log lines, events, files, weights, and the random numbers drawn."""
     ours, theirs = dict(found[f"hftrainer-{rank}"][case]), dict(found[f"transformers-{rank}"][case])
     assert_same_batches(ours.pop("seen"), theirs.pop("seen"))
+    assert_same_batches(ours.pop("gathered"), theirs.pop("gathered"))
     assert torch.equal(ours.pop("random"), theirs.pop("random"))
     assert_same(ours.pop("weights"), theirs.pop("weights"))
     assert ours == theirs

@@ -22,7 +22,7 @@ def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
         env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **environment},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
     )
 
 

@@ -55,6 +55,11 @@ CASES = {
         "plain",
         {"trainer_class": lambda library: own_step(library), "gradient_accumulation_steps": 3},
     ),
+    "files of its own": ("plain", {**SHARED, "trainer_class": lambda library: own_files(library)}),
+    "files of its own, only the model": (
+        "plain",
+        {**SHARED, "trainer_class": lambda library: own_files(library), "save_only_model": True},
+    ),
     "data of its own": (
         "plain",
         {"trainer_class": lambda library: own_loader(library), "gradient_accumulation_steps": 2},
@@ -74,6 +79,21 @@ CASES = {
         },
     ),
 }
+
+
+def own_files(library):
+    """Each process writes into the checkpoint before it is one, and when it is."""
+
+    class Own(library.Trainer):
+        def _save_checkpoint(self, model, trial):
+            folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+            for when in ("before", "after"):
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / f"{when}-{self.args.process_index}.txt").write_text(f"{when} {self.state.global_step}")
+                if when == "before":
+                    super()._save_checkpoint(model, trial)
+
+    return Own
 
 
 def own_step(library):

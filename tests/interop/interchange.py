@@ -14,7 +14,7 @@ from tests.parity.support import build, comparable
 from tests.tiny import make_peft
 
 #: model → micro-batches in a step, steps between checkpoints, the step to resume from. BERT does not accumulate, since
-#: v5 leaves its loss undivided then, and v4 does not. The last step is one that evaluates, since v4 adds no other.
+#: the model of v5 leaves its loss undivided then.
 SHAPES = {
     "plain": (1, 4, 12),
     "bert": (1, 4, 12),
@@ -49,18 +49,6 @@ def make_tied():
 OWN_MODELS = {"adapters": (make_adapters, "peft"), "tied": (make_tied, "llama")}
 
 
-def counting_as_v457(library):
-    """v4.57 divides a causal loss by a number of labels that includes the first one, which is never predicted."""
-
-    class Counting(library.Trainer):
-        def _get_num_items_in_batch(self, batch_samples, device):
-            if not self.model_accepts_loss_kwargs:
-                return None
-            return sum((batch["labels"] != -100).sum() for batch in batch_samples)
-
-    return Counting
-
-
 def train(library: str, model: str, folder: str, resume: bool, more: dict) -> None:
     """Train in `folder`, from its checkpoint if `resume`; the report lies there afterwards."""
     accumulation, steps, _ = SHAPES[model]
@@ -71,7 +59,6 @@ def train(library: str, model: str, folder: str, resume: bool, more: dict) -> No
         like,
         Path(folder),
         trainer={"model": make()} if make else {},
-        trainer_class=counting_as_v457 if library == "hftrainer" else (lambda library: library.Trainer),
         gradient_accumulation_steps=accumulation,
         eval_strategy="steps",
         eval_steps=steps,
@@ -82,7 +69,7 @@ def train(library: str, model: str, folder: str, resume: bool, more: dict) -> No
         metric_for_best_model="loss",
         restore_callback_states_from_checkpoint=True,
         optim="adamw_torch",
-        **({"use_cache": True} if library == "hftrainer" else {}),  # v4.57 leaves the model's own, v5 sets False
+        **({"lightning_config": {"behaviour": "4.57"}} if library == "hftrainer" else {}),
         **more,
     )
     trainer.add_callback(module.EarlyStoppingCallback(50, early_stopping_threshold=5.0))

@@ -30,6 +30,11 @@ DIFFERENCES = {
         "transformers takes the folder of the most steps, whole or not; ours the newest whole one, and names the file "
         "for which it passes over another."
     ),
+    "a checkpoint whose files were changed since it was written": (
+        "transformers takes what it finds. Ours, for a folder that is named and for load_best_model_at_end, takes "
+        "files that were added, removed or are of another size if they can be read, with a warning that names them; "
+        "other bytes in the same size are refused until `python -m hftrainer checkpoint --accept FOLDER` was run."
+    ),
     "a checkpoint that cannot be written (full disk, read-only folder)": (
         "transformers stops; ours says so and goes on to the next one, or stops with "
         "lightning_config={'on_save_error': 'stop'}."
@@ -90,9 +95,9 @@ DIFFERENCES = {
         "safetensors that its save_pretrained has written."
     ),
     "runs begun with transformers 4.57": (
-        "They go on exactly, if the losses are the same: v5 and ours leave the first label of a sequence out of the "
-        "number that a causal loss is divided by, and set use_cache=False, which rounds attention differently; v5 "
-        "leaves the loss of BERT and others undivided when it accumulates, which is their code in transformers."
+        "They go on exactly beside 4.57 with install(), and beside a newer release with lightning_config={'behaviour': "
+        "'4.57'}. But the models are those of the installed transformers: BERT and others of v5 leave their loss "
+        "undivided when it accumulates."
     ),
     "pickled objects in a checkpoint": (
         "Neither library reads them; ours names the file and the class, and how to allow it."
@@ -102,7 +107,33 @@ DIFFERENCES = {
     ),
     "create_optimizer_and_scheduler": (
         "train() of transformers 5.23 calls create_optimizer and create_scheduler and never this one, which all "
-        "releases document as the method to override; ours calls it, and its default calls the two."
+        "releases document as the method to override; ours calls an override of it."
+    ),
+    "methods of Trainer and accelerator that are replaced": (
+        "Each that transformers calls is called as often and between the same events, on the class, in a subclass, on "
+        "the instance or on trainer.accelerator, but for those in NOT_CALLED_ALIKE. With training_step or "
+        "accelerator.backward replaced, Lightning's manual optimization is used. An override of _run_epoch must call "
+        "super()._run_epoch(), since Lightning's loop runs the epoch. The classes of accelerate itself are not used, "
+        "so what is put into them changes nothing."
+    ),
+    "_build_accelerator_args, _tune_save_checkpoint and two for models sharded while they are loaded": (
+        "Methods of transformers' own engine, which are not there: nothing calls them. A subclass that overrides one "
+        "is refused where transformers would call it, naming what to do instead."
+    ),
+    "tools that rewrite the source text of the private loop": (
+        "Unsloth and others execute the text of Trainer._inner_training_loop anew with other lines. A method that was "
+        "made so out of ours is refused, when the Trainer is made or trains; Unsloth's own patch finds no line of "
+        "transformers' to replace and fails by itself."
+    ),
+    "files of the script in a checkpoint folder": (
+        "What an override of _save_checkpoint writes into checkpoint-N before super() is in the checkpoint and its "
+        "manifest; what a killed run has left in such a folder is not, where transformers keeps it. With "
+        "lightning_config['async_checkpoint'] and such an override, super() returns when the checkpoint is there."
+    ),
+    "accelerator.prepare with deepspeed": "Training makes the engine itself, and calls prepare for loaders only.",
+    "an evaluation loader that the accelerator has not prepared": (
+        "accelerator.gather_for_metrics of accelerate then takes the training loader for the one in use, and in the "
+        "last steps of an epoch drops rows of each evaluation batch by the size of its last batch; ours keeps them."
     ),
     "bf16: the model after train()": (
         "accelerate leaves autocast on model.forward for good, so the model called by hand in on_train_end or later "
@@ -132,10 +163,21 @@ DIFFERENCES = {
     "several PEFT adapters and load_best_model_at_end": (
         "transformers loads the adapter at the folder's root into the active one; ours loads each by its name."
     ),
-    "scripts of v4 (python -m hftrainer run)": (
-        "Log lines are those of v5: losses with all their digits instead of four places, the learning rate of the "
-        "step instead of the next one's (before v4.57), and the newest defaults (fused AdamW since torch 2.8). The "
-        "losses, metrics and weights are the same."
+    "older releases (install(), python -m hftrainer run)": (
+        "Log lines, events, files, metrics and weights are those of the installed release, from 4.48 on: see the table "
+        "below. Before 4.48 they are those of 4.48. `from hftrainer import ...` has those of 5.23."
+    ),
+    "the last window of an epoch (before 4.52)": (
+        "With gradient_accumulation_steps transformers takes its length from the number of samples instead of "
+        "batches, and may leave batches out, whose gradients then go into the next epoch; ours reads all. A resumed "
+        "run of these releases begins at another batch, and leaves the last window out; ours goes on exactly."
+    ),
+    "save_strategy='best' (4.50 to 5.3)": (
+        "transformers does not note which checkpoint is the best, so load_best_model_at_end loads none; ours does."
+    ),
+    "EarlyStoppingCallback without load_best_model_at_end (before 4.49)": "transformers refuses it; ours warns.",
+    "dataloader_persistent_workers in evaluations (4.48)": (
+        "transformers prepares the loader again for each evaluation, which draws other random numbers; ours does not."
     ),
     "resuming from our own checkpoint": (
         "transformers reads the first window before it restores the random states, sums the log line from the "
@@ -377,6 +419,20 @@ DIFFERENCES = {
     "train(trial={...}) outside a search": (
         "The values are given to the arguments too; transformers gives them to model_init alone."
     ),
+    "arguments changed after the Trainer was made": (
+        "Each takes effect when it does in transformers; those that it reads once are ignored in both, and ours names "
+        "them in a warning. lightning_config, deepspeed, another device, and the accumulation with deepspeed are "
+        "refused. gradient_checkpointing and its kwargs, set by their names of v4 after the arguments were made, hold; "
+        "transformers ignores them since v5.23."
+    ),
+    "max_grad_norm=None": (
+        "Clips nothing, as in transformers until v4.57; since v5.0 it fails at the first step there."
+    ),
+    "to_dict() and to_json_string() of arguments that hold objects": (
+        "to_dict() is that of transformers and leaves the arguments as they are, where transformers writes names of "
+        "dtypes into nested dicts. to_json_string() writes what has no JSON form as text; transformers fails, and with "
+        "it training with TensorBoard."
+    ),
     "batch size by hand after a search": (
         "`args.per_device_train_batch_size`, set to the best, is what train() then uses; transformers stays with that "
         "of the last trial."
@@ -391,7 +447,8 @@ DIFFERENCES = {
     "model card: tags and origins": (
         "The model's tags and those of a README that is there are always kept; transformers keeps them when `tags` is "
         "given. What cannot be a repository is no `base_model`; transformers links to an empty name. Readers of files "
-        "(`generator`, `imagefolder`) name no dataset. The licence is asked for once, for five seconds at most."
+        "(`generator`, `imagefolder`) name no dataset. A dataset without configuration or split has none in the card; "
+        "transformers writes null and 'None'. The licence is asked for once, for five seconds at most."
     ),
     "model card: results": (
         "Several sets are one row a step; a card during training has titled results too; with `load_best_model_at_end` "
@@ -456,4 +513,17 @@ LIGHTNING_CALLBACKS = {
     "Timer": "",
     "TQDMProgressBar": "Takes the place of the Trainer's own bar.",
     "WeightAveraging": "The averaged weights are evaluated, saved in `checkpoint-xxx`, and left in the model.",
+}
+
+#: Methods that a run does not call as often as transformers 5.23 does → why.
+NOT_CALLED_ALIKE = {
+    "num_examples": "transformers asks it for lines of its log too; ours where the number counts.",
+    "get_num_trainable_parameters": "Ours logs it when training begins; transformers counts by a function.",
+    "create_optimizer_and_scheduler": (
+        "An override is called, as in v4, though transformers 5.23 calls create_optimizer and create_scheduler alone."
+    ),
+    "unwrap_model": (
+        "transformers asks it whether a model is wrapped before it wraps or saves one; ours when it needs the bare "
+        "model."
+    ),
 }

@@ -11,7 +11,7 @@ from transformers.trainer_pt_utils import AcceleratorConfig as TheirConfig
 import hftrainer
 from hftrainer.arguments.accelerator_config import AcceleratorConfig
 from hftrainer.errors import InvalidArgument
-from tests.parity.support import assert_same, compare, train
+from tests.parity.support import assert_same, build, compare, train
 from tests.parity.test_evaluation import Stream
 from tests.tiny import make_plain, plain_data
 
@@ -80,6 +80,9 @@ def test_arguments_of_transformers(tmp_path):
     trainer = hftrainer.Trainer(make_plain(), args, train_dataset=plain_data())
     assert trainer.get_train_dataloader().non_blocking
     args.accelerator_config.gradient_accumulation_kwargs = {"num_steps": 3}
+    hftrainer.Trainer(make_plain(), args, train_dataset=plain_data())
+    assert args.gradient_accumulation_steps == 3
+    args.gradient_accumulation_steps = 2
     with pytest.raises(InvalidArgument, match="contradict each other: give one"):
         hftrainer.Trainer(make_plain(), args, train_dataset=plain_data())
 
@@ -87,7 +90,8 @@ def test_arguments_of_transformers(tmp_path):
 def test_moving_beside_the_computation_needs_pinned_memory(tmp_path, caplog):
     config = {"accelerator_config": {"non_blocking": True}}
     for pinned in (True, False):
-        args = hftrainer.TrainingArguments(str(tmp_path), use_cpu=True, dataloader_pin_memory=pinned, **config)
+        args = hftrainer.TrainingArguments(str(tmp_path), use_cpu=True, **config)
+        args.dataloader_pin_memory = pinned  # use_cpu has turned it off
         caplog.clear()
         assert hftrainer.Trainer(make_plain(), args, train_dataset=plain_data()).get_train_dataloader().non_blocking
         assert ("dataloader_pin_memory=False" in caplog.text) is not pinned
@@ -105,6 +109,26 @@ def test_configured_state(monkeypatch):
     monkeypatch.setattr(accelerate.state, "PartialState", _OnAGpu)
     with pytest.raises(InvalidArgument, match="accelerate's state is on cuda:0"):
         hftrainer.TrainingArguments(use_cpu=True, **asked)
+
+
+@pytest.mark.parametrize(
+    "launched", [{}, {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}], ids=["plain", "launched"]
+)
+def test_loggers_of_accelerate_work_once_there_are_arguments(monkeypatch, caplog, launched):
+    import accelerate
+    from accelerate.logging import get_logger
+
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
+    log = get_logger("a.script", log_level="INFO")
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    with pytest.raises(RuntimeError, match="initialize the accelerate state"):
+        log.info("too early")
+    hftrainer.TrainingArguments("unused", use_cpu=True)
+    log.info("begun")
+    assert "begun" in caplog.text
+    assert accelerate.PartialState().num_processes == 1
+    assert not torch.distributed.is_initialized()
 
 
 class _OnAGpu(SimpleNamespace):
@@ -153,4 +177,62 @@ def test_contradiction():
 def test_old_names(tmp_path):
     args = hftrainer.TrainingArguments(str(tmp_path), use_cpu=True, split_batches=True, dispatch_batches=False)
     trainer = hftrainer.Trainer(make_plain(), args, train_dataset=plain_data())
-    assert trainer._accelerator_config == AcceleratorConfig(split_batches=True, dispatch_batches=False)
+    assert trainer._hftrainer.accelerator_config == AcceleratorConfig(split_batches=True, dispatch_batches=False)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        None,
+        {"dispatch_batches": False, "even_batches": False, "non_blocking": True},
+        {"split_batches": True, "use_seedable_sampler": False},
+        {"gradient_accumulation_kwargs": {"sync_each_batch": True, "adjust_scheduler": False}},
+        {"gradient_accumulation_kwargs": {"sync_with_dataloader": True}},
+    ],
+)
+def test_accelerator_tells_its_configuration(tmp_path, config):
+    """`accelerator.split_batches` and the others, the gradient state, and the sizes of loaders."""
+    found = []
+    for name in ("hftrainer", "transformers"):
+        trainer, _ = build(
+            name, "plain", tmp_path / name, accelerator_config=copy.deepcopy(config), gradient_accumulation_steps=2
+        )
+        accelerator, state = trainer.accelerator, trainer.accelerator.gradient_state
+        loaders = [trainer.get_train_dataloader(), trainer.get_eval_dataloader(), accelerator.prepare(plain_loader())]
+        found.append(
+            [
+                *(getattr(accelerator, each) for each in ("split_batches", "dispatch_batches", "even_batches")),
+                *(getattr(accelerator, each) for each in ("use_seedable_sampler", "non_blocking")),
+                accelerator.gradient_accumulation_steps,
+                (state.num_steps, state.adjust_scheduler, state.sync_with_dataloader, state.plugin_kwargs),
+                [loader.total_batch_size for loader in loaders],
+            ]
+        )
+    assert found[0] == found[1]
+
+
+def plain_loader():
+    return torch.utils.data.DataLoader(plain_data(10), batch_size=3)
+
+
+def test_gradient_state_is_that_of_the_accelerator(tmp_path):
+    """Loops that were copied set it by accelerate's name; the accelerator tells the same."""
+    trainer, _ = build("hftrainer", "plain", tmp_path)
+    for synchronized in (False, True):
+        trainer.accelerator.gradient_state._set_sync_gradients(synchronized)
+        assert trainer.accelerator.sync_gradients is synchronized
+        assert trainer.accelerator.gradient_state.sync_gradients is synchronized
+
+
+@pytest.mark.parametrize("count", [16, 19])
+def test_gather_for_metrics_in_the_last_batch(tmp_path, count):
+    """Rows beyond the last batch's samples are dropped; what has no rows stays."""
+    found = []
+    for name in ("hftrainer", "transformers"):
+        trainer, _ = build(name, "plain", tmp_path / name)
+        gather = trainer.accelerator.gather_for_metrics
+        given = {"rows": torch.arange(8), "nested": (torch.ones(8, 2), [torch.zeros(8)])}
+        loader = trainer.get_eval_dataloader(plain_data(count))
+        found.append([(gather(given), gather(torch.tensor(1.0)), gather(batch)) for batch in loader])
+    assert str(found[0]) == str(found[1])
+    assert len(found[0][-1][0]["rows"]) == (count % 8 or 8)

@@ -195,8 +195,8 @@ def fingerprint(folder, settings) -> dict:
 
     given = {"train_dataset": data, "eval_dataset": data[:11], "callbacks": [recorder], "compute_metrics": metrics}
     trainer = hftrainer.Trainer(model, args, **given)
-    level = logging.getLogger("hftrainer").level
-    logging.getLogger("hftrainer").setLevel(logging.NOTSET)
+    level = logging.getLogger("hftrainer").getEffectiveLevel()
+    importlib.import_module("transformers").logging.set_verbosity_warning()
     loader = trainer.get_train_dataloader()
     trained = trainer.train()
     left = record(trainer, recorder, folder)
@@ -271,7 +271,7 @@ def test_optimizer_kernels(tmp_path):
 def test_pinned_memory(tmp_path, monkeypatch):
     seen = []
     for pin in (True, False):
-        args = hftrainer.TrainingArguments(str(tmp_path), dataloader_pin_memory=pin, use_cpu=True)
+        args = hftrainer.TrainingArguments(str(tmp_path), dataloader_pin_memory=pin)
         trainer = hftrainer.Trainer(make_plain(), args, train_dataset=plain_data())
         # As on a GPU, where it matters; torch itself ignores it without one.
         monkeypatch.setattr(type(args), "device", property(lambda self: torch.device("cuda")), raising=True)

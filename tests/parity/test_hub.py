@@ -1,6 +1,8 @@
 """What both libraries push to a Hub that speaks the real API: the commits, their order, their files."""
 
 import importlib
+import shutil
+from pathlib import Path
 
 import pytest
 
@@ -183,3 +185,27 @@ def test_old_names(hub, tmp_path):
         assert expected in hub.repos
     with pytest.warns(FutureWarning, match="init_hf_repo"):
         trainer.init_git_repo(at_init=True)
+
+
+def test_files_that_an_override_puts_into_the_output_folder(hub, tmp_path):
+    """Libraries whose models have files of their own copy them from the checkpoint before super() uploads."""
+    found = {}
+    for name in LIBRARIES:
+        library = importlib.import_module(name)
+
+        class WithModules(library.Trainer):
+            def _save(self, output_dir=None, state_dict=None):
+                super()._save(output_dir, state_dict)
+                Path(output_dir or self.args.output_dir, "modules.json").write_text(f"[{self.state.global_step}]")
+
+            def _push_from_checkpoint(self, checkpoint_folder):
+                shutil.copy(Path(checkpoint_folder, "modules.json"), self.args.output_dir)
+                super()._push_from_checkpoint(checkpoint_folder)
+
+        settings = {"hub_model_id": f"org/{name}", "trainer_class": lambda _, kind=WithModules: kind}
+        trainer, _ = make(name, tmp_path / name / "run", **settings)
+        trainer.train()
+        commits = hub.repos[f"org/{name}"].branches["main"][1:]
+        found[name] = [(commit.message, commit.files["modules.json"]) for commit in commits]
+    assert found["hftrainer"] == found["transformers"]
+    assert [content for _, content in found["hftrainer"]] == [b"[2]", b"[3]"]

@@ -40,6 +40,29 @@ def test_label_smoothing(tmp_path, model, accumulation):
     assert smoothed.logs[0]["loss"] != plain.logs[0]["loss"]
 
 
+class NumberEach(nn.Module):
+    """Returns a number for each row, and no loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x):
+        return self.scale * x
+
+
+MODELS.setdefault("number each", (NumberEach, lambda: [{"x": float(number)} for number in range(38)]))
+
+
+def test_first_number_is_the_loss(tmp_path, caplog):
+    """Of a model that returns a number for each row; the evaluation has no labels and no loss."""
+    hftrainer.loss._warn_once.cache_clear()
+    ours, _ = compare(tmp_path, "number each", **EVALUATED)
+    assert ours.logs[0]["loss"] != 0
+    (said,) = {line.message for line in caplog.records if line.name == "hftrainer.loss"}
+    assert "the first of them is the loss" in said
+
+
 def test_label_smoothing_in_seq2seq(tmp_path):
     results = []
     for name in ("hftrainer", "transformers"):
@@ -134,7 +157,7 @@ def train_in_fp16(name, model, folder, resume=None, first_scale=2.0**16, **setti
     if name == "transformers":
         trainer.accelerator.native_amp = True
     else:
-        trainer._engine.scaler = trainer.accelerator.scaler
+        trainer._hftrainer.engine.scaler = trainer.accelerator.scaler
     trainer.train(resume_from_checkpoint=resume)
     scale = trainer.accelerator.scaler.state_dict()
     return record(trainer, recorder, folder, scale=scale)
@@ -560,7 +583,7 @@ def test_found_with_layer_wise_optimizers(tmp_path):
 
 def test_found_with_fp16(tmp_path):
     def with_a_large_scale(trainer):
-        trainer.accelerator.scaler = trainer._engine.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
+        trainer.accelerator.scaler = trainer._hftrainer.engine.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
 
     found, started = found_and_started(tmp_path, with_a_large_scale, fp16=True, max_steps=12, logging_steps=1, at=6)
     assert found.accelerator.scaler.state_dict() == started.accelerator.scaler.state_dict()

@@ -65,9 +65,19 @@ def kill_at(event, folder):
 TOUCHES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir", "os.listdir"}
 
 
+#: What a job can be told besides training arguments.
+DEFAULTS = {"width": 64, "pause": 0.0, "kill_at": 0, "adds": False}
+
+
+def write_whole(path):
+    """A file that says what it is, of some size."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"{path.parent.name}/{path.name} " * 1000)
+
+
 def main(folder, settings):
     torch.set_num_threads(1)
-    options = {key: settings.pop(key, default) for key, default in (("width", 64), ("pause", 0.0), ("kill_at", 0))}
+    options = {key: settings.pop(key, default) for key, default in DEFAULTS.items()}
     if options["kill_at"]:
         kill_at(options["kill_at"], folder)
     torch.manual_seed(1)
@@ -88,6 +98,14 @@ def main(folder, settings):
             if options["pause"]:
                 time.sleep(options["pause"])
             return super().compute_loss(*given, **keywords)
+
+        def _save_checkpoint(self, model, trial):
+            place = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
+            if options["adds"]:
+                write_whole(place / "before.txt")
+            super()._save_checkpoint(model, trial)
+            if options["adds"]:
+                write_whole(place / "after.txt")
 
     samples = data()
     trainer = Paused(Net(options["width"]), args, train_dataset=samples, eval_dataset=samples, callbacks=[Reports])

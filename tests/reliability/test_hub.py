@@ -369,9 +369,9 @@ def test_a_trainer_on_its_way_to_another_process(hub, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(cloudpickle=cloudpickle))
     trainer = make(tmp_path / "run", max_steps=2)
     packed = pack(trainer)
-    assert trainer._uploads is not None
+    assert trainer._hftrainer.uploads is not None
     unpacked = packed.unpack()
-    assert unpacked._uploads is not trainer._uploads
+    assert unpacked._hftrainer.uploads is not trainer._hftrainer.uploads
     unpacked.train()
     assert messages(hub) == ["Training in progress, step 2"]
 
@@ -435,12 +435,12 @@ class Tokens:
 
 def test_a_processing_class_that_fails(hub, tmp_path, caplog):
     trainer = make(tmp_path / "run")
-    trainer._uploads._pictures.processing_class = Tokens()
+    trainer._hftrainer.uploads._pictures.processing_class = Tokens()
     trainer.add_callback(At(3, lambda: shutil.rmtree(tmp_path / "run" / "checkpoint-2")))
     trainer.train()
     assert trainer.state.global_step == STEPS
     assert "it could not be made ready (Exception: No space left on device (os error 28))" in caplog.text
-    assert trainer._uploads.parcels(str(tmp_path / "run" / "checkpoint-2"), "every_save", by_steps=True) == []
+    assert trainer._hftrainer.uploads.parcels(str(tmp_path / "run" / "checkpoint-2"), "every_save", by_steps=True) == []
     assert is_storage_error(Exception("No space left on device (os error 28)"), str(tmp_path))
     assert not is_storage_error(Exception("something else"), str(tmp_path))
 

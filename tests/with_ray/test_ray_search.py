@@ -366,7 +366,10 @@ def test_packed(tmp_path, monkeypatch):
     there = pack(trainer).unpack()
     *_, holding, progress = there.callback_handler.callbacks
     assert there is not trainer and holding.trainer is there and isinstance(progress, ProgressCallback)
-    assert there._engine is not trainer._engine and there.accelerator._engine is there._engine
+    assert (
+        there._hftrainer.engine is not trainer._hftrainer.engine
+        and there.accelerator._engine is there._hftrainer.engine
+    )
     there.train()
     assert there.state.log_history[0]["eval_loss"] == trainer.state.log_history[0]["eval_loss"]
     assert any(isinstance(callback, NotebookProgressCallback) for callback in trainer.callback_handler.callbacks)

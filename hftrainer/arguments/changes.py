@@ -1,0 +1,72 @@
+"""Arguments that a script changes after its Trainer was made: what takes effect, and what is warned of or refused."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from hftrainer.arguments.validation import out_of_range
+from hftrainer.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from hftrainer.behaviours import Behaviours
+    from hftrainer.training_args import TrainingArguments
+
+logger = logging.getLogger(__name__)
+
+#: Read once, and too much depends on them to go on by the old value with a warning.
+_REFUSED = ("lightning_config", "deepspeed")
+
+
+def take_changes(engine: Any, args: TrainingArguments, behaviours: Behaviours, *, own_loader: bool) -> None:
+    """Let a run go by what the arguments say now, as far as transformers does.
+
+    Most arguments are read when they are needed. Those that the engine keeps are handed to it. Those that are read
+    once, when the Trainer is made, stay what they were, and a warning names them.
+
+    Args:
+        engine: the engine of the Trainer, with the plan that was made of the arguments.
+        args: the arguments as they are now.
+        behaviours: of the release that is followed.
+        own_loader: the script makes the training loader, and may read the batch size again.
+
+    Raises:
+        InvalidArgument: for a change that needs another engine, and for numbers out of range.
+    """
+    if wrong := list(out_of_range(args)):
+        raise InvalidArgument("\n".join(wrong))
+    plan = engine.plan
+    again = () if behaviours.keeps_batch_size and not own_loader else ("per_device_train_batch_size",)
+    once = {name: value for name, value in plan.read_once.items() if name not in again}
+    now = {name: getattr(args, name, None) for name in once}
+    changed = {name: value for name, value in once.items() if not _is_same(value, now[name])}
+    if refused := _refused(plan, args, changed):
+        raise InvalidArgument(
+            f"{', '.join(refused)} changed after the Trainer was made, which is built by it: make another Trainer."
+        )
+    if changed and changed != engine.ignored_changes:
+        logger.warning(
+            "Changed after the Trainer was made, which reads it once, as in transformers: %s. The first value holds; "
+            "make another Trainer for the second.",
+            ", ".join(f"{name} ({_shown(value)} → {_shown(now[name])})" for name, value in changed.items()),
+        )
+    engine.ignored_changes = changed
+    engine.take(accumulate_grad_batches=args.gradient_accumulation_steps, default_root_dir=str(args.output_dir))
+
+
+def _refused(plan: Any, args: TrainingArguments, changed: dict[str, Any]) -> list[str]:
+    refused = [name for name in _REFUSED if name in changed]
+    if str(args.device) != plan.device:
+        refused.append(f"use_cpu={args.use_cpu} (the device, {plan.device} → {args.device})")
+    before, now = plan.accumulate_grad_batches, args.gradient_accumulation_steps
+    if plan.deepspeed is not None and now != before:
+        refused.append(f"gradient_accumulation_steps ({before} → {now}), which DeepSpeed's configuration says too,")
+    return refused
+
+
+def _is_same(before: Any, now: Any) -> bool:
+    return before is now or bool(before == now)
+
+
+def _shown(value: Any) -> str:
+    return repr(getattr(value, "value", value))

@@ -1,0 +1,111 @@
+"""What has taken transformers' Trainer before `install()`, or changed it: found, and named with the line to move."""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import sys
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+#: Module of transformers → the class in it that is swapped, and that others derive from.
+_TRAINERS = {"transformers.trainer": "Trainer", "transformers.trainer_seq2seq": "Seq2SeqTrainer"}
+#: Whose classes and functions are no concern: transformers' own, and what it decorates its methods with.
+_OWN = ("transformers", "hftrainer", "torch", "contextlib", "functools", "huggingface_hub")
+_SHOWN = 5
+
+
+def warnings_of_earlier_imports(caller: FrameType) -> Iterator[str]:
+    """A sentence for those who will go on using transformers' Trainer, and one for what has been changed about it.
+
+    Args:
+        caller: the frame that calls `install()`; imports above that line are what can be moved.
+    """
+    loaded = [(sys.modules.get(module), name) for module, name in _TRAINERS.items()]
+    originals = [vars(module)[name] for module, name in loaded if module is not None and name in vars(module)]
+    if not originals:
+        return
+    derived = sorted({kind for original in originals for kind in _derived(original)}, key=_full_name)
+    modules = {kind.__module__ for kind in derived}
+    holders = sorted(modules | {name for name, module in list(sys.modules.items()) if _holds(name, module, originals)})
+    if holders:
+        yield (
+            f"{_listed(holders)} imported transformers.Trainer before hftrainer.install(), and will go on using it"
+            + (f" ({_listed([_full_name(kind) for kind in derived])})" if derived else "")
+            + f": {_remedy(holders, caller)}, or run the script with `python -m hftrainer run`."
+        )
+    changed = {name: module for original in originals for name, module in _changed(original)}
+    if changed:
+        named = [f"{name} by {module}" for name, module in sorted(changed.items())]
+        yield (
+            f"Methods of transformers.Trainer were replaced before hftrainer.install(), which has no effect now: "
+            f"{_listed(named)}. To replace hftrainer's, {_remedy(sorted(set(changed.values())), caller)}."
+        )
+
+
+def _root(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def _full_name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _listed(names: list[str]) -> str:
+    shown, more = names[:_SHOWN], len(names) - _SHOWN
+    return ", ".join(shown) + (f" and {more} more" if more > 0 else "")
+
+
+def _derived(kind: type) -> Iterator[type]:
+    """The classes of others that derive from `kind`."""
+    subclasses: list[type] = type.__subclasses__(kind)
+    for each in subclasses:
+        if _root(each.__module__) not in _OWN:
+            yield each
+        yield from _derived(each)
+
+
+def _holds(name: str, module: Any, originals: list[type]) -> bool:
+    """Whether a module of others has a name for one of these. By identity: some objects warn when asked anything."""
+    if module is None or _root(name) in _OWN or name == "__mp_main__":  # which is __main__ once more
+        return False
+    return any(value is original for value in list(vars(module).values()) for original in originals)
+
+
+def _changed(kind: type) -> Iterator[tuple[str, str]]:
+    """The methods of a class that others have replaced, and the module that has."""
+    for name, value in vars(kind).items():
+        function = getattr(value, "__func__", value)
+        module = getattr(function, "__globals__", {}).get("__name__")
+        if module is not None and _root(module) not in _OWN:
+            yield name, module
+
+
+def _remedy(modules: list[str], caller: FrameType) -> str:
+    """What to move where: the lines above the call that import one of these modules, or transformers itself."""
+    own = caller.f_globals.get("__name__")
+    wanted = {_root(module) for module in modules} | ({"transformers"} if own in modules else set())
+    path = caller.f_code.co_filename
+    lines = [
+        f"`{text}` ({path}:{number})"
+        for number, text, roots in _imports(path, caller.f_globals, before=caller.f_lineno)
+        if roots & wanted
+    ]
+    if not lines:
+        return "call install() first"
+    return f"move {_listed(lines)} below install(), which line {caller.f_lineno} calls"
+
+
+def _imports(path: str, module: dict[str, Any], before: int) -> Iterator[tuple[int, str, set[str]]]:
+    """The import statements of a file above a line: number, text, and the packages that they import."""
+    lines = linecache.getlines(path, module)
+    try:
+        tree = ast.parse("".join(lines))
+    except SyntaxError:  # a notebook's cell with commands in it
+        return
+    for node in ast.walk(tree):
+        if not isinstance(node, (ast.Import, ast.ImportFrom)) or node.lineno >= before:
+            continue
+        names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [each.name for each in node.names]
+        yield node.lineno, lines[node.lineno - 1].strip(), {_root(name) for name in names}

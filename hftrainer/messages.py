@@ -1,0 +1,146 @@
+"""Where our messages go, and from which level on: wherever those of transformers go, if it is loaded.
+
+Scripts say how much they want to see by transformers' switches (`set_verbosity_info`, `TRANSFORMERS_VERBOSITY`,
+`add_handler`, `enable_explicit_format`, ...), and by handlers of their own on the root logger. Both count: a message is
+handed to the root logger, as that of any library, and else to the handlers of transformers' logger; a terminal shows it
+once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+#: What `TRANSFORMERS_VERBOSITY` may be; 'detail' also has a format of its own in transformers.
+LEVELS = {
+    "detail": logging.DEBUG,
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+    "critical": logging.CRITICAL,
+}
+_PACKAGES = ("hftrainer", "hftrainer_lightning")
+
+
+def _of_transformers() -> logging.Logger | None:
+    """The logger of transformers, once it is set up."""
+    if "transformers.utils.logging" not in sys.modules:
+        return None
+    theirs = logging.getLogger("transformers")
+    return theirs if theirs.level else None
+
+
+class _Switches(logging.Logger):
+    """The parent of our loggers: its level and whether it propagates are what transformers' logger says now.
+
+    `logging` asks a logger's parents for both whenever a message comes; levels that it remembers are forgotten when any
+    level is set.
+    """
+
+    @property
+    def level(self) -> int:
+        """The level of transformers; without transformers that of the environment, or else the root logger's."""
+        theirs = _of_transformers()
+        return LEVELS.get(os.environ.get("TRANSFORMERS_VERBOSITY", ""), 0) if theirs is None else theirs.level
+
+    @level.setter
+    def level(self, value: int) -> None:
+        """`logging` sets it when a logger is made."""
+
+    @property
+    def propagate(self) -> bool:
+        """Not where a script has taken transformers' handler away, which silences it."""
+        theirs = _of_transformers()
+        return theirs is None or bool(theirs.handlers) or theirs.propagate
+
+    @propagate.setter
+    def propagate(self, value: bool) -> None:
+        """`logging` sets it when a logger is made."""
+
+    def shown_by_root(self, record: logging.LogRecord) -> bool:
+        """Whether a handler of the root logger shows a message to somebody; a file is nobody."""
+        unseen = (logging.FileHandler, logging.NullHandler)
+        seen = (each for each in logging.getLogger().handlers if not isinstance(each, unseen))
+        return self.propagate and any(record.levelno >= each.level for each in seen)
+
+
+class _Terminal(logging.Handler):
+    """Shows a message that no handler of the root logger shows, by those of transformers' logger.
+
+    What the script has added to transformers' logger gets all messages, unless it writes to a terminal as well.
+    """
+
+    def __init__(self, switches: _Switches) -> None:
+        super().__init__()
+        self._switches = switches
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Show the message."""
+        shown = self._switches.shown_by_root(record)
+        theirs = _of_transformers()
+        if theirs is None:
+            if not shown:
+                _to_stderr.handle(record)
+            return
+        of_root = logging.getLogger().handlers if self._switches.propagate else []
+        for handler in theirs.handlers:
+            doubled = handler in of_root or (shown and _writes_to_terminal(handler))
+            if record.levelno >= handler.level and not doubled:
+                handler.handle(record)
+        last = logging.lastResort
+        if not (shown or theirs.handlers) and last is not None and record.levelno >= last.level:
+            last.handle(record)
+
+
+def _writes_to_terminal(handler: logging.Handler) -> bool:
+    streams = (sys.stderr, sys.stdout, sys.__stderr__, sys.__stdout__)
+    return getattr(handler, "stream", None) in streams
+
+
+class _Stderr(logging.StreamHandler):
+    """Writes to what `sys.stderr` is when a message comes."""
+
+    @property
+    def stream(self) -> Any:
+        """The stream."""
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, value: Any) -> None:
+        """`StreamHandler` sets it when it is made."""
+
+
+_to_stderr = _Stderr()
+_to_stderr.setFormatter(logging.Formatter("[hftrainer] %(message)s"))
+
+
+def connect() -> None:
+    """Put our loggers below the switches; once."""
+    ours = [logging.getLogger(name) for name in _PACKAGES]
+    if any(isinstance(logger.parent, _Switches) for logger in ours):
+        return
+    switches = _Switches("hftrainer.switches")
+    switches.parent = logging.getLogger()
+    switches.addHandler(_Terminal(switches))
+    ours[0].parent = switches
+    ours[1].parent = ours[0]  # one level for both
+    ours[0].setLevel(ours[0].level)  # makes `logging` forget what it remembers
+
+
+def log_facts(logger: logging.Logger, title: str, facts: Mapping[str, Any]) -> None:
+    """Log a title and a line for each fact below it, at info; whole numbers with commas.
+
+    Args:
+        logger: of the module that calls.
+        title: what the facts are about.
+        facts: name → value.
+    """
+    if not logger.isEnabledFor(logging.INFO):
+        return
+    logger.info("%s", title, stacklevel=2)
+    for name, value in facts.items():
+        logger.info("  %s: %s", name, f"{value:,}" if isinstance(value, int) else value, stacklevel=2)
