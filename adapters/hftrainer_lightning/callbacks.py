@@ -58,23 +58,6 @@ def has_progress_bar(callbacks: Iterable[Callback]) -> bool:
     return any(isinstance(callback, ProgressBar) for callback in callbacks)
 
 
-def begin_anew(callbacks: Iterable[Callback]) -> None:
-    """Let callbacks that average weights begin with the run; Lightning has them go on from an earlier one's count."""
-    for callback in callbacks:
-        if isinstance(callback, WeightAveraging):
-            callback._latest_update_step, callback._latest_update_epoch = 0, -1
-        elif isinstance(callback, StochasticWeightAveraging):
-            callback._initialized, callback._latest_update_epoch, callback._init_n_averaged = False, -1, 0
-            callback.n_averaged = callback._swa_scheduler = callback._scheduler_state = None
-
-
-def let_go(callbacks: Iterable[Callback]) -> None:
-    """Free the averages of a run that is over: the model has them, and evaluations are of the model."""
-    for callback in callbacks:
-        if isinstance(callback, OF_TRAINING):
-            callback._average_model = None
-
-
 def refusals(callbacks: Sequence[Callback], **run: Any) -> list[str]:
     """A sentence for each callback that cannot work; the keywords are those of `_refusal`."""
     found = [reason for callback in callbacks if (reason := _refusal(callback, **run)) is not None]
@@ -116,7 +99,7 @@ def _refusal(
         return (
             f"{name} cannot tell DeepSpeed how many micro-batches a step has: set gradient_accumulation_steps instead."
         )
-    if isinstance(callback, ModelPruning) and not callback._make_pruning_permanent:
+    if isinstance(callback, ModelPruning) and seams.leaves_masks(callback):
         return (
             f"{name}(make_pruning_permanent=False) would leave masks in the model and in its checkpoints, which "
             "from_pretrained cannot read: leave it at True."
@@ -129,10 +112,10 @@ def _refusal(
                 f"gradient_accumulation_steps={accumulate_grad_batches} and {name} both set the accumulation: leave "
                 "the argument at 1."
             )
-    share = isinstance(callback, StochasticWeightAveraging) and isinstance(callback._swa_epoch_start, float)
+    share = isinstance(callback, StochasticWeightAveraging) and seams.begins_at_a_share(callback)
     if share and not knows_epochs:
         return f"{name}(swa_epoch_start) is a share of the epochs, and the data has no length: give an integer."
-    if isinstance(callback, EarlyStopping) and not (evaluates or callback._check_on_train_epoch_end):
+    if isinstance(callback, EarlyStopping) and not (evaluates or seams.looks_when_training_ends(callback)):
         return f"{name}(monitor={callback.monitor!r}) looks at evaluations, and there are none: set eval_strategy."
     if isinstance(callback, ModelCheckpoint) and not evaluates and str(callback.monitor).startswith("eval_"):
         return f"{name}(monitor={callback.monitor!r}) waits for evaluations, and there are none: set eval_strategy."
@@ -165,7 +148,7 @@ def save(trainer: pl.Trainer, module: HostedModule, callbacks: Sequence[Callback
         The weights to save instead of the model's own (None when they are those), by the names of the model's state
         dict; and what else is to be kept: `{"callbacks": states by state_key, ...}`, empty when there is nothing.
     """
-    states = {callback.state_key: state for callback in callbacks if (state := callback.state_dict())}
+    states = {callback.state_key: state for callback in callbacks if (state := seams.state_of(callback))}
     kept: dict[str, Any] = {"callbacks": states} if states else {}
     if first_of(callbacks, _AT_EPOCH_END) is not None and trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
         kept["epoch_ended"] = module.epoch_ended

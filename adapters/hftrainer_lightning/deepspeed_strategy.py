@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy
 
+from hftrainer_lightning import seams
 from hftrainer_lightning.deepspeed_run import DeepSpeedRun
 from hftrainer_lightning.plan import LightningPlan
 from hftrainer_lightning.precision import PlainSteps
@@ -33,7 +34,7 @@ class EngineSteps(PlainSteps):
     def optimizer_step(self, optimizer: Any, model: Any, closure: Any, **kwargs: Any) -> None:  # type: ignore[override]
         """Forward and backward; the engine has stepped then."""
         closure()
-        self._after_closure(model, optimizer)
+        seams.announce_gradients(self, model, optimizer)
         optimizer.step()  # which torch's schedules count
         self.skipped = self._run.skipped
 

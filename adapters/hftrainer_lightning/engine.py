@@ -134,7 +134,7 @@ class LightningEngine:
                 global_step=global_step,
             )
         self.fitting = True
-        of_callbacks.begin_anew(self.callbacks)
+        seams.begin_anew(self.callbacks)
         rates = [group.get("initial_lr") for group in optimizer.param_groups]
         try:
             with seams.keyboard_interrupts_restored(), seams.quiet():
@@ -147,7 +147,7 @@ class LightningEngine:
             self.fitting = False
             trainer.loggers = loggers
             module.detach()
-            of_callbacks.let_go(self.callbacks)
+            seams.let_go(self.callbacks)
             for group, rate in zip(optimizer.param_groups, rates, strict=False):
                 group["initial_lr"] = (
                     rate  # StochasticWeightAveraging leaves its own, which a next run would begin with

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from hftrainer_lightning import callbacks, seams
@@ -14,12 +13,12 @@ from hftrainer_lightning.events import EvaluationHost, TrainingHost
 from hftrainer_lightning.precision import PlainSteps
 
 #: Attributes that change with every hook and are no parameters, buffers or modules.
-_PLAIN = frozenset({"_current_fx_name", "_last_loss", "_last_batch"})
+_PLAIN = frozenset({seams.CURRENT_HOOK, "_last_loss", "_last_batch"})
 #: Attributes that belong to the run, not to the model: copies of the module, which callbacks make, are without them.
 _OF_THE_RUN = ("_host", "_own_state", "_optimizer", "_scheduler", "_resumed_from", "_last_loss", "_last_batch")
 
 
-class HostedModule(LightningModule):
+class HostedModule(seams.KeepsBatches):
     """Hosts a model for the Trainer.
 
     Automatic optimization is the default, and every Lightning callback works with it. Manual optimization is for hosts
@@ -98,14 +97,6 @@ class HostedModule(LightningModule):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward pass."""
         return self.model(*args, **kwargs)
-
-    def _on_before_batch_transfer(self, batch: Any, dataloader_idx: int = 0) -> Any:
-        """Nothing: the loader and the Trainer's `_prepare_inputs`, which users override, move the batch."""
-        return batch
-
-    def _apply_batch_transfer_handler(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
-        """Nothing, as above."""
-        return batch
 
     def setup(self, stage: str) -> None:
         """Give the callbacks what the checkpoint has kept for them."""

@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
+from hftrainer_lightning import seams
 from hftrainer_lightning.plan import LightningPlan
 
 
@@ -40,7 +41,7 @@ class PlainSteps(Precision):
         closure()
         if model.automatic_optimization:
             self.unscale(optimizer)
-        self._after_closure(model, optimizer)
+        seams.announce_gradients(self, model, optimizer)
         if hasattr(optimizer, "fused_backward"):
             return None
         kind: Any = type(optimizer)

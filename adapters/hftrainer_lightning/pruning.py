@@ -9,10 +9,12 @@ import torch
 from lightning.pytorch.callbacks import ModelPruning
 from torch.nn.utils import prune
 
+from hftrainer_lightning import seams
+
 
 def keep_pruning(pruning: ModelPruning, module: torch.nn.Module) -> dict[str, Any]:
     """What a resumed run needs: masks with the values below them, and the values that training began with."""
-    first_values = [layer["data"].state_dict() for layer in _first_layers(pruning)]
+    first_values = [layer["data"].state_dict() for layer in seams.first_layers(pruning)]
     return {"masks": _masks(module), "first_values": first_values}
 
 
@@ -22,17 +24,12 @@ def restore_pruning(pruning: ModelPruning, module: torch.nn.Module, kept: Mappin
     _restore_first_values(pruning, kept["first_values"])
 
 
-def _first_layers(pruning: ModelPruning) -> list[Any]:
-    """The layers as they were when training began, to whose values the lottery ticket hypothesis returns."""
-    return list((pruning._original_layers or {}).values())
-
-
 def _restore_first_values(pruning: ModelPruning, first_values: Sequence[Any]) -> None:
-    for layer, values in zip(_first_layers(pruning), first_values, strict=True):
+    for layer, values in zip(seams.first_layers(pruning), first_values, strict=True):
         layer["data"].load_state_dict(values)
         for index, name in layer["names"]:
             first = getattr(layer["data"], name)
-            live = getattr(pruning._parameters_to_prune[index][0], f"{name}_orig", None)
+            live = getattr(seams.pruned_module(pruning, index), f"{name}_orig", None)
             if live is not None and torch.equal(first, live):
                 # Once it has returned to them, Lightning trains on that very storage, so that they follow the training.
                 first.data = live.data

@@ -9,6 +9,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import (
     DDPStrategy,
@@ -21,7 +22,7 @@ from lightning.pytorch.strategies import (
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
-from hftrainer_lightning import sharding
+from hftrainer_lightning import seams, sharding
 from hftrainer_lightning.plan import LightningPlan
 from hftrainer_lightning.precision import precision_plugin
 
@@ -44,24 +45,6 @@ class StaysInPlace(Strategy):
         assert self.accelerator is not None
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
-
-
-class OwnPrecision(Strategy):
-    """Takes the plan's precision plugin where Lightning's strategy insists on its own.
-
-    That for FSDP has autocast on CUDA only, and clips no norms; that for XLA casts by environment variables.
-    """
-
-    _precision_plugin: Precision | None = None
-
-    @property
-    def precision_plugin(self) -> Any:
-        """The plan's."""
-        return self._precision_plugin
-
-    @precision_plugin.setter
-    def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        self._precision_plugin = precision_plugin
 
 
 class SingleDevice(StaysInPlace, SingleDeviceStrategy):
@@ -146,17 +129,17 @@ class _Sharded(Prepared):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The whole state, in the main process, by the names of the parameters."""
         assert self.model is not None
-        optimizer = getattr(optimizer, "_optimizer", optimizer)
+        optimizer = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         return sharding.whole_optimizer_state(self.model, optimizer, self.root_device)
 
 
-class ShardedFirst(OwnPrecision, _Sharded, FSDPStrategy):
+class ShardedFirst(seams.OwnPrecision, _Sharded, FSDPStrategy):
     """A model sharded by FSDP1."""
 
     def __init__(self, plan: LightningPlan, precision: Precision) -> None:
         self.plan = plan
         super().__init__(process_group_backend=plan.process_group_backend, timeout=timedelta(seconds=plan.timeout))
-        self._precision_plugin = precision
+        self.precision_plugin = precision
 
 
 class ShardedSecond(_Sharded, ModelParallelStrategy):

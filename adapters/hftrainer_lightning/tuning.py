@@ -47,9 +47,10 @@ Build = Callable[..., pl.Trainer]
 
 def find_batch_size(build: Build, finder: BatchSizeFinder, host: TuningHost, model: torch.nn.Module) -> int:
     """The largest batch that fits into memory, in samples, as `finder` looks for it."""
-    trial = _Trial(model, host, finder._batch_arg_name, "learning_rate")
+    name = seams.name_of_batch_size(finder)
+    trial = _Trial(model, host, name, "learning_rate")
     _run(build, finder, host, trial)
-    return int(getattr(trial, finder._batch_arg_name))
+    return int(getattr(trial, name))
 
 
 def find_learning_rate(
@@ -59,16 +60,16 @@ def find_learning_rate(
 
     The curve is in `finder.optimal_lr` afterwards.
     """
-    _run(build, finder, host, _Trial(model, host, "batch_size", finder._attr_name or "learning_rate"))
+    _run(build, finder, host, _Trial(model, host, "batch_size", seams.name_of_learning_rate(finder)))
     found = finder.optimal_lr
-    return found.suggestion() if found is not None and finder._update_attr else None
+    return found.suggestion() if found is not None and seams.is_to_set_the_rate(finder) else None
 
 
 def _run(
     build: Build, finder: BatchSizeFinder | LearningRateFinder, host: TuningHost, trial: pl.LightningModule
 ) -> None:
     """Fit until the finder has found; Lightning puts model and optimizer back, this the random numbers."""
-    finder._early_exit = True  # as Lightning's own Tuner says that no training is to follow
+    seams.end_when_found(finder)
     with isolate_rng(), seams.quiet(), seams.keyboard_interrupts_restored(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The 'train_dataloader' does not have many workers")
         trainer = build(max_epochs=-1, callbacks=[finder], gradient_clip_val=host.max_grad_norm or None)

@@ -12,14 +12,13 @@ from lightning.pytorch.plugins import TorchCheckpointIO, XLACheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.strategies.single_xla import SingleDeviceXLAStrategy
-from lightning.pytorch.strategies.xla import XLAStrategy
 from torch import distributed
 from torch.overrides import TorchFunctionMode
 
-from hftrainer_lightning import xla
+from hftrainer_lightning import seams, xla
 from hftrainer_lightning.plan import LightningPlan
 from hftrainer_lightning.precision import ForwardAutocast, FullPrecision, PlainSteps
-from hftrainer_lightning.strategies import OwnPrecision, StaysInPlace
+from hftrainer_lightning.strategies import StaysInPlace
 
 
 class Accelerator(XLAAccelerator):
@@ -112,7 +111,7 @@ class _FilesOfHost(XLACheckpointIO):
         TorchCheckpointIO.save_checkpoint(self, xla.to_host(checkpoint), path, storage_options)
 
 
-class _OnXla(OwnPrecision, StaysInPlace):
+class _OnXla(seams.OwnPrecision, StaysInPlace):
     """What one device and several have in common: everything is in its place when Lightning begins."""
 
     def setup(self, trainer: Any) -> None:
@@ -133,10 +132,10 @@ class SingleXla(_OnXla, SingleDeviceXLAStrategy):
 
     def __init__(self, precision: Precision) -> None:
         super().__init__(device=xla.device(), checkpoint_io=_FilesOfHost())
-        self._precision_plugin = precision
+        self.precision_plugin = precision
 
 
-class XlaReplicas(_OnXla, XLAStrategy):
+class XlaReplicas(_OnXla, seams.LaunchedXLA):
     """A replica of the model on each device; torch_xla has started the processes.
 
     Args:
@@ -149,9 +148,8 @@ class XlaReplicas(_OnXla, XLAStrategy):
     def __init__(self, plan: LightningPlan, precision: _Steps) -> None:
         super().__init__(checkpoint_io=_FilesOfHost())
         self.cluster_environment = None  # Lightning is told of the processes as everywhere
-        self._launched = True
         self._processes = plan.processes
-        self._precision_plugin = precision
+        self.precision_plugin = precision
         precision.reduce = self._average
 
     @property
@@ -171,9 +169,6 @@ class XlaReplicas(_OnXla, XLAStrategy):
             value = tensor.detach().cpu()
             distributed.broadcast(value, 0)
             tensor.data.copy_(value)
-
-    def _configure_launcher(self) -> None:
-        """None: the processes are there."""
 
     def setup_distributed(self) -> None:
         """Nothing: the Trainer has connected the processes."""

@@ -1,0 +1,141 @@
+"""The Lightning trainer and what surrounds it: signals, log lines, profilers, further processes."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.pytorch.profilers import PassThroughProfiler, PyTorchProfiler
+from lightning.pytorch.strategies.launchers import subprocess_script
+from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
+
+
+class _Interrupted(BaseException):
+    """Carries a KeyboardInterrupt past Lightning, which would exit the process and leave Ctrl-C ignored."""
+
+    def __init__(self, original: KeyboardInterrupt) -> None:
+        super().__init__()
+        self.original = original
+
+
+class _NoSignals(_SignalConnector):
+    """Leaves signals to the script: Lightning would end training at SIGTERM, and requeue a SLURM job at SIGUSR1."""
+
+    def register_signal_handlers(self) -> None:
+        self.received_sigterm = False
+
+    def teardown(self) -> None:
+        pass
+
+
+class Trainer(pl.Trainer):
+    """A Lightning trainer that leaves Ctrl-C and all other signals to its caller."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._signal_connector.__class__ = _NoSignals
+
+    def _fit_impl(self, *args: Any, **kwargs: Any) -> Any:
+        with _keyboard_interrupts_carried():
+            return super()._fit_impl(*args, **kwargs)
+
+    def _validate_impl(self, *args: Any, **kwargs: Any) -> Any:
+        with _keyboard_interrupts_carried():
+            return super()._validate_impl(*args, **kwargs)
+
+    def _test_impl(self, *args: Any, **kwargs: Any) -> Any:
+        with _keyboard_interrupts_carried():
+            return super()._test_impl(*args, **kwargs)
+
+    def _predict_impl(self, *args: Any, **kwargs: Any) -> Any:
+        with _keyboard_interrupts_carried():
+            return super()._predict_impl(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _keyboard_interrupts_carried() -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt as interrupt:
+        raise _Interrupted(interrupt) from None
+
+
+@contextlib.contextmanager
+def keyboard_interrupts_restored() -> Iterator[None]:
+    """Turn what `Trainer` carried past Lightning back into the user's KeyboardInterrupt."""
+    try:
+        yield
+    except _Interrupted as carried:
+        raise carried.original from None
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep Lightning's tips and advertisements out of the user's log; its warnings and errors stay."""
+    loggers = [logging.getLogger(f"lightning.{part}.utilities.rank_zero") for part in ("pytorch", "fabric")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            # The Trainer chooses the device itself, and says so in its own words.
+            warnings.filterwarnings("ignore", message="GPU available but not used")
+            warnings.filterwarnings("ignore", message="MPS available but not used")
+            # The training step sets training mode, as transformers does; what comes before may see the model as it was.
+            warnings.filterwarnings("ignore", message="Found .* in eval mode at the start of training")
+            # As `prediction_loss_only` asks for.
+            warnings.filterwarnings("ignore", message="predict returned None if it was on purpose")
+            # Processes share the metrics before they are logged.
+            warnings.filterwarnings("ignore", message="It is recommended to use `self.log.*sync_dist=True")
+            # Their steps are the Trainer's, and are announced as it announces them.
+            warnings.filterwarnings("ignore", message="SWA is currently only supported every epoch")
+            warnings.filterwarnings(
+                "ignore", message="When using `Trainer.accumulate_grad_batches != 1.` and overriding"
+            )
+            # Without log lines, nothing is logged on purpose.
+            warnings.filterwarnings("ignore", message="The number of training batches .* is smaller than the logging")
+            # Lightning 2.6 asks torch 2.13 by a deprecated name: not for the user to mend.
+            warnings.filterwarnings("ignore", message=".*isinstance\\(treespec, LeafSpec\\)")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def start_script_again(environment: ClusterEnvironment, processes: int) -> Any:
+    """Start this command line once more for each further process; Lightning's launcher, which kills it with them.
+
+    Lightning would put the command together from `sys.argv`, which knows neither `python -m hftrainer run` nor what
+    the script has changed.
+    """
+    module: Any = subprocess_script
+    launcher = module._SubprocessScriptLauncher(environment, processes, num_nodes=1)
+    usual = module._basic_subprocess_cmd
+    module._basic_subprocess_cmd = lambda: [sys.executable, *sys.orig_argv[1:]]
+    try:
+        launcher.launch(lambda: None)
+    finally:
+        module._basic_subprocess_cmd = usual
+    return launcher
+
+
+class NoProfiler(PassThroughProfiler):
+    """Profiles nothing, at no cost: Lightning's own opens a generator around every hook."""
+
+    def profile(self, action_name: str) -> Any:
+        return _NOTHING
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+def recorded_events(profiler: PyTorchProfiler) -> Any:
+    """The events of a finished recording. The profiler ends it itself when it reports, too late for other names."""
+    profiler._delete_profilers()
+    return profiler.function_events or []

@@ -1,0 +1,178 @@
+"""Private names of Lightning are touched in `hftrainer_lightning.seams` alone, where each has a function that says why.
+
+Such a name is touched when it is imported, when it is an attribute of anything but `self`, and when a class of ours has
+a name that one of its Lightning bases has already. The last is asked of the classes themselves, whose own private names
+are theirs to have.
+"""
+
+import ast
+import functools
+import importlib
+import inspect
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ADAPTERS = Path(__file__).parents[2] / "adapters"
+SOURCES = sorted(path for path in ADAPTERS.rglob("*.py") if path.parent.name != "seams")
+#: file → private names of others than Lightning that it touches on their objects, and whose they are.
+OF_OTHERS = {
+    "accelerator.py": {"_orig_mod": "torch.compile", "_modules": "torch", "_fsdp_wrapped_module": "torch's FSDP1"},
+    "arguments.py": {"_place": "our TrainingArguments"},
+    "deepspeed_plugin.py": {"_hf_deepspeed_config_weak_ref": "transformers, whose models look there for DeepSpeed"},
+    "deepspeed_run.py": {"_last_lr": "torch's schedules", "_zero3_consolidated_16bit_state_dict": "DeepSpeed"},
+    "devices.py": {"_on_cpu": "our TrainingArguments"},
+    "launching.py": {"_exit": "os"},
+    "layout.py": {"_is_distributed_loading_by_transformers": "transformers' models"},
+    "module.py": {"_opt_called": "torch's schedules"},
+    "precision.py": {"_fields": "named tuples"},
+    "sharding.py": {"_no_split_modules": "transformers' models"},
+    "xla.py": {"_XLAC": "torch_xla", "_xla_get_tensor_id": "torch_xla", "_metadata": "torch's state dicts"},
+    "xla_sharding.py": {"_XLAC": "torch_xla", "_get_xla_sharding_spec": "torch_xla"},
+}
+#: Functions that take an attribute by its name.
+BY_NAME = ("getattr", "setattr", "hasattr", "delattr")
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def is_lightnings(name: str) -> bool:
+    return name.split(".")[0] in ("lightning", "lightning_fabric", "pytorch_lightning")
+
+
+def is_self(receiver: ast.expr) -> bool:
+    if isinstance(receiver, ast.Call) and isinstance(receiver.func, ast.Name):
+        return receiver.func.id == "super"
+    return isinstance(receiver, ast.Name) and receiver.id in ("self", "cls")
+
+
+def private_imports(tree: ast.AST) -> Iterator[str]:
+    """What is private of that which is imported from Lightning."""
+    for node in ast.walk(tree):
+        paths = []
+        if isinstance(node, ast.ImportFrom) and node.level == 0:
+            paths = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            paths = [alias.name for alias in node.names]
+        for path in filter(is_lightnings, paths):
+            yield from filter(is_private, path.split("."))
+
+
+def private_attributes(tree: ast.AST, *, of_self: bool) -> Iterator[str]:
+    """Private attributes of `self` (or of anything else) that are read, set or asked for by name."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            receiver, name = node.value, node.attr
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in BY_NAME:
+            receiver, name = node.args[0], str(getattr(node.args[1], "value", ""))
+        else:
+            continue
+        if is_private(name) and is_self(receiver) is of_self:
+            yield name
+
+
+@functools.cache
+def private_names(kind: type) -> frozenset[str]:
+    """The private names that a class itself defines, or gives to its instances."""
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+    assert isinstance(tree, ast.ClassDef)
+    names = set(private_attributes(tree, of_self=True))
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            names.add(node.name)
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names.update(target.id for target in targets if isinstance(target, ast.Name))
+    return frozenset(filter(is_private, names))
+
+
+def names_of_bases(kind: type) -> set[str]:
+    """The private names that a class has from Lightning."""
+    return {name for base in kind.__mro__ if is_lightnings(base.__module__) for name in private_names(base)}
+
+
+def taken_from_bases(module: ModuleType) -> Iterator[str]:
+    """Private names that a class of this module shares with Lightning; those of its mixins too, wherever they are."""
+    constants = {
+        node.value for node in ast.walk(ast.parse(inspect.getsource(module))) if isinstance(node, ast.Constant)
+    }
+    for kind in vars(module).values():
+        if not isinstance(kind, type) or kind.__module__ != module.__name__:
+            continue
+        theirs = names_of_bases(kind)
+        yield from theirs & constants  # in a table of names, perhaps
+        for base in kind.__mro__:
+            in_seams = base.__module__.startswith("hftrainer_lightning.seams")
+            if base.__module__.startswith(("hftrainer_lightning.", module.__name__)) and not in_seams:
+                yield from private_names(base) & theirs
+
+
+def of_inner_classes(tree: ast.AST) -> Iterator[str]:
+    """Private names in classes that functions make, which cannot be asked for their bases."""
+    for function in ast.walk(tree):
+        if isinstance(function, ast.FunctionDef):
+            for kind in filter(lambda node: isinstance(node, ast.ClassDef), ast.walk(function)):
+                yield from private_attributes(kind, of_self=True)
+
+
+def lightnings(module: ModuleType) -> set[str]:
+    """The private names of Lightning that a module touches, as far as they can be told from others'."""
+    tree = ast.parse(inspect.getsource(module))
+    return {*private_imports(tree), *taken_from_bases(module), *of_inner_classes(tree)}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ADAPTERS)))
+def test_private_names_of_lightning_are_in_seams(path):
+    module = importlib.import_module(
+        ".".join(path.relative_to(ADAPTERS).with_suffix("").parts).removesuffix(".__init__")
+    )
+    assert lightnings(module) == set()
+    of_others = set(private_attributes(ast.parse(path.read_text()), of_self=False))
+    assert of_others == OF_OTHERS.get(path.name, {}).keys()
+
+
+def test_the_table_has_no_file_that_is_gone():
+    assert OF_OTHERS.keys() <= {path.name for path in SOURCES}
+
+
+EXAMPLES = {
+    "from lightning.pytorch.loops.fit_loop import _FitLoop": "_FitLoop",
+    "import lightning.pytorch._graveyard": "_graveyard",
+    "def f(callback): callback._average_model = None": "_average_model",
+    "def f(callback): return getattr(callback, '_average_model')": "_average_model",
+    "def f(trainer): return trainer.fit_loop._combined_loader.dataset": "_combined_loader",
+    "class A(Precision):\n    def f(self): self._after_closure()": "_after_closure",
+    "class A(Precision):\n    def f(self): return super()._after_closure()": "_after_closure",
+    "class A(Precision):\n    def f(self): setattr(self, '_after_closure', None)": "_after_closure",
+    "class A(LightningModule):\n    def _call_batch_hook(self, name, *args): pass": "_call_batch_hook",
+    "class A(Strategy):\n    _precision_plugin = None": "_precision_plugin",
+    "class M:\n    def f(self): self._after_closure()\nclass A(M, Precision): pass": "_after_closure",
+    "NAMES = {'_current_fx_name'}\nclass A(LightningModule): pass": "_current_fx_name",
+    "def f():\n    class A(Precision):\n        def g(self): self._after_closure()": "_after_closure",
+}
+HARMLESS = [
+    "class A(Precision):\n    def f(self):\n        self._own = self._g()\n    def _g(self): return super()._h()",
+    "class M:\n    _after_closure = None\n    def f(self): return self._after_closure",
+    "def f(callback): return callback.__dict__, getattr(callback, 'monitor')",
+    "from torch.optim.lr_scheduler import _LRScheduler",
+]
+
+
+@pytest.mark.parametrize("text", [*EXAMPLES, *HARMLESS])
+def test_what_is_found(tmp_path, monkeypatch, text):
+    path = tmp_path / "example_of_private_names.py"
+    path.write_text(
+        "from lightning.pytorch import LightningModule\nfrom lightning.pytorch.plugins.precision import Precision\n"
+        f"from lightning.pytorch.strategies import Strategy\n{text}\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, path.stem, raising=False)
+    module = importlib.import_module(path.stem)
+    found = lightnings(module) | set(private_attributes(ast.parse(path.read_text()), of_self=False))
+    assert found == ({EXAMPLES[text]} if text in EXAMPLES else set())
