@@ -1,22 +1,37 @@
+import collections
+import gc
 import importlib
 import logging
 import os
+import platform
 import sys
 import warnings
 
 import pytest
-import torch
+
+if platform.machine() in ("x86_64", "AMD64"):
+    # The same kernels on every processor, so that the bits that were recorded of a peer hold on more than one.
+    os.environ.setdefault("ATEN_CPU_CAPABILITY", "avx2")
+    os.environ.setdefault("DNNL_MAX_CPU_ISA", "AVX2")
+    os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
+
+import torch  # it reads them when it is imported
+
+from tests import durations, warm
+from tests.releases import TRANSFORMERS, installed, pinned
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Trackers report on themselves unless they are told not to; no test is to reach for a network.
 os.environ["COMET_ERROR_TRACKING_ENABLE"] = os.environ["WANDB_ERROR_REPORTING"] = "false"
 os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
+warm.prepare()
 
 
 TABLES = {
     "optimizers and schedules": "tests.parity.optimizer_table",
     "Lightning callbacks": "tests.conformance.callback_table",
+    "comparisons with transformers": "tests.peers",
 }
 
 
@@ -31,6 +46,20 @@ class FoundOut:
 
 def pytest_configure(config):
     config.pluginmanager.register(FoundOut())
+
+
+def skip_comparisons_with_the_newest(items):
+    """Beside an older transformers."""
+    if pinned("transformers") <= TRANSFORMERS:
+        return
+    reason = "compares with the transformers of constraints.txt, and an older one is installed"
+    for item in items:
+        if item.get_closest_marker("newest_peer"):
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_report_header():
+    return f"with {installed()}"
 
 
 def pytest_sessionfinish(session):
@@ -48,6 +77,40 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.section(title)
         for line in table.lines():
             terminalreporter.write_line(line)
+
+
+def shared_fixtures(item):
+    """The fixtures that a test shares with others of its file: the first that asks for one is measured with it."""
+    made = item._fixtureinfo.name2fixturedefs.values()
+    return {(item.path, each[-1].argname) for each in made if each[-1].scope == "module" and each[-1].baseid}
+
+
+@pytest.hookimpl(tryfirst=True)  # before those that are marked are left out
+def pytest_collection_modifyitems(items):
+    """Mark the tests that were slow when they were last measured; the files that take longest come first.
+
+    A worker of pytest-xdist takes whole files: the last ones are to be short.
+    """
+    skip_comparisons_with_the_newest(items)
+    known = durations.load()
+    seconds = {item: known.get(durations.function_of(item.nodeid), 0.0) for item in items}
+    slow = {item for item, taken in seconds.items() if taken > durations.SLOW}
+    of_slow = {fixture for item in slow for fixture in shared_fixtures(item)} - {
+        (item.path, "_what_is_imported_stays") for item in items
+    }
+    whole = collections.Counter()
+    for item, taken in seconds.items():
+        if item in slow or shared_fixtures(item) & of_slow:
+            item.add_marker(pytest.mark.slow)
+        whole[item.path] += taken
+    items.sort(key=lambda item: -whole[item.path])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _what_is_imported_stays():
+    """accelerate collects garbage whenever it frees memory: looking through all that was imported is most of a run."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

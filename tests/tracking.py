@@ -38,9 +38,14 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, Any]]]:
     """Steps and values by tag in the event files of a folder."""
     events = _events(folder)
     return {
-        tag: [(event.step, without_times(tag, event.value)) for event in events.Scalars(tag)]
+        tag: [(event.step, without_times(tag, event.value)) for event in sorted(events.Scalars(tag), key=_when)]
         for tag in events.Tags()["scalars"]
     }
+
+
+def _when(event: Any) -> float:
+    """TensorBoard reads files that were begun in the same second in the order of their names."""
+    return event.wall_time
 
 
 def texts(folder: Path) -> dict[str, list[tuple[int, str]]]:

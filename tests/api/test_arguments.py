@@ -23,12 +23,14 @@ OWN = {"lightning_config", "eval_memmap_dir", "save_on_interrupt"}
 LEGACY = {field.name for field in dataclasses.fields(LegacyArguments)}
 
 
+@pytest.mark.newest_peer
 def test_no_field_of_transformers_is_missing():
     """114 of transformers 5.23, the 35 that it no longer has, and two of ours."""
     assert OURS.keys() - LEGACY - OWN == THEIRS.keys()
     assert (len(THEIRS), len(LEGACY)) == (114, 35)
 
 
+@pytest.mark.newest_peer
 @pytest.mark.parametrize("name", sorted(THEIRS))
 def test_default(name):
     def default(field):
@@ -46,6 +48,7 @@ def test_every_field_has_a_row_and_a_docstring(name):
     assert name in OWN or "Since v" in text or "(v4." in text  # which releases had it
 
 
+@pytest.mark.newest_peer
 def test_no_row_is_left_over():
     seq2seq = {field.name for field in dataclasses.fields(hftrainer.Seq2SeqTrainingArguments)}
     assert seq2seq == TABLE.keys()
@@ -148,12 +151,14 @@ def test_derived_values():
     assert TrainingArguments("x", metric_for_best_model="eval_loss").greater_is_better is False
 
 
+@pytest.mark.newest_peer
 @pytest.mark.parametrize(("steps", "expected"), [(0, 0), (10, 10), (0.1, 20), (0.001, 1)])
 def test_warmup_steps(steps, expected):
     assert TrainingArguments("x", warmup_steps=steps).get_warmup_steps(200) == expected
     assert transformers.TrainingArguments("x", warmup_steps=steps).get_warmup_steps(200) == expected
 
 
+@pytest.mark.newest_peer
 def test_to_dict_matches_transformers():
     settings = {"output_dir": "x", "eval_strategy": "epoch", "hub_token": "secret", "use_cpu": True}
     ours = TrainingArguments(**settings).to_dict()
@@ -226,6 +231,7 @@ def test_pickle_and_replace():
     assert dataclasses.replace(args, learning_rate=0.2).learning_rate == 0.2
 
 
+@pytest.mark.newest_peer
 def test_arguments_of_transformers_are_accepted(tmp_path):
     """A script may change the import of Trainer alone."""
     args = transformers.TrainingArguments(str(tmp_path), max_steps=2, report_to="none", use_cpu=True, disable_tqdm=True)
@@ -260,6 +266,7 @@ SETTERS = [
 ]
 
 
+@pytest.mark.newest_peer
 @pytest.mark.parametrize(("method", "given"), SETTERS)
 @pytest.mark.parametrize("defaults", [True, False])
 def test_chaining_setters(method, given, defaults):

@@ -14,7 +14,7 @@ from hftrainer.errors import (
     UnknownArgument,
     UnsupportedArgument,
 )
-from tests.parity.test_features import Stream
+from tests.parity.test_datasets import Stream
 from tests.tiny import Plain, make_plain, plain_data
 
 

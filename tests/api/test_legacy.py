@@ -50,9 +50,9 @@ TRANSLATED = [
     ("tpu_metrics_debug", True, "debug", ["tpu_metrics_debug"]),
 ]
 INERT = {"overwrite_output_dir": True}
-#: Still work, under their own names: tests/api/test_evaluation.py, tests/parity/test_training_features.py,
-#: tests/parity/test_interchange.py, tests/conformance/test_loggers.py, tests/api/test_devices.py, tests/xla,
-#: tests/with_ray.
+#: Still work, under their own names: tests/api/test_evaluation.py, tests/parity/test_models.py,
+#: tests/parity/test_memory_and_speed.py, tests/parity/test_interchange.py, tests/conformance/test_loggers.py,
+#: tests/api/test_devices.py, tests/xla, tests/with_ray.
 KEPT_WORKING = {
     *("logging_dir", "save_safetensors", "use_legacy_prediction_loop", "past_index", "include_tokens_per_second"),
     *("use_mps_device", "tpu_num_cores", "ray_scope"),

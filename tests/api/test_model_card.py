@@ -21,6 +21,7 @@ from hftrainer.card.results import final_results, markdown_table, shown, table
 from hftrainer.errors import InvalidArgument
 from hftrainer.reporting import write_metrics
 from tests.parity.support import accuracy
+from tests.releases import pinned, release_of
 from tests.tiny import make_bert, make_peft, make_plain, plain_data
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -234,6 +235,7 @@ def test_a_card_that_cannot_be_read(tmp_path, caplog, head):
     assert "metadata that cannot be read" in caplog.text
 
 
+@pytest.mark.skipif(release_of("peft") < pinned("peft"), reason="the tags are those of the newest PEFT's own card")
 def test_adapter_of_a_model_without_a_name(tmp_path):
     """PEFT writes an empty base model, with which the Hub refuses the card."""
     trainer = make_trainer(tmp_path / "out", model=make_peft())

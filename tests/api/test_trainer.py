@@ -48,6 +48,7 @@ METRICS = {
 }
 
 
+@pytest.mark.newest_peer
 def test_log_metrics_prints_as_transformers_does(make_trainer, capsys):
     make_trainer().log_metrics("train", METRICS)
     ours = capsys.readouterr().out
@@ -123,6 +124,7 @@ def test_counting(make_trainer):
     assert make_trainer().floating_point_ops(plain_data()[0]) == 0
 
 
+@pytest.mark.newest_peer
 @pytest.mark.parametrize(
     "style", ["number", "list", "tensor", "array", "float", "label_ids", "tensor-number", "multi-hot"]
 )

@@ -4,11 +4,12 @@ import json
 import os
 import re
 import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+
+from tests import warm
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
@@ -50,10 +51,9 @@ def program(
 def python(*words, environment=None, standard_input=None):
     """What a process shows on stdout and on stderr."""
     inherited = {name: value for name, value in os.environ.items() if name not in ("TRANSFORMERS_VERBOSITY", "CI")}
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "adapters")])
-    settings = {**inherited, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **(environment or {})}
+    settings = {**warm.environment(inherited), **(environment or {})}
     done = subprocess.run(
-        [sys.executable, *words], env=settings, input=standard_input, capture_output=True, text=True, cwd=ROOT
+        [warm.PYTHON, *words], env=settings, input=standard_input, capture_output=True, text=True, cwd=ROOT
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout, done.stderr
@@ -260,6 +260,6 @@ sys.meta_path[sys.meta_path.index(importlib.machinery.PathFinder)] = WithoutTran
     ],
 )
 def test_without_transformers(tmp_path, how, environment, expected):
-    found = python("-c", program(tmp_path, before=WITHOUT, **how), environment=environment)
+    found = python("-c", program(tmp_path, before=WITHOUT, **how), environment={**environment, **warm.COLD})
     assert tuple(text.count(LINE) for text in found) == expected, found
     assert "[transformers]" not in "".join(found)

@@ -1,7 +1,6 @@
 """Data reaches two processes as accelerate brings it to them, in every way that `accelerator_config` knows."""
 
 import itertools
-import pickle
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,23 +12,20 @@ from hftrainer.data.dispatch import parts, rounds
 from hftrainer.data.sharding import EvenBatchSampler, ShardedStream, Share
 from hftrainer.errors import UnsupportedArgument
 from tests.distributed.data_sets import CASES, RESUMED
-from tests.distributed.test_evaluation import TORCHRUN, python
+from tests.distributed.test_evaluation import Runs
+from tests.peers import assert_as_peer
 from tests.reliability.support import assert_same
 
 RANKS = ("0", "1")
 
 
+SCRIPT = Path(__file__).with_name("data_sets.py")
+
+
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """What `data_sets.py` wrote, by library and rank."""
-    folder = tmp_path_factory.mktemp("sets")
-    script = str(Path(__file__).with_name("data_sets.py"))
-    for library in ("transformers", "hftrainer"):
-        run = python(*TORCHRUN, script, library, str(folder))
-        assert run.returncode == 0, run.stderr[-3000:]
-        (folder / f"{library}.err").write_text(run.stderr)
-    found = {path.stem: pickle.loads(path.read_bytes()) for path in folder.glob("*.pkl")}
-    return found | {"messages": (folder / "hftrainer.err").read_text()}
+    """What `data_sets.py` writes, by library and rank."""
+    return Runs(SCRIPT, tmp_path_factory.mktemp("sets"))
 
 
 def assert_same_batches(ours, theirs):
@@ -37,16 +33,21 @@ def assert_same_batches(ours, theirs):
     assert all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True))
 
 
-@pytest.mark.parametrize("rank", RANKS)
-@pytest.mark.parametrize("case", CASES)
-def test_same_as_transformers(found, case, rank):
-    """The batches of each process, log lines, events, files, weights, and the random numbers drawn."""
-    ours, theirs = dict(found[f"hftrainer-{rank}"][case]), dict(found[f"transformers-{rank}"][case])
+def assert_same_run(ours, theirs):
+    ours, theirs = dict(ours), dict(theirs)
     assert_same_batches(ours.pop("seen"), theirs.pop("seen"))
     assert_same_batches(ours.pop("gathered"), theirs.pop("gathered"))
     assert torch.equal(ours.pop("random"), theirs.pop("random"))
     assert_same(ours.pop("weights"), theirs.pop("weights"))
     assert ours == theirs
+
+
+@pytest.mark.parametrize("rank", RANKS)
+@pytest.mark.parametrize("case", CASES)
+def test_same_as_transformers(found, case, rank):
+    """The batches of each process, log lines, events, files, weights, and the random numbers drawn."""
+    ours = found[f"hftrainer-{rank}"][case]
+    assert_as_peer(ours, lambda: found[f"transformers-{rank}"][case], assert_same_run, script=SCRIPT)
 
 
 @pytest.mark.parametrize("rank", RANKS)
@@ -64,11 +65,11 @@ def test_shards_of_different_length(found):
     """The epoch ends for all with the shortest, of 3 batches, and whoever leaves samples out says so."""
     for rank in RANKS:
         assert [line["epoch"] for line in found[f"hftrainer-{rank}"]["different lengths"]["logs"]][2:4] == [0.6, 1.2]
-    assert "The epoch ends with the shortest part of the stream" in found["messages"]
+    assert "The epoch ends with the shortest part of the stream" in found.messages
 
 
 def test_a_stream_that_goes_on_from_its_state_says_what_it_cannot_know(found):
-    assert "if its last round of this epoch is not full" in found["messages"]
+    assert "if its last round of this epoch is not full" in found.messages
 
 
 @pytest.mark.parametrize("rank", RANKS)

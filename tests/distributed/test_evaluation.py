@@ -1,14 +1,14 @@
 """Two processes on gloo find the same metrics and predictions as one, to the last bit, for sets of 1 to 17 samples."""
 
-import os
 import pickle
 import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from tests import warm
 from tests.parity.test_evaluation import leaves
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -16,10 +16,10 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "
 
 
 def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "adapters")])
+    """Run a script, whose processes torchrun starts from the same Python."""
     return subprocess.run(
-        [sys.executable, *arguments],
-        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **environment},
+        [warm.PYTHON, *arguments],
+        env={**warm.environment(), "PYTHON_EXEC": warm.PYTHON, **environment},
         capture_output=True,
         text=True,
         timeout=900,
@@ -32,6 +32,26 @@ def of_both_libraries(script: Path, folder: Path) -> dict:
         run = python(*TORCHRUN, str(script), library, str(folder))
         assert run.returncode == 0, run.stderr[-3000:]
     return {path.stem: pickle.loads(path.read_bytes()) for path in folder.glob("*.pkl")}
+
+
+class Runs(dict):
+    """What a script writes with either library, by library and rank; with transformers it is run when that is read."""
+
+    def __init__(self, script: Path, folder: Path) -> None:
+        super().__init__()
+        self.script, self.folder = script, folder
+        self.messages = self._run("hftrainer")
+
+    def _run(self, library: str) -> str:
+        run = python(*TORCHRUN, str(self.script), library, str(self.folder))
+        assert run.returncode == 0, run.stderr[-3000:]
+        self.update({path.stem: pickle.loads(path.read_bytes()) for path in self.folder.glob(f"{library}-*.pkl")})
+        return run.stderr
+
+    def __missing__(self, name: str) -> Any:
+        assert name.startswith("transformers-"), name
+        self._run("transformers")
+        return self[name]
 
 
 def torchrun(folder: Path, text: str) -> subprocess.CompletedProcess:

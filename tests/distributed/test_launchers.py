@@ -6,13 +6,12 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.distributed.test_evaluation import ROOT
+from tests import warm
 
 SCRIPT = str(Path(__file__).with_name("launched.py"))
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
@@ -24,10 +23,9 @@ def start(folder, before, after=(), script=SCRIPT, **environment):
     folder.mkdir(exist_ok=True)
     settings = ["--output_dir", str(folder), "--max_steps", "3", "--learning_rate", "0.1", "--use_cpu", "True"]
     settings += ["--disable_tqdm", "True", "--save_strategy", "no", "--report_to", "none"]
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "adapters")])
     return subprocess.Popen(
-        [sys.executable, *before, script, *settings, *after],
-        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **environment},
+        [warm.PYTHON, *before, script, *settings, *after],
+        env={**warm.environment(), "PYTHON_EXEC": warm.PYTHON, **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

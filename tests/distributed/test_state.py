@@ -5,27 +5,34 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.test_evaluation import TORCHRUN, of_both_libraries, python
+from tests.distributed.test_evaluation import TORCHRUN, Runs, python
+from tests.peers import assert_as_peer
 
 SCRIPT = Path(__file__).with_name("state_sets.py")
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    return of_both_libraries(SCRIPT, tmp_path_factory.mktemp("state"))
+    return Runs(SCRIPT, tmp_path_factory.mktemp("state"))
+
+
+def without_its_own(state):
+    """All but what accelerate alone touches."""
+    return {name: value for name, value in state.items() if name not in ("environment", "threads")}
+
+
+def of_transformers(found, rank):
+    state = without_its_own(found[f"transformers-{rank}"])
+    for part in (state["partial"], state["whole"]):
+        assert part["device"] == "cpu:0"  # ours is the device of the arguments, which has no number
+        part["device"] = "cpu"
+    return state
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_as_transformers_leaves_them(found, rank):
-    ours, theirs = found[f"hftrainer-{rank}"], found[f"transformers-{rank}"]
-    assert ours.keys() == theirs.keys()
-    alone = ("environment", "threads")
-    for state in (theirs["partial"], theirs["whole"]):
-        assert state["device"] == "cpu:0"  # ours is the device of the arguments, which has no number
-        state["device"] = "cpu"
-    assert {name: value for name, value in ours.items() if name not in alone} == {
-        name: value for name, value in theirs.items() if name not in alone
-    }
+    ours = found[f"hftrainer-{rank}"]
+    assert_as_peer(without_its_own(ours), lambda: of_transformers(found, rank), script=SCRIPT)
     assert all(ours["agree"]) and ours["connected"] and ours["in turn"] and ours["same"]
     assert ours["partial"]["distributed_type"] == "DistributedType.MULTI_CPU"
 

@@ -28,7 +28,7 @@ def over_the_matrix(test: Callable) -> Callable:
 
 
 def check_run(
-    compare: Callable[..., tuple[Any, Any]],
+    compare: Callable[..., Any],
     tmp_path: Path,
     *,
     model: str,
@@ -45,6 +45,6 @@ def check_run(
         settings |= {"eval_strategy": "steps", "eval_steps": 3, "save_strategy": "steps", "save_steps": 3}
         if model != "llama":
             settings["trainer"] = {"compute_metrics": accuracy}
-    ours, _ = compare(tmp_path, model, **settings)
+    ours = compare(tmp_path, model, **settings)
     assert len(ours.logs) > 2
     assert any(line[0] == "on_evaluate" for line in ours.events) == (evaluation == "eval")

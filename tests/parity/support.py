@@ -2,6 +2,7 @@
 
 import importlib
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 
 from tests.parity.differences import MEASURED, OWN_FILES
+from tests.peers import assert_as_peer
 from tests.tiny import MODELS
 
 LIBRARIES = ("transformers", "hftrainer")
@@ -29,6 +31,8 @@ EVENTS = (
     "on_log",
     "on_prediction_step",
 )
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}
+EVERY_STEP = {**EVALUATED, "save_strategy": "steps", "save_steps": 2}
 
 
 def make_recorder(library: Any) -> Any:
@@ -145,9 +149,30 @@ def assert_same_weights(ours: dict[str, torch.Tensor], theirs: dict[str, torch.T
     assert not different
 
 
-def compare(tmp_path: Path, model: str, **settings: Any) -> tuple[Record, Record]:
-    """Run both libraries with the same settings, and assert that they did the same."""
-    ours = train("hftrainer", model, tmp_path / "ours", **settings)
-    theirs = train("transformers", model, tmp_path / "theirs", **settings)
+def assert_same_as_peer(ours: Record, peer: Callable[[], Record]) -> None:
+    """The same with a run of transformers, which is made only where no recording of it holds."""
+    assert_as_peer(ours, peer, assert_same)
+
+
+def alike(run: Callable[[str], Any], same: Callable[[Any, Any], None] = assert_same) -> Any:
+    """What `run("hftrainer")` returns, after asserting that `run("transformers")` is the same."""
+    ours = run("hftrainer")
+    assert_as_peer(ours, lambda: run("transformers"), same)
+    return ours
+
+
+def both(tmp_path: Path, make_settings: Callable[[], dict], **settings: Any) -> Record:
+    """Our run, after asserting that transformers does the same with fresh objects of the same settings."""
+    return alike(lambda name: train(name, "plain", tmp_path / name, trainer=make_settings(), **settings))
+
+
+def compare_live(tmp_path: Path, model: str, **settings: Any) -> Record:
+    """The same without a recording, for tests that watch the peer or depend on more than a recording knows of."""
+    ours, theirs = (train(name, model, tmp_path / name, **settings) for name in LIBRARIES[::-1])
     assert_same(ours, theirs)
-    return ours, theirs
+    return ours
+
+
+def compare(tmp_path: Path, model: str, **settings: Any) -> Record:
+    """Our run, after asserting that transformers does the same with the same settings."""
+    return alike(lambda name: train(name, model, tmp_path / name, **settings))

@@ -16,7 +16,8 @@ from accelerate.utils import broadcast_object_list, gather, gather_object
 
 import hftrainer
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
-from tests.parity.support import build, train
+from tests.parity.support import alike, build, train
+from tests.peers import assert_equal
 from tests.tiny import make_plain, plain_data
 
 PRECISIONS = ({}, {"bf16": True})
@@ -51,14 +52,15 @@ def test_state_of_the_arguments(tmp_path):
 @pytest.mark.parametrize("settings", PRECISIONS)
 def test_state_of_the_trainer(tmp_path, settings):
     """Every attribute that accelerate itself sets, with its value."""
-    found = []
-    for name in ("hftrainer", "transformers"):
+
+    def run(name):
         trainer, _ = build(name, "plain", tmp_path / name, **settings)
-        found.append(whole_state())
         assert trainer.accelerator.state.mixed_precision == AcceleratorState().mixed_precision
         assert AcceleratorState().deepspeed_plugin is None
         assert not hasattr(AcceleratorState(), "fsdp_plugin")
-    assert found[0] == found[1]
+        return whole_state()
+
+    alike(run, assert_equal)
 
 
 def test_helpers_of_accelerate(tmp_path, caplog):

@@ -11,8 +11,9 @@ from transformers.trainer_pt_utils import AcceleratorConfig as TheirConfig
 import hftrainer
 from hftrainer.arguments.accelerator_config import AcceleratorConfig
 from hftrainer.errors import InvalidArgument
-from tests.parity.support import assert_same, build, compare, train
+from tests.parity.support import alike, assert_same_as_peer, build, compare, train
 from tests.parity.test_evaluation import Stream
+from tests.peers import assert_equal
 from tests.tiny import make_plain, plain_data
 
 KEYS = {
@@ -29,7 +30,7 @@ KEYS = {
 def test_key(tmp_path, key):
     ours = train("hftrainer", "plain", tmp_path / "ours", accelerator_config={key: KEYS[key]})
     given = copy.deepcopy({key: KEYS[key]})  # transformers writes into it
-    assert_same(ours, train("transformers", "plain", tmp_path / "theirs", accelerator_config=given))
+    assert_same_as_peer(ours, lambda: train("transformers", "plain", tmp_path / "theirs", accelerator_config=given))
     without = train("hftrainer", "plain", tmp_path / "without")
     changes = key in ("use_seedable_sampler", "gradient_accumulation_kwargs")
     assert (ours.logs != without.logs) == changes
@@ -192,23 +193,22 @@ def test_old_names(tmp_path):
 )
 def test_accelerator_tells_its_configuration(tmp_path, config):
     """`accelerator.split_batches` and the others, the gradient state, and the sizes of loaders."""
-    found = []
-    for name in ("hftrainer", "transformers"):
+
+    def run(name):
         trainer, _ = build(
             name, "plain", tmp_path / name, accelerator_config=copy.deepcopy(config), gradient_accumulation_steps=2
         )
         accelerator, state = trainer.accelerator, trainer.accelerator.gradient_state
         loaders = [trainer.get_train_dataloader(), trainer.get_eval_dataloader(), accelerator.prepare(plain_loader())]
-        found.append(
-            [
-                *(getattr(accelerator, each) for each in ("split_batches", "dispatch_batches", "even_batches")),
-                *(getattr(accelerator, each) for each in ("use_seedable_sampler", "non_blocking")),
-                accelerator.gradient_accumulation_steps,
-                (state.num_steps, state.adjust_scheduler, state.sync_with_dataloader, state.plugin_kwargs),
-                [loader.total_batch_size for loader in loaders],
-            ]
-        )
-    assert found[0] == found[1]
+        return [
+            *(getattr(accelerator, each) for each in ("split_batches", "dispatch_batches", "even_batches")),
+            *(getattr(accelerator, each) for each in ("use_seedable_sampler", "non_blocking")),
+            accelerator.gradient_accumulation_steps,
+            (state.num_steps, state.adjust_scheduler, state.sync_with_dataloader, state.plugin_kwargs),
+            [loader.total_batch_size for loader in loaders],
+        ]
+
+    alike(run, assert_equal)
 
 
 def plain_loader():

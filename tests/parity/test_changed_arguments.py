@@ -10,6 +10,8 @@ import functools
 import importlib
 import json
 import logging
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,8 +19,9 @@ import torch
 import hftrainer
 from hftrainer.errors import InvalidArgument
 from hftrainer_lightning.arguments import READ_ONCE, TABLE
-from tests.parity.support import EVENTS, accuracy, comparable, make_recorder
-from tests.parity.test_every_argument import HANDLED, STEPS
+from tests.parity.support import EVENTS, accuracy, alike, comparable, make_recorder
+from tests.parity.test_every_argument import DEFAULTS, HANDLED, STEPS
+from tests.peers import assert_as_peer, assert_equal
 from tests.tiny import MODELS
 
 #: When the script changes the argument: after the Trainer was made, between two runs, in `on_train_begin`.
@@ -95,17 +98,7 @@ COUNTS: collections.Counter = collections.Counter()
 def left_behind(library_name, name, value, also, time, folder) -> dict:
     """What a run leaves in which an argument was changed at some time; without a name nothing is."""
     library = importlib.import_module(library_name)
-    settings = {
-        "num_train_epochs": 2,
-        "per_device_train_batch_size": 4,
-        "learning_rate": 1e-2,
-        "logging_steps": 2,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": True,
-        **also,
-    }
+    settings = {**DEFAULTS, **also}
     make_model, make_data = MODELS[settings.pop("model", "plain")]
     data, model = make_data(22), make_model()
     args = library.TrainingArguments(str(folder / "out"), **settings)
@@ -165,9 +158,10 @@ def _print_counts(request):
 
 
 @functools.cache
-def left_unchanged(also, times, folder) -> dict:
-    time = "between" if times == "twice" else None
-    return left_behind("transformers", None, None, json.loads(also), time, folder / "unchanged")
+def left_unchanged(also: str, times: str) -> dict:
+    with tempfile.TemporaryDirectory() as folder:
+        time = "between" if times == "twice" else None
+        return left_behind("hftrainer", None, None, json.loads(also), time, Path(folder))
 
 
 def test_every_argument_is_here():
@@ -188,16 +182,19 @@ def test_as_in_transformers(tmp_path, capsys, name, time):
         assert f"{name} changed after the Trainer was made" in str(ours)
         COUNTS["refused"] += 1
         return
-    theirs = attempt("transformers", name, value, also, time, tmp_path / "theirs")
-    if isinstance(theirs, Exception):
-        assert name in FAILS_IN_BOTH
-        assert isinstance(ours, Exception)
+
+    def theirs():
+        found = attempt("transformers", name, value, also, time, tmp_path / "theirs")
+        return "an error" if isinstance(found, Exception) else found
+
+    failed = isinstance(ours, Exception)
+    assert not failed or name in FAILS_IN_BOTH, ours
+    assert_as_peer("an error" if failed else ours, theirs)
+    if failed:
         COUNTS["an error in both"] += 1
         return
-    assert not isinstance(ours, Exception), ours
-    assert ours == theirs
-    unchanged = left_unchanged(json.dumps(also), "twice" if time == "between" else "once", tmp_path)
-    COUNTS["without effect on this run in both" if theirs == unchanged else "takes effect in both"] += 1
+    unchanged = left_unchanged(json.dumps(also), "twice" if time == "between" else "once")
+    COUNTS["without effect on this run in both" if ours == unchanged else "takes effect in both"] += 1
 
 
 #: Changes of the accumulation that the table above does not make, in the middle of a run.
@@ -212,8 +209,8 @@ IN_THE_MIDDLE = {
 @pytest.mark.parametrize("case", sorted(IN_THE_MIDDLE))
 def test_accumulation_in_the_middle_of_a_run(tmp_path, case):
     event, first, then, step = IN_THE_MIDDLE[case]
-    found = []
-    for name in ("hftrainer", "transformers"):
+
+    def run(name):
         library = importlib.import_module(name)
 
         def change(self, args, state, control, **kwargs):
@@ -239,15 +236,16 @@ def test_accumulation_in_the_middle_of_a_run(tmp_path, case):
         trainer = library.Trainer(model, args, train_dataset=make_data(), callbacks=[recorder, callback()])
         trainer.train()
         weights = [tensor.sum().item() for tensor in model.state_dict().values()]
-        found.append((comparable(trainer.state.log_history), recorder.events, weights))
         assert args.gradient_accumulation_steps == then
-    assert found[0] == found[1]
+        return comparable(trainer.state.log_history), recorder.events, weights
+
+    alike(run, assert_equal)
 
 
 def test_accumulation_changed_by_an_override(tmp_path):
     """As ms-swift does, to keep the samples of a step when batches become smaller."""
-    found = []
-    for name in ("hftrainer", "transformers"):
+
+    def run(name):
         library = importlib.import_module(name)
 
         class Smaller(library.Trainer):
@@ -265,9 +263,9 @@ def test_accumulation_changed_by_an_override(tmp_path):
             use_cpu=True,
         )
         trainer = Smaller(make_model(), args, train_dataset=make_data())
-        found.append((trainer.train().global_step, comparable(trainer.state.log_history)))
-    assert found[0] == found[1]
-    assert found[0][0] == 3
+        return trainer.train().global_step, comparable(trainer.state.log_history)
+
+    assert alike(run, assert_equal)[0] == 3
 
 
 def make_trainer(tmp_path, kind=hftrainer.Trainer, **settings):

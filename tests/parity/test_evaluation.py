@@ -10,7 +10,17 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
-from tests.parity.support import assert_same, assert_same_weights, comparable, make_recorder, record, train
+from tests.parity.support import (
+    alike,
+    assert_same,
+    assert_same_as_peer,
+    assert_same_weights,
+    comparable,
+    make_recorder,
+    record,
+    train,
+)
+from tests.peers import assert_equal
 from tests.tiny import MODELS, Plain, language_data, make_llama, plain_data
 
 transformers = importlib.import_module("transformers")
@@ -169,13 +179,22 @@ def run(name, case, folder, *, evaluate=None, predict=None, **settings):
     return record(trainer, recorder, folder, **extra), output
 
 
+def assert_same_outputs(ours, theirs):
+    assert_same(ours["record"], theirs["record"])
+    assert_same_arrays(ours["predictions"], theirs["predictions"])
+    assert_same_arrays(ours["label_ids"], theirs["label_ids"])
+
+
 def compare(tmp_path, case, **settings):
-    ours, our_output = run("hftrainer", case, tmp_path / "ours", **settings)
-    theirs, their_output = run("transformers", case, tmp_path / "theirs", **settings)
-    assert_same(ours, theirs)
-    assert_same_arrays(our_output.predictions, their_output.predictions)
-    assert_same_arrays(our_output.label_ids, their_output.label_ids)
-    return ours, our_output
+    """Our record and output, after asserting that those of transformers are the same."""
+    outputs = []
+
+    def run_one(name):
+        found, output = run(name, case, tmp_path / name, **settings)
+        outputs.append(output)
+        return {"record": found, "predictions": output.predictions, "label_ids": output.label_ids}
+
+    return alike(run_one, assert_same_outputs)["record"], outputs[0]
 
 
 @pytest.mark.parametrize("case", sorted(CASES.keys() - {"peft"}))
@@ -286,17 +305,18 @@ def with_main_input(library):
 @pytest.mark.parametrize("wanted", [[], ["loss"], ["inputs", "loss"]], ids=["neither", "loss", "both"])
 @pytest.mark.parametrize("source", ["dataset", "stream"])
 def test_batch_eval_metrics(tmp_path, source, wanted):
-    seen = []
-    for name in ("hftrainer", "transformers"):
+
+    def run_one(name):
         running = Running()
         trainer = {"compute_metrics": running}
         if source == "stream":
             trainer["eval_dataset"] = Stream(19)
         settings = {"trainer": trainer, "batch_eval_metrics": True, "include_for_metrics": wanted}
-        seen.append((*run(name, "plain", tmp_path / name, trainer_class=with_main_input, **settings), running.seen))
-    assert_same(seen[0][0], seen[1][0])
-    assert_same_arrays(seen[0][1].predictions, seen[1][1].predictions)
-    assert seen[0][2] == seen[1][2]
+        found, output = run(name, "plain", tmp_path / name, trainer_class=with_main_input, **settings)
+        found.extra["seen"] = running.seen
+        return {"record": found, "predictions": output.predictions, "label_ids": output.label_ids}
+
+    alike(run_one, assert_same_outputs)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -316,8 +336,7 @@ def test_half_precision_evaluation(tmp_path, case, dtype):
 def test_half_precision_waits_for_the_end_of_training(tmp_path, dtype):
     settings = {"eval_strategy": "steps", "eval_steps": 4, "max_steps": 8, f"{dtype}_full_eval": True}
     ours = train("hftrainer", "bert", tmp_path / "ours", **settings)
-    theirs = train("transformers", "bert", tmp_path / "theirs", **settings)
-    assert_same(ours, theirs)
+    assert_same_as_peer(ours, lambda: train("transformers", "bert", tmp_path / "theirs", **settings))
     assert {tensor.dtype for tensor in ours.weights.values() if tensor.is_floating_point()} == {torch.float32}
 
 
@@ -333,16 +352,18 @@ def test_input_tokens(tmp_path, how, accumulation):
         "save_steps": 5,
         "trainer": {"train_dataset": data},
     }
-    results = []
-    for name in ("hftrainer", "transformers"):
+    resumed = {}
+
+    def run_one(name):
         result = train(name, "llama", tmp_path / name, **settings)
-        resumed = train(name, "llama", tmp_path / name, resume=str(tmp_path / name / "checkpoint-5"), **settings)
-        results.append((result, resumed))
-    assert_same(results[0][0], results[1][0])
-    tokens = [[line["num_input_tokens_seen"] for line in resumed.logs] for _, resumed in results]
-    assert tokens[0] == tokens[1]
-    assert_same_weights(results[0][1].weights, results[0][0].weights)  # which theirs are not
-    assert results[0][0].logs[-1]["num_input_tokens_seen"] == results[0][1].logs[-1]["num_input_tokens_seen"] > 0
+        checkpoint = str(tmp_path / name / "checkpoint-5")
+        resumed[name] = train(name, "llama", tmp_path / name, resume=checkpoint, **settings)
+        result.extra["after resuming"] = [line["num_input_tokens_seen"] for line in resumed[name].logs]
+        return result
+
+    ours = alike(run_one)
+    assert_same_weights(resumed["hftrainer"].weights, ours.weights)  # which theirs are not
+    assert ours.logs[-1]["num_input_tokens_seen"] == ours.extra["after resuming"][-1] > 0
 
 
 @pytest.mark.parametrize("how", ["all", "non_padding"])
@@ -350,7 +371,7 @@ def test_input_tokens_without_a_mask(tmp_path, how):
     data = [{key: row[key] for key in ("input_ids", "labels")} for row in language_data()]
     settings = {"include_num_input_tokens_seen": how, "trainer": {"train_dataset": data}}
     ours = train("hftrainer", "llama", tmp_path / "ours", **settings)
-    assert_same(ours, train("transformers", "llama", tmp_path / "theirs", **settings))
+    assert_same_as_peer(ours, lambda: train("transformers", "llama", tmp_path / "theirs", **settings))
 
 
 OVERRIDES = {
@@ -372,8 +393,7 @@ def test_overrides_in_fit_and_alone(tmp_path, method):
     def own(library):
         return type("Own", (library.Trainer,), {method: OVERRIDES[method](library.Trainer)})
 
-    results = []
-    for name in ("hftrainer", "transformers"):
+    def run_one(name):
         trainer, recorder = build(
             name,
             "plain",
@@ -387,8 +407,9 @@ def test_overrides_in_fit_and_alone(tmp_path, method):
         )
         trainer.train()
         alone = trainer.evaluate()
-        results.append(record(trainer, recorder, tmp_path / name, alone=comparable([alone])))
-    assert_same(*results)
+        return record(trainer, recorder, tmp_path / name, alone=comparable([alone]))
+
+    alike(run_one)
 
 
 def collate_columns(samples):
@@ -415,7 +436,7 @@ def test_grouped_by_length(tmp_path, kind):
         "trainer": {"train_dataset": held, "eval_dataset": evaluated, "data_collator": collate},
     }
     ours = train("hftrainer", "llama", tmp_path / "ours", **settings)
-    assert_same(ours, train("transformers", "llama", tmp_path / "theirs", **settings))
+    assert_same_as_peer(ours, lambda: train("transformers", "llama", tmp_path / "theirs", **settings))
 
 
 def test_lengths(tmp_path):
@@ -526,12 +547,12 @@ def test_lengths_of_another_set(tmp_path):
     def with_lengths(lengths):
         return Dataset.from_dict({**columns_of(rows), "length": lengths})
 
-    orders = []
-    for name in ("hftrainer", "transformers"):
+    def run(name):
         own, other = with_lengths([3] * 6 + [9] * 6), with_lengths([9, 3] * 6)
         settings = {"train_sampling_strategy": "group_by_length", "remove_unused_columns": False}
         given = {"eval_dataset": own, "data_collator": collate_columns, "compute_metrics": None}
         trainer, _ = build(name, "llama", tmp_path / name, **settings, trainer=given)
-        orders.append([list(trainer.get_eval_dataloader(data).batch_sampler) for data in (other, own, None)])
-    assert orders[0] == orders[1]
-    assert orders[0][0] != orders[0][1] == orders[0][2]
+        return [list(trainer.get_eval_dataloader(data).batch_sampler) for data in (other, own, None)]
+
+    ours = alike(run, assert_equal)
+    assert ours[0] != ours[1] == ours[2]

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.parity.support import EVENTS, accuracy, assert_same, build, comparable, record
+from tests.parity.support import EVENTS, accuracy, alike, build, comparable, record
+from tests.peers import assert_as_peer
 from tests.tiny import plain_data
 
 LIBRARIES = ("hftrainer", "transformers")
@@ -82,6 +83,12 @@ def run_recorded(name: str, folder: Any, run: str) -> list[tuple]:
     return recorder.seen
 
 
+def assert_same_events(ours: list[tuple], theirs: list[tuple]) -> None:
+    assert [seen[0] for seen in ours] == [seen[0] for seen in theirs]
+    for number, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+        assert mine == other, f"event {number}"
+
+
 @pytest.mark.parametrize("run", RUNS)
 def test_every_event_brings_the_same(tmp_path, run):
     settings, resume = RUNS[run]
@@ -90,10 +97,7 @@ def test_every_event_brings_the_same(tmp_path, run):
         trainer.train()
         for name in LIBRARIES:
             shutil.copytree(tmp_path / "whole" / resume, tmp_path / name / resume)
-    ours, theirs = (run_recorded(name, tmp_path / name, run) for name in LIBRARIES)
-    assert [seen[0] for seen in ours] == [seen[0] for seen in theirs]
-    for number, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
-        assert mine == other, f"event {number}"
+    ours = alike(lambda name: run_recorded(name, tmp_path / name, run), assert_same_events)
     announced = {seen[0] for seen in ours}
     never = {"on_push_begin", *(() if "gradient_accumulation_steps" in settings else ("on_substep_end",))}
     assert announced == set(ALL_EVENTS) - never
@@ -117,18 +121,18 @@ def setting_callback(library: Any, event: str, at: int, switch: str, anew: bool)
 
 
 def run_both(tmp_path, callback_for):
-    results = []
-    for name in LIBRARIES:
+    def run(name):
         folder = tmp_path / name
         given = {"trainer": {"callbacks": [callback_for(importlib.import_module(name))]}}
         trainer, recorder = build(name, "plain", folder, **BEATS, gradient_accumulation_steps=3, **given)
         trainer.add_callback(recorder)
         trainer.train()
-        results.append(record(trainer, recorder, folder))
-    assert_same(*results)
+        return record(trainer, recorder, folder)
+
+    alike(run)
 
 
-#: Event → the step at which it is announced and the switch is set. test_features.py::test_control has the others.
+#: Event → the step at which it is announced and the switch is set. test_callbacks.py::test_control has the others.
 ANNOUNCED = {
     "on_init_end": 0,
     "on_train_begin": 0,
@@ -197,8 +201,8 @@ def test_state_of_a_callback(tmp_path, restore, bases):
     """Ours also saves and restores those built on transformers' classes."""
     kinds = {name: counting_callback(importlib.import_module(name)) for name in {bases, "transformers"}}
     ours = states_after_resuming("hftrainer", kinds[bases], tmp_path / "ours", restore, [2])
-    theirs = states_after_resuming("transformers", kinds["transformers"], tmp_path / "theirs", restore, [2])
-    assert ours == theirs
+    their_kind = kinds["transformers"]
+    assert_as_peer(ours, lambda: states_after_resuming("transformers", their_kind, tmp_path / "theirs", restore, [2]))
     assert ours[1] == ([(2, 16)] if restore else [(1, 4)])
 
 

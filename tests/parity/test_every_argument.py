@@ -139,8 +139,8 @@ ELSEWHERE = {
     "hub_private_repo": "tests/parity/test_hub.py::test_settings[private]",
     "hub_always_push": "tests/reliability/test_hub.py::test_saves_that_wait_for_their_turn",
     "hub_revision": "tests/parity/test_hub.py::test_settings[revision]",
-    "logging_nan_inf_filter": "tests/parity/test_reviewed.py::test_nan_losses",
-    "eval_accumulation_steps": "tests/parity/test_features.py::test_argument[eval-accumulation]",
+    "logging_nan_inf_filter": "tests/parity/test_losses.py::test_nan_losses",
+    "eval_accumulation_steps": "tests/parity/test_single_arguments.py::test_argument[eval-accumulation]",
     "log_on_each_node": "test_what_processes_write",
     "log_level_replica": "tests/api/test_arguments.py::test_log_levels",
     "save_on_each_node": "test_what_processes_write",
@@ -155,10 +155,12 @@ ELSEWHERE = {
         """
         activation_checkpointing activation_checkpointing_kwargs gradient_checkpointing gradient_checkpointing_kwargs
         torch_compile torch_compile_backend torch_compile_mode use_liger_kernel liger_kernel_config neftune_noise_alpha
-        auto_find_batch_size torch_empty_cache_steps tf32
         """.split(),
-        "tests/parity/test_training_features.py",
+        "tests/parity/test_model_changes.py",
     ),
+    "auto_find_batch_size": "tests/parity/test_batch_size_that_fits.py",
+    "torch_empty_cache_steps": "tests/parity/test_memory_and_speed.py::test_emptied_caches",
+    "tf32": "tests/parity/test_precision.py::test_tf32",
     "optim": "the same numbers by other kernels: the optimizer's `fused` flag",
     "dataloader_pin_memory": "test_pinned_memory",
     "remove_unused_columns": "test_unused_columns",
@@ -170,19 +172,21 @@ ELSEWHERE = {
 }
 
 
+#: What is set unless the case says otherwise.
+DEFAULTS = {
+    "num_train_epochs": 2,
+    "per_device_train_batch_size": 4,
+    "learning_rate": 1e-2,
+    "logging_steps": 2,
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+    "use_cpu": True,
+}
+
+
 def fingerprint(folder, settings) -> dict:
-    defaults = {
-        "output_dir": str(folder),
-        "num_train_epochs": 2,
-        "per_device_train_batch_size": 4,
-        "learning_rate": 1e-2,
-        "logging_steps": 2,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": True,
-    }
-    args = hftrainer.TrainingArguments(**{**defaults, **settings})
+    args = hftrainer.TrainingArguments(**{"output_dir": str(folder), **DEFAULTS, **settings})
     recorder = make_recorder(hftrainer)
     model = make_plain()
     model.config = type("Config", (), {"use_cache": None})()

@@ -130,19 +130,32 @@ def small_shards(monkeypatch):
     return shrink
 
 
+@pytest.fixture(scope="module")
+def runs_of_ours(tmp_path_factory):
+    """A run of ours from beginning to end, and its folder, made once for each kind of model and layout."""
+
+    @functools.cache
+    def run_once(model, layout):
+        folder = tmp_path_factory.mktemp("run")
+        more = BEST if layout is None else LAYOUTS[layout][1]
+        return run("hftrainer", model, folder, **more), folder
+
+    return run_once
+
+
 @pytest.mark.parametrize("reader", ["hftrainer", "transformers"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("model", ["plain", "bert", "llama", "tied"])
-def test_layouts(tmp_path, small_shards, model, layout, reader):
+def test_layouts(tmp_path, small_shards, runs_of_ours, model, layout, reader):
     """Written here, resumed in both, with the best model loaded at the end."""
     expected, more, size = LAYOUTS[layout]
     if (model, layout) == ("plain", "sharded bin"):
         pytest.skip("a plain module is one .bin file, as in v4")
-    undisturbed = run("hftrainer", model, tmp_path / "whole", **BEST)
+    undisturbed, _ = runs_of_ours(model, None)
     if size:
         small_shards(600 if model == "plain" else size)  # a few files: transformers takes long to read many
-    run("hftrainer", model, tmp_path / "begun", **more)
-    copy_checkpoint(tmp_path / "begun", tmp_path / "resumed")
+    _, begun = runs_of_ours(model, layout)
+    copy_checkpoint(begun, tmp_path / "resumed")
     files = [path.name for path in (tmp_path / "resumed" / "checkpoint-2").iterdir()]
     assert all(any(file.startswith(start) for file in files) for start in expected)
     assert not {"model.safetensors", "pytorch_model.bin"}.difference(expected).intersection(files)

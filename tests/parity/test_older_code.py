@@ -10,7 +10,17 @@ import torch
 
 import hftrainer
 from hftrainer.errors import UnsupportedArgument
-from tests.parity.support import accuracy, assert_same, build, comparable, compare, record, train
+from tests.parity.support import (
+    accuracy,
+    alike,
+    assert_same_as_peer,
+    build,
+    comparable,
+    compare,
+    compare_live,
+    record,
+    train,
+)
 from tests.parity.test_replaced_methods import TRAINER
 
 EVERY_STEP = {"eval_strategy": "steps", "eval_steps": 2, "logging_steps": 1, "save_strategy": "steps", "save_steps": 4}
@@ -35,7 +45,7 @@ def test_save_checkpoint_with_metrics(tmp_path):
 
     settings = {"load_best_model_at_end": True, "metric_for_best_model": "loss"}
     ours = train_as({"_save_checkpoint": _save_checkpoint}, tmp_path / "ours", **settings)
-    assert_same(ours, train("transformers", "plain", tmp_path / "theirs", **EVERY_STEP, **settings))
+    assert_same_as_peer(ours, lambda: train("transformers", "plain", tmp_path / "theirs", **EVERY_STEP, **settings))
     assert len(seen) == 5
     assert all("eval_loss" in metrics for metrics in seen)
 
@@ -92,7 +102,7 @@ def by_name(self, **kwargs):
 def test_maybe_log_save_evaluate(tmp_path, signature):
     ours = train_as({"_maybe_log_save_evaluate": signature}, tmp_path / "ours", include_num_input_tokens_seen="all")
     settings = {**EVERY_STEP, "include_num_input_tokens_seen": "all"}
-    assert_same(ours, train("transformers", "plain", tmp_path / "theirs", **settings))
+    assert_same_as_peer(ours, lambda: train("transformers", "plain", tmp_path / "theirs", **settings))
 
 
 def test_maybe_log_save_evaluate_gets_the_values_of_its_release(tmp_path):
@@ -118,7 +128,7 @@ def test_inner_training_loop_gets_batch_size_and_arguments(tmp_path):
 
         return Own
 
-    compare(tmp_path, "plain", trainer_class=watched)
+    compare_live(tmp_path, "plain", trainer_class=watched)
     assert seen == [(4, True, 2, None, ["ignore_keys_for_eval", "trial"])] * 2
 
 
@@ -155,7 +165,7 @@ def test_other_old_signatures(tmp_path):
 
     methods = {name: each for name, each in locals().items() if callable(each)}
     ours = train_as(methods, tmp_path / "ours")
-    assert_same(ours, train("transformers", "plain", tmp_path / "theirs", **EVERY_STEP))
+    assert_same_as_peer(ours, lambda: train("transformers", "plain", tmp_path / "theirs", **EVERY_STEP))
     assert set(seen) == methods.keys()
 
 
@@ -177,7 +187,9 @@ def test_rotation_of_older_releases(tmp_path, name):
     settings = {"save_steps": 2, "max_steps": 10, "save_total_limit": 2}
     ours = train_as({name: locals()[name]}, tmp_path / "ours", **settings)
     if name == "_rotate_checkpoints":
-        assert_same(ours, train("transformers", "plain", tmp_path / "theirs", **{**EVERY_STEP, **settings}))
+        assert_same_as_peer(
+            ours, lambda: train("transformers", "plain", tmp_path / "theirs", **{**EVERY_STEP, **settings})
+        )
         assert seen == [(True, str(tmp_path / "ours"))] * 5
     else:
         assert sorted(ours.files) == ["checkpoint-10", "checkpoint-2", "checkpoint-8"]
@@ -196,8 +208,7 @@ def copied(library):
 @pytest.mark.parametrize("model", ["plain", "bert", "llama"])
 @pytest.mark.parametrize("settings", [{}, {"bf16": True}, {"eval_do_concat_batches": False}])
 def test_copied_evaluation_loop(tmp_path, model, settings):
-    results = []
-    for name in ("hftrainer", "transformers"):
+    def run(name):
         given = {"compute_metrics": lambda prediction: {"rows": len(prediction.label_ids)}}
         trainer, recorder = build(
             name, model, tmp_path / name, trainer_class=copied, trainer=given, **EVERY_STEP, max_steps=4, **settings
@@ -206,8 +217,9 @@ def test_copied_evaluation_loop(tmp_path, model, settings):
         trainer.train()
         after, predicted = trainer.evaluate(), trainer.predict(trainer.eval_dataset)
         done = comparable([before, after, predicted.metrics])
-        results.append(record(trainer, recorder, tmp_path / name, metrics=done))
-    assert_same(*results)
+        return record(trainer, recorder, tmp_path / name, metrics=done)
+
+    alike(run)
 
 
 def of_v4_30(self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"):
@@ -283,7 +295,7 @@ def test_own_evaluate_that_calls_the_loop(tmp_path, kind, monkeypatch):
         library = importlib.import_module(name)
         if kind == "Seq2SeqTrainer":
             monkeypatch.setattr(library, "TrainingArguments", library.Seq2SeqTrainingArguments)
-    ours, _ = compare(tmp_path, "plain", trainer_class=answering(kind), **EVERY_STEP)
+    ours = compare(tmp_path, "plain", trainer_class=answering(kind), **EVERY_STEP)
     plain = train("hftrainer", "plain", tmp_path / "plain", **EVERY_STEP)
     losses = [[line["eval_loss"] for line in each.logs if "eval_loss" in line] for each in (ours, plain)]
     assert losses[0] == losses[1]
@@ -322,7 +334,7 @@ def test_copied_methods(tmp_path, names):
     """transformers' own functions run on our Trainer, as those do that scripts have copied and edited."""
     settings = {"gradient_accumulation_steps": 3, "load_best_model_at_end": True, "metric_for_best_model": "loss"}
     ours = train_as(copies(names), tmp_path / "ours", **settings)
-    assert_same(ours, train("transformers", "plain", tmp_path / "theirs", **EVERY_STEP, **settings))
+    assert_same_as_peer(ours, lambda: train("transformers", "plain", tmp_path / "theirs", **EVERY_STEP, **settings))
 
 
 def test_copied_training_loop(tmp_path):

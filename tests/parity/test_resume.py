@@ -1,10 +1,16 @@
 """Going on from a checkpoint: the end is that of the undisturbed run, whichever library wrote the checkpoint."""
 
+import functools
+import importlib
 import shutil
 
 import pytest
+import torch
 
-from tests.parity.support import assert_same_weights, train
+from tests.parity.support import alike, assert_same_weights, build, train
+from tests.parity.test_datasets import Stream
+from tests.peers import assert_equal
+from tests.tiny import plain_data
 
 # 10 micro-batches an epoch. With accumulation 3 an epoch has 4 optimizer steps, the last of 1 micro-batch.
 CASES = [
@@ -30,6 +36,18 @@ def settings(accumulation, step, **more):
     }
 
 
+@pytest.fixture(scope="module")
+def whole_runs(tmp_path_factory):
+    """A run of a library from beginning to end, and its folder: several readers go on from one writer's checkpoint."""
+
+    @functools.cache
+    def run(writer, model, accumulation, step):
+        folder = tmp_path_factory.mktemp("whole")
+        return train(writer, model, folder, **settings(accumulation, step)), folder
+
+    return run
+
+
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(("accumulation", "step"), CASES)
 @pytest.mark.parametrize(
@@ -37,10 +55,10 @@ def settings(accumulation, step, **more):
     [("hftrainer", "hftrainer"), ("transformers", "hftrainer"), ("hftrainer", "transformers")],
     ids=["ours-ours", "theirs-ours", "ours-theirs"],
 )
-def test_resumed_run_ends_as_the_undisturbed_one(tmp_path, model, accumulation, step, writer, reader):
-    undisturbed = train(writer, model, tmp_path / "whole", **settings(accumulation, step))
+def test_resumed_run_ends_as_the_undisturbed_one(tmp_path, whole_runs, model, accumulation, step, writer, reader):
+    undisturbed, written = whole_runs(writer, model, accumulation, step)
     folder = tmp_path / "resumed"
-    shutil.copytree(tmp_path / "whole" / f"checkpoint-{step}", folder / f"checkpoint-{step}")
+    shutil.copytree(written / f"checkpoint-{step}", folder / f"checkpoint-{step}")
     resumed = train(reader, model, folder, resume=True, **settings(accumulation, step))
     assert_same_weights(resumed.weights, undisturbed.weights)
     assert resumed.logs[:-1] == undisturbed.logs[:-1]  # the last line has the mean loss of this call alone
@@ -99,8 +117,6 @@ def test_ignore_data_skip(tmp_path):
 
 @pytest.mark.parametrize("streams", [True, False], ids=["stream", "workers"])
 def test_other_loaders(tmp_path, streams):
-    from tests.parity.test_features import Stream
-
     more = {"trainer": {"train_dataset": Stream(38)}, "max_steps": 14} if streams else {"dataloader_num_workers": 2}
     undisturbed = train("hftrainer", "plain", tmp_path / "whole", **settings(2, 3, **more))
     shutil.copytree(tmp_path / "whole" / "checkpoint-3", tmp_path / "resumed" / "checkpoint-3")
@@ -111,12 +127,8 @@ def test_other_loaders(tmp_path, streams):
 @pytest.mark.parametrize("restore", [False, True])
 def test_callback_states(tmp_path, restore):
     """Early stopping counts on from the checkpoint, if that is asked for."""
-    import importlib
 
-    from tests.parity.support import build
-
-    counts = []
-    for name in ("hftrainer", "transformers"):
+    def run(name):
         library = importlib.import_module(name)
         more = {"load_best_model_at_end": True, "eval_steps": 2, "metric_for_best_model": "loss"}
         more["restore_callback_states_from_checkpoint"] = restore
@@ -128,6 +140,43 @@ def test_callback_states(tmp_path, restore):
         resumed.add_callback(library.EarlyStoppingCallback(50, early_stopping_threshold=5.0))
         resumed.train(resume_from_checkpoint=str(tmp_path / name / "checkpoint-8"))
         (stopper,) = [cb for cb in resumed.callback_handler.callbacks if isinstance(cb, library.EarlyStoppingCallback)]
-        counts.append((stopper.early_stopping_patience, stopper.early_stopping_patience_counter))
-    assert counts[0] == counts[1]
-    assert counts[0][0] == (9 if restore else 50)
+        return (stopper.early_stopping_patience, stopper.early_stopping_patience_counter)
+
+    ours = alike(run, assert_equal)
+    assert ours[0] == (9 if restore else 50)
+
+
+def test_complete_run_resumed_with_eval_on_start(tmp_path):
+    results = []
+    for name in ("hftrainer", "transformers"):
+        settings = {"save_strategy": "epoch", "num_train_epochs": 1, "eval_on_start": True}
+        train(name, "plain", tmp_path / name, **settings)
+        results.append(train(name, "plain", tmp_path / name, resume=True, **settings))
+    assert results[0].logs == results[1].logs
+    assert results[0].events == results[1].events
+
+
+def test_own_loader_resumes_without_loading_what_it_skips(tmp_path):
+    loaded = []
+
+    class Counted(torch.utils.data.Dataset):
+        def __len__(self):
+            return 38
+
+        def __getitem__(self, index):
+            loaded.append(index)
+            return plain_data()[index]
+
+    def trainer_class(library):
+        class Own(library.Trainer):
+            def get_train_dataloader(self):
+                return torch.utils.data.DataLoader(Counted(), 4)
+
+        return Own
+
+    settings = {"trainer_class": trainer_class, "save_strategy": "steps", "save_steps": 6, "num_train_epochs": 1}
+    whole = train("hftrainer", "plain", tmp_path, **settings)
+    loaded.clear()
+    resumed = train("hftrainer", "plain", tmp_path, resume=str(tmp_path / "checkpoint-6"), **settings)
+    assert loaded == list(range(24, 38))
+    assert all(torch.equal(whole.weights[name], tensor) for name, tensor in resumed.weights.items())

@@ -6,26 +6,27 @@ import multiprocessing
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import torch
 
+from tests import warm
+
 ROOT = Path(__file__).parents[2]
 JOB = Path(__file__).with_name("job.py")
-ENVIRONMENT = {
-    **os.environ,
-    "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'adapters'}",
-    "PYTHONUNBUFFERED": "1",
-    "OMP_NUM_THREADS": "1",
-}
+ENVIRONMENT = {**warm.environment(), "PYTHONUNBUFFERED": "1"}
+
+
+def names(folder):
+    """What is in a folder."""
+    return sorted(path.name for path in Path(folder).iterdir())
 
 
 def start(folder, **settings):
     """A job that is running."""
     return subprocess.Popen(
-        [sys.executable, str(JOB), str(folder), json.dumps(settings)],
+        [warm.PYTHON, str(JOB), str(folder), json.dumps(settings)],
         env=ENVIRONMENT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

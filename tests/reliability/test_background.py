@@ -9,9 +9,11 @@ import torch
 
 from hftrainer import Trainer, TrainerCallback, TrainingArguments
 from hftrainer.checkpointing import staging
+from hftrainer.checkpointing import weights as weights_module
 from hftrainer.checkpointing.rng import numpy_state_types
 from hftrainer.errors import CheckpointNotWritten
 from tests.parity.differences import OWN_FILES
+from tests.reliability.support import names
 from tests.tiny import language_data, make_bert, make_llama, make_peft, make_plain, plain_data, text_data
 
 BACKGROUND = {"async_checkpoint": True}
@@ -189,3 +191,46 @@ def test_two_runs_with_one_trainer(tmp_path):
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
     assert sorted(os.listdir(tmp_path)) == ["checkpoint-3", "checkpoint-6", "checkpoint-9"]
     assert OWN_FILES & set(os.listdir(tmp_path / "checkpoint-9")) == {"hftrainer_manifest.json", "progress.pt"}
+
+
+def test_adapters_in_the_background(tmp_path, monkeypatch):
+    """However slow the writing is, they are those of their step."""
+    original = weights_module.save_weights
+
+    def slow(*args, **kwargs):
+        time.sleep(0.3)
+        original(*args, **kwargs)
+
+    make_trainer(tmp_path / "now", "peft").train()
+    monkeypatch.setattr("hftrainer.trainer.save_weights", slow)
+    make_trainer(tmp_path / "later", "peft", lightning_config=BACKGROUND).train()
+    from safetensors.torch import load_file
+
+    for step in (3, 6, 9):
+        now, later = (
+            load_file(tmp_path / name / f"checkpoint-{step}/adapter_model.safetensors") for name in ("now", "later")
+        )
+        assert all(torch.equal(tensor, later[name]) for name, tensor in now.items())
+
+
+def test_training_again_while_a_checkpoint_is_written(tmp_path, monkeypatch):
+    original = staging.publish
+
+    def slow(folder):
+        time.sleep(0.5)
+        original(folder)
+
+    class Fails(TrainerCallback):
+        failed = False
+
+        def on_pre_optimizer_step(self, args, state, control, **kwargs):
+            if state.global_step == 4 and not Fails.failed:
+                Fails.failed = True
+                raise RuntimeError("my own bug")
+
+    monkeypatch.setattr(staging, "publish", slow)
+    trainer = make_trainer(tmp_path, callbacks=[Fails()], lightning_config=BACKGROUND)
+    with pytest.raises(RuntimeError, match="my own bug"):
+        trainer.train()
+    assert names(tmp_path) == ["checkpoint-3"]
+    assert trainer.train(resume_from_checkpoint=True).global_step == 9

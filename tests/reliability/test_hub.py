@@ -348,7 +348,9 @@ def test_a_search(hub, tmp_path, monkeypatch):
         def prune(self, study, trial):
             return trial.number == 0 and trial.last_step >= 4
 
-    trainer.hyperparameter_search(n_trials=2, hp_space=lambda trial: {"learning_rate": 1e-3 * (1 + trial.number)}, pruner=Prunes())
+    trainer.hyperparameter_search(
+        n_trials=2, hp_space=lambda trial: {"learning_rate": 1e-3 * (1 + trial.number)}, pruner=Prunes()
+    )
     assert messages(hub)[0] == "Training in progress, step 2"
     assert messages(hub)[-1] == "Training in progress, step 6"
     requests = [path.split("/")[-2] for _, path in hub.requests if "/preupload/" in path or "/commit/" in path]

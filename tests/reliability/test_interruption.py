@@ -1,12 +1,17 @@
 """Signals, Ctrl-C and errors: one checkpoint, an exit with the documented status, and an exact way on."""
 
+import importlib
+import os
 import signal
 import time
 
 import pytest
+import torch
 
 from hftrainer import Trainer, TrainerCallback, TrainingArguments
-from tests.reliability.support import assert_same, finish, read_until, start, weights
+from hftrainer.checkpointing import staging
+from tests.parity.support import build
+from tests.reliability.support import assert_same, finish, names, read_until, start, weights
 from tests.tiny import make_plain, plain_data
 
 STATUS = {signal.SIGTERM: 143, signal.SIGUSR1: 138, signal.SIGINT: -signal.SIGINT}
@@ -147,7 +152,6 @@ def test_an_error_right_after_a_save_saves_nothing_twice(tmp_path):
 
 def test_averaged_weights_are_put_back_when_an_evaluation_fails(tmp_path):
     """A callback that has put the averaged weights in place is told of the end, so that a resumed run is exact."""
-    import torch
     from lightning.pytorch.callbacks import EMAWeightAveraging
 
     class Fails(TrainerCallback):
@@ -164,3 +168,62 @@ def test_averaged_weights_are_put_back_when_an_evaluation_fails(tmp_path):
     resumed.train(resume_from_checkpoint=True)
     for ours, theirs in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_signals_are_the_scripts(tmp_path, number, monkeypatch):
+    """Lightning would end training, and requeue the job under SLURM."""
+    for name, value in {
+        "SLURM_NTASKS": "1",
+        "SLURM_JOB_NAME": "train",
+        "SLURM_JOB_ID": "7",
+        "SLURM_PROCID": "0",
+    }.items():
+        monkeypatch.setenv(name, value)
+    library = importlib.import_module("hftrainer")
+    caught = []
+    before = signal.signal(number, lambda *args: caught.append(args[0]))
+
+    class Sends(library.TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                os.kill(os.getpid(), number)
+
+    try:
+        trainer, _ = build("hftrainer", "plain", tmp_path, max_steps=6)
+        trainer.add_callback(Sends)
+        assert trainer.train().global_step == 6
+    finally:
+        signal.signal(number, before)
+    assert caught == [number]
+    assert not list(tmp_path.glob("*.ckpt"))
+
+
+def test_a_signal_after_the_last_step(tmp_path):
+    class Late(TrainerCallback):
+        def on_train_end(self, args, state, control, **kwargs):
+            signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(SystemExit) as left:
+        make_trainer(tmp_path, [Late()], max_steps=9, save_steps=3).train()
+    assert left.value.code == 143
+
+
+def test_a_signal_in_a_step_whose_save_failed(tmp_path, monkeypatch):
+    original, tries = staging.publish, []
+
+    def once(folder):
+        tries.append(folder)
+        if len(tries) == 1:
+            raise OSError(28, "No space left on device")
+        original(folder)
+
+    class Stops(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 3:
+                signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(staging, "publish", once)
+    with pytest.raises(SystemExit):
+        make_trainer(tmp_path, [Stops()], max_steps=9, save_steps=3).train()
+    assert names(tmp_path) == ["checkpoint-3"]

@@ -1,0 +1,142 @@
+"""The schedules: every learning rate is that of transformers, by formula, and in a run of each."""
+
+import copy
+import importlib
+import inspect
+import itertools
+
+import pytest
+import torch
+
+import hftrainer
+import hftrainer.optimization
+from hftrainer.errors import InvalidArgument
+from hftrainer.optimization import SCHEDULES
+from hftrainer.trainer_utils import SchedulerType
+from tests.parity.optimizer_table import STATUS
+from tests.parity.support import LIBRARIES, assert_same, build, train
+from tests.tiny import make_plain
+
+STEPS = 16
+#: Those that look at evaluations.
+BY_METRIC = ("reduce_lr_on_plateau", "greedy")
+KWARGS = {
+    "cosine": [{}, {"num_cycles": 1.5}],
+    "cosine_with_restarts": [{}, {"num_cycles": 3}],
+    "polynomial": [{}, {"lr_end": 1e-3, "power": 2.0}],
+    "inverse_sqrt": [{}, {"timescale": 5}],
+    "cosine_with_min_lr": [{"min_lr": 1e-3}, {"min_lr_rate": 0.2, "num_cycles": 1.0}],
+    "cosine_warmup_with_min_lr": [{"min_lr": 1e-3}, {"min_lr_rate": 0.2, "warmup_lr_rate": 0.3}],
+    "warmup_stable_decay": [
+        {"num_decay_steps": 7},
+        {"num_decay_steps": 5, "num_stable_steps": 3, "warmup_type": "cosine", "decay_type": "linear"},
+        {"num_decay_steps": 5, "warmup_type": "1-sqrt", "decay_type": "1-sqrt", "min_lr_ratio": 0.1},
+    ],
+    "reduce_lr_on_plateau": [{}, {"factor": 0.5, "patience": 0, "cooldown": 1}],
+    "greedy": [
+        {"patience": 0, "factor": 0.5, "min_lr": 1e-4},
+        {"patience": 0, "smooth": True, "window_size": 2, "cooldown": 1, "warmup": 1, "min_lr": 1e-5},
+        {"patience": 0, "factor": 0.1, "min_lr": 5e-3, "reset_start": 1, "threshold": 0.9, "threshold_mode": "rel"},
+    ],
+}
+RUNS = [
+    (kind.value, warmup, kwargs)
+    for kind in SchedulerType
+    for warmup, kwargs in itertools.product((0, 4, 0.3), KWARGS.get(kind.value, [{}]))
+]
+
+
+def make_schedule(library, folder, name, warmup, kwargs):
+    """The schedule that a Trainer of the library makes for a run of 16 steps, and its optimizer."""
+    settings = {"lr_scheduler_type": name, "lr_scheduler_kwargs": kwargs, "warmup_steps": warmup}
+    evaluated = {"eval_strategy": "steps", "eval_steps": 1} if name in BY_METRIC else {}
+    trainer, _ = build(library, "plain", folder, max_steps=STEPS, **settings, **evaluated)
+    trainer.create_optimizer_and_scheduler(STEPS)
+    return trainer.lr_scheduler, trainer.optimizer
+
+
+def rates(schedule, optimizer, name, first, last):
+    """The learning rates of each group before every step, and at the end."""
+    found = [[group["lr"] for group in optimizer.param_groups]]
+    for step in range(first, last):
+        optimizer.step()
+        # Better, then worse, and the same: what each of the two waits for.
+        schedule.step(*([abs(step - 5) // 2 + 0.5 * (step % 2)] if name in BY_METRIC else []))
+        found.append([group["lr"] for group in optimizer.param_groups])
+    return found
+
+
+@pytest.mark.parametrize(("name", "warmup", "kwargs"), RUNS)
+def test_every_rate(tmp_path, name, warmup, kwargs):
+    """From the beginning, and going on from the state that the other library has kept in the middle."""
+    whole, states = {}, {}
+    for library in LIBRARIES:
+        schedule, optimizer = make_schedule(library, tmp_path, name, warmup, kwargs)
+        found = rates(schedule, optimizer, name, 0, STEPS // 2)
+        states[library] = copy.deepcopy((schedule.state_dict(), optimizer.state_dict()))
+        whole[library] = found + rates(schedule, optimizer, name, STEPS // 2, STEPS)[1:]
+    assert whole["hftrainer"] == whole["transformers"]
+    assert len(whole["hftrainer"]) == STEPS + 1
+    for reader, writer in (LIBRARIES, LIBRARIES[::-1]):
+        schedule, optimizer = make_schedule(reader, tmp_path, name, warmup, kwargs)
+        schedule.load_state_dict(states[writer][0])
+        optimizer.load_state_dict(states[writer][1])
+        assert rates(schedule, optimizer, name, STEPS // 2, STEPS) == whole[writer][STEPS // 2 :]
+
+
+@pytest.mark.parametrize("name", [kind.value for kind in SchedulerType])
+def test_a_run(tmp_path, name):
+    """The last of its cases in training, resumed in the middle from the other library's checkpoint."""
+    _, _, kwargs = [run for run in RUNS if run[0] == name][-1]
+    settings = {
+        "lr_scheduler_type": name,
+        "lr_scheduler_kwargs": kwargs,
+        "warmup_steps": 4,
+        "logging_steps": 1,
+        "max_steps": STEPS,
+        "save_strategy": "steps",
+        "save_steps": STEPS // 2,
+        **({"eval_strategy": "steps", "eval_steps": 1} if name in BY_METRIC else {}),
+    }
+    ours = train("hftrainer", "plain", tmp_path / "ours", **settings)
+    assert_same(ours, train("transformers", "plain", tmp_path / "theirs", **settings))
+    ours = train("hftrainer", "plain", tmp_path / "ours", str(tmp_path / "theirs" / "checkpoint-8"), **settings)
+    theirs = train("transformers", "plain", tmp_path / "theirs", str(tmp_path / "ours" / "checkpoint-8"), **settings)
+    assert_same(ours, theirs)
+    STATUS[name] = "equal to transformers"
+
+
+def test_every_keyword_of_a_schedule_is_known():
+    for kind, function in SCHEDULES.items():
+        theirs = importlib.import_module("transformers.optimization").TYPE_TO_SCHEDULER_FUNCTION[kind.value]
+        assert inspect.signature(function).parameters.keys() == inspect.signature(theirs).parameters.keys(), kind
+
+
+def test_adafactor_schedule():
+    theirs = importlib.import_module("transformers.optimization")
+    rates = []
+    for library in (hftrainer.optimization, theirs):
+        torch.manual_seed(0)
+        layer = torch.nn.Linear(4, 3)
+        optimizer = library.Adafactor(layer.parameters(), warmup_init=True, beta1=0.9, weight_decay=0.01)
+        schedule = library.AdafactorSchedule(optimizer, 0.5)
+        seen = [schedule.get_last_lr()]
+        for _ in range(5):
+            layer(torch.randn(2, 4)).square().sum().backward()
+            optimizer.step()
+            schedule.step()
+            seen.append([float(rate) for rate in schedule.get_lr()])
+        rates.append((seen, layer.weight.tolist()))
+    assert rates[0] == rates[1]
+    for wrong in ({"lr": 0.1}, {"relative_step": False, "warmup_init": True}):
+        with pytest.raises(ValueError, match="relative_step"):
+            hftrainer.optimization.Adafactor(layer.parameters(), **wrong)
+
+
+def test_a_schedule_that_needs_steps():
+    optimizer = torch.optim.SGD(make_plain().parameters(), lr=0.1)
+    for name in ("linear", "cosine", "polynomial"):
+        with pytest.raises(InvalidArgument, match=f"The schedule '{name}' needs num_training_steps"):
+            hftrainer.optimization.get_scheduler(name, optimizer, 0)
+    with pytest.raises(InvalidArgument, match="num_training_steps or num_stable_steps"):
+        hftrainer.optimization.get_wsd_schedule(optimizer, 0, 5)

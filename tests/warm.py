@@ -1,0 +1,227 @@
+"""A Python that has imported torch, Lightning and transformers already: most of a short script's time is their import.
+
+`PYTHON` is an executable that takes the place of `sys.executable` in tests that start scripts. It hands its arguments,
+environment, folder and standard streams to a server, which has the imports done, and forks: the script runs in a
+process of its own. The executable waits, passes signals on, and ends as the script does; when it is killed, so is the
+script. It runs the ordinary Python instead where that could make a difference: for options of the interpreter, and for
+variables that are read at import. `WARM=0` makes it do so always.
+"""
+
+import contextlib
+import gc
+import importlib
+import io
+import json
+import os
+import runpy
+import select
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PYTHON = str(Path(__file__).with_name("warm_python"))
+#: For a script that has to do its imports itself.
+COLD = {"WARM_FOLDER": ""}
+#: Variables that a library reads when it is imported.
+AT_IMPORT = ("ATEN_", "BITSANDBYTES_", "CUDA_", "DNNL_", "HF_", "MKL_", "PYTHON", "TRANSFORMERS_", "TORCH_", "USE_")
+IMPORTS = (
+    *("torch.distributed.launcher.api", "torch.distributed.argparse_util", "accelerate.data_loader"),
+    *("transformers.trainer", "hftrainer_lightning.engine", "hftrainer.trainer"),
+)
+#: Among them, but read when a script runs.
+_HARMLESS = {"PYTHONUNBUFFERED", "PYTHON_EXEC", "TORCH_NCCL_ASYNC_ERROR_HANDLING"}
+_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)  # as in warm_python
+
+
+def environment(inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """For the processes of tests: where the packages are, and one thread each."""
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "adapters")])
+    return {**inherited, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+
+
+# ---- The server ---------------------------------------------------------------------------------------------------
+
+
+def is_ordinary(words: list[str], given: dict[str, str], own: dict[str, str]) -> bool:
+    """Whether a script would notice that its imports are done."""
+    if not words or (words[0].startswith("-") and words[0] not in ("-c", "-m")):
+        return False
+    names = {name for name in {*given, *own} if name.startswith(AT_IMPORT)} - _HARMLESS
+    return all(given.get(name) == own.get(name) for name in names)
+
+
+class _Script(BaseException):
+    """Leaves the server's loop in the process that is to run a script."""
+
+
+def _received(connection: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        part = connection.recv(size - len(data))
+        if not part:
+            raise EOFError("the client has ended")
+        data += part
+    return data
+
+
+class _Server:
+    """Forks for each client that connects, until the tests have ended.
+
+    Args:
+        path: of the socket.
+        owner: the process of the tests.
+    """
+
+    def __init__(self, path: str, owner: int) -> None:
+        self.owner = os.pidfd_open(owner)
+        for name in IMPORTS:
+            importlib.import_module(name)
+        gc.freeze()  # the processes share what is there
+        self.listening = socket.socket(socket.AF_UNIX)
+        self.listening.bind(path)
+        self.listening.listen(64)
+        self.poll = select.poll()
+        self.connections: dict[int, tuple[socket.socket, int]] = {}  # file of a client → it, and its process
+        self.processes: dict[int, tuple[socket.socket, int]] = {}  # handle of a process → its client, and it
+        for file in (self.owner, self.listening.fileno()):
+            self.poll.register(file, select.POLLIN)
+
+    def serve(self) -> None:
+        """Returns when the tests have ended; raises `_Script` in each process that it forks."""
+        while True:
+            for file, _ in self.poll.poll():
+                if file == self.owner:
+                    return
+                if file == self.listening.fileno():
+                    self._accept()
+                elif file in self.processes:
+                    self._end(file)
+                elif file in self.connections:
+                    self._pass_on(file)
+
+    def _accept(self) -> None:
+        connection, _ = self.listening.accept()
+        try:
+            head, files, _, _ = socket.recv_fds(connection, 4, 3)
+            asked = json.loads(_received(connection, int.from_bytes(head, "big")))
+        except (EOFError, OSError):  # the client has been killed
+            connection.close()
+            return
+        process = os.fork()
+        if process == 0:
+            self._leave(connection)
+            for file, standard in zip(files, (0, 1, 2), strict=True):
+                os.dup2(file, standard)
+                os.close(file)
+            raise _Script(asked)
+        for file in files:
+            os.close(file)
+        handle = os.pidfd_open(process)
+        self.connections[connection.fileno()] = self.processes[handle] = (connection, process)
+        for file in (handle, connection.fileno()):
+            self.poll.register(file, select.POLLIN)
+
+    def _leave(self, connection: socket.socket) -> None:
+        """Close what is the server's."""
+        for each in (self.listening, connection, *(other for other, _ in self.connections.values())):
+            each.close()
+        for handle in (self.owner, *self.processes):
+            os.close(handle)
+
+    def _end(self, handle: int) -> None:
+        """Tell the client how its process has ended."""
+        connection, process = self.processes.pop(handle)
+        _, status = os.waitpid(process, 0)
+        with contextlib.suppress(OSError):  # the client has been killed
+            connection.sendall(f"{os.waitstatus_to_exitcode(status):4d}".encode())
+        self.poll.unregister(handle)
+        os.close(handle)
+        if self.connections.pop(connection.fileno(), None):
+            self.poll.unregister(connection)
+        connection.close()
+
+    def _pass_on(self, file: int) -> None:
+        """Signals that the client has got; its own end is a `kill -9`."""
+        connection, process = self.connections[file]
+        numbers = connection.recv(16)
+        for number in numbers or [signal.SIGKILL]:
+            os.kill(process, number)
+        if not numbers:
+            self.poll.unregister(file)
+            del self.connections[file]
+
+
+def become(asked: dict) -> None:
+    """Be the process that was asked for."""
+    for number in _PASSED_ON:
+        signal.signal(number, signal.SIG_IGN if number in asked["ignored"] else signal.SIG_DFL)
+    if signal.SIGINT not in asked["ignored"]:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    words, given = asked["words"], asked["environment"]
+    python = given["WARM_PYTHON"]
+    own = dict(os.environ)
+    unbuffered = words[:1] == ["-u"] or "PYTHONUNBUFFERED" in given
+    words = words[1:] if words[:1] == ["-u"] else words
+    os.chdir(asked["cwd"])
+    if not is_ordinary(words, given, own):
+        os.execve(python, [python, *asked["words"]], given)
+    os.environ.clear()
+    os.environ.update(given)
+    sys.stdin = open(0)  # noqa: SIM115  they are open for as long as the process lives
+    for name, file in (("stdout", 1), ("stderr", 2)):
+        raw = open(file, "wb", buffering=0, closefd=False)  # noqa: SIM115
+        buffer = raw if unbuffered else io.BufferedWriter(raw)
+        lines = name == "stderr" or os.isatty(file)
+        setattr(sys, name, io.TextIOWrapper(buffer, write_through=unbuffered, line_buffering=lines))
+    kind, rest = (words[0], words[1:]) if words[0] in ("-c", "-m") else ("", words)
+    sys.orig_argv = [sys.executable, *asked["words"]]
+    sys.argv = [kind or rest[0], *rest[1:]]
+    sys.path[0] = os.path.dirname(os.path.abspath(rest[0])) if not kind else "" if kind == "-c" else os.getcwd()
+    _run(kind, rest[0])
+
+
+def _run(kind: str, what: str) -> None:
+    main = sys.modules["__main__"]
+    for name in [name for name in vars(main) if not name.startswith("__")]:
+        delattr(main, name)
+    if kind == "-m":
+        runpy._run_module_as_main(what)  # type: ignore[attr-defined]  # as `python -m` does
+    elif kind == "-c":
+        exec(compile(what, "<string>", "exec"), vars(main))
+    else:
+        main.__file__ = what
+        with io.open_code(what) as file:
+            code = compile(file.read(), what, "exec")
+        exec(code, vars(main))
+
+
+# ---- Tests --------------------------------------------------------------------------------------------------------
+
+
+def prepare() -> None:
+    """Say in the environment where the server is; the first script that needs it starts it."""
+    os.environ["WARM_PYTHON"] = sys.executable
+    if "WARM_FOLDER" in os.environ or os.environ.get("WARM") == "0":
+        return
+    folder = Path(tempfile.mkdtemp(prefix="warm"))
+    own = {"OPENBLAS_NUM_THREADS": "1", "WARM_FOLDER": str(folder)}  # a process that forks has one thread
+    asked = {"environment": {**environment(), **own}, "cwd": str(ROOT), "owner": os.getpid()}
+    (folder / "server.json").write_text(json.dumps(asked))
+    os.environ["WARM_FOLDER"] = str(folder)
+
+
+def main(folder: str) -> None:
+    """The server, and each of the scripts that it runs."""
+    try:
+        _Server(f"{folder}/socket", json.loads(Path(folder, "server.json").read_text())["owner"]).serve()
+    except _Script as asked:
+        script = asked.args[0]
+    else:
+        shutil.rmtree(folder)
+        return
+    become(script)
