@@ -81,8 +81,8 @@ def pytest_terminal_summary(terminalreporter):
 
 def shared_fixtures(item):
     """The fixtures that a test shares with others of its file: the first that asks for one is measured with it."""
-    made = item._fixtureinfo.name2fixturedefs.values()
-    return {(item.path, each[-1].argname) for each in made if each[-1].scope == "module" and each[-1].baseid}
+    made = [each[-1] for each in item._fixtureinfo.name2fixturedefs.values()]
+    return {(item.path, each.argname) for each in made if each.scope == "module" and each.baseid.endswith(".py")}
 
 
 @pytest.hookimpl(tryfirst=True)  # before those that are marked are left out
@@ -95,9 +95,7 @@ def pytest_collection_modifyitems(items):
     known = durations.load()
     seconds = {item: known.get(durations.function_of(item.nodeid), 0.0) for item in items}
     slow = {item for item, taken in seconds.items() if taken > durations.SLOW}
-    of_slow = {fixture for item in slow for fixture in shared_fixtures(item)} - {
-        (item.path, "_what_is_imported_stays") for item in items
-    }
+    of_slow = {fixture for item in slow for fixture in shared_fixtures(item)}
     whole = collections.Counter()
     for item, taken in seconds.items():
         if item in slow or shared_fixtures(item) & of_slow:

@@ -115,14 +115,13 @@ def condensed(value: Any) -> dict[str, str]:
     Raises:
         TypeError: for a value whose equality no text can stand for.
     """
-    fields = value if _is_named(value) else {"value": value}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = _fields(value)
+    elif isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        fields = value
+    else:
+        fields = {"value": value}
     return {name: _shortened(_text(each)) for name, each in fields.items()}
-
-
-def _is_named(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(key, str) for key in value)
 
 
 def _fields(value: Any) -> dict[str, Any]:

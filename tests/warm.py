@@ -7,6 +7,7 @@ script. It runs the ordinary Python instead where that could make a difference: 
 variables that are read at import. `WARM=0` makes it do so always.
 """
 
+import atexit
 import contextlib
 import gc
 import importlib
@@ -35,7 +36,6 @@ IMPORTS = (
 )
 #: Among them, but read when a script runs.
 _HARMLESS = {"PYTHONUNBUFFERED", "PYTHON_EXEC", "TORCH_NCCL_ASYNC_ERROR_HANDLING"}
-_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)  # as in warm_python
 
 
 def environment(inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -158,10 +158,9 @@ class _Server:
 
 def become(asked: dict) -> None:
     """Be the process that was asked for."""
-    for number in _PASSED_ON:
-        signal.signal(number, signal.SIG_IGN if number in asked["ignored"] else signal.SIG_DFL)
-    if signal.SIGINT not in asked["ignored"]:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number, ignored in asked["signals"]:
+        usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        signal.signal(number, signal.SIG_IGN if ignored else usual)
     words, given = asked["words"], asked["environment"]
     python = given["WARM_PYTHON"]
     own = dict(os.environ)
@@ -213,6 +212,7 @@ def prepare() -> None:
     asked = {"environment": {**environment(), **own}, "cwd": str(ROOT), "owner": os.getpid()}
     (folder / "server.json").write_text(json.dumps(asked))
     os.environ["WARM_FOLDER"] = str(folder)
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
 
 
 def main(folder: str) -> None:
@@ -222,6 +222,6 @@ def main(folder: str) -> None:
     except _Script as asked:
         script = asked.args[0]
     else:
-        shutil.rmtree(folder)
+        shutil.rmtree(folder, ignore_errors=True)  # of tests that were killed
         return
     become(script)

@@ -10,9 +10,6 @@ import transformers
 import hftrainer
 from tests.parity.support import Record, assert_same_as_peer, train
 
-#: Of transformers, as in (4, 57).
-RELEASE = tuple(int(part) for part in transformers.__version__.split(".")[:2])
-
 
 @contextlib.contextmanager
 def installed() -> Iterator[None]:

@@ -11,9 +11,10 @@ import pytest
 import torch
 from transformers import BertForSequenceClassification
 
-from tests.interop.installed import RELEASE, compare, installed, train_both
+from tests.interop.installed import compare, installed, train_both
 from tests.parity.matrix import check_run, over_the_matrix
 from tests.parity.support import assert_same, build, record, train
+from tests.releases import TRANSFORMERS
 from tests.tiny import make_bert, make_plain, plain_data
 
 
@@ -65,7 +66,7 @@ def test_features(tmp_path, model, settings):
 )
 def test_resumed(tmp_path, accumulation, step):
     """Both go on from the checkpoint of the installed release."""
-    if accumulation == 3 and RELEASE < (4, 52):
+    if accumulation == 3 and TRANSFORMERS < (4, 52):
         pytest.skip("the ledger: a resumed run with a ragged last window (transformers before 4.52)")
     settings = {**STEPS, "save_steps": step, "gradient_accumulation_steps": accumulation, "logging_steps": 1}
     train("transformers", "llama", tmp_path / "whole", **settings)
@@ -127,7 +128,7 @@ def test_an_infinite_loss_in_an_evaluation(tmp_path):
         result.logs for result in reversed(train_both(tmp_path, "plain", trainer={"eval_dataset": data}, **STEPS))
     )
     assert ours == theirs
-    assert ("nan" in [line.get("eval_loss") for line in ours]) == (RELEASE < (5, 23))
+    assert ("nan" in [line.get("eval_loss") for line in ours]) == (TRANSFORMERS < (5, 23))
 
 
 def test_evaluation_grouped_by_length(tmp_path):
@@ -143,7 +144,7 @@ def test_evaluation_grouped_by_length(tmp_path):
         masks = torch.nn.utils.rnn.pad_sequence([sample["attention_mask"] for sample in samples], batch_first=True)
         return {"input_ids": padded, "attention_mask": masks, "labels": torch.tensor([s["label"] for s in samples])}
 
-    by_length = {"group_by_length": True} if RELEASE < (5,) else {"train_sampling_strategy": "group_by_length"}
+    by_length = {"group_by_length": True} if TRANSFORMERS < (5,) else {"train_sampling_strategy": "group_by_length"}
     sets = {"train_dataset": data, "eval_dataset": data[:19], "data_collator": collate}
     compare(tmp_path, "bert", trainer=sets, **STEPS, **by_length)
 
@@ -177,7 +178,7 @@ def test_weight_decay_and_operations_of_a_model_of_ones_own(tmp_path):
     with installed():
         ours = run(tmp_path / "ours")
     assert_same(ours, theirs)
-    assert ("layers.1.norm.weight" in ours.extra["decays"]) == (RELEASE < (4, 53))
+    assert ("layers.1.norm.weight" in ours.extra["decays"]) == (TRANSFORMERS < (4, 53))
 
 
 def test_special_tokens_and_printed_lines(tmp_path, capsys):
@@ -204,7 +205,7 @@ def test_special_tokens_and_printed_lines(tmp_path, capsys):
     assert ours[1]
 
 
-@pytest.mark.skipif(RELEASE < (4, 49), reason="set_initial_training_values is there since v4.49")
+@pytest.mark.skipif(TRANSFORMERS < (4, 49), reason="set_initial_training_values is there since v4.49")
 @pytest.mark.parametrize("settings", [{}, {"max_steps": 5, "gradient_accumulation_steps": 3}])
 def test_the_lengths_of_a_run(tmp_path, settings):
     """With the signature of the release, and the values that it returns."""
@@ -222,7 +223,7 @@ def test_the_lengths_of_a_run(tmp_path, settings):
     assert_same(*train_both(tmp_path, "plain", trainer_class=lengths, **settings))
     ours, theirs = seen
     assert ours == theirs
-    assert bool(ours[0]) == (RELEASE < (5, 3))
+    assert bool(ours[0]) == (TRANSFORMERS < (5, 3))
 
 
 def test_a_package_that_the_script_holds_is_swapped_too():
@@ -250,4 +251,4 @@ def test_a_model_with_another_format_by_default(tmp_path):
     settings = {"save_strategy": "epoch", "trainer": {"model_init": lambda: OwnDefault(make_bert().config)}}
     assert_same(*train_both(tmp_path, "bert", **settings))
     told = [(tmp_path / who / "checkpoint-10" / "told").read_text() for who in ("ours", "theirs")]
-    assert told[0] == told[1] == str(RELEASE < (5, 0))
+    assert told[0] == told[1] == str(TRANSFORMERS < (5, 0))
