@@ -676,6 +676,8 @@ class Trainer:
                 self._hftrainer.uploads.finish(hurried=lambda: True)  # in a search, the next trial goes on
             raise
         finally:
+            if self._hftrainer.loop is not None:
+                self._hftrainer.loop.reader.close()
             self._past = self._hftrainer.loop = None
             self.is_in_train = False
             if watcher is not None:

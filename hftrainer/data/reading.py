@@ -185,6 +185,15 @@ class EpochReader:
             continuation.restore_random()
         return iterator
 
+    def close(self) -> None:
+        """End loading processes that stay between epochs: the next run has a loader of its own.
+
+        torch ends them when their iterator goes. Where that is in a cycle of garbage, as a loader in a Trainer is, it
+        has lost what it would tell them by, and waits 5 seconds for each.
+        """
+        if isinstance(self.loader, PreparedDataLoader):
+            self.loader._iterator = None
+
     def _go_on(self, epoch: int, position: int, saved: dict[str, Any] | None) -> Iterator[Any]:
         """The batches of a loader that does not read ahead."""
         loader, skipped = self.loader, 0

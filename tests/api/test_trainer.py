@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -34,6 +35,15 @@ def make_trainer(tmp_path):
         )
 
     return make
+
+
+def test_loading_processes_end_with_the_run(make_trainer):
+    """Also those that stay between epochs: collected as garbage, each would be waited for 5 seconds in vain."""
+    trainer = make_trainer(max_steps=12, dataloader_num_workers=2, dataloader_persistent_workers=True)
+    trainer.train()
+    assert multiprocessing.active_children() == []
+    trainer.train()  # with new ones
+    assert trainer.state.global_step == 12
 
 
 # ---- Metrics and state -------------------------------------------------------------------------------------------
