@@ -16,7 +16,7 @@ LAYERS := PYTHONPATH=.:adapters $(VENV)/bin/lint-imports --no-logo
 TWO := -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help ci demo demo-plain test test-install test-fast test-parity-live record-peers durations test-versions test-floor test-newest test-prerelease test-deepspeed test-ray test-downstream test-xla coverage lint
+.PHONY: help ci demo demo-plain test test-install test-fast test-changed test-parity-live record-peers durations test-versions test-floor test-newest test-prerelease test-deepspeed test-ray test-downstream test-xla coverage lint
 .PHONY: format bench bench-eval bench-checkpoint bench-search clean
 
 help:  ## list the targets
@@ -57,6 +57,10 @@ test: $(VENV)/.dev  ## run every test, and the linters
 
 test-fast: $(VENV)/.dev  ## the tests that were fast when last measured, in a minute
 	@$(RUN) -m pytest -m "not slow" -q $(TWO)
+
+# What a process does that a test starts is not seen: `make test` has those tests.
+test-changed: $(VENV)/.dev  ## the fast tests that a change reaches; all of them when it is called first
+	@$(RUN) -m pytest -m "not slow" -q --testmon $(TWO)
 
 # What transformers does is recorded, and compared with; here it is run. New recordings: see CONTRIBUTING.md.
 test-parity-live: $(VENV)/.dev  ## the parity tests against transformers itself; fails on a recording that is stale

@@ -14,6 +14,9 @@ if platform.machine() in ("x86_64", "AMD64"):
     os.environ.setdefault("ATEN_CPU_CAPABILITY", "avx2")
     os.environ.setdefault("DNNL_MAX_CPU_ISA", "AVX2")
     os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
+# Threads that share an operation of a tiny model wait for one another. It holds for the processes of tests too, and one
+# that forks others (warm.py) has to have one thread.
+os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
 import torch  # it reads them when it is imported
 
@@ -26,6 +29,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["COMET_ERROR_TRACKING_ENABLE"] = os.environ["WANDB_ERROR_REPORTING"] = "false"
 os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
 warm.prepare()
+warm.collect_garbage_seldom()
 
 
 TABLES = {

@@ -9,6 +9,7 @@ variables that are read at import. `WARM=0` makes it do so always.
 
 import atexit
 import contextlib
+import ctypes
 import gc
 import importlib
 import io
@@ -21,27 +22,50 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import ModuleType
 
 ROOT = Path(__file__).parents[1]
 PYTHON = str(Path(__file__).with_name("warm_python"))
 #: For a script that has to do its imports itself.
 COLD = {"WARM_FOLDER": ""}
-#: Variables that a library reads when it is imported.
-AT_IMPORT = ("ATEN_", "BITSANDBYTES_", "CUDA_", "DNNL_", "HF_", "MKL_", "PYTHON", "TRANSFORMERS_", "TORCH_", "USE_")
-IMPORTS = (
-    *("torch.distributed.launcher.api", "torch.distributed.argparse_util", "accelerate.data_loader"),
-    *("transformers.trainer", "hftrainer_lightning.engine", "hftrainer.trainer"),
-)
+#: For a script that starts others, or itself again: warm as well.
+AGAIN = {"WARM_AGAIN": "1", "PYTHON_EXEC": PYTHON}  # which torchrun reads
+#: The kind of server that is asked unless the environment names another.
+TRAINERS = "trainers"
+#: For a script that has to import transformers, Lightning or hftrainer itself.
+LIBRARIES = {"WARM_KIND": "libraries"}
+#: Kind of server → what it has imported. There is one of each kind that is asked for.
+IMPORTS = {
+    TRAINERS: (
+        *("torch.distributed.launcher.api", "torch.distributed.argparse_util", "accelerate.data_loader"),
+        *("transformers.trainer", "hftrainer_lightning.engine", "hftrainer.trainer"),
+    ),
+    "libraries": (
+        *("torch.distributed.launcher.api", "torch.distributed.fsdp", "torch._inductor.lowering"),
+        *("scipy.signal", "matplotlib.pyplot", "mpl_toolkits.mplot3d", "sklearn.metrics", "pyarrow", "pandas"),
+    ),
+}
+_OF_LIBRARIES = ("ATEN_", "CUDA_", "DNNL_", "MKL_", "MPL", "PYTHON", "TORCH_")
+#: Kind → how the variables begin that are read by these imports.
+AT_IMPORT = {
+    TRAINERS: (*_OF_LIBRARIES, "BITSANDBYTES_", "HF_", "TRANSFORMERS_", "USE_"),
+    "libraries": _OF_LIBRARIES,
+}
 #: Among them, but read when a script runs.
 _HARMLESS = {"PYTHONUNBUFFERED", "PYTHON_EXEC", "TORCH_NCCL_ASYNC_ERROR_HANDLING"}
 
 
 def environment(inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """For the processes of tests: where the packages are, and one thread each."""
+    """For the processes of tests: where the packages are."""
     paths = os.pathsep.join([str(ROOT), str(ROOT / "adapters")])
-    return {**inherited, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    return {**inherited, "PYTHONPATH": paths}
+
+
+def collect_garbage_seldom() -> None:
+    """Imports make millions of objects that stay: looking through them again and again is a tenth of the time."""
+    gc.set_threshold(20_000, 20, 100)
 
 
 # ---- The server ---------------------------------------------------------------------------------------------------
@@ -51,8 +75,30 @@ def is_ordinary(words: list[str], given: dict[str, str], own: dict[str, str]) ->
     """Whether a script would notice that its imports are done."""
     if not words or (words[0].startswith("-") and words[0] not in ("-c", "-m")):
         return False
-    names = {name for name in {*given, *own} if name.startswith(AT_IMPORT)} - _HARMLESS
+    read = AT_IMPORT[given.get("WARM_KIND", TRAINERS)]
+    names = {name for name in {*given, *own} if name.startswith(read)} - _HARMLESS
     return all(given.get(name) == own.get(name) for name in names)
+
+
+#: Name → module, of the server.
+_imported: dict[str, ModuleType] = {}
+
+
+def _leave_the_imports() -> None:
+    """Spare a process that ends the taking apart of what the server has imported: most of a short script's time.
+
+    What the script has imported or made itself is taken apart as always. So is all in a process of a group, whose end
+    is where threads of others have gone wrong.
+    """
+    if "RANK" in os.environ:
+        return
+    kept = {name: module for name, module in _imported.items() if sys.modules.get(name) is module}
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))  # nothing lets go of them
+    for name in kept:
+        del sys.modules[name]
+    libc = ctypes.CDLL(None)
+    libc.on_exit(libc._exit, None)  # before the destructors of the libraries
+    libc.on_exit(libc.fcloseall, None)
 
 
 class _Script(BaseException):
@@ -75,12 +121,16 @@ class _Server:
     Args:
         path: of the socket.
         owner: the process of the tests.
+        imports: the modules.
     """
 
-    def __init__(self, path: str, owner: int) -> None:
+    def __init__(self, path: str, owner: int, imports: Iterable[str]) -> None:
         self.owner = os.pidfd_open(owner)
-        for name in IMPORTS:
+        collect_garbage_seldom()
+        atexit.register(_leave_the_imports)  # the first, and so the last that is called
+        for name in imports:
             importlib.import_module(name)
+        _imported.update(sys.modules)
         gc.freeze()  # the processes share what is there
         self.listening = socket.socket(socket.AF_UNIX)
         self.listening.bind(path)
@@ -156,6 +206,22 @@ class _Server:
             del self.connections[file]
 
 
+def _stand_in_for(client: int) -> None:
+    """Answer as the client would, when this process asks for its parent."""
+    own, real = os.getpid(), os.getppid
+
+    def getppid() -> int:
+        if os.getpid() != own:  # a process that this one has forked
+            return real()
+        try:
+            with open(f"/proc/{client}/stat") as file:
+                return int(file.read().rpartition(")")[2].split()[1])
+        except FileNotFoundError:  # it has been killed, and soon this process will be
+            return 1
+
+    os.getppid = getppid
+
+
 def become(asked: dict) -> None:
     """Be the process that was asked for."""
     for number, ignored in asked["signals"]:
@@ -178,6 +244,9 @@ def become(asked: dict) -> None:
         lines = name == "stderr" or os.isatty(file)
         setattr(sys, name, io.TextIOWrapper(buffer, write_through=unbuffered, line_buffering=lines))
     kind, rest = (words[0], words[1:]) if words[0] in ("-c", "-m") else ("", words)
+    _stand_in_for(asked["client"])
+    if AGAIN.keys() <= given.keys():
+        sys.executable = PYTHON
     sys.orig_argv = [sys.executable, *asked["words"]]
     sys.argv = [kind or rest[0], *rest[1:]]
     sys.path[0] = os.path.dirname(os.path.abspath(rest[0])) if not kind else "" if kind == "-c" else os.getcwd()
@@ -205,20 +274,20 @@ def _run(kind: str, what: str) -> None:
 def prepare() -> None:
     """Say in the environment where the server is; the first script that needs it starts it."""
     os.environ["WARM_PYTHON"] = sys.executable
-    if "WARM_FOLDER" in os.environ or os.environ.get("WARM") == "0":
+    if "WARM_FOLDER" in os.environ or os.environ.get("WARM") == "0" or sys.platform != "linux":
         return
     folder = Path(tempfile.mkdtemp(prefix="warm"))
-    own = {"OPENBLAS_NUM_THREADS": "1", "WARM_FOLDER": str(folder)}  # a process that forks has one thread
-    asked = {"environment": {**environment(), **own}, "cwd": str(ROOT), "owner": os.getpid()}
-    (folder / "server.json").write_text(json.dumps(asked))
     os.environ["WARM_FOLDER"] = str(folder)
+    asked = {"environment": environment(), "cwd": str(ROOT), "owner": os.getpid()}
+    (folder / "server.json").write_text(json.dumps(asked))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
 
 
-def main(folder: str) -> None:
+def main(folder: str, kind: str) -> None:
     """The server, and each of the scripts that it runs."""
+    owner = json.loads(Path(folder, "server.json").read_text())["owner"]
     try:
-        _Server(f"{folder}/socket", json.loads(Path(folder, "server.json").read_text())["owner"]).serve()
+        _Server(f"{folder}/{kind}", owner, IMPORTS[kind]).serve()
     except _Script as asked:
         script = asked.args[0]
     else:

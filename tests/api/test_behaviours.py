@@ -2,10 +2,8 @@
 
 import ast
 import json
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ import pytest
 from hftrainer import Trainer, TrainingArguments, behaviours, install, uninstall
 from hftrainer.behaviours import EARLIER_DEFAULTS, NEWEST, RELEASES, TABLE, Behaviours
 from hftrainer.errors import InvalidArgument
+from tests import warm
 from tests.tiny import make_plain, plain_data
 
 ROOT = Path(__file__).parents[2]
@@ -121,8 +120,8 @@ def test_explain_names_the_installed_release(monkeypatch):
 
 def test_explain_on_the_command_line():
     words = ["explain", "--json", "--lightning_config", '{"behaviour": "5.2"}']
-    line = [sys.executable, "-m", "hftrainer", *words]
-    env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'adapters'}"}
+    line = [warm.PYTHON, "-m", "hftrainer", *words]
+    env = {**warm.environment(), **warm.LIBRARIES}
     done = subprocess.run(line, env=env, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout)["behaviour"]["release"] == "5.2"
 

@@ -11,15 +11,14 @@ import lightning.pytorch as pl
 import pytest
 
 from hftrainer import TrainingArguments
+from tests import warm
 
 ROOT = Path(__file__).parents[2]
 
 
 def explain(*words: str) -> subprocess.CompletedProcess:
-    env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'adapters'}"}
-    return subprocess.run(
-        [sys.executable, "-m", "hftrainer", "explain", *words], env=env, capture_output=True, text=True
-    )
+    env = {**warm.environment(), **warm.LIBRARIES}
+    return subprocess.run([warm.PYTHON, "-m", "hftrainer", "explain", *words], env=env, capture_output=True, text=True)
 
 
 def test_command_line(tmp_path):

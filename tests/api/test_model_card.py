@@ -20,6 +20,7 @@ from hftrainer.card import files, origins
 from hftrainer.card.results import final_results, markdown_table, shown, table
 from hftrainer.errors import InvalidArgument
 from hftrainer.reporting import write_metrics
+from tests import warm
 from tests.parity.support import accuracy
 from tests.releases import pinned, release_of
 from tests.tiny import make_bert, make_peft, make_plain, plain_data
@@ -398,8 +399,8 @@ trainer.create_model_card(language="en")
 
 
 def test_without_transformers(tmp_path):
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "adapters")])}
-    words = [sys.executable, "-c", BARE, str(tmp_path / "out")]
+    env = {**warm.environment(), **warm.COLD}
+    words = [warm.PYTHON, "-c", BARE, str(tmp_path / "out")]
     done = subprocess.run(words, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     metadata, text = read(tmp_path / "out")

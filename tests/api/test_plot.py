@@ -11,6 +11,7 @@ import pytest
 from hftrainer import PlotCallback, Trainer, TrainingArguments
 from hftrainer.errors import InvalidArgument, MissingPackage
 from hftrainer.plot import curves, lines_of, plot, read_run
+from tests import warm
 from tests.parity.support import accuracy, build
 from tests.tiny import make_plain, plain_data
 
@@ -66,8 +67,8 @@ def test_picture_and_page(runs, tmp_path):
 
 
 def command(*words):
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "adapters")])}
-    return subprocess.run([sys.executable, "-m", "hftrainer", "plot", *words], env=env, capture_output=True, text=True)
+    env = {**warm.environment(), **warm.LIBRARIES}
+    return subprocess.run([warm.PYTHON, "-m", "hftrainer", "plot", *words], env=env, capture_output=True, text=True)
 
 
 def test_command_line(runs, tmp_path):

@@ -7,7 +7,6 @@ import pty
 import re
 import struct
 import subprocess
-import sys
 import termios
 import textwrap
 from pathlib import Path
@@ -17,6 +16,7 @@ from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 
 import hftrainer
 from hftrainer import Trainer, TrainingArguments
+from tests import warm
 from tests.parity.support import comparable
 from tests.tiny import make_plain, plain_data
 
@@ -56,7 +56,9 @@ def kinds(trainer):
 def test_in_a_file(tmp_path):
     """No bar and no control characters: each log line is a line."""
     with (tmp_path / "out").open("w") as out:
-        subprocess.run([sys.executable, script(tmp_path)], cwd=tmp_path, stdout=out, stderr=out, check=True)
+        subprocess.run(
+            [warm.PYTHON, script(tmp_path)], env=warm.environment(), cwd=tmp_path, stdout=out, stderr=out, check=True
+        )
     text = (tmp_path / "out").read_text()
     assert not re.search(r"[\r\x1b\x08]", text)
     assert "it/s" not in text
@@ -75,7 +77,9 @@ def test_on_a_terminal(tmp_path):
     """The bar counts optimizer steps, that of the evaluation its batches."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0))
-    process = subprocess.Popen([sys.executable, script(tmp_path)], cwd=tmp_path, stdout=theirs, stderr=theirs)
+    process = subprocess.Popen(
+        [warm.PYTHON, script(tmp_path)], env=warm.environment(), cwd=tmp_path, stdout=theirs, stderr=theirs
+    )
     os.close(theirs)
     text = b""
     while True:

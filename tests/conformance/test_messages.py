@@ -215,7 +215,7 @@ def test_switches(of_switches, switch):
 @pytest.mark.parametrize(("level", "expected"), [("info", 1), ("error", 0)])
 @pytest.mark.parametrize("library", ["hftrainer", "transformers"])
 def test_environment(tmp_path, library, level, expected):
-    found = python("-c", program(tmp_path, library), environment={"TRANSFORMERS_VERBOSITY": level})
+    found = python("-c", program(tmp_path, library), environment={"TRANSFORMERS_VERBOSITY": level, **warm.LIBRARIES})
     line = LINE if library == "hftrainer" else THEIR_LINE
     assert [text.count(line) for text in found] == [0, expected], found
 
@@ -257,6 +257,6 @@ sys.meta_path[sys.meta_path.index(importlib.machinery.PathFinder)] = WithoutTran
     ],
 )
 def test_without_transformers(tmp_path, how, environment, expected):
-    found = python("-c", program(tmp_path, before=WITHOUT, **how), environment={**environment, **warm.COLD})
+    found = python("-c", program(tmp_path, before=WITHOUT, **how), environment={**environment, **warm.LIBRARIES})
     assert tuple(text.count(LINE) for text in found) == expected, found
     assert "[transformers]" not in "".join(found)

@@ -3,11 +3,12 @@
 import os
 import re
 import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+
+from tests import warm
 
 ROOT = Path(__file__).parents[2]
 NOISE = re.compile(
@@ -48,9 +49,9 @@ def test_nothing_but_the_log_lines(tmp_path, run):
     path = tmp_path / "script.py"
     text = textwrap.dedent(SCRIPT) + textwrap.dedent(RUNS[run])
     path.write_text(text.format(paths=[str(ROOT), str(ROOT / "adapters")], folder=str(tmp_path / "out")))
-    line = [sys.executable, str(path)]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHONWARNINGS")}
-    done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTHONWARNINGS")}
+    environment = {**warm.environment(inherited), **warm.LIBRARIES}
+    done = subprocess.run([warm.PYTHON, str(path)], cwd=tmp_path, env=environment, capture_output=True, text=True)
     shown = done.stdout + done.stderr
     assert done.returncode == 0, shown
     assert not NOISE.findall(shown), shown

@@ -25,7 +25,7 @@ def start(folder, before, after=(), script=SCRIPT, **environment):
     settings += ["--disable_tqdm", "True", "--save_strategy", "no", "--report_to", "none"]
     return subprocess.Popen(
         [warm.PYTHON, *before, script, *settings, *after],
-        env={**warm.environment(), "PYTHON_EXEC": warm.PYTHON, **environment},
+        env={**warm.environment(), **warm.AGAIN, **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -1,12 +1,13 @@
 """What took or changed transformers' Trainer before `install()` is named, with the line to move; nothing else is."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests import warm
 
 ROOT = Path(__file__).parents[2]
 #: A library with classes of its own, in a module of its own.
@@ -74,9 +75,8 @@ def found(tmp_path_factory):
     scripts = {case: script for case, (script, _) in CASES.items()} | SILENT
     for case, script in scripts.items():
         (folder / file_of(case)).write_text(script)
-    path = os.pathsep.join([str(ROOT), str(ROOT / "adapters")])
-    env = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([sys.executable, "-c", DRIVER], cwd=folder, env=env, capture_output=True, text=True)
+    env = {**warm.environment(), **warm.LIBRARIES, "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([warm.PYTHON, "-c", DRIVER], cwd=folder, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return {case: json.loads((folder / f"{file_of(case)}.json").read_text()) for case in scripts}
 

@@ -6,9 +6,7 @@ Each library runs all of them in one process, since importing takes longer than 
 import functools
 import importlib.util
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,7 @@ from huggingface_hub import metadata_load
 from safetensors.torch import load_file
 
 from hftrainer.card.files import PICTURE_NAME
+from tests import warm
 from tests.interop.example_shapes.shapes import SHAPES
 from tests.parity.differences import MEASURED, OWN_FILES
 from tests.parity.support import assert_same_weights
@@ -42,10 +41,9 @@ def run(tmp_path_factory):
     @functools.cache
     def run_all(way):
         folder = tmp_path_factory.mktemp("shapes")
-        path = f"{ROOT}{os.pathsep}{ROOT / 'adapters'}"
         more = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hf"), "TOKENIZERS_PARALLELISM": "false"}
-        line = [sys.executable, *WAYS[way], folder, *(name for name in SHAPES if not MISSING[name])]
-        env = {**os.environ, **more, "PYTHONPATH": path}
+        line = [warm.PYTHON, *WAYS[way], folder, *(name for name in SHAPES if not MISSING[name])]
+        env = {**warm.environment(), **warm.LIBRARIES, **more}
         done = subprocess.run([str(word) for word in line], env=env, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
         return folder

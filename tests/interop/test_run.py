@@ -1,7 +1,6 @@
 """`python -m hftrainer run` and `install()`: unmodified scripts on Lightning."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import warm
 from tests.parity.differences import OWN_FILES
 
 ROOT = Path(__file__).parents[2]
@@ -24,9 +24,8 @@ FLAGS = """
 
 def run(folder: Path, *command, **environment) -> subprocess.CompletedProcess:
     folder.mkdir(parents=True, exist_ok=True)
-    path = f"{ROOT}{os.pathsep}{ROOT / 'adapters'}"
-    env = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", **environment}
-    line = [sys.executable, *map(str, command)]
+    env = {**warm.environment(), **warm.LIBRARIES, "HF_HUB_OFFLINE": "1", **environment}
+    line = [warm.PYTHON, *map(str, command)]
     return subprocess.run(line, cwd=folder, env=env, capture_output=True, text=True)
 
 
@@ -60,7 +59,7 @@ def test_exceptions_and_exit_codes_pass_through(tmp_path):
     path = script(
         tmp_path, "import sys\nfrom transformers import Trainer\ndef f():\n    raise ValueError('mine')\nf()\n"
     )
-    done = run(tmp_path, "-m", "hftrainer", "run", path)
+    done = run(tmp_path, "-m", "hftrainer", "run", path, **warm.COLD)  # or frames of warm.py would come first
     assert done.returncode == 1
     lines = done.stderr.strip().splitlines()
     assert lines[0] == "Traceback (most recent call last):"
@@ -96,11 +95,9 @@ def test_ctrl_c(tmp_path):
             raise
         """,
     )
-    env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'adapters'}"}
-    line = [sys.executable, "-m", "hftrainer", "run", str(path)]
     process = subprocess.Popen(
-        line,
-        env=env,
+        [warm.PYTHON, "-m", "hftrainer", "run", str(path)],
+        env={**warm.environment(), **warm.LIBRARIES},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

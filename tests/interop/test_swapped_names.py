@@ -1,16 +1,17 @@
 """Under `install()`, what scripts import to compare with is what the arguments and the Trainer have."""
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests import warm
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
-import json, sys
+import json, sys, warnings
+warnings.simplefilter("ignore")
 order = sys.argv[1]
 if order == "install first":
     import hftrainer; hftrainer.install()
@@ -84,9 +85,8 @@ print("FOUND", Trainer.__module__.split(".")[0], json.dumps(found))
 
 
 def run(folder: Path, order: str) -> tuple[str, dict]:
-    path = f"{ROOT}{os.pathsep}{ROOT / 'adapters'}"
-    env = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
-    line = [sys.executable, "-W", "ignore", "-c", SCRIPT, order]
+    env = {**warm.environment(), **warm.LIBRARIES, "HF_HUB_OFFLINE": "1"}
+    line = [warm.PYTHON, "-c", SCRIPT, order]
     done = subprocess.run(line, cwd=folder, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = next(line for line in done.stdout.splitlines() if line.startswith("FOUND "))

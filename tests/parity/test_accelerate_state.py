@@ -16,6 +16,7 @@ from accelerate.utils import broadcast_object_list, gather, gather_object
 
 import hftrainer
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
+from tests import warm
 from tests.parity.support import alike, build, train
 from tests.peers import assert_equal
 from tests.tiny import make_plain, plain_data
@@ -131,7 +132,8 @@ def test_accelerate_that_is_imported_later(tmp_path):
         "logging.basicConfig(level='INFO')\n"
         "get_logger('late').info('said')\n"
     )
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=dict(os.environ))
+    env = {**warm.environment(), **warm.LIBRARIES}
+    run = subprocess.run([warm.PYTHON, "-c", script], capture_output=True, text=True, env=env)
     assert "INFO:late:" in run.stderr and "said" in run.stderr, run.stderr[-2000:]
 
 

@@ -2,13 +2,13 @@
 
 import contextlib
 import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests import warm
 from tests.parity.support import alike, build, record, train
 
 ROOT = Path(__file__).parents[2]
@@ -290,7 +290,8 @@ args = hftrainer.Seq2SeqTrainingArguments({str(tmp_path)!r}, max_steps=3, use_cp
 hftrainer.Seq2SeqTrainer(make_plain(), args, train_dataset=plain_data(20)).train()
 print("called", len(calls))
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=True)
+    env = {**warm.environment(), **warm.LIBRARIES}
+    done = subprocess.run([warm.PYTHON, "-c", script], env=env, capture_output=True, text=True, cwd=ROOT, check=True)
     assert "called 3" in done.stdout
 
 

@@ -23,7 +23,7 @@ class Together(TrainerCallback):
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def on_train_begin(self, args, state, control, **kwargs):
-        (self.folder / str(os.getpid())).touch()
+        (self.folder / f"{'worker' if WORKER in os.environ else 'script'}-{os.getpid()}").touch()
 
     def on_step_end(self, args, state, control, **kwargs):
         deadline = time.monotonic() + 60

@@ -2,10 +2,8 @@
 
 import json
 import logging
-import os
 import shutil
 import subprocess
-import sys
 
 import pytest
 import torch
@@ -16,6 +14,7 @@ from hftrainer.checkpointing import readable
 from hftrainer.checkpointing.manifest import changes
 from hftrainer.errors import CheckpointNotFound
 from hftrainer.trainer_utils import get_last_checkpoint
+from tests import warm
 from tests.reliability.test_damage import flip, grow, make_trainer, truncate
 from tests.tiny import make_bert
 
@@ -225,8 +224,8 @@ def test_best_model_that_a_callback_converts(tmp_path, caplog):
 
 
 def command(*words):
-    line = [sys.executable, "-m", "hftrainer", "checkpoint", *map(str, words)]
-    return subprocess.run(line, capture_output=True, text=True, env=os.environ)
+    line = [warm.PYTHON, "-m", "hftrainer", "checkpoint", *map(str, words)]
+    return subprocess.run(line, capture_output=True, text=True, env={**warm.environment(), **warm.LIBRARIES})
 
 
 def test_accept(run, checkpoint, caplog):

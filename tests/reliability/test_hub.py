@@ -23,6 +23,7 @@ from hftrainer.checkpointing.writer import is_storage_error
 from hftrainer.errors import CheckpointNotFound, HubError, InvalidArgument
 from hftrainer.hub import failures, pictures, repository, uploads
 from hftrainer.search.packing import pack
+from tests import warm
 from tests.hub_server import Commit, HubServer, Repo
 from tests.reliability.support import read_until
 from tests.tiny import make_plain, plain_data
@@ -540,8 +541,8 @@ def test_stopped_at_once(hub, tmp_path, script):
 def begin(hub, tmp_path, script):
     """A process that Ctrl-C reaches as it does in a terminal."""
     return subprocess.Popen(
-        [sys.executable, "-c", script, str(tmp_path / "run")],
-        env=hub.environment(tmp_path / "home"),
+        [warm.PYTHON, "-c", script, str(tmp_path / "run")],
+        env={**hub.environment(tmp_path / "home"), **warm.LIBRARIES},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -16,18 +16,18 @@ from hftrainer import Trainer, TrainingArguments
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
 from hftrainer.search import jobs
 from hftrainer.search.jobs import WORKER, Jobs
+from tests import warm
 from tests.tiny import make_plain, plain_data
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = [sys.executable, "-m", "tests.reliability.jobs_script"]
+SCRIPT = [warm.PYTHON, "-m", "tests.reliability.jobs_script"]
 
 
 def start(folder, n_trials, mode="once"):
-    """The script, when both processes train."""
-    path = os.pathsep.join([str(ROOT), str(ROOT / "adapters")])
+    """The script, when both processes train; their numbers, first its own."""
     script = subprocess.Popen(
         [*SCRIPT, str(folder), str(n_trials), mode],
-        env={**os.environ, "PYTHONPATH": path},
+        env={**warm.environment(), **warm.AGAIN},
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -38,8 +38,8 @@ def start(folder, n_trials, mode="once"):
     while not taking_part.is_dir() or len(list(taking_part.iterdir())) < 2:
         assert script.poll() is None, script.communicate()
         time.sleep(0.05)
-    (worker,) = {int(path.name) for path in taking_part.iterdir()} - {script.pid}
-    return script, worker
+    numbers = dict(path.name.split("-") for path in taking_part.iterdir())
+    return script, [int(numbers[role]) for role in ("script", "worker")]
 
 
 def is_there(process):
@@ -59,11 +59,11 @@ def found(script):
 
 
 def test_two_searches(tmp_path):
-    script, worker = start(tmp_path, 8, "twice")
+    script, processes = start(tmp_path, 8, "twice")
     ((best, trials), (second, others)), _ = found(script)
     assert [number for number, _, _ in trials] == list(range(8))
     assert {state for _, state, _ in trials} == {"COMPLETE"}
-    assert {process for _, _, process in trials} == {script.pid, worker}
+    assert {process for _, _, process in trials} == set(processes)
     assert 0 <= int(best) < 8
     assert [(number, state) for number, state, _ in others] == [(0, "COMPLETE"), (1, "COMPLETE")]
     best_there = optuna.load_study(study_name=None, storage=f"sqlite:///{tmp_path}/second.db").best_trial
@@ -75,7 +75,7 @@ def test_two_searches(tmp_path):
 
 
 def test_a_worker_that_is_killed(tmp_path):
-    script, worker = start(tmp_path, 8)
+    script, (_, worker) = start(tmp_path, 8)
     os.kill(worker, signal.SIGKILL)
     ((_, trials),), errors = found(script)
     assert [process for _, state, process in trials if state == "FAIL"] == [worker]
@@ -86,7 +86,7 @@ def test_a_worker_that_is_killed(tmp_path):
 @pytest.mark.parametrize("mode", ["stops", "fails"])
 def test_ended_in_a_worker(tmp_path, mode):
     """A callback of the worker stops the whole search; so does an error, which the script tells."""
-    script, worker = start(tmp_path, 1000, mode)
+    script, (_, worker) = start(tmp_path, 1000, mode)
     output, errors = script.communicate(timeout=120)
     assert not is_there(worker)
     if mode == "stops":
@@ -100,7 +100,7 @@ def test_ended_in_a_worker(tmp_path, mode):
 
 
 def test_workers_end_with_the_script(tmp_path):
-    script, worker = start(tmp_path, 1000)
+    script, (_, worker) = start(tmp_path, 1000)
     script.kill()
     script.communicate()
     deadline = time.monotonic() + 30
@@ -110,7 +110,7 @@ def test_workers_end_with_the_script(tmp_path):
 
 
 def test_ctrl_c_ends_the_workers_too(tmp_path):
-    script, worker = start(tmp_path, 1000)
+    script, (_, worker) = start(tmp_path, 1000)
     script.send_signal(signal.SIGINT)
     output, errors = script.communicate(timeout=60)
     assert script.returncode != 0
