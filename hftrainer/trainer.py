@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 
 from hftrainer import behaviours, copying, devices, hyperparameter_search, integrations, peers, trainer_optimizer
 from hftrainer.arguments import legacy
+from hftrainer.arguments.older import complete
 from hftrainer.checkpointing import names, resume, staging, xla_parts
 from hftrainer.checkpointing.folders import by_step, complete_rotation, keep_only, rotate_checkpoints, sort_checkpoints
 from hftrainer.checkpointing.lightning_file import unpack
@@ -26,7 +27,7 @@ from hftrainer.checkpointing.rng import load_rng_state, save_rng_state
 from hftrainer.checkpointing.weights import save_configs, save_weights
 from hftrainer.data import columns
 from hftrainer.data.loaders import PreparedDataLoader, to_device
-from hftrainer.data.tokens import count_tokens
+from hftrainer.data.tokens import count_tokens, which_tokens
 from hftrainer.debug_utils import DebugUnderflowOverflow
 from hftrainer.deepspeed import begin as begin_deepspeed
 from hftrainer.deepspeed import to_floating_type
@@ -193,6 +194,7 @@ class Trainer:
         if args is None:
             args = TrainingArguments("tmp_trainer")
             logger.info("Trainer was given no args: output_dir is %s.", args.output_dir)
+        complete(args, TrainingArguments)
         self.args = args
         own.behaviours = behaviours.of_arguments(args)
         self._memory_tracker = TrainerMemoryTracker(self.args.skip_memory_metrics)
@@ -1056,7 +1058,7 @@ class Trainer:
         """Count the input tokens of a micro-batch, of all processes, for the arguments that ask for it."""
         if legacy.value(self.args, "include_tokens_per_second") and "input_ids" in inputs:
             self._hftrainer.tokens_in_run += inputs["input_ids"].numel() * self.accelerator.processes.data_processes
-        how = str(self.args.include_num_input_tokens_seen)
+        how = which_tokens(self.args.include_num_input_tokens_seen)
         if how == "no":
             return
         main_input = getattr(self.model, "main_input_name", "input_ids")
@@ -1835,7 +1837,7 @@ class Trainer:
         """
         if self.state.epoch is not None:  # until v5.2 before training
             logs["epoch"] = self.state.epoch
-        if self.args.include_num_input_tokens_seen != "no":
+        if which_tokens(self.args.include_num_input_tokens_seen) != "no":
             logs["num_input_tokens_seen"] = seen = self.state.num_input_tokens_seen
             if start_time is not None and self._hftrainer.behaviours.logs_tokens_per_second:
                 logs |= speed_metrics("train", start_time, num_tokens=seen - self._initial_num_input_tokens_seen)

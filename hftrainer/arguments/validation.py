@@ -13,6 +13,7 @@ import torch
 from hftrainer import accelerate_state, behaviours
 from hftrainer.arguments.accelerator_config import AcceleratorConfig, as_object
 from hftrainer.arguments.logging import LOG_LEVELS
+from hftrainer.data.tokens import which_tokens
 from hftrainer.debug_utils import DebugOption
 from hftrainer.errors import InvalidArgument
 from hftrainer.trainer_utils import (
@@ -79,14 +80,12 @@ def normalize(args: TrainingArguments) -> None:
         args.hub_model_id += os.path.basename(os.path.normpath(args.output_dir))
     if args.disable_tqdm is None:
         args.disable_tqdm = logging.getLogger("hftrainer").getEffectiveLevel() > logging.WARNING
-    if isinstance(args.include_num_input_tokens_seen, bool):
-        args.include_num_input_tokens_seen = "all" if args.include_num_input_tokens_seen else "no"
+    args.include_num_input_tokens_seen = which_tokens(args.include_num_input_tokens_seen)
     if (args.torch_compile_backend or args.torch_compile_mode) and not args.torch_compile:
         args.torch_compile = True
     if args.torch_compile and args.torch_compile_backend is None:
         args.torch_compile_backend = "inductor"
-    if args.dataloader_num_workers > 1 and args.dataloader_multiprocessing_context is None:
-        args.dataloader_multiprocessing_context = "fork" if torch.backends.mps.is_available() else None
+    choose_start_method(args)
     args.debug = _debug_options(args.debug)
     args.report_to = _as_list(args.report_to)
     for old, new in ALIASES.items():
@@ -106,6 +105,12 @@ def normalize(args: TrainingArguments) -> None:
         value = getattr(args, name)
         if value is not None and value > 1 and value == int(value):
             setattr(args, name, int(value))
+
+
+def choose_start_method(args: TrainingArguments) -> None:
+    """Let the processes that load data be forked beside an Apple GPU, unless the script has chosen."""
+    if args.dataloader_num_workers > 1 and args.dataloader_multiprocessing_context is None:
+        args.dataloader_multiprocessing_context = "fork" if torch.backends.mps.is_available() else None
 
 
 def problems(args: TrainingArguments) -> list[str]:

@@ -58,15 +58,18 @@ METRICS = {
 }
 
 
-@pytest.mark.newest_peer
 def test_log_metrics_prints_as_transformers_does(make_trainer, capsys):
     make_trainer().log_metrics("train", METRICS)
     ours = capsys.readouterr().out
     theirs = transformers.Trainer(make_plain(), transformers.TrainingArguments("unused", use_cpu=True))
     theirs.log_metrics("train", METRICS)
     assert ours == capsys.readouterr().out
-    assert make_trainer().metrics_format(METRICS) == transformers.trainer_pt_utils.metrics_format(METRICS)
     os.rmdir("unused")
+
+
+@pytest.mark.newest_peer  # it was a method before
+def test_metrics_format_is_that_of_transformers(make_trainer):
+    assert make_trainer().metrics_format(METRICS) == transformers.trainer_pt_utils.metrics_format(METRICS)
 
 
 def test_save_metrics_and_state(make_trainer, tmp_path):
@@ -134,9 +137,11 @@ def test_counting(make_trainer):
     assert make_trainer().floating_point_ops(plain_data()[0]) == 0
 
 
-@pytest.mark.newest_peer
+of_numpy = pytest.param("array", marks=pytest.mark.newest_peer)  # integers became floats before
+
+
 @pytest.mark.parametrize(
-    "style", ["number", "list", "tensor", "array", "float", "label_ids", "tensor-number", "multi-hot"]
+    "style", ["number", "list", "tensor", of_numpy, "float", "label_ids", "tensor-number", "multi-hot"]
 )
 def test_default_collator_as_transformers(style):
     numpy = importlib.import_module("numpy")

@@ -1,0 +1,43 @@
+"""`TrainingArguments` of a transformers that is older than the newest: what they lack is filled in."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from hftrainer.arguments.legacy import RENAMED, LegacyArguments
+from hftrainer.arguments.validation import ALIASES, choose_start_method
+
+if TYPE_CHECKING:
+    from hftrainer.training_args import TrainingArguments
+
+_LEGACY = LegacyArguments.__dataclass_fields__
+
+
+def complete(args: TrainingArguments, known: type[TrainingArguments]) -> None:
+    """Set what `args` lack, on the object that the script has: what their older names say, or else our defaults.
+
+    Their own fields stay as they are, and so does what their `to_dict` returns.
+
+    Args:
+        args: the training arguments; of `known`, they lack nothing.
+        known: our class, with all fields.
+    """
+    if isinstance(args, known):
+        return
+    for field in dataclasses.fields(known):
+        if field.name not in _LEGACY and not hasattr(args, field.name):
+            setattr(args, field.name, _value(args, field))
+    choose_start_method(args)
+
+
+def _value(args: TrainingArguments, field: dataclasses.Field[Any]) -> Any:
+    """The value of a field that `args` lack."""
+    default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    for old, new in ALIASES.items():
+        if new == field.name and hasattr(args, old):
+            return getattr(args, old)
+    for old, rename in RENAMED.items():
+        if rename.new == field.name and hasattr(args, old):
+            return rename.write(default, getattr(args, old))
+    return default
