@@ -104,13 +104,15 @@ class TrialCount:
 
     def _interrupt(self, trial: FrozenTrial, reason: str) -> None:
         """Mark a trial as cut off, unless another process has done so at the same moment."""
-        from optuna.exceptions import UpdateFinishedTrialError
+        from optuna import exceptions
         from optuna.trial import TrialState
 
+        # Optuna has a name of its own for this RuntimeError since v4.3.
+        already_finished = getattr(exceptions, "UpdateFinishedTrialError", RuntimeError)
         try:
             self.study._storage.set_trial_user_attr(trial._trial_id, INTERRUPTED, reason)
             self.study.tell(trial.number, state=TrialState.FAIL)
-        except (UpdateFinishedTrialError, ValueError):
+        except (already_finished, ValueError):
             return
         try_again(self.study, trial.number)
 

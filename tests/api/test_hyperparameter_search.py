@@ -313,6 +313,16 @@ def test_tried_again_if_it_had_not_begun():
     assert [trial.user_attrs.get(AGAIN) for trial in study.trials] == [None, 0, 0]
 
 
+def test_another_process_has_finished_the_trial_meanwhile():
+    study = optuna.create_study()
+    trial = study.ask()
+    running = study.trials[0]
+    study.tell(trial, 0.5)
+    TrialCount(study, 1)._interrupt(running, "its process has ended")
+    assert of(study) == ["COMPLETE"]
+    assert INTERRUPTED not in study.trials[0].user_attrs
+
+
 def test_a_process_that_was_killed_before_it_said_who_it_is(monkeypatch):
     monkeypatch.setattr("hftrainer.search.studies._TO_SAY_SO", timedelta(seconds=0.3))
     study = optuna.create_study()

@@ -198,6 +198,8 @@ def test_other():
     ],
 )
 def test_which_code_counts(tmp_path, old, new, matters):
+    for cached in (peer_code._module, peer_code.digest):
+        cached.cache_clear()  # pytest gives the folder of a test that has passed to the next one
     first, second = tmp_path / "test_a.py", tmp_path / "test_b.py"
     first.write_text(CODE)
     second.write_text(CODE.replace(old, new))
