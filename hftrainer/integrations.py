@@ -108,6 +108,11 @@ def _check(name: str) -> None:
         raise MissingPackage(f"report_to={name!r}{by} needs a package that is not installed: pip install {missing}")
     if name == "kubeflow" and KUBEFLOW not in os.environ:
         raise InvalidArgument(f"report_to='kubeflow' is for Kubeflow's training jobs, which set {KUBEFLOW}.")
+    if not _is_written_to(name):
+        raise MissingPackage(
+            f"report_to={name!r} is written to by transformers' own callback, which the installed release does not "
+            "have: pip install --upgrade transformers"
+        )
 
 
 def missing_packages(name: str) -> str:
@@ -144,7 +149,16 @@ def _is_available(name: str) -> bool:
         return not _is_available("mlflow")
     if name == "comet_ml":
         return _comet_is_configured()
-    return name != "kubeflow" or KUBEFLOW in os.environ
+    return (name != "kubeflow" or KUBEFLOW in os.environ) and _is_written_to(name)
+
+
+def _is_written_to(name: str) -> bool:
+    """Whether a tracker has a callback: transformers' own, if there is no Lightning logger for it."""
+    if INTEGRATIONS[name].on_lightning:
+        return True
+    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+    return name in INTEGRATION_TO_CALLBACK
 
 
 def _comet_is_configured() -> bool:
