@@ -111,7 +111,7 @@ class HubServer:
 
     def serve(self, monkeypatch, home):
         """Let this process take it for the Hub, with its cache below `home`, nobody logged in, and short waits."""
-        from huggingface_hub import constants
+        from huggingface_hub import constants, hf_api
         from huggingface_hub.utils import _http
         from transformers.utils import hub
 
@@ -125,7 +125,9 @@ class HubServer:
             "HF_TOKEN_PATH": str(home / "token"),
         }.items():
             monkeypatch.setattr(constants, name, value)
-        monkeypatch.setattr(hub, "_hf_api", None)
+        # The first is what transformers keeps, the second what 4.48 uses, which keeps none.
+        monkeypatch.setattr(hub, "_hf_api", None, raising=False)
+        monkeypatch.setattr(hf_api.api, "endpoint", self.url)
         monkeypatch.setattr(_http, "time", SimpleNamespace(sleep=lambda seconds: time.sleep(seconds / 1000)))
         monkeypatch.delenv("HF_TOKEN", raising=False)
         monkeypatch.setenv("no_proxy", "127.0.0.1")

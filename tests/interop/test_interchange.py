@@ -26,7 +26,7 @@ WAYS = [(THEIRS, OURS), (THEIRS, OURS_NEWEST), (OURS, THEIRS), (OURS_NEWEST, THE
 LAYOUTS = {"safetensors": {}, "bin": {"save_safetensors": False}}
 
 pytestmark = [
-    pytest.mark.skipif(not version("transformers").startswith("4.57"), reason="tests/parity tries the newest release"),
+    pytest.mark.skipif(not version("transformers").startswith("4.57"), reason="make test-versions runs it beside 4.57"),
     pytest.mark.skipif(not PYTHONS["newest"], reason="NEWEST_PYTHON is not set; make test-versions sets it"),
 ]
 

@@ -14,7 +14,10 @@ SETUP = """
     import sys
     sys.path[:0] = {paths!r}
     import importlib
+    from hftrainer import behaviours
     from tests.tiny import make_plain, plain_data
+
+    behaviours.follow(behaviours.installed_release())  # as after install(): it is compared with that release
 
     def make(name, *callbacks, two_sets=False, **settings):
         library = importlib.import_module(name)
