@@ -77,6 +77,15 @@ def _module() -> Any:
     return None if kind == "cpu" else torch.get_device_module(kind)
 
 
+def _add_note(error: Exception, hint: str) -> None:
+    """Add a note to an error; before Python 3.11, which shows them, it is logged too."""
+    if hasattr(error, "add_note"):
+        error.add_note(hint)
+        return
+    vars(error)["__notes__"] = [*getattr(error, "__notes__", ()), hint]
+    logger.error(hint)
+
+
 @contextlib.contextmanager
 def hinted() -> Iterator[None]:
     """Add what to do to an error that says what a device cannot do."""
@@ -85,5 +94,5 @@ def hinted() -> Iterator[None]:
     except Exception as error:
         for said, hint in HINTS.items():
             if said in str(error) and hint not in getattr(error, "__notes__", ()):
-                getattr(error, "add_note", logger.error)(hint)  # exceptions have notes since Python 3.11
+                _add_note(error, hint)
         raise
