@@ -116,6 +116,16 @@ def _what_is_imported_stays():
 
 
 @pytest.fixture(autouse=True)
+def _launchers_environment_stays():
+    """Arguments of transformers v4 write their precision, and more, where a launcher would: the next test reads it."""
+    before = {name: value for name, value in os.environ.items() if name.startswith(("ACCELERATE_", "FSDP_"))}
+    yield
+    for name in [each for each in os.environ if each.startswith(("ACCELERATE_", "FSDP_"))]:
+        del os.environ[name]
+    os.environ.update(before)
+
+
+@pytest.fixture(autouse=True)
 def _quiet_and_deterministic():
     """One thread: two would only get in each other's way on two cores, and the reductions stay the same ones."""
     torch.set_num_threads(1)
