@@ -11,7 +11,7 @@ import atexit
 import contextlib
 import ctypes
 import gc
-import importlib
+import importlib.util
 import io
 import json
 import os
@@ -129,7 +129,8 @@ class _Server:
         collect_garbage_seldom()
         atexit.register(_leave_the_imports)  # the first, and so the last that is called
         for name in imports:
-            importlib.import_module(name)
+            if importlib.util.find_spec(name.partition(".")[0]):  # older releases are tried without some of them
+                importlib.import_module(name)
         _imported.update(sys.modules)
         gc.freeze()  # the processes share what is there
         self.listening = socket.socket(socket.AF_UNIX)
