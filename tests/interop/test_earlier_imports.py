@@ -1,5 +1,6 @@
 """What took or changed transformers' Trainer before `install()` is named, with the line to move; nothing else is."""
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -38,10 +39,12 @@ del T
 }
 
 
+#: The environments of older releases have no peft.
+PEFT = ", peft" if importlib.util.find_spec("peft") else ""
 #: Runs each script in a fork of a process that has transformers loaded, as importing it takes seconds.
-DRIVER = """
+DRIVER = f"""
 import json, os, runpy, sys, warnings
-import transformers.trainer, transformers.trainer_seq2seq, hftrainer, accelerate, peft, torch
+import transformers.trainer, transformers.trainer_seq2seq, hftrainer, accelerate, torch{PEFT}
 for name in sorted(os.listdir(".")):
     if name.endswith("_train.py") and os.fork() == 0:
         sys.path.insert(0, os.getcwd())
@@ -121,7 +124,7 @@ CASES = {
 
 SILENT = {
     "after": "import transformers\nimport hftrainer\nhftrainer.install()\nimport lib, early, patches\n",
-    "its own modules": "import transformers.trainer, accelerate, peft\nimport hftrainer\nhftrainer.install()\n",
+    "its own modules": f"import transformers.trainer, accelerate{PEFT}\nimport hftrainer\nhftrainer.install()\n",
     "callbacks and arguments": (
         "import callbacks_only, hftrainer\nfrom transformers import TrainingArguments\nhftrainer.install()\n"
     ),
