@@ -62,6 +62,7 @@ class TrialCount:
     def __init__(self, study: Study, wanted: int | None) -> None:
         self.study = study
         self.wanted = wanted
+        self._try_what_was_marked()
 
     def left(self) -> int | None:
         """Trials that nobody has begun yet; None for no end.
@@ -101,6 +102,15 @@ class TrialCount:
             if is_gone(owner) if owner is not None else late:
                 self._interrupt(trial, f"its process ({owner or 'unknown'}) has ended")
         return unclear
+
+    def _try_what_was_marked(self) -> None:
+        """Try again the trials of which a process has said that they were cut off, and was killed before it did so."""
+        trials = self._trials()
+        tried = {trial.user_attrs.get(AGAIN) for trial in trials}
+        for trial in trials:
+            marked = trial.state.name == "FAIL" and INTERRUPTED in trial.user_attrs and trial.params
+            if marked and trial.number not in tried:
+                try_again(self.study, trial.number)
 
     def _interrupt(self, trial: FrozenTrial, reason: str) -> None:
         """Mark a trial as cut off, unless another process has done so at the same moment."""

@@ -302,6 +302,19 @@ def test_tried_again_once():
     assert study.trials[0].params == study.trials[1].params
 
 
+def test_a_process_that_was_killed_before_it_could_try_again():
+    """It had said that the trial was cut off: the next search tries it, and the one after that does not."""
+    study = optuna.create_study()
+    trial = study.ask()
+    trial.suggest_float("x", 0, 1)
+    trial.set_user_attr(INTERRUPTED, "its process has ended")
+    study.tell(trial, state=optuna.trial.TrialState.FAIL)
+    for _ in range(2):
+        TrialCount(study, 1)
+        assert of(study) == ["FAIL", "WAITING"]
+    assert study.ask().suggest_float("x", 0, 1) == study.trials[0].params["x"]
+
+
 def test_tried_again_if_it_had_not_begun():
     study = optuna.create_study()
     study.enqueue_trial({"x": 0.25})
