@@ -28,6 +28,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Trackers report on themselves unless they are told not to; no test is to reach for a network.
 os.environ["COMET_ERROR_TRACKING_ENABLE"] = os.environ["WANDB_ERROR_REPORTING"] = "false"
 os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
+# Under a CI service, transformers hands its lines on to Python's root logger too: they would be seen twice.
+os.environ.pop("CI", None)
 warm.prepare()
 warm.collect_garbage_seldom()
 
@@ -123,6 +125,14 @@ def _launchers_environment_stays():
     for name in [each for each in os.environ if each.startswith(("ACCELERATE_", "FSDP_"))]:
         del os.environ[name]
     os.environ.update(before)
+
+
+@pytest.fixture(autouse=True)
+def _mlflow_is_as_new():
+    """It keeps the database and the experiment that it last used: those of a test that has ended."""
+    yield
+    if "mlflow" in sys.modules:
+        importlib.import_module("tests.tracking").forget_mlflow()
 
 
 @pytest.fixture(autouse=True)

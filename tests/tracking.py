@@ -1,7 +1,11 @@
 """Runs with trackers, by either library, and what their files hold afterwards."""
 
+import functools
 import importlib
 import json
+import os
+import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -97,3 +101,33 @@ def wandb_items(items: Any) -> dict[str, Any]:
     """Names and values of a record of W&B, without those that it adds itself."""
     values = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
     return {name: without_times(name, value) for name, value in values.items() if not name.startswith("_")}
+
+
+# ---- MLflow -------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _mlflow_tables() -> bytes:
+    from mlflow.store.db.utils import _initialize_tables, create_sqlalchemy_engine
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "empty.db")
+        engine = create_sqlalchemy_engine(f"sqlite:///{file}")
+        _initialize_tables(engine)
+        engine.dispose()
+        return file.read_bytes()
+
+
+def mlflow_database(file: Path) -> str:
+    """Write a database without runs: MLflow takes a second to make its tables. Returns its address."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(_mlflow_tables())
+    return f"sqlite:///{file}"
+
+
+def forget_mlflow() -> None:
+    """Leave no database or experiment for the next test."""
+    mlflow = sys.modules["mlflow"]
+    mlflow.set_tracking_uri(None)
+    mlflow.tracking.fluent._active_experiment_id = None
+    os.environ.pop("MLFLOW_EXPERIMENT_ID", None)  # set by set_experiment

@@ -22,7 +22,7 @@ from hftrainer.tracker_callbacks import ReportingCallback
 from tests.distributed.test_evaluation import torchrun
 from tests.releases import release_of
 from tests.tiny import make_plain, plain_data
-from tests.tracking import make_trainer, scalars, texts, wandb_items, wandb_records
+from tests.tracking import make_trainer, mlflow_database, scalars, texts, wandb_items, wandb_records
 
 
 class Recorder(Logger):
@@ -104,7 +104,7 @@ def with_wandb(folder, monkeypatch):
 def with_mlflow(folder, monkeypatch):
     import mlflow
 
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{folder}.db")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", mlflow_database(folder.with_suffix(".db")))
 
     def read():
         client = mlflow.MlflowClient()

@@ -14,6 +14,7 @@ import transformers
 import hftrainer
 from hftrainer.errors import InvalidArgument, UnknownArgument
 from tests.tiny import make_llama, make_plain, plain_data
+from tests.tracking import mlflow_database
 
 LIBRARIES = ("hftrainer", "transformers")
 SETTINGS = {"max_steps": 2, "save_strategy": "no", "report_to": "none", "use_cpu": True, "disable_tqdm": True}
@@ -69,8 +70,9 @@ def test_to_json_string(tmp_path):
 
 @pytest.mark.parametrize("tracker", ["tensorboard", "csv", "mlflow"])
 def test_trackers_write_any_argument(tmp_path, monkeypatch, tracker):
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     monkeypatch.chdir(tmp_path)
+    if tracker == "mlflow":
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", mlflow_database(tmp_path / "mlflow.db"))
     args = make_own("hftrainer", tmp_path, report_to=tracker, list_of=[torch.float32, {1: {2}}])
     assert hftrainer.Trainer(make_plain(), args, train_dataset=plain_data()).train().global_step == 2
 

@@ -11,7 +11,7 @@ import hftrainer
 from hftrainer import tracker_callbacks
 from hftrainer.tracker_callbacks import ReportingCallback
 from tests.parity.support import LIBRARIES
-from tests.tracking import make_trainer, scalars, texts, wandb_items, wandb_records
+from tests.tracking import make_trainer, mlflow_database, scalars, texts, wandb_items, wandb_records
 
 for package in ("tensorboard", "wandb", "mlflow", "comet_ml"):
     pytest.importorskip(package)
@@ -42,14 +42,9 @@ def _elsewhere(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     monkeypatch.setenv("COMET_START_ONLINE", "0")
     yield
-    for name in ("wandb", "mlflow"):
-        module = importlib.import_module(name)
-        if name == "wandb":
-            module.finish()
-            module.teardown()
-        else:
-            module.end_run()
-            module.set_tracking_uri(None)
+    wandb = importlib.import_module("wandb")
+    wandb.finish()
+    wandb.teardown()
 
 
 @pytest.mark.parametrize(
@@ -389,7 +384,7 @@ def test_mlflow(tmp_path):
     for library in LIBRARIES:
         import mlflow
 
-        mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/{library}.db")
+        mlflow.set_tracking_uri(mlflow_database(tmp_path / f"{library}.db"))
         trainer = make_trainer(library, tmp_path / library, report_to="mlflow", run_name="a-run")
         callback = callback_of(trainer, kind_of(library, "MLflowCallback"))
         callback.setup(trainer.args, trainer.state, trainer.model)

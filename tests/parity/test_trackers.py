@@ -1,13 +1,12 @@
 """What both libraries leave with W&B, MLflow and Comet, all of them offline."""
 
 import json
-import os
 import zipfile
 
 import pytest
 
 from tests.parity.support import LIBRARIES
-from tests.tracking import make_trainer, wandb_items, wandb_records, without_times
+from tests.tracking import make_trainer, mlflow_database, wandb_items, wandb_records, without_times
 
 #: Arguments that transformers fills in by the machine, and the folder of each run.
 DIFFERENT = {"accelerator_config", "dataloader_pin_memory", "output_dir"}
@@ -128,11 +127,7 @@ def test_wandb_watches(tmp_path, wandb, monkeypatch):
 def mlflow(tmp_path, monkeypatch):
     module = pytest.importorskip("mlflow")
     monkeypatch.chdir(tmp_path)
-    yield module
-    module.end_run()
-    module.set_tracking_uri(None)
-    module.tracking.fluent._active_experiment_id = None
-    os.environ.pop("MLFLOW_EXPERIMENT_ID", None)  # set by set_experiment
+    return module
 
 
 def mlflow_run(mlflow, number=0):
@@ -155,7 +150,7 @@ def test_mlflow(tmp_path, mlflow, monkeypatch):
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "tiny")
     found = {}
     for library in LIBRARIES:
-        mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/{library}.db")
+        mlflow.set_tracking_uri(mlflow_database(tmp_path / f"{library}.db"))
         trainer = make_trainer(library, tmp_path / library, report_to="mlflow", run_name="a-run")
         trainer.train()
         found[library] = mlflow_run(mlflow)
@@ -175,32 +170,32 @@ def test_mlflow(tmp_path, mlflow, monkeypatch):
 
 def test_mlflow_after_training(tmp_path, mlflow):
     """Later evaluations and trainings go to the same run, where transformers would begin runs without a name."""
+    mlflow_database(tmp_path / "mlflow.db")  # where MLflow writes unless it is told otherwise
     trainer = run("hftrainer", tmp_path / "run", "mlflow", model="plain")
     trainer.train()
     _, _, metrics, info = mlflow_run(mlflow)
     assert [step for step, _ in metrics["eval_loss"]] == [3, 6, 8, 8, 3, 6, 8]
     assert info.status == "FINISHED"
     assert len(mlflow.search_runs()) == 1
-    assert (tmp_path / "mlflow.db").exists()  # MLflow's own default
 
 
 def test_mlflow_run_of_the_user(tmp_path, mlflow, monkeypatch):
     monkeypatch.setenv("MLFLOW_FLATTEN_PARAMS", "1")
     monkeypatch.setenv("MLFLOW_MAX_LOG_PARAMS", "7")
-    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/runs.db")
-    mine = mlflow.start_run(run_name="mine")
-    trainer = make_trainer("hftrainer", tmp_path / "run", "plain", report_to="mlflow")
-    trainer.train()
-    trainer.log({"odd(name)": 1.0})
-    assert mlflow.active_run().info.run_id == mine.info.run_id
-    params, _, metrics, info = mlflow_run(mlflow)
+    mlflow.set_tracking_uri(mlflow_database(tmp_path / "runs.db"))
+    with mlflow.start_run(run_name="mine") as mine:
+        trainer = make_trainer("hftrainer", tmp_path / "run", "plain", report_to="mlflow")
+        trainer.train()
+        trainer.log({"odd(name)": 1.0})
+        assert mlflow.active_run().info.run_id == mine.info.run_id
+        params, _, metrics, info = mlflow_run(mlflow)
     assert len(params) == 7
     assert metrics["odd_name_"] == [(8, 1.0)]
     assert (info.run_name, info.status) == ("mine", "RUNNING")
 
 
 def test_mlflow_run_by_its_id_and_nested(tmp_path, mlflow, monkeypatch):
-    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/runs.db")
+    mlflow.set_tracking_uri(mlflow_database(tmp_path / "runs.db"))
     with mlflow.start_run() as before:
         pass
     monkeypatch.setenv("MLFLOW_RUN_ID", before.info.run_id)
