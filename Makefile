@@ -7,7 +7,9 @@ export PYTHONDONTWRITEBYTECODE :=
 # What is compiled is kept; in memory it could not be executed.
 export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/$(VENV)/inductor
 VENV := .venv
-PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# pip of an environment.
+pip = $(1)/bin/python -m pip install --quiet --disable-pip-version-check
+PIP := $(call pip,$(VENV)) -c constraints.txt
 # Tests write thousands of checkpoints, each waited for: in memory, where there are 4 GB of it for files.
 IN_MEMORY := $(shell test "$$(df --output=avail /dev/shm 2>/dev/null | tail -1)" -gt 4000000 2>/dev/null && echo TMPDIR=/dev/shm)
 RUN := $(IN_MEMORY) HF_HUB_OFFLINE=1 $(VENV)/bin/python
@@ -97,8 +99,8 @@ $(VENV)-floor/.ready: tests/versions/floor.txt pyproject.toml
 	@test -n "$(PYTHON310)" || { echo "make test-floor needs Python 3.10: python3.10 on the path, or PYTHON310=..." >&2; exit 1; }
 	@echo "Installing the oldest releases into $(VENV)-floor (6 GB, some minutes) ..."
 	@$(PYTHON310) -m venv $(VENV)-floor
-	@$(VENV)-floor/bin/python -m pip install --quiet --disable-pip-version-check -c $< torch
-	@$(VENV)-floor/bin/python -m pip install --quiet --disable-pip-version-check -c $< -e '.[test]' nbclient ipykernel
+	@$(call pip,$(VENV)-floor) -c $< torch
+	@$(call pip,$(VENV)-floor) -c $< -e '.[test]' nbclient ipykernel
 	@$(VENV)-floor/bin/python -m pip uninstall --quiet --yes triton
 	@touch $@
 
@@ -109,8 +111,8 @@ NEWEST := tests/conformance tests/interop tests/parity/test_matrix.py
 
 test-newest: $(VENV)-newest/bin/python  ## the newest release of everything, whatever constraints.txt says
 	@echo "Installing the newest releases into $(VENV)-newest ..."
-	@$(VENV)-newest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade $(NEWEST_TORCH)
-	@$(VENV)-newest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager \
+	@$(call pip,$(VENV)-newest) --upgrade $(NEWEST_TORCH)
+	@$(call pip,$(VENV)-newest) --upgrade --upgrade-strategy eager \
 		-e '.[test]' nbclient ipykernel $(NEWEST_TORCH)
 	@HF_HUB_OFFLINE=1 $(VENV)-newest/bin/python -m pytest $(NEWEST)
 
@@ -120,19 +122,20 @@ test-prerelease: $(VENV)/.base  ## the newest pre-release of lightning, if there
 	if [ -z "$$release" ]; then release=$$($(VENV)/bin/python tests/versions/prerelease.py lightning) || exit 1; fi; \
 	if [ -z "$$release" ]; then echo "No pre-release of lightning is newer than its newest release."; exit 0; fi; \
 	$(MAKE) --no-print-directory $(VENV)-prerelease/.ready && \
-	$(VENV)-prerelease/bin/python -m pip install --quiet --disable-pip-version-check --no-deps "lightning==$$release" && \
+	$(call pip,$(VENV)-prerelease) --no-deps "lightning==$$release" && \
 	{ HF_HUB_OFFLINE=1 $(VENV)-prerelease/bin/python -m pytest $(PRERELEASE_TESTS) || echo "lightning $$release fails as above; this is a report."; }
 
 PRERELEASE_TESTS := tests/conformance tests/parity/test_matrix.py
 
 $(VENV)-prerelease/.ready: pyproject.toml constraints.txt | $(VENV)-prerelease/bin/python
 	@echo "Installing what a pre-release of lightning is tried with into $(VENV)-prerelease ..."
-	@$(VENV)-prerelease/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	@$(VENV)-prerelease/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[transformers]' peft pytest rich
+	@$(call pip,$(VENV)-prerelease) -c constraints.txt torch
+	@$(call pip,$(VENV)-prerelease) -c constraints.txt -e '.[transformers]' peft pytest rich
 	@touch $@
 
 # One after the other, also with -j: each takes both cores.
-LANES := test test-parity-live test-versions test-floor test-newest test-deepspeed test-ray test-downstream test-xla test-prerelease
+LANES := test test-parity-live test-versions test-floor test-newest test-deepspeed test-ray test-downstream test-xla test-install \
+	test-prerelease
 
 ci:  ## every lane, one after the other (.ci/run: those that CI has the time for)
 	@for lane in $(LANES); do echo "make $$lane"; $(MAKE) --no-print-directory $$lane || exit 1; done
@@ -143,15 +146,15 @@ test-xla: $(VENV)-xla/.ready  ## torch_xla on the CPU, with the torch 2.9 that i
 $(VENV)-xla/.ready: tests/xla/requirements.txt
 	@echo "Installing torch_xla into $(VENV)-xla (several gigabytes) ..."
 	@$(PYTHON) -m venv $(VENV)-xla
-	@$(VENV)-xla/bin/python -m pip install --quiet --disable-pip-version-check -c $< torch torch_xla
-	@$(VENV)-xla/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@$(call pip,$(VENV)-xla) -c $< torch torch_xla
+	@$(call pip,$(VENV)-xla) -r $<
 	@touch $@
 
 $(VENV)-%/.ready: tests/versions/%.txt
 	@echo "Installing transformers $* into $(VENV)-$* ..."
 	@$(PYTHON) -m venv $(VENV)-$*
-	@$(VENV)-$*/bin/python -m pip install --quiet --disable-pip-version-check -c $< torch
-	@$(VENV)-$*/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@$(call pip,$(VENV)-$*) -c $< torch
+	@$(call pip,$(VENV)-$*) -r $<
 	@touch $@
 
 # Its environment is its own, and so is the folder of what it compiles: a build that was interrupted blocks the next.
@@ -162,9 +165,9 @@ test-deepspeed: $(VENV)-deepspeed/.ready  ## DeepSpeed: two processes on the CPU
 # torch first, as above; DeepSpeed compiles nothing while it is installed, and looks at the torch that is there.
 $(VENV)-deepspeed/.ready: pyproject.toml constraints.txt | $(VENV)-deepspeed/bin/python
 	@echo "Installing DeepSpeed into $(VENV)-deepspeed ..."
-	@$(VENV)-deepspeed/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch setuptools wheel ninja py-cpuinfo
-	@DS_BUILD_OPS=0 $(VENV)-deepspeed/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -c constraints.txt deepspeed
-	@$(VENV)-deepspeed/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[transformers,deepspeed]' peft pytest
+	@$(call pip,$(VENV)-deepspeed) -c constraints.txt torch setuptools wheel ninja py-cpuinfo
+	@DS_BUILD_OPS=0 $(call pip,$(VENV)-deepspeed) --no-build-isolation -c constraints.txt deepspeed
+	@$(call pip,$(VENV)-deepspeed) -c constraints.txt -e '.[transformers,deepspeed]' peft pytest
 	@touch $@
 
 $(VENV)-deepspeed/bin/python $(VENV)-ray/bin/python $(VENV)-newest/bin/python $(VENV)-prerelease/bin/python:
@@ -176,8 +179,8 @@ test-ray: $(VENV)-ray/.ready  ## Ray Tune: real searches on two cores, against t
 
 $(VENV)-ray/.ready: pyproject.toml constraints.txt | $(VENV)-ray/bin/python
 	@echo "Installing Ray into $(VENV)-ray ..."
-	@$(VENV)-ray/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	@$(VENV)-ray/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[transformers,ray]' pytest
+	@$(call pip,$(VENV)-ray) -c constraints.txt torch
+	@$(call pip,$(VENV)-ray) -c constraints.txt -e '.[transformers,ray]' pytest
 	@touch $@
 
 # AdapterHub's library is for transformers 4.57, and is tried in that release's environment. WRITE=1 writes the page.
@@ -188,17 +191,17 @@ test-downstream: $(VENV)-downstream/.ready $(VENV)-4.57/.ready  ## TRL, sentence
 $(VENV)-downstream/.ready: tests/downstream/requirements.txt pyproject.toml constraints.txt
 	@echo "Installing TRL, sentence-transformers and setfit into $(VENV)-downstream ..."
 	@$(PYTHON) -m venv $(VENV)-downstream
-	@$(VENV)-downstream/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	@$(VENV)-downstream/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[transformers]' -r $<
+	@$(call pip,$(VENV)-downstream) -c constraints.txt torch
+	@$(call pip,$(VENV)-downstream) -c constraints.txt -e '.[transformers]' -r $<
 	@touch $@
 
 # TESTS=tests/api measures a part, which is below the floor. What is killed leaves no figures, and where the kills of
 # test_kill.py hit depends on the speed.
 coverage: $(VENV)/.dev  ## every test, and how much of each folder they reach, branches too
 	@rm -f .coverage .coverage.*
-	@HF_HUB_OFFLINE=1 $(VENV)/bin/coverage run -m pytest $(TWO) --ignore=tests/reliability/test_kill.py $(TESTS)
-	@$(VENV)/bin/coverage combine --quiet
-	@$(VENV)/bin/python tests/coverage_table.py
+	@$(RUN) -m coverage run -m pytest $(TWO) --ignore=tests/reliability/test_kill.py $(TESTS)
+	@$(RUN) -m coverage combine --quiet
+	@$(RUN) tests/coverage_table.py
 
 lint: $(VENV)/.dev  ## ruff, mypy, and who may import whom
 	@$(VENV)/bin/ruff format --check .

@@ -13,13 +13,13 @@ import threading
 import time
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from types import SimpleNamespace
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import yaml
 
-ROOT = Path(__file__).parents[1]
+from tests import warm
+
 #: Files that the Hub keeps as LFS objects, as the `.gitattributes` of a new repository says.
 LFS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".msgpack")
 
@@ -97,15 +97,13 @@ class HubServer:
         """The environment of a process that takes this for the Hub, with its cache below `home`."""
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
         return {
-            **inherited,
+            **warm.environment(inherited),
             "HF_ENDPOINT": self.url,
             "HF_HOME": str(home),
             "HF_HUB_OFFLINE": "0",
             "HF_HUB_DISABLE_XET": "1",
             "HF_HUB_DISABLE_TELEMETRY": "1",
             "no_proxy": "127.0.0.1",
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "adapters")]),
             **({"HF_TOKEN": token} if token else {}),
         }
 

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-#: How values are compared is not what they are: a recording that means something else now is one that differs.
-_COMPARISON = ROOT / "tests" / "peers.py"
+#: How values are compared is not what they are: a recording that means something else now is one that differs. Nor is
+#: how a process is started what it does.
+_NOT_OF_THE_PEER = {ROOT / "tests" / "peers.py", ROOT / "tests" / "warm.py"}
 #: Statements that do something when the module is imported; others count when a test reaches what they define.
 _DEFINING = (ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Import, ast.ImportFrom)
 
@@ -72,7 +73,7 @@ def _reached(path: Path, name: str | None) -> dict[tuple[Path, int], ast.stmt]:
     waiting: list[tuple[Path, str | None]] = [(path, name)]
     while waiting:
         at = waiting.pop()
-        if at in seen or at[0] == _COMPARISON or not at[0].exists():
+        if at in seen or at[0] in _NOT_OF_THE_PEER or not at[0].exists():
             continue
         seen.add(at)
         module = _module(at[0])

@@ -25,11 +25,15 @@ def installed() -> str:
     return ", ".join([f"python {platform.python_version()}", *(f"{p} {version(p)}" for p in SHOWN if release_of(p))])
 
 
+def pin(package: str) -> str:
+    """The version that `constraints.txt` pins."""
+    constraints = (Path(__file__).parents[1] / "constraints.txt").read_text()
+    return re.search(rf"^{package}==(\S+)", constraints, re.MULTILINE).group(1)
+
+
 def pinned(package: str) -> tuple[int, ...]:
     """Major and minor of what `constraints.txt` pins."""
-    constraints = (Path(__file__).parents[1] / "constraints.txt").read_text()
-    major, minor = re.search(rf"^{package}==(\d+)\.(\d+)", constraints, re.MULTILINE).groups()
-    return int(major), int(minor)
+    return tuple(int(part) for part in pin(package).split(".")[:2])
 
 
 LIGHTNING = release_of("lightning")

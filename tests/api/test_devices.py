@@ -1,7 +1,6 @@
 """Devices that no test machine has: what is planned for them, with torch told that they are there."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +17,7 @@ from hftrainer.data.loaders import PreparedDataLoader
 from hftrainer.errors import UnsupportedArgument
 from hftrainer_lightning.arguments import make_plan, unsupported
 from hftrainer_lightning.precision import make_scaler, precision_plugin
+from tests import warm
 from tests.releases import TORCH
 from tests.tiny import make_plain, plain_data
 
@@ -303,11 +303,10 @@ def test_refused_accelerators(monkeypatch, name):
 )
 def test_training_on_a_plug_in(tmp_path):
     """A run on torch's plug-in device, resumed too, is one on the CPU; the device is made of Python."""
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "adapters")])
     done = subprocess.run(
         [sys.executable, "tests/fake_npu.py", str(tmp_path)],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": paths},
+        env=warm.environment(),
         capture_output=True,
         text=True,
         timeout=240,

@@ -1,16 +1,17 @@
 """The examples, as a new user runs them."""
 
-import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+from tests import warm
+
 ROOT = Path(__file__).parents[2]
 
 
 def run(command: list, cwd: Path, **environment: str) -> str:
-    env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'adapters'}", **environment}
+    env = {**warm.environment(), **environment}
     done = subprocess.run([str(part) for part in command], cwd=cwd, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr

@@ -2,18 +2,14 @@
 
 import inspect
 import json
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
 
 from hftrainer import TrainingArguments
 from tests import warm
-
-ROOT = Path(__file__).parents[2]
 
 
 def explain(*words: str) -> subprocess.CompletedProcess:
@@ -99,6 +95,6 @@ def test_nothing_is_imported_for_it():
         "import sys; from hftrainer import TrainingArguments; str(TrainingArguments(max_steps=1).explain());"
         "print(sorted({name.split('.')[0] for name in sys.modules} & {'lightning', 'transformers'}))"
     )
-    env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'adapters'}"}
+    env = warm.environment()
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -7,6 +7,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from tests.releases import pin
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -61,10 +63,6 @@ def test_python():
 def test_lightning_has_a_bound():
     """Private names may go with any minor release: the next one is admitted once it has been tried."""
     (lightning,) = [requirement for requirement in required() if requirement.name == "lightning"]
-    newest = next(
-        Version(line.removeprefix("lightning=="))
-        for line in (ROOT / "constraints.txt").read_text().splitlines()
-        if line.startswith("lightning==")
-    )
+    newest = Version(pin("lightning"))
     assert newest in lightning.specifier
     assert f"{newest.major}.{newest.minor + 1}.0" not in lightning.specifier

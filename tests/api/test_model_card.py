@@ -25,7 +25,6 @@ from tests.parity.support import accuracy
 from tests.releases import pinned, release_of
 from tests.tiny import make_bert, make_peft, make_plain, plain_data
 
-ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "hf_this-is-the-secret"
 
 

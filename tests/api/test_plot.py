@@ -15,8 +15,6 @@ from tests import warm
 from tests.parity.support import accuracy, build
 from tests.tiny import make_plain, plain_data
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):

@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from torch import nn
 import hftrainer
 from hftrainer import Trainer, TrainerCallback, TrainingArguments
 from hftrainer.errors import CheckpointNotWritten
+from tests import warm
 from tests.tiny import Plain, make_bert, make_llama, make_peft, make_plain, plain_data, text_data
 
 transformers = importlib.import_module("transformers")
@@ -467,6 +467,4 @@ drawn = random.getstate()
 random.seed(42)
 assert drawn == random.getstate()
 """
-    root = Path(__file__).parents[2]
-    env = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{root / 'adapters'}"}
-    subprocess.run([sys.executable, "-c", code], env=env, check=True)
+    subprocess.run([sys.executable, "-c", code], env=warm.environment(), check=True)

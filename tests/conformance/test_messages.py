@@ -47,13 +47,11 @@ def program(
     )
 
 
-def python(*words, environment=None, standard_input=None):
+def python(*words, environment=None):
     """What a process shows on stdout and on stderr."""
     inherited = {name: value for name, value in os.environ.items() if name not in ("TRANSFORMERS_VERBOSITY", "CI")}
     settings = {**warm.environment(inherited), **(environment or {})}
-    done = subprocess.run(
-        [warm.PYTHON, *words], env=settings, input=standard_input, capture_output=True, text=True, cwd=ROOT
-    )
+    done = subprocess.run([warm.PYTHON, *words], env=settings, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout, done.stderr
 

@@ -11,7 +11,6 @@ import pytest
 from tests import warm
 from tests.parity.test_evaluation import leaves
 
-ROOT = Path(__file__).resolve().parents[2]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 
 

@@ -1,13 +1,13 @@
 """Runs the cases of one library by transformers and by hftrainer at the same time, and compares their records."""
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from tests import warm
 from tests.parity.differences import MEASURED
 
 ROOT = Path(__file__).parents[2]
@@ -20,14 +20,13 @@ ALL_MEASURED = (*MEASURED, "step_time")
 def environment(folder: Path) -> dict[str, str]:
     """The variables of a process that runs cases: one thread, no network, nothing from an earlier run."""
     more = {
-        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'adapters'}",
         "HF_HOME": str(folder / "hf"),
         **dict.fromkeys(("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "OMP_NUM_THREADS", "HF_HUB_DISABLE_TELEMETRY"), "1"),
         **dict.fromkeys(("TOKENIZERS_PARALLELISM", "TRL_EXPERIMENTAL_SILENCE"), "false"),
         "CUDA_VISIBLE_DEVICES": "",
         "PYTHONHASHSEED": "0",  # libraries write sets into their files
     }
-    return {**os.environ, **more}
+    return {**warm.environment(), **more}
 
 
 def run_both(module: str, names: Iterable[str], folder: Path, python: str = sys.executable) -> Path:

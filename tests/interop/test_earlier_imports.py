@@ -4,13 +4,11 @@ import importlib.util
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from tests import warm
 
-ROOT = Path(__file__).parents[2]
 #: A library with classes of its own, in a module of its own.
 LIBRARY = {
     "lib/__init__.py": "from lib.trainers import SFTTrainer, SFTConfig\n",

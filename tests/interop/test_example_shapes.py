@@ -19,7 +19,6 @@ from tests.interop.example_shapes.shapes import SHAPES
 from tests.parity.differences import MEASURED, OWN_FILES
 from tests.parity.support import assert_same_weights
 
-ROOT = Path(__file__).parents[2]
 DRIVER = Path(__file__).parent / "example_shapes" / "driver.py"
 #: Who runs the scripts → the words before the folder.
 WAYS = {

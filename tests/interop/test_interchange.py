@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests import warm
 from tests.interop.interchange import SHAPES
 from tests.parity.differences import OWN_FILES
 
@@ -33,7 +34,7 @@ pytestmark = [
 
 def run(jobs: dict[str, list]) -> None:
     """Each environment's jobs in a process of its own, side by side."""
-    env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'adapters'}", "HF_HUB_OFFLINE": "1"}
+    env = {**warm.environment(), "HF_HUB_OFFLINE": "1"}
     started = [
         subprocess.Popen(
             [PYTHONS[name], "-m", "tests.interop.interchange", json.dumps(given)],

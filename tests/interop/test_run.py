@@ -13,7 +13,6 @@ import pytest
 from tests import warm
 from tests.parity.differences import OWN_FILES
 
-ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).parent / "ordinary_script.py"
 FLAGS = """
     --output_dir out --num_train_epochs 2 --per_device_train_batch_size 4 --gradient_accumulation_steps 2

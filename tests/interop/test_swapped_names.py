@@ -8,7 +8,6 @@ import pytest
 
 from tests import warm
 
-ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import json, sys, warnings
 warnings.simplefilter("ignore")

@@ -3,7 +3,9 @@
 import pytest
 import torch
 from torch.utils.data import BatchSampler, RandomSampler
+from transformers.trainer_pt_utils import LengthGroupedSampler as TheirLengthGroupedSampler
 
+from hftrainer.data.samplers import LengthGroupedSampler
 from tests.parity.support import EVALUATED, accuracy, alike, assert_same_weights, build, compare, train
 from tests.peers import assert_equal
 
@@ -95,3 +97,15 @@ def test_samplers_of_ones_own(tmp_path, signature):
         assert_same_weights(ours.weights, new.weights)
         return
     compare(tmp_path, "plain", trainer_class=with_samplers("new"), trainer={"compute_metrics": accuracy}, **EVALUATED)
+
+
+@pytest.mark.parametrize("batch_size", [1, 4, 7])
+@pytest.mark.parametrize("count", [3, 38, 999, 2001])
+def test_groups_of_similar_length(count, batch_size):
+    """Also of more samples than are sorted at once."""
+    lengths = torch.randint(1, 500, (count,), generator=torch.Generator().manual_seed(count)).tolist()
+    ours, theirs = (
+        list(sampler(batch_size, lengths=lengths, generator=torch.Generator().manual_seed(0)))
+        for sampler in (LengthGroupedSampler, TheirLengthGroupedSampler)
+    )
+    assert ours == theirs

@@ -13,7 +13,6 @@ import torch
 
 from tests import warm
 
-ROOT = Path(__file__).parents[2]
 JOB = Path(__file__).with_name("job.py")
 ENVIRONMENT = {**warm.environment(), "PYTHONUNBUFFERED": "1"}
 

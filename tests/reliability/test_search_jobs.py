@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import optuna
 import pytest
@@ -19,7 +18,6 @@ from hftrainer.search.jobs import WORKER, Jobs
 from tests import warm
 from tests.tiny import make_plain, plain_data
 
-ROOT = Path(__file__).parents[2]
 SCRIPT = [warm.PYTHON, "-m", "tests.reliability.jobs_script"]
 
 

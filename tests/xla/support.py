@@ -1,6 +1,5 @@
 """Small runs on an XLA device, and on the CPU to compare them with."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +9,7 @@ import torch
 from torch import nn
 
 from hftrainer import Trainer, TrainingArguments
-from tests import tiny
+from tests import tiny, warm
 
 ROOT = Path(__file__).parents[2]
 #: XLA sums up the products of a matrix in another order than torch's kernels, and fuses multiplications with additions:
@@ -70,7 +69,7 @@ def weights(done: Trainer) -> dict[str, torch.Tensor]:
 
 def run_script(*words: str, timeout: float = 240, **environment: str) -> subprocess.CompletedProcess:
     """A script in a process of its own, from the root of the repository."""
-    env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'adapters'}", "PJRT_DEVICE": "CPU", **environment}
+    env = {**warm.environment(), "PJRT_DEVICE": "CPU", **environment}
     return subprocess.run(
         [sys.executable, *words], cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout, check=False
     )

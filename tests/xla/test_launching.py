@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 
+from tests import warm
 from tests.xla.support import ROOT, TOLERANCE, numbers, run_script, trainer, weights
 
 SCRIPT = """
@@ -45,8 +46,7 @@ def replicas(tmp_path_factory):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     env = {
-        **os.environ,
-        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'adapters'}",
+        **warm.environment(),
         "PJRT_LOCAL_PROCESS_COUNT": "2",
         "MASTER_PORT": str(port),
     }
