@@ -28,10 +28,11 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Trackers report on themselves unless they are told not to; no test is to reach for a network.
 os.environ["COMET_ERROR_TRACKING_ENABLE"] = os.environ["WANDB_ERROR_REPORTING"] = "false"
 os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
+os.environ["COMET_DISABLE_AUTO_LOGGING"] = "1"  # it would write down every run of MLflow, and wait for its threads
 # Under a CI service, transformers hands its lines on to Python's root logger too: they would be seen twice.
 os.environ.pop("CI", None)
 warm.prepare()
-warm.collect_garbage_seldom()
+warm.spare_what_stays()
 
 
 TABLES = {
@@ -110,7 +111,7 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: -whole[item.path])
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(autouse=True)
 def _what_is_imported_stays():
     """accelerate collects garbage whenever it frees memory: looking through all that was imported is most of a run."""
     gc.collect()

@@ -1,5 +1,6 @@
 """Starting, stopping and comparing the jobs of `job.py`."""
 
+import gc
 import importlib
 import json
 import multiprocessing
@@ -58,7 +59,10 @@ class Forked:
 
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
-        ["hftrainer_lightning.engine", "tests.reliability.job", "tests.reliability.search_job"]
+        [
+            *("hftrainer_lightning.engine", "tests.reliability.job", "tests.reliability.search_job"),
+            *("optuna.storages._rdb.storage", "sqlalchemy.dialects.sqlite"),
+        ]
     )
 
     def __init__(self, folder, environment=None, job="job", **settings):
@@ -89,6 +93,7 @@ class Forked:
 
 def run_forked(folder, settings, output, environment, job):
     """What the forked process does."""
+    gc.freeze()  # a search collects garbage after each trial: not among all that was imported
     os.environ.update(environment)
     main = importlib.import_module(f"tests.reliability.{job}").main
     with open(output, "w", buffering=1) as file:
