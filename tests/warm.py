@@ -282,6 +282,8 @@ def _run(kind: str, what: str) -> None:
 def prepare() -> None:
     """Say in the environment where the server is; the first script that needs it starts it."""
     os.environ["WARM_PYTHON"] = sys.executable
+    # As in an environment that is activated: where pyenv is the python3 on the path, it takes longer than the client.
+    os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
     if "WARM_FOLDER" in os.environ or os.environ.get("WARM") == "0" or sys.platform != "linux":
         return
     folder = Path(tempfile.mkdtemp(prefix="warm"))

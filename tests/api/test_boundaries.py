@@ -2,9 +2,10 @@
 
 import ast
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+from tests import warm
 
 ROOT = Path(__file__).parents[2]
 OPTIONAL = {"transformers", "accelerate", "datasets", "peft", "deepspeed", "sklearn"}
@@ -72,5 +73,6 @@ def test_importing_is_cheap():
         "import sys; from hftrainer import Trainer, TrainingArguments; TrainingArguments('unused');"
         "print(sorted({name.split('.')[0] for name in sys.modules} & {'lightning', 'transformers', 'optuna'}))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    env = {**warm.environment(), **warm.LIBRARIES}
+    done = subprocess.run([warm.PYTHON, "-c", code], env=env, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

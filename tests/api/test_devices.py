@@ -304,9 +304,9 @@ def test_refused_accelerators(monkeypatch, name):
 def test_training_on_a_plug_in(tmp_path):
     """A run on torch's plug-in device, resumed too, is one on the CPU; the device is made of Python."""
     done = subprocess.run(
-        [sys.executable, "tests/fake_npu.py", str(tmp_path)],
+        [warm.PYTHON, "tests/fake_npu.py", str(tmp_path)],
         cwd=ROOT,
-        env=warm.environment(),
+        env={**warm.environment(), **warm.LIBRARIES},
         capture_output=True,
         text=True,
         timeout=240,

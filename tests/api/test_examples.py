@@ -2,7 +2,6 @@
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 from tests import warm
@@ -11,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(command: list, cwd: Path, **environment: str) -> str:
-    env = {**warm.environment(), **environment}
+    env = {**warm.environment(), **warm.LIBRARIES, **environment}
     done = subprocess.run([str(part) for part in command], cwd=cwd, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
@@ -20,11 +19,11 @@ def run(command: list, cwd: Path, **environment: str) -> str:
 def test_demo(tmp_path):
     """What `make demo` runs, for two epochs, then resumed."""
     script = ROOT / "examples" / "digits_vit.py"
-    out = run([sys.executable, script, "--epochs", "1", "--output-dir", "here"], tmp_path)
+    out = run([warm.PYTHON, script, "--epochs", "1", "--output-dir", "here"], tmp_path)
     assert re.search(r"Test accuracy: +0\.\d+ on 270 images", out)
     assert "checkpoint-40/" in out
     assert "'epoch': '1'" in out
-    out = run([sys.executable, script, "--epochs", "2", "--output-dir", "here", "--resume"], tmp_path)
+    out = run([warm.PYTHON, script, "--epochs", "2", "--output-dir", "here", "--resume"], tmp_path)
     assert "checkpoint-80/" in out
-    out = run([sys.executable, script, "--help"], tmp_path)
+    out = run([warm.PYTHON, script, "--help"], tmp_path)
     assert "--resume" in out

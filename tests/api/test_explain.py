@@ -3,7 +3,6 @@
 import inspect
 import json
 import subprocess
-import sys
 
 import lightning.pytorch as pl
 import pytest
@@ -95,6 +94,6 @@ def test_nothing_is_imported_for_it():
         "import sys; from hftrainer import TrainingArguments; str(TrainingArguments(max_steps=1).explain());"
         "print(sorted({name.split('.')[0] for name in sys.modules} & {'lightning', 'transformers'}))"
     )
-    env = warm.environment()
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    env = {**warm.environment(), **warm.LIBRARIES}
+    done = subprocess.run([warm.PYTHON, "-c", code], env=env, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

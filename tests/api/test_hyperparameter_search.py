@@ -3,9 +3,7 @@
 import gc
 import logging
 import math
-import os
 import subprocess
-import sys
 from datetime import timedelta
 
 import numpy as np
@@ -18,6 +16,7 @@ from hftrainer.errors import InvalidArgument, MissingPackage, SearchFailed, Unkn
 from hftrainer.process_identity import is_gone, this_process
 from hftrainer.search.studies import AGAIN, FAILED, INTERRUPTED, OWNER, TrialCount
 from hftrainer.trainer_utils import BestRun, default_compute_objective
+from tests import warm
 from tests.tiny import Plain, make_plain, plain_data
 
 
@@ -515,4 +514,4 @@ def test_default_objective():
 
 def test_the_search_costs_no_import():
     code = "import sys, hftrainer.trainer; assert 'optuna' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": ":".join(sys.path)})
+    subprocess.run([warm.PYTHON, "-c", code], check=True, env={**warm.environment(), **warm.LIBRARIES})

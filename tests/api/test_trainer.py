@@ -5,7 +5,6 @@ import json
 import multiprocessing
 import os
 import subprocess
-import sys
 
 import pytest
 import torch
@@ -467,4 +466,4 @@ drawn = random.getstate()
 random.seed(42)
 assert drawn == random.getstate()
 """
-    subprocess.run([sys.executable, "-c", code], env=warm.environment(), check=True)
+    subprocess.run([warm.PYTHON, "-c", code], env={**warm.environment(), **warm.LIBRARIES}, check=True)

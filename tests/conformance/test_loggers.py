@@ -19,6 +19,7 @@ from hftrainer import HfArgumentParser, Seq2SeqTrainingArguments, Trainer, Train
 from hftrainer.errors import InvalidArgument, MissingPackage, UnsupportedArgument
 from hftrainer.integrations import INTEGRATIONS, chosen
 from hftrainer.tracker_callbacks import ReportingCallback
+from tests import warm
 from tests.distributed.test_evaluation import torchrun
 from tests.releases import release_of
 from tests.tiny import make_plain, plain_data
@@ -478,7 +479,7 @@ import sys
 from hftrainer import Trainer, TrainingArguments
 assert not [name for name in ("lightning", "wandb", "mlflow", "tensorboard", "comet_ml") if name in sys.modules]
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
+    subprocess.run([warm.PYTHON, "-c", code], env={**warm.environment(), **warm.LIBRARIES}, check=True, timeout=100)
 
 
 def test_callback_is_there_for_trackers_only(tmp_path):

@@ -8,6 +8,7 @@ An error ends its script only; `error.txt` in the script's folder has the traceb
 """
 
 import argparse
+import gc
 import json
 import os
 import runpy
@@ -60,6 +61,8 @@ def main():
     torch.set_num_threads(1)
     root = chosen.folder.resolve()
     for name in chosen.names:
+        gc.collect()
+        gc.freeze()  # accelerate collects garbage whenever it frees memory: not among all that was imported
         shape = SHAPES[name]
         try:
             run(name, root / name, shape.flags, shape.as_json)
