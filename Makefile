@@ -14,11 +14,13 @@ PIP := $(call pip,$(VENV)) -c constraints.txt
 IN_MEMORY := $(shell test "$$(df --output=avail /dev/shm 2>/dev/null | tail -1)" -gt 4000000 2>/dev/null && echo TMPDIR=/dev/shm)
 RUN := $(IN_MEMORY) HF_HUB_OFFLINE=1 $(VENV)/bin/python
 LAYERS := PYTHONPATH=.:adapters $(VENV)/bin/lint-imports --no-logo
-# Two workers take whole files, in the order of tests/conftest.py: the longest first.
+# Workers take whole files, in the order of tests/conftest.py: the longest first. The slow tests wait for processes, and
+# so there is a third worker for them.
 TWO := -n 2 --dist loadfile --no-loadscope-reorder
+THREE := -n 3 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help ci demo demo-plain test test-install test-fast test-changed test-parity-live record-peers durations test-versions test-floor test-newest test-prerelease test-deepspeed test-ray test-downstream test-xla coverage lint
+.PHONY: help ci demo demo-plain test test-install test-fast test-changed test-parity-live record-peers durations test-versions test-floor test-newest test-prerelease test-deepspeed test-ray test-downstream test-xla coverage house lint
 .PHONY: format bench bench-eval bench-checkpoint bench-search clean
 
 help:  ## list the targets
@@ -50,12 +52,8 @@ demo: $(VENV)/.demo  ## fine-tune a vision transformer on handwritten digits (CP
 demo-plain: $(VENV)/.base  ## the same with a plain nn.Module and without transformers
 	@$(RUN) examples/plain_torch.py
 
-test: $(VENV)/.dev  ## run every test, and the linters
-	@$(VENV)/bin/ruff format --check --quiet .
-	@$(VENV)/bin/ruff check --quiet .
-	@$(VENV)/bin/mypy
-	@$(LAYERS)
-	@$(RUN) -m pytest $(TWO)
+test: $(VENV)/.dev  ## run every test
+	@$(RUN) -m pytest $(THREE)
 
 test-fast: $(VENV)/.dev  ## the tests that were fast when last measured, in a minute
 	@$(RUN) -m pytest -m "not slow" -q $(TWO)
@@ -134,7 +132,7 @@ $(VENV)-prerelease/.ready: pyproject.toml constraints.txt | $(VENV)-prerelease/b
 	@touch $@
 
 # One after the other, also with -j: each takes both cores.
-LANES := test test-parity-live test-versions test-floor test-newest test-deepspeed test-ray test-downstream test-xla test-install \
+LANES := lint test test-parity-live test-versions test-floor test-newest test-deepspeed test-ray test-downstream test-xla test-install \
 	test-prerelease
 
 ci:  ## every lane, one after the other (.ci/run: those that CI has the time for)
@@ -202,6 +200,9 @@ coverage: $(VENV)/.dev  ## every test, and how much of each folder they reach, b
 	@$(RUN) -m coverage run -m pytest $(TWO) --ignore=tests/reliability/test_kill.py $(TESTS)
 	@$(RUN) -m coverage combine --quiet
 	@$(RUN) tests/coverage_table.py
+
+house: $(VENV)/.dev  ## measures of the code: sizes, imports, how often arguments are parsed
+	@PYTHONPATH=.:adapters $(RUN) -m tests.house
 
 lint: $(VENV)/.dev  ## ruff, mypy, and who may import whom
 	@$(VENV)/bin/ruff format --check .

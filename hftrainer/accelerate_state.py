@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hftrainer.arguments.accelerator_config import AcceleratorConfig
+from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def begin(args: TrainingArguments) -> None:
     Before the processes are connected it says that this one is on its own, so that nobody waits for the others.
     """
     library = _library()
-    if library is None or AcceleratorConfig.read(args.accelerator_config).use_configured_state:
+    if library is None or ResolvedArguments.of(args).accelerator_config.use_configured_state:
         return
     library.AcceleratorState._reset_state(reset_partial_state=True)
     _fill_partial(library, args, _kind(args))
@@ -63,7 +63,7 @@ def follow(args: TrainingArguments, accelerator: Any) -> None:
     if library is None:
         return
     state = library.AcceleratorState
-    if AcceleratorConfig.read(args.accelerator_config).use_configured_state:
+    if ResolvedArguments.of(args).accelerator_config.use_configured_state:
         if state._shared_state:
             _check_configured(state(), accelerator)
             return

@@ -388,9 +388,9 @@ def chosen(config: Mapping[str, Any]) -> Behaviours:
 
 def of_arguments(args: Any) -> Behaviours:
     """The behaviours that a Trainer with these arguments follows."""
-    from hftrainer_lightning.config import readable_config
+    from hftrainer.arguments.resolved import ResolvedArguments
 
-    return chosen(readable_config(getattr(args, "lightning_config", None)))
+    return chosen(ResolvedArguments.of(args).readable_config)
 
 
 def wrong_choice(config: Mapping[str, Any]) -> list[str]:

@@ -15,8 +15,8 @@ from torch.utils.data import IterableDataset
 from hftrainer import accelerate_state, model_inspection, peers, swap
 from hftrainer.agreement import check_agreement
 from hftrainer.arguments import legacy
-from hftrainer.arguments.accelerator_config import AcceleratorConfig
 from hftrainer.arguments.changes import take_changes
+from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.arguments.validation import problems, take_accumulation, wrong_accelerator_config
 from hftrainer.checkpointing import xla_parts
 from hftrainer.checkpointing.sharded import ShardedStates
@@ -52,6 +52,13 @@ logger = logging.getLogger(__name__)
 
 class TrainerSetup(Room):
     """Builds what a Trainer consists of."""
+
+    def resolve_arguments(self) -> None:
+        """Parse the arguments anew, for a Trainer or a trial that begins with them."""
+        args = self.trainer.args
+        resolved = self.own.resolved = ResolvedArguments(args)
+        if isinstance(args, TrainingArguments):
+            args._resolved = resolved
 
     def seed(self) -> None:
         """Seed every generator, as the arguments say."""
@@ -269,15 +276,16 @@ class TrainerSetup(Room):
         """Build the engine from the arguments, and the Trainer's `accelerator` over it."""
         trainer, own = self.trainer, self.own
         refuse_rewritten(trainer)
-        from hftrainer_lightning.arguments import make_plan, overridden, place_of, unsupported
+        from hftrainer_lightning.arguments import make_plan, overridden, unsupported
 
-        found = unsupported(trainer.args, trainer.model, own_optimizer=trainer.optimizer is not None)
+        resolved = own.resolved
+        resolved.model = trainer.model
+        found = unsupported(resolved, own_optimizer=trainer.optimizer is not None)
         if found:
             raise UnsupportedArgument("\n".join(found))
-        for sentence in overridden(trainer.args):
+        for sentence in overridden(resolved):
             logger.warning(sentence)
-        own.accelerator_config = AcceleratorConfig.read(trainer.args.accelerator_config)
-        if own.accelerator_config.non_blocking and not trainer.args.dataloader_pin_memory:
+        if resolved.accelerator_config.non_blocking and not trainer.args.dataloader_pin_memory:
             logger.warning(
                 "accelerator_config['non_blocking']=True changes nothing with dataloader_pin_memory=False: only from "
                 "page-locked memory do batches move beside the computation."
@@ -287,8 +295,10 @@ class TrainerSetup(Room):
         from hftrainer_lightning.launching import start_others
 
         recorded(EngineAccelerator)
-        start_others(place_of(trainer.args), trainer.args.ddp_timeout)
-        plan = make_plan(trainer.args, trainer.model)
+        start_others(resolved.place, trainer.args.ddp_timeout)
+        if not resolved.place.started:
+            resolved.look_again_where_we_stand()
+        plan = make_plan(resolved)
         own.checkpoint_writer = CheckpointWriter(
             in_background=plan.async_checkpoint,
             stop_on_error=plan.stop_on_save_error,
@@ -313,7 +323,7 @@ class TrainerSetup(Room):
             plan,
             own.loaders.prepare,
             is_own=lambda model: model is trainer.model or model is trainer.model_wrapped,
-            config=vars(own.accelerator_config),
+            config=vars(resolved.accelerator_config),
         )
         accelerate_state.follow(trainer.args, trainer.accelerator)
         trainer.gather_function = gathering.for_metrics(trainer.accelerator, trainer.args)
@@ -329,9 +339,12 @@ class TrainerSetup(Room):
         """Refuse what cannot work before anything is built; arguments may have been changed since they were made."""
         trainer = self.trainer
         args = trainer.args
-        if found := problems(args) if isinstance(args, TrainingArguments) else list(wrong_accelerator_config(args)):
+        resolved = self.own.resolved
+        if not (found := list(wrong_accelerator_config(resolved))):
+            take_accumulation(resolved)  # before DeepSpeed's configuration is completed with it
+            found = problems(resolved) if isinstance(args, TrainingArguments) else []
+        if found:
             raise InvalidArgument("\n".join(found))
-        take_accumulation(args)
         if args.eval_strategy != "no" and trainer.eval_dataset is None:
             raise InvalidArgument(
                 f"eval_strategy={spelled(args.eval_strategy)!r} needs an eval_dataset: pass one, or set it to 'no'."

@@ -28,6 +28,7 @@ def rebuild(trainer: Trainer) -> None:
     """Make what a copy has of its own: an engine, an accelerator, and uploads."""
     trainer._memory_tracker = TrainerMemoryTracker(trainer.args.skip_memory_metrics)
     trainer._hftrainer.interruption = Interruption(saves=False)
+    trainer._hftrainer.setup.resolve_arguments()
     trainer.create_accelerator_and_postprocess()
     if trainer.args.push_to_hub:
         trainer.accelerator.processes.from_main(trainer.init_hf_repo)

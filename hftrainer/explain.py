@@ -8,6 +8,7 @@ import textwrap
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.behaviours import NEWEST, Behaviours, installed_release, of_arguments
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ def explain(args: TrainingArguments) -> Explanation:
         row, given = row_of(args, field)
         if given:
             lines.append(Line(field.name, values[field.name], row.kind, row.detail))
-    plan = make_plan(args)
+    plan = make_plan(ResolvedArguments(args))
     call = ", ".join(f"{name}={value!r}" for name, value in plan.trainer_keywords().items())
     if plan.spreads_model:
         first = plan.sharding is not None and plan.sharding.version == 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from hftrainer.arguments.accelerator_config import AcceleratorConfig
+from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.checkpointing.saver import CheckpointSaver
 from hftrainer.construction import TrainerSetup
 from hftrainer.data.factory import LoaderFactory
@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 
 
 #: What belongs to a process, or to a run in it: another process makes its own.
-_OF_THE_PROCESS = ("engine", "checkpoint_writer", "interruption", "loop", "sharded_states", "uploads", "hp_study")
+_OF_THE_PROCESS = (
+    *("resolved", "engine", "checkpoint_writer", "interruption", "loop", "sharded_states", "uploads", "hp_study"),
+)
 
 
 class Internals:
@@ -41,6 +43,7 @@ class Internals:
 
     Attributes:
         behaviours: those of the release of transformers that is followed.
+        resolved: what the arguments mean, parsed for this Trainer or for the trial in progress.
         engine: the Lightning engine, built from the arguments.
         loop: the run in progress, if any.
         setup: builds what the arguments and the model decide.
@@ -66,7 +69,7 @@ class Internals:
 
     behaviours: Behaviours
     engine: Any
-    accelerator_config: AcceleratorConfig
+    resolved: ResolvedArguments
     checkpoint_writer: CheckpointWriter
     averages_tokens: bool
     past_index: int

@@ -196,7 +196,8 @@ class Trainer:
             logger.info("Trainer was given no args: output_dir is %s.", args.output_dir)
         complete(args, TrainingArguments)
         self.args = args
-        own.behaviours = behaviours.of_arguments(args)
+        own.setup.resolve_arguments()
+        own.behaviours = behaviours.chosen(own.resolved.readable_config)
         self._memory_tracker = TrainerMemoryTracker(self.args.skip_memory_metrics)
         self._memory_tracker.start()
         own.setup.set_log_level()
@@ -763,7 +764,7 @@ class Trainer:
                     resumed_from=resume.load_lightning_callbacks(resume_from_checkpoint),
                     automatic_optimization=not runs_backward(self),
                     find_unused_parameters=self._hftrainer.run.finds_unused_parameters(),
-                    sync_each_batch=self._hftrainer.accelerator_config.sync_each_batch,
+                    sync_each_batch=self._hftrainer.resolved.accelerator_config.sync_each_batch,
                 )
         else:  # the checkpoint's run was complete
             loop.load_optimizer()
@@ -1811,6 +1812,7 @@ class Trainer:
         elif not self._hftrainer.args_have_changed:
             return
         self._hftrainer.args_have_changed = False
+        self._hftrainer.setup.resolve_arguments()
         self._validate_args()
         if isinstance(self.args, TrainingArguments):
             self.args.hf_deepspeed_config = begin_deepspeed(self.args)

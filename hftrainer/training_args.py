@@ -28,6 +28,7 @@ from hftrainer.arguments import legacy
 from hftrainer.arguments.accelerator_config import as_object
 from hftrainer.arguments.logging import LOG_LEVELS
 from hftrainer.arguments.releases import annotate
+from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.arguments.serialization import as_json, plain_field
 from hftrainer.arguments.setters import ChainingSetters
 from hftrainer.arguments.validation import ALIASES, JSON_FIELDS, normalize, problems
@@ -93,12 +94,16 @@ class TrainingArguments(
         normalize(self)
         if self.use_cpu:
             self.dataloader_pin_memory = False
-        found = problems(self)
+        found = problems(ResolvedArguments(self))
         if found:
             raise InvalidArgument("\n".join(found))
         self.hf_deepspeed_config = begin_deepspeed(self)
         self._connect_launched()
         accelerate_state.begin(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies and pickles hold: not what a Trainer has resolved, which belongs to it and to this process."""
+        return {name: value for name, value in vars(self).items() if name != "_resolved"}
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an argument; the names of v4 that still have a field of their own set that of today too."""
@@ -149,10 +154,7 @@ class TrainingArguments(
     @property
     def _place(self) -> Place:
         """Where this process stands among others."""
-        from hftrainer_lightning.config import readable_config
-        from hftrainer_lightning.environment import find_place
-
-        return find_place(readable_config(self.lightning_config), gpus=self._count_gpus)
+        return ResolvedArguments.of(self).place
 
     def _count_gpus(self) -> int:
         from hftrainer_lightning import xla
@@ -260,9 +262,10 @@ class TrainingArguments(
         from hftrainer_lightning.arguments import process_group_backend, unsupported
         from hftrainer_lightning.processes import Processes
 
-        if self.device.type == "xla" or torch.distributed.is_initialized() or unsupported(self):
+        resolved = ResolvedArguments.of(self)
+        if self.device.type == "xla" or torch.distributed.is_initialized() or unsupported(resolved):
             return
-        Processes.at(place).connect(self.device, process_group_backend(self), self.ddp_timeout_delta)
+        Processes.at(place).connect(self.device, process_group_backend(resolved), self.ddp_timeout_delta)
 
     @contextlib.contextmanager
     def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:
@@ -285,7 +288,7 @@ class TrainingArguments(
         if not processes.several or (processes.self_started and not torch.distributed.is_initialized()):
             yield
             return
-        if found := misplaced(self):
+        if found := misplaced(ResolvedArguments.of(self)):
             raise UnsupportedArgument("\n".join(found))
         processes.connect(self.device, self.ddp_backend, self.ddp_timeout_delta)
         logger.debug("Process %d of %d: %s, the main process first.", processes.rank, processes.world_size, desc)

@@ -288,7 +288,7 @@ class TrainingLoop:
         """A training step that runs backward itself; gradients are exchanged in the window's last."""
         window, trainer = self.feed.window, self.trainer
         assert window is not None
-        local = not window.closes and not trainer._hftrainer.accelerator_config.sync_each_batch
+        local = not window.closes and not trainer._hftrainer.resolved.accelerator_config.sync_each_batch
         with trainer.accelerator.no_sync(model=model) if local else contextlib.nullcontext():
             return call_with_accepted(trainer.training_step, model, inputs, num_items_in_batch=window.num_items)
 
@@ -524,6 +524,7 @@ class TrainingLoop:
                 self.schedule,
                 trainer._train_batch_size,
                 trainer.accelerator.processes.data_processes,
+                trainer._hftrainer.resolved.accelerator_config,
             ),
             epoch=self.epoch if begun else None,
             position=self.feed.window.sample + 1 if self.feed.window is not None else self.position,

@@ -31,6 +31,8 @@ os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
 os.environ["COMET_DISABLE_AUTO_LOGGING"] = "1"  # it would write down every run of MLflow, and wait for its threads
 # Under a CI service, transformers hands its lines on to Python's root logger too: they would be seen twice.
 os.environ.pop("CI", None)
+# Loading processes that garbage collection ends do not hear of it: torch waits so long for each, by default 5 seconds.
+torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.5
 warm.prepare()
 warm.spare_what_stays()
 
@@ -140,7 +142,9 @@ def _mlflow_is_as_new():
 def _quiet_and_deterministic():
     """One thread: two would only get in each other's way on two cores, and the reductions stay the same ones."""
     torch.set_num_threads(1)
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    lightnings = logging.getLogger("lightning.pytorch")
+    if lightnings.level != logging.ERROR:  # setting it empties the caches of all loggers
+        lightnings.setLevel(logging.ERROR)
     with warnings.catch_warnings():
         # Deprecations inside lightning and torch on one another are theirs to mend.
         warnings.filterwarnings("ignore", category=FutureWarning, module="(lightning|torch)")

@@ -9,28 +9,24 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from hftrainer_lightning import xla
 from hftrainer_lightning.config import (
     ALSO_SET_BY,
     WrongConfig,
     brings_async_checkpoints,
     passed_on,
-    read_config,
-    readable_config,
     wrong_keywords,
 )
-from hftrainer_lightning.deepspeed_settings import configure, wrong_deepspeed
+from hftrainer_lightning.deepspeed_settings import limits as limits_of_deepspeed
 from hftrainer_lightning.devices import OTHERS, count, own_backend, wrong_device
-from hftrainer_lightning.environment import Place, can_start_again, find_place, wrong_place
-from hftrainer_lightning.fsdp_settings import FsdpSettings, read_fsdp
-from hftrainer_lightning.layout import Layout, read_layout, wrong_layout
+from hftrainer_lightning.environment import can_start_again, wrong_place
+from hftrainer_lightning.layout import wrong_layout
 from hftrainer_lightning.plan import LightningPlan
 from hftrainer_lightning.processes import Processes
 from hftrainer_lightning.sharding_limits import limits
 
 if TYPE_CHECKING:
+    from hftrainer.arguments.resolved import ResolvedArguments
     from hftrainer.training_args import TrainingArguments
 
 
@@ -295,15 +291,14 @@ def row_of(args: TrainingArguments, field: dataclasses.Field[Any]) -> tuple[Row,
     return row, not _is_neutral(value, field.default)
 
 
-def unsupported(args: TrainingArguments, model: Any = None, *, own_optimizer: bool = False) -> list[str]:
+def unsupported(resolved: ResolvedArguments, *, own_optimizer: bool = False) -> list[str]:
     """A sentence for each argument that asks for what this release cannot do yet.
 
     Args:
-        args: the training arguments.
-        model: the model, if there is one yet: how it was loaded has to fit.
+        resolved: the training arguments, with the model if there is one yet: how it was loaded has to fit.
         own_optimizer: whether the script has made the optimizer.
     """
-    found = []
+    args, found = resolved.args, []
     for field in dataclasses.fields(args):
         if field.name not in TABLE:
             continue  # a field of the user's own subclass
@@ -315,40 +310,31 @@ def unsupported(args: TrainingArguments, model: Any = None, *, own_optimizer: bo
         if (value := os.environ.get(name, "")).lower() not in neutral_values:
             found.append(f"The launcher asks for {name}={value}, which is not supported yet: launch without it.")
     try:
-        found += wrong_keywords(read_config(_config(args)))
-        found += _wrong_sharding(args, own_optimizer)
-        found += wrong_deepspeed(args, read_config(_config(args)))
-        layout = read_layout(args.parallelism_config, model)
-        found += wrong_layout(layout, read_fsdp(args.fsdp, args.fsdp_config), args.world_size)
-        spreads = _sharding(args, layout) is not None or layout.tp_size > 1
-        found += wrong_device(args, _precision(args), place_of(args).world_size, spreads)
+        found += wrong_keywords(resolved.lightning_config)
+        found += _wrong_sharding(resolved, own_optimizer)
+        if resolved.deepspeed is not None:
+            found += limits_of_deepspeed(args, resolved.deepspeed, resolved.lightning_config)
+        found += wrong_layout(resolved.layout, resolved.fsdp, args.world_size)
+        spreads = resolved.sharding is not None or resolved.layout.tp_size > 1
+        found += wrong_device(args, resolved.lightnings_precision, resolved.place.world_size, spreads)
     except WrongConfig as error:
         found.append(str(error))
-    return found + misplaced(args)
+    return found + misplaced(resolved)
 
 
-def place_of(args: TrainingArguments) -> Place:
-    """Where this process stands; arguments of transformers count no GPUs, since they mean DataParallel."""
-    return getattr(args, "_place", None) or find_place(readable_config(_config(args)), gpus=lambda: 1)
-
-
-def misplaced(args: TrainingArguments) -> list[str]:
+def misplaced(resolved: ResolvedArguments) -> list[str]:
     """A sentence for each reason why the processes, as the launcher has started them, cannot train."""
-    place = place_of(args)
+    args, place = resolved.args, resolved.place
     of_xla = xla.misfits(args, place, getattr(args, "tpu_num_cores", None))
-    return [*wrong_place(place, readable_config(_config(args)), count(args.device)), *of_xla]
+    return [*wrong_place(place, resolved.readable_config, count(args.device)), *of_xla]
 
 
-def _config(args: TrainingArguments) -> Any:
-    return getattr(args, "lightning_config", None)
-
-
-def _wrong_sharding(args: TrainingArguments, own_optimizer: bool) -> list[str]:
-    settings = read_fsdp(args.fsdp, args.fsdp_config)
+def _wrong_sharding(resolved: ResolvedArguments, own_optimizer: bool) -> list[str]:
+    args, settings, config = resolved.args, resolved.fsdp, resolved.lightning_config
     if settings is None or args.device.type in ("mps", *OTHERS):  # where `wrong_device` refuses it altogether
         return []
-    launched = place_of(args).launcher != "lightning"
-    return list(limits(args, settings, read_config(_config(args)), launched=launched, own_optimizer=own_optimizer))
+    launched = resolved.place.launcher != "lightning"
+    return list(limits(args, settings, config, launched=launched, own_optimizer=own_optimizer))
 
 
 def _is_neutral(value: Any, default: Any) -> bool:
@@ -359,53 +345,33 @@ def _is_neutral(value: Any, default: Any) -> bool:
     return nothing or value == default or value in ("no", "none")
 
 
-def _precision(args: TrainingArguments) -> str:
-    """Lightning's precision: that of `lightning_config`, the argument's, or else the launcher's."""
-    if (given := read_config(_config(args)).get("precision")) is not None:
-        return "32-true" if str(given) == "32" else str(given)
-    asked = "bf16" if args.bf16 else "fp16" if args.fp16 else os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    asked = vars(args).get("_mixed_precision", asked)  # set by the script, in the place of the arguments
-    return {"bf16": "bf16-mixed", "fp16": "16-mixed"}.get(asked, "32-true")
+def process_group_backend(resolved: ResolvedArguments) -> str | None:
+    """How the processes communicate; parameters that are kept in the host's memory are clipped there too."""
+    kind = resolved.device.type
+    offloads = resolved.sharding is not None and resolved.sharding.cpu_offload and kind == "cuda"
+    own = "cpu:gloo,cuda:nccl" if offloads else own_backend(kind) if kind in OTHERS else None
+    return own if resolved.args.ddp_backend is None else resolved.args.ddp_backend
 
 
-def _sharding(args: TrainingArguments, layout: Layout) -> FsdpSettings | None:
-    """How the model is sharded; `dp_shard_size` asks for FSDP2 with what `fsdp_config` would begin with."""
-    return read_fsdp(args.fsdp, args.fsdp_config) or (FsdpSettings() if layout.shards else None)
-
-
-def _backend(args: TrainingArguments, device: torch.device, sharding: FsdpSettings | None) -> str | None:
-    """How processes communicate; parameters that are kept in the host's memory are clipped there too."""
-    offloads = sharding is not None and sharding.cpu_offload and device.type == "cuda"
-    own = "cpu:gloo,cuda:nccl" if offloads else own_backend(device.type) if device.type in OTHERS else None
-    return own if args.ddp_backend is None else args.ddp_backend
-
-
-def process_group_backend(args: TrainingArguments) -> str | None:
-    """How the processes communicate, as `make_plan` says."""
-    return _backend(args, args.device, read_fsdp(args.fsdp, args.fsdp_config))
-
-
-def make_plan(args: TrainingArguments, model: Any = None) -> LightningPlan:
+def make_plan(resolved: ResolvedArguments) -> LightningPlan:
     """The plan for these arguments, and for a model that may have been split while it was loaded."""
-    device, layout = args.device, read_layout(args.parallelism_config, model)
-    sharding = _sharding(args, layout)
-    config, deepspeed = read_config(_config(args)), configure(args)
+    args, device, config = resolved.args, resolved.device, resolved.lightning_config
     return LightningPlan(
         accelerator="tpu" if device.type == "xla" else device.type,
         device=str(device),
-        precision=deepspeed.precision if deepspeed else _precision(args),  # type: ignore[arg-type]
+        precision=resolved.precision,  # type: ignore[arg-type]
         accumulate_grad_batches=args.gradient_accumulation_steps,
         deterministic=args.full_determinism,
         default_root_dir=str(args.output_dir),
-        processes=Processes.at(place_of(args), layout.tp_size),
-        process_group_backend=_backend(args, device, sharding),
+        processes=Processes.at(resolved.place, resolved.layout.tp_size),
+        process_group_backend=process_group_backend(resolved),
         timeout=args.ddp_timeout,
         ddp=MappingProxyType(
             {name: value for name in _DDP if (value := getattr(args, f"ddp_{name}", None)) is not None}
         ),
-        sharding=sharding,
-        layout=layout,
-        deepspeed=deepspeed,
+        sharding=resolved.sharding,
+        layout=resolved.layout,
+        deepspeed=resolved.deepspeed,
         async_checkpoint=config.get("async_checkpoint", False) or brings_async_checkpoints(config.get("plugins")),
         stop_on_save_error=config.get("on_save_error") == "stop",
         read_once=MappingProxyType({name: copy.copy(getattr(args, name, None)) for name in READ_ONCE}),
@@ -413,9 +379,9 @@ def make_plan(args: TrainingArguments, model: Any = None) -> LightningPlan:
     )
 
 
-def overridden(args: TrainingArguments) -> list[str]:
+def overridden(resolved: ResolvedArguments) -> list[str]:
     """A sentence for each wish that is overridden: an argument's by `lightning_config`, or the launcher's."""
-    config, found = read_config(_config(args)), []
+    args, config, found = resolved.args, resolved.lightning_config, []
     steps = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "")
     if steps.isdecimal() and int(steps) != args.gradient_accumulation_steps:  # as transformers decides
         found.append(
@@ -423,10 +389,10 @@ def overridden(args: TrainingArguments) -> list[str]:
             f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS={steps}."
         )
     gpus = 1 if "devices" in config else count(args.device) or 1
-    if gpus > place_of(args).world_size == 1 and not can_start_again():
+    if gpus > resolved.place.world_size == 1 and not can_start_again():
         found.append(f"One of {gpus} GPUs is used: the others need a script, or a launcher, to start processes.")
-    if (deepspeed := configure(args)) is not None:
-        found += deepspeed.notes
+    if resolved.deepspeed is not None:
+        found += resolved.deepspeed.notes
     if "tpu_metrics_debug" in args.debug and args.device.type != "xla":
         found.append(f"debug='tpu_metrics_debug' prints nothing: training is on {args.device}, which is no XLA device.")
     if args.fsdp_config and not args.fsdp:

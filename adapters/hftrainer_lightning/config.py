@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import difflib
-import functools
 import json
 import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from hftrainer_lightning.environment import LAUNCHERS, wrong_choices
@@ -96,22 +94,6 @@ def read_config(given: Any, argument: str = "lightning_config") -> dict[str, Any
     return values
 
 
-def readable_config(given: Any) -> Mapping[str, Any]:
-    """The keywords in `lightning_config`; none when it cannot be read, which `read_config` is asked to say."""
-    if given is None or isinstance(given, dict):
-        return given or {}
-    try:
-        return _read_once(os.fspath(given), os.stat(given).st_mtime_ns)
-    except (OSError, WrongConfig):
-        return {}
-
-
-@functools.lru_cache(maxsize=8)
-def _read_once(path: str, _changed: int) -> Mapping[str, Any]:
-    """The keywords in a file as it was at some time; arguments are asked where they stand at every step."""
-    return MappingProxyType(read_config(path))
-
-
 def _read_yaml(text: str) -> Any:
     import yaml  # lightning brings it
 
@@ -121,7 +103,7 @@ def _read_yaml(text: str) -> Any:
         raise ValueError(str(error)) from error
 
 
-def wrong_keywords(config: dict[str, Any]) -> list[str]:
+def wrong_keywords(config: Mapping[str, Any]) -> list[str]:
     """A sentence for each keyword that cannot be honoured."""
     found = wrong_choices(config)
     for name, value in config.items():
@@ -146,7 +128,7 @@ def wrong_keywords(config: dict[str, Any]) -> list[str]:
     return found
 
 
-def passed_on(config: dict[str, Any]) -> dict[str, Any]:
+def passed_on(config: Mapping[str, Any]) -> dict[str, Any]:
     """The keywords that are handed to `lightning.Trainer`."""
     return {name: value for name, value in config.items() if name in PASSED and name != "precision"}
 

@@ -370,15 +370,6 @@ def _settle_precision(config: DeepSpeedConfig, args: TrainingArguments) -> None:
 _NEED_WHOLE = ("galore", "apollo", "lomo", "schedule_free", "grokadamw", "layerwise")
 
 
-def wrong_deepspeed(args: TrainingArguments, lightning_config: Mapping[str, Any]) -> list[str]:
-    """A sentence for each way in which DeepSpeed cannot be used as it is asked for; none without it."""
-    try:
-        config = configure(args)
-    except WrongConfig as error:
-        return [str(error)]
-    return [] if config is None else list(limits(args, config, lightning_config))
-
-
 def limits(args: TrainingArguments, config: DeepSpeedConfig, lightning_config: Mapping[str, Any]) -> Iterator[str]:
     """A sentence for each way in which DeepSpeed cannot be used as it is asked for."""
     if importlib.util.find_spec("deepspeed") is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from hftrainer_lightning import xla
@@ -19,7 +19,7 @@ _NEED_SHAPES = ("adafactor", "adamw_hf", "stable_adamw")
 
 
 def limits(
-    args: TrainingArguments, settings: FsdpSettings, config: dict[str, Any], *, launched: bool, own_optimizer: bool
+    args: TrainingArguments, settings: FsdpSettings, config: Mapping[str, Any], *, launched: bool, own_optimizer: bool
 ) -> Iterator[str]:
     """A sentence for each way in which the model cannot be sharded as it is asked for.
 
@@ -97,7 +97,7 @@ def _of_optimizers(args: TrainingArguments, settings: FsdpSettings, own_optimize
         )
 
 
-def _of_saving(args: TrainingArguments, settings: FsdpSettings, config: dict[str, Any]) -> Iterator[str]:
+def _of_saving(args: TrainingArguments, settings: FsdpSettings, config: Mapping[str, Any]) -> Iterator[str]:
     if settings.state_dict_type != "FULL_STATE_DICT" and config.get("async_checkpoint"):
         yield (
             "lightning_config['async_checkpoint']=True writes from one process, and fsdp_config['state_dict_type']="

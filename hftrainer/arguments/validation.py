@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hftrainer import accelerate_state, behaviours
-from hftrainer.arguments.accelerator_config import AcceleratorConfig, as_object
+from hftrainer.arguments.accelerator_config import as_object
 from hftrainer.arguments.logging import LOG_LEVELS
+from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.data.tokens import which_tokens
 from hftrainer.debug_utils import DebugOption
 from hftrainer.errors import InvalidArgument
@@ -113,17 +114,18 @@ def choose_start_method(args: TrainingArguments) -> None:
         args.dataloader_multiprocessing_context = "fork" if torch.backends.mps.is_available() else None
 
 
-def problems(args: TrainingArguments) -> list[str]:
+def problems(resolved: ResolvedArguments) -> list[str]:
     """Everything wrong with the normalized arguments, a sentence each."""
+    args = resolved.args
     return [
         *out_of_range(args),
         *_wrong_choices(args),
         *_wrong_intervals(args),
         *_wrong_best_model(args),
         *_wrong_precision(args),
-        *wrong_accelerator_config(args),
-        *_wrong_deepspeed(args),
-        *_wrong_behaviour(args),
+        *wrong_accelerator_config(resolved),
+        *_wrong_deepspeed(resolved),
+        *behaviours.wrong_choice(resolved.readable_config),
     ]
 
 
@@ -194,24 +196,25 @@ def _choose_best_metric(args: TrainingArguments) -> None:
 def _normalize_accelerator_config(args: TrainingArguments) -> None:
     """The config as an object with attributes; and the accumulation that it says, as the argument's value."""
     args.accelerator_config = as_object(args.accelerator_config)
-    take_accumulation(args)
+    take_accumulation(ResolvedArguments(args))
 
 
-def take_accumulation(args: TrainingArguments) -> None:
+def take_accumulation(resolved: ResolvedArguments) -> None:
     """Let `accelerator_config` say `gradient_accumulation_steps`, where the argument itself says nothing.
 
     Raises:
         InvalidArgument: for a config that cannot be read.
     """
-    steps = AcceleratorConfig.read(args.accelerator_config).num_steps
+    args, steps = resolved.args, resolved.accelerator_config.num_steps
     if steps is not None and args.gradient_accumulation_steps == 1:
         args.gradient_accumulation_steps = steps
 
 
-def wrong_accelerator_config(args: TrainingArguments) -> Iterator[str]:
+def wrong_accelerator_config(resolved: ResolvedArguments) -> Iterator[str]:
     """What is wrong with `accelerator_config`; of transformers' arguments too, which nobody has normalized."""
+    args = resolved.args
     try:
-        config = AcceleratorConfig.read(args.accelerator_config)
+        config = resolved.accelerator_config
     except InvalidArgument as error:
         yield str(error)
         return
@@ -224,19 +227,16 @@ def wrong_accelerator_config(args: TrainingArguments) -> Iterator[str]:
         yield f"accelerator_config['use_configured_state']=True: {reason}"
 
 
-def _wrong_deepspeed(args: TrainingArguments) -> list[str]:
+def _wrong_deepspeed(resolved: ResolvedArguments) -> list[str]:
     """What is wrong with `deepspeed`, as far as the arguments tell."""
-    from hftrainer_lightning.config import readable_config
-    from hftrainer_lightning.deepspeed_settings import wrong_deepspeed
+    from hftrainer_lightning.config import WrongConfig
+    from hftrainer_lightning.deepspeed_settings import limits
 
-    return wrong_deepspeed(args, readable_config(args.lightning_config))
-
-
-def _wrong_behaviour(args: TrainingArguments) -> list[str]:
-    """What is wrong with the release that `lightning_config` names."""
-    from hftrainer_lightning.config import readable_config
-
-    return behaviours.wrong_choice(readable_config(args.lightning_config))
+    try:
+        config = resolved.deepspeed
+    except WrongConfig as error:
+        return [str(error)]
+    return [] if config is None else list(limits(resolved.args, config, resolved.readable_config))
 
 
 def out_of_range(args: TrainingArguments) -> Iterator[str]:

@@ -115,7 +115,11 @@ class RunProgress:
 
 
 def position_settings(
-    args: TrainingArguments, schedule: TrainingSchedule, batch_size: int, processes: int
+    args: TrainingArguments,
+    schedule: TrainingSchedule,
+    batch_size: int,
+    processes: int,
+    accelerator_config: AcceleratorConfig,
 ) -> dict[str, Any]:
     """What the place in the data depends on; the names are those of `_CHANGES`.
 
@@ -124,6 +128,7 @@ def position_settings(
         schedule: of the run.
         batch_size: samples in a micro-batch of one process.
         processes: those with batches of their own.
+        accelerator_config: how the loaders share the data.
     """
     given = {name: getattr(args, name) for name in _CHANGES if hasattr(args, name)}
     return given | {
@@ -132,7 +137,7 @@ def position_settings(
         "samples in the data": schedule.num_examples,
         "max_steps": schedule.max_steps,
         "train_sampling_strategy": str(args.train_sampling_strategy),
-        "accelerator_config": AcceleratorConfig.read(args.accelerator_config).of_data(),
+        "accelerator_config": accelerator_config.of_data(),
     }
 
 

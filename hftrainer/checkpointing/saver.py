@@ -170,6 +170,7 @@ class CheckpointSaver(Room):
         progress = load_progress(folder, trainer.args.process_index, trainer.args.world_size)
         if progress is not None:
             processes = trainer.accelerator.processes.data_processes
-            now = position_settings(trainer.args, schedule, trainer._train_batch_size, processes)
+            config = self.own.resolved.accelerator_config
+            now = position_settings(trainer.args, schedule, trainer._train_batch_size, processes, config)
             progress.adapt(now, skips_data=not trainer.args.ignore_data_skip)
         return progress

@@ -73,7 +73,7 @@ class LoaderFactory(Room):
                 "accelerator.dataloader_config.use_stateful_dataloader=True is not supported: leave it out, the "
                 "Trainer finds its place in the data by its checkpoints."
             )
-        keys = self.own.accelerator_config.to_dict()
+        keys = self.own.resolved.accelerator_config.to_dict()
         keys |= {name: getattr(given, name) for name in keys if hasattr(given, name)}
         return AcceleratorConfig.read(keys)
 

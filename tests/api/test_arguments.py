@@ -10,6 +10,7 @@ import pytest
 import hftrainer
 from hftrainer import Trainer, TrainingArguments
 from hftrainer.arguments.legacy import KEPT, LegacyArguments
+from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.errors import UnsupportedArgument
 from hftrainer_lightning.arguments import PLANNED_VALUES, TABLE, make_plan, unsupported
 from tests.releases import TRANSFORMERS, pinned
@@ -98,9 +99,9 @@ def test_what_is_planned_is_refused(name, value):
     """Whatever this release does not do is refused by name, never ignored."""
     assert not [name for name in THEIRS if TABLE[name].kind == "planned"]  # whole arguments
     args = TrainingArguments("unused", use_cpu=True)
-    assert not unsupported(args)
+    assert not unsupported(ResolvedArguments(args))
     setattr(args, name, value)
-    (message,) = unsupported(args)
+    (message,) = unsupported(ResolvedArguments(args))
     assert message.startswith(f"{name}=")
     with pytest.raises(UnsupportedArgument, match=name):
         Trainer(make_plain(), args)
@@ -109,7 +110,7 @@ def test_what_is_planned_is_refused(name, value):
 @pytest.mark.usefixtures("deepspeed_installed")
 def test_mapped_fields_change_the_plan():
     def plan(**settings):
-        return make_plan(TrainingArguments(**{"output_dir": "here", "use_cpu": True, **settings}))
+        return make_plan(ResolvedArguments(TrainingArguments(**{"output_dir": "here", "use_cpu": True, **settings})))
 
     base = plan()
     for settings in (
@@ -156,8 +157,8 @@ def test_mapped_fields_change_the_plan():
 
 def test_use_cpu(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    assert make_plan(TrainingArguments("unused")).accelerator == "cuda"
-    assert make_plan(TrainingArguments("unused", use_cpu=True)).accelerator == "cpu"
+    assert make_plan(ResolvedArguments(TrainingArguments("unused"))).accelerator == "cuda"
+    assert make_plan(ResolvedArguments(TrainingArguments("unused", use_cpu=True))).accelerator == "cpu"
 
 
 def test_construction_touches_nothing(tmp_path, monkeypatch):
@@ -233,7 +234,7 @@ def test_subclass_with_a_field():
     assert (args.temperature, args.learning_rate) == (3.0, 1.0)
     with pytest.raises(TypeError, match="did you mean 'temperature'"):
         MyArgs("x", temprature=1)
-    assert not unsupported(args)
+    assert not unsupported(ResolvedArguments(args))
 
 
 def test_output_dir_is_the_first_argument_of_a_subclass_that_declares_fields_again():
@@ -345,7 +346,8 @@ def test_log_levels(level, number, monkeypatch, tmp_path):
 
     from transformers.utils import logging as their_logging
 
-    args = TrainingArguments(str(tmp_path), log_level=level, log_level_replica="error", use_cpu=True)
+    settings = {"log_level": level, "log_level_replica": "error", "use_cpu": True}
+    args, elsewhere = (TrainingArguments(str(tmp_path), **settings) for _ in range(2))
     assert args.get_process_log_level() == number
     monkeypatch.setattr(logging.getLogger("hftrainer"), "level", logging.NOTSET)
     before = their_logging.get_verbosity()
@@ -358,7 +360,8 @@ def test_log_levels(level, number, monkeypatch, tmp_path):
         logging.getLogger("hftrainer").setLevel(logging.NOTSET)
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("RANK", "1")
-    assert args.get_process_log_level() == 40
+    assert elsewhere.get_process_log_level() == 40
+    assert args.get_process_log_level() == number  # its Trainer has found out where it stands
 
 
 def test_passive_log_level_changes_nothing(tmp_path):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hftrainer import Trainer, TrainingArguments
+from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.errors import UnsupportedArgument
 from hftrainer.model_changes import compile_model
 from hftrainer_lightning.arguments import make_plan
@@ -106,7 +107,7 @@ def test_places(make, name):
     variables, (launcher, world_size, rank, local_rank, local_world_size, nodes, address) = PLACES[name]
     args = make(variables)
     assert (args.world_size, args.process_index, args.local_process_index) == (world_size, rank, local_rank)
-    plan = make_plan(args)
+    plan = make_plan(ResolvedArguments(args))
     found = plan.processes
     assert (found.launcher, found.local_world_size, found.nodes, found.address) == (
         launcher,
@@ -119,7 +120,7 @@ def test_places(make, name):
 
 
 def test_port_of_a_step(make):
-    assert make_plan(make(STEP)).processes.port == 15000 + 5679
+    assert make_plan(ResolvedArguments(make(STEP))).processes.port == 15000 + 5679
 
 
 @pytest.mark.parametrize(
@@ -177,7 +178,7 @@ def test_plugin_chooses(make):
             raise AssertionError
 
     args = make(TORCHRUN, {"plugins": [Own()], "num_nodes": 2})
-    place = make_plan(args).processes
+    place = make_plan(ResolvedArguments(args)).processes
     assert (place.world_size, place.rank, place.local_rank, place.local_world_size) == (6, 4, 1, 3)
     assert (place.address, place.port) == ("c", 9)
     chosen = SLURMEnvironment.__new__(SLURMEnvironment)  # its constructor looks for srun
@@ -216,7 +217,7 @@ def test_visible_gpus(make, monkeypatch, config, variables, expected):
     gpus(monkeypatch, 4)
     args = make(variables, config, use_cpu=False)
     assert args.world_size == expected
-    place = make_plan(args).processes
+    place = make_plan(ResolvedArguments(args)).processes
     assert place.started == (expected == 1)
     assert args.device == (torch.device("cpu") if "ACCELERATE_USE_CPU" in variables else torch.device("cuda:0"))
     with args.main_process_first():
@@ -230,7 +231,7 @@ def test_notebooks_use_one(make, monkeypatch, caplog):
     assert args.world_size == 1
     from hftrainer_lightning.arguments import overridden
 
-    assert "One of 4 GPUs is used" in overridden(args)[0]
+    assert "One of 4 GPUs is used" in overridden(ResolvedArguments(args))[0]
     with pytest.raises(UnsupportedArgument, match=r"\['devices'\]=2 needs a script that can be started again"):
         Trainer(make_plain(), make(config={"devices": 2}))
 
@@ -240,14 +241,14 @@ def test_each_process_its_own_gpu(make, monkeypatch):
     gpus(monkeypatch, 1)
     args = make({**STEP, "SLURM_PROCID": "1", "SLURM_LOCALID": "1"}, use_cpu=False)
     assert args.device == torch.device("cuda:0")
-    assert make_plan(args).trainer_keywords()["devices"] == 1
+    assert make_plan(ResolvedArguments(args)).trainer_keywords()["devices"] == 1
 
 
 def test_the_second_of_several_gpus(make, monkeypatch):
     gpus(monkeypatch, 4)
     args = make(TORCHRUN, use_cpu=False)
     assert args.device == torch.device("cuda:1")
-    assert make_plan(args).trainer_keywords()["devices"] == 4
+    assert make_plan(ResolvedArguments(args)).trainer_keywords()["devices"] == 4
 
 
 # ---- Errors ----------------------------------------------------------------------------------------------------------
@@ -331,5 +332,5 @@ def test_accumulation_is_the_arguments(make, caplog):
     args = make({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, gradient_accumulation_steps=2)
     with caplog.at_level(logging.WARNING):
         Trainer(make_plain(), args)
-    assert make_plan(args).accumulate_grad_batches == 2
+    assert make_plan(ResolvedArguments(args)).accumulate_grad_batches == 2
     assert "gradient_accumulation_steps=2 overrides the launcher's" in caplog.text

@@ -383,6 +383,7 @@ def test_launcher_of_a_missing_package(make_args, monkeypatch):
     [("ddp_find_unused_parameters", False), ("ddp_bucket_cap_mb", 0), ("ddp_broadcast_buffers", False)],
 )
 def test_false_and_zero_ask_for_something(make_args, name, value):
+    from hftrainer.arguments.resolved import ResolvedArguments
     from hftrainer_lightning.arguments import make_plan
 
-    assert make_plan(make_args(**{name: value})).ddp == {name.removeprefix("ddp_"): value}
+    assert make_plan(ResolvedArguments(make_args(**{name: value}))).ddp == {name.removeprefix("ddp_"): value}

@@ -81,9 +81,10 @@ def test_defaults_and_tokens():
 
 
 def test_the_call_is_one_that_lightning_takes():
+    from hftrainer.arguments.resolved import ResolvedArguments
     from hftrainer_lightning.arguments import make_plan
 
-    keywords = make_plan(TrainingArguments("x", bf16=True, use_cpu=True)).trainer_keywords()
+    keywords = make_plan(ResolvedArguments(TrainingArguments("x", bf16=True, use_cpu=True))).trainer_keywords()
     assert keywords.keys() <= inspect.signature(pl.Trainer.__init__).parameters.keys()
     trainer = pl.Trainer(**keywords, logger=False, enable_progress_bar=False, enable_model_summary=False)
     assert trainer.precision == "bf16-mixed"

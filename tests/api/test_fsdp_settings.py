@@ -5,6 +5,7 @@ import json
 import pytest
 
 from hftrainer import TrainingArguments
+from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer_lightning.arguments import unsupported
 from hftrainer_lightning.config import WrongConfig
 from hftrainer_lightning.fsdp_settings import FsdpPlugin, FsdpSettings, read_fsdp
@@ -149,7 +150,7 @@ def test_malformed_files(tmp_path):
 @pytest.mark.usefixtures("deepspeed_installed")
 def test_refusals(settings, message):
     args = TrainingArguments("unused", use_cpu=True, **settings)
-    assert any(message in sentence for sentence in unsupported(args))
+    assert any(message in sentence for sentence in unsupported(ResolvedArguments(args)))
 
 
 @pytest.mark.parametrize(
@@ -166,14 +167,14 @@ def test_refusals(settings, message):
 def test_what_sharded_models_cannot_have(settings, message, monkeypatch):
     monkeypatch.setenv("WANDB_LOG_MODEL", "end")
     args = TrainingArguments("unused", use_cpu=True, fsdp=True, lightning_config={"devices": 2}, **settings)
-    assert any(message in sentence for sentence in unsupported(args))
+    assert any(message in sentence for sentence in unsupported(ResolvedArguments(args)))
 
 
 @pytest.mark.parametrize("optim", ["adafactor", "sgd", "adamw_torch_8bit", "schedule_free_adamw", "adamw_torch"])
 def test_optimizers_that_can_be_sharded(optim):
     args = TrainingArguments("unused", use_cpu=True, fsdp=True, lightning_config={"devices": 2}, optim=optim)
-    assert not unsupported(args)
-    (message,) = unsupported(args, own_optimizer=True)
+    assert not unsupported(ResolvedArguments(args))
+    (message,) = unsupported(ResolvedArguments(args), own_optimizer=True)
     assert "optimizers holds the parameters of the whole model" in message
 
 
@@ -186,8 +187,8 @@ def test_hybrid_needs_two(monkeypatch):
         "MASTER_PORT": "1",
     }.items():
         monkeypatch.setenv(name, value)
-    assert not unsupported(TrainingArguments("unused", use_cpu=True, fsdp=True))
-    (message,) = unsupported(TrainingArguments("unused", use_cpu=True, fsdp="hybrid_shard"))
+    assert not unsupported(ResolvedArguments(TrainingArguments("unused", use_cpu=True, fsdp=True)))
+    (message,) = unsupported(ResolvedArguments(TrainingArguments("unused", use_cpu=True, fsdp="hybrid_shard")))
     assert "needs at least two processes" in message
 
 

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from hftrainer import Trainer, TrainingArguments
 from hftrainer.arguments.accelerator_config import AcceleratorConfig
 from hftrainer.arguments.legacy import KEPT, RENAMED, LegacyArguments
+from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
 from hftrainer_lightning.arguments import TABLE, unsupported
 from tests.tiny import make_plain, plain_data
@@ -85,22 +86,22 @@ def test_translated(old, value, new, expected):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         same = TrainingArguments("x", **{new: expected})
-    assert unsupported(args) == unsupported(same)
+    assert unsupported(ResolvedArguments(args)) == unsupported(ResolvedArguments(same))
 
 
 @pytest.mark.parametrize("name", sorted(INERT))
 def test_inert(name):
     args = TrainingArguments(**NEUTRAL, **{name: INERT[name]})
-    assert not unsupported(args)
+    assert not unsupported(ResolvedArguments(args))
     assert getattr(args, name) == INERT[name]
     assert TABLE[name].kind == "inert"
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_refused(name):
-    assert not unsupported(TrainingArguments(**NEUTRAL))
+    assert not unsupported(ResolvedArguments(TrainingArguments(**NEUTRAL)))
     args = TrainingArguments(**NEUTRAL, **{name: REFUSED[name]})
-    (message,) = unsupported(args)
+    (message,) = unsupported(ResolvedArguments(args))
     assert message.startswith(f"{name}={REFUSED[name]!r} is not supported")
     with pytest.raises(UnsupportedArgument, match=name):
         Trainer(make_plain(), args)
@@ -110,7 +111,7 @@ def test_refused(name):
     ("name", "value"), [("fp16_backend", "amp"), ("half_precision_backend", "cuda_amp"), ("fp16_opt_level", "O1")]
 )
 def test_harmless_values(name, value):
-    assert not unsupported(TrainingArguments(**NEUTRAL, **{name: value}))
+    assert not unsupported(ResolvedArguments(TrainingArguments(**NEUTRAL, **{name: value})))
 
 
 @pytest.mark.parametrize(

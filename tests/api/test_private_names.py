@@ -22,7 +22,6 @@ SOURCES = sorted(path for path in ADAPTERS.rglob("*.py") if path.parent.name != 
 #: file → private names of others than Lightning that it touches on their objects, and whose they are.
 OF_OTHERS = {
     "accelerator.py": {"_orig_mod": "torch.compile", "_modules": "torch", "_fsdp_wrapped_module": "torch's FSDP1"},
-    "arguments.py": {"_place": "our TrainingArguments"},
     "deepspeed_plugin.py": {"_hf_deepspeed_config_weak_ref": "transformers, whose models look there for DeepSpeed"},
     "deepspeed_run.py": {"_last_lr": "torch's schedules", "_zero3_consolidated_16bit_state_dict": "DeepSpeed"},
     "devices.py": {"_on_cpu": "our TrainingArguments"},

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hftrainer import Seq2SeqTrainingArguments, TrainingArguments
+from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.launch import add_options
 from hftrainer.trainer_utils import ParallelMode
 from hftrainer_lightning import xla
@@ -76,7 +77,7 @@ def test_never_imported_unasked():
 
 
 def found(folder, kind=TrainingArguments, **settings) -> str:
-    return "\n".join(unsupported(kind(str(folder), **settings)))
+    return "\n".join(unsupported(ResolvedArguments(kind(str(folder), **settings))))
 
 
 def test_cores_without_torch_xla(tmp_path, monkeypatch):
@@ -179,7 +180,7 @@ def test_wrong_options(options, message, monkeypatch, capsys):
 
 
 def test_metrics_of_no_tpu(tmp_path):
-    said = overridden(TrainingArguments(str(tmp_path), debug="tpu_metrics_debug", use_cpu=True))
+    said = overridden(ResolvedArguments(TrainingArguments(str(tmp_path), debug="tpu_metrics_debug", use_cpu=True)))
     assert said == ["debug='tpu_metrics_debug' prints nothing: training is on cpu, which is no XLA device."]
 
 

@@ -2,6 +2,7 @@
 
 import torch
 
+from tests import warm
 from tests.distributed.test_evaluation import TORCHRUN, python
 from tests.hub_server import HubServer
 
@@ -34,7 +35,7 @@ except HubError as error:
 def test_two_processes(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     with HubServer({TOKEN: ("me", "write")}).running() as hub:
-        environment = hub.environment(tmp_path / "home")
+        environment = {**hub.environment(tmp_path / "home"), **warm.LIBRARIES}
         run = python(*TORCHRUN, str(tmp_path / "script.py"), str(tmp_path), **environment)
     assert run.returncode == 0, run.stderr[-3000:]
     assert TOKEN not in run.stdout + run.stderr

@@ -178,7 +178,9 @@ def test_contradiction():
 def test_old_names(tmp_path):
     args = hftrainer.TrainingArguments(str(tmp_path), use_cpu=True, split_batches=True, dispatch_batches=False)
     trainer = hftrainer.Trainer(make_plain(), args, train_dataset=plain_data())
-    assert trainer._hftrainer.accelerator_config == AcceleratorConfig(split_batches=True, dispatch_batches=False)
+    assert trainer._hftrainer.resolved.accelerator_config == AcceleratorConfig(
+        split_batches=True, dispatch_batches=False
+    )
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import torch
 import hftrainer
 import hftrainer.errors
 from hftrainer.arguments.legacy import LegacyArguments
+from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer_lightning.arguments import TABLE, make_plan, unsupported
 from tests.parity.support import accuracy, make_recorder, record
 from tests.tiny import make_plain, plain_data
@@ -343,5 +344,5 @@ def test_documented_command_lines(tmp_path, monkeypatch, line, refused, parser):
 
 def test_nothing_unsupported_in_the_neutral_arguments():
     args = hftrainer.TrainingArguments(use_cpu=True)
-    assert not unsupported(args)
-    assert make_plan(args).precision == "32-true"
+    assert not unsupported(ResolvedArguments(args))
+    assert make_plan(ResolvedArguments(args)).precision == "32-true"

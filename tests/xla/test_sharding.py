@@ -154,6 +154,7 @@ def test_needs_a_tpu(tmp_path):
 
 
 def _found(args):
+    from hftrainer.arguments.resolved import ResolvedArguments
     from hftrainer_lightning.arguments import unsupported
 
-    return unsupported(args)
+    return unsupported(ResolvedArguments(args))

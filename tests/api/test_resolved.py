@@ -1,0 +1,56 @@
+"""What training arguments mean is parsed once for a Trainer, and once for each trial of a search."""
+
+import copy
+import pickle
+
+import pytest
+
+from hftrainer import Trainer, TrainingArguments
+from hftrainer.arguments.resolved import ResolvedArguments
+from tests.tiny import make_plain, plain_data
+
+house = pytest.importorskip("tests.house", reason="needs grimp, which import-linter brings", exc_type=ImportError)
+
+
+def make(folder, **settings):
+    return TrainingArguments(str(folder), max_steps=2, disable_tqdm=True, use_cpu=True, save_strategy="no", **settings)
+
+
+def test_each_configuration_is_read_once():
+    made, trained, _ = house.reads()
+    assert dict(made) == dict.fromkeys(house.READERS, 1)
+    # How loaders are prepared is asked again when one is made: a script may have set it on the accelerator.
+    assert dict(trained) == {**dict.fromkeys(house.READERS, 0), "accelerator_config": 1}
+
+
+def test_once_for_each_trial(tmp_path):
+    data = plain_data()
+    trainer = Trainer(model_init=make_plain, args=make(tmp_path), train_dataset=data, eval_dataset=data)
+    kept = trainer._hftrainer.resolved
+    with house.counted() as reads:
+        trainer.hyperparameter_search(lambda trial: {"learning_rate": 0.1}, n_trials=3)
+    assert trainer._hftrainer.resolved is not kept
+    assert reads["launcher's environment"] == reads["fsdp_config"] == reads["lightning_config"] == 3
+
+
+def test_a_file_that_changes_is_no_longer_read(tmp_path):
+    path = tmp_path / "lightning.yaml"
+    path.write_text("precision: bf16-mixed")
+    trainer = Trainer(make_plain(), make(tmp_path, lightning_config=str(path)), train_dataset=plain_data())
+    path.write_text("no: such: thing")
+    assert trainer.args.world_size == 1
+    trainer.train()
+    assert trainer.accelerator.mixed_precision == "bf16"
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda args: pickle.loads(pickle.dumps(args))])
+def test_copies_of_arguments_leave_it_behind(tmp_path, monkeypatch, copied):
+    """It belongs to a Trainer and to this process."""
+    args = make(tmp_path)
+    trainer = Trainer(make_plain(), args, train_dataset=plain_data())
+    assert ResolvedArguments.of(args) is trainer._hftrainer.resolved
+    other = copied(args)
+    assert other == args
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert (args.world_size, other.world_size) == (1, 3)
