@@ -18,11 +18,13 @@ from hftrainer.arguments import legacy
 from hftrainer.arguments.changes import take_changes
 from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.arguments.validation import problems, take_accumulation, wrong_accelerator_config
-from hftrainer.checkpointing import xla_parts
-from hftrainer.checkpointing.sharded import ShardedStates
+from hftrainer.checkpointing.states import ModelStates
+from hftrainer.checkpointing.states.deepspeed import DeepSpeedStates
+from hftrainer.checkpointing.states.fsdp import ShardedStates
+from hftrainer.checkpointing.states.whole import WholeStates
+from hftrainer.checkpointing.states.xla import XlaStates
 from hftrainer.checkpointing.writer import CheckpointWriter
 from hftrainer.data.collators import DataCollatorWithPadding, default_data_collator
-from hftrainer.deepspeed import PartitionedStates
 from hftrainer.deepspeed import check_given as check_deepspeed
 from hftrainer.errors import InvalidArgument, InvalidSetup, UnsupportedArgument
 from hftrainer.evaluation import gathering
@@ -83,16 +85,17 @@ class TrainerSetup(Room):
             return DataCollatorWithPadding(self.trainer.processing_class)
         return default_data_collator
 
-    def make_sharded_states(self, plan: Any) -> Any:
-        """What gathers the states of a sharded model for checkpoints; None when nothing needs to be gathered."""
+    def make_states(self, plan: Any) -> ModelStates:
+        """How the strategy keeps the states of model and optimizer."""
         own = self.own
         if not plan.spreads_model:
-            return None
+            return WholeStates(own.engine.saving)
         if own.engine.deepspeed is not None:
             check_deepspeed(own.engine.deepspeed, *own.optimizers_given)
-            return PartitionedStates(own.engine.deepspeed)
+            return DeepSpeedStates(own.engine.deepspeed)
         if plan.on_xla:
-            return xla_parts.XlaParts(plan.processes, own.engine.on_host, own.engine.whole_weights)
+            decayed = self.trainer.get_decay_parameter_names
+            return XlaStates(plan.processes, own.engine.on_host, own.engine.whole_weights, decayed)
         return ShardedStates(self.trainer.accelerator.state.fsdp_plugin)
 
     def set_model(self, model: nn.Module) -> None:
@@ -117,8 +120,7 @@ class TrainerSetup(Room):
         inspected = type(peers.without_adapters(model))
         names = trainer.args.label_names
         return {
-            "place_model_on_device": trainer.args.place_model_on_device is not False
-            and self.own.sharded_states is None,
+            "place_model_on_device": trainer.args.place_model_on_device is not False and not self.own.states.spread,
             "is_model_parallel": len({d for d in getattr(model, "hf_device_map", {}).values() if d != "cpu"}) > 1,
             "is_distributed_loading_by_transformers": getattr(model, "is_distributed_loading_by_transformers", False),
             "model_accepts_loss_kwargs": model_inspection.accepts_loss_kwargs(model),
@@ -332,7 +334,7 @@ class TrainerSetup(Room):
         trainer.is_fsdp_xla_v2_enabled = plan.by_spmd
         trainer.is_fsdp_xla_v1_enabled = trainer.is_fsdp_xla_enabled and not plan.by_spmd
         trainer.is_fsdp_enabled = plan.sharding is not None and not plan.on_xla
-        own.sharded_states = self.make_sharded_states(plan)
+        own.states = self.make_states(plan)
         trainer.deepspeed = None
 
     def validate_args(self) -> None:

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from hftrainer import peers
-from hftrainer.checkpointing.distributed import to_be_written
 from hftrainer.errors import UnsupportedArgument
-from hftrainer.trainer_pt_utils import nested_apply
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from hftrainer.trainer import Trainer
     from hftrainer.training_args import TrainingArguments
     from hftrainer_lightning.deepspeed_run import DeepSpeedRun
@@ -55,75 +49,6 @@ def plugin(config: Any) -> Any:
     from hftrainer_lightning.deepspeed_plugin import DeepSpeedPlugin, Planned
 
     return DeepSpeedPlugin(Planned(config))
-
-
-def to_floating_type(batch: Any, model: nn.Module) -> Any:
-    """The batch with its floating-point tensors in the type of the weights, which is DeepSpeed's once it has them."""
-    dtype = next((weight.dtype for weight in model.parameters() if weight.is_floating_point()), torch.float32)
-
-    def converted(value: Any) -> Any:
-        return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-
-    return nested_apply(converted, batch)
-
-
-class PartitionedStates:
-    """What DeepSpeed writes into a checkpoint, a part from each process, and the weights beside it.
-
-    Args:
-        run: with DeepSpeed's engine.
-    """
-
-    #: Configuration and tokenizer stand beside the parts, so there is always something to save.
-    only_parts = False
-
-    def __init__(self, run: DeepSpeedRun) -> None:
-        self._run = run
-        self._weights: dict[str, Any] | None = None
-        self._saves_states = self._opened = False
-
-    def gather(self, model: nn.Module, optimizer: Any) -> None:
-        """Gather partitioned weights; all processes must call it. Without an optimizer no states are written."""
-        self._saves_states = optimizer is not None
-        if self._run.config.is_zero3():
-            self._weights = self.whole_weights(model)
-
-    def whole_weights(self, model: nn.Module) -> dict[str, Any]:
-        """The whole weights, those that were gathered or else gathered now; empty where they are to stay in parts."""
-        if self._weights is not None:
-            return dict(self._weights)
-        adapters = peers.is_peft(model)
-        if not (self._run.gathers or adapters):
-            return {}
-        return to_be_written(self._run.whole_weights(model, only_trained=adapters), model)
-
-    def whole_files(self) -> Iterator[tuple[str, Any]]:
-        """Nothing: the optimizer's state is in the parts."""
-        return iter(())
-
-    def write_parts(self, folder: str, processes: Any) -> None:
-        """Write this process's part once the first process has made the folder."""
-        self._opened = True
-        if processes.from_main(lambda: True) and self._saves_states:
-            self._run.save(folder, processes)
-
-    def finish(self, processes: Any) -> None:
-        """Let go of what was gathered; others that wait for a folder which could not be made are told."""
-        if not self._opened:
-            processes.from_main(lambda: False)
-        self._opened = False
-        self._weights = None
-
-    def save_beside(self, folder: str, processes: Any) -> None:
-        """After `save_model()`: write the parts too where the weights are to stay in parts; all must call it."""
-        if self._run.gathers or not self._run.is_training:
-            return
-        self._run.save(folder, processes)
-        logger.warning(
-            "stage3_gather_16bit_weights_on_model_save is not set, so %s holds the weights in parts: python "
-            "zero_to_fp32.py . in that folder makes one file of them.",
-            folder,
-        )
 
 
 def check_given(run: DeepSpeedRun, optimizer: Any, scheduler: Any) -> None:

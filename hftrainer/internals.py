@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.checkpointing.saver import CheckpointSaver
+from hftrainer.checkpointing.states import ModelStates
 from hftrainer.construction import TrainerSetup
 from hftrainer.data.factory import LoaderFactory
 from hftrainer.evaluation.runner import EvaluationRunner
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 #: What belongs to a process, or to a run in it: another process makes its own.
 _OF_THE_PROCESS = (
-    *("resolved", "engine", "checkpoint_writer", "interruption", "loop", "sharded_states", "uploads", "hp_study"),
+    *("resolved", "engine", "checkpoint_writer", "interruption", "loop", "states", "uploads", "hp_study"),
 )
 
 
@@ -45,6 +46,7 @@ class Internals:
         behaviours: those of the release of transformers that is followed.
         resolved: what the arguments mean, parsed for this Trainer or for the trial in progress.
         engine: the Lightning engine, built from the arguments.
+        states: how the strategy gathers, saves and loads the states of model and optimizer.
         loop: the run in progress, if any.
         setup: builds what the arguments and the model decide.
         loaders: makes data loaders.
@@ -70,6 +72,7 @@ class Internals:
     behaviours: Behaviours
     engine: Any
     resolved: ResolvedArguments
+    states: ModelStates
     checkpoint_writer: CheckpointWriter
     averages_tokens: bool
     past_index: int
@@ -85,7 +88,6 @@ class Internals:
         self.found: dict[str, Any] = {}
         self._log_folder: Any = None
         self.lightning_callbacks: list[Any] = []
-        self.sharded_states: Any = None
         self.search: SearchBackend | None = None
         self.hp_study: Any = None
         self.searched_arguments: dict[str, Any] | None = None

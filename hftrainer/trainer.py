@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 from hftrainer import behaviours, copying, devices, hyperparameter_search, integrations, peers, trainer_optimizer
 from hftrainer.arguments import legacy
 from hftrainer.arguments.older import complete
-from hftrainer.checkpointing import names, resume, staging, xla_parts
+from hftrainer.checkpointing import names, resume, staging
 from hftrainer.checkpointing.folders import by_step, complete_rotation, keep_only, rotate_checkpoints, sort_checkpoints
 from hftrainer.checkpointing.lightning_file import unpack
 from hftrainer.checkpointing.rng import load_rng_state, save_rng_state
@@ -30,7 +30,6 @@ from hftrainer.data.loaders import PreparedDataLoader, to_device
 from hftrainer.data.tokens import count_tokens, which_tokens
 from hftrainer.debug_utils import DebugUnderflowOverflow
 from hftrainer.deepspeed import begin as begin_deepspeed
-from hftrainer.deepspeed import to_floating_type
 from hftrainer.errors import HubError, InvalidArgument, InvalidSetup, UnsupportedArgument
 from hftrainer.evaluation import gathering
 from hftrainer.hub.references import card_parameters
@@ -513,7 +512,7 @@ class Trainer:
         if isinstance(data, (Mapping, list, tuple)):
             return rebuilt(data, self._prepare_input)
         moved = to_device(data, self.accelerator.device)
-        return to_floating_type(moved, self.model) if self.is_deepspeed_enabled else moved
+        return self._hftrainer.states.cast(moved, self.model)
 
     # ---- Optimizer and scheduler -------------------------------------------------------------------------------
 
@@ -570,8 +569,9 @@ class Trainer:
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Names of the parameters that weight decay applies to."""
-        if self.is_fsdp_xla_v1_enabled and xla_parts.is_sharded(model):
-            return self._hftrainer.sharded_states.decay_parameter_names(model)
+        known = self._hftrainer.states.decay_parameter_names(model)
+        if known is not None:
+            return known
         return trainer_optimizer.decay_parameter_names(model, self._hftrainer.behaviours)
 
     def get_num_trainable_parameters(self) -> int:
@@ -645,7 +645,7 @@ class Trainer:
         ):
             raise UnsupportedArgument("\n".join(refused))
         if folder is not None:
-            if self._hftrainer.sharded_states is None:  # a sharded model loads its parts
+            if not self._hftrainer.states.spread:  # a sharded model loads its parts later
                 self._load_from_checkpoint(folder)
             finds = self.args.auto_find_batch_size or self._hftrainer.engine.finds_batch_size
             if finds or not follows.takes_given_batch_size:
@@ -826,11 +826,11 @@ class Trainer:
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
     ) -> tuple[nn.Module, Any]:
         """Make what the model is trained with; returns the model as it is trained, and the loader."""
-        self._hftrainer.run.prepare(max_steps, resume_from_checkpoint)
+        model = self._hftrainer.run.prepare(max_steps, resume_from_checkpoint)
         handler = self.callback_handler
         handler.model, handler.optimizer, handler.lr_scheduler = self.model, self.optimizer, self.lr_scheduler
         handler.train_dataloader = train_dataloader
-        return self.model if self.is_deepspeed_enabled else self.model_wrapped, train_dataloader
+        return model, train_dataloader
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         """The model as it is: Lightning's strategies spread it over devices. Override it to wrap the model yourself.
@@ -1342,20 +1342,16 @@ class Trainer:
             output_dir: the folder; default `args.output_dir`.
         """
         folder = output_dir if output_dir is not None else str(self.args.output_dir)
-        if self._hftrainer.sharded_states is not None:
-            if _internal_call and self._hftrainer.sharded_states.only_parts:
-                return  # checkpoints hold a part from each process
-            gathered = self._hftrainer.sharded_states.whole_weights(self.model)
-            if self.args.should_save:
-                self._save(folder, state_dict=gathered)
-            if not _internal_call:
-                self._hftrainer.sharded_states.save_beside(folder, self.accelerator.processes)
-        elif self.args.should_save:
-            with self._hftrainer.engine.saving(self.model) as (weights, _):
-                if weights is None:
-                    self._save(folder)
-                else:  # as ModelPruning has them, under other names
-                    self._save(folder, state_dict=weights)
+        states, saves = self._hftrainer.states, self.args.should_save
+        if _internal_call and states.only_parts:
+            return  # checkpoints hold a part from each process
+        with states.weights_to_save(self.model, saves=saves) as weights:
+            if saves and weights is None:
+                self._save(folder)
+            elif saves:
+                self._save(folder, state_dict=weights)
+        if not _internal_call:
+            states.save_beside(folder, self.accelerator.processes)
         if self.args.push_to_hub and not _internal_call:
             try:
                 self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
@@ -1448,10 +1444,8 @@ class Trainer:
             ),
         ]
         of_others = self._hftrainer.saver.states_of_others()
-        if self._hftrainer.sharded_states is not None:
-            self._hftrainer.sharded_states.gather(
-                self.model, None if self.args.save_only_model else self._hftrainer.run.made_optimizer()
-            )
+        optimizer = None if self.args.save_only_model else self._hftrainer.run.made_optimizer
+        self._hftrainer.states.gather(self.model, optimizer)
 
         def then() -> None:
             self._hftrainer.checkpoints_written.append(path)
@@ -1511,15 +1505,10 @@ class Trainer:
         return [path for path in found if os.path.basename(path).startswith(f"{checkpoint_prefix}-")]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        write = self._hftrainer.checkpoint_writer.save
-        if self._hftrainer.sharded_states is None:
-            write(self._hftrainer.run.made_optimizer().state_dict(), os.path.join(output_dir, names.OPTIMIZER_NAME))
-        else:
-            self._hftrainer.saver.save_whole_states(output_dir)
-        if not (
-            self.is_deepspeed_enabled and self._hftrainer.engine.deepspeed.keeps_scheduler
-        ):  # which it keeps itself
-            write(self.lr_scheduler.state_dict(), os.path.join(output_dir, names.SCHEDULER_NAME))
+        self._hftrainer.saver.save_files(self._hftrainer.run.made_optimizer, output_dir)
+        if not self._hftrainer.states.keeps_scheduler:
+            path = os.path.join(output_dir, names.SCHEDULER_NAME)
+            self._hftrainer.checkpoint_writer.save(self.lr_scheduler.state_dict(), path)
 
     def _save_scaler(self, output_dir: str) -> None:
         """Write the scale of the loss, with fp16."""
@@ -1543,10 +1532,7 @@ class Trainer:
         """Load the weights of the best checkpoint."""
         best = self.state.best_model_checkpoint
         logger.info("Loading the best model, %s (metric %s).", best, self.state.best_metric)
-        if self.is_deepspeed_enabled:  # weights and the copies that its optimizer has of them
-            self._hftrainer.engine.deepspeed.load(str(best), strict=not peers.is_peft(self.model))
-        else:
-            self._hftrainer.saver.load_weights(self.model, str(best))
+        self._hftrainer.saver.load_best(self.model, str(best))
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """Log which weights did not fit when a checkpoint was loaded.
@@ -1561,20 +1547,9 @@ class Trainer:
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load the optimizer's and the scheduler's state, if the checkpoint has them."""
-        if checkpoint is not None and self.is_deepspeed_enabled:
-            if not self._hftrainer.engine.deepspeed.keeps_scheduler:
-                resume.load_scheduler(checkpoint, self.lr_scheduler)
-        elif checkpoint is not None and self.is_fsdp_xla_v1_enabled:
-            self._hftrainer.sharded_states.load_optimizer_and_scheduler(
-                checkpoint, self._hftrainer.run.made_optimizer(), self.lr_scheduler
-            )
-        elif checkpoint is not None:
-            resume.load_optimizer_and_scheduler(
-                checkpoint,
-                self.model,
-                self._hftrainer.run.made_optimizer(),
-                self.lr_scheduler,
-                sharded=self._hftrainer.sharded_states is not None,
+        if checkpoint is not None:
+            self._hftrainer.states.load_optimizer_and_scheduler(
+                checkpoint, self.model, self._hftrainer.run.made_optimizer, self.lr_scheduler
             )
 
     def _load_rng_state(self, checkpoint: str | None) -> None:

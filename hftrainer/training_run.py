@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hftrainer import devices, model_inspection, peers
-from hftrainer.checkpointing import resume, staging, xla_parts
+from hftrainer.checkpointing import resume, staging
 from hftrainer.deepspeed import initialize as initialize_deepspeed
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
 from hftrainer.hub.references import is_reference
@@ -200,26 +200,28 @@ class TrainingRun(Room):
     def prepare_model(self, resume_from_checkpoint: str | None = None) -> None:
         """Shard the model, if that is asked for, before there is an optimizer; and load it then."""
         trainer, own = self.trainer, self.own
-        if own.sharded_states is None:
-            own.engine.prepare(trainer.model)
-            return
-        per_token = own.loaders.flos_per_token_of(trainer.model)  # of the whole model
-        if trainer.is_fsdp_xla_v1_enabled and not xla_parts.is_sharded(trainer.model):
-            own.sharded_states.note_decay(trainer.get_decay_parameter_names(trainer.model))
-        if resume_from_checkpoint is not None and trainer.is_fsdp_xla_v1_enabled:
-            trainer._load_from_checkpoint(resume_from_checkpoint)
-        trainer.model = trainer.model_wrapped = own.engine.prepare(trainer.model)
-        own.flos_per_token = (trainer.model, per_token)
-        if resume_from_checkpoint is not None and not trainer.is_fsdp_xla_v1_enabled:
-            trainer._load_from_checkpoint(resume_from_checkpoint)
+
+        def shard() -> nn.Module:
+            if not own.states.spread:
+                return own.engine.prepare(trainer.model)
+            per_token = own.loaders.flos_per_token_of(trainer.model)  # of the whole model
+            trainer.model = trainer.model_wrapped = own.engine.prepare(trainer.model)
+            own.flos_per_token = (trainer.model, per_token)
+            return trainer.model
+
+        def load() -> None:
+            if resume_from_checkpoint is not None:
+                trainer._load_from_checkpoint(resume_from_checkpoint)
+
+        own.states.prepare(trainer.model, shard, load)
 
     @property
     def bare_model(self) -> Any:
         """The user's own model, without what shards it."""
         return self.trainer.accelerator.unwrap_model(self.trainer.model)
 
-    def prepare(self, max_steps: int, resume_from_checkpoint: str | None) -> None:
-        """Shard or wrap the model, and make optimizer and schedule for it."""
+    def prepare(self, max_steps: int, resume_from_checkpoint: str | None) -> nn.Module:
+        """Shard or wrap the model, and make optimizer and schedule for it; returns the model as it is trained."""
         trainer = self.trainer
         if trainer._created_lr_scheduler:  # its shape belongs to the previous call's number of steps
             trainer.lr_scheduler = None
@@ -227,11 +229,12 @@ class TrainingRun(Room):
         if trainer.is_deepspeed_enabled:
             initialize_deepspeed(trainer, self.own.is_overridden, max_steps, resume_from_checkpoint)
             trainer.accelerator.prepare_model(trainer.model)
-            return
+            return trainer.model
         self.prepare_model(resume_from_checkpoint)
         self._prepare_optimizer(max_steps)
         if resume_from_checkpoint is not None:
             trainer._load_scaler(resume_from_checkpoint)
+        return trainer.model_wrapped
 
     def _prepare_optimizer(self, max_steps: int) -> None:
         """Make the optimizer, let the accelerator prepare it with the model, then make the schedule."""

@@ -116,8 +116,9 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(autouse=True)
 def _what_is_imported_stays():
     """accelerate collects garbage whenever it frees memory: looking through all that was imported is most of a run."""
-    gc.collect()
-    gc.freeze()
+    if any(gc.get_count()[1:]):  # many objects are new
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(autouse=True)

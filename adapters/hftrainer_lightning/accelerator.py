@@ -421,7 +421,7 @@ class EngineAccelerator:
     def free_memory(self, *objects: Any) -> Any:
         """Release objects, prepared models and cached device memory; returns a None for each object."""
         self._models.clear()
-        if self.device.type != "cpu":
+        if self.device.type not in ("cpu", "xla"):  # torch keeps no memory of theirs
             torch.get_device_module(self.device).empty_cache()
         return [None for _ in objects]
 

@@ -16,7 +16,7 @@ from hftrainer import peers
 from hftrainer.checkpointing import names, resume
 from hftrainer.checkpointing.progress import RunProgress, as_dict, load_progress, position_settings, save_progress
 from hftrainer.checkpointing.rng import rng_state
-from hftrainer.checkpointing.weights import load_sharded_weights, load_weights
+from hftrainer.checkpointing.states import MakeOptimizer
 from hftrainer.overrides import call_with_accepted
 from hftrainer.rooms import Room
 from hftrainer.schedule import TrainingSchedule
@@ -35,13 +35,11 @@ class CheckpointSaver(Room):
         try:
             yield
         finally:
-            if self.own.sharded_states is not None:
-                self.own.sharded_states.finish(self.trainer.accelerator.processes)
+            self.own.states.finish(self.trainer.accelerator.processes)
 
     def write_parts(self, folder: str) -> None:
         """Write this process's part of a sharded model, if checkpoints hold parts, once the folder is there."""
-        if self.own.sharded_states is not None:
-            self.own.sharded_states.write_parts(folder, self.trainer.accelerator.processes)
+        self.own.states.write_parts(folder, self.trainer.accelerator.processes)
 
     def states_of_others(self) -> dict[str, Any]:
         """File name → contents, of what the other processes have to say to a checkpoint."""
@@ -73,8 +71,8 @@ class CheckpointSaver(Room):
                 torch.save(state, os.path.join(folder, name))
             if kept:
                 own.checkpoint_writer.save(kept, os.path.join(folder, names.LIGHTNING_CALLBACKS_NAME))
-        elif own.sharded_states is not None and peers.is_peft(own.run.bare_model):  # which can load no adapters
-            self.save_whole_states(folder)
+        elif own.states.spread and peers.is_peft(own.run.bare_model):  # which can load no adapters
+            self.save_files(None, folder)
         trainer.state.stateful_callbacks = export_states(own.setup.stateful_callbacks())
         self.write_state(folder)
 
@@ -136,12 +134,10 @@ class CheckpointSaver(Room):
         trainer.control.should_save = False
         self.own.checkpoint_writer.when_done(announce)
 
-    def save_whole_states(self, output_dir: str) -> None:
-        """Write the files of a sharded model's gathered states."""
-        own = self.own
-        assert own.sharded_states is not None
-        for name, state in own.sharded_states.whole_files():
-            own.checkpoint_writer.save(state, os.path.join(output_dir, name))
+    def save_files(self, optimizer: MakeOptimizer | None, output_dir: str) -> None:
+        """Write the optimizer's state, unless it is None, and what else one process writes of the states."""
+        for name, state in self.own.states.files(optimizer):
+            self.own.checkpoint_writer.save(state, os.path.join(output_dir, name))
 
     def save_progress(self, output_dir: str) -> None:
         """Write what `trainer_state.json` does not tell of how far training is."""
@@ -152,15 +148,18 @@ class CheckpointSaver(Room):
 
     def load_weights(self, model: nn.Module, folder: str) -> None:
         """Load the weights of a checkpoint into the model, sharded or not."""
-        own = self.own
-        if self.trainer.is_fsdp_xla_v1_enabled:
-            result = own.sharded_states.load_weights(model, folder)
-        elif own.sharded_states is not None:
-            result = load_sharded_weights(model, folder, only_trained=peers.is_peft(own.run.bare_model))
-        else:
-            result = load_weights(model, folder)
-        if result is not None:
-            self.trainer._issue_warnings_after_load(result)
+        self._warn_of(self.own.states.load_weights(model, folder, only_trained=self._has_adapters()))
+
+    def load_best(self, model: nn.Module, folder: str) -> None:
+        """Load the weights of the best checkpoint at the end of a run."""
+        self._warn_of(self.own.states.load_best(model, folder, only_trained=self._has_adapters()))
+
+    def _has_adapters(self) -> bool:
+        return peers.is_peft(self.own.run.bare_model)
+
+    def _warn_of(self, misfits: Any) -> None:
+        if misfits is not None:
+            self.trainer._issue_warnings_after_load(misfits)
 
     def load_progress(self, folder: str | None, schedule: TrainingSchedule) -> RunProgress | None:
         """What a checkpoint of ours tells besides the state; changed arguments are warned about."""

@@ -76,8 +76,7 @@ class EvaluationRunner(Room):
             prepare_deepspeed_for_evaluation(trainer)
         else:
             own.run.prepare_model()
-            if own.sharded_states is not None:
-                own.sharded_states.share_buffers(trainer.model)
+            own.states.share_buffers(trainer.model)
         model = trainer._wrap_model(trainer.model, training=False)
         if not trainer.accelerator._models and model is trainer.model:
             model = trainer.accelerator.prepare_model(model, evaluation_mode=True)

@@ -1,0 +1,16 @@
+"""Run by test_model_states.py under torchrun: both generations of FSDP, with whole states and with parts."""
+
+import pytest
+
+from hftrainer.checkpointing.states.fsdp import ShardedStates
+from tests.model_states import ModelStatesSuite
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
+class TestSharded(ModelStatesSuite):
+    implementation = ShardedStates
+
+    @pytest.fixture(autouse=True)
+    def _strategy(self, version, kind):
+        self.settings = {"fsdp": "full_shard", "fsdp_config": {"version": version, "state_dict_type": kind}}
