@@ -89,7 +89,7 @@ test-versions: $(VENV)/.dev $(VENV)-4.48/.ready $(VENV)-4.57/.ready $(VENV)-5.2/
 # The registry's torch 2.6 is the one for CUDA: 5.3 GB and 3 min 20 s to install, measured. It loads without triton
 # (0.7 GB), which asks for a GPU's driver.
 test-floor: $(VENV)-floor/.ready  ## Python 3.10 and the oldest release of each dependency that pyproject.toml claims
-	@HF_HUB_OFFLINE=1 $(VENV)-floor/bin/python -m pytest $(FLOOR)
+	@HF_HUB_OFFLINE=1 $(VENV)-floor/bin/python -m pytest -n 2 --dist loadfile $(FLOOR)
 
 FLOOR := tests/api tests/conformance tests/interop tests/distributed/test_accelerator.py
 
