@@ -112,7 +112,7 @@ test-newest: $(VENV)-newest/bin/python  ## the newest release of everything, wha
 	@$(call pip,$(VENV)-newest) --upgrade $(NEWEST_TORCH)
 	@$(call pip,$(VENV)-newest) --upgrade --upgrade-strategy eager \
 		-e '.[test]' nbclient ipykernel $(NEWEST_TORCH)
-	@HF_HUB_OFFLINE=1 $(VENV)-newest/bin/python -m pytest $(NEWEST)
+	@HF_HUB_OFFLINE=1 $(VENV)-newest/bin/python -m pytest -n 2 --dist loadfile $(NEWEST)
 
 # A report: what fails there fails nothing here. pyproject.toml does not admit the pre-release, hence --no-deps.
 test-prerelease: $(VENV)/.base  ## the newest pre-release of lightning, if there is one (or PRERELEASE=...): a report
