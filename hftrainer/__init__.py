@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from hftrainer.messages import connect as _connect_messages
+from hftrainer.reporting.messages import connect as _connect_messages
 
 __version__ = "0.1.0"
 
@@ -21,9 +21,9 @@ _EXPORTS = {
             "CallbackHandler DefaultFlowCallback EarlyStoppingCallback ExportableState TrainerCallback TrainerControl "
             "TrainerState"
         ),
-        "hftrainer.progress": "PrinterCallback ProgressCallback",
-        "hftrainer.notebook": "NotebookProgressCallback",
-        "hftrainer.plot": "PlotCallback",
+        "hftrainer.reporting.progress": "PrinterCallback ProgressCallback",
+        "hftrainer.reporting.notebook": "NotebookProgressCallback",
+        "hftrainer.reporting.plot": "PlotCallback",
         "hftrainer.trainer_utils": (
             "EvalLoopOutput EvalPrediction IntervalStrategy PredictionOutput SaveStrategy SchedulerType TrainOutput "
             "enable_full_determinism get_last_checkpoint set_seed"
@@ -33,22 +33,22 @@ _EXPORTS = {
         "hftrainer.hf_argparser": "HfArgumentParser",
         "hftrainer.modelcard": "TrainingSummary",
         "hftrainer.optimization": "get_scheduler",
-        "hftrainer.swap": "install uninstall",
+        "hftrainer.compat.swap": "install uninstall",
     }.items()
     for name in exported.split()
 }
 __all__ = sorted(_EXPORTS)
 
 if TYPE_CHECKING:
+    from hftrainer.compat.swap import install, uninstall
     from hftrainer.data.collators import DataCollatorWithPadding, default_data_collator
     from hftrainer.evaluation.metrics import TorchMetrics
     from hftrainer.hf_argparser import HfArgumentParser
     from hftrainer.modelcard import TrainingSummary
-    from hftrainer.notebook import NotebookProgressCallback
     from hftrainer.optimization import get_scheduler
-    from hftrainer.plot import PlotCallback
-    from hftrainer.progress import PrinterCallback, ProgressCallback
-    from hftrainer.swap import install, uninstall
+    from hftrainer.reporting.notebook import NotebookProgressCallback
+    from hftrainer.reporting.plot import PlotCallback
+    from hftrainer.reporting.progress import PrinterCallback, ProgressCallback
     from hftrainer.trainer import Trainer
     from hftrainer.trainer_callback import (
         CallbackHandler,

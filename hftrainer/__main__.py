@@ -7,7 +7,7 @@ import dataclasses
 import difflib
 
 from hftrainer import __version__
-from hftrainer.launch import add_options, is_launch, launch
+from hftrainer.cli.launch import add_options, is_launch, launch
 
 
 def main() -> None:
@@ -70,15 +70,15 @@ def main() -> None:
     elif is_launch(options):
         launch(run, options)
     else:
-        from hftrainer.run import run_script
+        from hftrainer.cli.run import run_script
 
         run_script(options.script, options.arguments, as_module=options.as_module)
 
 
 def _plot(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     from hftrainer.errors import InvalidArgument, MissingPackage
-    from hftrainer.plot import plot
-    from hftrainer.search.pictures import plot_study
+    from hftrainer.reporting.plot import plot
+    from hftrainer.search.plots import plot_study
 
     if bool(options.folders) == (options.study is not None):
         parser.error("give the output folders of runs, or the --study of a search")

@@ -6,8 +6,8 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from hftrainer.compat.overrides import refuse_uncalled
 from hftrainer.errors import InvalidArgument, InvalidSetup, MissingPackage, UnsupportedArgument
-from hftrainer.overrides import refuse_uncalled
 from hftrainer.search.backend import SearchBackend
 from hftrainer.search.jobs import refuse_in_worker
 from hftrainer.search.optuna_search import OptunaSearch

@@ -10,9 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hftrainer import tracker_callbacks
 from hftrainer.errors import InvalidArgument, MissingPackage, UnsupportedArgument
-from hftrainer.tracker_callbacks import ReportingCallback as ReportingCallback  # of 'csv' and the script's loggers
+from hftrainer.reporting import tracker_callbacks
+from hftrainer.reporting.tracker_callbacks import (
+    ReportingCallback as ReportingCallback,  # of 'csv' and the script's loggers
+)
 
 if TYPE_CHECKING:
     from hftrainer.training_args import TrainingArguments
@@ -201,7 +203,7 @@ def further_trackers(
     tables = [name for name in names if name == "csv"]
     if not tables and not loggers:
         return []
-    from hftrainer_lightning.loggers import is_lightning_logger, make_trackers
+    from hftrainer_lightning.trackers.table import is_lightning_logger, make_trackers
 
     for each in loggers or ():
         if isinstance(each, type) or not is_lightning_logger(each):

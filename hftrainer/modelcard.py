@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hftrainer import __version__, peers
-from hftrainer.card import origins
-from hftrainer.card.files import CARD_NAME, completed_by_peft, draw, tags_in
-from hftrainer.card.hyperparameters import hyperparameters
-from hftrainer.card.results import final_results, markdown_table, metric_tags, shown, table
+from hftrainer import __version__
+from hftrainer.compat import peers
 from hftrainer.errors import InvalidArgument
-from hftrainer.reporting import write_whole
+from hftrainer.model_card import origins
+from hftrainer.model_card.files import CARD_NAME, completed_by_peft, draw, tags_in
+from hftrainer.model_card.hyperparameters import hyperparameters
+from hftrainer.model_card.results import final_results, markdown_table, metric_tags, shown, table
+from hftrainer.reporting.metrics import write_whole
 from hftrainer.trainer_utils import has_length
 
 if TYPE_CHECKING:

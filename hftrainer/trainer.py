@@ -17,35 +17,39 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
-from hftrainer import behaviours, copying, devices, hyperparameter_search, integrations, peers, trainer_optimizer
-from hftrainer.arguments import legacy
+from hftrainer import hyperparameter_search, integrations, trainer_optimizer
+from hftrainer.arguments import behaviours, legacy
 from hftrainer.arguments.older import complete
+from hftrainer.assembly import copying
+from hftrainer.assembly.internals import Internals
 from hftrainer.checkpointing import names, resume, staging
 from hftrainer.checkpointing.folders import by_step, complete_rotation, keep_only, rotate_checkpoints, sort_checkpoints
 from hftrainer.checkpointing.lightning_file import unpack
 from hftrainer.checkpointing.rng import load_rng_state, save_rng_state
 from hftrainer.checkpointing.weights import save_configs, save_weights
+from hftrainer.compat import peers
+from hftrainer.compat.overrides import (
+    call_with_accepted,
+    make_scheduler,
+    recorded,
+    runs_backward,
+    shadowable,
+    with_accepted,
+)
 from hftrainer.data import columns
 from hftrainer.data.loaders import PreparedDataLoader, to_device
 from hftrainer.data.tokens import count_tokens, which_tokens
 from hftrainer.debug_utils import DebugUnderflowOverflow
-from hftrainer.deepspeed import begin as begin_deepspeed
 from hftrainer.errors import HubError, InvalidArgument, InvalidSetup, UnsupportedArgument
 from hftrainer.evaluation import gathering
 from hftrainer.hub.references import card_parameters
-from hftrainer.internals import Internals
-from hftrainer.interruption import Interruption
-from hftrainer.logged_metrics import LoggedMetrics
-from hftrainer.loss import first_output, outputs_without
-from hftrainer.memory import TrainerMemoryTracker
-from hftrainer.model_changes import changed_for_training, set_tf32
+from hftrainer.model.changes import changed_for_training, set_tf32
 from hftrainer.modelcard import create_model_card
 from hftrainer.optimization import follows_metric, get_scheduler
-from hftrainer.out_of_memory import is_out_of_memory
-from hftrainer.overrides import call_with_accepted, make_scheduler, recorded, runs_backward, shadowable, with_accepted
-from hftrainer.progress import ProgressCallback
-from hftrainer.reporting import mean_loss, metric_named, print_table, write_metrics
-from hftrainer.schedule import EarlierSchedule, TrainingSchedule, place_of, plan_schedule
+from hftrainer.parallel import devices
+from hftrainer.reporting.memory import TrainerMemoryTracker
+from hftrainer.reporting.metrics import mean_loss, metric_named, print_table, write_metrics
+from hftrainer.reporting.progress import ProgressCallback
 from hftrainer.trainer_callback import (
     DEFAULT_CALLBACKS as DEFAULT_CALLBACKS,
 )
@@ -66,9 +70,15 @@ from hftrainer.trainer_utils import (
     seed_worker,
     speed_metrics,
 )
+from hftrainer.training.deepspeed import begin as begin_deepspeed
+from hftrainer.training.finders import find_batch_size, find_learning_rate
+from hftrainer.training.interruption import Interruption
+from hftrainer.training.logged_metrics import LoggedMetrics
+from hftrainer.training.loop import TrainingLoop
+from hftrainer.training.loss import first_output, outputs_without
+from hftrainer.training.out_of_memory import is_out_of_memory
+from hftrainer.training.schedule import EarlierSchedule, TrainingSchedule, place_of, plan_schedule
 from hftrainer.training_args import TrainingArguments, without_tokens
-from hftrainer.training_loop import TrainingLoop
-from hftrainer.tuning import find_batch_size, find_learning_rate
 
 if TYPE_CHECKING:
     from hftrainer.trainer_callback import CallbackHandler, TrainerControl
@@ -257,7 +267,7 @@ class Trainer:
         if getattr(model, "hf_device_map", None) is not None:
             return
         if device.type == "xla":
-            from hftrainer_lightning.xla import move_model
+            from hftrainer.parallel.xla.devices import move_model
 
             move_model(model, device)
         else:

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from hftrainer.behaviours import of_arguments
+from hftrainer.arguments.behaviours import of_arguments
 from hftrainer.errors import MissingFollowedMetric, NotACallback
 from hftrainer.trainer_utils import IntervalStrategy, SaveStrategy
 
 if TYPE_CHECKING:
-    from hftrainer.progress import PrinterCallback as PrinterCallback
-    from hftrainer.progress import ProgressCallback as ProgressCallback
+    from hftrainer.reporting.progress import PrinterCallback as PrinterCallback
+    from hftrainer.reporting.progress import ProgressCallback as ProgressCallback
     from hftrainer.training_args import TrainingArguments
 
 logger = logging.getLogger(__name__)
@@ -560,5 +560,5 @@ def evaluation_key(metric: str) -> str:
 
 def __getattr__(name: str) -> Any:
     if name in ("PrinterCallback", "ProgressCallback"):  # here by transformers' layout
-        return getattr(importlib.import_module("hftrainer.progress"), name)
+        return getattr(importlib.import_module("hftrainer.reporting.progress"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

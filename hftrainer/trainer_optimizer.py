@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from hftrainer import low_rank, peers, swap
-from hftrainer.adafactor import Adafactor
-from hftrainer.adamw_hf import AdamW
-from hftrainer.behaviours import Behaviours
+from hftrainer.arguments.behaviours import Behaviours
+from hftrainer.compat import peers, swap
 from hftrainer.errors import InvalidArgument, MissingPackage
+from hftrainer.optimizers import low_rank
+from hftrainer.optimizers.adafactor import Adafactor
+from hftrainer.optimizers.adamw_hf import AdamW
 from hftrainer.trainer_pt_utils import get_parameter_names
 from hftrainer.trainer_utils import OptimizerNames
 from hftrainer.training_args import TrainingArguments

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from hftrainer.compat.overrides import recorded
 from hftrainer.errors import InvalidArgument
 from hftrainer.evaluation import gathering
-from hftrainer.loss import first_output
-from hftrainer.overrides import recorded
 from hftrainer.trainer import Trainer
 from hftrainer.trainer_utils import PredictionOutput
+from hftrainer.training.loss import first_output
 
 
 @recorded

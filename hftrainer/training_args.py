@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hftrainer import accelerate_state, devices
-from hftrainer import arguments as groups
+from hftrainer.arguments import fields as groups
 from hftrainer.arguments import legacy
 from hftrainer.arguments.accelerator_config import as_object
 from hftrainer.arguments.logging import LOG_LEVELS
@@ -32,16 +31,17 @@ from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.arguments.serialization import as_json, plain_field
 from hftrainer.arguments.setters import ChainingSetters
 from hftrainer.arguments.validation import ALIASES, JSON_FIELDS, normalize, problems
-from hftrainer.deepspeed import begin as begin_deepspeed
-from hftrainer.deepspeed import plugin as deepspeed_plugin
 from hftrainer.errors import InvalidArgument, UnknownArgument, UnsupportedArgument
+from hftrainer.parallel import accelerate_state, devices
 from hftrainer.trainer_utils import IntervalStrategy, OptimizerNames, ParallelMode
+from hftrainer.training.deepspeed import begin as begin_deepspeed
+from hftrainer.training.deepspeed import plugin as deepspeed_plugin
 
 __all__ = ["IntervalStrategy", "OptimizerNames", "ParallelMode", "TrainingArguments"]
 
 if TYPE_CHECKING:
-    from hftrainer.explain import Explanation
-    from hftrainer_lightning.environment import Place
+    from hftrainer.cli.explain import Explanation
+    from hftrainer.parallel.environment import Place
 
 logger = logging.getLogger(__name__)
 
@@ -137,7 +137,7 @@ class TrainingArguments(
         """What `device` is; subclasses override it."""
         if self._on_cpu:
             return torch.device("cpu")
-        from hftrainer_lightning import xla
+        from hftrainer.parallel.xla import devices as xla
 
         if xla.available():
             return xla.device()
@@ -157,7 +157,7 @@ class TrainingArguments(
         return ResolvedArguments.of(self).place
 
     def _count_gpus(self) -> int:
-        from hftrainer_lightning import xla
+        from hftrainer.parallel.xla import devices as xla
 
         return 0 if self._on_cpu or xla.available() else devices.count(devices.found())
 
@@ -259,8 +259,8 @@ class TrainingArguments(
         place = self._place
         if place.world_size == 1 or "LOCAL_RANK" not in os.environ or place.self_started:
             return
-        from hftrainer_lightning.arguments import process_group_backend, unsupported
-        from hftrainer_lightning.processes import Processes
+        from hftrainer.arguments.table import process_group_backend, unsupported
+        from hftrainer.parallel.processes import Processes
 
         resolved = ResolvedArguments.of(self)
         if self.device.type == "xla" or torch.distributed.is_initialized() or unsupported(resolved):
@@ -281,8 +281,8 @@ class TrainingArguments(
         Raises:
             UnsupportedArgument: when a launcher has not said how the processes meet.
         """
-        from hftrainer_lightning.arguments import misplaced
-        from hftrainer_lightning.processes import Processes
+        from hftrainer.arguments.table import misplaced
+        from hftrainer.parallel.processes import Processes
 
         processes = Processes.at(self._place)
         if not processes.several or (processes.self_started and not torch.distributed.is_initialized()):
@@ -309,7 +309,7 @@ class TrainingArguments(
 
     def explain(self) -> Explanation:
         """What becomes of each argument that differs from its default; print it, or take its `to_json()`."""
-        from hftrainer.explain import explain
+        from hftrainer.cli.explain import explain
 
         return explain(self)
 

@@ -11,9 +11,10 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "COMPATIBILITY.md"
 sys.path[:0] = [str(ROOT), str(ROOT / "adapters")]
 
-from hftrainer_lightning.arguments import PLANNED_VALUES, TABLE
+from hftrainer.arguments.table import PLANNED_VALUES, TABLE
 
-from hftrainer import Seq2SeqTrainingArguments, behaviours
+from hftrainer import Seq2SeqTrainingArguments
+from hftrainer.arguments import behaviours
 from hftrainer.arguments.releases import EARLIER_DEFAULTS
 from tests.downstream import libraries
 from tests.parity.differences import DIFFERENCES, LIGHTNING_CALLBACKS

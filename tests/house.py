@@ -25,10 +25,10 @@ ROOT = Path(__file__).parents[1]
 HF_NAMES = frozenset(json.loads((ROOT / "tests" / "api" / "hf_names.json").read_text()))
 #: What is read → the functions that read it, by their modules.
 READERS = {
-    "lightning_config": ("hftrainer_lightning.config:read_config",),
-    "fsdp_config": ("hftrainer_lightning.fsdp_settings:read_fsdp",),
-    "deepspeed": ("hftrainer_lightning.deepspeed_settings:configure",),
-    "launcher's environment": ("hftrainer_lightning.environment:find_place",),
+    "lightning_config": ("hftrainer.arguments.lightning_config:read_config",),
+    "fsdp_config": ("hftrainer.parallel.fsdp.settings:read_fsdp",),
+    "deepspeed": ("hftrainer.parallel.deepspeed.settings:configure",),
+    "launcher's environment": ("hftrainer.parallel.environment:find_place",),
     "accelerator_config": ("hftrainer.arguments.accelerator_config:AcceleratorConfig.read",),
 }
 
@@ -96,8 +96,7 @@ def private_names_outside() -> set[str]:
     """Private names of Lightning that are touched outside the room for them."""
     found = set()
     for path in private_names.SOURCES:
-        name = ".".join(path.relative_to(private_names.ADAPTERS).with_suffix("").parts).removesuffix(".__init__")
-        found |= private_names.lightnings(importlib.import_module(name))
+        found |= private_names.lightnings(importlib.import_module(private_names.name_of(path)))
     return found
 
 
@@ -118,7 +117,7 @@ def lines() -> Iterator[tuple[str, Any]]:
     yield "adapter: modules at the top", len(list((ROOT / "adapters" / "hftrainer_lightning").glob("[!_]*.py")))
     for what in READERS:
         yield f"reads of {what}: Trainer(), then train()", f"{made[what]}, {trained[what]}"
-    yield "private names of Lightning outside seams/", len(private_names_outside())
+    yield "private names of Lightning outside private_api/", len(private_names_outside())
 
 
 if __name__ == "__main__":

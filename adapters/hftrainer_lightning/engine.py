@@ -22,19 +22,21 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
 
-from hftrainer_lightning import callbacks as of_callbacks
-from hftrainer_lightning import seams, tuning, xla
-from hftrainer_lightning.devices import accelerator
-from hftrainer_lightning.environment import cluster_environment
-from hftrainer_lightning.events import EvaluationHost, TrainingHost, TuningHost
-from hftrainer_lightning.launching import Launched
-from hftrainer_lightning.layout import wrong_model
-from hftrainer_lightning.loggers import CallbackValues
+from hftrainer.arguments.plan import LightningPlan
+from hftrainer.parallel.environment import cluster_environment
+from hftrainer.parallel.layout import wrong_model
+from hftrainer.parallel.xla import devices as xla
+from hftrainer_lightning import private_api
+from hftrainer_lightning.callbacks import finders as tuning
+from hftrainer_lightning.callbacks import hosting as of_callbacks
+from hftrainer_lightning.hooks import EvaluationHost, TrainingHost, TuningHost
 from hftrainer_lightning.module import HostedModule
-from hftrainer_lightning.plan import LightningPlan
-from hftrainer_lightning.precision import make_scaler, precision_plugin
 from hftrainer_lightning.profiling import detached, report_in_our_words
-from hftrainer_lightning.strategies import build_strategy
+from hftrainer_lightning.strategies.accelerators import accelerator
+from hftrainer_lightning.strategies.launching import Launched
+from hftrainer_lightning.strategies.make import build_strategy
+from hftrainer_lightning.strategies.precision import make_scaler, precision_plugin
+from hftrainer_lightning.trackers.table import CallbackValues
 
 #: Lightning's loops over an evaluation or test set.
 Stage = Literal["validate", "test", "predict"]
@@ -76,7 +78,7 @@ class LightningEngine:
         if plan.by_spmd:
             self._of_sharding.use_spmd()
         self.scaler = make_scaler(plan)
-        self._group: seams.ValidationGroup | None = None
+        self._group: private_api.ValidationGroup | None = None
         self._prepared: torch.nn.Module | None = None
         self.deepspeed: Any = None if plan.deepspeed is None else _deepspeed_run(plan)
         self._saving: tuple[dict[str, torch.Tensor] | None, dict[str, Any]] | None = None
@@ -112,7 +114,7 @@ class LightningEngine:
                 plan says it.
             sync_each_batch: whether they average their gradients after each micro-batch, rather than once a step.
         """
-        with seams.quiet():
+        with private_api.quiet():
             self.trainer = trainer = self._build_trainer(
                 max_epochs=-1 if max_epochs == sys.maxsize else max_epochs,
                 # Under manual optimization the module itself accumulates, and Lightning refuses to.
@@ -124,9 +126,9 @@ class LightningEngine:
         loggers = trainer.loggers
         self.module = module = HostedModule(model if self.deepspeed is None else self.deepspeed.engine)
         module.attach(host, optimizer, scheduler, resumed_from, automatic_optimization=automatic_optimization)
-        seams.install_window_accumulation(trainer, host.feed)
+        private_api.install_window_accumulation(trainer, host.feed)
         if host.first_epoch or host.position:
-            seams.restore_progress(
+            private_api.restore_progress(
                 trainer,
                 epoch=host.first_epoch,
                 batch=host.position,
@@ -134,10 +136,10 @@ class LightningEngine:
                 global_step=global_step,
             )
         self.fitting = True
-        seams.begin_anew(self.callbacks)
+        private_api.begin_anew(self.callbacks)
         rates = [group.get("initial_lr") for group in optimizer.param_groups]
         try:
-            with seams.keyboard_interrupts_restored(), seams.quiet():
+            with private_api.keyboard_interrupts_restored(), private_api.quiet():
                 # The empty validation set stands for the ones that `evaluate` brings.
                 trainer.fit(module, train_dataloaders=host.feed, val_dataloaders=[])
         except Exception as error:
@@ -147,7 +149,7 @@ class LightningEngine:
             self.fitting = False
             trainer.loggers = loggers
             module.detach()
-            seams.let_go(self.callbacks)
+            private_api.let_go(self.callbacks)
             for group, rate in zip(optimizer.param_groups, rates, strict=False):
                 group["initial_lr"] = (
                     rate  # StochasticWeightAveraging leaves its own, which a next run would begin with
@@ -221,10 +223,10 @@ class LightningEngine:
     def _of_sharding(self) -> Any:
         """The module that shards: torch's FSDP is a second of imports."""
         if self.plan.on_xla:
-            from hftrainer_lightning import xla_sharding
+            from hftrainer.parallel.xla import sharding as xla_sharding
 
             return xla_sharding
-        from hftrainer_lightning import sharding
+        from hftrainer.parallel.fsdp import sharding
 
         return sharding
 
@@ -267,14 +269,14 @@ class LightningEngine:
         batches = _Batches(evaluation, limited=self.plan.limits_by_share)
         if of_callbacks.first_of(self._taking_part, BasePredictionWriter) is not None:
             seen = evaluation.record_batches()
-            batches.batch_sampler = None if seen is None else seams.SeenBatches(seen)
+            batches.batch_sampler = None if seen is None else private_api.SeenBatches(seen)
         if self.fitting:
             assert self.trainer is not None and self.module is not None
             all_batches = stage == "predict"  # limit_val_batches is for evaluations
-            seams.validate_in_fit(self.trainer, self.module, batches, evaluation, self._group, all_batches)
+            private_api.validate_in_fit(self.trainer, self.module, batches, evaluation, self._group, all_batches)
             return
         outer = self.trainer, self.module, self.evaluating
-        with seams.keyboard_interrupts_restored(), seams.quiet():
+        with private_api.keyboard_interrupts_restored(), private_api.quiet():
             if self.trainer is None or self.evaluating:  # metrics may evaluate something else meanwhile
                 self.trainer = self._build_trainer(max_epochs=1)
             self.trainer.callbacks = [  # type: ignore[attr-defined]
@@ -289,7 +291,7 @@ class LightningEngine:
             try:
                 getattr(self.trainer, stage)(module, dataloaders=batches, **options)
             finally:
-                seams.release_data(module.evaluating[1])
+                private_api.release_data(module.evaluating[1])
                 self.trainer.loggers = loggers
                 module.detach()
                 self.evaluating = outer[2]
@@ -307,13 +309,13 @@ class LightningEngine:
         if not self.fitting or self._group is not None:
             yield metrics
             return
-        group = self._group = seams.ValidationGroup()
+        group = self._group = private_api.ValidationGroup()
         try:
             yield metrics
         finally:
             self._group = None
         assert self.trainer is not None and self.module is not None
-        seams.end_group(self.trainer, self.module, group, metrics)
+        private_api.end_group(self.trainer, self.module, group, metrics)
 
     @contextlib.contextmanager
     def saving(self, model: torch.nn.Module) -> Iterator[tuple[dict[str, torch.Tensor] | None, dict[str, Any]]]:
@@ -410,7 +412,7 @@ class LightningEngine:
     def _build_strategy(self, find_unused_parameters: bool = False, sync_each_batch: bool = False) -> Strategy:
         if self.deepspeed is None:
             return build_strategy(self.plan, self.scaler, find_unused_parameters, sync_each_batch)
-        from hftrainer_lightning.deepspeed_strategy import PartitionedByDeepSpeed
+        from hftrainer_lightning.strategies.deepspeed import PartitionedByDeepSpeed
 
         return PartitionedByDeepSpeed(self.plan, self.deepspeed)
 
@@ -433,8 +435,8 @@ class LightningEngine:
         plugins = given if isinstance(given, list) else [given]
         if cluster_environment(plugins) is None:
             plugins = [Launched(self.plan.processes), *plugins]
-        keywords["profiler"] = detached(keywords.get("profiler", seams.NoProfiler()))
-        trainer = seams.Trainer(
+        keywords["profiler"] = detached(keywords.get("profiler", private_api.NoProfiler()))
+        trainer = private_api.Trainer(
             **keywords,
             strategy=strategy or self._build_strategy(),
             max_epochs=max_epochs,
@@ -448,14 +450,14 @@ class LightningEngine:
             use_distributed_sampler=False,
             inference_mode=False,
         )
-        seams.install_bare_evaluation(trainer)
+        private_api.install_bare_evaluation(trainer)
         report_in_our_words(trainer.profiler)  # type: ignore[attr-defined]
         return trainer
 
 
 def _deepspeed_run(plan: LightningPlan) -> Any:
-    from hftrainer_lightning.deepspeed_run import DeepSpeedRun
-    from hftrainer_lightning.deepspeed_start import connect
+    from hftrainer.parallel.deepspeed.run import DeepSpeedRun
+    from hftrainer.parallel.deepspeed.start import connect
 
     assert plan.deepspeed is not None
     connect(plan.processes, torch.device(plan.device), timedelta(seconds=plan.timeout), plan.deepspeed)
@@ -474,7 +476,7 @@ class _Batches:
     """
 
     #: Where prediction writers look for the indices of the samples in each batch.
-    batch_sampler: seams.SeenBatches | None = None
+    batch_sampler: private_api.SeenBatches | None = None
 
     def __init__(self, evaluation: EvaluationHost, *, limited: bool) -> None:
         self.evaluation = evaluation

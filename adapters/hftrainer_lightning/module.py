@@ -8,17 +8,18 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from hftrainer_lightning import callbacks, seams
-from hftrainer_lightning.events import EvaluationHost, TrainingHost
-from hftrainer_lightning.precision import PlainSteps
+from hftrainer_lightning import private_api
+from hftrainer_lightning.callbacks import hosting as callbacks
+from hftrainer_lightning.hooks import EvaluationHost, TrainingHost
+from hftrainer_lightning.strategies.precision import PlainSteps
 
 #: Attributes that change with every hook and are no parameters, buffers or modules.
-_PLAIN = frozenset({seams.CURRENT_HOOK, "_last_loss", "_last_batch"})
+_PLAIN = frozenset({private_api.CURRENT_HOOK, "_last_loss", "_last_batch"})
 #: Attributes that belong to the run, not to the model: copies of the module, which callbacks make, are without them.
 _OF_THE_RUN = ("_host", "_own_state", "_optimizer", "_scheduler", "_resumed_from", "_last_loss", "_last_batch")
 
 
-class HostedModule(seams.KeepsBatches):
+class HostedModule(private_api.KeepsBatches):
     """Hosts a model for the Trainer.
 
     Automatic optimization is the default, and every Lightning callback works with it. Manual optimization is for hosts
@@ -197,7 +198,7 @@ class HostedModule(seams.KeepsBatches):
         """Begin a micro-batch; who runs backward may change from one optimizer step to the next."""
         self.host.begin_micro_batch()
         if self.host.feed.window.opens and self.automatic_optimization is self.host.runs_backward:
-            seams.switch_optimization(self.trainer, self)
+            private_api.switch_optimization(self.trainer, self)
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         """The loss of a micro-batch; under manual optimization also its backward pass and the optimizer step."""
@@ -291,7 +292,7 @@ class HostedModule(seams.KeepsBatches):
         self.in_validation = False
         with torch.enable_grad():
             metrics = self.evaluation.finish()
-        numbers = {name: float(value) for name, value in metrics.items() if seams.can_be_logged(name, value)}
+        numbers = {name: float(value) for name, value in metrics.items() if private_api.can_be_logged(name, value)}
         if numbers:
             # Every process has the metrics of all, so there is nothing to synchronize.
             self.log_dict(numbers, logger=False, batch_size=1)

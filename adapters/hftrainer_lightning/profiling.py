@@ -14,7 +14,7 @@ from typing import Any
 
 from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
 
-from hftrainer_lightning import seams
+from hftrainer_lightning import private_api
 
 #: Lightning's name → ours. Each measures all that happens within it.
 WORDS = {
@@ -89,7 +89,7 @@ def _summary(profiler: Profiler) -> str:
             with _replaced(profiler, attribute, translate(getattr(profiler, attribute))):
                 return summary(profiler)
     if isinstance(profiler, PyTorchProfiler):
-        for event in seams.recorded_events(profiler):
+        for event in private_api.recorded_events(profiler):
             event.name = _translated_event(event.name)
     return summary(profiler)
 

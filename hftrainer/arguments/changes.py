@@ -9,7 +9,7 @@ from hftrainer.arguments.validation import out_of_range
 from hftrainer.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from hftrainer.behaviours import Behaviours
+    from hftrainer.arguments.behaviours import Behaviours
     from hftrainer.training_args import TrainingArguments
 
 logger = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hftrainer.arguments._field import arg
-from hftrainer.messages import LEVELS
+from hftrainer.reporting.messages import LEVELS
 from hftrainer.trainer_utils import IntervalStrategy
 
 #: Names of log levels → Python's numbers; 'passive' leaves the level as it is.

@@ -13,11 +13,11 @@ import torch
 from hftrainer.arguments.accelerator_config import AcceleratorConfig
 
 if TYPE_CHECKING:
+    from hftrainer.parallel.deepspeed.settings import DeepSpeedConfig
+    from hftrainer.parallel.environment import Place
+    from hftrainer.parallel.fsdp.settings import FsdpSettings
+    from hftrainer.parallel.layout import Layout
     from hftrainer.training_args import TrainingArguments
-    from hftrainer_lightning.deepspeed_settings import DeepSpeedConfig
-    from hftrainer_lightning.environment import Place
-    from hftrainer_lightning.fsdp_settings import FsdpSettings
-    from hftrainer_lightning.layout import Layout
 
 
 class ResolvedArguments:
@@ -43,14 +43,14 @@ class ResolvedArguments:
     @functools.cached_property
     def lightning_config(self) -> Mapping[str, Any]:
         """The keywords in `lightning_config`."""
-        from hftrainer_lightning.config import read_config
+        from hftrainer.arguments.lightning_config import read_config
 
         return MappingProxyType(read_config(getattr(self.args, "lightning_config", None)))
 
     @property
     def readable_config(self) -> Mapping[str, Any]:
         """The keywords in `lightning_config`; none when it cannot be read, which the checks report."""
-        from hftrainer_lightning.config import WrongConfig
+        from hftrainer.arguments.lightning_config import WrongConfig
 
         try:
             return self.lightning_config
@@ -60,7 +60,7 @@ class ResolvedArguments:
     @functools.cached_property
     def place(self) -> Place:
         """Where this process stands among others."""
-        from hftrainer_lightning.environment import find_place
+        from hftrainer.parallel.environment import find_place
 
         # Arguments of transformers count no GPUs: several would mean DataParallel.
         return find_place(self.readable_config, gpus=getattr(self.args, "_count_gpus", lambda: 1))
@@ -82,28 +82,28 @@ class ResolvedArguments:
     @functools.cached_property
     def layout(self) -> Layout:
         """How `parallelism_config`, and the model, let the processes share the model and the batches."""
-        from hftrainer_lightning.layout import read_layout
+        from hftrainer.parallel.layout import read_layout
 
         return read_layout(self.args.parallelism_config, self.model)
 
     @functools.cached_property
     def fsdp(self) -> FsdpSettings | None:
         """What `fsdp` and `fsdp_config`, or the launcher, ask for."""
-        from hftrainer_lightning.fsdp_settings import read_fsdp
+        from hftrainer.parallel.fsdp.settings import read_fsdp
 
         return read_fsdp(self.args.fsdp, self.args.fsdp_config)
 
     @property
     def sharding(self) -> FsdpSettings | None:
         """How the model is sharded: `dp_shard_size` asks for FSDP2 with what `fsdp_config` would begin with."""
-        from hftrainer_lightning.fsdp_settings import FsdpSettings
+        from hftrainer.parallel.fsdp.settings import FsdpSettings
 
         return self.fsdp or (FsdpSettings() if self.layout.shards else None)
 
     @functools.cached_property
     def deepspeed(self) -> DeepSpeedConfig | None:
         """DeepSpeed's configuration, completed from the arguments; None without DeepSpeed."""
-        from hftrainer_lightning.deepspeed_settings import configure
+        from hftrainer.parallel.deepspeed.settings import configure
 
         return configure(self.args)
 

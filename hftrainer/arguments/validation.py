@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hftrainer import accelerate_state, behaviours
+from hftrainer.arguments import behaviours
 from hftrainer.arguments.accelerator_config import as_object
 from hftrainer.arguments.logging import LOG_LEVELS
 from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.data.tokens import which_tokens
 from hftrainer.debug_utils import DebugOption
 from hftrainer.errors import InvalidArgument
+from hftrainer.parallel import accelerate_state
 from hftrainer.trainer_utils import (
     HubStrategy,
     IntervalStrategy,
@@ -229,8 +230,8 @@ def wrong_accelerator_config(resolved: ResolvedArguments) -> Iterator[str]:
 
 def _wrong_deepspeed(resolved: ResolvedArguments) -> list[str]:
     """What is wrong with `deepspeed`, as far as the arguments tell."""
-    from hftrainer_lightning.config import WrongConfig
-    from hftrainer_lightning.deepspeed_settings import limits
+    from hftrainer.arguments.lightning_config import WrongConfig
+    from hftrainer.parallel.deepspeed.settings import limits
 
     try:
         config = resolved.deepspeed

@@ -16,7 +16,7 @@ from hftrainer.arguments.accelerator_config import AcceleratorConfig
 from hftrainer.checkpointing import names
 from hftrainer.checkpointing.reading import read_torch
 from hftrainer.checkpointing.rng import numpy_state_types
-from hftrainer.schedule import TrainingSchedule
+from hftrainer.training.schedule import TrainingSchedule
 from hftrainer.training_args import TrainingArguments
 
 logger = logging.getLogger(__name__)

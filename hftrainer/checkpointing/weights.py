@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from huggingface_hub import save_torch_state_dict
 
-from hftrainer import behaviours, peers
+from hftrainer.arguments import behaviours
 from hftrainer.checkpointing import distributed, names
 from hftrainer.checkpointing.reading import read_weights
+from hftrainer.compat import peers
 from hftrainer.errors import CheckpointNotFound
 
 logger = logging.getLogger(__name__)

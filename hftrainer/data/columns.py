@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from hftrainer import peers
+from hftrainer.compat import peers
 from hftrainer.errors import InvalidArgument
 
 logger = logging.getLogger(__name__)

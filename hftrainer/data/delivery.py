@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
-from hftrainer import peers
 from hftrainer.arguments.accelerator_config import AcceleratorConfig
+from hftrainer.compat import peers
 from hftrainer.data.dispatch import Messenger
 from hftrainer.data.samplers import SeedableRandomSampler, SkippingBatchSampler
 from hftrainer.data.sharding import EvenBatchSampler, ShardedBatchSampler, ShardedStream, Share, check_split

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from hftrainer import peers
 from hftrainer.arguments.accelerator_config import AcceleratorConfig
+from hftrainer.assembly.rooms import Room
+from hftrainer.compat import peers
 from hftrainer.data.dispatch import Messenger
 from hftrainer.data.loaders import PreparedDataLoader
 from hftrainer.data.samplers import LengthGroupedSampler
 from hftrainer.data.sharding import Share
 from hftrainer.errors import UnsupportedArgument
-from hftrainer.rooms import Room
 
 
 class LoaderFactory(Room):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
-from hftrainer import peers
+from hftrainer.compat import peers
 from hftrainer.data.loaders import PreparedDataLoader, skip_first
 from hftrainer.data.randomness import RandomSources
 from hftrainer.data.samplers import SkippingBatchSampler

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from hftrainer import peers
+from hftrainer.compat import peers
+from hftrainer.compat.overrides import accepts
 from hftrainer.errors import InvalidArgument
-from hftrainer.overrides import accepts
 from hftrainer.trainer_pt_utils import without_rows
 from hftrainer.trainer_utils import EvalPrediction, denumpify_detensorize
 

@@ -15,15 +15,15 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from hftrainer.arguments import legacy
-from hftrainer.deepspeed import prepare_for_evaluation as prepare_deepspeed_for_evaluation
+from hftrainer.assembly.rooms import Room
+from hftrainer.compat.overrides import accepts, call_with_accepted
 from hftrainer.evaluation import gathering
 from hftrainer.evaluation.evaluation_pass import EvaluationPass
 from hftrainer.evaluation.metrics import TorchMetrics, as_metrics
-from hftrainer.logged_metrics import split_losses
-from hftrainer.messages import log_facts
-from hftrainer.overrides import accepts, call_with_accepted
-from hftrainer.rooms import Room
+from hftrainer.reporting.messages import log_facts
 from hftrainer.trainer_utils import EvalLoopOutput, PredictionOutput, has_length, speed_metrics
+from hftrainer.training.deepspeed import prepare_for_evaluation as prepare_deepspeed_for_evaluation
+from hftrainer.training.logged_metrics import split_losses
 
 logger = logging.getLogger(__name__)
 

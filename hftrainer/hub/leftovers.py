@@ -9,7 +9,7 @@ import itertools
 import shutil
 from pathlib import Path
 
-from hftrainer.process_identity import is_gone, this_process
+from hftrainer.parallel.process_identity import is_gone, this_process
 
 #: In the output folder; the underscore keeps it out of the repository.
 _FOLDER = "_hub_uploads"

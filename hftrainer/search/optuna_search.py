@@ -9,13 +9,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hftrainer.errors import InvalidArgument, SearchFailed, UnsupportedArgument
-from hftrainer.out_of_memory import is_out_of_memory
-from hftrainer.process_identity import this_process
+from hftrainer.parallel.process_identity import this_process
 from hftrainer.search.backend import SearchBackend, check_end, check_keywords, read_directions, why_none
 from hftrainer.search.jobs import Jobs
 from hftrainer.search.shared_trial import SharedTrial
 from hftrainer.search.studies import FAILED, INTERRUPTED, OWNER, TrialCount, open_storage, try_again
 from hftrainer.trainer_utils import BestRun, default_hp_space_optuna
+from hftrainer.training.out_of_memory import is_out_of_memory
 
 if TYPE_CHECKING:
     from optuna import Study

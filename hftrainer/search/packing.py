@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hftrainer import copying
-from hftrainer.behaviours import follow
+from hftrainer.arguments.behaviours import follow
+from hftrainer.assembly import copying
 from hftrainer.errors import InvalidArgument
-from hftrainer.progress import ProgressCallback
+from hftrainer.reporting.progress import ProgressCallback
 from hftrainer.trainer_callback import is_kind
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ import hftrainer
 from hftrainer import Trainer, TrainingArguments
 from hftrainer.arguments.legacy import KEPT, LegacyArguments
 from hftrainer.arguments.resolved import ResolvedArguments
+from hftrainer.arguments.table import PLANNED_VALUES, TABLE, make_plan, unsupported
 from hftrainer.errors import UnsupportedArgument
-from hftrainer_lightning.arguments import PLANNED_VALUES, TABLE, make_plan, unsupported
 from tests.releases import TRANSFORMERS, pinned
 from tests.tiny import make_plain
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from hftrainer import Trainer, TrainingArguments, behaviours, install, uninstall
-from hftrainer.behaviours import EARLIER_DEFAULTS, NEWEST, RELEASES, TABLE, Behaviours
+from hftrainer import Trainer, TrainingArguments, install, uninstall
+from hftrainer.arguments import behaviours
+from hftrainer.arguments.behaviours import EARLIER_DEFAULTS, NEWEST, RELEASES, TABLE, Behaviours
 from hftrainer.errors import InvalidArgument
 from tests import warm
 from tests.tiny import make_plain, plain_data
@@ -23,9 +24,8 @@ def make_trainer(folder, **settings):
 
 
 def asked_in(module: str) -> set[str]:
-    paths = [path for path in (ROOT / "hftrainer").rglob("*.py") if path.stem == module]
-    nodes = [node for path in paths for node in ast.walk(ast.parse(path.read_text()))]
-    return {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    path = (ROOT / "hftrainer").joinpath(*module.split(".")).with_suffix(".py")
+    return {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
 
 
 @pytest.mark.parametrize("name", sorted(TABLE))

@@ -10,14 +10,15 @@ import pytest
 import torch
 from torch.utils import backend_registration
 
-from hftrainer import Trainer, TrainingArguments, devices
+from hftrainer import Trainer, TrainingArguments
 from hftrainer.arguments.accelerator_config import AcceleratorConfig
 from hftrainer.arguments.resolved import ResolvedArguments
+from hftrainer.arguments.table import make_plan, unsupported
 from hftrainer.checkpointing import rng
 from hftrainer.data.loaders import PreparedDataLoader
 from hftrainer.errors import UnsupportedArgument
-from hftrainer_lightning.arguments import make_plan, unsupported
-from hftrainer_lightning.precision import make_scaler, precision_plugin
+from hftrainer.parallel import devices
+from hftrainer_lightning.strategies.precision import make_scaler, precision_plugin
 from tests import warm
 from tests.releases import TORCH
 from tests.tiny import make_plain, plain_data
@@ -250,7 +251,7 @@ def test_hints(tmp_path, caplog, error, hint, call):
         trainer.evaluate() if call == "evaluate" else trainer.train()
     assert [note for note in error.__notes__ if hint is None or hint in note] == error.__notes__
     assert len(error.__notes__) == (hint is not None)
-    logged = [record.message for record in caplog.records if record.name == "hftrainer.devices"]
+    logged = [record.message for record in caplog.records if record.name == "hftrainer.parallel.devices"]
     assert logged == (error.__notes__ if sys.version_info < (3, 11) else [])
 
 

@@ -9,10 +9,10 @@ import torch
 
 from hftrainer import Trainer, TrainingArguments
 from hftrainer.arguments.resolved import ResolvedArguments
+from hftrainer.arguments.table import make_plan
 from hftrainer.errors import UnsupportedArgument
-from hftrainer.model_changes import compile_model
-from hftrainer_lightning.arguments import make_plan
-from hftrainer_lightning.environment import LAUNCHERS, first_host, tasks_per_node
+from hftrainer.model.changes import compile_model
+from hftrainer.parallel.environment import LAUNCHERS, first_host, tasks_per_node
 from tests.tiny import make_plain
 
 PREFIXES = ("SLURM_", "OMPI_", "PMI_", "MV2_", "MPI_", "MASTER_", "ACCELERATE_", "HFTRAINER_", "LOCAL_", "CROSS_")
@@ -229,7 +229,7 @@ def test_notebooks_use_one(make, monkeypatch, caplog):
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     args = make(use_cpu=False)
     assert args.world_size == 1
-    from hftrainer_lightning.arguments import overridden
+    from hftrainer.arguments.table import overridden
 
     assert "One of 4 GPUs is used" in overridden(ResolvedArguments(args))[0]
     with pytest.raises(UnsupportedArgument, match=r"\['devices'\]=2 needs a script that can be started again"):

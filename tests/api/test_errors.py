@@ -384,6 +384,6 @@ def test_launcher_of_a_missing_package(make_args, monkeypatch):
 )
 def test_false_and_zero_ask_for_something(make_args, name, value):
     from hftrainer.arguments.resolved import ResolvedArguments
-    from hftrainer_lightning.arguments import make_plan
+    from hftrainer.arguments.table import make_plan
 
     assert make_plan(ResolvedArguments(make_args(**{name: value}))).ddp == {name.removeprefix("ddp_"): value}

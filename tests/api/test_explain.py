@@ -82,7 +82,7 @@ def test_defaults_and_tokens():
 
 def test_the_call_is_one_that_lightning_takes():
     from hftrainer.arguments.resolved import ResolvedArguments
-    from hftrainer_lightning.arguments import make_plan
+    from hftrainer.arguments.table import make_plan
 
     keywords = make_plan(ResolvedArguments(TrainingArguments("x", bf16=True, use_cpu=True))).trainer_keywords()
     assert keywords.keys() <= inspect.signature(pl.Trainer.__init__).parameters.keys()

@@ -5,10 +5,10 @@ import json
 import pytest
 
 from hftrainer import TrainingArguments
+from hftrainer.arguments.lightning_config import WrongConfig
 from hftrainer.arguments.resolved import ResolvedArguments
-from hftrainer_lightning.arguments import unsupported
-from hftrainer_lightning.config import WrongConfig
-from hftrainer_lightning.fsdp_settings import FsdpPlugin, FsdpSettings, read_fsdp
+from hftrainer.arguments.table import unsupported
+from hftrainer.parallel.fsdp.settings import FsdpPlugin, FsdpSettings, read_fsdp
 
 #: As `accelerate launch` sets them for the file with FSDP in the documentation.
 LAUNCHED = {

@@ -13,7 +13,7 @@ import torch
 
 from hftrainer import Trainer, TrainerCallback, TrainingArguments
 from hftrainer.errors import InvalidArgument, MissingPackage, SearchFailed, UnknownArgument, UnsupportedArgument
-from hftrainer.process_identity import is_gone, this_process
+from hftrainer.parallel.process_identity import is_gone, this_process
 from hftrainer.search.studies import AGAIN, FAILED, INTERRUPTED, OWNER, TrialCount
 from hftrainer.trainer_utils import BestRun, default_compute_objective
 from tests import warm

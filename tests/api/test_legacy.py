@@ -14,8 +14,8 @@ from hftrainer import Trainer, TrainingArguments
 from hftrainer.arguments.accelerator_config import AcceleratorConfig
 from hftrainer.arguments.legacy import KEPT, RENAMED, LegacyArguments
 from hftrainer.arguments.resolved import ResolvedArguments
+from hftrainer.arguments.table import TABLE, unsupported
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
-from hftrainer_lightning.arguments import TABLE, unsupported
 from tests.tiny import make_plain, plain_data
 
 LEGACY = [field.name for field in dataclasses.fields(LegacyArguments)]

@@ -11,8 +11,8 @@ from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.profilers import PassThroughProfiler, PyTorchProfiler, SimpleProfiler
 
 from hftrainer import HfArgumentParser, Trainer, TrainingArguments
+from hftrainer.arguments.lightning_config import PASSED, PLACE, PLANNED, RULED
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
-from hftrainer_lightning.config import PASSED, PLACE, PLANNED, RULED
 from tests.tiny import make_plain, plain_data
 
 

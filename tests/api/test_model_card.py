@@ -15,11 +15,12 @@ import pytest
 import torch
 from huggingface_hub import HfApi, constants, metadata_load
 
-from hftrainer import Trainer, TrainerCallback, TrainingArguments, TrainingSummary, swap
-from hftrainer.card import files, origins
-from hftrainer.card.results import final_results, markdown_table, shown, table
+from hftrainer import Trainer, TrainerCallback, TrainingArguments, TrainingSummary
+from hftrainer.compat import swap
 from hftrainer.errors import InvalidArgument
-from hftrainer.reporting import write_metrics
+from hftrainer.model_card import files, origins
+from hftrainer.model_card.results import final_results, markdown_table, shown, table
+from hftrainer.reporting.metrics import write_metrics
 from tests import warm
 from tests.parity.support import accuracy
 from tests.releases import pinned, release_of

@@ -10,7 +10,7 @@ import pytest
 
 from hftrainer import PlotCallback, Trainer, TrainingArguments
 from hftrainer.errors import InvalidArgument, MissingPackage
-from hftrainer.plot import curves, lines_of, plot, read_run
+from hftrainer.reporting.plot import curves, lines_of, plot, read_run
 from tests import warm
 from tests.parity.support import accuracy, build
 from tests.tiny import make_plain, plain_data

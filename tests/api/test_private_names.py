@@ -1,4 +1,4 @@
-"""Private names of Lightning are touched in `hftrainer_lightning.seams` alone, where each has a function that says why.
+"""Private names of Lightning are touched in `hftrainer_lightning.private_api` alone, each by a function that says why.
 
 Such a name is touched when it is imported, when it is an attribute of anything but `self`, and when a class of ours has
 a name that one of its Lightning bases has already. The last is asked of the classes themselves, whose own private names
@@ -17,21 +17,37 @@ from types import ModuleType
 
 import pytest
 
-ADAPTERS = Path(__file__).parents[2] / "adapters"
-SOURCES = sorted(path for path in ADAPTERS.rglob("*.py") if path.parent.name != "seams")
-#: file → private names of others than Lightning that it touches on their objects, and whose they are.
+ROOT = Path(__file__).parents[2]
+#: What touches Lightning, and the rooms of ours whose objects Lightning's are closest to.
+SOURCES = sorted(
+    path
+    for folder in ("adapters", "hftrainer/parallel")
+    for path in (ROOT / folder).rglob("*.py")
+    if path.parent.name != "private_api"
+)
+_XLA = {"_XLAC": "torch_xla", "_xla_get_tensor_id": "torch_xla", "_metadata": "torch's state dicts"}
+#: module → private names of others than Lightning that it touches on their objects, and whose they are.
 OF_OTHERS = {
-    "accelerator.py": {"_orig_mod": "torch.compile", "_modules": "torch", "_fsdp_wrapped_module": "torch's FSDP1"},
-    "deepspeed_plugin.py": {"_hf_deepspeed_config_weak_ref": "transformers, whose models look there for DeepSpeed"},
-    "deepspeed_run.py": {"_last_lr": "torch's schedules", "_zero3_consolidated_16bit_state_dict": "DeepSpeed"},
-    "devices.py": {"_on_cpu": "our TrainingArguments"},
-    "launching.py": {"_exit": "os"},
-    "layout.py": {"_is_distributed_loading_by_transformers": "transformers' models"},
-    "module.py": {"_opt_called": "torch's schedules"},
-    "precision.py": {"_fields": "named tuples"},
-    "sharding.py": {"_no_split_modules": "transformers' models"},
-    "xla.py": {"_XLAC": "torch_xla", "_xla_get_tensor_id": "torch_xla", "_metadata": "torch's state dicts"},
-    "xla_sharding.py": {"_XLAC": "torch_xla", "_get_xla_sharding_spec": "torch_xla"},
+    "hftrainer.parallel.accelerate_state": {
+        "_place": "our TrainingArguments",
+        "_reset_state": "accelerate",
+        "_shared_state": "accelerate",
+    },
+    "hftrainer.parallel.deepspeed.plugin": {
+        "_hf_deepspeed_config_weak_ref": "transformers, whose models look there for DeepSpeed"
+    },
+    "hftrainer.parallel.deepspeed.run": {
+        "_last_lr": "torch's schedules",
+        "_zero3_consolidated_16bit_state_dict": "DeepSpeed",
+    },
+    "hftrainer.parallel.device_limits": {"_on_cpu": "our TrainingArguments"},
+    "hftrainer.parallel.fsdp.sharding": {"_no_split_modules": "transformers' models"},
+    "hftrainer.parallel.layout": {"_is_distributed_loading_by_transformers": "transformers' models"},
+    "hftrainer.parallel.xla.devices": _XLA,
+    "hftrainer.parallel.xla.sharding": {"_XLAC": "torch_xla", "_get_xla_sharding_spec": "torch_xla"},
+    "hftrainer_lightning.module": {"_opt_called": "torch's schedules"},
+    "hftrainer_lightning.strategies.launching": {"_exit": "os"},
+    "hftrainer_lightning.strategies.precision": {"_fields": "named tuples"},
 }
 #: Functions that take an attribute by its name.
 BY_NAME = ("getattr", "setattr", "hasattr", "delattr")
@@ -107,8 +123,8 @@ def taken_from_bases(module: ModuleType) -> Iterator[str]:
         theirs = names_of_bases(kind)
         yield from theirs & constants  # in a table of names, perhaps
         for base in kind.__mro__:
-            in_seams = base.__module__.startswith("hftrainer_lightning.seams")
-            if base.__module__.startswith(("hftrainer_lightning.", module.__name__)) and not in_seams:
+            is_in_private_api = base.__module__.startswith("hftrainer_lightning.private_api")
+            if base.__module__.startswith(("hftrainer_lightning.", module.__name__)) and not is_in_private_api:
                 yield from private_names(base) & theirs
 
 
@@ -126,18 +142,22 @@ def lightnings(module: ModuleType) -> set[str]:
     return {*private_imports(tree), *taken_from_bases(module), *of_inner_classes(tree)}
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ADAPTERS)))
-def test_private_names_of_lightning_are_in_seams(path):
-    module = importlib.import_module(
-        ".".join(path.relative_to(ADAPTERS).with_suffix("").parts).removesuffix(".__init__")
-    )
+def name_of(path: Path) -> str:
+    """The name that a file is imported by."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[1:] if parts[0] == "adapters" else parts).removesuffix(".__init__")
+
+
+@pytest.mark.parametrize("name", map(name_of, SOURCES))
+def test_private_names_of_lightning_are_in_private_api(name):
+    module = importlib.import_module(name)
     assert lightnings(module) == set()
-    of_others = set(private_attributes(ast.parse(path.read_text()), of_self=False))
-    assert of_others == OF_OTHERS.get(path.name, {}).keys()
+    of_others = set(private_attributes(ast.parse(inspect.getsource(module)), of_self=False))
+    assert {*of_others} == {*OF_OTHERS.get(name, {})}
 
 
 def test_the_table_has_no_file_that_is_gone():
-    assert OF_OTHERS.keys() <= {path.name for path in SOURCES}
+    assert OF_OTHERS.keys() <= set(map(name_of, SOURCES))
 
 
 EXAMPLES = {

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hftrainer import Trainer, TrainerCallback
-from hftrainer.step_details import asked_for
+from hftrainer.training.step_details import asked_for
 from tests.parity.support import build, train
 from tests.tiny import Plain
 

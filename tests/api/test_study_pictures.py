@@ -7,7 +7,7 @@ import optuna
 import pytest
 
 from hftrainer.errors import InvalidArgument, MissingPackage
-from hftrainer.search.pictures import plot_study
+from hftrainer.search.plots import plot_study
 from tests.api.test_plot import command
 
 

@@ -9,12 +9,12 @@ import torch
 
 from hftrainer import Seq2SeqTrainingArguments, TrainingArguments
 from hftrainer.arguments.resolved import ResolvedArguments
-from hftrainer.launch import add_options
+from hftrainer.arguments.table import overridden, unsupported
+from hftrainer.cli.launch import add_options
+from hftrainer.parallel.environment import LAUNCHERS, Place, detect
+from hftrainer.parallel.fsdp.settings import FsdpSettings, XlaSettings, read_fsdp
+from hftrainer.parallel.xla import devices as xla
 from hftrainer.trainer_utils import ParallelMode
-from hftrainer_lightning import xla
-from hftrainer_lightning.arguments import overridden, unsupported
-from hftrainer_lightning.environment import LAUNCHERS, Place, detect
-from hftrainer_lightning.fsdp_settings import FsdpSettings, XlaSettings, read_fsdp
 
 VARIABLES = ("PJRT_DEVICE", "PJRT_LOCAL_PROCESS_COUNT", "USE_TORCH_XLA", *xla._OF_TPUS)
 

@@ -18,7 +18,7 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from hftrainer import HfArgumentParser, Seq2SeqTrainingArguments, Trainer, TrainingArguments, install, uninstall
 from hftrainer.errors import InvalidArgument, MissingPackage, UnsupportedArgument
 from hftrainer.integrations import INTEGRATIONS, chosen
-from hftrainer.tracker_callbacks import ReportingCallback
+from hftrainer.reporting.tracker_callbacks import ReportingCallback
 from tests import warm
 from tests.distributed.test_evaluation import torchrun
 from tests.releases import release_of
@@ -453,8 +453,10 @@ def test_callbacks_of_transformers(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("release", "default"), [("4.57.6", "all"), ("5.0.0", "none")])
 def test_default_of_unmodified_scripts(monkeypatch, release, default):
     """As in the release of transformers that is installed, through each way to make arguments; and undone."""
-    monkeypatch.setattr("hftrainer.swap.importlib.metadata.version", lambda name: release)
-    monkeypatch.setattr("hftrainer.swap.warnings_of_earlier_imports", lambda caller: [])  # of what other tests import
+    monkeypatch.setattr("hftrainer.compat.swap.importlib.metadata.version", lambda name: release)
+    monkeypatch.setattr(
+        "hftrainer.compat.swap.warnings_of_earlier_imports", lambda caller: []
+    )  # of what other tests import
 
     @dataclasses.dataclass
     class Own(TrainingArguments):

@@ -18,7 +18,8 @@ import transformers
 from torch import nn
 
 import hftrainer
-from hftrainer import behaviours, swap
+from hftrainer.arguments import behaviours
+from hftrainer.compat import swap
 from hftrainer.errors import UnsupportedArgument
 from hftrainer.search.ray_search import RaySearch
 from tests.conformance.names_in_use import ABSENT, IN_USE

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from hftrainer import Trainer, TrainingArguments
+from hftrainer.arguments.lightning_config import WrongConfig
 from hftrainer.errors import UnsupportedArgument
-from hftrainer_lightning.config import WrongConfig
-from hftrainer_lightning.layout import Layout, read_layout, wrong_model
+from hftrainer.parallel.layout import Layout, read_layout, wrong_model
 from tests.distributed.layout_sets import EVALUATED, LAYOUTS
 from tests.distributed.test_evaluation import TORCHRUN, python
 from tests.reliability.support import assert_same

@@ -151,7 +151,7 @@ def test_a_notebook_cell_that_is_no_python(tmp_path, monkeypatch):
 
     import transformers
 
-    from hftrainer.earlier_imports import warnings_of_earlier_imports
+    from hftrainer.compat.earlier_imports import warnings_of_earlier_imports
 
     kind = type("Own", (transformers.Trainer,), {"__module__": "somewhere"})
     monkeypatch.setattr(linecache, "getlines", lambda *_: ["!pip install x\n", "import somewhere\n"])

@@ -13,7 +13,7 @@ import pytest
 from huggingface_hub import metadata_load
 from safetensors.torch import load_file
 
-from hftrainer.card.files import PICTURE_NAME
+from hftrainer.model_card.files import PICTURE_NAME
 from tests import warm
 from tests.interop.example_shapes.shapes import SHAPES
 from tests.parity.differences import MEASURED, OWN_FILES

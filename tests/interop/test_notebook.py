@@ -14,7 +14,7 @@ SETUP = """
     import sys
     sys.path[:0] = {paths!r}
     import importlib
-    from hftrainer import behaviours
+    from hftrainer.arguments import behaviours
     from tests.tiny import make_plain, plain_data
 
     behaviours.follow(behaviours.installed_release())  # as after install(): it is compared with that release

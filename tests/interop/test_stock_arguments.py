@@ -82,4 +82,4 @@ def test_they_stay_what_they_are(tmp_path):
 
 
 def old(field) -> bool:
-    return field.name in hftrainer.arguments.LegacyArguments.__dataclass_fields__
+    return field.name in hftrainer.arguments.legacy.LegacyArguments.__dataclass_fields__

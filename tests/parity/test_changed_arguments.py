@@ -17,8 +17,8 @@ import pytest
 import torch
 
 import hftrainer
+from hftrainer.arguments.table import READ_ONCE, TABLE
 from hftrainer.errors import InvalidArgument
-from hftrainer_lightning.arguments import READ_ONCE, TABLE
 from tests.parity.support import EVENTS, accuracy, alike, comparable, make_recorder
 from tests.parity.test_every_argument import DEFAULTS, HANDLED, STEPS
 from tests.peers import assert_as_peer, assert_equal

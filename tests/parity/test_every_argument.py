@@ -17,7 +17,7 @@ import hftrainer
 import hftrainer.errors
 from hftrainer.arguments.legacy import LegacyArguments
 from hftrainer.arguments.resolved import ResolvedArguments
-from hftrainer_lightning.arguments import TABLE, make_plan, unsupported
+from hftrainer.arguments.table import TABLE, make_plan, unsupported
 from tests.parity.support import accuracy, make_recorder, record
 from tests.tiny import make_plain, plain_data
 

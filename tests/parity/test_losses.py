@@ -114,10 +114,10 @@ MODELS.setdefault("number each", (NumberEach, lambda: [{"x": float(number)} for 
 
 def test_first_number_is_the_loss(tmp_path, caplog):
     """Of a model that returns a number for each row; the evaluation has no labels and no loss."""
-    hftrainer.loss._warn_once.cache_clear()
+    hftrainer.training.loss._warn_once.cache_clear()
     ours = compare(tmp_path, "number each", **EVALUATED)
     assert ours.logs[0]["loss"] != 0
-    (said,) = {line.message for line in caplog.records if line.name == "hftrainer.loss"}
+    (said,) = {line.message for line in caplog.records if line.name == "hftrainer.training.loss"}
     assert "the first of them is the loss" in said
 
 

@@ -7,7 +7,7 @@ from tests.parity.support import build, compare
 
 def test_emptied_caches(tmp_path, monkeypatch):
     emptied = []
-    monkeypatch.setattr("hftrainer.devices.empty_cache", lambda: emptied.append(1))
+    monkeypatch.setattr("hftrainer.parallel.devices.empty_cache", lambda: emptied.append(1))
     compare(tmp_path, "plain", torch_empty_cache_steps=3, max_steps=7)
     assert len(emptied) == 3  # before steps 1, 4 and 7
 

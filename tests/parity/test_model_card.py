@@ -9,7 +9,7 @@ import pytest
 from huggingface_hub import metadata_load
 
 from hftrainer import TrainingSummary
-from hftrainer.card import origins
+from hftrainer.model_card import origins
 from tests.parity.differences import MEASURED
 from tests.parity.support import LIBRARIES, accuracy, build
 from tests.tiny import make_bert, make_peft, text_data

@@ -119,7 +119,7 @@ def test_built_when_it_is_there(tmp_path, monkeypatch, name):
 
 def test_adamw_of_old_releases():
     """`adamw_hf`, gone in v5: one step by hand, and without decay and epsilon the same as torch's."""
-    from hftrainer.adamw_hf import AdamW
+    from hftrainer.optimizers.adamw_hf import AdamW
 
     weight = torch.nn.Parameter(torch.tensor([1.0, -2.0]))
     weight.grad = torch.tensor([0.5, 0.1])

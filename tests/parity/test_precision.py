@@ -80,7 +80,7 @@ def test_tf32(tmp_path, monkeypatch):
     make(False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
-    from hftrainer.model_changes import set_tf32
+    from hftrainer.model.changes import set_tf32
 
     before = torch.backends.cuda.matmul.allow_tf32
     try:

@@ -9,7 +9,7 @@ import pytest
 import transformers
 
 import hftrainer
-from hftrainer_lightning.accelerator import EngineAccelerator
+from hftrainer.training.accelerator import EngineAccelerator
 from tests.parity.differences import NOT_CALLED_ALIKE
 from tests.parity.methods import WAYS, Calls, methods_of, run
 

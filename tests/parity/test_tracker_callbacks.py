@@ -8,8 +8,8 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 
 import hftrainer
-from hftrainer import tracker_callbacks
-from hftrainer.tracker_callbacks import ReportingCallback
+from hftrainer.reporting import tracker_callbacks
+from hftrainer.reporting.tracker_callbacks import ReportingCallback
 from tests.parity.support import LIBRARIES
 from tests.tracking import make_trainer, mlflow_database, scalars, texts, wandb_items, wandb_records
 
@@ -20,7 +20,7 @@ CLASSES = ("TensorBoardCallback", "WandbCallback", "MLflowCallback", "CometCallb
 
 def kind_of(library, name):
     """The callback class of a library."""
-    module = "transformers.integrations" if library == "transformers" else "hftrainer.tracker_callbacks"
+    module = "transformers.integrations" if library == "transformers" else "hftrainer.reporting.tracker_callbacks"
     return getattr(importlib.import_module(module), name)
 
 
@@ -269,7 +269,9 @@ def test_writer_during_and_after_training(tmp_path):
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_classes_of_transformers_under_install(tmp_path, name, monkeypatch):
-    monkeypatch.setattr("hftrainer.swap.warnings_of_earlier_imports", lambda caller: [])  # of what other tests import
+    monkeypatch.setattr(
+        "hftrainer.compat.swap.warnings_of_earlier_imports", lambda caller: []
+    )  # of what other tests import
     from transformers.integrations import integration_utils
 
     theirs = getattr(integration_utils, name)

@@ -381,7 +381,7 @@ def test_a_trainer_on_its_way_to_another_process(hub, tmp_path, monkeypatch):
 
 def test_a_timeout_of_the_work_itself():
     """What the main process alone does while the others wait may end with one, which is no "not yet"."""
-    from hftrainer_lightning import processes
+    from hftrainer.parallel import processes
 
     def times_out():
         raise TimeoutError("of the work")

@@ -181,7 +181,7 @@ def test_wrong_device_is_named(tmp_path):
     text = (
         "from hftrainer_lightning import deepspeed_start\n"
         "import datetime, torch\n"
-        "from hftrainer_lightning.processes import Processes\n"
+        "from hftrainer.parallel.processes import Processes\n"
         "deepspeed_start.connect(Processes(), torch.device('cuda'), datetime.timedelta(1), None)\n"
     )
     script = tmp_path / "script.py"

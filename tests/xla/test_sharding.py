@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file
 
 from hftrainer import TrainingArguments
+from hftrainer.arguments.lightning_config import WrongConfig
 from hftrainer.errors import UnsupportedArgument
-from hftrainer_lightning.config import WrongConfig
 from tests.xla.support import TOLERANCE, assert_close, numbers, run_script, trainer, weights
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 6}
@@ -155,6 +155,6 @@ def test_needs_a_tpu(tmp_path):
 
 def _found(args):
     from hftrainer.arguments.resolved import ResolvedArguments
-    from hftrainer_lightning.arguments import unsupported
+    from hftrainer.arguments.table import unsupported
 
     return unsupported(ResolvedArguments(args))

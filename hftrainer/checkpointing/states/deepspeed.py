@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from hftrainer import peers
 from hftrainer.checkpointing import resume
 from hftrainer.checkpointing.distributed import to_be_written
 from hftrainer.checkpointing.states import MakeOptimizer, PartStates
 from hftrainer.checkpointing.weights import load_sharded_weights
+from hftrainer.compat import peers
 from hftrainer.trainer_pt_utils import nested_apply
 
 if TYPE_CHECKING:
-    from hftrainer_lightning.deepspeed_run import DeepSpeedRun
+    from hftrainer.parallel.deepspeed.run import DeepSpeedRun
 
 logger = logging.getLogger(__name__)
 

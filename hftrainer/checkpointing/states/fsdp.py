@@ -8,10 +8,10 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from hftrainer import peers
 from hftrainer.checkpointing import distributed, resume
 from hftrainer.checkpointing.states import MakeOptimizer, PartStates
 from hftrainer.checkpointing.weights import load_sharded_weights
+from hftrainer.compat import peers
 
 
 class _Plugin(Protocol):

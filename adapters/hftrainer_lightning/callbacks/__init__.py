@@ -1,0 +1,1 @@
+"""What Lightning's callbacks need beyond hooks."""

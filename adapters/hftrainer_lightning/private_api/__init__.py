@@ -1,0 +1,83 @@
+"""Every touch of a private Lightning name, each with its reason. Checked against lightning 2.6.6.
+
+A module of this folder for each part of Lightning that is touched; `tests/api/test_private_names.py` finds private
+names of Lightning anywhere else.
+"""
+
+from hftrainer_lightning.private_api.callbacks import (
+    begin_anew,
+    begins_at_a_share,
+    end_when_found,
+    first_layers,
+    is_to_set_the_rate,
+    leaves_masks,
+    let_go,
+    looks_when_training_ends,
+    name_of_batch_size,
+    name_of_learning_rate,
+    pruned_module,
+    state_of,
+)
+from hftrainer_lightning.private_api.evaluation import (
+    SeenBatches,
+    ValidationGroup,
+    can_be_logged,
+    end_group,
+    install_bare_evaluation,
+    release_data,
+    validate_in_fit,
+)
+from hftrainer_lightning.private_api.strategies import LaunchedXLA, OwnPrecision, announce_gradients
+from hftrainer_lightning.private_api.trainer import (
+    NoProfiler,
+    Trainer,
+    keyboard_interrupts_restored,
+    quiet,
+    recorded_events,
+    start_script_again,
+)
+from hftrainer_lightning.private_api.training import (
+    CURRENT_HOOK,
+    KeepsBatches,
+    in_previous_epoch,
+    install_window_accumulation,
+    restore_progress,
+    switch_optimization,
+)
+
+__all__ = [
+    "CURRENT_HOOK",
+    "KeepsBatches",
+    "LaunchedXLA",
+    "NoProfiler",
+    "OwnPrecision",
+    "SeenBatches",
+    "Trainer",
+    "ValidationGroup",
+    "announce_gradients",
+    "begin_anew",
+    "begins_at_a_share",
+    "can_be_logged",
+    "end_group",
+    "end_when_found",
+    "first_layers",
+    "in_previous_epoch",
+    "install_bare_evaluation",
+    "install_window_accumulation",
+    "is_to_set_the_rate",
+    "keyboard_interrupts_restored",
+    "leaves_masks",
+    "let_go",
+    "looks_when_training_ends",
+    "name_of_batch_size",
+    "name_of_learning_rate",
+    "pruned_module",
+    "quiet",
+    "recorded_events",
+    "release_data",
+    "restore_progress",
+    "start_script_again",
+    "state_of",
+    "switch_optimization",
+    "validate_in_fit",
+]

@@ -1,0 +1,168 @@
+"""Lightning's loops of evaluation: run at any point of a training, on any loader, alone or in a group."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
+from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
+from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.states import RunningStage
+
+from hftrainer_lightning.private_api.trainer import NoProfiler
+
+if TYPE_CHECKING:
+    from hftrainer_lightning.hooks import EvaluationHost
+    from hftrainer_lightning.module import HostedModule
+
+
+class ValidationGroup:
+    """Evaluations of several sets within `fit` that are one validation to Lightning's callbacks.
+
+    Callbacks that follow a metric look for it when a validation ends; the metrics of all sets must be there then.
+
+    Attributes:
+        begun: whether the start has been announced.
+    """
+
+    def __init__(self) -> None:
+        self.begun = False
+
+
+class _BareEvaluationLoop(_EvaluationLoop):
+    """Runs a batch at once where nobody listens; Lightning asks for its state forty times a batch to announce it."""
+
+    def _evaluation_step(self, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
+        trainer = self.trainer
+        if trainer.callbacks or not isinstance(trainer.profiler, NoProfiler):  # type: ignore[attr-defined]
+            super()._evaluation_step(batch, batch_idx, dataloader_idx, dataloader_iter)
+            return
+        progress = self.batch_progress
+        progress.increment_ready()
+        progress.increment_started()
+        step = trainer.strategy.test_step if self._stage is RunningStage.TESTING else trainer.strategy.validation_step
+        step(batch, batch_idx)
+        progress.increment_processed()
+        progress.increment_completed()
+        self._has_run = True
+        self._seen_batches_per_dataloader[dataloader_idx] += 1
+
+
+def install_bare_evaluation(trainer: pl.Trainer) -> None:
+    """Let evaluations without Lightning callbacks pass over what is only there to inform them."""
+    for loop in (trainer.validate_loop, trainer.test_loop, trainer.fit_loop.epoch_loop.val_loop):
+        loop.__class__ = _BareEvaluationLoop
+
+
+class _GroupedLoop(_BareEvaluationLoop):
+    """Announces the start with the group's first evaluation, and leaves the end to `end_group`."""
+
+    group: ValidationGroup
+
+    def _on_evaluation_start(self, *args: Any, **kwargs: Any) -> None:
+        if not self.group.begun:
+            self.group.begun = True
+            super()._on_evaluation_start(*args, **kwargs)
+
+    def _on_evaluation_end(self, *args: Any, **kwargs: Any) -> None:
+        self.trainer._logger_connector.reset_results()
+
+
+def validate_in_fit(
+    trainer: pl.Trainer,
+    module: HostedModule,
+    dataloader: Any,
+    evaluation: EvaluationHost,
+    group: ValidationGroup | None = None,
+    all_batches: bool = False,
+) -> None:
+    """Run Lightning's own validation loop at any point of `fit`, on any loader, so that its callbacks see it.
+
+    Lightning runs it at fixed points, on one loader, and from the epoch loop only; the Trainer evaluates when its
+    callbacks say so. `all_batches` takes `limit_val_batches` off, for predictions.
+    """
+    loop: Any = trainer.fit_loop.epoch_loop.val_loop
+    outer, kind, limit = module.evaluating, loop.__class__, trainer.limit_val_batches
+    module.evaluate_with(evaluation, loop)
+    loop._combined_loader = None
+    loop._data_source.instance = dataloader
+    loop.restarting = False
+    if group is not None:
+        loop.__class__, loop.group = _GroupedLoop, group
+    if all_batches:
+        trainer.limit_val_batches = trainer.limit_predict_batches
+    try:
+        with _validating(trainer, module):
+            loop.run()
+    except BaseException:
+        if module.in_validation:  # the weights that it has put aside must come back, for a checkpoint may follow
+            module.in_validation = False
+            for callback in trainer.callbacks:  # type: ignore[attr-defined]
+                if isinstance(callback, WeightAveraging):
+                    callback.on_validation_epoch_end(trainer, module)
+        raise
+    finally:
+        loop.__class__, trainer.limit_val_batches = kind, limit
+        release_data(loop)
+        module.evaluate_with(*outer)
+
+
+class SeenBatches(_IndexBatchSamplerWrapper):
+    """Tells prediction writers which samples each batch holds; Lightning asks only what it has wrapped itself."""
+
+    def __init__(self, seen: list[list[int]]) -> None:
+        self.seen_batch_indices = seen
+
+
+def release_data(loop: Any) -> None:
+    """Let go of the loader of an evaluation that is over, and with it of its predictions."""
+    loop._data_source.instance = loop._combined_loader = None
+    if loop._data_fetcher is not None:
+        loop._data_fetcher.teardown()
+        loop._data_fetcher = None
+
+
+def end_group(trainer: pl.Trainer, module: HostedModule, group: ValidationGroup, metrics: dict[str, float]) -> None:
+    """Announce the end of a group's validation.
+
+    Args:
+        trainer: of the fit.
+        module: of the fit.
+        group: the group.
+        metrics: what callbacks find besides the metrics of each set.
+    """
+    numbers = {name: torch.tensor(float(value)) for name, value in metrics.items() if can_be_logged(name, value)}
+    with _validating(trainer, module):
+        if not group.begun and numbers:  # an evaluation of the user's own, without Lightning's loop
+            call._call_callback_hooks(trainer, "on_validation_start")
+        trainer._logger_connector._callback_metrics.update(numbers)
+        if group.begun:
+            trainer.fit_loop.epoch_loop.val_loop._on_evaluation_end()
+        elif numbers:
+            call._call_callback_hooks(trainer, "on_validation_end")
+
+
+def can_be_logged(name: str, value: Any) -> bool:
+    """Whether Lightning takes this metric; `compute_metrics` may return anything under any name."""
+    reserved = "/dataloader_idx_" in name
+    return not reserved and (isinstance(value, float) or (isinstance(value, int) and abs(value) <= sys.float_info.max))
+
+
+@contextlib.contextmanager
+def _validating(trainer: pl.Trainer, module: HostedModule) -> Iterator[None]:
+    """Let Lightning believe that it validates; afterwards, all that tells it that it is training is put back."""
+    connector = trainer._logger_connector
+    first_iteration, hook = connector._first_loop_iter, module._current_fx_name
+    trainer.validating = True
+    try:
+        yield
+    finally:
+        trainer.training = True
+        connector._first_loop_iter = first_iteration
+        module._current_fx_name = hook

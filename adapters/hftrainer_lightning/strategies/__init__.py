@@ -1,0 +1,1 @@
+"""From the plan to Lightning's strategy, precision plugin and accelerator."""

@@ -1,0 +1,54 @@
+"""Lightning's accelerator for a device; one of ours for those that Lightning does not know."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch.accelerators import Accelerator
+
+from hftrainer.parallel.device_limits import OTHERS
+from hftrainer_lightning.strategies import xla
+
+
+def accelerator(kind: str) -> str | Accelerator:
+    """Lightning's accelerator: its name, or one of our own."""
+    if kind == "tpu":
+        return xla.Accelerator()
+    if kind not in OTHERS:
+        return kind
+    module = torch.get_device_module(kind)
+
+    class TorchAccelerator(Accelerator):
+        """A device by its module in torch."""
+
+        def setup_device(self, device: torch.device) -> None:
+            module.set_device(device)
+
+        def teardown(self) -> None:
+            module.empty_cache()
+
+        def get_device_stats(self, device: Any) -> dict[str, Any]:
+            return module.memory_stats(device)
+
+        @staticmethod
+        def parse_devices(devices: Any) -> Any:
+            return int(devices)
+
+        @staticmethod
+        def get_parallel_devices(devices: int) -> list[torch.device]:
+            return [torch.device(kind, index) for index in range(devices)]
+
+        @staticmethod
+        def auto_device_count() -> int:
+            return module.device_count()
+
+        @staticmethod
+        def is_available() -> bool:
+            return module.is_available()
+
+        @staticmethod
+        def name() -> str:
+            return kind
+
+    return TorchAccelerator()

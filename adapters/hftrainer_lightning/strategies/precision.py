@@ -1,0 +1,154 @@
+"""Precision plugins: where autocast begins and ends."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+from hftrainer.arguments.plan import LightningPlan
+from hftrainer_lightning import private_api
+
+
+class PlainSteps(Precision):
+    """Steps as a plain loop does: no context around them, and backward before the optimizer is called.
+
+    Lightning nests two contexts around each step, and hands backward to the optimizer as a closure: step hooks of
+    the optimizer would then see no gradients, and optimizers that ignore closures would not train.
+    """
+
+    #: Scales the loss, with float16.
+    scaler: torch.amp.GradScaler | None = None
+    #: Whether the last step was left out, since the scaled gradients were not finite.
+    skipped = False
+
+    def train_step_context(self) -> Any:
+        """Nothing."""
+        return contextlib.nullcontext()
+
+    val_step_context = predict_step_context = train_step_context
+
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        """Forward, backward and clipping, then the step; an optimizer that is fused into backward has stepped."""
+        closure()
+        if model.automatic_optimization:
+            self.unscale(optimizer)
+        private_api.announce_gradients(self, model, optimizer)
+        if hasattr(optimizer, "fused_backward"):
+            return None
+        kind: Any = type(optimizer)
+        if self.scaler is None:
+            return optimizer.step(*_no_closure(kind), **kwargs)
+        before = self.scaler.get_scale()
+        result = self.scaler.step(optimizer, *_no_closure(kind), **kwargs)
+        self.scaler.update()
+        self.skipped = self.scaler.get_scale() < before
+        return result
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the gradients by the scale of the loss, before they are clipped."""
+        if self.scaler is not None:
+            self.scaler.unscale_(optimizer)
+
+
+@functools.lru_cache(maxsize=16)
+def _no_closure(kind: Any) -> tuple[None, ...]:
+    """What a step is called with: None where the optimizer's class has no default for its closure, as by accelerate."""
+    parameters = list(inspect.signature(kind.step).parameters.values())[1:]
+    needed = [each for each in parameters if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD]
+    return (None,) * len(needed)
+
+
+class FullPrecision(PlainSteps):
+    """Float32 throughout."""
+
+
+class ForwardAutocast(PlainSteps, MixedPrecision):
+    """Autocast around the model's `forward` alone, with float32 outputs, as accelerate does it.
+
+    Lightning's own plugin wraps the whole training step, so a loss computed outside the model (`compute_loss`,
+    `compute_loss_func`) would run under autocast too and give other numbers than the Trainer's.
+    """
+
+    def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Wrap the hosted model's `forward` until `teardown`."""
+        model = module.model
+        assert isinstance(model, torch.nn.Module)
+        dtype = torch.bfloat16 if self.precision == "bf16-mixed" else torch.float16
+        original = model.forward
+        self._wrapped: tuple[torch.nn.Module, Any] | None = (model, model.__dict__.get("forward"))
+
+        @functools.wraps(original)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with self.autocast(dtype):
+                outputs = original(*args, **kwargs)
+            return _to_float32(outputs)
+
+        model.forward = forward
+        return module
+
+    def autocast(self, dtype: torch.dtype) -> contextlib.AbstractContextManager[Any]:
+        """What the forward pass runs in."""
+        return torch.autocast(self.device, dtype=dtype)
+
+    def teardown(self) -> None:
+        """Give the model its own `forward` back."""
+        model, own = getattr(self, "_wrapped", None) or (None, None)
+        self._wrapped = None
+        if model is None:
+            return
+        if own is None:
+            del model.forward
+        else:
+            model.forward = own
+
+
+def _to_float32(outputs: Any) -> Any:
+    if isinstance(outputs, torch.Tensor):
+        return outputs.float() if outputs.dtype in (torch.bfloat16, torch.float16) else outputs
+    if isinstance(outputs, Mapping):
+        return type(outputs)({name: _to_float32(value) for name, value in outputs.items()})  # type: ignore[call-arg]
+    if isinstance(outputs, tuple) and hasattr(outputs, "_fields"):
+        return type(outputs)(*(_to_float32(value) for value in outputs))
+    if isinstance(outputs, (list, tuple)):
+        return type(outputs)(_to_float32(value) for value in outputs)
+    return outputs
+
+
+class _ShardedScaler(ShardedGradScaler):
+    """Leaves a step out in all processes when the gradients of one are infinite.
+
+    torch adds up in how many they are, in a tensor of shape `(1,)`; its fused optimizers take 0 or 1 of shape `()`.
+    """
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the gradients by the scale, and find out whether they are finite in all processes."""
+        super().unscale_(optimizer)
+        found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        found.update({device: value.reshape(()).clamp(max=1) for device, value in found.items()})
+
+
+def make_scaler(plan: LightningPlan) -> torch.amp.GradScaler | None:
+    """What scales the loss so that float16 gradients do not vanish; other precisions need none."""
+    if plan.precision != "16-mixed" or plan.deepspeed is not None:
+        return None
+    kind = torch.device(plan.device).type
+    if plan.sharding is not None and plan.sharding.version == 1:
+        return _ShardedScaler(kind)
+    own = getattr(torch.get_device_module(kind), "amp", None) if kind in ("npu", "mlu", "musa") else None
+    return own.GradScaler() if own is not None else torch.amp.GradScaler(kind)
+
+
+def precision_plugin(plan: LightningPlan, scaler: torch.amp.GradScaler | None) -> Precision:
+    """The plugin that the plan's precision names, with the scaler that lives as long as the Trainer."""
+    if plan.precision == "32-true":
+        return FullPrecision()
+    return ForwardAutocast(plan.precision, torch.device(plan.device).type, scaler)

@@ -1,0 +1,1 @@
+"""Trackers by Lightning's loggers, with the names that transformers writes."""

@@ -1,0 +1,131 @@
+"""MLflow, as transformers writes to it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch.loggers import Logger, MLFlowLogger
+
+from hftrainer_lightning.trackers.tracker import LogFolder, Tracker, arguments_of, config_of, is_set
+
+if TYPE_CHECKING:
+    from hftrainer.trainer_callback import TrainerState
+    from hftrainer.training_args import TrainingArguments
+
+logger = logging.getLogger(__name__)
+
+#: What MLflow's servers do not take in a metric's name.
+_NOT_IN_NAMES = re.compile(r"[^0-9A-Za-z_\-. :/]")
+
+
+class MLflow(Tracker):
+    """A run of MLflow, with the log line's own names. An active run is used, and left active.
+
+    `mlflow` itself reads MLFLOW_TRACKING_URI and MLFLOW_RUN_ID, and decides where to write without them.
+    """
+
+    def __init__(self, args: TrainingArguments, folder: LogFolder) -> None:
+        super().__init__(args, folder)
+        self._begun: str | None = None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the run was begun here."""
+        return self._begun is not None
+
+    def open(self) -> Logger:
+        """Take the active run, or begin one."""
+        import mlflow
+
+        nested, experiment = is_set("MLFLOW_NESTED_RUN"), os.environ.get("MLFLOW_EXPERIMENT_NAME")
+        run = mlflow.active_run()
+        if run is None or nested or os.environ.get("MLFLOW_RUN_ID"):
+            if experiment:
+                mlflow.set_experiment(experiment)
+            run = mlflow.start_run(run_name=self.args.run_name, nested=nested)
+            self._begun = run.info.run_id
+        return MLFlowLogger(tracking_uri=mlflow.get_tracking_uri(), run_id=run.info.run_id)
+
+    def start_trial(self, name: str | None) -> None:
+        """Go on in a run of its own, unless the user's is active."""
+        self._logger = None
+        super().start_trial(name)
+
+    def begin(self, model: Any, state: TrainerState) -> None:
+        """Begin; a run that ended with an earlier training goes on."""
+        super().begin(model, state)
+        import mlflow
+
+        if self._begun is not None and mlflow.active_run() is None:
+            mlflow.start_run(run_id=self._begun)
+
+    def describe(self, model: Any, state: TrainerState) -> None:
+        """Write the parameters that MLflow can hold, and the tags of MLFLOW_TAGS."""
+        from mlflow.entities import Param, RunTag
+        from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH, MAX_PARAMS_TAGS_PER_BATCH
+
+        values = {**config_of(model), **arguments_of(self.args)}
+        if is_set("MLFLOW_FLATTEN_PARAMS"):
+            values = _flattened(values)
+        for name in [name for name, value in values.items() if len(str(value)) > MAX_PARAM_VAL_LENGTH]:
+            del values[name]
+            logger.warning(
+                "MLflow does not get the parameter %s, which is longer than %d characters; of a dict, "
+                "MLFLOW_FLATTEN_PARAMS=1 writes each entry.",
+                name,
+                MAX_PARAM_VAL_LENGTH,
+            )
+        most = os.environ.get("MLFLOW_MAX_LOG_PARAMS", "")
+        items = list(values.items())[: int(most) if most.isdigit() else None]
+        client, run_id = self.logger.experiment, self.logger.run_id
+        for first in range(0, len(items), MAX_PARAMS_TAGS_PER_BATCH):
+            batch = items[first : first + MAX_PARAMS_TAGS_PER_BATCH]
+            client.log_batch(run_id, params=[Param(name, str(value)) for name, value in batch])
+        if tags := os.environ.get("MLFLOW_TAGS"):
+            client.log_batch(run_id, tags=[RunTag(name, str(value)) for name, value in json.loads(tags).items()])
+
+    def write(self, logs: Mapping[str, Any], state: TrainerState) -> None:
+        """Write the numbers, each under its own name as far as MLflow allows."""
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        numbers = self.numbers({name: _number(value) for name, value in logs.items()})
+        metrics = [Metric(_NOT_IN_NAMES.sub("_", name), v, now, state.global_step) for name, v in numbers.items()]
+        self.logger.experiment.log_batch(self.logger.run_id, metrics=metrics)
+
+    def saved(self, checkpoint: str, state: TrainerState) -> None:
+        """Log the checkpoint as a model."""
+        import mlflow
+
+        mlflow.pyfunc.log_model(
+            name=os.path.basename(checkpoint),
+            artifacts={"model_path": checkpoint},
+            python_model=mlflow.pyfunc.PythonModel(),
+        )
+
+    def end(self, model: Any, state: TrainerState, save_model: Callable[[str], None]) -> None:
+        """End the run, unless the user began it; MLflow takes what follows all the same."""
+        import mlflow
+
+        if self._begun is not None and mlflow.active_run() is not None:
+            mlflow.end_run()
+
+
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+
+
+def _flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The entries of nested dicts, their names joined by dots."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        nested = isinstance(value, Mapping) and value
+        flat |= _flattened(value, f"{prefix}{name}.") if nested else {f"{prefix}{name}": value}
+    return flat

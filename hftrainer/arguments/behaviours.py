@@ -1,0 +1,423 @@
+"""THE TABLE of dated behaviours: what releases of `transformers` do differently, and whose way a Trainer follows.
+
+A Trainer asks once, when it is made, and keeps the frozen answer. `from hftrainer import Trainer` follows the newest
+release; `install()` and `python -m hftrainer run` follow the one that is installed; and
+`lightning_config={"behaviour": "4.57"}` chooses.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.metadata
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+#: The releases of transformers that were read for the table.
+RELEASES = (*(f"4.{minor}" for minor in range(48, 58)), *(f"5.{minor}" for minor in range(24)))
+NEWEST = RELEASES[-1]
+
+
+@dataclass(frozen=True)
+class Change:
+    """What a release has changed.
+
+    Attributes:
+        since: the first release that behaves as the newest from then on.
+        now: what it does.
+        before: what the releases before it do.
+        decided_in: our module that asks for the switch.
+        pull_request: its number in huggingface/transformers, where it is known.
+        begun: the first release of `before`, where those before that one behaved as the newest too.
+    """
+
+    since: str
+    now: str
+    before: str
+    decided_in: str
+    pull_request: int | None = None
+    begun: str = RELEASES[0]
+
+    def is_in(self, release: str) -> bool:
+        """Whether a release behaves as the newest."""
+        at = RELEASES.index(release)
+        return at >= RELEASES.index(self.since) or at < RELEASES.index(self.begun)
+
+
+def _since(
+    release: str,
+    decided_in: str,
+    now: str,
+    *,
+    before: str,
+    pull_request: int | None = None,
+    begun: str = RELEASES[0],
+) -> Any:
+    change = Change(release, now, before, decided_in, pull_request, begun)
+    return dataclasses.field(default=True, metadata={"change": change})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Behaviours:
+    """A switch for each change; all are on in the newest release.
+
+    Attributes:
+        release: the release that is followed, such as '4.57'.
+    """
+
+    release: str = NEWEST
+
+    # ---- The loss and what it is divided by --------------------------------------------------------------------
+
+    counts_shifted_labels: bool = _since(
+        "5.10",
+        "data.factory",
+        "the first label of a sequence, which a causal model never predicts, is no item of num_items_in_batch",
+        before="every label is an item of num_items_in_batch, the first of a causal sequence too",
+        pull_request=46204,
+    )
+    counts_only_for_those_who_ask: bool = _since(
+        "4.51",
+        "trainer",
+        "items are counted for a model that takes num_items_in_batch, or for compute_loss_func",
+        before="items are counted for every model, and given to overrides of compute_loss",
+    )
+    counts_items_on_device: bool = _since(
+        "4.50",
+        "trainer",
+        "num_items_in_batch is a tensor on the device",
+        before="num_items_in_batch is a Python int",
+    )
+    counts_items_as_float: bool = _since(
+        "5.19",
+        "trainer",
+        "num_items_in_batch is of type float32",
+        before="num_items_in_batch is an integer",
+    )
+    divides_by_window: bool = _since(
+        "4.55",
+        "training.runner",
+        "a loss that is not divided by its items is divided by the micro-batches of the window that it is in",
+        before="a loss that is not divided by its items is always divided by gradient_accumulation_steps",
+    )
+    divides_uncounted_loss: bool = _since(
+        "4.53",
+        "training.runner",
+        "without items to count, the loss of a model that takes num_items_in_batch is divided for accumulation too",
+        before="the loss of a model that takes num_items_in_batch is never divided for accumulation",
+    )
+    divides_gradients_once: bool = _since(
+        "5.6",
+        "training.loop",
+        "gradients are those of the loss, which is divided for accumulation once",
+        before="accelerate divides the gradients by gradient_accumulation_steps once more",
+        begun="5.2",
+    )
+    smooths_over_items: bool = _since(
+        "5.15",
+        "trainer",
+        "label smoothing divides by num_items_in_batch",
+        before="label smoothing divides by the labels of its micro-batch, even where the loss is summed over a window",
+        pull_request=47261,
+    )
+
+    # ---- Steps and weights -------------------------------------------------------------------------------------
+
+    counts_last_window: bool = _since(
+        "4.52",
+        "trainer",
+        "a last window of fewer micro-batches is an optimizer step of the epoch",
+        before="the steps of an epoch are rounded down, so training ends earlier when its last window is not full",
+        pull_request=37923,
+    )
+    leaves_named_norms_undecayed: bool = _since(
+        "4.49",
+        "trainer_optimizer",
+        "weight decay leaves out parameters with layernorm or rmsnorm in their names",
+        before="weight decay leaves out normalization layers by their class only",
+        pull_request=35927,
+    )
+    decays_by_name: bool = _since(
+        "4.53",
+        "trainer_optimizer",
+        "weight decay leaves out nn.LayerNorm, and parameters with bias or norm in their names",
+        before="weight decay leaves out the layers in ALL_LAYERNORM_LAYERS, and not those that are named norm",
+        pull_request=38922,
+    )
+    sets_use_cache: bool = _since(
+        "5.0",
+        "trainer",
+        "the argument use_cache, False by default, is written into the model's config",
+        before="the model's config keeps its use_cache",
+    )
+    aligns_special_tokens: bool = _since(
+        "4.56",
+        "training.runner",
+        "the model's configs get the special tokens of the processing class",
+        before="the model's configs keep their special tokens",
+        pull_request=38441,
+    )
+    aligns_tokens_that_are_set: bool = _since(
+        "5.18",
+        "training.runner",
+        "special tokens that the tokenizer lacks stay in the model's configs; lists of end tokens are added to",
+        before="the configs lose special tokens that the tokenizer lacks, and lists of end tokens become one token",
+        pull_request=48708,
+    )
+    makes_model_before_trial: bool = _since(
+        "5.3",
+        "trainer",
+        "model_init is called with the seed of the arguments, before a trial changes them",
+        before="model_init is called with the seed of the trial",
+    )
+    takes_given_batch_size: bool = _since(
+        "5.2",
+        "trainer",
+        "a resumed run has the batch size of the arguments, unless auto_find_batch_size is set",
+        before="a resumed run has the batch size of its checkpoint",
+    )
+    keeps_batch_size: bool = _since(
+        "5.3",
+        "arguments.changes",
+        "per_device_train_batch_size is read when the Trainer is made",
+        before="train() reads per_device_train_batch_size again",
+    )
+    seeds_workers_by_rank: bool = _since(
+        "4.52",
+        "trainer",
+        "a loading process adds its share of the rank to its seed",
+        before="loading processes of all ranks have the same seeds",
+    )
+
+    # ---- Log lines ---------------------------------------------------------------------------------------------
+
+    logs_whole_loss: bool = _since(
+        "5.0",
+        "training.runner",
+        "the loss is logged with all its digits",
+        before="the loss is logged with four decimal places",
+        pull_request=42104,
+    )
+    logs_rate_of_step: bool = _since(
+        "4.51",
+        "training.loop",
+        "the learning rate is logged that the step had",
+        before="the learning rate is logged that the next step will have",
+        pull_request=36973,
+    )
+    logs_unclipped_norm: bool = _since(
+        "5.3",
+        "training.loop",
+        "grad_norm is measured and logged with max_grad_norm=0 too",
+        before="grad_norm is logged only when gradients are clipped",
+    )
+    logs_tokens_per_second: bool = _since(
+        "4.52",
+        "trainer",
+        "with include_num_input_tokens_seen, train_tokens_per_second is logged",
+        before="train_tokens_per_second is not logged",
+    )
+    averages_over_own_steps: bool = _since(
+        "5.19",
+        "trainer",
+        "train_loss of a resumed run is the mean over the steps of this call",
+        before="train_loss of a resumed run is its sum divided by all steps, those before the checkpoint too",
+    )
+    begins_at_epoch_zero: bool = _since(
+        "5.3",
+        "assembly.construction",
+        "state.epoch is 0 before training, and so logged by evaluate()",
+        before="state.epoch is None before training, and not logged by evaluate()",
+    )
+    counts_operations_itself: bool = _since(
+        "5.0",
+        "trainer",
+        "total_flos is six operations per token and parameter",
+        before="total_flos is what the model's own floating_point_ops returns",
+    )
+    prints_four_digits: bool = _since(
+        "5.0",
+        "reporting.progress",
+        "numbers of printed log lines have four digits",
+        before="numbers of printed log lines have all their digits",
+    )
+
+    # ---- Evaluation and the best model -------------------------------------------------------------------------
+
+    evaluates_at_last_step: bool = _since(
+        "5.4",
+        "trainer_callback",
+        "with eval_strategy='steps' the last step is evaluated, whatever eval_steps is",
+        before="the last step is evaluated only when eval_steps says so",
+        pull_request=44146,
+    )
+    evaluates_by_items: bool = _since(
+        "4.57",
+        "evaluation.runner",
+        "the loss of an evaluation batch is divided by its num_items_in_batch",
+        before="the loss of an evaluation batch is the model's own mean",
+        pull_request=41183,
+    )
+    leaves_out_infinite_losses: bool = _since(
+        "5.23",
+        "evaluation.runner",
+        "with logging_nan_inf_filter, eval_loss leaves out batches whose loss is nan or infinite",
+        before="eval_loss is nan or infinite when the loss of one batch is",
+    )
+    seeds_order_of_evaluation: bool = _since(
+        "5.16",
+        "trainer",
+        "an evaluation grouped by length draws its order from a generator of its own",
+        before="an evaluation grouped by length draws its order from torch's generator, which training goes on with",
+    )
+    leaves_out_past: bool = _since(
+        "4.49",
+        "trainer",
+        "past_key_values are left out of predictions also where the config does not name what to leave out",
+        before="only what the config names is left out of predictions",
+    )
+    loads_best_after_logging: bool = _since(
+        "5.3",
+        "trainer",
+        "the best model is loaded after the last log line",
+        before="the best model is loaded before the last log line",
+    )
+
+    # ---- Checkpoints -------------------------------------------------------------------------------------------
+
+    saves_last_step_by_steps: bool = _since(
+        "4.50",
+        "trainer_callback",
+        "the last step is saved at once with save_strategy='steps' only",
+        before="the last step is saved at once with save_strategy='epoch' too, and again at the end of the epoch",
+    )
+    keeps_best_step: bool = _since(
+        "4.50",
+        "checkpointing.saver",
+        "trainer_state.json has best_global_step; best_model_checkpoint is set once that step is saved",
+        before="no best_global_step; best_model_checkpoint is set at the evaluation, saved or not",
+    )
+    saves_tokenizer_of_collator: bool = _since(
+        "4.50",
+        "trainer",
+        "without a processing class, the tokenizer of the data collator is saved",
+        before="the tokenizer of the data collator is not saved",
+    )
+    saves_scaler: bool = _since(
+        "4.49",
+        "trainer",
+        "the scale of the loss is saved, with fp16",
+        before="the scale of the loss is not saved, and begins again",
+    )
+
+    # ---- What overrides are given ------------------------------------------------------------------------------
+
+    returns_steps_in_epoch: bool = _since(
+        "5.3",
+        "trainer",
+        "set_initial_training_values returns total_train_batch_size and steps_in_epoch as its fifth and sixth value",
+        before="set_initial_training_values returns epoch_based and len_dataloader as its fifth and sixth value",
+    )
+
+    def differences(self) -> dict[str, Change]:
+        """The changes that the followed release does not have yet, by the name of their switch."""
+        return {name: change for name, change in TABLE.items() if not getattr(self, name)}
+
+
+#: Name of a switch → what it switches.
+TABLE: dict[str, Change] = {
+    field.name: field.metadata["change"] for field in dataclasses.fields(Behaviours) if "change" in field.metadata
+}
+#: Argument → (the first release with today's default, the default before it). `install()` sets them.
+EARLIER_DEFAULTS: dict[str, tuple[str, Any]] = {
+    "average_tokens_across_devices": ("4.54", False),
+    "optim": ("4.54", "adamw_torch"),
+    "report_to": ("5.0", "all"),
+    "trackio_space_id": ("5.6", "trackio"),
+}
+#: The release whose way Trainers of this process follow when their arguments choose none.
+_followed = NEWEST
+
+
+def of(release: str) -> Behaviours:
+    """The behaviours of a release.
+
+    Args:
+        release: such as '4.57' or '4.57.6'.
+
+    Raises:
+        ValueError: for what is no release in the table, naming those that are.
+    """
+    if isinstance(release, (int, float)):
+        raise ValueError(f"{release!r}: give the release as text, such as '5.10', which as a number would be 5.1.")
+    if not isinstance(release, str):
+        raise ValueError(f"{release!r}: give a release as text, such as '{NEWEST}'.")
+    name = ".".join(release.split(".")[:2])
+    if name not in RELEASES:
+        near = _nearest(name) if re.fullmatch(r"\d+\.\d+", name) else None
+        raise ValueError(
+            f"{release!r} is no release of transformers whose behaviour is known, from {RELEASES[0]} to {NEWEST}"
+            + (f"; the nearest is {near!r}." if near else ".")
+        )
+    return _of(name)
+
+
+def _nearest(version: str) -> str:
+    """The last known release that is not after a version; the first known one when all are after it."""
+    major, minor = (int(part) for part in version.split(".")[:2])
+    known = [tuple(int(part) for part in release.split(".")) for release in RELEASES]
+    earlier = [release for release, parts in zip(RELEASES, known, strict=True) if parts <= (major, minor)]
+    return earlier[-1] if earlier else RELEASES[0]
+
+
+@functools.cache
+def _of(release: str) -> Behaviours:
+    return Behaviours(release=release, **{name: change.is_in(release) for name, change in TABLE.items()})
+
+
+def chosen(config: Mapping[str, Any]) -> Behaviours:
+    """The behaviours that a Trainer follows.
+
+    Args:
+        config: its `lightning_config`, whose 'behaviour' names a release.
+    """
+    return of(config.get("behaviour", _followed))
+
+
+def of_arguments(args: Any) -> Behaviours:
+    """The behaviours that a Trainer with these arguments follows."""
+    from hftrainer.arguments.resolved import ResolvedArguments
+
+    return chosen(ResolvedArguments.of(args).readable_config)
+
+
+def wrong_choice(config: Mapping[str, Any]) -> list[str]:
+    """What is wrong with the 'behaviour' in `lightning_config`."""
+    try:
+        chosen(config)
+    except ValueError as error:
+        return [f"lightning_config['behaviour']: {error}"]
+    return []
+
+
+def follow(release: str) -> None:
+    """Let the Trainers that are made from now on follow a release, where their arguments choose none."""
+    global _followed
+    _followed = of(release).release
+
+
+def installed_release() -> str:
+    """The installed release of transformers; the nearest in the table, or the newest when there is none."""
+    try:
+        version = importlib.metadata.version("transformers")
+    except importlib.metadata.PackageNotFoundError:
+        return NEWEST
+    return _nearest(version)
+
+
+def earlier_defaults(release: str) -> dict[str, Any]:
+    """Defaults of arguments that a release has, where they are not today's."""
+    at = RELEASES.index(release)
+    return {name: value for name, (since, value) in EARLIER_DEFAULTS.items() if at < RELEASES.index(since)}

@@ -1,0 +1,105 @@
+"""The plan: all that is needed to build a `lightning.Trainer`, and nothing more."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+if TYPE_CHECKING:
+    from hftrainer.parallel.deepspeed.settings import DeepSpeedConfig
+    from hftrainer.parallel.fsdp.settings import FsdpSettings
+    from hftrainer.parallel.layout import Layout
+    from hftrainer.parallel.processes import Processes
+
+
+@dataclass(frozen=True)
+class LightningPlan:
+    """What the training arguments mean to Lightning.
+
+    Attributes:
+        accelerator: name of Lightning's accelerator.
+        device: the torch device, as a string.
+        precision: Lightning's precision; mixed ones wrap the model's forward pass only.
+        accumulate_grad_batches: micro-batches per optimizer step.
+        deterministic: whether torch is restricted to deterministic kernels.
+        default_root_dir: where Lightning callbacks write by default.
+        processes: the processes of the run.
+        process_group_backend: how they communicate; None takes the device's own way.
+        timeout: seconds that a collective operation may take.
+        ddp: keywords of `DistributedDataParallel` that were given.
+        sharding: how the model is sharded; None for a replica in each process.
+        layout: how the processes share the model and the batches.
+        deepspeed: DeepSpeed's configuration; None when Lightning's own strategies train.
+        async_checkpoint: whether checkpoints are written in the background.
+        stop_on_save_error: whether training stops when a checkpoint cannot be written.
+        read_once: argument → its value when the plan was made, for those that are not read again.
+        config: further keywords of `lightning.Trainer`, from `lightning_config`; they win.
+    """
+
+    accelerator: str
+    device: str
+    precision: Literal["32-true", "bf16-mixed", "16-mixed"]
+    accumulate_grad_batches: int
+    deterministic: bool
+    default_root_dir: str
+    processes: Processes
+    process_group_backend: str | None
+    timeout: int
+    ddp: Mapping[str, Any]
+    sharding: FsdpSettings | None
+    layout: Layout
+    deepspeed: DeepSpeedConfig | None
+    async_checkpoint: bool
+    stop_on_save_error: bool
+    read_once: Mapping[str, Any]
+    config: Mapping[str, Any]
+
+    @property
+    def mixed_precision(self) -> str:
+        """The precision in accelerate's words."""
+        return {"32-true": "no", "bf16-mixed": "bf16", "16-mixed": "fp16"}[self.precision]
+
+    @property
+    def shows_its_own_device(self) -> bool:
+        """Whether the launcher shows each process its own GPU alone."""
+        processes = self.processes
+        return torch.device(self.device).index not in (None, processes.local_rank)
+
+    @property
+    def limits_by_share(self) -> bool:
+        """Whether `lightning_config` limits an evaluation to a share of its batches."""
+        limits = [value for name, value in self.config.items() if name.startswith("limit_")]
+        return any(isinstance(value, float) and value < 1 for value in limits)
+
+    @property
+    def on_xla(self) -> bool:
+        """Whether training runs on XLA devices."""
+        return self.accelerator == "tpu"
+
+    @property
+    def spreads_model(self) -> bool:
+        """Whether each process has a part only of the model, or of what its optimizer keeps."""
+        sharded = self.sharding is not None and not self.by_spmd
+        return sharded or self.layout.tp_size > 1 or self.deepspeed is not None
+
+    @property
+    def by_spmd(self) -> bool:
+        """Whether one process drives several XLA devices, which share the model's tensors."""
+        xla = None if self.sharding is None else self.sharding.xla
+        return xla is not None and xla.spmd
+
+    def trainer_keywords(self) -> dict[str, Any]:
+        """Keywords of `lightning.Trainer` that follow from the arguments, as plain values."""
+        return {
+            "accelerator": self.accelerator,
+            "devices": 1 if self.shows_its_own_device else self.processes.local_world_size,
+            "num_nodes": self.processes.nodes,
+            "precision": self.precision,
+            "accumulate_grad_batches": self.accumulate_grad_batches,
+            "deterministic": self.deterministic or None,
+            "default_root_dir": self.default_root_dir,
+            **self.config,
+        }

@@ -1,0 +1,407 @@
+"""THE TABLE: what becomes of each training argument, and the plan that follows from it."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import os
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from hftrainer.arguments.lightning_config import (
+    ALSO_SET_BY,
+    WrongConfig,
+    brings_async_checkpoints,
+    passed_on,
+    wrong_keywords,
+)
+from hftrainer.arguments.plan import LightningPlan
+from hftrainer.parallel.deepspeed.settings import limits as limits_of_deepspeed
+from hftrainer.parallel.device_limits import OTHERS, count, own_backend, wrong_device
+from hftrainer.parallel.environment import can_start_again, wrong_place
+from hftrainer.parallel.fsdp.limits import limits
+from hftrainer.parallel.layout import wrong_layout
+from hftrainer.parallel.processes import Processes
+from hftrainer.parallel.xla import devices as xla
+
+if TYPE_CHECKING:
+    from hftrainer.arguments.resolved import ResolvedArguments
+    from hftrainer.training_args import TrainingArguments
+
+
+@dataclass(frozen=True)
+class Row:
+    """What becomes of one argument.
+
+    Attributes:
+        kind: 'mapped' (to a Lightning setting), 'handled' (by a module of hftrainer), 'inert' (nothing to do, and
+            why), 'planned' (only its neutral value is accepted in this release), 'refused' (for good, and why).
+        detail: the setting, the module, the reason, or what to use meanwhile.
+    """
+
+    kind: str
+    detail: str = ""
+
+
+def _rows(kind: str, **details: str) -> dict[str, Row]:
+    return {name: Row(kind, detail) for name, detail in details.items()}
+
+
+def _planned(detail: str, *names: str) -> dict[str, Row]:
+    return {name: Row("planned", detail) for name in names}
+
+
+_TRACKIO = "integrations: read by the Trackio callback of transformers"
+
+TABLE: dict[str, Row] = {
+    **_rows(
+        "mapped",
+        gradient_accumulation_steps="accumulate_grad_batches",
+        bf16="precision plugin: bf16-mixed",
+        fp16="precision plugin: 16-mixed, with a scaled loss",
+        use_cpu="accelerator",
+        full_determinism="deterministic",
+        output_dir="default_root_dir",
+        ddp_backend="strategy: process_group_backend",
+        ddp_timeout="strategy: timeout",
+        fsdp="strategy: FSDPStrategy or ModelParallelStrategy",
+        deepspeed="strategy: DeepSpeedStrategy",
+        fsdp_config="parallel.fsdp: how the model is sharded",
+        parallelism_config="strategy: ModelParallelStrategy; FSDP2 by dp_shard_size, also without fsdp",
+        ddp_find_unused_parameters="strategy: find_unused_parameters",
+        ddp_bucket_cap_mb="strategy: bucket_cap_mb",
+        ddp_broadcast_buffers="strategy: broadcast_buffers",
+        ddp_static_graph="strategy: static_graph",
+        lightning_config="keywords of lightning.Trainer, which win over what the arguments say, and of hftrainer",
+    ),
+    **_rows(
+        "handled",
+        per_device_train_batch_size="trainer: train loader",
+        num_train_epochs="training.schedule",
+        max_steps="training.schedule",
+        lr_scheduler_type="optimization",
+        lr_scheduler_kwargs="optimization",
+        warmup_steps="optimization",
+        learning_rate="trainer_optimizer",
+        optim="trainer_optimizer",
+        optim_args="trainer_optimizer",
+        optim_target_modules="optimizers.low_rank",
+        weight_decay="trainer_optimizer",
+        adam_beta1="trainer_optimizer",
+        adam_beta2="trainer_optimizer",
+        adam_epsilon="trainer_optimizer",
+        average_tokens_across_devices="trainer: num_items_in_batch",
+        max_grad_norm="training.loop: clipping and grad_norm",
+        use_cache="trainer: model.config",
+        seed="trainer_utils.set_seed",
+        data_seed="data.loaders",
+        dataloader_drop_last="trainer: loaders",
+        dataloader_num_workers="trainer: loaders",
+        dataloader_pin_memory="trainer: loaders",
+        dataloader_persistent_workers="trainer: loaders",
+        dataloader_prefetch_factor="trainer: loaders",
+        dataloader_multiprocessing_context="trainer: loaders",
+        dataloader_in_order="trainer: loaders",
+        remove_unused_columns="data.columns",
+        label_names="trainer: prediction_step",
+        train_sampling_strategy="trainer: _get_train_sampler",
+        length_column_name="data.samplers",
+        accelerator_config="data.delivery; strategy: sync_each_batch",
+        logging_strategy="trainer_callback",
+        logging_steps="trainer_callback",
+        logging_first_step="trainer_callback",
+        logging_nan_inf_filter="training.loop, evaluation",
+        report_to="integrations: Lightning loggers, or the callbacks of transformers",
+        run_name="trackers: name of the run in wandb, mlflow and comet_ml",
+        project=_TRACKIO,
+        trackio_space_id=_TRACKIO,
+        trackio_bucket_id=_TRACKIO,
+        trackio_static_space_id=_TRACKIO,
+        log_on_each_node="training_args: should_log",
+        debug="debug_utils: underflow_overflow; xla: tpu_metrics_debug",
+        skip_memory_metrics="reporting.memory",
+        log_level="trainer: level of the logs of hftrainer, and of transformers if it is there",
+        log_level_replica="training_args: get_process_log_level",
+        disable_tqdm="trainer_callback",
+        eval_strategy="trainer_callback",
+        eval_steps="trainer_callback",
+        eval_delay="trainer_callback",
+        eval_on_start="training.loop",
+        per_device_eval_batch_size="trainer: eval loader",
+        prediction_loss_only="trainer: evaluation_loop",
+        eval_accumulation_steps="evaluation",
+        eval_do_concat_batches="evaluation",
+        eval_use_gather_object="evaluation",
+        eval_memmap_dir="evaluation: growing_array",
+        batch_eval_metrics="evaluation: metrics",
+        bf16_full_eval="trainer: evaluation_loop",
+        fp16_full_eval="trainer: evaluation_loop",
+        include_num_input_tokens_seen="trainer: log",
+        tf32="model.changes",
+        activation_checkpointing="model.changes",
+        activation_checkpointing_kwargs="model.changes",
+        gradient_checkpointing="model.changes; the name of activation_checkpointing until v5.23",
+        gradient_checkpointing_kwargs="model.changes",
+        torch_compile="model.changes",
+        torch_compile_backend="model.changes",
+        torch_compile_mode="model.changes",
+        use_liger_kernel="model.changes",
+        liger_kernel_config="model.changes",
+        label_smoothing_factor="trainer_pt_utils.LabelSmoother",
+        neftune_noise_alpha="model.changes",
+        auto_find_batch_size="training.out_of_memory",
+        torch_empty_cache_steps="training.out_of_memory",
+        include_for_metrics="evaluation",
+        metric_for_best_model="trainer: _determine_best_metric",
+        greater_is_better="trainer: _determine_best_metric",
+        save_strategy="trainer_callback",
+        save_steps="trainer_callback",
+        save_total_limit="checkpointing.folders",
+        save_on_interrupt="training.interruption",
+        enable_jit_checkpoint="training.interruption",
+        save_only_model="trainer: _save_checkpoint",
+        save_on_each_node="training_args: should_save",
+        load_best_model_at_end="trainer",
+        ignore_data_skip="trainer: resume",
+        restore_callback_states_from_checkpoint="trainer: resume",
+        push_to_hub="hub.uploads",
+        hub_model_id="hub.repository",
+        hub_strategy="hub.uploads",
+        hub_token="hub.repository",
+        hub_private_repo="hub.repository",
+        hub_always_push="trainer: _push_from_checkpoint",
+        hub_revision="hub.repository",
+    ),
+    **_rows(
+        "inert",
+        do_train="a switch for your script",
+        do_eval="a switch for your script",
+        do_predict="a switch for your script",
+        resume_from_checkpoint="for your script to pass to train()",
+        local_rank="for launchers that add it to the command line; the rank is read from the environment",
+    ),
+}
+
+#: Old spellings. What each is today stands in `hftrainer.arguments.legacy`, which translates them.
+TABLE |= _rows(
+    "handled",
+    evaluation_strategy="old name of eval_strategy",
+    no_cuda="old name of use_cpu",
+    per_gpu_train_batch_size="old name of per_device_train_batch_size",
+    per_gpu_eval_batch_size="old name of per_device_eval_batch_size",
+    warmup_ratio="warmup_steps below 1",
+    adafactor="optim='adafactor'",
+    group_by_length="train_sampling_strategy='group_by_length'",
+    include_inputs_for_metrics="include_for_metrics=['inputs']",
+    torchdynamo="old name of torch_compile_backend",
+    xpu_backend="old name of ddp_backend",
+    push_to_hub_model_id="hub_model_id",
+    push_to_hub_organization="hub_model_id",
+    push_to_hub_token="old name of hub_token",
+    sharded_ddp="fsdp",
+    fsdp_min_num_params="fsdp_config['min_num_params']",
+    fsdp_transformer_layer_cls_to_wrap="fsdp_config['transformer_layer_cls_to_wrap']",
+    dispatch_batches="accelerator_config['dispatch_batches']",
+    split_batches="accelerator_config['split_batches']",
+    tpu_metrics_debug="debug='tpu_metrics_debug'",
+    tpu_num_cores="xla: the cores in use; python -m hftrainer run --tpu starts one for each. The extra tpu brings "
+    "torch_xla, whose newest release, 2.9.0, is for torch 2.9",
+    use_legacy_prediction_loop="trainer: prediction_loop",
+    save_safetensors="checkpointing.weights",
+    past_index="trainer: compute_loss",
+    ray_scope="search.ray_search: which of a trial's objectives count; RAY_SCOPE in the environment does the same",
+    include_tokens_per_second="trainer: the metrics of train()",
+    logging_dir="trackers: folder of tensorboard and csv",
+    use_mps_device="parallel.devices: Apple's GPU is taken by itself; refused where there is none",
+)
+TABLE |= _rows(
+    "inert",
+    overwrite_output_dir="a switch for your script",
+)
+TABLE |= _rows(
+    "refused",
+    fp16_backend=(_APEX := "NVIDIA Apex is archived and no precision plugin of Lightning; torch's autocast is used"),
+    half_precision_backend=_APEX,
+    fp16_opt_level="it is a level of NVIDIA Apex, which is archived; leave it out",
+    jit_mode_eval="torch has ended TorchScript; use torch_compile",
+    use_ipex="Intel has ended the extension and moved it into torch; leave it out",
+    mp_parameters="SageMaker's model parallelism is a library of its own; use fsdp",
+    model_parallel="naive model parallelism ended with v4.1; load the model with device_map, or use fsdp",
+)
+#: The fields of Seq2SeqTrainingArguments.
+TABLE |= _rows(
+    "handled",
+    predict_with_generate="trainer_seq2seq",
+    generation_max_length="trainer_seq2seq",
+    generation_num_beams="trainer_seq2seq",
+    generation_config="trainer_seq2seq",
+    sortish_sampler="trainer_seq2seq: _get_train_sampler",
+)
+#: Values of refused arguments that ask for nothing else than what happens anyway.
+HARMLESS = frozenset({"auto", "amp", "cuda_amp", "cpu_amp", "O0", "O1"})
+
+#: Values of handled arguments that are planned all the same.
+PLANNED_VALUES: dict[str, frozenset[str]] = {
+    "train_sampling_strategy": frozenset({"batch_rebalance"}),
+}
+
+
+#: Arguments that transformers reads when the Trainer is made, and never again. Changes come too late for them.
+READ_ONCE = (
+    *("use_cpu", "bf16", "fp16", "full_determinism", "ddp_backend", "ddp_timeout", "ddp_find_unused_parameters"),
+    *("ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph", "fsdp", "fsdp_config", "deepspeed"),
+    *("parallelism_config", "lightning_config", "accelerator_config", "data_seed"),
+    *("torch_compile", "torch_compile_backend", "torch_compile_mode", "tf32", "neftune_noise_alpha"),
+    *("label_names", "label_smoothing_factor", "use_cache", "report_to", "disable_tqdm", "log_level"),
+    *("log_level_replica", "skip_memory_metrics", "enable_jit_checkpoint", "per_device_train_batch_size"),
+)
+
+#: What arguments with the default None read as when they are not given.
+_KEPT = {
+    "save_safetensors": True,
+    "past_index": -1,
+    "ray_scope": "last",
+    "activation_checkpointing": False,
+    "gradient_checkpointing": False,
+    "disable_tqdm": False,
+    "output_dir": "trainer_output",
+}
+
+#: What `accelerate launch` puts into the environment that this release cannot honour → its neutral values.
+LAUNCHER = {
+    "ACCELERATE_MIXED_PRECISION": ("", "no", "fp32", "bf16", "fp16"),
+    "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": ("", "0", "f", "false", "n", "no", "off"),
+}
+
+
+#: Keywords of `DistributedDataParallel` that are arguments, with ddp_ before them.
+_DDP = ("find_unused_parameters", "bucket_cap_mb", "broadcast_buffers", "static_graph")
+
+
+def row_of(args: TrainingArguments, field: dataclasses.Field[Any]) -> tuple[Row, bool]:
+    """What becomes of one argument with the value that it has, and whether that value asks for anything."""
+    row, value = TABLE[field.name], getattr(args, field.name)
+    if isinstance(value, str) and value in PLANNED_VALUES.get(field.name, ()):
+        row = Row("planned", f"leave it at {field.default!r}")
+    if field.name in _KEPT:
+        return row, value not in (None, _KEPT[field.name])
+    if row.kind == "refused" and value in HARMLESS:
+        return row, False
+    return row, not _is_neutral(value, field.default)
+
+
+def unsupported(resolved: ResolvedArguments, *, own_optimizer: bool = False) -> list[str]:
+    """A sentence for each argument that asks for what this release cannot do yet.
+
+    Args:
+        resolved: the training arguments, with the model if there is one yet: how it was loaded has to fit.
+        own_optimizer: whether the script has made the optimizer.
+    """
+    args, found = resolved.args, []
+    for field in dataclasses.fields(args):
+        if field.name not in TABLE:
+            continue  # a field of the user's own subclass
+        row, given = row_of(args, field)
+        if given and row.kind in ("planned", "refused"):
+            yet = " yet" if row.kind == "planned" else ""
+            found.append(f"{field.name}={getattr(args, field.name)!r} is not supported{yet}: {row.detail}.")
+    for name, neutral_values in LAUNCHER.items():
+        if (value := os.environ.get(name, "")).lower() not in neutral_values:
+            found.append(f"The launcher asks for {name}={value}, which is not supported yet: launch without it.")
+    try:
+        found += wrong_keywords(resolved.lightning_config)
+        found += _wrong_sharding(resolved, own_optimizer)
+        if resolved.deepspeed is not None:
+            found += limits_of_deepspeed(args, resolved.deepspeed, resolved.lightning_config)
+        found += wrong_layout(resolved.layout, resolved.fsdp, args.world_size)
+        spreads = resolved.sharding is not None or resolved.layout.tp_size > 1
+        found += wrong_device(args, resolved.lightnings_precision, resolved.place.world_size, spreads)
+    except WrongConfig as error:
+        found.append(str(error))
+    return found + misplaced(resolved)
+
+
+def misplaced(resolved: ResolvedArguments) -> list[str]:
+    """A sentence for each reason why the processes, as the launcher has started them, cannot train."""
+    args, place = resolved.args, resolved.place
+    of_xla = xla.misfits(args, place, getattr(args, "tpu_num_cores", None))
+    return [*wrong_place(place, resolved.readable_config, count(args.device)), *of_xla]
+
+
+def _wrong_sharding(resolved: ResolvedArguments, own_optimizer: bool) -> list[str]:
+    args, settings, config = resolved.args, resolved.fsdp, resolved.lightning_config
+    if settings is None or args.device.type in ("mps", *OTHERS):  # where `wrong_device` refuses it altogether
+        return []
+    launched = resolved.place.launcher != "lightning"
+    return list(limits(args, settings, config, launched=launched, own_optimizer=own_optimizer))
+
+
+def _is_neutral(value: Any, default: Any) -> bool:
+    """Whether `value` asks for nothing: the default, or an empty one. `transformers` fills in accelerate's defaults."""
+    if type(value).__name__ == "AcceleratorConfig":
+        return value == type(value)()
+    nothing = value is None or (not value and not isinstance(value, (bool, int, float)))
+    return nothing or value == default or value in ("no", "none")
+
+
+def process_group_backend(resolved: ResolvedArguments) -> str | None:
+    """How the processes communicate; parameters that are kept in the host's memory are clipped there too."""
+    kind = resolved.device.type
+    offloads = resolved.sharding is not None and resolved.sharding.cpu_offload and kind == "cuda"
+    own = "cpu:gloo,cuda:nccl" if offloads else own_backend(kind) if kind in OTHERS else None
+    return own if resolved.args.ddp_backend is None else resolved.args.ddp_backend
+
+
+def make_plan(resolved: ResolvedArguments) -> LightningPlan:
+    """The plan for these arguments, and for a model that may have been split while it was loaded."""
+    args, device, config = resolved.args, resolved.device, resolved.lightning_config
+    return LightningPlan(
+        accelerator="tpu" if device.type == "xla" else device.type,
+        device=str(device),
+        precision=resolved.precision,  # type: ignore[arg-type]
+        accumulate_grad_batches=args.gradient_accumulation_steps,
+        deterministic=args.full_determinism,
+        default_root_dir=str(args.output_dir),
+        processes=Processes.at(resolved.place, resolved.layout.tp_size),
+        process_group_backend=process_group_backend(resolved),
+        timeout=args.ddp_timeout,
+        ddp=MappingProxyType(
+            {name: value for name in _DDP if (value := getattr(args, f"ddp_{name}", None)) is not None}
+        ),
+        sharding=resolved.sharding,
+        layout=resolved.layout,
+        deepspeed=resolved.deepspeed,
+        async_checkpoint=config.get("async_checkpoint", False) or brings_async_checkpoints(config.get("plugins")),
+        stop_on_save_error=config.get("on_save_error") == "stop",
+        read_once=MappingProxyType({name: copy.copy(getattr(args, name, None)) for name in READ_ONCE}),
+        config=MappingProxyType(passed_on(config)),
+    )
+
+
+def overridden(resolved: ResolvedArguments) -> list[str]:
+    """A sentence for each wish that is overridden: an argument's by `lightning_config`, or the launcher's."""
+    args, config, found = resolved.args, resolved.lightning_config, []
+    steps = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "")
+    if steps.isdecimal() and int(steps) != args.gradient_accumulation_steps:  # as transformers decides
+        found.append(
+            f"gradient_accumulation_steps={args.gradient_accumulation_steps} overrides the launcher's "
+            f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS={steps}."
+        )
+    gpus = 1 if "devices" in config else count(args.device) or 1
+    if gpus > resolved.place.world_size == 1 and not can_start_again():
+        found.append(f"One of {gpus} GPUs is used: the others need a script, or a launcher, to start processes.")
+    if resolved.deepspeed is not None:
+        found += resolved.deepspeed.notes
+    if "tpu_metrics_debug" in args.debug and args.device.type != "xla":
+        found.append(f"debug='tpu_metrics_debug' prints nothing: training is on {args.device}, which is no XLA device.")
+    if args.fsdp_config and not args.fsdp:
+        found.append("fsdp_config changes nothing without fsdp=True.")
+    if args.fsdp and (given := [f"ddp_{name}" for name in _DDP if getattr(args, f"ddp_{name}", None) is not None]):
+        found.append(f"{' and '.join(given)} change nothing with fsdp: there are no replicas.")
+    return found + [
+        f"lightning_config[{name!r}]={config[name]!r} overrides {argument}={getattr(args, argument)!r}."
+        for name, arguments in ALSO_SET_BY.items()
+        for argument in arguments
+        if name in config and getattr(args, argument)
+    ]

@@ -1,0 +1,1 @@
+"""How a Trainer is put together: engine, accelerator, callbacks, and the rooms behind `_hftrainer`."""

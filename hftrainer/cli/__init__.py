@@ -1,0 +1,1 @@
+"""`python -m hftrainer`: run, explain and launch."""

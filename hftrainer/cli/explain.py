@@ -1,0 +1,113 @@
+"""`python -m hftrainer explain`: what becomes of each argument, before anything runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import textwrap
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hftrainer.arguments.behaviours import NEWEST, Behaviours, installed_release, of_arguments
+from hftrainer.arguments.resolved import ResolvedArguments
+
+if TYPE_CHECKING:
+    from hftrainer.training_args import TrainingArguments
+
+WIDTH = 80
+TITLES = {
+    "mapped": "Settings of Lightning",
+    "handled": "Done by hftrainer",
+    "inert": "Accepted, and nothing follows",
+    "planned": "Refused: not in this release yet",
+    "refused": "Refused for good",
+}
+
+
+@dataclass(frozen=True)
+class Line:
+    """One argument that was given: its value, what kind of row the table has for it, and what the row says."""
+
+    argument: str
+    value: Any
+    kind: str
+    detail: str
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What becomes of some training arguments.
+
+    Attributes:
+        lines: the arguments that differ from their defaults.
+        call: the `lightning.Trainer(...)` that they amount to.
+        behaviours: those of the release that is followed.
+    """
+
+    lines: tuple[Line, ...]
+    call: str
+    behaviours: Behaviours
+
+    def to_json(self) -> str:
+        """For programs."""
+        shown = {
+            "arguments": [dataclasses.asdict(line) for line in self.lines],
+            "call": self.call,
+            "behaviour": {
+                "release": self.behaviours.release,
+                "differences": {name: change.before for name, change in self.behaviours.differences().items()},
+            },
+        }
+        return json.dumps(shown, indent=2)
+
+    def __str__(self) -> str:
+        parts = []
+        for kind, title in TITLES.items():
+            lines = [line for line in self.lines if line.kind == kind]
+            if lines:
+                parts += [title, *(text for line in lines for text in _wrapped(line)), ""]
+        if not self.lines:
+            parts += ["All arguments have their defaults.", ""]
+        return "\n".join([*parts, *_shown(self.behaviours), "", "The same by hand", *_indented(self.call)])
+
+
+def explain(args: TrainingArguments) -> Explanation:
+    """Explain some arguments; starts nothing, and imports neither lightning nor transformers."""
+    from hftrainer.arguments.table import TABLE, make_plan, row_of
+
+    values = args.to_dict()
+    lines = []
+    for field in dataclasses.fields(args):
+        if field.name not in values or field.name not in TABLE:
+            continue
+        row, given = row_of(args, field)
+        if given:
+            lines.append(Line(field.name, values[field.name], row.kind, row.detail))
+    plan = make_plan(ResolvedArguments(args))
+    call = ", ".join(f"{name}={value!r}" for name, value in plan.trainer_keywords().items())
+    if plan.spreads_model:
+        first = plan.sharding is not None and plan.sharding.version == 1
+        call += f", strategy={'FSDPStrategy' if first else 'ModelParallelStrategy'}()"
+    return Explanation(tuple(lines), f"lightning.Trainer({call})", of_arguments(args))
+
+
+def _shown(behaviours: Behaviours) -> list[str]:
+    differences = behaviours.differences()
+    if not differences:
+        shown = [f"Behaves as transformers {behaviours.release}, the newest release that is known."]
+        if (installed := installed_release()) != behaviours.release:
+            shown += _indented(
+                f"install() and `python -m hftrainer run` follow the installed {installed}; "
+                f"lightning_config={{'behaviour': '{installed}'}} follows it here too, and shows what differs."
+            )
+        return shown
+    heading = f"Behaves as transformers {behaviours.release}, where it differs from {NEWEST}:"
+    return [heading, *(text for name, change in differences.items() for text in _indented(f"{name}: {change.before}"))]
+
+
+def _wrapped(line: Line) -> list[str]:
+    return _indented(f"{line.argument}={line.value!r}: {line.detail}")
+
+
+def _indented(text: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, initial_indent="  ", subsequent_indent="      ", break_on_hyphens=False)

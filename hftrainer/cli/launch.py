@@ -1,0 +1,131 @@
+"""`python -m hftrainer run --nproc N script.py …`: the options of torchrun, and what it starts."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from typing import Any, NoReturn
+
+#: Values of --nproc that torchrun counts itself.
+_COUNTED = ("auto", "cpu", "gpu")
+#: What is handed on to torchrun where it is given: name in the options → torchrun's option, and what it is.
+_PASSED = {
+    "nnodes": ("machines, 'N' or 'LEAST:MOST'; with the same command on each (default 1)", "N"),
+    "node_rank": ("number of this machine, from 0, where the machines do not agree on it themselves", "N"),
+    "rdzv_id": ("name of the run, the same on all machines", "NAME"),
+    "rdzv_backend": ("how machines find each other: 'c10d', 'etcd-v2', 'static' ...", "NAME"),
+    "rdzv_endpoint": ("where they do: HOST:PORT", "HOST:PORT"),
+    "master_addr": ("host of machine 0, where --node-rank is given", "HOST"),
+    "master_port": ("a free port there", "PORT"),
+}
+#: What tells machines where to meet.
+_MEETING = ("rdzv_endpoint", "master_addr")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add what decides how many processes there are; each option may be written with '_' for '-', as for torchrun."""
+    group = parser.add_argument_group("several processes", "The options of torchrun, which starts them.")
+    spellings = ("--nproc", "--nproc-per-node", "--nproc_per_node")
+    group.add_argument(*spellings, type=_processes, metavar="N", help="processes on this machine, or auto, cpu, gpu")
+    kinds: dict[str, Any] = {"nnodes": _nodes, "node_rank": _at_least(0), "master_port": _at_least(1)}
+    for name, (text, metavar) in _PASSED.items():
+        options = [f"--{name.replace('_', '-')}"] + ([f"--{name}"] if "_" in name else [])
+        group.add_argument(*options, type=kinds.get(name, str), metavar=metavar, help=text)
+    on_tpu = parser.add_argument_group("TPUs", "torch_xla starts the processes, on each host of a pod that runs this.")
+    on_tpu.add_argument("--tpu", action="store_true", help="a process for each TPU core of this machine")
+    on_tpu.add_argument(
+        "--num-cores", "--num_cores", type=_at_least(1), metavar="N", help="how many there must be, or 1"
+    )
+    group.add_argument("--standalone", action="store_true", help="one machine, at a free port (the default for one)")
+
+
+def is_launch(options: argparse.Namespace) -> bool:
+    """Whether any of the options asks for processes."""
+    return _is_torchrun(options) or options.tpu or options.num_cores is not None
+
+
+def _is_torchrun(options: argparse.Namespace) -> bool:
+    return (
+        options.nproc is not None or options.standalone or any(getattr(options, name) is not None for name in _PASSED)
+    )
+
+
+def launch(parser: argparse.ArgumentParser, options: argparse.Namespace) -> NoReturn:
+    """Start the processes and wait for them; signals are handed on to them.
+
+    Raises:
+        SystemExit: with 0, with the status of the first process that failed, or with 128 + the number of a signal.
+    """
+    if wrong := _contradiction(options):
+        parser.error(wrong)
+    if options.tpu:
+        from hftrainer.cli.launch_tpu import launch_on_tpu
+
+        launch_on_tpu(parser, options)
+        raise SystemExit(0)
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args, run
+
+    try:
+        run(parse_args(_words(options)))
+    except ChildFailedError as error:
+        status = error.get_first_failure()[1].exitcode
+        raise SystemExit(status if status > 0 else 128 - status) from None
+    except SignalException as error:
+        raise SystemExit(128 + error.sigval) from None
+    raise SystemExit(0)
+
+
+def _contradiction(options: argparse.Namespace) -> str | None:
+    machines = [int(number) for number in (options.nnodes or "1").split(":")]
+    meeting = any(getattr(options, name) is not None for name in _MEETING)
+    if options.node_rank is not None and options.node_rank >= machines[-1]:
+        return f"--node-rank {options.node_rank} must be below --nnodes {options.nnodes or 1}"
+    if machines[-1] > 1 and options.standalone:
+        return f"--standalone is for one machine, and --nnodes {options.nnodes} asks for more: leave one of them out"
+    if machines[-1] > 1 and not meeting:
+        return f"--nnodes {options.nnodes} needs --rdzv-endpoint HOST:PORT, or --master-addr HOST and --node-rank N"
+    if options.num_cores is not None and not options.tpu:
+        return "--num-cores is for TPUs: give --tpu too, or --nproc for processes on GPUs and CPUs"
+    if options.tpu and _is_torchrun(options):
+        return "--tpu lets torch_xla start the processes, and the other options torchrun: give the one or the others"
+    if not options.as_module and not os.path.isfile(options.script):
+        return f"there is no script {options.script!r}"
+    return None
+
+
+def _words(options: argparse.Namespace) -> list[str]:
+    """The command line of torchrun."""
+    given = {name: value for name in _PASSED if (value := getattr(options, name)) is not None}
+    words = [f"--nproc-per-node={options.nproc or 1}"]
+    words += [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
+    if options.standalone or not given:
+        words.append("--standalone")
+    elif "rdzv_endpoint" in given and "rdzv_backend" not in given:
+        words.append("--rdzv-backend=c10d")
+    module = ["-m"] if options.as_module else []
+    return [*words, "-m", "hftrainer", "run", *module, options.script, *options.arguments]
+
+
+def _processes(text: str) -> str:
+    if text not in _COUNTED and not re.fullmatch("[1-9][0-9]*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number from 1 nor {', '.join(_COUNTED)}")
+    return text
+
+
+def _nodes(text: str) -> str:
+    least, _, most = text.partition(":")
+    if not re.fullmatch("[1-9][0-9]*(:[1-9][0-9]*)?", text) or int(least) > int(most or least):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number from 1 nor LEAST:MOST")
+    return text
+
+
+def _at_least(least: int) -> Any:
+    def read(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is no number from {least}")
+        return int(text)
+
+    return read

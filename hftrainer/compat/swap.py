@@ -1,0 +1,229 @@
+"""`install()`: from then on, what `transformers` calls Trainer is ours.
+
+`transformers` loads its modules when they are first used. Modules that are loaded already are changed at once; an
+import hook changes the others as they load. Importing `transformers` here would cost seconds, so nothing here does.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+from hftrainer.arguments import behaviours
+from hftrainer.compat.earlier_imports import warnings_of_earlier_imports
+
+#: Module of transformers → the names that become ours. The package that it is in offers all of them.
+NAMES: dict[str, tuple[str, ...]] = {
+    "transformers.trainer": ("Trainer", "DEFAULT_CALLBACKS", "DEFAULT_PROGRESS_CALLBACK"),
+    "transformers.debug_utils": ("DebugOption",),
+    "transformers.trainer_seq2seq": ("Seq2SeqTrainer",),
+    "transformers.training_args_seq2seq": ("Seq2SeqTrainingArguments",),
+    "transformers.training_args": ("OptimizerNames", "ParallelMode", "TrainingArguments"),
+    "transformers.modelcard": ("TrainingSummary",),
+    "transformers.trainer_pt_utils": ("AcceleratorConfig",),
+    "transformers.trainer_callback": (
+        "CallbackHandler",
+        "DefaultFlowCallback",
+        "EarlyStoppingCallback",
+        "ExportableState",
+        "PrinterCallback",
+        "ProgressCallback",
+        "TrainerCallback",
+        "TrainerControl",
+        "TrainerState",
+    ),
+    "transformers.trainer_utils": (
+        "EvalLoopOutput",
+        "EvalPrediction",
+        "HPSearchBackend",
+        "HubStrategy",
+        "IntervalStrategy",
+        "PredictionOutput",
+        "SaveStrategy",
+        "SchedulerType",
+        "TrainOutput",
+        "enable_full_determinism",
+        "get_last_checkpoint",
+        "set_seed",
+    ),
+    "transformers.integrations.integration_utils": (
+        "CometCallback",
+        "MLflowCallback",
+        "TensorBoardCallback",
+        "WandbCallback",
+        "WandbLogModel",
+    ),
+}
+#: Modules of ours that do not have the name of transformers'.
+_OURS = {"transformers.integrations.integration_utils": "hftrainer.reporting.tracker_callbacks"}
+_PACKAGES = ("transformers", "transformers.integrations")
+#: Tables in these modules, whose values are such classes.
+_TABLES = {"transformers.integrations.integration_utils": ("INTEGRATION_TO_CALLBACK",)}
+#: Names that other modules of transformers take over from those above.
+ALSO_IN: dict[str, tuple[str, ...]] = {
+    "transformers.trainer": (
+        "TrainingArguments",
+        "TrainerCallback",
+        "TrainerState",
+        "TrainerControl",
+        "EvalPrediction",
+        "DebugOption",
+        "HPSearchBackend",
+        "HubStrategy",
+        "IntervalStrategy",
+        "OptimizerNames",
+        "ParallelMode",
+        "SaveStrategy",
+    ),
+    "transformers.training_args": ("DebugOption", "HubStrategy", "IntervalStrategy", "SaveStrategy", "SchedulerType"),
+    "transformers.optimization": ("SchedulerType",),
+}
+#: Module, name, and what it was.
+_originals: list[tuple[ModuleType, str, Any]] = []
+#: Argument → the default that `install()` has taken away.
+_todays_defaults: dict[str, Any] = {}
+_ABSENT = object()
+
+
+def install() -> None:
+    """Make `Trainer`, `TrainingArguments`, the callbacks and their helpers in `transformers` ours.
+
+    Trainers then behave as those of the installed release (`hftrainer.arguments.behaviours`), and arguments have its
+    defaults.
+
+    Works before and after `import transformers`. A module that took the original `Trainer` before, or derived a class
+    from it, keeps it: a warning names it, and the line to move. So does one for methods that were replaced before.
+    """
+    if is_installed():
+        return
+    for sentence in warnings_of_earlier_imports(sys._getframe(1)):
+        warnings.warn(sentence, stacklevel=2)
+    release = behaviours.installed_release()
+    behaviours.follow(release)
+    _set_defaults(behaviours.earlier_defaults(release))
+    sys.meta_path.insert(0, _Finder())
+    for name in [*NAMES, *ALSO_IN.keys() - NAMES.keys()]:
+        if name in sys.modules:
+            _swap(sys.modules[name])
+    for package in _packages():
+        _swap(package)
+
+
+def uninstall() -> None:
+    """Undo `install()`."""
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
+    for module, name, original in reversed(_originals):
+        if original is _ABSENT:
+            vars(module).pop(name, None)
+        else:
+            setattr(module, name, original)
+    _originals.clear()
+    behaviours.follow(behaviours.NEWEST)
+    _set_defaults(_todays_defaults)
+    _todays_defaults.clear()
+
+
+def is_installed() -> bool:
+    """Whether `install()` is in force."""
+    return any(isinstance(finder, _Finder) for finder in sys.meta_path)
+
+
+def rebound(module_name: str, name: str, ours: Any) -> Any:
+    """What a loaded module of transformers has under a name while `install()` is in force, else `ours`.
+
+    Scripts put their own into some modules, and compare with the classes of others.
+    """
+    module = sys.modules.get(module_name) if is_installed() else None
+    return vars(module).get(name, ours) if module is not None else ours
+
+
+def _set_defaults(values: Mapping[str, Any]) -> None:
+    """Give arguments other defaults, for scripts that say nothing about them."""
+    from hftrainer.training_args import TrainingArguments
+    from hftrainer.training_args_seq2seq import Seq2SeqTrainingArguments
+
+    for name, value in values.items():
+        _todays_defaults.setdefault(name, TrainingArguments.__dataclass_fields__[name].default)
+        for kind in (TrainingArguments, Seq2SeqTrainingArguments):
+            kind.__dataclass_fields__[name].default = value
+            setattr(kind, name, value)
+            initialize: Any = kind.__init__
+            initialize.__kwdefaults__[name] = value
+        if name == "optim":
+            TrainingArguments.default_optim = value
+
+
+def _names_in(module_name: str) -> Iterator[tuple[str, str]]:
+    """Names to change in a module, each with our module that defines it."""
+    for source, names in NAMES.items():
+        for name in names:
+            if module_name in (source.rpartition(".")[0], source) or name in ALSO_IN.get(module_name, ()):
+                yield name, _OURS.get(source, source.replace("transformers", "hftrainer"))
+
+
+def _swap(module: ModuleType) -> None:
+    replaced: list[tuple[Any, Any]] = []
+    for name, ours in _names_in(module.__name__):
+        # The package fetches a name when it is first asked for: what was not asked for yet must not be fetched now.
+        before = vars(module).get(name, _ABSENT)
+        if before is _ABSENT and module.__name__ not in _PACKAGES:
+            continue  # a release that has no such name
+        replaced.append((before, _put(module, name, getattr(importlib.import_module(ours), name))))
+    for table in _TABLES.get(module.__name__, ()):
+        ours_of = {before: ours for before, ours in replaced if isinstance(before, type)}
+        _put(module, table, {key: ours_of.get(kind, kind) for key, kind in vars(module)[table].items()})
+
+
+def _put(module: ModuleType, name: str, value: Any) -> Any:
+    _originals.append((module, name, vars(module).get(name, _ABSENT)))
+    setattr(module, name, value)
+    return value
+
+
+def _packages() -> list[ModuleType]:
+    """The packages, as often as they are there: each executes itself again while loading; scripts hold the first."""
+    values = [value for module in list(sys.modules.values()) if module is not None for value in vars(module).values()]
+    held = [value for value in values if issubclass(type(value), ModuleType) and value.__name__ in _PACKAGES]
+    loaded = [sys.modules[name] for name in _PACKAGES if name in sys.modules]
+    return list({id(package): package for package in [*loaded, *held]}.values())
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Lets the ordinary finders find a module of transformers, and changes it once it is executed."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname not in NAMES and fullname not in ALSO_IN and fullname not in _PACKAGES:
+            return None
+        others = [finder for finder in sys.meta_path if finder is not self]
+        found = (finder.find_spec(fullname, path, target) for finder in others if hasattr(finder, "find_spec"))
+        spec = next((spec for spec in found if spec is not None), None)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader)
+        return spec
+
+
+class _Loader(importlib.abc.Loader):
+    """A loader that swaps the names after the module's own code has run."""
+
+    def __init__(self, inner: importlib.abc.Loader) -> None:
+        self.inner = inner
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self.inner.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self.inner.exec_module(module)
+        # transformers puts another object in its own place while it is executed.
+        _swap(sys.modules.get(module.__name__, module))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)

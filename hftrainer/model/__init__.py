@@ -1,0 +1,1 @@
+"""What is found out about a model, and what arguments change about it."""

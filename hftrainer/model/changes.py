@@ -1,0 +1,164 @@
+"""What training arguments change about a model before it is trained, and what is changed back afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from hftrainer.compat import peers
+from hftrainer.errors import InvalidArgument, MissingMethod, MissingPackage
+from hftrainer.hf_argparser import string_to_bool
+
+if TYPE_CHECKING:
+    from hftrainer.training_args import TrainingArguments
+
+logger = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def changed_for_training(
+    model: nn.Module, args: TrainingArguments, read_once: Mapping[str, Any], noisy: Any
+) -> Iterator[None]:
+    """Apply what the arguments ask for; noise on the embeddings is taken off at the end, as in transformers.
+
+    Args:
+        model: the user's model.
+        args: the arguments as they are now.
+        read_once: values of arguments when the Trainer was made; those of torch.compile hold.
+        noisy: has `neftune_noise_alpha`, the scale of NEFTune's noise or None for none, and gets `neftune_hook_handle`,
+            which takes the noise off at the end; a subclass of the Trainer may put another in its place meanwhile.
+    """
+    if args.use_liger_kernel:
+        apply_liger_kernel(model, args.liger_kernel_config)  # type: ignore[arg-type]
+    if args.activation_checkpointing:
+        enable_activation_checkpointing(model, args.activation_checkpointing_kwargs)  # type: ignore[arg-type]
+    compile_model(model, SimpleNamespace(**read_once))
+    if noisy.neftune_noise_alpha is None:
+        yield
+        return
+    noisy.neftune_hook_handle = noise = add_noise_to_embeddings(model, noisy.neftune_noise_alpha)
+    try:
+        yield
+    finally:
+        noise.remove()
+        if (handle := noisy.neftune_hook_handle) is not None:  # one that a script has put in its place
+            handle.remove()
+
+
+def add_noise_to_embeddings(model: Any, alpha: float) -> Any:
+    """NEFTune (arXiv 2310.05914): uniform noise on the embeddings while training, on the scale of their size.
+
+    Args:
+        model: has `get_input_embeddings`, whose output is of shape `(batch, length, hidden)`.
+        alpha: the bound of the noise, before division by the root of `length * hidden`.
+
+    Returns:
+        A handle; its `remove()` takes the noise off.
+    """
+    bare = peers.without_adapters(model)
+    if not hasattr(bare, "get_input_embeddings"):
+        raise MissingMethod(
+            f"neftune_noise_alpha={alpha} adds noise to the model's input embeddings, and {type(bare).__name__} has no "
+            "get_input_embeddings(): add it, or leave the argument out."
+        )
+
+    def add_noise(module: nn.Module, _: Any, output: torch.Tensor) -> torch.Tensor:
+        if not module.training:
+            return output
+        bound = alpha / torch.sqrt(torch.tensor(output.size(1) * output.size(2)))
+        return output + torch.zeros_like(output).uniform_(-float(bound), float(bound))
+
+    return bare.get_input_embeddings().register_forward_hook(add_noise)
+
+
+def enable_activation_checkpointing(model: Any, kwargs: dict[str, Any] | None) -> None:
+    """Compute activations again in backward instead of keeping them; under the model's newest name for it.
+
+    Args:
+        model: the model.
+        kwargs: keywords of `torch.utils.checkpoint`; since v5.23 also 'every_n_layers', which layers, and 'offload',
+            where what is saved lives.
+    """
+    options = dict(kwargs or {})
+    layers = {name: options.pop(name) for name in ("every_n_layers", "offload") if name in options}
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=options or None, **layers)
+    elif hasattr(model, "gradient_checkpointing_enable"):
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options or None, **layers)
+    else:
+        raise MissingMethod(
+            f"activation_checkpointing=True (gradient_checkpointing before v5.23) needs a model that has "
+            f"gradient_checkpointing_enable(), and {type(model).__name__} has not: add it, with torch.utils.checkpoint."
+        )
+
+
+def compile_model(model: nn.Module, args: Any) -> None:
+    """Compile the model in place, once, so that its weights keep their names.
+
+    What the arguments leave open `accelerate launch` decides; and it alone may ask for it.
+
+    Args:
+        model: the model.
+        args: has the arguments `torch_compile`, `torch_compile_backend` and `torch_compile_mode`.
+    """
+    backend = (args.torch_compile_backend or "inductor") if args.torch_compile else _dynamo("BACKEND").lower()
+    if backend in ("", "no") or model._compiled_call_impl is not None:
+        return
+    dynamic = _dynamo("USE_DYNAMIC")
+    model.compile(
+        backend=backend,
+        mode=args.torch_compile_mode or _dynamo("MODE") or None,
+        fullgraph=string_to_bool(_dynamo("USE_FULLGRAPH") or "no"),
+        dynamic=string_to_bool(dynamic) if dynamic else None,
+    )
+
+
+def _dynamo(setting: str) -> str:
+    """What `accelerate launch` was told about torch.compile, and hands on in the environment; '' for nothing."""
+    return os.environ.get(f"ACCELERATE_DYNAMO_{setting}", "")
+
+
+def apply_liger_kernel(model: Any, config: dict[str, Any] | None) -> None:
+    """Replace parts of a transformers model by Liger's Triton kernels, in place.
+
+    Raises:
+        MissingPackage: without the package.
+    """
+    try:
+        liger = importlib.import_module("liger_kernel.transformers")
+    except ImportError as error:
+        raise MissingPackage(
+            f"use_liger_kernel=True needs liger-kernel ({error}): pip install liger-kernel, on a machine with a GPU."
+        ) from error
+    bare = peers.without_adapters(model)
+    if not peers.is_pretrained(bare):
+        logger.warning("use_liger_kernel: %s is no transformers model, it stays as it is.", type(bare).__name__)
+        return
+    liger._apply_liger_kernel_to_instance(model=bare, **(config or {}))
+
+
+def set_tf32(enabled: bool | None) -> None:
+    """Let matrix products on NVIDIA GPUs round their inputs to 10 bits of mantissa, or not; None leaves torch as it is.
+
+    Raises:
+        InvalidArgument: when it is asked for and no GPU here has it.
+    """
+    if enabled is None:
+        return
+    capable = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 8
+    if enabled and not capable:
+        raise InvalidArgument("tf32=True needs an NVIDIA GPU of the Ampere generation or newer: leave it out.")
+    if capable:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch 2.9 has newer names for both
+            torch.backends.cuda.matmul.allow_tf32 = enabled
+            torch.backends.cudnn.allow_tf32 = enabled

@@ -1,0 +1,132 @@
+"""What a model's class and signature say about how to call it."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import sys
+from typing import Any
+
+from torch import nn
+
+from hftrainer.compat import peers
+
+logger = logging.getLogger(__name__)
+
+
+def find_labels(model_class: type) -> list[str]:
+    """The arguments of `forward` that are labels: those with 'label' in their name, or the spans of an answer."""
+    parameters = inspect.signature(model_class.forward).parameters  # type: ignore[attr-defined]
+    spans = ("start_positions", "end_positions") if "QuestionAnswering" in model_class.__name__ else ()
+    return [name for name in parameters if "label" in name or name in spans]
+
+
+def can_return_loss(model_class: type) -> bool:
+    """Whether `forward` computes a loss without labels, as CLIP-like models do: `return_loss=True` by default."""
+    parameter = inspect.signature(model_class.forward).parameters.get("return_loss")  # type: ignore[attr-defined]
+    return parameter is not None and parameter.default is True
+
+
+def accepts_loss_kwargs(model: nn.Module) -> bool:
+    """Whether `forward` takes `num_items_in_batch`: the model says so, or takes any keyword (since v4.46)."""
+    bare = peers.without_adapters(model)
+    if hasattr(bare, "accepts_loss_kwargs"):
+        return bool(bare.accepts_loss_kwargs)
+    parameters = inspect.signature(bare.forward).parameters.values()
+    return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+
+
+def wrong_quantization(model: Any) -> str | None:
+    """Why a model whose weights are quantized cannot be trained, in the cases that transformers refuses; else None."""
+    if not getattr(model, "is_quantized", False) or getattr(model, "_hf_peft_config_loaded", False):
+        return None
+    quantizer = getattr(model, "hf_quantizer", None)
+    if hasattr(model, "_orig_mod"):
+        return "The model is quantized and compiled: give the model that torch.compile() was called with."
+    if not peers.is_peft(model) and not getattr(quantizer, "is_qat_trainable", False):
+        return (
+            "The model's weights are quantized, and integers cannot be trained: train adapters on top, with "
+            "peft.get_peft_model(model, LoraConfig(...)), or load the model without quantization_config."
+        )
+    if not getattr(quantizer, "is_trainable", False):
+        method = getattr(getattr(quantizer, "quantization_config", None), "quant_method", type(quantizer).__name__)
+        return (
+            f"The model is quantized with {getattr(method, 'value', method)}, which cannot be trained through: load it "
+            "without quantization, or with another quantization_config, such as BitsAndBytesConfig."
+        )
+    return None
+
+
+def shifts_labels(model: nn.Module) -> bool:
+    """Whether the model's own loss predicts label `i + 1` at position `i`, so that the first is never predicted."""
+    bare = peers.without_adapters(model)
+    encodes = getattr(getattr(bare, "config", None), "is_encoder_decoder", False)
+    if not hasattr(bare, "loss_type") or "transformers" not in sys.modules or encodes:
+        return False
+    from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+
+    return LOSS_MAPPING.get(str(bare.loss_type)) is ForCausalLMLoss
+
+
+def align_special_tokens(model: Any, processing_class: Any, *, all_tokens: bool = False) -> None:
+    """Give the model's configs the tokenizer's special tokens, where it defines them (since v4.56).
+
+    A list of end tokens in a config is only ever added to.
+
+    Args:
+        model: the model.
+        processing_class: the tokenizer, or a processor that has one.
+        all_tokens: take over what the tokenizer does not define too, as None (until v5.17).
+    """
+    tokenizer = getattr(processing_class, "tokenizer", processing_class)
+    generation = getattr(model, "generation_config", None)
+    if all_tokens:
+        updated = _replace_special_tokens(model.config, generation, tokenizer)
+    else:
+        updated = _add_special_tokens(model.config.get_text_config(), generation, tokenizer)
+    if updated:
+        logger.warning("The model's configs now have these special tokens of the tokenizer: %s", updated)
+
+
+def _replace_special_tokens(config: Any, generation: Any, tokenizer: Any) -> dict[str, Any]:
+    updated = {}
+    for name in ("eos_token_id", "bos_token_id", "pad_token_id"):
+        token = getattr(tokenizer, name)
+        held = None if generation is None else getattr(generation, name)
+        if name == "eos_token_id" and isinstance(held, int):
+            held = generation.eos_token_id = [held]
+        known = generation is None or token in _as_list(held)
+        if getattr(config, name, None) == token and known:
+            continue
+        updated[name] = token
+        setattr(config, name, token)
+        if generation is not None:
+            several = [other for other in (token, *_as_list(held)) if other is not None]
+            setattr(generation, name, several if name == "eos_token_id" else token)
+    return updated
+
+
+def _add_special_tokens(config: Any, generation: Any, tokenizer: Any) -> dict[str, Any]:
+    updated = {}
+    for name in ("eos_token_id", "bos_token_id", "pad_token_id"):
+        token = getattr(tokenizer, name, None)
+        holders = [holder for holder in (config, generation) if holder is not None]
+        if token is None or all(token in _as_list(getattr(holder, name, None)) for holder in holders):
+            continue
+        updated[name] = token
+        several = name == "eos_token_id"
+        setattr(config, name, _with_token(getattr(config, name, None), token, keep_list=several))
+        if generation is not None:
+            held = _as_list(getattr(generation, name))
+            setattr(generation, name, _with_token(held, token, keep_list=several))
+    return updated
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _with_token(held: Any, token: int, *, keep_list: bool) -> Any:
+    if keep_list and isinstance(held, list):
+        return [token, *(other for other in held if other is not None and other != token)]
+    return token

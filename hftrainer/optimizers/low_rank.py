@@ -1,0 +1,95 @@
+"""GaLore and APOLLO: optimizers that project the gradients of chosen linear layers to a lower rank."""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Any
+
+from torch import nn
+
+from hftrainer.errors import InvalidArgument, UnsupportedArgument
+from hftrainer.optimizers.layer_wise import LayerWiseDummyOptimizer
+from hftrainer.training_args import TrainingArguments
+
+logger = logging.getLogger(__name__)
+
+
+def build(
+    name: str,
+    args: TrainingArguments,
+    model: nn.Module | None,
+    kind: Any,
+    projected: dict[str, Any],
+    kwargs: dict[str, Any],
+) -> tuple[Any, dict[str, Any]]:
+    """Class and keywords of a low-rank optimizer, its parameter groups among them.
+
+    Args:
+        name: the optimizer's name; one that ends in 'layerwise' steps each parameter within backward.
+        args: the training arguments; `optim_target_modules` names the layers.
+        model: the model.
+        kind: the optimizer's class.
+        projected: keywords of the group of parameters that are projected.
+        kwargs: keywords of the optimizer.
+
+    Raises:
+        InvalidArgument: without a model, without layers, or layer-wise with gradient accumulation.
+        UnsupportedArgument: layer-wise in several processes.
+    """
+    if model is None:
+        raise InvalidArgument(f"optim={name!r} looks for its layers in the model: pass model=.")
+    targets = target_parameters(name, args.optim_target_modules, model)
+    named = list(model.named_parameters())
+    ordinary = [parameter for own, parameter in named if own not in targets]
+    chosen = [parameter for own, parameter in named if own in targets]
+    groups = [{"params": ordinary}, {"params": chosen, **projected}]
+    if not name.endswith("layerwise"):
+        return kind, {**kwargs, "params": groups}
+    if args.gradient_accumulation_steps != 1:
+        raise InvalidArgument(
+            f"optim={name!r} steps within each backward pass, so gradient_accumulation_steps="
+            f"{args.gradient_accumulation_steps} cannot be: set it to 1."
+        )
+    if args.world_size > 1:
+        raise UnsupportedArgument(
+            f"optim={name!r} steps before the processes have shared the gradients: use optim="
+            f"{name.removesuffix('_layerwise')!r}."
+        )
+    optimizers = {parameter: kind([{"params": [parameter]}], **kwargs) for parameter in ordinary}
+    optimizers |= {parameter: kind([{"params": [parameter], **projected}], **kwargs) for parameter in chosen}
+    return LayerWiseDummyOptimizer, {**kwargs, "optimizer_dict": optimizers}
+
+
+def target_parameters(name: str, wanted: Any, model: nn.Module) -> set[str]:
+    """Names of the weights of the linear layers that `optim_target_modules` chooses.
+
+    Args:
+        name: the optimizer's name, for errors.
+        wanted: 'all-linear', a regular expression for a layer's whole name, or a list of parts of names, or of
+            regular expressions.
+        model: where to look.
+    """
+    if not isinstance(wanted, (str, list)) or not wanted:
+        raise InvalidArgument(
+            f"optim={name!r} needs optim_target_modules, the layers whose gradients are projected: 'all-linear', a "
+            f"regular expression, or a list of names; got {wanted!r}."
+        )
+    everything = isinstance(wanted, str) and wanted.replace("_", "-") == "all-linear"
+    found = set()
+    for module_name, module in model.named_modules():
+        by_name, by_pattern = _matches(wanted, module_name)
+        if isinstance(module, nn.Linear) and (everything or by_name or by_pattern):
+            found.add(f"{module_name}.weight")
+        elif by_name and not isinstance(module, nn.Linear):
+            logger.warning("optim_target_modules: %s is no linear layer and is left out.", module_name)
+    if not found:
+        raise InvalidArgument(f"optim_target_modules={wanted!r} matches no linear layer of {type(model).__name__}.")
+    return found
+
+
+def _matches(wanted: str | list[str], name: str) -> tuple[bool, bool]:
+    """Whether a layer's name is meant, as such and as a pattern."""
+    if isinstance(wanted, str):
+        return wanted == name, bool(re.fullmatch(wanted, name))
+    return any(part in name for part in wanted), any(re.fullmatch(part, name) for part in wanted)

@@ -1,0 +1,155 @@
+"""accelerate's global states, `PartialState` and `AcceleratorState`: they say what this run says.
+
+accelerate's loggers and helpers (`gather`, `broadcast_object_list`, ...) ask them, and raise or do nothing without. We
+fill them in. accelerate would write the variables of a launcher, set the number of threads, and decide about devices
+and processes a second time.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hftrainer.arguments.resolved import ResolvedArguments
+from hftrainer.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from hftrainer.training_args import TrainingArguments
+
+_TRUE = ("1", "on", "t", "true", "y", "yes")
+
+
+def begin(args: TrainingArguments) -> None:
+    """Set up `PartialState` with the arguments, and let the state of an earlier Trainer go, as transformers does.
+
+    Before the processes are connected it says that this one is on its own, so that nobody waits for the others.
+    """
+    library = _library()
+    if library is None or ResolvedArguments.of(args).accelerator_config.use_configured_state:
+        return
+    library.AcceleratorState._reset_state(reset_partial_state=True)
+    _fill_partial(library, args, _kind(args))
+
+
+def _kind(args: TrainingArguments) -> str:
+    """What accelerate calls the processes, as far as they are connected."""
+    if args.device.type == "xla":
+        return "XLA"
+    if not torch.distributed.is_initialized():
+        return "NO"
+    if args.hf_deepspeed_config is not None:
+        return "DEEPSPEED"
+    kind = "GPU" if args.device.type == "cuda" else args.device.type.upper()
+    return f"MULTI_{kind}" if args.world_size > 1 else "NO"
+
+
+def follow(args: TrainingArguments, accelerator: Any) -> None:
+    """Let both states say what the Trainer's accelerator says, before each of its runs.
+
+    Args:
+        args: the Trainer's arguments, ours or transformers'.
+        accelerator: the Trainer's, with the processes connected.
+
+    Raises:
+        InvalidArgument: when a state that the script has configured, and wants to keep, says another precision.
+    """
+    library = _library()
+    if library is None:
+        return
+    state = library.AcceleratorState
+    if ResolvedArguments.of(args).accelerator_config.use_configured_state:
+        if state._shared_state:
+            _check_configured(state(), accelerator)
+            return
+    else:
+        _fill_partial(library, args, accelerator.distributed_type)
+    state._reset_state()
+    state._shared_state.update(library.PartialState._shared_state)
+    state._shared_state.update(
+        deepspeed_plugins=accelerator.state.deepspeed_plugin,
+        torch_tp_plugin=None,
+        parallelism_config=accelerator.parallelism_config,
+        device_mesh=None,
+        dynamo_plugin=_dynamo(args),
+        _mixed_precision=accelerator.mixed_precision,
+    )
+    if accelerator.state.fsdp_plugin is not None:  # an attribute only then
+        state._shared_state["fsdp_plugin"] = accelerator.state.fsdp_plugin
+
+
+def current(args: TrainingArguments) -> Any:
+    """Accelerate's `PartialState`, or where accelerate is not installed, an object with its names."""
+    library = _library()
+    if library is not None:
+        return library.PartialState()
+    from hftrainer.parallel.process_state import ProcessState
+    from hftrainer.parallel.processes import Processes
+
+    return ProcessState(Processes.at(args._place), args.device, _kind(args))
+
+
+def wrong(device: Any) -> str | None:
+    """What keeps a run on `device` from taking over the state that accelerate has been set up with, if anything."""
+    library = sys.modules.get("accelerate.state")
+    if library is None or not library.PartialState._shared_state:
+        return "accelerate has no state yet; make an Accelerator or PartialState before TrainingArguments."
+    found = library.PartialState().device
+    if found.type != device.type:
+        return f"accelerate's state is on {found}, and the run would be on {device}; set use_cpu to match."
+    return None
+
+
+def _library() -> Any:
+    """`accelerate.state`; None where accelerate is not installed, is hidden, or cannot be imported."""
+    blocked = sys.modules.get("accelerate", ...) is None
+    if blocked or ("accelerate" not in sys.modules and importlib.util.find_spec("accelerate") is None):
+        return None
+    try:
+        return importlib.import_module("accelerate.state")
+    except ImportError as error:
+        warnings.warn(
+            f"accelerate cannot be imported ({error}): its states and loggers say nothing of this run.", stacklevel=2
+        )
+        return None
+
+
+def _fill_partial(library: Any, args: TrainingArguments, kind: str) -> None:
+    connected = args.world_size > 1 and torch.distributed.is_initialized()
+    backend = torch.distributed.get_backend() if connected else None
+    found = {  # before the state is cleared, which arguments of transformers read
+        "_cpu": args.device.type == "cpu",
+        "backend": "xla" if kind == "XLA" else backend,
+        "device": args.device,
+        "debug": os.environ.get("ACCELERATE_DEBUG_MODE", "").lower() in _TRUE,
+        "distributed_type": library.DistributedType(kind),
+        "num_processes": args.world_size,
+        "process_index": args.process_index,
+        "local_process_index": args.local_process_index,
+    }
+    library.PartialState._reset_state()
+    library.PartialState._shared_state.update(found)
+    library.PartialState()  # adds what it reads from the environment each time
+
+
+def _check_configured(state: Any, accelerator: Any) -> None:
+    if state.mixed_precision != accelerator.mixed_precision:
+        raise InvalidArgument(
+            "accelerator_config['use_configured_state']=True: accelerate's state was set up with mixed_precision="
+            f"{state.mixed_precision!r}, and the arguments ask for {accelerator.mixed_precision!r}: make them the same."
+        )
+
+
+def _dynamo(args: TrainingArguments) -> Any:
+    """Accelerate's plugin for `torch.compile`; of a backend that it does not know it says nothing."""
+    from accelerate.utils import DynamoBackend, TorchDynamoPlugin
+
+    backend = args.torch_compile_backend if args.torch_compile else None
+    if backend is None or backend.upper() not in DynamoBackend.list():
+        return TorchDynamoPlugin()
+    return TorchDynamoPlugin(backend=backend, mode=args.torch_compile_mode)

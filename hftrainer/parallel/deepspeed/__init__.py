@@ -1,0 +1,1 @@
+"""DeepSpeed: its configuration, its start, its engine in a run."""

@@ -1,0 +1,370 @@
+"""DeepSpeed at work: its engine around the model, the steps that it takes, and its part of checkpoints."""
+
+from __future__ import annotations
+
+import glob
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hftrainer.arguments.lightning_config import WrongConfig
+from hftrainer.arguments.plan import LightningPlan
+from hftrainer.parallel.processes import Processes
+
+
+def is_engine(model: Any) -> bool:
+    """Whether a model is DeepSpeed's engine around one."""
+    library = sys.modules.get("deepspeed")
+    return library is not None and isinstance(model, library.DeepSpeedEngine)
+
+
+def is_partitioned(model: torch.nn.Module) -> bool:
+    """Whether each process has a part of each parameter (ZeRO-3)."""
+    return any(hasattr(parameter, "ds_id") for parameter in model.parameters())
+
+
+class DeepSpeedRun:
+    """DeepSpeed's engine for one model, made anew by each training run.
+
+    Args:
+        plan: whose `deepspeed` says how.
+
+    Attributes:
+        config: the configuration, as far as it is known.
+        engine: the `DeepSpeedEngine`, or None.
+    """
+
+    def __init__(self, plan: LightningPlan) -> None:
+        assert plan.deepspeed is not None
+        self.config = self._given = plan.deepspeed
+        self.engine: Any = None
+        self._trains = False
+
+    def complete(self, model: torch.nn.Module, steps: int, warmup_steps: int, *, warmup_is_default: bool) -> None:
+        """Fill in what only a run knows; the arguments are those of `DeepSpeedConfig.completed`."""
+        self.config = self._given.completed(model, steps, warmup_steps, warmup_is_default=warmup_is_default)
+
+    @property
+    def brings_optimizer(self) -> bool:
+        """Whether the configuration chooses the optimizer."""
+        return "optimizer" in self.config.config
+
+    @property
+    def brings_scheduler(self) -> bool:
+        """Whether the configuration chooses the schedule."""
+        return "scheduler" in self.config.config
+
+    @property
+    def keeps_scheduler(self) -> bool:
+        """Whether the engine moves the schedule on, and has it in its checkpoints."""
+        return self.brings_scheduler or self.brings_optimizer
+
+    def initialize(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        make_scheduler: Callable[[torch.optim.Optimizer], Any],
+    ) -> Any:
+        """Make the engine that trains a model.
+
+        Args:
+            model: the user's.
+            optimizer: the Trainer's, unless the configuration brings one.
+            make_scheduler: makes the Trainer's schedule for the configuration's optimizer. DeepSpeed keeps it then, as
+                it does for transformers, so that either can go on from the other's checkpoints.
+
+        Returns:
+            The optimizer as the others see it, and the schedule that the engine moves on, None when the Trainer does.
+        """
+        import deepspeed
+
+        self.destroy()
+        config = {**self.config.config}
+        if optimizer is not None:
+            config["zero_allow_untested_optimizer"] = True
+            if self.config.offloads("optimizer") and config.get("zero_force_ds_cpu_optimizer", True):
+                optimizer = _on_the_host(optimizer)
+        self.engine, _, _, scheduler = deepspeed.initialize(
+            model=model,
+            optimizer=optimizer,
+            model_parameters=None if optimizer is not None else [p for p in model.parameters() if p.requires_grad],
+            lr_scheduler=make_scheduler if self.brings_optimizer and not self.brings_scheduler else None,
+            config=config,
+            dist_init_required=False,
+        )
+        self._trains = True
+        _configure_activation_checkpointing(config)
+        self.engine.checkpoint_engine = _Telling(self.engine.checkpoint_engine)
+        return EngineOptimizer(self.engine.optimizer), None if scheduler is None else SteppedByEngine(scheduler)
+
+    def initialize_inference(self, model: torch.nn.Module) -> Any:
+        """An engine that only computes, with partitioned parameters; unless there is one."""
+        import deepspeed
+
+        if self.engine is None:
+            left_out = ("optimizer", "scheduler")
+            config = {name: value for name, value in self.config.config.items() if name not in left_out}
+            self.engine = deepspeed.initialize(model=model, config=config, dist_init_required=False)[0]
+        return self.engine
+
+    def destroy(self) -> None:
+        """Take the engine of an earlier run out of the model."""
+        if self.engine is not None:
+            self.engine.destroy()
+        self.engine = None
+        self._trains = False
+
+    @property
+    def is_training(self) -> bool:
+        """Whether there is an engine that trains."""
+        return self._trains
+
+    # ---- Steps -------------------------------------------------------------------------------------------------
+
+    def backward(self, loss: torch.Tensor, *, closes: bool, **kwargs: Any) -> None:
+        """Run backward; at the end of an accumulation window, clip and step too, which the engine does in one."""
+        self.engine.set_gradient_accumulation_boundary(is_boundary=closes)
+        self.engine.backward(loss, scale_wrt_gas=False, **kwargs)  # the Trainer has divided the loss
+        if closes:
+            self.engine.step()
+
+    def grad_norm(self) -> Any:
+        """The norm of the gradients of the last step, before they were clipped."""
+        norm = self.engine.get_global_grad_norm()
+        return norm.item() if isinstance(norm, torch.Tensor) else norm
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the last step was left out, since the scaled gradients were not finite."""
+        return bool(getattr(self.engine.optimizer, "overflow", False))
+
+    # ---- Checkpoints ---------------------------------------------------------------------------------------------
+
+    @property
+    def gathers(self) -> bool:
+        """Whether whole weights are to be saved; else they stay in the parts that a training engine writes."""
+        key = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+        return not (self.config.is_zero3() and self.is_training) or self.config.is_true(key)
+
+    def whole_weights(self, model: torch.nn.Module, *, only_trained: bool = False) -> dict[str, Any]:
+        """The weights by name; only the first process can count on them.
+
+        Args:
+            model: any model, partitioned or not.
+            only_trained: leave out what is frozen, of partitioned weights.
+        """
+        if not is_partitioned(model):
+            return model.state_dict()
+        if self.engine is not None and self.engine.module is model:  # a layer at a time
+            return self.engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=only_trained) or {}
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters(list(model.parameters())):
+            return {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
+
+    def save(self, folder: str, processes: Processes) -> None:
+        """Write the engine's states; all processes must call it.
+
+        Raises:
+            OSError: the first that one of the processes ran into.
+        """
+        from deepspeed.checkpoint import constants
+
+        writer = self.engine.checkpoint_engine
+        universal = {constants.UNIVERSAL_CHECKPOINT_VERSION_KEY: constants.UNIVERSAL_CHECKPOINT_VERSION_VALUE}
+        self.engine.save_checkpoint(
+            folder,
+            client_state={constants.UNIVERSAL_CHECKPOINT_INFO: universal},  # or no universal one can be made of it
+            exclude_frozen_parameters=hasattr(self.engine.module, "peft_config"),
+        )
+        errors = [error for error in processes.gather_objects([writer.take_error()]) if error is not None]
+        if errors:
+            raise errors[0]
+
+    def load(self, folder: str, *, strict: bool) -> None:
+        """Load the engine's states, and the model with them; all processes must call it.
+
+        Raises:
+            WrongConfig: when there are none, or they are of another number of processes.
+        """
+        universal = self.config.is_true("checkpoint.load_universal")
+        if not has_states(folder, universal=universal):
+            raise WrongConfig(_why_unreadable(folder, universal))
+        written = len(glob.glob(os.path.join(folder, _tag(folder), "*zero_pp_rank_*_optim_states.pt")))
+        if not universal and written not in (0, torch.distributed.get_world_size()):
+            raise WrongConfig(
+                f"{folder} holds the parts of {written} processes, and there are {torch.distributed.get_world_size()}. "
+                "Make a universal checkpoint of it with python -m deepspeed.checkpoint.ds_to_universal --input_folder "
+                f"{os.path.join(folder, _tag(folder))} --output_folder {os.path.join(folder, 'universal')}, and set "
+                "'checkpoint': {'load_universal': true} in the configuration."
+            )
+        try:
+            loaded, _ = self.engine.load_checkpoint(folder, load_module_strict=strict)
+        except (AssertionError, KeyError, RuntimeError) as error:  # it checks little by itself
+            raise WrongConfig(
+                f"DeepSpeed cannot go on from {folder} ({error!r}): a checkpoint belongs to the model, the stage and "
+                "the optimizer that wrote it."
+            ) from error
+        if loaded is None:
+            raise WrongConfig(f"DeepSpeed cannot go on from {folder}; its messages above say why.")
+
+
+def has_states(folder: str, *, universal: bool = False) -> bool:
+    """Whether a checkpoint holds states of DeepSpeed's."""
+    return os.path.isfile(os.path.join(folder, "latest_universal" if universal else "latest"))
+
+
+def _why_unreadable(folder: str, universal: bool) -> str:
+    if universal:
+        return (
+            f"checkpoint.load_universal is set, and {folder} has no file latest_universal: make one with python -m "
+            "deepspeed.checkpoint.ds_to_universal, or leave the key out."
+        )
+    return (
+        f"{folder} was not written by DeepSpeed: load its weights into the model with from_pretrained, and train "
+        "without resume_from_checkpoint, or resume without deepspeed."
+    )
+
+
+def _tag(folder: str) -> str:
+    path = os.path.join(folder, "latest")
+    if not os.path.isfile(path):
+        return ""
+    with open(path, encoding="utf-8") as file:
+        return file.read().strip()
+
+
+def _on_the_host(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer of DeepSpeed's that computes in the host's memory, for one of torch's.
+
+    Raises:
+        WrongConfig: for one that has no counterpart.
+    """
+    from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    given: dict[str, Any] = {
+        name: optimizer.defaults[name] for name in ("lr", "weight_decay") if name in optimizer.defaults
+    }
+    kind = type(optimizer)  # a subclass may step in its own way
+    if kind in (torch.optim.Adam, torch.optim.AdamW):
+        return DeepSpeedCPUAdam(optimizer.param_groups, adamw_mode=kind is torch.optim.AdamW, **given)
+    if kind is torch.optim.Adagrad:
+        return DeepSpeedCPUAdagrad(optimizer.param_groups, **given)
+    raise WrongConfig(
+        f"deepspeed: with offload_optimizer DeepSpeed steps with its own Adam, AdamW or Adagrad, and the optimizer is "
+        f"{type(optimizer).__name__}: choose one of them, or use it as it is with 'zero_force_ds_cpu_optimizer': false."
+    )
+
+
+def _configure_activation_checkpointing(config: dict[str, Any]) -> None:
+    """Hand the section to `deepspeed.checkpointing`, for models that call it."""
+    import deepspeed
+
+    section = config.get("activation_checkpointing")
+    if section:
+        deepspeed.checkpointing.configure(
+            None,
+            partition_activations=section.get("partition_activations"),
+            contiguous_checkpointing=section.get("contiguous_memory_optimization"),
+            num_checkpoints=section.get("number_checkpoints"),
+            checkpoint_in_cpu=section.get("cpu_checkpointing"),
+            synchronize=section.get("synchronize_checkpoint_boundary"),
+            profile=section.get("profile"),
+        )
+
+
+class EngineOptimizer(torch.optim.Optimizer):
+    """What callbacks and schedules see of an optimizer that the engine steps.
+
+    DeepSpeed's own are none of torch's, or free what they hold when Lightning lets go of its copy of them. There is no
+    attribute `optimizer`, behind which Lightning's callbacks would look.
+
+    Args:
+        optimizer: DeepSpeed's.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._of_engine = optimizer
+        self._optimizer_step_pre_hooks = self._optimizer_step_post_hooks = {}  # type: ignore[assignment]
+        self.defaults = getattr(optimizer, "defaults", {})
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """Its groups; with ZeRO their parameters are flat parts."""
+        return self._of_engine.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """Its state by parameter."""
+        return self._of_engine.state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Its state, of this process's part."""
+        return self._of_engine.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load such a state."""
+        self._of_engine.load_state_dict(state_dict)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Nothing: the engine has done it."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing: the engine has done it."""
+
+
+class SteppedByEngine:
+    """A schedule of DeepSpeed's, which the engine moves on as it steps.
+
+    Args:
+        scheduler: DeepSpeed's.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: the engine has done it."""
+
+    def get_last_lr(self) -> list[float]:
+        """The learning rates; 0 before the first step that was not left out."""
+        return list(getattr(self._scheduler, "_last_lr", [0.0]))
+
+    def __getattr__(self, name: str) -> Any:
+        """All else is the schedule's own."""
+        if name == "_scheduler":
+            raise AttributeError(name)
+        return getattr(self._scheduler, name)
+
+
+class _Telling:
+    """Writes for DeepSpeed, and keeps an error of the storage until all processes can be told.
+
+    DeepSpeed's processes wait for each other after writing: one that raises at once would leave the others there.
+    """
+
+    def __init__(self, writer: Any) -> None:
+        self._writer = writer
+        self._error: OSError | RuntimeError | None = None
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Write a file, or remember why not."""
+        try:
+            self._writer.save(state_dict, path)
+        except (OSError, RuntimeError) as error:  # torch's own writer raises the latter when a disk is full
+            self._error = self._error or error
+
+    def take_error(self) -> OSError | RuntimeError | None:
+        """The first error since the last call."""
+        error, self._error = self._error, None
+        return error
+
+    def __getattr__(self, name: str) -> Any:
+        """All else is the writer's own."""
+        if name == "_writer":
+            raise AttributeError(name)
+        return getattr(self._writer, name)

@@ -1,0 +1,113 @@
+"""Devices besides CPU, CUDA and MPS, and what each device cannot do."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import distributed
+
+if TYPE_CHECKING:
+    from hftrainer.training_args import TrainingArguments
+
+#: Devices that Lightning does not know, whose modules in torch follow `torch.cuda`.
+OTHERS = ("xpu", "mlu", "musa", "npu")
+#: Devices that a run cannot be planned for → why.
+REFUSED = {
+    "hpu": "Gaudi needs operators of torch replaced and its graphs marked in the loop, which optimum-habana does",
+    "sdaa": "transformers does not choose it for its Trainer either",
+    "neuron": "it compiles whole graphs, which the loop is not made for; optimum-neuron is",
+}
+#: Documented backends → the devices that they connect, and where torch has them from.
+BACKENDS = {
+    "nccl": (("cuda",), "it comes with torch for CUDA or ROCm"),
+    "gloo": (("cpu", "cuda"), "it comes with torch"),
+    "mpi": (("cpu", "cuda"), "it needs torch built from source with MPI"),
+    "ccl": (("cpu", "xpu"), "the script has to import oneccl_bindings_for_pytorch, which Intel has ended for 'xccl'"),
+    "xccl": (("xpu",), "it comes with torch for Intel GPUs"),
+    "hccl": (("npu",), "it comes with torch_npu"),
+    "cncl": (("mlu",), "it comes with torch_mlu"),
+    "mccl": (("musa",), "it comes with torch_musa"),
+}
+#: Backends that take only what is on their accelerator.
+ON_DEVICE = {"nccl": "cuda", "xccl": "xpu", "hccl": "npu", "cncl": "mlu", "mccl": "musa"}
+
+
+def count(device: torch.device) -> int | None:
+    """How many of a device this process sees; None for those that have no number."""
+    return torch.get_device_module(device).device_count() if device.type in ("cuda", *OTHERS) else None
+
+
+def wrong_device(args: TrainingArguments, precision: str, processes: int, spreads: bool) -> Iterator[str]:
+    """A sentence for each wish that the device cannot fulfil.
+
+    Args:
+        args: the arguments.
+        precision: Lightning's.
+        processes: in all.
+        spreads: whether each is to have a part of the model only.
+    """
+    kind = args.device.type
+    if getattr(args, "use_mps_device", False) and kind != "mps":
+        yield f"use_mps_device=True, but {_why_no_mps(args)}: leave it out to train on {kind}."
+    here = [name for name in REFUSED if hasattr(torch, name) and getattr(torch, name).is_available()]
+    if kind == "cpu" and here and not _asks_for_cpu(args):
+        yield (
+            f"torch.{here[0]} is available, and hftrainer cannot train on it: {REFUSED[here[0]]}. Set use_cpu=True to "
+            "train on the CPU."
+        )
+    if kind == "mps":
+        yield from _wrong_on_mps(precision, processes, spreads)
+    elif kind in OTHERS and spreads:
+        yield f"Models are sharded and split on CUDA and CPU only, and this is {kind}: leave out fsdp."
+    several = processes > 1 and kind not in ("mps", "xla")
+    if args.ddp_backend and (reason := _wrong_backend(args.ddp_backend.lower(), kind, several)):
+        yield f"ddp_backend={args.ddp_backend!r}{reason}: use {own_backend(kind)!r}, or leave it out."
+
+
+def _asks_for_cpu(args: TrainingArguments) -> bool:
+    return getattr(args, "_on_cpu", args.use_cpu)
+
+
+def _why_no_mps(args: TrainingArguments) -> str:
+    if _asks_for_cpu(args):
+        return "use_cpu=True contradicts it"
+    if not torch.backends.mps.is_built():
+        return "this torch was built without MPS, Apple's GPU"
+    return "there is no Apple GPU, or macOS is too old for it"
+
+
+def _wrong_on_mps(precision: str, processes: int, spreads: bool) -> Iterator[str]:
+    if processes > 1 or spreads:
+        what = f"{processes} processes" if processes > 1 else "A sharded or split model"
+        yield (
+            f"{what} cannot be had on Apple's GPU: it is one device, and neither gloo nor nccl works on mps. Start one "
+            "process, without fsdp and devices; gradient_accumulation_steps makes larger batches. Or set use_cpu=True."
+        )
+    if precision == "16-mixed" and torch.__version__ < "2.8":  # https://github.com/pytorch/pytorch/pull/150255
+        yield f"fp16=True on Apple's GPU needs torch 2.8, whose GradScaler knows mps, and this is {torch.__version__}."
+    if precision == "bf16-mixed" and not torch.backends.mps.is_macos_or_newer(14, 0):
+        yield "bf16=True on Apple's GPU needs macOS 14: use fp16=True, or use_cpu=True."
+
+
+def _wrong_backend(given: str, kind: str, several: bool) -> str | None:
+    """What is wrong with a backend, or with one of several as in 'cpu:gloo,cuda:nccl'; one process needs none."""
+    registered = distributed.Backend.backend_capability
+    known = {*registered, *BACKENDS}
+    serves: set[str] = set()
+    for part in given.split(","):
+        *device, name = part.split(":")
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            return f": no backend is called {name!r}" + (f" (did you mean {near[0]!r}?)" if near else "")
+        if several and not distributed.is_backend_available(name):
+            return f": this torch has no {name!r}" + (f" ({BACKENDS[name][1]})" if name in BACKENDS else "")
+        serves.update(device or registered.get(name) or BACKENDS[name][0])
+    return f" does not connect processes on {kind}" if several and kind not in serves else None
+
+
+def own_backend(kind: str) -> str:
+    """The backend that is made for a device."""
+    return next((name for name, device in ON_DEVICE.items() if device == kind), "gloo")

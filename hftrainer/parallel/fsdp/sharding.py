@@ -1,0 +1,323 @@
+"""Sharding a model over processes with torch's FSDP, before there is an optimizer."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import distributed, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+    offload_wrapper,
+)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    CPUOffloadPolicy,
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
+from torch.distributed.fsdp.wrap import CustomPolicy
+
+from hftrainer.arguments.lightning_config import WrongConfig
+from hftrainer.arguments.plan import LightningPlan
+from hftrainer.parallel.fsdp.settings import FsdpSettings
+
+logger = logging.getLogger(__name__)
+
+_HALF = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+
+
+def is_sharded(model: Any) -> bool:
+    """Whether a model is in FSDP's hands."""
+    return isinstance(model, (FullyShardedDataParallel, FSDPModule))
+
+
+def shard(model: nn.Module, plan: LightningPlan) -> nn.Module:
+    """Shard a model, unless it is; FSDP2 does it in place, FSDP1 returns a wrapper.
+
+    Args:
+        model: on any device; with `cpu_ram_efficient_loading` only the first process needs its weights.
+        plan: whose `sharding` says how; None leaves a model with tensor parallelism alone as it was loaded.
+
+    Raises:
+        WrongConfig: for classes to wrap that the model does not have.
+    """
+    settings = plan.sharding
+    if settings is None or is_sharded(model):  # loaded in parts
+        reshard(model)
+        return model
+    device = torch.device(plan.device)
+    units = units_of(model, settings)
+    if settings.sync_module_states:
+        take_from_first(model, device)
+    if plan.precision in _HALF:
+        _keep_trained_in_float32(model)
+    try:
+        sharded = _shard_first(model, units, plan) if settings.version == 1 else _shard_second(model, units, plan)
+    except ValueError as error:  # of torch, which names neither the argument nor the parameter
+        raise _explained(error, model, settings) from error
+    logger.info(
+        "The model is sharded by FSDP%d (%s) over %d processes, in %d units.",
+        settings.version,
+        settings.strategy,
+        plan.processes.world_size,
+        len(units) + 1,
+    )
+    if hasattr(model, "generate") and settings.version == 2:
+        torch.distributed.fsdp.register_fsdp_forward_method(model, "generate")
+    return sharded
+
+
+def reshard(model: nn.Module) -> None:
+    """Let each process have its part alone again: after a forward pass without a backward pass FSDP2 keeps the whole.
+
+    The parameters that the model names, and the optimizer has, are those of the parts.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def whole_model_state(model: nn.Module, device: torch.device) -> dict[str, Any]:
+    """The whole weights by name, gathered by all processes; off the CPU only the first gets them."""
+    reshard(model)
+    return get_model_state_dict(model, options=_whole_on(device))
+
+
+def whole_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> dict[str, Any]:
+    """The optimizer's whole state by the names of the parameters, gathered as the weights."""
+    reshard(model)
+    return get_optimizer_state_dict(model, optimizer, options=_whole_on(device))
+
+
+def _whole_on(device: torch.device) -> StateDictOptions:
+    # On the CPU there is nothing to move, and FSDP1 crashes when it is asked to.
+    return StateDictOptions(full_state_dict=True, cpu_offload=device.type != "cpu")
+
+
+def _explained(error: ValueError, model: nn.Module, settings: FsdpSettings) -> WrongConfig:
+    """Why torch cannot shard a model, with the names of the parameters that it may be about."""
+    if isinstance(error, WrongConfig):
+        return error
+    scalars = [name for name, parameter in model.named_parameters() if not parameter.ndim]
+    text = str(error).rstrip(".")
+    advice = f" Give {' and '.join(scalars)} the shape (1,), or train without fsdp." if scalars else ""
+    if settings.version == 1 and not scalars:
+        advice = " fsdp_config={'version': 2} takes such models."
+    return WrongConfig(f"fsdp: the model cannot be sharded: {text}.{advice}")
+
+
+def clip_grad_norm(model: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    """Clip the gradients of a sharded model, and return their norm before, over all processes."""
+    if isinstance(model, FullyShardedDataParallel):
+        return model.clip_grad_norm_(max_norm, norm_type)
+    by_mesh: dict[Any, list[Any]] = {}  # torch cannot take the norm of tensors on different ones
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            by_mesh.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter)
+    norms = [_whole_norm([parameter.grad for parameter in group], norm_type) for group in by_mesh.values()]
+    total = norms[0] if len(norms) == 1 else nn.utils.get_total_norm(norms, norm_type)
+    for group in by_mesh.values():
+        nn.utils.clip_grads_with_norm_(group, max_norm, total)
+    return total
+
+
+def _whole_norm(gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor:
+    norm: Any = nn.utils.get_total_norm(gradients, norm_type)
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+
+@contextlib.contextmanager
+def without_sync(model: Any) -> Iterator[None]:
+    """Keep the gradients of backward passes in the block to this process, until one outside of it."""
+    if isinstance(model, FullyShardedDataParallel):
+        with model.no_sync():
+            yield
+        return
+    if not isinstance(model, FSDPModule):  # tensor parallelism has gradients of the same batch only
+        yield
+        return
+    model.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)
+
+
+@contextlib.contextmanager
+def whole_parameters(model: Any) -> Iterator[None]:
+    """Let methods of the user's model be called in the block.
+
+    FSDP1 gathers all parameters for it; FSDP2 gathers as the model computes.
+    """
+    if not isinstance(model, FullyShardedDataParallel):
+        yield
+        return
+    with FullyShardedDataParallel.summon_full_params(model, writeback=False):
+        yield
+
+
+def mesh_of(plan: LightningPlan) -> DeviceMesh:
+    """The processes that share a model's parts: all, those of a copy, or with a hybrid strategy those of each node."""
+    kind, processes, layout = torch.device(plan.device).type, plan.processes, plan.layout
+    assert plan.sharding is not None
+    if "hybrid" in plan.sharding.strategy:
+        nodes = processes.world_size // processes.local_world_size
+        return _made_mesh(kind, (nodes, processes.local_world_size))
+    if layout.dp_replicate_size > 1:
+        return _made_mesh(kind, (layout.dp_replicate_size, layout.dp_shard_size))
+    return _made_mesh(kind, (processes.world_size,))
+
+
+@functools.cache
+def _made_mesh(kind: str, shape: tuple[int, ...]) -> DeviceMesh:
+    return init_device_mesh(kind, shape, mesh_dim_names=("dp_replicate", "dp_shard")[-len(shape) :])
+
+
+# ---- What is a unit -------------------------------------------------------------------------------------------------
+
+
+def units_of(model: nn.Module, settings: FsdpSettings) -> list[nn.Module]:
+    """The modules that are gathered one at a time, inner ones first."""
+    if settings.auto_wrap_policy == "NO_WRAP":
+        return []
+    if settings.auto_wrap_policy == "SIZE_BASED_WRAP":
+        return _large_modules(model, settings.min_num_params)
+    wanted = settings.wrap_classes or tuple(getattr(model, "_no_split_modules", None) or ())
+    there = {type(module).__name__ for module in model.modules()}
+    missing = [name for name in settings.wrap_classes or () if name not in there]
+    if missing:
+        raise WrongConfig(
+            f"fsdp_config['transformer_layer_cls_to_wrap']: the model has no {' or '.join(missing)}; it has "
+            f"{', '.join(sorted(there - {type(model).__name__}))}."
+        )
+    units = [module for module in reversed(list(model.modules())) if type(module).__name__ in wanted]
+    if not units:
+        logger.warning(
+            "fsdp: the model names no class that is to be gathered by itself, so all of it is gathered at once. Name "
+            "classes in fsdp_config['transformer_layer_cls_to_wrap'], or give a size, 'min_num_params'."
+        )
+    return units
+
+
+def _large_modules(model: nn.Module, least: int) -> list[nn.Module]:
+    """Modules with so many parameters that are in no unit below them, and that no other module shares."""
+    found: list[nn.Module] = []
+    taken: set[int] = set()
+    uses: dict[int, int] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            uses[id(parameter)] = uses.get(id(parameter), 0) + 1
+    for module in reversed(list(model.modules())[1:]):
+        own = [parameter for parameter in module.parameters() if id(parameter) not in taken]
+        shared = any(uses[id(parameter)] > 1 for parameter in own)
+        plain = not isinstance(module, (nn.ModuleList, nn.ModuleDict))
+        if own and plain and not shared and sum(parameter.numel() for parameter in own) >= least:
+            found.append(module)
+            taken |= {id(parameter) for parameter in own}
+    return found
+
+
+# ---- Before ---------------------------------------------------------------------------------------------------------
+
+
+def take_from_first(model: nn.Module, device: torch.device) -> None:
+    """Give all processes the weights of the first; tensors without data are made first."""
+    empty = [module for module in model.modules() if any(tensor.is_meta for tensor in _own_tensors(module))]
+    for module in empty:
+        module.to_empty(device=device, recurse=False)
+    if empty and hasattr(model, "tie_weights"):
+        model.tie_weights()  # type: ignore[operator]
+    over_network = "nccl" in distributed.get_backend()
+    for tensor in (*model.parameters(), *model.buffers()):
+        moved = tensor.detach().to(device) if over_network else tensor.detach()
+        distributed.broadcast(moved, 0)
+        tensor.data.copy_(moved)
+
+
+def _own_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    yield from module.parameters(recurse=False)
+    yield from module.buffers(recurse=False)
+
+
+def _keep_trained_in_float32(model: nn.Module) -> None:
+    """With mixed precision the units compute in half precision, and the optimizer steps in full."""
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.is_floating_point():
+            parameter.data = parameter.data.float()
+
+
+# ---- FSDP1 and FSDP2 ------------------------------------------------------------------------------------------------
+
+
+def _shard_first(model: nn.Module, units: list[nn.Module], plan: LightningPlan) -> nn.Module:
+    settings, device, dtype = plan.sharding, torch.device(plan.device), _HALF.get(plan.precision)
+    assert settings is not None
+    if settings.cpu_offload and device.type == "cpu":
+        raise WrongConfig("fsdp='offload' moves what is on a GPU, and training is on the CPU already: leave it out.")
+    members = set(units)
+    prefetch = None if settings.backward_prefetch == "NO_PREFETCH" else BackwardPrefetch[settings.backward_prefetch]
+    name = settings.strategy.upper()
+    wrapped = FullyShardedDataParallel(
+        model,
+        device_mesh=mesh_of(plan),
+        sharding_strategy=ShardingStrategy["_" + name if name.endswith("ZERO2") else name],
+        auto_wrap_policy=CustomPolicy(members.__contains__),
+        cpu_offload=CPUOffload(offload_params=settings.cpu_offload),
+        mixed_precision=None if dtype is None else MixedPrecision(dtype, dtype, dtype),
+        device_id=device,
+        use_orig_params=settings.use_orig_params,
+        limit_all_gathers=settings.limit_all_gathers,
+        forward_prefetch=settings.forward_prefetch,
+        backward_prefetch=prefetch,
+    )
+    if settings.activation_checkpointing:
+        _checkpoint_activations(wrapped, members, settings)
+    return wrapped
+
+
+def _shard_second(model: nn.Module, units: list[nn.Module], plan: LightningPlan) -> nn.Module:
+    settings, dtype = plan.sharding, _HALF.get(plan.precision)
+    assert settings is not None
+    if settings.activation_checkpointing:
+        units = _checkpoint_activations(model, set(units), settings)
+    pinned = torch.device(plan.device).type != "cpu"
+    keywords: dict[str, Any] = {
+        "mesh": mesh_of(plan),
+        "offload_policy": CPUOffloadPolicy(pin_memory=pinned) if settings.cpu_offload else OffloadPolicy(),
+        # Outputs stay in float32: a loss in half precision is logged in steps of 0.02, and overflows when it is scaled.
+        "mp_policy": MixedPrecisionPolicy() if dtype is None else MixedPrecisionPolicy(dtype, dtype),
+    }
+    reshards = settings.strategy == "full_shard"
+    for unit in units:
+        fully_shard(unit, reshard_after_forward=reshards, **keywords)
+    # The outermost unit is needed first in the backward pass, so torch's default keeps it.
+    fully_shard(model, reshard_after_forward=None if reshards else False, **keywords)
+    return model
+
+
+def _checkpoint_activations(model: nn.Module, units: set[nn.Module], settings: FsdpSettings) -> list[nn.Module]:
+    """Wrap the units; returns the wrappers. FSDP belongs around them, or computing again would gather again."""
+    wrappers: list[nn.Module] = []
+
+    def wrap(module: nn.Module) -> nn.Module:
+        wrapped = checkpoint_wrapper(module, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
+        wrappers.append(offload_wrapper(wrapped) if settings.activation_checkpointing_offload else wrapped)
+        return wrappers[-1]
+
+    apply_activation_checkpointing(model, wrap, units.__contains__)
+    return wrappers

@@ -1,0 +1,155 @@
+"""How the processes of a run are laid out: by `parallelism_config`, or by how the model has been loaded."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hftrainer.arguments.lightning_config import WrongConfig
+from hftrainer.parallel.fsdp.settings import FsdpSettings, nearest
+
+_SIZES = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size")
+#: Keys that say more about a kind of parallelism, and nothing while its size is 1 (tensor parallelism needs no more).
+_DETAILS = ("cp_backend", "sp_backend", "tp_handler", "cp_handler", "sp_handler")
+_REFUSED = {
+    "cp_size": "splitting sequences by ring attention needs hooks around the model that Lightning's loop does not have",
+    "sp_size": "splitting sequences by Ulysses is DeepSpeed's, which is not supported yet",
+}
+#: What a model can be loaded with besides, by the names of transformers' `DistributedConfig`.
+_LOADED_REFUSED = {"pp_size": "pipeline", "ep_size": "expert"}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The processes of a run, `dp_replicate_size x dp_shard_size x tp_size` of them; all 1 when nothing is asked for.
+
+    Attributes:
+        dp_replicate_size: copies of the sharded model.
+        dp_shard_size: processes that share the parameters of a copy, each with batches of its own.
+        tp_size: neighbouring processes that share each layer's computation, and their batches.
+    """
+
+    dp_replicate_size: int = 1
+    dp_shard_size: int = 1
+    tp_size: int = 1
+
+    @property
+    def total_size(self) -> int:
+        """Processes in all."""
+        return self.dp_replicate_size * self.dp_shard_size * self.tp_size
+
+    @property
+    def shards(self) -> bool:
+        """Whether parameters are shared out by FSDP2."""
+        return self.dp_shard_size > 1
+
+
+def read_layout(given: Any, model: Any = None, environment: Mapping[str, str] = os.environ) -> Layout:
+    """The layout that `parallelism_config` asks for, or else the launcher, or else the model that has been loaded.
+
+    Args:
+        given: a dict, accelerate's `ParallelismConfig`, or None.
+        model: the model, if there is one: transformers may have split it while loading.
+        environment: where `accelerate launch` leaves its settings.
+
+    Raises:
+        WrongConfig: for unknown keys, with the nearest; for sizes that are no size, or cannot be honoured; and when
+            the model has been split otherwise.
+    """
+    asked = _checked(_given(given, environment))
+    loaded = loaded_layout(model)
+    if loaded == Layout() or loaded == asked:
+        return asked
+    if asked != Layout():
+        raise WrongConfig(
+            f"parallelism_config asks for {_shown(asked)}, and the model was loaded with {_shown(loaded)}."
+        )
+    return loaded
+
+
+def loaded_layout(model: Any) -> Layout:
+    """How transformers has split a model while loading it.
+
+    Raises:
+        WrongConfig: for pipeline and expert parallelism.
+    """
+    config = getattr(getattr(model, "config", None), "distributed_config", None)
+    if config is None or not getattr(model, "_is_distributed_loading_by_transformers", False):
+        return Layout()
+    for name, kind in _LOADED_REFUSED.items():
+        if (getattr(config, name, None) or 1) > 1:
+            raise WrongConfig(
+                f"The model was loaded with {name}={getattr(config, name)}, and {kind} parallelism is not supported "
+                "yet: load it with tp_size and fsdp_size only."
+            )
+    return Layout(*((getattr(config, name, None) or 1) for name in ("dp_replicate_size", "fsdp_size", "tp_size")))
+
+
+def wrong_layout(layout: Layout, fsdp: FsdpSettings | None, world_size: int) -> list[str]:
+    """A sentence for each way in which a layout does not fit the rest of the arguments."""
+    if layout == Layout():
+        return []
+    found = []
+    if layout.total_size != world_size:
+        found.append(
+            f"parallelism_config: {_shown(layout)} needs {layout.total_size} processes, and there are {world_size}."
+        )
+    if fsdp is not None and fsdp.version == 1:
+        found.append("parallelism_config needs FSDP2: leave out what only FSDP1 has, or leave out parallelism_config.")
+    elif fsdp is not None and not layout.shards:
+        found.append(
+            f"fsdp shards over dp_shard_size processes, and parallelism_config ({_shown(layout)}) has one: set "
+            "dp_shard_size, or leave out fsdp."
+        )
+    if layout.tp_size > 1 and layout.dp_replicate_size > 1 and not layout.shards:
+        found.append("parallelism_config: with tp_size, copies must be sharded: set dp_shard_size too.")
+    return found
+
+
+def wrong_model(layout: Layout, model: Any) -> str | None:
+    """Why a model cannot be trained in a layout: tensor parallelism happens while a model is loaded."""
+    loaded = loaded_layout(model)
+    if loaded == Layout() and layout.tp_size > 1:
+        return (
+            f"parallelism_config['tp_size']={layout.tp_size}: the model is whole in each process. Load it with "
+            f"from_pretrained(..., distributed_config=DistributedConfig(tp_size={layout.tp_size}, "
+            f"fsdp_size={layout.dp_shard_size})) of transformers, or shard it with fsdp."
+        )
+    if loaded not in (Layout(), layout):
+        return (
+            f"model_init returned a model that was loaded with {_shown(loaded)}, and the processes are laid out for "
+            f"{_shown(layout)}: set parallelism_config to the former."
+        )
+    return None
+
+
+def _given(given: Any, environment: Mapping[str, str]) -> dict[str, Any]:
+    if given is None and environment.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
+        return {name: environment.get(f"PARALLELISM_CONFIG_{name.upper()}", "1") for name in _SIZES}
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        if not hasattr(given, _SIZES[0]):
+            raise WrongConfig(f"parallelism_config={given!r}: give a dict of sizes, or accelerate's ParallelismConfig.")
+        return {name: getattr(given, name, 1) for name in _SIZES}
+    for name in given:
+        if name not in (*_SIZES, *_DETAILS):
+            raise WrongConfig(f"parallelism_config: {name!r} is no key of it{nearest(name, (*_SIZES, *_DETAILS))}")
+    return {name: value for name, value in given.items() if name in _SIZES and value is not None}
+
+
+def _checked(sizes: dict[str, Any]) -> Layout:
+    for name, value in sizes.items():
+        if isinstance(value, bool) or not str(value).isdigit() or int(value) < 1:
+            raise WrongConfig(f"parallelism_config[{name!r}]={value!r}: it must be a number of processes, at least 1.")
+    for name, reason in _REFUSED.items():
+        if int(sizes.pop(name, 1)) > 1:
+            raise WrongConfig(f"parallelism_config[{name!r}] is not supported: {reason}. Use dp_shard_size or fsdp.")
+    return Layout(**{name: int(value) for name, value in sizes.items()})
+
+
+def _shown(layout: Layout) -> str:
+    named = {name: getattr(layout, name) for name in _SIZES[:3]}
+    return ", ".join(f"{name}={size}" for name, size in named.items() if size > 1) or "one process"

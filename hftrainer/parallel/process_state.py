@@ -1,0 +1,102 @@
+"""`accelerator.state`: the processes of a run under the names of accelerate's `AcceleratorState` and `PartialState`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hftrainer.parallel.processes import Processes
+
+
+@dataclass
+class LoaderConfig:
+    """`accelerator.dataloader_config`: what is set here holds for loaders that are prepared from then on.
+
+    Attributes:
+        split_batches, dispatch_batches, even_batches, use_seedable_sampler, non_blocking: as in `accelerator_config`.
+        data_seed: seed of the order of samples; None takes torch's initial seed.
+        use_stateful_dataloader: accelerate's own way to restore the place in the data; only False is possible.
+    """
+
+    split_batches: bool = False
+    dispatch_batches: bool | None = None
+    even_batches: bool = True
+    use_seedable_sampler: bool = True
+    data_seed: int | None = None
+    non_blocking: bool = False
+    use_stateful_dataloader: bool = False
+
+
+class ProcessState:
+    """The processes of a run, and this one among them.
+
+    Args:
+        processes: where this process stands.
+        device: what it computes on.
+        distributed_type: what accelerate calls the kind of processes: 'NO', 'MULTI_GPU', 'FSDP', ...
+        more: further attributes, such as plugins.
+    """
+
+    deepspeed_plugin: Any
+    fsdp_plugin: Any
+    mixed_precision: str
+
+    def __init__(self, processes: Processes, device: torch.device, distributed_type: str, **more: Any) -> None:
+        self._processes = processes
+        self.device = device
+        self.distributed_type = distributed_type
+        self.num_processes = processes.world_size
+        self.process_index, self.local_process_index = processes.rank, processes.local_rank
+        self.is_main_process, self.is_local_main_process = processes.rank == 0, processes.local_rank == 0
+        self.is_last_process = processes.rank == processes.world_size - 1
+        self.use_distributed = processes.several
+        connected = processes.several and torch.distributed.is_initialized()
+        self.backend = torch.distributed.get_backend() if connected else None
+        self.debug = False
+        self.initialized = True
+        vars(self).update(more)
+
+    def __repr__(self) -> str:
+        shown = ("distributed_type", "num_processes", "process_index", "local_process_index", "device")
+        precision = ("mixed_precision",) if hasattr(self, "mixed_precision") else ()
+        return "".join(f"{name}: {getattr(self, name)}\n" for name in (*shown, *precision))
+
+    def wait_for_everyone(self) -> None:
+        """Wait for the other processes."""
+        self._processes.barrier()
+
+    def main_process_first(self) -> Any:
+        """Let the main process of all go first."""
+        return self._processes.in_turn(self.is_main_process)
+
+    def local_main_process_first(self) -> Any:
+        """Let the main process of each node go first."""
+        return self._processes.in_turn(self.is_local_main_process)
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print on the main process of each node."""
+        if self.is_local_main_process:
+            print(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """The part of this process in a sequence, tensor, or dict of them; the first processes get one more.
+
+        Args:
+            inputs: of the same length, in a dict.
+            apply_padding: repeat the last item, so that all parts are as long.
+
+        Raises:
+            ValueError: for a dict of different lengths.
+        """
+        parts = inputs.values() if isinstance(inputs, dict) else [inputs]
+        if len({len(part) for part in parts}) > 1:
+            raise ValueError("split_between_processes: all values of the dict must have the same length.")
+        if isinstance(inputs, dict):
+            yield {name: self._processes.part_of(part, apply_padding) for name, part in inputs.items()}
+        else:
+            yield self._processes.part_of(inputs, apply_padding)

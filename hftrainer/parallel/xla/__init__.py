@@ -1,0 +1,1 @@
+"""XLA devices: finding them, and sharding a model over them."""

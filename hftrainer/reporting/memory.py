@@ -1,0 +1,98 @@
+"""The memory report: how much each stage of a Trainer allocated, and how much more it needed at its peak."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import threading
+from typing import Any
+
+from hftrainer.errors import MissingPackage
+from hftrainer.parallel import devices
+
+#: Method that starts or ends a stage → the stage's name in the metrics.
+STAGES = {
+    "__init__": "init",
+    "train": "train",
+    "_inner_training_loop": "train",
+    "_finalize_training": "train",
+    "evaluate": "eval",
+    "predict": "test",
+}
+
+
+class TrainerMemoryTracker:
+    """Measures the resident memory of this process, and torch's memory on a GPU, over the stages of a Trainer.
+
+    Metrics are in bytes: `{stage}_mem_cpu_alloc_delta` is what a stage added, `{stage}_mem_cpu_peaked_delta` what it
+    needed beyond that for a while; `gpu` likewise. A stage within another (evaluation within training) is counted with
+    the outer one. The peak of the CPU is sampled by a thread, so a short one may be missed.
+
+    Args:
+        skip_memory_metrics: measure nothing.
+
+    Raises:
+        ImportError: when psutil, which reads the memory, is not installed.
+    """
+
+    def __init__(self, skip_memory_metrics: bool = False) -> None:
+        self.skip_memory_metrics = skip_memory_metrics
+        self.stage: str | None = None
+        self._init: tuple[dict[str, int], dict[str, int]] = {}, {}
+        if skip_memory_metrics:
+            return
+        try:
+            import psutil
+        except ImportError as error:
+            raise MissingPackage("skip_memory_metrics=False needs psutil: pip install psutil") from error
+        self._process = psutil.Process()
+
+    def start(self) -> None:
+        """Begin the stage of the calling method, unless another is being measured."""
+        if self.skip_memory_metrics or self.stage is not None:
+            return
+        self.stage = self._calling_stage()
+        gc.collect()
+        devices.reset_memory_peak()
+        self._begin = self._used()
+        self._peak = self._begin["cpu"]
+        self._watching = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, daemon=True)
+        self._watcher.start()
+
+    def stop_and_update_metrics(self, metrics: dict[str, Any] | None = None) -> None:
+        """End the stage of the calling method, and add what was measured to its metrics."""
+        if self.skip_memory_metrics or self.stage != self._calling_stage():
+            return
+        self._watching.set()
+        self._watcher.join()
+        gc.collect()
+        end = self._used()
+        peaks = {"cpu": self._peak, "gpu": devices.memory_peak()}
+        stage, self.stage = self.stage, None
+        measured: dict[str, int] = {}
+        for kind, used in end.items():
+            measured[f"{stage}_mem_{kind}_alloc_delta"] = used - self._begin[kind]
+            if (peak := peaks[kind]) is not None:
+                measured[f"{stage}_mem_{kind}_peaked_delta"] = max(0, peak - used)
+        if stage == "init":  # it has no metrics of its own: the first stage that has reports it
+            self._init = measured, {f"before_init_mem_{kind}": self._begin[kind] for kind in end}
+        elif metrics is not None:
+            (init, before), self._init = self._init, ({}, {})
+            metrics.update({**init, **measured, **before})
+
+    def _calling_stage(self) -> str:
+        caller = inspect.currentframe().f_back.f_back.f_code.co_name  # type: ignore[union-attr]
+        if caller not in STAGES:
+            raise ValueError(f"{caller} is no stage of the memory report: call it from one of {', '.join(STAGES)}")
+        return STAGES[caller]
+
+    def _used(self) -> dict[str, int]:
+        used = {"cpu": self._process.memory_info().rss}
+        if (on_device := devices.memory_used()) is not None:
+            used["gpu"] = on_device
+        return used
+
+    def _watch(self) -> None:
+        while not self._watching.wait(0.002):
+            self._peak = max(self._peak, self._process.memory_info().rss)

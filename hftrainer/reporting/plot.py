@@ -1,0 +1,202 @@
+"""`python -m hftrainer plot OUTPUT_DIR ...`: a picture of one run, or of several beside each other."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hftrainer.checkpointing import names
+from hftrainer.checkpointing.folders import get_last_checkpoint
+from hftrainer.errors import InvalidArgument, MissingPackage
+from hftrainer.reporting.progress import in_notebook
+from hftrainer.trainer_callback import TrainerCallback, TrainerState
+from hftrainer.trainer_utils import is_measured
+
+logger = logging.getLogger(__name__)
+
+#: Panel → the entries of log lines that it shows; 'metrics' shows all that are left.
+PANELS = {"loss": ("loss",), "metrics": (), "learning rate": ("learning_rate",), "gradient norm": ("grad_norm",)}
+COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22", "#17becf")
+
+Curves = dict[str, dict[str, tuple[list[float], list[float]]]]
+
+
+def read_run(folder: str) -> TrainerState:
+    """The state of the run in `folder`: the final one, or else that of the newest checkpoint.
+
+    Raises:
+        InvalidArgument: when there is neither, or nothing in it to draw.
+    """
+    if not Path(folder).is_dir():
+        raise InvalidArgument(f"{folder}: there is no such folder; give the output_dir of a run.")
+    places = [folder, get_last_checkpoint(folder)]
+    files = [Path(place) / names.TRAINER_STATE_NAME for place in places if place is not None]
+    file = next((file for file in files if file.is_file()), None)
+    if file is None:
+        raise InvalidArgument(f"{folder}: neither it nor a checkpoint-xxx in it holds {names.TRAINER_STATE_NAME}.")
+    state = TrainerState.load_from_json(str(file))
+    if not any(curves(state).values()):
+        raise InvalidArgument(f"{file}: the run has logged nothing that could be drawn.")
+    return state
+
+
+def curves(state: TrainerState) -> Curves:
+    """Panel → label → optimizer steps and values."""
+    found: Curves = {panel: {} for panel in PANELS}
+    for line in state.log_history:
+        if "train_runtime" in line and "train_loss" in line:  # the summary at the end
+            continue
+        for name, value in line.items():
+            if name in ("step", "epoch") or is_measured(name) or not _is_number(value):
+                continue
+            steps, values = found[_panel_of(name)].setdefault(name, ([], []))
+            steps.append(line["step"])
+            values.append(value)
+    return found
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _panel_of(name: str) -> str:
+    for panel, shown in PANELS.items():
+        if name in shown:
+            return panel
+    return "loss" if name.endswith("_loss") else "metrics"
+
+
+@dataclass(frozen=True)
+class Line:
+    """One curve of one run, as it is drawn."""
+
+    panel: str
+    label: str
+    steps: list[float]
+    values: list[float]
+    colour: str
+    dash: int
+
+
+def lines(folders: list[str]) -> Iterator[Line]:
+    """The curves of runs: of one, a colour each; of several, a colour a run and a dash for each of its curves."""
+    parts = [Path(folder).resolve().parts for folder in folders]
+    # The shortest end of each path that tells it from the others.
+    depth = next((n for n in range(1, 9) if len({path[-n:] for path in parts}) == len(parts)), 8)
+    for number, (path, folder) in enumerate(zip(parts, folders, strict=True)):
+        state = read_run(folder)
+        yield from lines_of(state) if len(folders) == 1 else lines_of(state, f"{Path(*path[-depth:])}: ", number)
+
+
+def lines_of(state: TrainerState, label: str = "", number: int | None = None) -> Iterator[Line]:
+    """The curves of one run; as one of several, its `number` gives all of them one colour."""
+    for panel, found in curves(state).items():
+        for order, (name, (steps, values)) in enumerate(found.items()):
+            colour = COLOURS[(order if number is None else number) % len(COLOURS)]
+            yield Line(panel, label + name, steps, values, colour, 0 if number is None else order % 4)
+
+
+def draw_png(drawn: list[Line], path: str) -> None:
+    """Write the panels as a PNG. Without pyplot: a window or a notebook never sees the figure."""
+    figure = load("matplotlib.figure").Figure(figsize=(11, 7))
+    figure.subplots_adjust(left=0.08, right=0.98, bottom=0.08, top=0.95, wspace=0.2, hspace=0.3)  # measuring takes long
+    of_panel = dict(zip(PANELS, figure.subplots(2, 2).flat, strict=True))
+    for line in drawn:
+        style = {"linestyle": ["-", "--", ":", "-."][line.dash], "color": line.colour, "linewidth": 1.3}
+        mark = "o" if len(line.steps) < 30 else None
+        of_panel[line.panel].plot(line.steps, line.values, label=line.label, marker=mark, markersize=3, **style)
+    for panel, axis in of_panel.items():
+        axis.set_title(panel)
+        axis.set_xlabel("optimizer step")
+        axis.grid(alpha=0.3)
+        if axis.lines:
+            axis.legend(fontsize=8)
+        else:
+            axis.text(0.5, 0.5, "nothing logged", ha="center", va="center", transform=axis.transAxes, color="gray")
+    figure.savefig(path, dpi=120, format="png")
+
+
+def draw_html(drawn: list[Line], path: str) -> None:
+    """Write the panels as a page that can be zoomed and hovered over, and needs no network."""
+    subplots, objects = load("plotly.subplots"), load("plotly.graph_objects")
+    figure = subplots.make_subplots(rows=2, cols=2, subplot_titles=list(PANELS), vertical_spacing=0.12)
+    for line in drawn:
+        number = list(PANELS).index(line.panel)
+        style = {"color": line.colour, "dash": ["solid", "dash", "dot", "dashdot"][line.dash]}
+        trace = objects.Scatter(x=line.steps, y=line.values, name=line.label, mode="lines+markers", line=style)
+        figure.add_trace(trace, row=number // 2 + 1, col=number % 2 + 1)
+    figure.update_traces(marker={"size": 4})
+    figure.update_xaxes(title_text="optimizer step")
+    figure.update_layout(height=820, template="plotly_white")
+    figure.write_html(path, include_plotlyjs=True)
+
+
+def load(module: str) -> Any:
+    """A module of what draws.
+
+    Raises:
+        MissingPackage: when it is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.split(".")[0]
+        raise MissingPackage(f"Drawing needs {package}: pip install 'hftrainer[plot]'") from error
+
+
+def plot(folders: list[str], *, html: bool = False, out: str | None = None) -> list[str]:
+    """Draw runs; returns the paths that were written.
+
+    Args:
+        folders: output folders, each with a `trainer_state.json` or a checkpoint.
+        html: write a page too.
+        out: the PNG to write; the page has its name with '.html'. Default: `training.png` in the first folder.
+
+    Raises:
+        InvalidArgument: for a folder without a run, naming it.
+        MissingPackage: without matplotlib, or plotly for the page.
+    """
+    png = Path(out) if out is not None else Path(folders[0]) / "training.png"
+    if png.suffix.lower() != ".png":
+        raise InvalidArgument(f"--out {png}: give a file that ends in .png.")
+    drawn = list(lines(folders))
+    draw_png(drawn, str(png))
+    written = [str(png)]
+    if html:
+        page = png.with_suffix(".html")
+        draw_html(drawn, str(page))
+        written.append(str(page))
+    return written
+
+
+class PlotCallback(TrainerCallback):
+    """Draws the run when training ends: `training.png` in `output_dir`, shown below the cell in a notebook.
+
+    Raises:
+        MissingPackage: without matplotlib, when it is made.
+    """
+
+    def __init__(self) -> None:
+        load("matplotlib.figure")
+
+    def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Draw what the run has logged."""
+        if not state.is_world_process_zero:
+            return
+        drawn = list(lines_of(state))
+        if not drawn:
+            logger.warning("PlotCallback: the run has logged nothing that could be drawn; see logging_steps.")
+            return
+        os.makedirs(args.output_dir, exist_ok=True)
+        path = os.path.join(args.output_dir, "training.png")
+        draw_png(drawn, path)
+        if in_notebook():
+            from IPython.display import Image, display
+
+            display(Image(filename=path))

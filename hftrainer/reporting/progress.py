@@ -1,0 +1,135 @@
+"""What shows a run while it runs: the progress bar, or the log lines alone."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+from hftrainer.arguments.behaviours import of_arguments
+from hftrainer.compat import swap
+from hftrainer.trainer_callback import BARS, TrainerCallback, is_kind
+from hftrainer.trainer_utils import has_length
+
+if TYPE_CHECKING:
+    from hftrainer.training_args import TrainingArguments
+
+
+def in_notebook() -> bool:
+    """Whether this runs in the kernel of a notebook: Jupyter, Colab, VS Code, Databricks since 11.0, marimo."""
+    if "marimo" in sys.modules:
+        return importlib.util.find_spec("IPython") is not None
+    get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
+    shell = get_ipython() if get_ipython is not None else None
+    if shell is None or "IPKernelApp" not in shell.config:
+        return False
+    release = os.environ.get("DATABRICKS_RUNTIME_VERSION")  # before 11.0 its notebooks had no kernel of IPython
+    return release is None or float(release.split(".")[0]) >= 11
+
+
+def own_progress(args: TrainingArguments, callbacks: list[Any]) -> type[TrainerCallback] | None:
+    """What a Trainer adds to these callbacks to show its runs; None when one of them does it."""
+    if args.disable_tqdm:
+        return None if any(is_kind(callback, "PrinterCallback") for callback in callbacks) else PrinterCallback
+    if any(is_kind(callback, *BARS) for callback in callbacks):
+        return None
+    bar = swap.rebound("transformers.trainer", "DEFAULT_PROGRESS_CALLBACK", ProgressCallback)
+    if bar is not ProgressCallback:
+        return bar
+    if in_notebook():
+        from hftrainer.reporting.notebook import NotebookProgressCallback
+
+        return NotebookProgressCallback
+    return ProgressCallback
+
+
+class ProgressCallback(TrainerCallback):
+    """A progress bar in optimizer steps, one in evaluation batches below it, and the log lines above both.
+
+    Args:
+        max_str_len: longest string value shown in a log line, in characters.
+    """
+
+    def __init__(self, max_str_len: int = 100) -> None:
+        self.training_bar: Any = None
+        self.prediction_bar: Any = None
+        self.max_str_len = max_str_len
+        self.current_step = 0
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        """Open the bar, at the step that training resumes from."""
+        if state.is_world_process_zero:
+            self.training_bar = _bar(total=state.max_steps)
+        self.current_step = 0
+
+    def on_step_end(self, args, state, control, **kwargs):
+        """Advance the bar."""
+        if self.training_bar is not None:
+            self.training_bar.update(state.global_step - self.current_step)
+            self.current_step = state.global_step
+
+    def on_prediction_step(self, args, state, control, eval_dataloader=None, **kwargs):
+        """Advance the evaluation bar, opening it at the first batch; without a length it only counts."""
+        if not state.is_world_process_zero:
+            return
+        if self.prediction_bar is None:
+            total = len(eval_dataloader) if has_length(eval_dataloader) else None
+            self.prediction_bar = _bar(total=total, leave=self.training_bar is None)
+        self.prediction_bar.update(1)
+
+    def _close_prediction_bar(self) -> None:
+        if self.prediction_bar is not None:
+            self.prediction_bar.close()
+            self.prediction_bar = None
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        """Close the evaluation bar."""
+        self._close_prediction_bar()
+
+    def on_predict(self, args, state, control, metrics=None, **kwargs):
+        """Close the evaluation bar."""
+        self._close_prediction_bar()
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        """Write the log line above the bar."""
+        if self.training_bar is not None:
+            shown = {name: self._shortened(value) for name, value in _shown(logs, args).items()}
+            if not of_arguments(args).prints_four_digits and "epoch" in shown:
+                shown["epoch"] = round(shown["epoch"], 2)
+            self.training_bar.write(str(shown))
+
+    def _shortened(self, value: Any) -> Any:
+        if isinstance(value, str) and len(value) > self.max_str_len:
+            return f"[{len(value)} characters, more than max_str_len={self.max_str_len}]"
+        return value
+
+    def on_train_end(self, args, state, control, **kwargs):
+        """Close the bar."""
+        if self.training_bar is not None:
+            self.training_bar.close()
+            self.training_bar = None
+
+
+class PrinterCallback(TrainerCallback):
+    """Prints the log lines: what the Trainer uses instead of the progress bar with `disable_tqdm`."""
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        """Print the line."""
+        if state.is_local_process_zero:
+            print(_shown(logs, args))
+
+
+def _shown(logs: dict[str, Any] | None, args: TrainingArguments) -> dict[str, Any]:
+    """A log line as it is printed: without the operations, and with short numbers where the release has them."""
+    shown = {name: value for name, value in (logs or {}).items() if name != "total_flos"}
+    if not of_arguments(args).prints_four_digits:
+        return shown
+    return {name: f"{value:.4g}" if isinstance(value, float) else value for name, value in shown.items()}
+
+
+def _bar(**kwargs: Any) -> Any:
+    from tqdm.auto import tqdm
+
+    # None: no bar where the output is no terminal. The output of a kernel is none and shows bars.
+    return tqdm(dynamic_ncols=True, disable=False if in_notebook() else None, **kwargs)

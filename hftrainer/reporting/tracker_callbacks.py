@@ -1,0 +1,370 @@
+"""The callbacks that write a run to trackers, with the names, attributes and methods of transformers' own.
+
+Scripts look for them in `callback_handler.callbacks`, take their writer, subclass them, or take them out. What they
+write, and when, is in `hftrainer_lightning.trackers.tracker`: a Lightning logger each, made when it is first needed.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import importlib
+import logging
+import os
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from hftrainer.checkpointing.names import PREFIX_CHECKPOINT_DIR
+from hftrainer.checkpointing.weights import save_weights
+from hftrainer.errors import MissingPackage
+from hftrainer.trainer_callback import TrainerCallback
+
+if TYPE_CHECKING:
+    from hftrainer.trainer_callback import TrainerState
+    from hftrainer.training_args import TrainingArguments
+
+logger = logging.getLogger(__name__)
+
+_TRUE = frozenset({"1", "ON", "YES", "TRUE"})
+
+
+class ReportingCallback(TrainerCallback):
+    """Writes a run to trackers.
+
+    Args:
+        trackers: what to write to.
+    """
+
+    def __init__(self, trackers: Sequence[Any] = ()) -> None:
+        self._trackers = list(trackers)
+        self._save_model: Callable[[str], None] | None = None
+        self._run_folder: Callable[[], str] | None = None
+        self._log_folder: Any = None
+
+    def attach(self, save_model: Callable[[str], None], run_folder: Callable[[], str], log_folder: Any) -> None:
+        """Connect the callback to its Trainer.
+
+        Args:
+            save_model: writes the model into a folder, for trackers that upload it.
+            run_folder: where the checkpoints of the run are.
+            log_folder: where trackers write files, the same for all of a Trainer.
+        """
+        self._save_model, self._run_folder, self._log_folder = save_model, run_folder, log_folder
+
+    def trackers(self, args: TrainingArguments) -> list[Any]:
+        """What this process writes to, if it is the main one."""
+        for tracker in self._trackers:
+            tracker.args = args
+        return self._trackers
+
+    def loggers(self, args: TrainingArguments, state: TrainerState, model: Any) -> list[Any]:
+        """The Lightning loggers; this opens their runs."""
+        return [tracker.logger for tracker in self.trackers(args)]
+
+    def start_trial(self, args: TrainingArguments, name: str | None) -> None:
+        """Go on with a run of its own for a hyperparameter trial."""
+        for tracker in self.trackers(args):
+            tracker.start_trial(name)
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        """Write the hyperparameters, if they are not written yet."""
+        if state.is_world_process_zero:
+            for tracker in self.trackers(args):
+                tracker.begin(model, state)
+
+    def on_log(self, args, state, control, logs=None, model=None, **kwargs):
+        """Write the line."""
+        if state.is_world_process_zero:
+            for tracker in self.trackers(args):
+                tracker.log(logs, model, state)
+
+    def on_predict(self, args, state, control, metrics, model=None, **kwargs):
+        """Write the metrics, where transformers does."""
+        if state.is_world_process_zero:
+            for tracker in self.trackers(args):
+                tracker.predicted(metrics, model, state)
+
+    def on_save(self, args, state, control, **kwargs):
+        """Upload the checkpoint, where that is asked for."""
+        if state.is_world_process_zero:
+            folder = str(args.output_dir) if self._run_folder is None else self._run_folder()
+            for tracker in self.trackers(args):
+                tracker.saved(os.path.join(folder, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"), state)
+
+    def on_train_end(self, args, state, control, model=None, processing_class=None, **kwargs):
+        """End the run."""
+        if not state.is_world_process_zero:
+            return
+
+        def save(folder: str) -> None:
+            if self._save_model is not None:
+                self._save_model(folder)
+                return
+            save_weights(model, folder)
+            if processing_class is not None:
+                processing_class.save_pretrained(folder)
+
+        for tracker in self.trackers(args):
+            tracker.end(model, state, save)
+
+
+class TrackerCallback(ReportingCallback):
+    """Writes a run to the one tracker that its class is for.
+
+    Attributes:
+        name: what `report_to` calls it.
+    """
+
+    name = ""
+
+    def __init__(self) -> None:
+        from hftrainer import integrations
+
+        super().__init__()
+        if missing := integrations.missing_packages(self.name):
+            raise MissingPackage(f"{type(self).__name__} needs a package that is not installed: pip install {missing}")
+
+    def trackers(self, args: TrainingArguments) -> list[Any]:
+        """The tracker, made when it is first asked for: until then there are no arguments."""
+        if not self._trackers:
+            from hftrainer_lightning.trackers.table import make_tracker
+
+            self._trackers = [make_tracker(self.name, args, self._log_folder)]
+        return super().trackers(args)
+
+
+class _SetUpCallback(TrackerCallback):
+    """A tracker that is set up once: its run is opened and described. Subclasses may extend or replace `setup`."""
+
+    #: Attribute → the module that it is, which a copy of the callback finds by itself.
+    _modules: dict[str, str] = {}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._initialized = False
+        self._find_modules()
+
+    def _find_modules(self) -> None:
+        for attribute, module in self._modules.items():
+            setattr(self, attribute, importlib.import_module(module))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in self._modules}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._find_modules()
+
+    def trackers(self, args: TrainingArguments) -> list[Any]:
+        """The tracker; nothing where a script has taken its module away, as transformers' callbacks allow."""
+        if any(getattr(self, attribute) is None for attribute in self._modules):
+            return []
+        return super().trackers(args)
+
+    def setup(self, args: Any, state: TrainerState, model: Any, **kwargs: Any) -> None:
+        """Open the run, and write the hyperparameters: once, before anything else is written."""
+        self._initialized = True
+        if state.is_world_process_zero:
+            for tracker in self.trackers(args):
+                tracker.describe_once(model, state)
+
+    def _set_up_once(self, args: TrainingArguments, state: TrainerState, model: Any) -> None:
+        if not self._initialized:
+            self.setup(args, state, model)
+        for tracker in self._trackers:
+            tracker.described = True  # or by what a subclass does instead
+
+    def loggers(self, args: TrainingArguments, state: TrainerState, model: Any) -> list[Any]:
+        """The Lightning logger; this sets up."""
+        self._set_up_once(args, state, model)
+        return super().loggers(args, state, model)
+
+    def start_trial(self, args: TrainingArguments, name: str | None) -> None:
+        """Go on with a run of its own for a hyperparameter trial."""
+        super().start_trial(args, name)
+        self._initialized = False
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        """Set up."""
+        self._set_up_once(args, state, model)
+        super().on_train_begin(args, state, control, model=model, **kwargs)
+
+    def on_log(self, args, state, control, logs=None, model=None, **kwargs):
+        """Write the line."""
+        self._set_up_once(args, state, model)
+        super().on_log(args, state, control, logs=logs, model=model, **kwargs)
+
+
+class TensorBoardCallback(TrackerCallback):
+    """Writes a run to TensorBoard.
+
+    Args:
+        tb_writer: a `SummaryWriter` to write with; default one for `logging_dir`.
+
+    Attributes:
+        tb_writer: the writer, from the beginning of training until its end; it may be set.
+        logging_dir: the folder: `TENSORBOARD_LOGGING_DIR`, or from the beginning of training on one below `output_dir`.
+    """
+
+    name = "tensorboard"
+
+    def __init__(self, tb_writer: Any = None) -> None:
+        super().__init__()
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            from tensorboardX import SummaryWriter  # type: ignore[no-redef]
+        self._SummaryWriter: Any = SummaryWriter
+        self.tb_writer = tb_writer
+        given = os.environ.get("TENSORBOARD_LOGGING_DIR")
+        self.logging_dir = None if given is None else os.path.expanduser(given)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "tb_writer": None}  # an open file of this process
+
+    def trackers(self, args: TrainingArguments) -> list[Any]:
+        """The tracker, which writes with `tb_writer`."""
+        (tracker,) = super().trackers(args)
+        tracker.directory, tracker.make_writer = self.logging_dir, functools.partial(self._writer, args)
+        return [tracker]
+
+    def loggers(self, args: TrainingArguments, state: TrainerState, model: Any) -> list[Any]:
+        """The Lightning logger; none where a script has taken the class of writers away."""
+        there = self.tb_writer is not None or self._SummaryWriter is not None
+        return super().loggers(args, state, model) if there else []
+
+    def _writer(self, args: TrainingArguments, *, make: bool = True) -> Any:
+        """The writer, made if there is none; None where a script has taken the class of writers away."""
+        if self.tb_writer is None and make:
+            self._init_summary_writer(args)
+        return self.tb_writer
+
+    def _init_summary_writer(self, args: TrainingArguments) -> None:
+        """Make the writer. Subclasses may make another."""
+        if self._SummaryWriter is not None:
+            (tracker,) = self.trackers(args)
+            self.tb_writer = self._SummaryWriter(log_dir=tracker.path())
+
+    def start_trial(self, args: TrainingArguments, name: str | None) -> None:
+        """Write to a folder of its own for a hyperparameter trial."""
+        super().start_trial(args, name)
+        self.tb_writer = self.logging_dir = None
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        """Open the writer, and write the arguments and the configuration."""
+        if not state.is_world_process_zero:
+            return
+        (tracker,) = self.trackers(args)
+        self.logging_dir = tracker.path()
+        if self._writer(args) is not None:
+            super().on_train_begin(args, state, control, model=model, **kwargs)
+
+    def on_log(self, args, state, control, logs=None, model=None, **kwargs):
+        """Write the line."""
+        if state.is_world_process_zero and self._writer(args) is not None:
+            super().on_log(args, state, control, logs=logs, model=model, **kwargs)
+
+    def on_train_end(self, args, state, control, model=None, processing_class=None, **kwargs):
+        """Close the writer; what follows is written with a new one."""
+        if self.tb_writer is not None:
+            super().on_train_end(args, state, control, model=model, processing_class=processing_class, **kwargs)
+            self.tb_writer.close()
+            self.tb_writer = None
+
+
+class WandbLogModel(str, enum.Enum):
+    """What `WANDB_LOG_MODEL` may be: which models are uploaded to W&B."""
+
+    CHECKPOINT = "checkpoint"
+    END = "end"
+    FALSE = "false"
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether anything is uploaded."""
+        return self is not WandbLogModel.FALSE
+
+    @classmethod
+    def _missing_(cls, value: object) -> WandbLogModel:
+        if not isinstance(value, str):
+            raise TypeError(f"WANDB_LOG_MODEL={value!r} ({type(value).__name__}): give a text.")
+        if value.lower() in ("end", "checkpoint", "false"):
+            return cls(value.lower())
+        logger.warning("WANDB_LOG_MODEL=%r is none of 'end', 'checkpoint', 'false': no uploads.", value)
+        return cls.FALSE
+
+
+class WandbCallback(_SetUpCallback):
+    """Writes a run to Weights & Biases."""
+
+    name = "wandb"
+    _modules = {"_wandb": "wandb"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._log_model = WandbLogModel(os.environ.get("WANDB_LOG_MODEL", "false"))
+
+    def trackers(self, args: TrainingArguments) -> list[Any]:
+        """The tracker, which uploads what `_log_model` says."""
+        found = super().trackers(args)
+        for tracker in found:
+            tracker.uploads = str(self._log_model.value)
+        return found
+
+
+class MLflowCallback(_SetUpCallback):
+    """Writes a run to MLflow."""
+
+    name = "mlflow"
+    _modules = {"_ml_flow": "mlflow"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._auto_end_run = self._log_artifacts = False
+
+    def setup(self, args: Any, state: TrainerState, model: Any, **kwargs: Any) -> None:
+        """Open the run, or take the active one, and write the hyperparameters."""
+        self._log_artifacts = os.environ.get("HF_MLFLOW_LOG_ARTIFACTS", "").upper() in _TRUE
+        super().setup(args, state, model, **kwargs)
+        self._auto_end_run = any(tracker.has_begun for tracker in self._trackers)
+
+    def on_save(self, args, state, control, **kwargs):
+        """Log the checkpoint as a model, with HF_MLFLOW_LOG_ARTIFACTS."""
+        if self._log_artifacts:
+            super().on_save(args, state, control, **kwargs)
+
+    def on_train_end(self, args, state, control, model=None, processing_class=None, **kwargs):
+        """End the run, unless the script began it."""
+        if self._auto_end_run:
+            super().on_train_end(args, state, control, model=model, processing_class=processing_class, **kwargs)
+
+
+class CometCallback(_SetUpCallback):
+    """Writes a run to Comet."""
+
+    name = "comet_ml"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._log_assets = False
+
+    @property
+    def _experiment(self) -> Any:
+        """Comet's experiment, once it is open."""
+        opened = [tracker.opened for tracker in self._trackers if tracker.opened is not None]
+        return opened[0].experiment if opened else None
+
+    def setup(self, args: Any, state: TrainerState, model: Any, **kwargs: Any) -> None:
+        """Start the experiment, or go on with one, and write the hyperparameters."""
+        self._log_assets = os.environ.get("COMET_LOG_ASSETS", "").upper() in _TRUE
+        super().setup(args, state, model, **kwargs)
+
+    def on_train_end(self, args, state, control, model=None, processing_class=None, **kwargs):
+        """Upload the output folder, with COMET_LOG_ASSETS."""
+        for tracker in self._trackers:
+            tracker.uploads = self._log_assets
+        super().on_train_end(args, state, control, model=model, processing_class=processing_class, **kwargs)
+
+
+#: Those that `report_to` means.
+CALLBACKS: tuple[type[TrackerCallback], ...] = (CometCallback, MLflowCallback, TensorBoardCallback, WandbCallback)

@@ -1,0 +1,1 @@
+"""One call of `train()`: its schedule, its loop, its losses, its interruption."""

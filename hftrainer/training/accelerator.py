@@ -1,0 +1,470 @@
+"""`trainer.accelerator`: the names of accelerate's `Accelerator` that scripts and libraries use, over the engine."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hftrainer.arguments.lightning_config import WrongConfig
+from hftrainer.arguments.plan import LightningPlan
+from hftrainer.parallel.fsdp.settings import FsdpPlugin
+from hftrainer.parallel.process_state import LoaderConfig, ProcessState
+from hftrainer.parallel.processes import Processes
+from hftrainer.training.gradient_state import GradientState
+
+if TYPE_CHECKING:
+    from hftrainer_lightning.engine import LightningEngine
+
+
+#: What the loaders have of `accelerator_config`.
+_OF_LOADERS = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler", "non_blocking")
+
+
+def _of_loaders(name: str) -> Any:
+    """An attribute of `dataloader_config`, under the name that it has on the accelerator too."""
+
+    def get(self: EngineAccelerator) -> Any:
+        return getattr(self.dataloader_config, name)
+
+    def set_(self: EngineAccelerator, value: Any) -> None:
+        setattr(self.dataloader_config, name, value)
+
+    return property(get, set_, doc=f"`dataloader_config.{name}`; what is set holds for loaders prepared from then on.")
+
+
+class EngineAccelerator:
+    """The processes of a run, each on one device, with accelerate's vocabulary.
+
+    Args:
+        engine: what runs backward.
+        device: the device that training runs on.
+        plan: what the arguments mean to Lightning.
+        prepare_loader: prepares a `DataLoader` as the Trainer's own loaders are.
+        is_own: whether a model is the Trainer's, which training itself prepares.
+        config: the keys of `accelerator_config`.
+
+    Attributes:
+        gradient_state: whether this micro-batch ends an optimizer step, and how far the active loader is.
+        dataloader_config: how the loaders that are prepared from now on read the data.
+    """
+
+    def __init__(
+        self,
+        engine: LightningEngine,
+        device: torch.device,
+        plan: LightningPlan,
+        prepare_loader: Callable[[torch.utils.data.DataLoader], Any],
+        is_own: Callable[[torch.nn.Module], bool],
+        config: Mapping[str, Any],
+    ) -> None:
+        processes = plan.processes
+        self._engine = engine
+        self._plan = plan
+        self._prepare_loader = prepare_loader
+        self._is_own = is_own
+        self._triggered = False
+        self._loaders: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._models: list[torch.nn.Module] = []  # as in accelerate, where scripts look whether there are any
+        self.dataloader_config = LoaderConfig(
+            **{name: config[name] for name in _OF_LOADERS}, data_seed=plan.read_once["data_seed"]
+        )
+        self.device = device
+        self.device_placement = True
+        self.mixed_precision = plan.mixed_precision
+        self.processes: Processes = processes
+        self.num_processes = processes.world_size
+        self.process_index, self.local_process_index = processes.rank, processes.local_rank
+        self.is_main_process, self.is_local_main_process = processes.rank == 0, processes.local_rank == 0
+        self.is_last_process = processes.rank == processes.world_size - 1
+        kind = "GPU" if device.type == "cuda" else device.type.upper()
+        self.distributed_type = f"MULTI_{kind}" if processes.several else "NO"
+        if plan.on_xla:
+            self.distributed_type = "XLA"
+        elif plan.sharding is not None:
+            self.distributed_type = "FSDP"
+        elif plan.deepspeed is not None:
+            self.distributed_type = "DEEPSPEED"
+        self.scaler = engine.scaler
+        self.optimizer_step_was_skipped = False
+        self.parallelism_config = plan.layout if plan.layout.total_size > 1 else None
+        self.is_fsdp2 = plan.sharding is not None and plan.sharding.version == 2
+        self.use_distributed = self.multi_device = processes.several
+        self.gradient_accumulation_steps = 1  # the Trainer accumulates by itself, as in transformers
+        self.gradient_state = GradientState(
+            self._loaders, processes.data_processes, config["gradient_accumulation_kwargs"]
+        )
+        self.state = ProcessState(
+            processes,
+            device,
+            self.distributed_type,
+            deepspeed_plugin=None if engine.deepspeed is None else _deepspeed_plugin(engine.deepspeed),
+            fsdp_plugin=None if plan.sharding is None else FsdpPlugin(plan.sharding),
+            mixed_precision=plan.mixed_precision,
+            parallelism_config=self.parallelism_config,
+            is_fsdp2=self.is_fsdp2,
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        """Names of accelerate that have their place elsewhere in the Trainer."""
+        instead = _ELSEWHERE.get(name)
+        raise AttributeError(f"accelerator.{name} is not there" + (f": {instead}." if instead else "."))
+
+    split_batches = _of_loaders("split_batches")
+    dispatch_batches = _of_loaders("dispatch_batches")
+    even_batches = _of_loaders("even_batches")
+    use_seedable_sampler = _of_loaders("use_seedable_sampler")
+    non_blocking = _of_loaders("non_blocking")
+    use_stateful_dataloader = _of_loaders("use_stateful_dataloader")
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether this micro-batch ends an optimizer step."""
+        return self.gradient_state.sync_gradients
+
+    @sync_gradients.setter
+    def sync_gradients(self, sync_gradients: bool) -> None:
+        self.gradient_state.sync_gradients = sync_gradients
+
+    @property
+    def deepspeed_plugin(self) -> Any:
+        """DeepSpeed's configuration under accelerate's names; None without DeepSpeed."""
+        return self.state.deepspeed_plugin
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Run backward, as the precision and strategy need it."""
+        self._engine.backward(loss, **kwargs)
+
+    def prepare(self, *objects: Any) -> Any:
+        """Prepare loaders and models; optimizers and schedulers need nothing."""
+        prepared = tuple(self._prepare(item) for item in objects)
+        return prepared[0] if len(prepared) == 1 else prepared
+
+    def _prepare(self, item: Any) -> Any:
+        if isinstance(item, torch.utils.data.DataLoader):
+            return self.prepare_data_loader(item)
+        if isinstance(item, torch.nn.Module):
+            return self.prepare_model(item)
+        if isinstance(item, torch.optim.Optimizer):
+            return self.prepare_optimizer(item)
+        if isinstance(item, torch.optim.lr_scheduler.LRScheduler):
+            return self.prepare_scheduler(item)
+        return item
+
+    def prepare_data_loader(self, loader: torch.utils.data.DataLoader) -> Any:
+        """A loader in the Trainer's order, on its device."""
+        prepared = self._prepare_loader(loader)
+        self._loaders.add(prepared)
+        return prepared
+
+    def prepare_model(
+        self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> Any:
+        """The model on the device, and spread over the processes as the Trainer's own is.
+
+        Args:
+            model: the Trainer's own stays as it is: it has been moved, and training spreads it.
+            device_placement: False leaves the model where it is.
+            evaluation_mode: whether it is not trained, and needs no exchange of gradients.
+        """
+        if not any(known is model for known in self._models):
+            self._models.append(model)
+        if self._is_own(model):
+            return model
+        if device_placement is not False:
+            model = model.to(self.device)
+        trained = any(parameter.requires_grad for parameter in model.parameters())
+        if evaluation_mode or not trained or not self.processes.several:
+            return model
+        if self._plan.deepspeed is not None:
+            raise WrongConfig("accelerator.prepare: deepspeed trains one model, the Trainer's: freeze the others.")
+        if self._plan.sharding is not None:
+            from hftrainer.parallel.fsdp import sharding
+
+            return sharding.shard(model, self._plan)
+        return torch.nn.parallel.DistributedDataParallel(model, **self._plan.ddp)
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
+        """The optimizer: it needs nothing, on any device."""
+        return optimizer
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """The scheduler: it needs nothing."""
+        return scheduler
+
+    def unwrap_model(
+        self, model: torch.nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> Any:
+        """The user's model, without what spreads it over processes.
+
+        Args:
+            model: wrapped or not.
+            keep_fp32_wrapper: False takes autocast off the `forward` of a model that is being trained.
+            keep_torch_compile: False gives the original of a compiled model.
+        """
+        compiled = model if hasattr(model, "_orig_mod") else None
+        bare: Any = model if compiled is None else compiled._orig_mod
+        # The last but one is what torch_xla's FSDP has around each unit.
+        while (
+            isinstance(bare, _WRAPPERS)
+            or hasattr(bare, "_fsdp_wrapped_module")
+            or "_fpw_module" in bare._modules
+            or _is_deepspeed(bare)
+        ):
+            bare = bare.module
+        if not keep_fp32_wrapper and hasattr(bare.__dict__.get("forward"), "__wrapped__"):
+            del bare.forward
+        if compiled is None or not keep_torch_compile:
+            return bare
+        compiled._orig_mod = bare
+        return compiled
+
+    def gather(self, tensor: Any) -> Any:
+        """Tensors of all processes, concatenated in the first dimension."""
+        return self.processes.gather(tensor)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """As `gather`, but for the rows of the loader's last batch that stand for no sample.
+
+        They are those of a batch that only keeps step with the other processes, those that complete the last round of
+        training, and those beyond a last batch that is not full: a loss that is repeated by the nominal batch size
+        counts by the true one then.
+
+        Args:
+            input_data: tensors in nested containers, or with `use_gather_object` a sequence of anything.
+            use_gather_object: pickle the data instead.
+        """
+        loader = self.gradient_state.active_dataloader
+        if loader is not None and loader.counted is not None:
+            input_data = self.processes.first_rows(input_data, loader.counted, objects=use_gather_object)
+        if use_gather_object or self.processes.tp_size > 1:
+            gathered = self.processes.gather(input_data, objects=use_gather_object, distinct=True)
+        else:
+            gathered = self.gather(input_data)
+        if loader is None or loader.remainder is None:
+            return gathered
+        return self.processes.first_rows(gathered, loader.remainder, objects=use_gather_object)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Tensors of all processes, reduced.
+
+        Args:
+            tensor: tensors in nested containers.
+            reduction: 'sum', 'mean', 'max' or 'none'.
+            scale: what accelerate multiplies by on TPUs, and nowhere else.
+
+        Raises:
+            WrongConfig: for a scale.
+        """
+        if scale != 1.0:
+            raise WrongConfig(f"reduce(scale={scale}) is for TPUs only: multiply the result instead.")
+        return self.processes.reduce(tensor, reduction)
+
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+        """Tensors padded to the longest of all processes in one dimension."""
+        return self.processes.pad(tensor, dim, pad_index, pad_first)
+
+    def wait_for_everyone(self) -> None:
+        """Wait for the other processes."""
+        self.processes.barrier()
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Clip the gradients; returns their norm before."""
+        self.unscale_gradients()
+        return self._engine.clip_grad_norm(parameters, max_norm, norm_type)
+
+    def autocast(self) -> Any:
+        """Autocast as the training arguments ask for, for computations outside the model."""
+        if self.mixed_precision == "no":
+            return contextlib.nullcontext()
+        dtype = torch.bfloat16 if self.mixed_precision == "bf16" else torch.float16
+        return torch.autocast(self.device.type, dtype=dtype)
+
+    def no_sync(self, model: Any = None) -> Any:
+        """Keep gradients of backward passes in the block to this process."""
+        return self._engine.no_sync(model)
+
+    def main_process_first(self) -> Any:
+        """Let the main process of all go first."""
+        return self.processes.in_turn(self.is_main_process)
+
+    def local_main_process_first(self) -> Any:
+        """Let the main process of each node go first."""
+        return self.processes.in_turn(self.is_local_main_process)
+
+    @contextlib.contextmanager
+    def accumulate(self, *models: Any) -> Iterator[None]:
+        """Nothing: the Trainer accumulates by windows of micro-batches."""
+        yield
+
+    def on_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Decorate a function to run on the main process only; the others get None."""
+        return function if self.is_main_process else _nothing
+
+    def on_last_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Decorate a function to run on the last process only; the others get None."""
+        return function if self.is_last_process else _nothing
+
+    def on_process(
+        self, function: Callable[..., Any] | None = None, process_index: int | None = None
+    ) -> Callable[..., Any]:
+        """Decorate a function to run on one process of all only, also as `@on_process(process_index=1)`."""
+        if function is None:
+            return functools.partial(self.on_process, process_index=process_index)
+        return function if self.process_index == process_index else _nothing
+
+    def on_local_process(
+        self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
+    ) -> Callable[..., Any]:
+        """Decorate a function to run on one process of each node only."""
+        if function is None:
+            return functools.partial(self.on_local_process, local_process_index=local_process_index)
+        return function if self.local_process_index == local_process_index else _nothing
+
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Any:
+        """The part of this process in some inputs; see `ProcessState.split_between_processes`."""
+        return self.state.split_between_processes(inputs, apply_padding)
+
+    def set_trigger(self) -> None:
+        """Let `check_trigger` return True in all processes, once."""
+        self._triggered = True
+
+    def check_trigger(self) -> bool:
+        """Whether any process has called `set_trigger` since the last check; all must ask."""
+        flag = self.processes.reduce(torch.tensor(int(self._triggered), device=self.device), "max")
+        self._triggered = self._triggered and not bool(flag)
+        return bool(flag)
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """A prepared loader whose next iteration passes over some batches, at its sampler if it has one."""
+        prepared = self.prepare_data_loader(dataloader)
+        prepared.skip_first(num_batches)
+        return prepared
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Nothing: with float16 the engine unscales them before they are clipped."""
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Clip each gradient.
+
+        Raises:
+            WrongConfig: for a sharded model, as in accelerate.
+        """
+        if self._engine.shards:
+            raise WrongConfig("clip_grad_value_ is not for sharded models: use clip_grad_norm_.")
+        torch.nn.utils.clip_grad_value_(parameters, clip_value)
+
+    def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
+        """Write an object, or tensors by name, on the main process.
+
+        Args:
+            obj: what `torch.save` takes, or with `safe_serialization` a dict of tensors.
+            f: the file.
+            safe_serialization: as safetensors.
+        """
+        if not self.is_main_process:
+            return
+        if safe_serialization:
+            from safetensors.torch import save_file
+
+            save_file(obj, f, metadata={"format": "pt"})
+        else:
+            torch.save(obj, f)
+
+    def save_model(
+        self,
+        model: torch.nn.Module,
+        save_directory: Any,
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Write a model's whole weights to a folder, on the main process; all must call it.
+
+        Args:
+            model: any model, sharded or not.
+            save_directory: the folder.
+            max_shard_size: size of a file, in bytes or as '10GB'.
+            safe_serialization: as safetensors; else as `torch.save` does.
+        """
+        from huggingface_hub import save_torch_state_dict
+
+        weights = self.get_state_dict(model)
+        if self.is_main_process:
+            os.makedirs(save_directory, exist_ok=True)
+            save_torch_state_dict(
+                weights, save_directory, max_shard_size=max_shard_size, safe_serialization=safe_serialization
+            )
+
+    def on_local_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Decorate a function to run on each node's main process only; the others get None."""
+        return function if self.is_local_main_process else _nothing
+
+    def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """The model's weights; of a sharded model gathered, which all processes must ask for."""
+        if not self._engine.shards:
+            return model.state_dict()
+        return self._engine.whole_weights(model if self._engine.deepspeed is None else self.unwrap_model(model))
+
+    def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
+        """Write to the trackers: there are none, `Trainer.log` keeps the history."""
+
+    def clear(self, *objects: Any) -> Any:
+        """As `free_memory`."""
+        return self.free_memory(*objects)
+
+    def free_memory(self, *objects: Any) -> Any:
+        """Release objects, prepared models and cached device memory; returns a None for each object."""
+        self._models.clear()
+        if self.device.type not in ("cpu", "xla"):  # torch keeps no memory of theirs
+            torch.get_device_module(self.device).empty_cache()
+        return [None for _ in objects]
+
+    def end_training(self) -> None:
+        """Leave the process group, if there is one; trackers are the Trainer's, and are closed when training ends."""
+        self.processes.disconnect()
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print on the main process of each node."""
+        if self.is_local_main_process:
+            print(*args, **kwargs)
+
+
+#: What spreads a model over processes or devices, besides FSDP1.
+_WRAPPERS = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
+_CHECKPOINTS = (
+    "checkpoints are the Trainer's: save_strategy writes them, and train(resume_from_checkpoint=...) reads them"
+)
+_TRACKING = "trackers are the Trainer's: report_to or Trainer(loggers=[...]) opens them, and Trainer.log writes to them"
+#: Names of accelerate → what to use instead.
+_ELSEWHERE = {
+    **dict.fromkeys(("save_state", "load_state", "save_iteration"), _CHECKPOINTS),
+    **dict.fromkeys(("register_save_state_pre_hook", "register_load_state_pre_hook"), "override _save_checkpoint"),
+    "register_for_checkpointing": "a callback that exports its state is saved with checkpoints",
+    **dict.fromkeys(("init_trackers", "get_tracker", "trackers", "log_with"), _TRACKING),
+    "profile": "use lightning_config={'profiler': ...}",
+    "join_uneven_inputs": "the Trainer's loaders give all processes as many batches",
+    "maybe_context_parallel": "context parallelism is not supported; use fsdp",
+    "trigger_sync_in_backward": "gradients are exchanged at the end of each accumulation window",
+    "lomo_backward": "optim='lomo' steps in accelerator.backward",
+}
+
+
+def _deepspeed_plugin(run: Any) -> Any:
+    from hftrainer.parallel.deepspeed.plugin import DeepSpeedPlugin
+
+    return DeepSpeedPlugin(run)
+
+
+def _is_deepspeed(model: Any) -> bool:
+    module = sys.modules.get("hftrainer.parallel.deepspeed.run")
+    return module is not None and module.is_engine(model)
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    pass
