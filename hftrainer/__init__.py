@@ -5,9 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from hftrainer.reporting.messages import connect as _connect_messages
-
-__version__ = "0.1.0"
+from hftrainer.compat.messages import connect as _connect_messages
+from hftrainer.compat.version import __version__ as __version__
 
 #: Public name → the module that defines it. Names are imported when first used, so that `import hftrainer` is cheap.
 _EXPORTS = {
@@ -21,8 +20,8 @@ _EXPORTS = {
             "CallbackHandler DefaultFlowCallback EarlyStoppingCallback ExportableState TrainerCallback TrainerControl "
             "TrainerState"
         ),
-        "hftrainer.reporting.progress": "PrinterCallback ProgressCallback",
-        "hftrainer.reporting.notebook": "NotebookProgressCallback",
+        "hftrainer.callbacks.progress": "PrinterCallback ProgressCallback",
+        "hftrainer.callbacks.notebook": "NotebookProgressCallback",
         "hftrainer.reporting.plot": "PlotCallback",
         "hftrainer.trainer_utils": (
             "EvalLoopOutput EvalPrediction IntervalStrategy PredictionOutput SaveStrategy SchedulerType TrainOutput "
@@ -33,22 +32,22 @@ _EXPORTS = {
         "hftrainer.hf_argparser": "HfArgumentParser",
         "hftrainer.modelcard": "TrainingSummary",
         "hftrainer.optimization": "get_scheduler",
-        "hftrainer.compat.swap": "install uninstall",
+        "hftrainer.cli.install": "install uninstall",
     }.items()
     for name in exported.split()
 }
 __all__ = sorted(_EXPORTS)
 
 if TYPE_CHECKING:
-    from hftrainer.compat.swap import install, uninstall
+    from hftrainer.callbacks.notebook import NotebookProgressCallback
+    from hftrainer.callbacks.progress import PrinterCallback, ProgressCallback
+    from hftrainer.cli.install import install, uninstall
     from hftrainer.data.collators import DataCollatorWithPadding, default_data_collator
     from hftrainer.evaluation.metrics import TorchMetrics
     from hftrainer.hf_argparser import HfArgumentParser
     from hftrainer.modelcard import TrainingSummary
     from hftrainer.optimization import get_scheduler
-    from hftrainer.reporting.notebook import NotebookProgressCallback
     from hftrainer.reporting.plot import PlotCallback
-    from hftrainer.reporting.progress import PrinterCallback, ProgressCallback
     from hftrainer.trainer import Trainer
     from hftrainer.trainer_callback import (
         CallbackHandler,

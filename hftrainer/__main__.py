@@ -6,8 +6,8 @@ import argparse
 import dataclasses
 import difflib
 
-from hftrainer import __version__
 from hftrainer.cli.launch import add_options, is_launch, launch
+from hftrainer.compat.version import __version__
 
 
 def main() -> None:

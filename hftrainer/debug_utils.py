@@ -8,14 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hftrainer.trainer_utils import ExplicitEnum
-
-
-class DebugOption(ExplicitEnum):
-    """Aids that the argument `debug` names."""
-
-    UNDERFLOW_OVERFLOW = "underflow_overflow"
-    TPU_METRICS_DEBUG = "tpu_metrics_debug"
+from hftrainer.arguments.choices import DebugOption as DebugOption
 
 
 class DebugUnderflowOverflow:

@@ -60,6 +60,10 @@ class CheckpointNotFound(ValueError):
     """There is nothing to resume from where it was looked for."""
 
 
+class WrongConfig(ValueError):
+    """A configuration that an argument gives cannot be read, or contradicts itself."""
+
+
 class CheckpointNotWritten(RuntimeError):
     """A checkpoint could not be written, and training was told to stop then."""
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from hftrainer.arguments.choices import HPSearchBackend
+from hftrainer.arguments.trials import hyperparameters
 from hftrainer.compat.overrides import refuse_uncalled
 from hftrainer.errors import InvalidArgument, InvalidSetup, MissingPackage, UnsupportedArgument
 from hftrainer.search.backend import SearchBackend
@@ -14,7 +15,7 @@ from hftrainer.search.optuna_search import OptunaSearch
 from hftrainer.search.ray_search import RaySearch
 from hftrainer.search.trial_arguments import model_takes_trial, set_arguments
 from hftrainer.search.wandb_search import WandbSearch
-from hftrainer.trainer_utils import BestRun, HPSearchBackend, default_compute_objective
+from hftrainer.trainer_utils import BestRun, default_compute_objective
 
 if TYPE_CHECKING:
     from hftrainer.trainer import Trainer
@@ -95,18 +96,6 @@ def set_trial_arguments(trainer: Trainer, trial: Any) -> None:
         _restore_arguments(trainer)
     set_arguments(trainer.args, params, for_model_too=model_takes_trial(trainer.model_init))
     logger.info("Trial: %s", dict(params))
-
-
-def hyperparameters(trial: Any) -> Mapping[str, Any]:
-    """What a trial has chosen.
-
-    Raises:
-        InvalidArgument: for something that is neither a trial nor a mapping.
-    """
-    chosen = trial if isinstance(trial, Mapping) else getattr(trial, "params", None)
-    if not isinstance(chosen, Mapping):
-        raise InvalidArgument(f"trial={trial!r}: give a trial of Optuna, or a dict of hyperparameters.")
-    return chosen
 
 
 def _restore_arguments(trainer: Trainer) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from hftrainer.engine import adapter
 from hftrainer.errors import InvalidArgument, MissingPackage, UnsupportedArgument
 from hftrainer.reporting import tracker_callbacks
 from hftrainer.reporting.tracker_callbacks import (
@@ -203,12 +204,10 @@ def further_trackers(
     tables = [name for name in names if name == "csv"]
     if not tables and not loggers:
         return []
-    from hftrainer_lightning.trackers.table import is_lightning_logger, make_trackers
-
     for each in loggers or ():
-        if isinstance(each, type) or not is_lightning_logger(each):
+        if isinstance(each, type) or not adapter().is_lightning_logger(each):
             raise InvalidArgument(
                 f"loggers holds {each!r} ({type(each).__name__}): give instances of Lightning's loggers, such as "
                 "lightning.pytorch.loggers.CSVLogger('logs'), or name a tracker in report_to."
             )
-    return make_trackers(tables, loggers or (), args, folder()) if args.process_index == 0 else []
+    return adapter().make_trackers(tables, loggers or (), args, folder()) if args.process_index == 0 else []

@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hftrainer import __version__
 from hftrainer.compat import peers
+from hftrainer.compat.functions import has_length
+from hftrainer.compat.version import __version__
 from hftrainer.errors import InvalidArgument
 from hftrainer.model_card import origins
 from hftrainer.model_card.files import CARD_NAME, completed_by_peft, draw, tags_in
 from hftrainer.model_card.hyperparameters import hyperparameters
 from hftrainer.model_card.results import final_results, markdown_table, metric_tags, shown, table
 from hftrainer.reporting.metrics import write_whole
-from hftrainer.trainer_utils import has_length
 
 if TYPE_CHECKING:
     from huggingface_hub import EvalResult, ModelCardData

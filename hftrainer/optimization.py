@@ -11,11 +11,11 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
+from hftrainer.arguments.choices import SchedulerType
 from hftrainer.compat import peers
 from hftrainer.errors import InvalidArgument, UnknownKey, UnsupportedArgument
 from hftrainer.optimizers.adafactor import Adafactor, AdafactorSchedule, get_adafactor_schedule
 from hftrainer.optimizers.greedy_lr import GreedyLR
-from hftrainer.trainer_utils import SchedulerType
 
 __all__ = [
     "Adafactor",

@@ -19,15 +19,19 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 
 from hftrainer import hyperparameter_search, integrations, trainer_optimizer
 from hftrainer.arguments import behaviours, legacy
+from hftrainer.arguments.choices import HPSearchBackend, HubStrategy, SaveStrategy
+from hftrainer.arguments.logging import which_tokens
 from hftrainer.arguments.older import complete
 from hftrainer.assembly import copying
 from hftrainer.assembly.internals import Internals
+from hftrainer.callbacks.progress import ProgressCallback
+from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import names, resume, staging
 from hftrainer.checkpointing.folders import by_step, complete_rotation, keep_only, rotate_checkpoints, sort_checkpoints
 from hftrainer.checkpointing.lightning_file import unpack
-from hftrainer.checkpointing.rng import load_rng_state, save_rng_state
 from hftrainer.checkpointing.weights import save_configs, save_weights
 from hftrainer.compat import peers
+from hftrainer.compat.functions import has_length, number_of_arguments
 from hftrainer.compat.overrides import (
     call_with_accepted,
     make_scheduler,
@@ -38,8 +42,11 @@ from hftrainer.compat.overrides import (
 )
 from hftrainer.data import columns
 from hftrainer.data.loaders import PreparedDataLoader, to_device
-from hftrainer.data.tokens import count_tokens, which_tokens
+from hftrainer.data.random_states import load_rng_state, save_rng_state
+from hftrainer.data.schedule import EarlierSchedule, TrainingSchedule, place_of, plan_schedule
+from hftrainer.data.tokens import count_tokens
 from hftrainer.debug_utils import DebugUnderflowOverflow
+from hftrainer.engine.deepspeed import begin_deepspeed
 from hftrainer.errors import HubError, InvalidArgument, InvalidSetup, UnsupportedArgument
 from hftrainer.evaluation import gathering
 from hftrainer.hub.references import card_parameters
@@ -47,41 +54,25 @@ from hftrainer.model.changes import changed_for_training, set_tf32
 from hftrainer.modelcard import create_model_card
 from hftrainer.optimization import follows_metric, get_scheduler
 from hftrainer.parallel import devices
+from hftrainer.parallel.seeds import seed_worker
 from hftrainer.reporting.memory import TrainerMemoryTracker
 from hftrainer.reporting.metrics import mean_loss, metric_named, print_table, write_metrics
-from hftrainer.reporting.progress import ProgressCallback
 from hftrainer.trainer_callback import (
     DEFAULT_CALLBACKS as DEFAULT_CALLBACKS,
 )
-from hftrainer.trainer_callback import (
-    TrainerState,
-)
 from hftrainer.trainer_pt_utils import metrics_format, nested_detach, nested_numpify, rebuilt
-from hftrainer.trainer_utils import (
-    BestRun,
-    EvalLoopOutput,
-    HPSearchBackend,
-    HubStrategy,
-    PredictionOutput,
-    SaveStrategy,
-    TrainOutput,
-    has_length,
-    number_of_arguments,
-    seed_worker,
-    speed_metrics,
-)
-from hftrainer.training.deepspeed import begin as begin_deepspeed
+from hftrainer.trainer_utils import BestRun, EvalLoopOutput, PredictionOutput, TrainOutput, speed_metrics
 from hftrainer.training.finders import find_batch_size, find_learning_rate
 from hftrainer.training.interruption import Interruption
 from hftrainer.training.logged_metrics import LoggedMetrics
 from hftrainer.training.loop import TrainingLoop
 from hftrainer.training.loss import first_output, outputs_without
 from hftrainer.training.out_of_memory import is_out_of_memory
-from hftrainer.training.schedule import EarlierSchedule, TrainingSchedule, place_of, plan_schedule
 from hftrainer.training_args import TrainingArguments, without_tokens
 
 if TYPE_CHECKING:
-    from hftrainer.trainer_callback import CallbackHandler, TrainerControl
+    from hftrainer.callbacks.handler import CallbackHandler
+    from hftrainer.callbacks.state import TrainerControl
     from hftrainer.trainer_pt_utils import LabelSmoother
 
 logger = logging.getLogger(__name__)

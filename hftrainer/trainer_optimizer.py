@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 from hftrainer.arguments.behaviours import Behaviours
+from hftrainer.arguments.choices import OptimizerNames
 from hftrainer.compat import peers, swap
 from hftrainer.errors import InvalidArgument, MissingPackage
 from hftrainer.optimizers import low_rank
 from hftrainer.optimizers.adafactor import Adafactor
 from hftrainer.optimizers.adamw_hf import AdamW
 from hftrainer.trainer_pt_utils import get_parameter_names
-from hftrainer.trainer_utils import OptimizerNames
 from hftrainer.training_args import TrainingArguments
 
 #: Weight decay never applies to parameters whose lower-cased names match one of these, nor to `nn.LayerNorm`.

@@ -25,9 +25,9 @@ ROOT = Path(__file__).parents[1]
 HF_NAMES = frozenset(json.loads((ROOT / "tests" / "api" / "hf_names.json").read_text()))
 #: What is read → the functions that read it, by their modules.
 READERS = {
-    "lightning_config": ("hftrainer.arguments.lightning_config:read_config",),
+    "lightning_config": ("hftrainer.parallel.config_files:read_config",),
     "fsdp_config": ("hftrainer.parallel.fsdp.settings:read_fsdp",),
-    "deepspeed": ("hftrainer.parallel.deepspeed.settings:configure",),
+    "deepspeed": ("hftrainer.arguments.deepspeed:configure",),
     "launcher's environment": ("hftrainer.parallel.environment:find_place",),
     "accelerator_config": ("hftrainer.arguments.accelerator_config:AcceleratorConfig.read",),
 }

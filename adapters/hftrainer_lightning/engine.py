@@ -22,21 +22,34 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
 
-from hftrainer.arguments.plan import LightningPlan
 from hftrainer.parallel.environment import cluster_environment
 from hftrainer.parallel.layout import wrong_model
+from hftrainer.parallel.plan import LightningPlan
 from hftrainer.parallel.xla import devices as xla
 from hftrainer_lightning import private_api
 from hftrainer_lightning.callbacks import finders as tuning
 from hftrainer_lightning.callbacks import hosting as of_callbacks
+from hftrainer_lightning.callbacks.hosting import has_progress_bar, is_lightning_callback
 from hftrainer_lightning.hooks import EvaluationHost, TrainingHost, TuningHost
 from hftrainer_lightning.module import HostedModule
 from hftrainer_lightning.profiling import detached, report_in_our_words
 from hftrainer_lightning.strategies.accelerators import accelerator
-from hftrainer_lightning.strategies.launching import Launched
+from hftrainer_lightning.strategies.launching import Launched, start_others
 from hftrainer_lightning.strategies.make import build_strategy
 from hftrainer_lightning.strategies.precision import make_scaler, precision_plugin
-from hftrainer_lightning.trackers.table import CallbackValues
+from hftrainer_lightning.trackers.table import CallbackValues, is_lightning_logger, make_tracker, make_trackers
+from hftrainer_lightning.trackers.tracker import LogFolder
+
+__all__ = [
+    "LightningEngine",
+    "LogFolder",
+    "has_progress_bar",
+    "is_lightning_callback",
+    "is_lightning_logger",
+    "make_tracker",
+    "make_trackers",
+    "start_others",
+]
 
 #: Lightning's loops over an evaluation or test set.
 Stage = Literal["validate", "test", "predict"]

@@ -73,7 +73,7 @@ class Behaviours:
 
     counts_shifted_labels: bool = _since(
         "5.10",
-        "data.factory",
+        "training.loader_factory",
         "the first label of a sequence, which a causal model never predicts, is no item of num_items_in_batch",
         before="every label is an item of num_items_in_batch, the first of a causal sequence too",
         pull_request=46204,
@@ -239,7 +239,7 @@ class Behaviours:
     )
     prints_four_digits: bool = _since(
         "5.0",
-        "reporting.progress",
+        "callbacks.progress",
         "numbers of printed log lines have four digits",
         before="numbers of printed log lines have all their digits",
     )
@@ -248,7 +248,7 @@ class Behaviours:
 
     evaluates_at_last_step: bool = _since(
         "5.4",
-        "trainer_callback",
+        "callbacks.flow",
         "with eval_strategy='steps' the last step is evaluated, whatever eval_steps is",
         before="the last step is evaluated only when eval_steps says so",
         pull_request=44146,
@@ -289,13 +289,13 @@ class Behaviours:
 
     saves_last_step_by_steps: bool = _since(
         "4.50",
-        "trainer_callback",
+        "callbacks.flow",
         "the last step is saved at once with save_strategy='steps' only",
         before="the last step is saved at once with save_strategy='epoch' too, and again at the end of the epoch",
     )
     keeps_best_step: bool = _since(
         "4.50",
-        "checkpointing.saver",
+        "training.saver",
         "trainer_state.json has best_global_step; best_model_checkpoint is set once that step is saved",
         before="no best_global_step; best_model_checkpoint is set at the evaluation, saved or not",
     )

@@ -9,8 +9,8 @@ from hftrainer.arguments.validation import out_of_range
 from hftrainer.errors import InvalidArgument
 
 if TYPE_CHECKING:
+    from hftrainer.arguments.base import BaseArguments
     from hftrainer.arguments.behaviours import Behaviours
-    from hftrainer.training_args import TrainingArguments
 
 logger = logging.getLogger(__name__)
 
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 _REFUSED = ("lightning_config", "deepspeed")
 
 
-def take_changes(engine: Any, args: TrainingArguments, behaviours: Behaviours, *, own_loader: bool) -> None:
+def take_changes(engine: Any, args: BaseArguments, behaviours: Behaviours, *, own_loader: bool) -> None:
     """Let a run go by what the arguments say now, as far as transformers does.
 
     Most arguments are read when they are needed. Those that the engine keeps are handed to it. Those that are read
@@ -54,7 +54,7 @@ def take_changes(engine: Any, args: TrainingArguments, behaviours: Behaviours, *
     engine.take(accumulate_grad_batches=args.gradient_accumulation_steps, default_root_dir=str(args.output_dir))
 
 
-def _refused(plan: Any, args: TrainingArguments, changed: dict[str, Any]) -> list[str]:
+def _refused(plan: Any, args: BaseArguments, changed: dict[str, Any]) -> list[str]:
     refused = [name for name in _REFUSED if name in changed]
     if str(args.device) != plan.device:
         refused.append(f"use_cpu={args.use_cpu} (the device, {plan.device} → {args.device})")

@@ -13,7 +13,7 @@ from hftrainer.arguments._field import arg
 from hftrainer.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from hftrainer.training_args import TrainingArguments
+    from hftrainer.arguments.base import BaseArguments
 
 
 @dataclass(kw_only=True)
@@ -188,7 +188,7 @@ class _Reading(threading.local):
     """Whose old names were read last, in this thread."""
 
     def __init__(self) -> None:
-        self.last: Callable[[], TrainingArguments | None] = lambda: None
+        self.last: Callable[[], BaseArguments | None] = lambda: None
 
 
 _reading = _Reading()
@@ -198,14 +198,14 @@ def mirror(name: str) -> property:
     """A property that reads an old name from the new one, and writes it there."""
     rename = RENAMED[name]
 
-    def get(self: TrainingArguments) -> Any:
+    def get(self: BaseArguments) -> Any:
         _reading.last = weakref.ref(self)
         if name in vars(self):  # a subclass's own field
             return vars(self)[name]
         pending = vars(self).get("_pending_legacy")
         return pending[name] if pending is not None else rename.read(getattr(self, rename.new))
 
-    def set_(self: TrainingArguments, value: Any) -> None:
+    def set_(self: BaseArguments, value: Any) -> None:
         if name in vars(self):
             vars(self)[name] = value
         elif vars(self).get("_legacy_done"):
@@ -232,7 +232,7 @@ class Copied:
         source: the object; None where it is not known, as when somebody keeps the fields and lets the object go.
     """
 
-    source: TrainingArguments | None
+    source: BaseArguments | None
 
 
 def copied(given: dict[str, Any]) -> Copied | None:
@@ -255,7 +255,7 @@ def redeclared(kind: type) -> list[str]:
     return [name for name in RENAMED if theirs[name] is not ours[name]]
 
 
-def translate(args: TrainingArguments, defaults: dict[str, Any], copy: Copied | None) -> None:
+def translate(args: BaseArguments, defaults: dict[str, Any], copy: Copied | None) -> None:
     """Write what was given by old names to the new ones, with one FutureWarning for all.
 
     Args:
@@ -293,7 +293,7 @@ def _is_given(name: str, value: Any) -> bool:
     return RENAMED[name].takes_false if value is False else value not in (None, False, "")
 
 
-def _translate_one(args: TrainingArguments, name: str, value: Any, before: dict[str, Any]) -> None:
+def _translate_one(args: BaseArguments, name: str, value: Any, before: dict[str, Any]) -> None:
     rename = RENAMED[name]
     now = getattr(args, rename.new)
     if name == "warmup_ratio":

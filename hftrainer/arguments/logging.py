@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hftrainer.arguments._field import arg
-from hftrainer.reporting.messages import LEVELS
-from hftrainer.trainer_utils import IntervalStrategy
+from hftrainer.arguments.choices import IntervalStrategy
+from hftrainer.compat.messages import LEVELS
 
 #: Names of log levels → Python's numbers; 'passive' leaves the level as it is.
 LOG_LEVELS = {**LEVELS, "passive": -1}
@@ -38,3 +38,8 @@ class LoggingArguments:
     trackio_space_id: str | None = arg(None, "Space that shows the Trackio dashboard.")
     trackio_bucket_id: str | None = arg(None, "Bucket that stores the Trackio data.")
     trackio_static_space_id: str | None | Literal[False] = arg(None, "Static Space for the Trackio dashboard.")
+
+
+def which_tokens(asked: str | bool) -> str:
+    """Which tokens are counted: 'no', 'all' or 'non_padding'; the arguments of older releases say True or False."""
+    return asked if isinstance(asked, str) else "all" if asked else "no"

@@ -9,12 +9,12 @@ from hftrainer.arguments.legacy import RENAMED, LegacyArguments
 from hftrainer.arguments.validation import ALIASES, choose_start_method
 
 if TYPE_CHECKING:
-    from hftrainer.training_args import TrainingArguments
+    from hftrainer.arguments.base import BaseArguments
 
 _LEGACY = LegacyArguments.__dataclass_fields__
 
 
-def complete(args: TrainingArguments, known: type[TrainingArguments]) -> None:
+def complete(args: BaseArguments, known: type[BaseArguments]) -> None:
     """Set what `args` lack, on the object that the script has: what their older names say, or else our defaults.
 
     Their own fields stay as they are, and so does what their `to_dict` returns.
@@ -31,7 +31,7 @@ def complete(args: TrainingArguments, known: type[TrainingArguments]) -> None:
     choose_start_method(args)
 
 
-def _value(args: TrainingArguments, field: dataclasses.Field[Any]) -> Any:
+def _value(args: BaseArguments, field: dataclasses.Field[Any]) -> Any:
     """The value of a field that `args` lack."""
     default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
     for old, new in ALIASES.items():

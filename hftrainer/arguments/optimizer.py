@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hftrainer.arguments._field import arg
-from hftrainer.trainer_utils import OptimizerNames
+from hftrainer.arguments.choices import OptimizerNames
 
 
 @dataclass(kw_only=True)

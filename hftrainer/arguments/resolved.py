@@ -13,11 +13,11 @@ import torch
 from hftrainer.arguments.accelerator_config import AcceleratorConfig
 
 if TYPE_CHECKING:
+    from hftrainer.arguments.base import BaseArguments
     from hftrainer.parallel.deepspeed.settings import DeepSpeedConfig
     from hftrainer.parallel.environment import Place
     from hftrainer.parallel.fsdp.settings import FsdpSettings
     from hftrainer.parallel.layout import Layout
-    from hftrainer.training_args import TrainingArguments
 
 
 class ResolvedArguments:
@@ -31,26 +31,26 @@ class ResolvedArguments:
         model: the model, which may have been split while it was loaded; a Trainer sets it before it asks for `layout`.
     """
 
-    def __init__(self, args: TrainingArguments, model: Any = None) -> None:
+    def __init__(self, args: BaseArguments, model: Any = None) -> None:
         self.args = args
         self.model = model
 
     @classmethod
-    def of(cls, args: TrainingArguments) -> ResolvedArguments:
+    def of(cls, args: BaseArguments) -> ResolvedArguments:
         """What the last Trainer that was made with these arguments has resolved; new without one."""
         return vars(args).get("_resolved") or cls(args)
 
     @functools.cached_property
     def lightning_config(self) -> Mapping[str, Any]:
         """The keywords in `lightning_config`."""
-        from hftrainer.arguments.lightning_config import read_config
+        from hftrainer.parallel.config_files import read_config
 
         return MappingProxyType(read_config(getattr(self.args, "lightning_config", None)))
 
     @property
     def readable_config(self) -> Mapping[str, Any]:
         """The keywords in `lightning_config`; none when it cannot be read, which the checks report."""
-        from hftrainer.arguments.lightning_config import WrongConfig
+        from hftrainer.errors import WrongConfig
 
         try:
             return self.lightning_config
@@ -103,7 +103,7 @@ class ResolvedArguments:
     @functools.cached_property
     def deepspeed(self) -> DeepSpeedConfig | None:
         """DeepSpeed's configuration, completed from the arguments; None without DeepSpeed."""
-        from hftrainer.parallel.deepspeed.settings import configure
+        from hftrainer.arguments.deepspeed import configure
 
         return configure(self.args)
 

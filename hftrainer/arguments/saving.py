@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hftrainer.arguments._field import arg
-from hftrainer.trainer_utils import SaveStrategy
+from hftrainer.arguments.choices import SaveStrategy
 
 
 @dataclass

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hftrainer.arguments._field import arg
-from hftrainer.trainer_utils import SchedulerType
+from hftrainer.arguments.choices import SchedulerType
 
 
 @dataclass(kw_only=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
+from hftrainer.arguments.choices import HubStrategy, IntervalStrategy, OptimizerNames, SaveStrategy, SchedulerType
 from hftrainer.arguments.validation import normalize
-from hftrainer.trainer_utils import HubStrategy, IntervalStrategy, OptimizerNames, SaveStrategy, SchedulerType
 
 Self = TypeVar("Self", bound="ChainingSetters")
 

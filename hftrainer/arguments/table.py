@@ -9,25 +9,26 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from hftrainer.arguments.checks.deepspeed import check_deepspeed
+from hftrainer.arguments.checks.devices import check_device
+from hftrainer.arguments.checks.fsdp import check_fsdp
+from hftrainer.arguments.checks.xla import check_xla
 from hftrainer.arguments.lightning_config import (
     ALSO_SET_BY,
-    WrongConfig,
     brings_async_checkpoints,
     passed_on,
     wrong_keywords,
 )
-from hftrainer.arguments.plan import LightningPlan
-from hftrainer.parallel.deepspeed.settings import limits as limits_of_deepspeed
-from hftrainer.parallel.device_limits import OTHERS, count, own_backend, wrong_device
+from hftrainer.errors import WrongConfig
+from hftrainer.parallel.devices import OTHERS, count_of, own_backend
 from hftrainer.parallel.environment import can_start_again, wrong_place
-from hftrainer.parallel.fsdp.limits import limits
 from hftrainer.parallel.layout import wrong_layout
+from hftrainer.parallel.plan import LightningPlan
 from hftrainer.parallel.processes import Processes
-from hftrainer.parallel.xla import devices as xla
 
 if TYPE_CHECKING:
+    from hftrainer.arguments.base import BaseArguments
     from hftrainer.arguments.resolved import ResolvedArguments
-    from hftrainer.training_args import TrainingArguments
 
 
 @dataclass(frozen=True)
@@ -279,7 +280,7 @@ LAUNCHER = {
 _DDP = ("find_unused_parameters", "bucket_cap_mb", "broadcast_buffers", "static_graph")
 
 
-def row_of(args: TrainingArguments, field: dataclasses.Field[Any]) -> tuple[Row, bool]:
+def row_of(args: BaseArguments, field: dataclasses.Field[Any]) -> tuple[Row, bool]:
     """What becomes of one argument with the value that it has, and whether that value asks for anything."""
     row, value = TABLE[field.name], getattr(args, field.name)
     if isinstance(value, str) and value in PLANNED_VALUES.get(field.name, ()):
@@ -313,10 +314,10 @@ def unsupported(resolved: ResolvedArguments, *, own_optimizer: bool = False) -> 
         found += wrong_keywords(resolved.lightning_config)
         found += _wrong_sharding(resolved, own_optimizer)
         if resolved.deepspeed is not None:
-            found += limits_of_deepspeed(args, resolved.deepspeed, resolved.lightning_config)
+            found += check_deepspeed(args, resolved.deepspeed, resolved.lightning_config)
         found += wrong_layout(resolved.layout, resolved.fsdp, args.world_size)
         spreads = resolved.sharding is not None or resolved.layout.tp_size > 1
-        found += wrong_device(args, resolved.lightnings_precision, resolved.place.world_size, spreads)
+        found += check_device(args, resolved.lightnings_precision, resolved.place.world_size, spreads)
     except WrongConfig as error:
         found.append(str(error))
     return found + misplaced(resolved)
@@ -325,16 +326,16 @@ def unsupported(resolved: ResolvedArguments, *, own_optimizer: bool = False) -> 
 def misplaced(resolved: ResolvedArguments) -> list[str]:
     """A sentence for each reason why the processes, as the launcher has started them, cannot train."""
     args, place = resolved.args, resolved.place
-    of_xla = xla.misfits(args, place, getattr(args, "tpu_num_cores", None))
-    return [*wrong_place(place, resolved.readable_config, count(args.device)), *of_xla]
+    of_xla = check_xla(args, place, getattr(args, "tpu_num_cores", None))
+    return [*wrong_place(place, resolved.readable_config, count_of(args.device)), *of_xla]
 
 
 def _wrong_sharding(resolved: ResolvedArguments, own_optimizer: bool) -> list[str]:
     args, settings, config = resolved.args, resolved.fsdp, resolved.lightning_config
-    if settings is None or args.device.type in ("mps", *OTHERS):  # where `wrong_device` refuses it altogether
+    if settings is None or args.device.type in ("mps", *OTHERS):  # where `check_device` refuses it altogether
         return []
     launched = resolved.place.launcher != "lightning"
-    return list(limits(args, settings, config, launched=launched, own_optimizer=own_optimizer))
+    return list(check_fsdp(args, settings, config, launched=launched, own_optimizer=own_optimizer))
 
 
 def _is_neutral(value: Any, default: Any) -> bool:
@@ -388,7 +389,7 @@ def overridden(resolved: ResolvedArguments) -> list[str]:
             f"gradient_accumulation_steps={args.gradient_accumulation_steps} overrides the launcher's "
             f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS={steps}."
         )
-    gpus = 1 if "devices" in config else count(args.device) or 1
+    gpus = 1 if "devices" in config else count_of(args.device) or 1
     if gpus > resolved.place.world_size == 1 and not can_start_again():
         found.append(f"One of {gpus} GPUs is used: the others need a script, or a launcher, to start processes.")
     if resolved.deepspeed is not None:

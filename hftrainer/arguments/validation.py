@@ -6,19 +6,15 @@ import json
 import logging
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from hftrainer.arguments import behaviours
+from hftrainer.arguments import accelerate_state, behaviours
 from hftrainer.arguments.accelerator_config import as_object
-from hftrainer.arguments.logging import LOG_LEVELS
-from hftrainer.arguments.resolved import ResolvedArguments
-from hftrainer.data.tokens import which_tokens
-from hftrainer.debug_utils import DebugOption
-from hftrainer.errors import InvalidArgument
-from hftrainer.parallel import accelerate_state
-from hftrainer.trainer_utils import (
+from hftrainer.arguments.base import JSON_FIELDS, BaseArguments
+from hftrainer.arguments.choices import (
+    DebugOption,
     HubStrategy,
     IntervalStrategy,
     OptimizerNames,
@@ -26,9 +22,9 @@ from hftrainer.trainer_utils import (
     SchedulerType,
     spelled,
 )
-
-if TYPE_CHECKING:
-    from hftrainer.training_args import TrainingArguments
+from hftrainer.arguments.logging import LOG_LEVELS, which_tokens
+from hftrainer.arguments.resolved import ResolvedArguments
+from hftrainer.errors import InvalidArgument
 
 logger = logging.getLogger(__name__)
 
@@ -40,17 +36,6 @@ ENUMS: dict[str, Any] = {
     "lr_scheduler_type": SchedulerType,
     "optim": OptimizerNames,
 }
-JSON_FIELDS = (
-    "lr_scheduler_kwargs",
-    "activation_checkpointing_kwargs",
-    "gradient_checkpointing_kwargs",
-    "liger_kernel_config",
-    "accelerator_config",
-    "parallelism_config",
-    "fsdp_config",
-    "deepspeed",
-    "lightning_config",
-)
 #: Names of v4 → those of today, which mirror each other.
 ALIASES = {
     "gradient_checkpointing": "activation_checkpointing",
@@ -68,7 +53,7 @@ MINIMA: dict[str, tuple[float, str]] = {
 }
 
 
-def normalize(args: TrainingArguments) -> None:
+def normalize(args: BaseArguments) -> None:
     """Bring the fields to their one form: enums, parsed JSON, lists, and the defaults that depend on others.
 
     Raises:
@@ -109,7 +94,7 @@ def normalize(args: TrainingArguments) -> None:
             setattr(args, name, int(value))
 
 
-def choose_start_method(args: TrainingArguments) -> None:
+def choose_start_method(args: BaseArguments) -> None:
     """Let the processes that load data be forked beside an Apple GPU, unless the script has chosen."""
     if args.dataloader_num_workers > 1 and args.dataloader_multiprocessing_context is None:
         args.dataloader_multiprocessing_context = "fork" if torch.backends.mps.is_available() else None
@@ -130,7 +115,7 @@ def problems(resolved: ResolvedArguments) -> list[str]:
     ]
 
 
-def _parse_enums(args: TrainingArguments) -> Iterator[str]:
+def _parse_enums(args: BaseArguments) -> Iterator[str]:
     for name, kind in ENUMS.items():
         try:
             setattr(args, name, kind(getattr(args, name)))
@@ -138,12 +123,12 @@ def _parse_enums(args: TrainingArguments) -> Iterator[str]:
             yield f"{name}: {error}"
 
 
-def _json_fields(args: TrainingArguments) -> list[str]:
+def _json_fields(args: BaseArguments) -> list[str]:
     """Fields that hold JSON objects; subclasses, such as TRL's, add theirs to `_VALID_DICT_FIELDS`."""
     return list(dict.fromkeys([*JSON_FIELDS, *args._VALID_DICT_FIELDS]))
 
 
-def _parse_json(args: TrainingArguments, name: str) -> str | None:
+def _parse_json(args: BaseArguments, name: str) -> str | None:
     """Parse a field that holds a JSON object; returns what is wrong with it, if anything."""
     value = getattr(args, name)
     if not (isinstance(value, str) and value.lstrip().startswith("{")):
@@ -183,7 +168,7 @@ def _as_list(value: str | list[str] | None) -> list[str]:
     return list(value) if isinstance(value, (list, tuple, set)) else [value]
 
 
-def _choose_best_metric(args: TrainingArguments) -> None:
+def _choose_best_metric(args: BaseArguments) -> None:
     needs_metric = args.load_best_model_at_end or args.lr_scheduler_type in (
         SchedulerType.REDUCE_ON_PLATEAU,
         SchedulerType.GREEDY,
@@ -194,7 +179,7 @@ def _choose_best_metric(args: TrainingArguments) -> None:
         args.greater_is_better = not args.metric_for_best_model.endswith("loss")
 
 
-def _normalize_accelerator_config(args: TrainingArguments) -> None:
+def _normalize_accelerator_config(args: BaseArguments) -> None:
     """The config as an object with attributes; and the accumulation that it says, as the argument's value."""
     args.accelerator_config = as_object(args.accelerator_config)
     take_accumulation(ResolvedArguments(args))
@@ -230,17 +215,17 @@ def wrong_accelerator_config(resolved: ResolvedArguments) -> Iterator[str]:
 
 def _wrong_deepspeed(resolved: ResolvedArguments) -> list[str]:
     """What is wrong with `deepspeed`, as far as the arguments tell."""
-    from hftrainer.arguments.lightning_config import WrongConfig
-    from hftrainer.parallel.deepspeed.settings import limits
+    from hftrainer.arguments.checks.deepspeed import check_deepspeed
+    from hftrainer.errors import WrongConfig
 
     try:
         config = resolved.deepspeed
     except WrongConfig as error:
         return [str(error)]
-    return [] if config is None else list(limits(resolved.args, config, resolved.readable_config))
+    return [] if config is None else list(check_deepspeed(resolved.args, config, resolved.readable_config))
 
 
-def out_of_range(args: TrainingArguments) -> Iterator[str]:
+def out_of_range(args: BaseArguments) -> Iterator[str]:
     """A sentence for each number that is too small, and for settings of loading processes where there are none."""
     for name, (least, unit) in MINIMA.items():
         value = getattr(args, name)
@@ -252,7 +237,7 @@ def out_of_range(args: TrainingArguments) -> Iterator[str]:
                 yield f"{name}={getattr(args, name)!r} needs dataloader_num_workers of at least 1; it is 0."
 
 
-def _wrong_choices(args: TrainingArguments) -> Iterator[str]:
+def _wrong_choices(args: BaseArguments) -> Iterator[str]:
     every = args.torch_empty_cache_steps
     if every is not None and not (isinstance(every, int) and every > 0):
         yield f"torch_empty_cache_steps={every!r}: give a whole number of optimizer steps, at least 1, or None."
@@ -267,7 +252,7 @@ def _wrong_choices(args: TrainingArguments) -> Iterator[str]:
         yield f"train_sampling_strategy={args.train_sampling_strategy!r}: choose one of {', '.join(sampling)}."
 
 
-def _wrong_intervals(args: TrainingArguments) -> Iterator[str]:
+def _wrong_intervals(args: BaseArguments) -> Iterator[str]:
     for kind in ("logging", "eval", "save"):
         if getattr(args, f"{kind}_strategy") != "steps":
             continue
@@ -278,7 +263,7 @@ def _wrong_intervals(args: TrainingArguments) -> Iterator[str]:
             yield f"{kind}_steps={steps!r}: give whole optimizer steps, or a share of all steps below 1."
 
 
-def _wrong_best_model(args: TrainingArguments) -> Iterator[str]:
+def _wrong_best_model(args: BaseArguments) -> Iterator[str]:
     if args.save_strategy == SaveStrategy.BEST and args.metric_for_best_model is None:
         yield "save_strategy='best' needs metric_for_best_model, the metric that says which model is the best."
     if not args.load_best_model_at_end or args.save_strategy == SaveStrategy.BEST:
@@ -296,7 +281,7 @@ def _wrong_best_model(args: TrainingArguments) -> Iterator[str]:
         )
 
 
-def _is_multiple(args: TrainingArguments) -> bool:
+def _is_multiple(args: BaseArguments) -> bool:
     save, evaluate = args.save_steps, args.eval_steps
     assert evaluate
     if (save < 1) != (evaluate < 1):
@@ -305,7 +290,7 @@ def _is_multiple(args: TrainingArguments) -> bool:
     return round(save * scale) % round(evaluate * scale) == 0
 
 
-def _wrong_precision(args: TrainingArguments) -> Iterator[str]:
+def _wrong_precision(args: BaseArguments) -> Iterator[str]:
     for suffix in ("", "_full_eval"):
         if getattr(args, f"fp16{suffix}") and getattr(args, f"bf16{suffix}"):
             yield f"fp16{suffix} and bf16{suffix} are both set: choose one."

@@ -12,12 +12,17 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.utils.data import IterableDataset
 
-from hftrainer.arguments import legacy
+from hftrainer.arguments import accelerate_state, legacy
 from hftrainer.arguments.changes import take_changes
-from hftrainer.arguments.consistency import check_agreement
+from hftrainer.arguments.choices import spelled
 from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.arguments.validation import problems, take_accumulation, wrong_accelerator_config
+from hftrainer.assembly.argument_consistency import check_agreement
 from hftrainer.assembly.rooms import Room
+from hftrainer.callbacks.base import make_callback, pop_from
+from hftrainer.callbacks.handler import CallbackHandler
+from hftrainer.callbacks.progress import own_progress
+from hftrainer.callbacks.state import TrainerControl, TrainerState, is_exportable
 from hftrainer.checkpointing.states import ModelStates
 from hftrainer.checkpointing.states.deepspeed import DeepSpeedStates
 from hftrainer.checkpointing.states.fsdp import ShardedStates
@@ -25,26 +30,18 @@ from hftrainer.checkpointing.states.whole import WholeStates
 from hftrainer.checkpointing.states.xla import XlaStates
 from hftrainer.checkpointing.writer import CheckpointWriter
 from hftrainer.compat import peers, swap
+from hftrainer.compat.functions import has_length
 from hftrainer.compat.overrides import is_overridden, recorded, refuse_rewritten, refuse_uncalled
 from hftrainer.data.collators import DataCollatorWithPadding, default_data_collator
+from hftrainer.engine import adapter
 from hftrainer.errors import InvalidArgument, InvalidSetup, UnsupportedArgument
 from hftrainer.evaluation import gathering
 from hftrainer.evaluation.metrics import as_metrics
 from hftrainer.model import inspection as model_inspection
-from hftrainer.parallel import accelerate_state
-from hftrainer.reporting.progress import own_progress
+from hftrainer.parallel.seeds import enable_full_determinism, set_seed
 from hftrainer.reporting.tracker_callbacks import ReportingCallback
-from hftrainer.trainer_callback import (
-    DEFAULT_CALLBACKS,
-    CallbackHandler,
-    TrainerControl,
-    TrainerState,
-    is_exportable,
-    make_callback,
-    pop_from,
-)
+from hftrainer.trainer_callback import DEFAULT_CALLBACKS
 from hftrainer.trainer_pt_utils import LabelSmoother
-from hftrainer.trainer_utils import enable_full_determinism, has_length, set_seed, spelled
 from hftrainer.training.deepspeed import check_given as check_deepspeed
 from hftrainer.training_args import TrainingArguments
 
@@ -233,15 +230,13 @@ class TrainerSetup(Room):
 
     def add_callback(self, callback: Any) -> None:
         """Add a callback of either kind; a progress bar of Lightning takes the place of the Trainer's own."""
-        from hftrainer_lightning.callbacks.hosting import has_progress_bar
-
         target = self.callbacks_like(callback)
         if target is self.own.lightning_callbacks:
             target.append(make_callback(callback))
         else:
             target.add_callback(callback)
             self.attach(target.callbacks[-1])
-        if has_progress_bar(self.own.lightning_callbacks) and self.trainer.callback_handler.drop_bars():
+        if adapter().has_progress_bar(self.own.lightning_callbacks) and self.trainer.callback_handler.drop_bars():
             logger.warning(
                 "Lightning's progress bar takes the place of the Trainer's own. Its log lines are in "
                 "state.log_history; disable_tqdm=True prints them too."
@@ -268,13 +263,12 @@ class TrainerSetup(Room):
 
     def callbacks_like(self, callback: Any) -> Any:
         """The list that `callback` belongs to: Lightning's, or the handler of the Trainer's own."""
-        from hftrainer_lightning.callbacks.hosting import is_lightning_callback
-        from hftrainer_lightning.trackers.table import is_lightning_logger
-
-        if is_lightning_logger(callback):
+        if adapter().is_lightning_logger(callback):
             name = (callback if isinstance(callback, type) else type(callback)).__name__
             raise InvalidArgument(f"{name} is a Lightning logger, no callback: pass it as Trainer(loggers=[...]).")
-        return self.own.lightning_callbacks if is_lightning_callback(callback) else self.trainer.callback_handler
+        return (
+            self.own.lightning_callbacks if adapter().is_lightning_callback(callback) else self.trainer.callback_handler
+        )
 
     def build_engine(self) -> None:
         """Build the engine from the arguments, and the Trainer's `accelerator` over it."""
@@ -295,11 +289,9 @@ class TrainerSetup(Room):
                 "page-locked memory do batches move beside the computation."
             )
         from hftrainer.training.accelerator import EngineAccelerator
-        from hftrainer_lightning.engine import LightningEngine
-        from hftrainer_lightning.strategies.launching import start_others
 
         recorded(EngineAccelerator)
-        start_others(resolved.place, trainer.args.ddp_timeout)
+        adapter().start_others(resolved.place, trainer.args.ddp_timeout)
         if not resolved.place.started:
             resolved.look_again_where_we_stand()
         plan = make_plan(resolved)
@@ -315,7 +307,7 @@ class TrainerSetup(Room):
             even_alone=plan.spreads_model and not plan.on_xla,
         )
         check_agreement(trainer.args, plan.processes)
-        own.engine = LightningEngine(
+        own.engine = adapter().LightningEngine(
             plan,
             own.lightning_callbacks,
             loggers=own.loggers,

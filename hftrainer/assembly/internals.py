@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.assembly.construction import TrainerSetup
-from hftrainer.checkpointing.saver import CheckpointSaver
 from hftrainer.checkpointing.states import ModelStates
 from hftrainer.compat.overrides import is_overridden
-from hftrainer.data.factory import LoaderFactory
+from hftrainer.engine import adapter
 from hftrainer.evaluation.runner import EvaluationRunner
 from hftrainer.reporting.tracker_callbacks import ReportingCallback, TrackerCallback
 from hftrainer.training.interruption import Interruption
+from hftrainer.training.loader_factory import LoaderFactory
 from hftrainer.training.logged_metrics import LoggedMetrics
 from hftrainer.training.runner import TrainingRun
+from hftrainer.training.saver import CheckpointSaver
 
 if TYPE_CHECKING:
     from hftrainer.arguments.behaviours import Behaviours
@@ -134,7 +135,5 @@ class Internals:
     def log_folder(self) -> Any:
         """Where trackers write files, the same for all of this Trainer."""
         if self._log_folder is None:
-            from hftrainer_lightning.trackers.tracker import LogFolder
-
-            self._log_folder = LogFolder(self.trainer.args)
+            self._log_folder = adapter().LogFolder(self.trainer.args)
         return self._log_folder

@@ -10,8 +10,8 @@ import torch
 
 from hftrainer.checkpointing import names
 from hftrainer.checkpointing.distributed import WHOLES
-from hftrainer.checkpointing.reading import read_torch
-from hftrainer.checkpointing.rng import numpy_state_types
+from hftrainer.compat.reading import read_torch
+from hftrainer.data.random_states import numpy_state_types
 from hftrainer.errors import CheckpointNotFound
 
 #: Under which key the Trainer's own part is in the file.

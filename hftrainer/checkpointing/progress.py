@@ -14,9 +14,9 @@ import torch
 
 from hftrainer.arguments.accelerator_config import AcceleratorConfig
 from hftrainer.checkpointing import names
-from hftrainer.checkpointing.reading import read_torch
-from hftrainer.checkpointing.rng import numpy_state_types
-from hftrainer.training.schedule import TrainingSchedule
+from hftrainer.compat.reading import read_torch
+from hftrainer.data.random_states import numpy_state_types
+from hftrainer.data.schedule import TrainingSchedule
 from hftrainer.training_args import TrainingArguments
 
 logger = logging.getLogger(__name__)

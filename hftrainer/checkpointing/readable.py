@@ -10,7 +10,7 @@ from typing import Any
 import safetensors
 
 from hftrainer.checkpointing import names
-from hftrainer.checkpointing.reading import read_torch
+from hftrainer.compat.reading import read_torch
 from hftrainer.errors import DamagedCheckpoint, UnsafeCheckpoint
 
 #: Endings of what `torch.save` writes.

@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 
+from hftrainer.callbacks.handler import CallbackHandler
+from hftrainer.callbacks.state import TrainerControl, TrainerState
 from hftrainer.checkpointing import distributed, names
 from hftrainer.checkpointing.folders import get_last_checkpoint
 from hftrainer.checkpointing.manifest import Changes, changes
-from hftrainer.checkpointing.reading import read_torch
+from hftrainer.compat.reading import read_torch
 from hftrainer.errors import CheckpointNotFound
-from hftrainer.trainer_callback import CallbackHandler, TrainerControl, TrainerState
 from hftrainer.training_args import TrainingArguments
 
 logger = logging.getLogger(__name__)

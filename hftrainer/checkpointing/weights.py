@@ -15,8 +15,8 @@ from huggingface_hub import save_torch_state_dict
 
 from hftrainer.arguments import behaviours
 from hftrainer.checkpointing import distributed, names
-from hftrainer.checkpointing.reading import read_weights
 from hftrainer.compat import peers
+from hftrainer.compat.reading import read_weights
 from hftrainer.errors import CheckpointNotFound
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ import sys
 import traceback
 from types import TracebackType
 
-from hftrainer.compat.swap import install
+from hftrainer.cli.install import install
 
 
 def run_script(target: str, arguments: list[str], *, as_module: bool = False) -> None:

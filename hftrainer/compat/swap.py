@@ -1,4 +1,4 @@
-"""`install()`: from then on, what `transformers` calls Trainer is ours.
+"""What `install()` does to the modules of `transformers`: from then on, what it calls Trainer is ours.
 
 `transformers` loads its modules when they are first used. Modules that are loaded already are changed at once; an
 import hook changes the others as they load. Importing `transformers` here would cost seconds, so nothing here does.
@@ -11,13 +11,9 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any
-
-from hftrainer.arguments import behaviours
-from hftrainer.compat.earlier_imports import warnings_of_earlier_imports
 
 #: Module of transformers → the names that become ours. The package that it is in offers all of them.
 NAMES: dict[str, tuple[str, ...]] = {
@@ -87,27 +83,11 @@ ALSO_IN: dict[str, tuple[str, ...]] = {
 }
 #: Module, name, and what it was.
 _originals: list[tuple[ModuleType, str, Any]] = []
-#: Argument → the default that `install()` has taken away.
-_todays_defaults: dict[str, Any] = {}
 _ABSENT = object()
 
 
-def install() -> None:
-    """Make `Trainer`, `TrainingArguments`, the callbacks and their helpers in `transformers` ours.
-
-    Trainers then behave as those of the installed release (`hftrainer.arguments.behaviours`), and arguments have its
-    defaults.
-
-    Works before and after `import transformers`. A module that took the original `Trainer` before, or derived a class
-    from it, keeps it: a warning names it, and the line to move. So does one for methods that were replaced before.
-    """
-    if is_installed():
-        return
-    for sentence in warnings_of_earlier_imports(sys._getframe(1)):
-        warnings.warn(sentence, stacklevel=2)
-    release = behaviours.installed_release()
-    behaviours.follow(release)
-    _set_defaults(behaviours.earlier_defaults(release))
+def begin() -> None:
+    """Change the modules of transformers that are loaded, and let the others change as they load."""
     sys.meta_path.insert(0, _Finder())
     for name in [*NAMES, *ALSO_IN.keys() - NAMES.keys()]:
         if name in sys.modules:
@@ -116,8 +96,8 @@ def install() -> None:
         _swap(package)
 
 
-def uninstall() -> None:
-    """Undo `install()`."""
+def end() -> None:
+    """Give transformers its own names back."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
     for module, name, original in reversed(_originals):
         if original is _ABSENT:
@@ -125,9 +105,6 @@ def uninstall() -> None:
         else:
             setattr(module, name, original)
     _originals.clear()
-    behaviours.follow(behaviours.NEWEST)
-    _set_defaults(_todays_defaults)
-    _todays_defaults.clear()
 
 
 def is_installed() -> bool:
@@ -142,22 +119,6 @@ def rebound(module_name: str, name: str, ours: Any) -> Any:
     """
     module = sys.modules.get(module_name) if is_installed() else None
     return vars(module).get(name, ours) if module is not None else ours
-
-
-def _set_defaults(values: Mapping[str, Any]) -> None:
-    """Give arguments other defaults, for scripts that say nothing about them."""
-    from hftrainer.training_args import TrainingArguments
-    from hftrainer.training_args_seq2seq import Seq2SeqTrainingArguments
-
-    for name, value in values.items():
-        _todays_defaults.setdefault(name, TrainingArguments.__dataclass_fields__[name].default)
-        for kind in (TrainingArguments, Seq2SeqTrainingArguments):
-            kind.__dataclass_fields__[name].default = value
-            setattr(kind, name, value)
-            initialize: Any = kind.__init__
-            initialize.__kwdefaults__[name] = value
-        if name == "optim":
-            TrainingArguments.default_optim = value
 
 
 def _names_in(module_name: str) -> Iterator[tuple[str, str]]:

@@ -12,13 +12,13 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from hftrainer.arguments.accelerator_config import DEFAULT, AcceleratorConfig
+from hftrainer.compat.functions import has_length
 from hftrainer.data.delivery import Delivery, deliver
 from hftrainer.data.dispatch import Messenger, parts, rounds
 from hftrainer.data.samplers import SkippingBatchSampler
 from hftrainer.data.sharding import ALL, EvenBatchSampler, ShardedBatchSampler, ShardedStream, Share, shared_out
 from hftrainer.data.workers import RestoredWorker, TracedCollator
 from hftrainer.trainer_pt_utils import find_batch_size
-from hftrainer.trainer_utils import has_length
 
 if TYPE_CHECKING:
     from hftrainer.data.reading import ReadingLog

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hftrainer.checkpointing.rng import random_states, restore_random_states
+from hftrainer.data.random_states import random_states, restore_random_states
 
 logger = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, IterableDataset
 
+from hftrainer.compat.functions import has_length
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
-from hftrainer.trainer_utils import has_length
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,6 @@ def _warn_once(message: str) -> None:
     logger.warning(message)
 
 
-def which_tokens(asked: str | bool) -> str:
-    """Which tokens are counted: 'no', 'all' or 'non_padding'; the arguments of older releases say True or False."""
-    return asked if isinstance(asked, str) else "all" if asked else "no"
-
-
 def count_tokens(inputs: Mapping[str, Any], main_input: str, how: str, pad_token_id: int | None) -> torch.Tensor | None:
     """Tokens in a batch, shape `()`; None when it has no such input.
 

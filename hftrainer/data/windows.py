@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from hftrainer.training.schedule import TrainingSchedule
+from hftrainer.data.schedule import TrainingSchedule
 
 
 @dataclass(slots=True)

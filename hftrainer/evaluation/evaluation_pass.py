@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch.utils.data import IterableDataset
 
+from hftrainer.compat.functions import has_length
 from hftrainer.data.loaders import PreparedDataLoader
 from hftrainer.data.samplers import gives_its_length
 from hftrainer.evaluation.metrics import TorchMetrics, WholeSetMetrics
 from hftrainer.evaluation.outputs import OutputCollector
 from hftrainer.trainer_pt_utils import find_batch_size, without_rows
-from hftrainer.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize, has_length
+from hftrainer.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize
 from hftrainer.training_args import TrainingArguments
 
 

@@ -16,12 +16,13 @@ from torch.utils.data import DataLoader
 
 from hftrainer.arguments import legacy
 from hftrainer.assembly.rooms import Room
+from hftrainer.compat.functions import has_length
+from hftrainer.compat.messages import log_facts
 from hftrainer.compat.overrides import accepts, call_with_accepted
 from hftrainer.evaluation import gathering
 from hftrainer.evaluation.evaluation_pass import EvaluationPass
 from hftrainer.evaluation.metrics import TorchMetrics, as_metrics
-from hftrainer.reporting.messages import log_facts
-from hftrainer.trainer_utils import EvalLoopOutput, PredictionOutput, has_length, speed_metrics
+from hftrainer.trainer_utils import EvalLoopOutput, PredictionOutput, speed_metrics
 from hftrainer.training.deepspeed import prepare_for_evaluation as prepare_deepspeed_for_evaluation
 from hftrainer.training.logged_metrics import split_losses
 

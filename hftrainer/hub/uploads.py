@@ -16,6 +16,7 @@ from concurrent.futures import thread as pools
 from dataclasses import dataclass, replace
 from typing import Any
 
+from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import names
 from hftrainer.errors import HubError
 from hftrainer.hub.failures import is_passing, reason, with_retries
@@ -23,7 +24,6 @@ from hftrainer.hub.missing import Missing, MissingParcels
 from hftrainer.hub.pictures import Parcel, Pictures, model_files
 from hftrainer.hub.references import LAST_CHECKPOINT
 from hftrainer.hub.repository import IGNORED, Repository
-from hftrainer.trainer_callback import TrainerState
 
 logger = logging.getLogger(__name__)
 

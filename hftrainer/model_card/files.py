@@ -15,7 +15,7 @@ from hftrainer.reporting.metrics import write_whole
 from hftrainer.reporting.plot import draw_png, lines_of
 
 if TYPE_CHECKING:
-    from hftrainer.trainer_callback import TrainerState
+    from hftrainer.callbacks.state import TrainerState
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from hftrainer.trainer_utils import ParallelMode, spelled
+from hftrainer.arguments.choices import ParallelMode, spelled
 
 if TYPE_CHECKING:
     from hftrainer.trainer import Trainer

@@ -13,6 +13,10 @@ logger = logging.getLogger(__name__)
 
 #: Accelerators in the order in which they are looked for. Some of torch's plug-ins pose as CUDA, so it comes last.
 ACCELERATORS = ("mps", "xpu", "mlu", "musa", "npu", "cuda")
+#: Devices that Lightning does not know, whose modules in torch follow `torch.cuda`.
+OTHERS = ("xpu", "mlu", "musa", "npu")
+#: Backends that take only what is on their accelerator.
+ON_DEVICE = {"nccl": "cuda", "xccl": "xpu", "hccl": "npu", "cncl": "mlu", "mccl": "musa"}
 #: Devices that torch has no page-locked memory for.
 UNPINNED = ("cpu", "mps", "xla")
 #: What errors of a device say → what to do.
@@ -43,6 +47,16 @@ def _is_available(kind: str) -> bool:
 def count(kind: str) -> int:
     """Accelerators of a kind that this process sees; the CPU is none, and a Mac has one."""
     return 0 if kind == "cpu" else 1 if kind == "mps" else torch.get_device_module(kind).device_count()
+
+
+def count_of(device: torch.device) -> int | None:
+    """How many of a device this process sees; None for those that have no number."""
+    return torch.get_device_module(device).device_count() if device.type in ("cuda", *OTHERS) else None
+
+
+def own_backend(kind: str) -> str:
+    """The backend that is made for a device."""
+    return next((name for name, device in ON_DEVICE.items() if device == kind), "gloo")
 
 
 def empty_cache() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hftrainer.arguments.lightning_config import WrongConfig
+from hftrainer.errors import WrongConfig
 from hftrainer.parallel.fsdp.settings import FsdpSettings, nearest
 
 _SIZES = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size")

@@ -19,7 +19,7 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import distributed
 
-from hftrainer.parallel.device_limits import ON_DEVICE, count
+from hftrainer.parallel.devices import ON_DEVICE, count_of
 from hftrainer.parallel.environment import Place
 
 T = TypeVar("T")
@@ -70,7 +70,7 @@ class Processes(Place):
         """
         if not (self.several or even_alone) or distributed.is_initialized():
             return
-        if count(device) is not None:
+        if count_of(device) is not None:
             torch.get_device_module(device).set_device(device)
         if device.type == "xla":  # gradients aside, processes talk through the host's memory
             backend = "gloo"

@@ -7,8 +7,8 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from hftrainer.callbacks.flow import evaluation_key
 from hftrainer.errors import MetricNotFound
-from hftrainer.trainer_callback import evaluation_key
 from hftrainer.trainer_utils import is_measured
 
 

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hftrainer.callbacks.base import TrainerCallback
+from hftrainer.callbacks.progress import in_notebook
+from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import names
 from hftrainer.checkpointing.folders import get_last_checkpoint
 from hftrainer.errors import InvalidArgument, MissingPackage
-from hftrainer.reporting.progress import in_notebook
-from hftrainer.trainer_callback import TrainerCallback, TrainerState
 from hftrainer.trainer_utils import is_measured
 
 logger = logging.getLogger(__name__)

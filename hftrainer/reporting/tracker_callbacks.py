@@ -14,13 +14,14 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from hftrainer.callbacks.base import TrainerCallback
 from hftrainer.checkpointing.names import PREFIX_CHECKPOINT_DIR
 from hftrainer.checkpointing.weights import save_weights
+from hftrainer.engine import adapter
 from hftrainer.errors import MissingPackage
-from hftrainer.trainer_callback import TrainerCallback
 
 if TYPE_CHECKING:
-    from hftrainer.trainer_callback import TrainerState
+    from hftrainer.callbacks.state import TrainerState
     from hftrainer.training_args import TrainingArguments
 
 logger = logging.getLogger(__name__)
@@ -127,9 +128,7 @@ class TrackerCallback(ReportingCallback):
     def trackers(self, args: TrainingArguments) -> list[Any]:
         """The tracker, made when it is first asked for: until then there are no arguments."""
         if not self._trackers:
-            from hftrainer_lightning.trackers.table import make_tracker
-
-            self._trackers = [make_tracker(self.name, args, self._log_folder)]
+            self._trackers = [adapter().make_tracker(self.name, args, self._log_folder)]
         return super().trackers(args)
 
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from hftrainer.arguments.behaviours import follow
 from hftrainer.assembly import copying
+from hftrainer.callbacks.base import is_kind
+from hftrainer.callbacks.progress import ProgressCallback
 from hftrainer.errors import InvalidArgument
-from hftrainer.reporting.progress import ProgressCallback
-from hftrainer.trainer_callback import is_kind
 
 if TYPE_CHECKING:
     from hftrainer.trainer import Trainer

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from hftrainer.arguments.validation import ALIASES, normalize
+from hftrainer.compat.functions import number_of_arguments
 from hftrainer.errors import InvalidArgument, UnknownArgument
 from hftrainer.optimization import follows_metric
-from hftrainer.trainer_utils import number_of_arguments
 from hftrainer.training_args import TrainingArguments
 
 logger = logging.getLogger(__name__)

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hftrainer.arguments.lightning_config import WrongConfig
-from hftrainer.arguments.plan import LightningPlan
+from hftrainer.errors import WrongConfig
 from hftrainer.parallel.fsdp.settings import FsdpPlugin
+from hftrainer.parallel.plan import LightningPlan
 from hftrainer.parallel.process_state import LoaderConfig, ProcessState
 from hftrainer.parallel.processes import Processes
 from hftrainer.training.gradient_state import GradientState
 
 if TYPE_CHECKING:
-    from hftrainer_lightning.engine import LightningEngine
+    from hftrainer.engine import LightningEngine
 
 
 #: What the loaders have of `accelerator_config`.

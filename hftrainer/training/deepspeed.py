@@ -1,4 +1,4 @@
-"""DeepSpeed, as the Trainer sees it: what begins with the arguments, and its part of checkpoints."""
+"""DeepSpeed's engine in a run: made with the Trainer's optimizer and schedule, and loaded."""
 
 from __future__ import annotations
 
@@ -13,42 +13,8 @@ from hftrainer.errors import UnsupportedArgument
 if TYPE_CHECKING:
     from hftrainer.parallel.deepspeed.run import DeepSpeedRun
     from hftrainer.trainer import Trainer
-    from hftrainer.training_args import TrainingArguments
 
 logger = logging.getLogger(__name__)
-
-
-def begin(args: TrainingArguments) -> Any:
-    """The completed configuration, for models that are made before there is a Trainer; None without DeepSpeed.
-
-    With ZeRO-3 the processes meet now, and `from_pretrained` partitions a model while it is loaded, as long as these
-    arguments live.
-    """
-    from hftrainer.parallel.deepspeed.settings import configure
-
-    config = configure(args)
-    if config is None:
-        return None
-    from hftrainer.parallel.deepspeed.start import connect
-    from hftrainer.parallel.processes import Processes
-    from hftrainer_lightning.strategies.launching import start_others
-
-    peers.announce_deepspeed(config)
-    if config.is_zero3():
-        start_others(args._place, args.ddp_timeout)
-        processes = Processes.at(args._place)
-        processes.connect(args.device, args.ddp_backend, args.ddp_timeout_delta, even_alone=True)
-        connect(processes, args.device, args.ddp_timeout_delta, config)
-    return config
-
-
-def plugin(config: Any) -> Any:
-    """The configuration as `args.deepspeed_plugin`, under accelerate's names; None without DeepSpeed."""
-    if config is None:
-        return None
-    from hftrainer.parallel.deepspeed.plugin import DeepSpeedPlugin, Planned
-
-    return DeepSpeedPlugin(Planned(config))
 
 
 def check_given(run: DeepSpeedRun, optimizer: Any, scheduler: Any) -> None:

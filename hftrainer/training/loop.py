@@ -16,18 +16,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hftrainer.callbacks.state import export_states
 from hftrainer.checkpointing.progress import RunProgress, as_dict, position_settings
-from hftrainer.checkpointing.rng import rng_state
 from hftrainer.compat.overrides import call_log_save_evaluate, call_with_accepted, runs_backward, with_accepted
+from hftrainer.data.random_states import rng_state
 from hftrainer.data.reading import Continuation, EpochReader
+from hftrainer.data.schedule import TrainingSchedule
 from hftrainer.data.windows import MicroBatchFeed
 from hftrainer.errors import CheckpointNotWritten, InvalidArgument, UnsupportedArgument
 from hftrainer.optimization import follows_metric, keep_pace
 from hftrainer.parallel.communication import is_of_communication
 from hftrainer.search.trial_arguments import keeping_settings
-from hftrainer.trainer_callback import export_states
 from hftrainer.training.out_of_memory import is_out_of_memory
-from hftrainer.training.schedule import TrainingSchedule
 from hftrainer.training.step_details import StepDetails, asked_for
 
 if TYPE_CHECKING:

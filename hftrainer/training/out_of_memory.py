@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hftrainer.checkpointing.rng import restore_rng_state, rng_state
+from hftrainer.data.random_states import restore_rng_state, rng_state
 from hftrainer.trainer_pt_utils import nested_apply
 
 #: What errors say that are not `torch.OutOfMemoryError`.

@@ -12,23 +12,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from hftrainer.arguments.choices import IntervalStrategy, spelled
 from hftrainer.assembly.rooms import Room
 from hftrainer.checkpointing import resume, staging
 from hftrainer.compat import peers
+from hftrainer.compat.functions import has_length
+from hftrainer.compat.messages import log_facts
 from hftrainer.compat.overrides import accepts, call_with_accepted, make_scheduler, positional_count
+from hftrainer.data.schedule import TrainingSchedule, read_schedule
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
 from hftrainer.hub.references import is_reference
 from hftrainer.model import inspection as model_inspection
 from hftrainer.optimizers.layer_wise import LayerWiseDummyOptimizer
 from hftrainer.parallel import devices
-from hftrainer.reporting.messages import log_facts
 from hftrainer.search.jobs import refuse_in_worker
-from hftrainer.trainer_utils import IntervalStrategy, TrainOutput, has_length, spelled
+from hftrainer.trainer_utils import TrainOutput
 from hftrainer.training.deepspeed import initialize as initialize_deepspeed
 from hftrainer.training.logged_metrics import split_losses
 from hftrainer.training.loss import check_loss
 from hftrainer.training.out_of_memory import StartingPoint, is_out_of_memory
-from hftrainer.training.schedule import TrainingSchedule, read_schedule
 
 if TYPE_CHECKING:
     from hftrainer.assembly.internals import Internals

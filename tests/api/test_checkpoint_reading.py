@@ -8,7 +8,7 @@ import torch
 
 from hftrainer import Trainer, TrainingArguments
 from hftrainer.checkpointing.names import MANIFEST_NAME
-from hftrainer.checkpointing.reading import read_torch, read_weights
+from hftrainer.compat.reading import read_torch, read_weights
 from hftrainer.errors import DamagedCheckpoint, UnsafeCheckpoint
 from tests.tiny import language_data, make_peft, make_plain, plain_data
 

@@ -11,9 +11,9 @@ import torch
 from transformers.integrations.deepspeed import deepspeed_config, is_deepspeed_zero3_enabled
 
 from hftrainer import HfArgumentParser, TrainingArguments
-from hftrainer.arguments.lightning_config import WrongConfig
-from hftrainer.errors import InvalidArgument
-from hftrainer.parallel.deepspeed.settings import DeepSpeedConfig, configure, read_deepspeed
+from hftrainer.arguments.deepspeed import configure
+from hftrainer.errors import InvalidArgument, WrongConfig
+from hftrainer.parallel.deepspeed.settings import DeepSpeedConfig, read_deepspeed
 
 ZERO = {
     "stage": 2,

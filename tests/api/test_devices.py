@@ -14,7 +14,7 @@ from hftrainer import Trainer, TrainingArguments
 from hftrainer.arguments.accelerator_config import AcceleratorConfig
 from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.arguments.table import make_plan, unsupported
-from hftrainer.checkpointing import rng
+from hftrainer.data import random_states
 from hftrainer.data.loaders import PreparedDataLoader
 from hftrainer.errors import UnsupportedArgument
 from hftrainer.parallel import devices
@@ -209,12 +209,12 @@ def test_random_state_of_mps(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.mps, "is_available", lambda: True)
     monkeypatch.setattr(torch.mps, "get_rng_state", lambda: torch.tensor([5], dtype=torch.uint8))
     monkeypatch.setattr(torch.mps, "set_rng_state", lambda state: restored.append(state.item()))
-    rng._accelerators.cache_clear()
+    random_states._accelerators.cache_clear()
     try:
-        rng.save_rng_state(str(tmp_path / "rng.pth"))
-        rng.load_rng_state(str(tmp_path / "rng.pth"))
+        random_states.save_rng_state(str(tmp_path / "rng.pth"))
+        random_states.load_rng_state(str(tmp_path / "rng.pth"))
     finally:
-        rng._accelerators.cache_clear()
+        random_states._accelerators.cache_clear()
     assert restored == [5]
 
 

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from hftrainer import TrainingArguments
-from hftrainer.arguments.lightning_config import WrongConfig
 from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.arguments.table import unsupported
+from hftrainer.errors import WrongConfig
 from hftrainer.parallel.fsdp.settings import FsdpPlugin, FsdpSettings, read_fsdp
 
 #: As `accelerate launch` sets them for the file with FSDP in the documentation.

@@ -16,7 +16,7 @@ import torch
 from huggingface_hub import HfApi, constants, metadata_load
 
 from hftrainer import Trainer, TrainerCallback, TrainingArguments, TrainingSummary
-from hftrainer.compat import swap
+from hftrainer.cli import install
 from hftrainer.errors import InvalidArgument
 from hftrainer.model_card import files, origins
 from hftrainer.model_card.results import final_results, markdown_table, shown, table
@@ -440,13 +440,13 @@ def test_wrong_dataset_metadata():
 def test_scripts_get_our_summary():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        swap.install()
+        install.install()
     try:
         from transformers.modelcard import TrainingSummary as Swapped
 
         assert Swapped is TrainingSummary
     finally:
-        swap.uninstall()
+        install.uninstall()
 
 
 # ---- Files of results --------------------------------------------------------------------------------------------

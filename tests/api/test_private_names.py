@@ -28,11 +28,6 @@ SOURCES = sorted(
 _XLA = {"_XLAC": "torch_xla", "_xla_get_tensor_id": "torch_xla", "_metadata": "torch's state dicts"}
 #: module → private names of others than Lightning that it touches on their objects, and whose they are.
 OF_OTHERS = {
-    "hftrainer.parallel.accelerate_state": {
-        "_place": "our TrainingArguments",
-        "_reset_state": "accelerate",
-        "_shared_state": "accelerate",
-    },
     "hftrainer.parallel.deepspeed.plugin": {
         "_hf_deepspeed_config_weak_ref": "transformers, whose models look there for DeepSpeed"
     },
@@ -40,7 +35,6 @@ OF_OTHERS = {
         "_last_lr": "torch's schedules",
         "_zero3_consolidated_16bit_state_dict": "DeepSpeed",
     },
-    "hftrainer.parallel.device_limits": {"_on_cpu": "our TrainingArguments"},
     "hftrainer.parallel.fsdp.sharding": {"_no_split_modules": "transformers' models"},
     "hftrainer.parallel.layout": {"_is_distributed_loading_by_transformers": "transformers' models"},
     "hftrainer.parallel.xla.devices": _XLA,

@@ -141,7 +141,7 @@ def test_two_cores_in_a_process(tmp_path, on_xla, monkeypatch):
     monkeypatch.setenv("PJRT_LOCAL_PROCESS_COUNT", "4")
     assert detect() == "xla"
     monkeypatch.setattr(xla, "place", lambda: Place(8, 3, 3, 8, launcher="xla"))
-    monkeypatch.setattr(xla, "_cores_in_this_process", lambda: 2)
+    monkeypatch.setattr("hftrainer.arguments.checks.xla.cores_in_this_process", lambda: 2)
     assert "two cores share a process" in found(tmp_path, tpu_num_cores=8)
     assert "run --tpu" in LAUNCHERS["xla"][1]
 

@@ -453,9 +453,9 @@ def test_callbacks_of_transformers(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("release", "default"), [("4.57.6", "all"), ("5.0.0", "none")])
 def test_default_of_unmodified_scripts(monkeypatch, release, default):
     """As in the release of transformers that is installed, through each way to make arguments; and undone."""
-    monkeypatch.setattr("hftrainer.compat.swap.importlib.metadata.version", lambda name: release)
+    monkeypatch.setattr("hftrainer.arguments.behaviours.importlib.metadata.version", lambda name: release)
     monkeypatch.setattr(
-        "hftrainer.compat.swap.warnings_of_earlier_imports", lambda caller: []
+        "hftrainer.cli.install.warnings_of_earlier_imports", lambda caller: []
     )  # of what other tests import
 
     @dataclasses.dataclass

@@ -19,7 +19,7 @@ from torch import nn
 
 import hftrainer
 from hftrainer.arguments import behaviours
-from hftrainer.compat import swap
+from hftrainer.cli import install
 from hftrainer.errors import UnsupportedArgument
 from hftrainer.search.ray_search import RaySearch
 from tests.conformance.names_in_use import ABSENT, IN_USE
@@ -38,9 +38,9 @@ def as_installed():
     """Ours follows the installed release, as after `install()`: these tests compare with it."""
     release = behaviours.installed_release()
     behaviours.follow(release)
-    swap._set_defaults(behaviours.earlier_defaults(release))
+    install._set_defaults(behaviours.earlier_defaults(release))
     yield
-    swap.uninstall()
+    install.uninstall()
 
 
 # ---- Methods: overridden in a subclass, called as often and between the same events ----------------------------------

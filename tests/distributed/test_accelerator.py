@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hftrainer.arguments.consistency import OWN
+from hftrainer.assembly.argument_consistency import OWN
 from hftrainer.training_args_seq2seq import Seq2SeqTrainingArguments
 from tests.distributed.test_evaluation import TORCHRUN, python
 

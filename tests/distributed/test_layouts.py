@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from hftrainer import Trainer, TrainingArguments
-from hftrainer.arguments.lightning_config import WrongConfig
-from hftrainer.errors import UnsupportedArgument
+from hftrainer.errors import UnsupportedArgument, WrongConfig
 from hftrainer.parallel.layout import Layout, read_layout, wrong_model
 from tests.distributed.layout_sets import EVALUATED, LAYOUTS
 from tests.distributed.test_evaluation import TORCHRUN, python

@@ -183,7 +183,7 @@ def test_devices_of_a_subclass(tmp_path, library):
 
 
 def test_without_accelerate(tmp_path, monkeypatch):
-    from hftrainer.parallel import accelerate_state
+    from hftrainer.arguments import accelerate_state
 
     monkeypatch.setattr(accelerate_state, "_library", lambda: None)
     args = arguments(hftrainer, tmp_path)

@@ -270,7 +270,7 @@ def test_writer_during_and_after_training(tmp_path):
 @pytest.mark.parametrize("name", CLASSES)
 def test_classes_of_transformers_under_install(tmp_path, name, monkeypatch):
     monkeypatch.setattr(
-        "hftrainer.compat.swap.warnings_of_earlier_imports", lambda caller: []
+        "hftrainer.cli.install.warnings_of_earlier_imports", lambda caller: []
     )  # of what other tests import
     from transformers.integrations import integration_utils
 

@@ -10,7 +10,7 @@ import torch
 from hftrainer import Trainer, TrainerCallback, TrainingArguments
 from hftrainer.checkpointing import staging
 from hftrainer.checkpointing import weights as weights_module
-from hftrainer.checkpointing.rng import numpy_state_types
+from hftrainer.data.random_states import numpy_state_types
 from hftrainer.errors import CheckpointNotWritten
 from tests.parity.differences import OWN_FILES
 from tests.reliability.support import names

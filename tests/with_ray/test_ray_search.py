@@ -18,10 +18,10 @@ from ray.tune.search import BasicVariantGenerator
 from ray.tune.search.optuna import OptunaSearch
 
 from hftrainer import TrainerCallback, TrainingArguments
+from hftrainer.callbacks.notebook import NotebookProgressCallback
+from hftrainer.callbacks.progress import ProgressCallback
 from hftrainer.checkpointing import names
 from hftrainer.errors import DamagedCheckpoint, InvalidArgument, SearchFailed, UnknownArgument, UnsupportedArgument
-from hftrainer.reporting.notebook import NotebookProgressCallback
-from hftrainer.reporting.progress import ProgressCallback
 from hftrainer.search import ray_search
 from hftrainer.search.packing import pack
 from hftrainer.search.ray_search import RaySearch

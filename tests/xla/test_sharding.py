@@ -7,8 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from hftrainer import TrainingArguments
-from hftrainer.arguments.lightning_config import WrongConfig
-from hftrainer.errors import UnsupportedArgument
+from hftrainer.errors import UnsupportedArgument, WrongConfig
 from tests.xla.support import TOLERANCE, assert_close, numbers, run_script, trainer, weights
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 6}

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from lightning.pytorch.accelerators import Accelerator
 
-from hftrainer.parallel.device_limits import OTHERS
+from hftrainer.parallel.devices import OTHERS
 from hftrainer_lightning.strategies import xla
 
 

@@ -9,8 +9,8 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy
 
-from hftrainer.arguments.plan import LightningPlan
 from hftrainer.parallel.deepspeed.run import DeepSpeedRun
+from hftrainer.parallel.plan import LightningPlan
 from hftrainer_lightning import private_api
 from hftrainer_lightning.strategies.make import Prepared
 from hftrainer_lightning.strategies.precision import PlainSteps

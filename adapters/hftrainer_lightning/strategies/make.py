@@ -22,8 +22,8 @@ from lightning.pytorch.strategies import (
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
-from hftrainer.arguments.plan import LightningPlan
 from hftrainer.parallel.fsdp import sharding
+from hftrainer.parallel.plan import LightningPlan
 from hftrainer_lightning import private_api
 from hftrainer_lightning.strategies.precision import precision_plugin
 

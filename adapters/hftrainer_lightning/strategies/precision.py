@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from hftrainer.arguments.plan import LightningPlan
+from hftrainer.parallel.plan import LightningPlan
 from hftrainer_lightning import private_api
 
 

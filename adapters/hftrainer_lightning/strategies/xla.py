@@ -15,7 +15,7 @@ from lightning.pytorch.strategies.single_xla import SingleDeviceXLAStrategy
 from torch import distributed
 from torch.overrides import TorchFunctionMode
 
-from hftrainer.arguments.plan import LightningPlan
+from hftrainer.parallel.plan import LightningPlan
 from hftrainer.parallel.xla import devices as xla
 from hftrainer_lightning import private_api
 from hftrainer_lightning.strategies.make import StaysInPlace

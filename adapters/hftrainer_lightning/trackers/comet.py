@@ -11,7 +11,7 @@ from lightning.pytorch.loggers import CometLogger, Logger
 from hftrainer_lightning.trackers.tracker import Tracker, adapters_of, arguments_of, config_of, renamed
 
 if TYPE_CHECKING:
-    from hftrainer.trainer_callback import TrainerState
+    from hftrainer.callbacks.state import TrainerState
 
 
 class Comet(Tracker):

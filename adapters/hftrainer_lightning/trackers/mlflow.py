@@ -16,8 +16,8 @@ from lightning.pytorch.loggers import Logger, MLFlowLogger
 from hftrainer_lightning.trackers.tracker import LogFolder, Tracker, arguments_of, config_of, is_set
 
 if TYPE_CHECKING:
-    from hftrainer.trainer_callback import TrainerState
-    from hftrainer.training_args import TrainingArguments
+    from hftrainer.arguments.base import BaseArguments
+    from hftrainer.callbacks.state import TrainerState
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class MLflow(Tracker):
     `mlflow` itself reads MLFLOW_TRACKING_URI and MLFLOW_RUN_ID, and decides where to write without them.
     """
 
-    def __init__(self, args: TrainingArguments, folder: LogFolder) -> None:
+    def __init__(self, args: BaseArguments, folder: LogFolder) -> None:
         super().__init__(args, folder)
         self._begun: str | None = None
 

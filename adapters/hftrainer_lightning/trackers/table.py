@@ -13,7 +13,7 @@ from lightning.pytorch.loggers import Logger
 from hftrainer_lightning.trackers.tracker import LogFolder, Tracker
 
 if TYPE_CHECKING:
-    from hftrainer.training_args import TrainingArguments
+    from hftrainer.arguments.base import BaseArguments
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ def is_lightning_logger(candidate: Any) -> bool:
     return issubclass(candidate, Logger) if isinstance(candidate, type) else isinstance(candidate, Logger)
 
 
-def make_tracker(name: str, args: TrainingArguments, folder: LogFolder | None = None) -> Tracker:
+def make_tracker(name: str, args: BaseArguments, folder: LogFolder | None = None) -> Tracker:
     """What writes to one of `TRACKERS`.
 
     Args:
@@ -46,7 +46,7 @@ def make_tracker(name: str, args: TrainingArguments, folder: LogFolder | None = 
 
 
 def make_trackers(
-    names: Iterable[str], loggers: Iterable[Logger], args: TrainingArguments, folder: LogFolder
+    names: Iterable[str], loggers: Iterable[Logger], args: BaseArguments, folder: LogFolder
 ) -> list[Tracker]:
     """What the Trainer writes to, besides what has a callback of its own.
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 
 if TYPE_CHECKING:
-    from hftrainer.trainer_callback import TrainerState
-    from hftrainer.training_args import TrainingArguments
+    from hftrainer.arguments.base import BaseArguments
+    from hftrainer.callbacks.state import TrainerState
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ def adapters_of(model: Any) -> dict[str, Any]:
     return {"peft_config": {name: config.to_dict() for name, config in adapters.items()}}
 
 
-def arguments_of(args: TrainingArguments) -> dict[str, Any]:
+def arguments_of(args: BaseArguments) -> dict[str, Any]:
     """The arguments in values that every tracker can write: a subclass's fields may hold anything."""
     values: dict[str, Any] = json.loads(args.to_json_string())
     return values
@@ -69,7 +69,7 @@ class LogFolder:
         args: of the run.
     """
 
-    def __init__(self, args: TrainingArguments) -> None:
+    def __init__(self, args: BaseArguments) -> None:
         self.args = args
         self._paths: dict[str | None, str] = {}
 
@@ -102,7 +102,7 @@ class Tracker:
     #: Whether an evaluation without training writes the hyperparameters too.
     describes_evaluations = True
 
-    def __init__(self, args: TrainingArguments, folder: LogFolder, given: Logger | None = None) -> None:
+    def __init__(self, args: BaseArguments, folder: LogFolder, given: Logger | None = None) -> None:
         self.args = args
         self.folder = folder
         self._given = self._logger = given
@@ -229,7 +229,7 @@ class TensorBoard(Tracker):
 
     describes_evaluations = False
 
-    def __init__(self, args: TrainingArguments, folder: LogFolder, given: Logger | None = None) -> None:
+    def __init__(self, args: BaseArguments, folder: LogFolder, given: Logger | None = None) -> None:
         super().__init__(args, folder, given)
         #: The folder, where it is not that of all trackers.
         self.directory: str | None = None

@@ -21,7 +21,7 @@ from hftrainer_lightning.trackers.tracker import (
 )
 
 if TYPE_CHECKING:
-    from hftrainer.trainer_callback import TrainerState
+    from hftrainer.callbacks.state import TrainerState
 
 logger = logging.getLogger(__name__)
 

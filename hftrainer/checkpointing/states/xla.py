@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from hftrainer.checkpointing import names
-from hftrainer.checkpointing.reading import read_torch
 from hftrainer.checkpointing.states import MakeOptimizer, PartStates
 from hftrainer.checkpointing.weights import load_weights
+from hftrainer.compat.reading import read_torch
 from hftrainer.errors import CheckpointNotFound
 
 logger = logging.getLogger(__name__)

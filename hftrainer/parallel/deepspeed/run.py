@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from hftrainer.arguments.lightning_config import WrongConfig
-from hftrainer.arguments.plan import LightningPlan
+from hftrainer.errors import WrongConfig
+from hftrainer.parallel.plan import LightningPlan
 from hftrainer.parallel.processes import Processes
 
 

@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import torch
 
-from hftrainer.arguments.lightning_config import WrongConfig
+from hftrainer.errors import WrongConfig
 from hftrainer.parallel.deepspeed.settings import DeepSpeedConfig
 from hftrainer.parallel.processes import Processes
 

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hftrainer.arguments.lightning_config import WrongConfig, read_config
+from hftrainer.errors import WrongConfig
+from hftrainer.parallel.config_files import read_config
 
 #: What `fsdp` and `reshard_after_forward` may name, in the order of the numbers that accelerate gives them from 1.
 STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")

@@ -32,9 +32,9 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.wrap import CustomPolicy
 
-from hftrainer.arguments.lightning_config import WrongConfig
-from hftrainer.arguments.plan import LightningPlan
+from hftrainer.errors import WrongConfig
 from hftrainer.parallel.fsdp.settings import FsdpSettings
+from hftrainer.parallel.plan import LightningPlan
 
 logger = logging.getLogger(__name__)
 

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from hftrainer.parallel.environment import Place
-
-if TYPE_CHECKING:
-    from hftrainer.training_args import TrainingArguments
 
 INSTALL = "pip install 'hftrainer[tpu]', which brings torch_xla; its newest release is 2.9.0, for torch 2.9"
 #: Variables that machines with a TPU have.
@@ -87,42 +83,8 @@ def place() -> Place:
     )
 
 
-def misfits(args: TrainingArguments, here: Place, cores: int | None) -> Iterator[str]:
-    """A sentence for each wish about XLA that cannot be met.
-
-    Args:
-        args: the training arguments.
-        here: where this process stands.
-        cores: `tpu_num_cores`.
-    """
-    on_xla = args.device.type == "xla"
-    if cores is not None and not on_xla and not args.use_cpu:
-        reason = f"torch_xla is missing: {INSTALL}" if not installed() else "there is none: set PJRT_DEVICE=TPU"
-        yield f"tpu_num_cores={cores} needs a TPU, and {reason}."
-    if not on_xla:
-        return
-    if cores is not None and cores != here.local_world_size:
-        yield (
-            f"tpu_num_cores={cores}, and this run uses {here.local_world_size} of this machine's cores: start "
-            "the script with python -m hftrainer run --tpu, which starts a process for each."
-        )
-    if here.world_size > 1 and here.launcher != "xla":
-        yield (
-            f"{here.launcher!r} has started {here.world_size} processes, which find no TPU core of their own: start "
-            "the script with python -m hftrainer run --tpu."
-        )
-    if here.launcher == "xla" and _cores_in_this_process() > 1:
-        yield (
-            "On TPU v2 and v3 two cores share a process, which the Trainer cannot: use one core, or shard over all "
-            "with fsdp_config={'xla': True, 'xla_fsdp_v2': True} in one process."
-        )
-    if args.fp16 or args.fp16_full_eval:
-        yield "fp16: TPUs compute in bfloat16, and torch_xla scales no losses: use bf16."
-    if args.torch_compile:
-        yield "torch_compile=True: XLA compiles the whole step by itself; leave it out."
-
-
-def _cores_in_this_process() -> int:
+def cores_in_this_process() -> int:
+    """How many cores this process drives: two on TPU v2 and v3."""
     from torch_xla import runtime
 
     return runtime.addressable_device_count()

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import distributed, nn
 
-from hftrainer.arguments.lightning_config import WrongConfig
-from hftrainer.arguments.plan import LightningPlan
+from hftrainer.errors import WrongConfig
 from hftrainer.parallel.fsdp.settings import FsdpSettings, XlaSettings, nearest
+from hftrainer.parallel.plan import LightningPlan
 from hftrainer.parallel.xla import devices as xla
 
 logger = logging.getLogger(__name__)

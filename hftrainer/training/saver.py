@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from hftrainer.arguments.choices import SaveStrategy
 from hftrainer.assembly.rooms import Room
+from hftrainer.callbacks.state import drop_from_json, export_states
 from hftrainer.checkpointing import names, resume
 from hftrainer.checkpointing.progress import RunProgress, as_dict, load_progress, position_settings, save_progress
-from hftrainer.checkpointing.rng import rng_state
 from hftrainer.checkpointing.states import MakeOptimizer
 from hftrainer.compat import peers
 from hftrainer.compat.overrides import call_with_accepted
-from hftrainer.trainer_callback import drop_from_json, export_states
-from hftrainer.trainer_utils import SaveStrategy
-from hftrainer.training.schedule import TrainingSchedule
+from hftrainer.data.random_states import rng_state
+from hftrainer.data.schedule import TrainingSchedule
 
 logger = logging.getLogger(__name__)
 

@@ -12,20 +12,17 @@ import importlib.util
 import os
 import sys
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.errors import InvalidArgument
 
-if TYPE_CHECKING:
-    from hftrainer.training_args import TrainingArguments
-
 _TRUE = ("1", "on", "t", "true", "y", "yes")
 
 
-def begin(args: TrainingArguments) -> None:
+def begin(args: Any) -> None:
     """Set up `PartialState` with the arguments, and let the state of an earlier Trainer go, as transformers does.
 
     Before the processes are connected it says that this one is on its own, so that nobody waits for the others.
@@ -37,7 +34,7 @@ def begin(args: TrainingArguments) -> None:
     _fill_partial(library, args, _kind(args))
 
 
-def _kind(args: TrainingArguments) -> str:
+def _kind(args: Any) -> str:
     """What accelerate calls the processes, as far as they are connected."""
     if args.device.type == "xla":
         return "XLA"
@@ -49,7 +46,7 @@ def _kind(args: TrainingArguments) -> str:
     return f"MULTI_{kind}" if args.world_size > 1 else "NO"
 
 
-def follow(args: TrainingArguments, accelerator: Any) -> None:
+def follow(args: Any, accelerator: Any) -> None:
     """Let both states say what the Trainer's accelerator says, before each of its runs.
 
     Args:
@@ -83,7 +80,7 @@ def follow(args: TrainingArguments, accelerator: Any) -> None:
         state._shared_state["fsdp_plugin"] = accelerator.state.fsdp_plugin
 
 
-def current(args: TrainingArguments) -> Any:
+def current(args: Any) -> Any:
     """Accelerate's `PartialState`, or where accelerate is not installed, an object with its names."""
     library = _library()
     if library is not None:
@@ -119,7 +116,7 @@ def _library() -> Any:
         return None
 
 
-def _fill_partial(library: Any, args: TrainingArguments, kind: str) -> None:
+def _fill_partial(library: Any, args: Any, kind: str) -> None:
     connected = args.world_size > 1 and torch.distributed.is_initialized()
     backend = torch.distributed.get_backend() if connected else None
     found = {  # before the state is cleared, which arguments of transformers read
@@ -145,7 +142,7 @@ def _check_configured(state: Any, accelerator: Any) -> None:
         )
 
 
-def _dynamo(args: TrainingArguments) -> Any:
+def _dynamo(args: Any) -> Any:
     """Accelerate's plugin for `torch.compile`; of a backend that it does not know it says nothing."""
     from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 

@@ -1,19 +1,16 @@
-"""Devices besides CPU, CUDA and MPS, and what each device cannot do."""
+"""What the device cannot do of what the arguments ask for."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 from torch import distributed
 
-if TYPE_CHECKING:
-    from hftrainer.training_args import TrainingArguments
+from hftrainer.arguments.base import BaseArguments
+from hftrainer.parallel.devices import OTHERS, own_backend
 
-#: Devices that Lightning does not know, whose modules in torch follow `torch.cuda`.
-OTHERS = ("xpu", "mlu", "musa", "npu")
 #: Devices that a run cannot be planned for → why.
 REFUSED = {
     "hpu": "Gaudi needs operators of torch replaced and its graphs marked in the loop, which optimum-habana does",
@@ -31,16 +28,9 @@ BACKENDS = {
     "cncl": (("mlu",), "it comes with torch_mlu"),
     "mccl": (("musa",), "it comes with torch_musa"),
 }
-#: Backends that take only what is on their accelerator.
-ON_DEVICE = {"nccl": "cuda", "xccl": "xpu", "hccl": "npu", "cncl": "mlu", "mccl": "musa"}
 
 
-def count(device: torch.device) -> int | None:
-    """How many of a device this process sees; None for those that have no number."""
-    return torch.get_device_module(device).device_count() if device.type in ("cuda", *OTHERS) else None
-
-
-def wrong_device(args: TrainingArguments, precision: str, processes: int, spreads: bool) -> Iterator[str]:
+def check_device(args: BaseArguments, precision: str, processes: int, spreads: bool) -> Iterator[str]:
     """A sentence for each wish that the device cannot fulfil.
 
     Args:
@@ -67,11 +57,11 @@ def wrong_device(args: TrainingArguments, precision: str, processes: int, spread
         yield f"ddp_backend={args.ddp_backend!r}{reason}: use {own_backend(kind)!r}, or leave it out."
 
 
-def _asks_for_cpu(args: TrainingArguments) -> bool:
+def _asks_for_cpu(args: BaseArguments) -> bool:
     return getattr(args, "_on_cpu", args.use_cpu)
 
 
-def _why_no_mps(args: TrainingArguments) -> str:
+def _why_no_mps(args: BaseArguments) -> str:
     if _asks_for_cpu(args):
         return "use_cpu=True contradicts it"
     if not torch.backends.mps.is_built():
@@ -106,8 +96,3 @@ def _wrong_backend(given: str, kind: str, several: bool) -> str | None:
             return f": this torch has no {name!r}" + (f" ({BACKENDS[name][1]})" if name in BACKENDS else "")
         serves.update(device or registered.get(name) or BACKENDS[name][0])
     return f" does not connect processes on {kind}" if several and kind not in serves else None
-
-
-def own_backend(kind: str) -> str:
-    """The backend that is made for a device."""
-    return next((name for name, device in ON_DEVICE.items() if device == kind), "gloo")

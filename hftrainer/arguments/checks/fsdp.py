@@ -10,7 +10,7 @@ from hftrainer.parallel.fsdp.settings import FsdpSettings
 from hftrainer.parallel.xla import devices as xla
 
 if TYPE_CHECKING:
-    from hftrainer.training_args import TrainingArguments
+    from hftrainer.arguments.base import BaseArguments
 
 #: Optimizers whose states torch cannot share out, or which step with whole weights: parts of their names.
 _NEED_WHOLE = ("bnb", "paged", "lion", "ademamix", "rmsprop_", "galore", "apollo", "lomo", "grokadamw")
@@ -18,8 +18,8 @@ _NEED_WHOLE = ("bnb", "paged", "lion", "ademamix", "rmsprop_", "galore", "apollo
 _NEED_SHAPES = ("adafactor", "adamw_hf", "stable_adamw")
 
 
-def limits(
-    args: TrainingArguments, settings: FsdpSettings, config: Mapping[str, Any], *, launched: bool, own_optimizer: bool
+def check_fsdp(
+    args: BaseArguments, settings: FsdpSettings, config: Mapping[str, Any], *, launched: bool, own_optimizer: bool
 ) -> Iterator[str]:
     """A sentence for each way in which the model cannot be sharded as it is asked for.
 
@@ -57,7 +57,7 @@ def limits(
     yield from _of_saving(args, settings, config)
 
 
-def _of_xla(args: TrainingArguments, settings: FsdpSettings) -> Iterator[str]:
+def _of_xla(args: BaseArguments, settings: FsdpSettings) -> Iterator[str]:
     assert settings.xla is not None
     if args.device.type != "xla":
         missing = "torch_xla is missing: " + xla.INSTALL if not xla.installed() else "training is on another device"
@@ -81,7 +81,7 @@ def _of_xla(args: TrainingArguments, settings: FsdpSettings) -> Iterator[str]:
         yield f"fsdp_config[{name!r}] is of torch's FSDP, and with 'xla' torch_xla shards: {instead}."
 
 
-def _of_optimizers(args: TrainingArguments, settings: FsdpSettings, own_optimizer: bool) -> Iterator[str]:
+def _of_optimizers(args: BaseArguments, settings: FsdpSettings, own_optimizer: bool) -> Iterator[str]:
     name = str(getattr(args.optim, "value", args.optim))
     if settings.xla is not None and settings.xla.spmd:
         return  # parameters stay as they are
@@ -97,7 +97,7 @@ def _of_optimizers(args: TrainingArguments, settings: FsdpSettings, own_optimize
         )
 
 
-def _of_saving(args: TrainingArguments, settings: FsdpSettings, config: Mapping[str, Any]) -> Iterator[str]:
+def _of_saving(args: BaseArguments, settings: FsdpSettings, config: Mapping[str, Any]) -> Iterator[str]:
     if settings.state_dict_type != "FULL_STATE_DICT" and config.get("async_checkpoint"):
         yield (
             "lightning_config['async_checkpoint']=True writes from one process, and fsdp_config['state_dict_type']="

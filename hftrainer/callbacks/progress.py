@@ -8,9 +8,10 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from hftrainer.arguments.behaviours import of_arguments
+from hftrainer.callbacks.base import TrainerCallback, is_kind
+from hftrainer.callbacks.handler import BARS
 from hftrainer.compat import swap
-from hftrainer.trainer_callback import BARS, TrainerCallback, is_kind
-from hftrainer.trainer_utils import has_length
+from hftrainer.compat.functions import has_length
 
 if TYPE_CHECKING:
     from hftrainer.training_args import TrainingArguments
@@ -38,7 +39,7 @@ def own_progress(args: TrainingArguments, callbacks: list[Any]) -> type[TrainerC
     if bar is not ProgressCallback:
         return bar
     if in_notebook():
-        from hftrainer.reporting.notebook import NotebookProgressCallback
+        from hftrainer.callbacks.notebook import NotebookProgressCallback
 
         return NotebookProgressCallback
     return ProgressCallback

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from hftrainer.checkpointing.reading import read_torch
 from hftrainer.compat import peers
+from hftrainer.compat.reading import read_torch
 
 logger = logging.getLogger(__name__)
 

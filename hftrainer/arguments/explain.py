@@ -12,7 +12,7 @@ from hftrainer.arguments.behaviours import NEWEST, Behaviours, installed_release
 from hftrainer.arguments.resolved import ResolvedArguments
 
 if TYPE_CHECKING:
-    from hftrainer.training_args import TrainingArguments
+    from hftrainer.arguments.base import BaseArguments
 
 WIDTH = 80
 TITLES = {
@@ -71,7 +71,7 @@ class Explanation:
         return "\n".join([*parts, *_shown(self.behaviours), "", "The same by hand", *_indented(self.call)])
 
 
-def explain(args: TrainingArguments) -> Explanation:
+def explain(args: BaseArguments) -> Explanation:
     """Explain some arguments; starts nothing, and imports neither lightning nor transformers."""
     from hftrainer.arguments.table import TABLE, make_plan, row_of
 

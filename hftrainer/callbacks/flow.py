@@ -1,0 +1,123 @@
+"""The callbacks that decide when to log, evaluate, save and stop."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from hftrainer.arguments.behaviours import of_arguments
+from hftrainer.arguments.choices import IntervalStrategy, SaveStrategy
+from hftrainer.callbacks.base import TrainerCallback
+from hftrainer.callbacks.state import ExportableState
+from hftrainer.errors import MissingFollowedMetric
+
+logger = logging.getLogger(__name__)
+
+
+class DefaultFlowCallback(TrainerCallback):
+    """Logs, evaluates, saves and stops as the arguments say, in the way of the release that they follow."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        """Decide what is due at this optimizer step."""
+        step = state.global_step
+        if (step == 1 and args.logging_first_step) or _due(args.logging_strategy, step, state.logging_steps):
+            control.should_log = True
+        evaluates = args.eval_strategy == IntervalStrategy.STEPS and args.eval_delay <= step
+        if evaluates and _due(args.eval_strategy, step, state.eval_steps):
+            control.should_evaluate = True
+        if _due(args.save_strategy, step, state.save_steps):
+            control.should_save = True
+        if step >= state.max_steps:
+            control.should_training_stop = True
+            follows = of_arguments(args)
+            if evaluates and follows.evaluates_at_last_step:
+                control.should_evaluate = True
+            by_epochs = args.save_strategy == SaveStrategy.EPOCH and not follows.saves_last_step_by_steps
+            if args.save_strategy == SaveStrategy.STEPS or by_epochs:  # even off the beat (since v4.47)
+                control.should_save = True
+        return control
+
+    def on_epoch_end(self, args, state, control, **kwargs):
+        """Decide what is due at the end of this epoch."""
+        if args.logging_strategy == IntervalStrategy.EPOCH:
+            control.should_log = True
+        if args.eval_strategy == IntervalStrategy.EPOCH and args.eval_delay <= state.epoch:
+            control.should_evaluate = True
+        if args.save_strategy == SaveStrategy.EPOCH:
+            control.should_save = True
+        return control
+
+
+#: What every Trainer begins with. A script may change the list, or put another under `transformers.trainer`.
+DEFAULT_CALLBACKS: list[Any] = [DefaultFlowCallback]
+
+
+def _due(strategy: IntervalStrategy | SaveStrategy, step: int, interval: float) -> bool:
+    return strategy == IntervalStrategy.STEPS and interval > 0 and step % interval == 0
+
+
+class EarlyStoppingCallback(TrainerCallback, ExportableState):
+    """Stops training when `metric_for_best_model` no longer improves.
+
+    Args:
+        early_stopping_patience: evaluations in a row without improvement before training stops.
+        early_stopping_threshold: how much better than the best so far counts as an improvement, in metric units.
+    """
+
+    def __init__(self, early_stopping_patience: int = 1, early_stopping_threshold: float | None = 0.0) -> None:
+        self.early_stopping_patience = early_stopping_patience
+        self.early_stopping_threshold = early_stopping_threshold
+        self.early_stopping_patience_counter = 0
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        """Check that there will be a metric to follow.
+
+        Raises:
+            MissingFollowedMetric: without `metric_for_best_model`, or without evaluation.
+        """
+        if args.metric_for_best_model is None:
+            raise MissingFollowedMetric("EarlyStoppingCallback follows metric_for_best_model: name a metric there.")
+        if args.eval_strategy == IntervalStrategy.NO:
+            raise MissingFollowedMetric("EarlyStoppingCallback needs evaluation during training: set eval_strategy.")
+        if not args.load_best_model_at_end:
+            logger.warning(
+                "EarlyStoppingCallback without load_best_model_at_end: the last model is kept, not the best."
+            )
+
+    def check_metric_value(self, args, state, control, metric_value):
+        """Count an evaluation without improvement, or begin to count again. Override it for another rule."""
+        if self._improves(args, state, metric_value):
+            self.early_stopping_patience_counter = 0
+        else:
+            self.early_stopping_patience_counter += 1
+
+    def on_evaluate(self, args, state, control, metrics=None, **kwargs):
+        """Count the evaluations without improvement, and stop when there were too many."""
+        value = (metrics or {}).get(evaluation_key(args.metric_for_best_model))
+        if value is None:
+            logger.warning("Early stopping found no %s among %s.", args.metric_for_best_model, sorted(metrics or {}))
+            return
+        self.check_metric_value(args, state, control, value)
+        if self.early_stopping_patience_counter >= self.early_stopping_patience:
+            control.should_training_stop = True
+
+    def _improves(self, args, state, value: float) -> bool:
+        if state.best_metric is None:
+            return True
+        gain = value - state.best_metric if args.greater_is_better else state.best_metric - value
+        return gain > 0 and gain > (self.early_stopping_threshold or 0.0)
+
+    def state(self) -> dict[str, Any]:
+        """Patience, threshold and the count so far."""
+        return {
+            "args": {
+                "early_stopping_patience": self.early_stopping_patience,
+                "early_stopping_threshold": self.early_stopping_threshold,
+            },
+            "attributes": {"early_stopping_patience_counter": self.early_stopping_patience_counter},
+        }
+
+
+def evaluation_key(metric: str) -> str:
+    """The name under which evaluation reports a metric: with its 'eval_'."""
+    return metric if metric.startswith("eval_") else f"eval_{metric}"

@@ -1,0 +1,178 @@
+"""The state of a training run, and the switches that callbacks set."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hftrainer.arguments.base import BaseArguments
+from hftrainer.arguments.trials import hyperparameters
+
+
+class ExportableState:
+    """Something whose state goes into `trainer_state.json` and comes back on resume (since v4.42).
+
+    `state()` returns `{"args": constructor arguments, "attributes": what to set afterwards}`, JSON values only.
+    """
+
+    def state(self) -> dict[str, Any]:
+        """The state to save."""
+        raise NotImplementedError(f"{type(self).__name__} is an ExportableState and must define state()")
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> ExportableState:
+        """A new object from what `state()` returned."""
+        instance = cls(**state["args"])
+        for name, value in state["attributes"].items():
+            setattr(instance, name, value)
+        return instance
+
+
+@dataclass
+class TrainerState:
+    """Where a training run stands; what `trainer_state.json` holds.
+
+    A step is an optimizer step, whatever the number of micro-batches behind it.
+
+    Attributes:
+        epoch: passes over the data done so far, with the fraction of the current one.
+        global_step: optimizer steps done.
+        max_steps: optimizer steps that the whole run will do.
+        logging_steps, eval_steps, save_steps: optimizer steps between two of each, shares already resolved.
+        train_batch_size: samples in a micro-batch of one process.
+        num_train_epochs: passes over the data that the run begins, the last possibly cut short.
+        num_input_tokens_seen: input tokens over all processes, when they are counted.
+        total_flos: floating-point operations done.
+        log_history: every log line, in order.
+        best_metric, best_global_step, best_model_checkpoint: value, step and folder of the best model so far.
+        stateful_callbacks: states of the callbacks that export one, by class name.
+    """
+
+    epoch: float | None = 0
+    global_step: int = 0
+    max_steps: int = 0
+    logging_steps: float = 500
+    eval_steps: float = 500
+    save_steps: float = 500
+    train_batch_size: int | None = None
+    num_train_epochs: int = 0
+    num_input_tokens_seen: int = 0
+    total_flos: float = 0
+    log_history: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    best_metric: float | None = None
+    best_global_step: int | None = None
+    best_model_checkpoint: str | None = None
+    is_local_process_zero: bool = True
+    is_world_process_zero: bool = True
+    is_hyper_param_search: bool = False
+    trial_name: str | None = None
+    trial_params: dict[str, Any] | None = None
+    stateful_callbacks: Any = None
+
+    def __post_init__(self) -> None:
+        if self.log_history is None:  # as in files written by v4
+            self.log_history = []
+        if not isinstance(self.stateful_callbacks, dict):
+            self.stateful_callbacks = export_states(self.stateful_callbacks or [])
+
+    def save_to_json(self, json_path: str) -> None:
+        """Write the state as JSON."""
+        with open(json_path, "w", encoding="utf-8") as file:
+            file.write(json.dumps(dataclasses.asdict(self), indent=2, sort_keys=True) + "\n")
+
+    @classmethod
+    def load_from_json(cls, json_path: str) -> TrainerState:
+        """Read a state; fields that other releases wrote and this one does not know are left out."""
+        with open(json_path, encoding="utf-8") as file:
+            values = json.load(file)
+        known = {field.name for field in dataclasses.fields(cls)}
+        return cls(**{name: value for name, value in values.items() if name in known})
+
+    def compute_steps(self, args: BaseArguments, max_steps: int) -> None:
+        """Resolve the intervals given as shares of `max_steps` into optimizer steps."""
+        for name in ("logging_steps", "eval_steps", "save_steps"):
+            steps = getattr(args, name)
+            if steps is not None:
+                setattr(self, name, math.ceil(max_steps * steps) if steps < 1 else steps)
+
+    def init_training_references(self, trainer: Any, max_steps: int, num_train_epochs: int, trial: Any) -> None:
+        """Take over how long a run is, which process this is, and the hyperparameter trial (since v4.52).
+
+        Args:
+            trainer: whose run it is.
+            max_steps: optimizer steps of the run.
+            num_train_epochs: passes over the data that it begins.
+            trial: the trial, or None.
+        """
+        self.max_steps = max_steps
+        self.num_train_epochs = num_train_epochs
+        self.is_local_process_zero = trainer.is_local_process_zero()
+        self.is_world_process_zero = trainer.is_world_process_zero()
+        self.trial_params = None if trial is None else dict(hyperparameters(trial))
+        if trial is not None and trainer.hp_name is not None:
+            self.trial_name = trainer.hp_name(trial)
+
+
+def drop_from_json(path: str, name: str) -> None:
+    """Take a value out of a JSON file that holds an object."""
+    with open(path, encoding="utf-8") as file:
+        values = json.load(file)
+    values.pop(name, None)
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(json.dumps(values, indent=2, sort_keys=True) + "\n")
+
+
+def export_states(callbacks: Sequence[Any]) -> dict[str, Any]:
+    """States of the callbacks by class name; several of one class become a list."""
+    states: dict[str, Any] = {}
+    for callback in callbacks:
+        name = type(callback).__name__
+        if name not in states:
+            states[name] = callback.state()
+        elif isinstance(states[name], list):
+            states[name].append(callback.state())
+        else:
+            states[name] = [states[name], callback.state()]
+    return states
+
+
+def is_exportable(callback: Any) -> bool:
+    """Whether the callback exports a state: ours, or transformers' by the same protocol."""
+    return callable(getattr(callback, "state", None)) and callable(getattr(type(callback), "from_state", None))
+
+
+@dataclass
+class TrainerControl(ExportableState):
+    """The switches by which callbacks steer training.
+
+    Attributes:
+        should_training_stop: end training; stays set.
+        should_epoch_stop: end this epoch; cleared when the next begins.
+        should_save, should_evaluate, should_log: do so at this step; cleared when the next begins.
+    """
+
+    should_training_stop: bool = False
+    should_epoch_stop: bool = False
+    should_save: bool = False
+    should_evaluate: bool = False
+    should_log: bool = False
+
+    def _new_training(self) -> None:
+        """Clear what holds for a whole run. This and the next two are for loops of scripts, as in transformers."""
+        self.should_training_stop = False
+
+    def _new_epoch(self) -> None:
+        """Clear what holds for an epoch."""
+        self.should_epoch_stop = False
+
+    def _new_step(self) -> None:
+        """Clear what holds for an optimizer step."""
+        self.should_save = self.should_evaluate = self.should_log = False
+
+    def state(self) -> dict[str, Any]:
+        """The switches as they stand."""
+        return {"args": dataclasses.asdict(self), "attributes": {}}
