@@ -9,8 +9,8 @@ from hftrainer.arguments.choices import HPSearchBackend
 from hftrainer.arguments.trials import hyperparameters
 from hftrainer.compat.overrides import refuse_uncalled
 from hftrainer.errors import InvalidArgument, InvalidSetup, MissingPackage, UnsupportedArgument
+from hftrainer.parallel.worker import refuse_in_worker
 from hftrainer.search.backend import SearchBackend
-from hftrainer.search.jobs import refuse_in_worker
 from hftrainer.search.optuna_search import OptunaSearch
 from hftrainer.search.ray_search import RaySearch
 from hftrainer.search.trial_arguments import model_takes_trial, set_arguments
@@ -18,7 +18,7 @@ from hftrainer.search.wandb_search import WandbSearch
 from hftrainer.trainer_utils import BestRun, default_compute_objective
 
 if TYPE_CHECKING:
-    from hftrainer.trainer import Trainer
+    from hftrainer.training.trainer_api import TrainerApi
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ def find_backend(backend: str | HPSearchBackend | None) -> tuple[HPSearchBackend
 
 
 def search(
-    trainer: Trainer,
+    trainer: TrainerApi,
     hp_space: Any,
     compute_objective: Any,
     n_trials: int | None,
@@ -87,7 +87,7 @@ def search(
         trainer._hftrainer.args_have_changed = True
 
 
-def set_trial_arguments(trainer: Trainer, trial: Any) -> None:
+def set_trial_arguments(trainer: TrainerApi, trial: Any) -> None:
     """Give the Trainer's arguments the values of a trial; all others are those from before the search."""
     if trainer._hftrainer.search is None:  # `train(trial=...)` by itself
         params = hyperparameters(trial)
@@ -98,7 +98,7 @@ def set_trial_arguments(trainer: Trainer, trial: Any) -> None:
     logger.info("Trial: %s", dict(params))
 
 
-def _restore_arguments(trainer: Trainer) -> None:
+def _restore_arguments(trainer: TrainerApi) -> None:
     before = trainer._hftrainer.searched_arguments
     assert before is not None
     vars(trainer.args).clear()

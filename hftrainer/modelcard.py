@@ -23,7 +23,7 @@ from hftrainer.reporting.metrics import write_whole
 if TYPE_CHECKING:
     from huggingface_hub import EvalResult, ModelCardData
 
-    from hftrainer.trainer import Trainer
+    from hftrainer.training.trainer_api import TrainerApi
 
 GENERATED = "generated_from_trainer"
 _COMMENT = (
@@ -95,7 +95,7 @@ class TrainingSummary:
     @classmethod
     def from_trainer(
         cls,
-        trainer: Trainer,
+        trainer: TrainerApi,
         language: str | list[str] | None = None,
         license: str | None = None,
         tags: str | list[str] | None = None,
@@ -115,7 +115,7 @@ class TrainingSummary:
         Raises:
             InvalidArgument: for values of another type, naming them.
         """
-        model = trainer._hftrainer.run.bare_model
+        model = trainer._hftrainer.bare_model
         finetuned_from, folder = finetuned_from or origins.base_model_of(model), Path(str(trainer.args.output_dir))
         summary = cls(
             model_name=model_name or folder.name or finetuned_from or folder.resolve().name,
@@ -244,7 +244,7 @@ class TrainingSummary:
         return f"{model}, {how}{data}."
 
 
-def create_model_card(trainer: Trainer, tags: str | list[str] | None = None, **given: Any) -> None:
+def create_model_card(trainer: TrainerApi, tags: str | list[str] | None = None, **given: Any) -> None:
     """Write the card of a run into its output folder, with a picture of its curves; on the main process.
 
     The tags of the model and of a card that is there already are kept. What else stands in such a card is replaced.
@@ -259,7 +259,7 @@ def create_model_card(trainer: Trainer, tags: str | list[str] | None = None, **g
     """
     if not trainer.is_world_process_zero():
         return
-    folder, model = Path(str(trainer.args.output_dir)), trainer._hftrainer.run.bare_model
+    folder, model = Path(str(trainer.args.output_dir)), trainer._hftrainer.bare_model
     summary = TrainingSummary.from_trainer(trainer, tags=tags, **given)
     kept = [*(getattr(model, "model_tags", None) or []), *tags_in(folder / CARD_NAME)]
     summary.tags = list(dict.fromkeys([*_listed(tags), *kept, GENERATED]))
@@ -308,11 +308,11 @@ def _bullets(values: dict[str, Any] | None) -> str:
     return "\n".join(f"- {name}: {shown(value)}" for name, value in (values or {}).items())
 
 
-def _step_of_best(trainer: Trainer) -> int | None:
+def _step_of_best(trainer: TrainerApi) -> int | None:
     return trainer.state.best_global_step if trainer.args.load_best_model_at_end else None
 
 
-def _count_samples(trainer: Trainer) -> dict[str, int]:
+def _count_samples(trainer: TrainerApi) -> dict[str, int]:
     evaluation = trainer.eval_dataset
     several = {f"evaluation, {name}": one for name, one in evaluation.items()} if isinstance(evaluation, dict) else None
     data = {"training": trainer.train_dataset, **({"evaluation": evaluation} if several is None else several)}

@@ -3,72 +3,50 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import math
 import os
 import tempfile
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import DataLoader, Sampler
 
 from hftrainer import hyperparameter_search, integrations, trainer_optimizer
-from hftrainer.arguments import behaviours, legacy
-from hftrainer.arguments.choices import HPSearchBackend, HubStrategy, SaveStrategy
-from hftrainer.arguments.logging import which_tokens
+from hftrainer.arguments import behaviours
+from hftrainer.arguments.choices import HPSearchBackend
 from hftrainer.arguments.older import complete
 from hftrainer.assembly import copying
 from hftrainer.assembly.internals import Internals
 from hftrainer.callbacks.progress import ProgressCallback
 from hftrainer.callbacks.state import TrainerState
-from hftrainer.checkpointing import names, resume, staging
-from hftrainer.checkpointing.folders import by_step, complete_rotation, keep_only, rotate_checkpoints, sort_checkpoints
+from hftrainer.checkpointing import names, resume
+from hftrainer.checkpointing.folders import by_step, rotate_checkpoints, sort_checkpoints
 from hftrainer.checkpointing.lightning_file import unpack
-from hftrainer.checkpointing.weights import save_configs, save_weights
-from hftrainer.compat import peers
-from hftrainer.compat.functions import has_length, number_of_arguments
 from hftrainer.compat.overrides import (
-    call_with_accepted,
     make_scheduler,
     recorded,
-    runs_backward,
     shadowable,
-    with_accepted,
 )
 from hftrainer.data import columns
-from hftrainer.data.loaders import PreparedDataLoader, to_device
 from hftrainer.data.random_states import load_rng_state, save_rng_state
-from hftrainer.data.schedule import EarlierSchedule, TrainingSchedule, place_of, plan_schedule
-from hftrainer.data.tokens import count_tokens
-from hftrainer.debug_utils import DebugUnderflowOverflow
-from hftrainer.engine.deepspeed import begin_deepspeed
-from hftrainer.errors import HubError, InvalidArgument, InvalidSetup, UnsupportedArgument
-from hftrainer.evaluation import gathering
-from hftrainer.hub.references import card_parameters
-from hftrainer.model.changes import changed_for_training, set_tf32
+from hftrainer.data.schedule import EarlierSchedule, TrainingSchedule
+from hftrainer.data.tokens import number_of_tokens
+from hftrainer.errors import HubError, InvalidArgument, InvalidSetup
+from hftrainer.model.changes import set_tf32
 from hftrainer.modelcard import create_model_card
-from hftrainer.optimization import follows_metric, get_scheduler
-from hftrainer.parallel import devices
-from hftrainer.parallel.seeds import seed_worker
 from hftrainer.reporting.memory import TrainerMemoryTracker
-from hftrainer.reporting.metrics import mean_loss, metric_named, print_table, write_metrics
+from hftrainer.reporting.metrics import print_table, write_metrics
 from hftrainer.trainer_callback import (
     DEFAULT_CALLBACKS as DEFAULT_CALLBACKS,
 )
-from hftrainer.trainer_pt_utils import metrics_format, nested_detach, nested_numpify, rebuilt
-from hftrainer.trainer_utils import BestRun, EvalLoopOutput, PredictionOutput, TrainOutput, speed_metrics
-from hftrainer.training.finders import find_batch_size, find_learning_rate
-from hftrainer.training.interruption import Interruption
-from hftrainer.training.logged_metrics import LoggedMetrics
-from hftrainer.training.loop import TrainingLoop
-from hftrainer.training.loss import first_output, outputs_without
-from hftrainer.training.out_of_memory import is_out_of_memory
-from hftrainer.training_args import TrainingArguments, without_tokens
+from hftrainer.trainer_pt_utils import metrics_format, nested_numpify
+from hftrainer.trainer_utils import BestRun, EvalLoopOutput, PredictionOutput, TrainOutput
+from hftrainer.training.run import OfRun
+from hftrainer.training_args import TrainingArguments
 
 if TYPE_CHECKING:
     from hftrainer.callbacks.handler import CallbackHandler
@@ -146,8 +124,8 @@ class Trainer:
     is_fsdp_xla_enabled: bool
     is_fsdp_xla_v1_enabled: bool
     is_fsdp_xla_v2_enabled: bool
-    current_flos: float
-    current_gradient_accumulation_steps: int
+    current_flos = OfRun("flos")
+    current_gradient_accumulation_steps = OfRun("accumulation")
     neftune_noise_alpha: float | None
     neftune_hook_handle: Any  # of the noise in a run; it stays when the noise is taken off
     hp_name: Callable[[Any], str] | None
@@ -157,17 +135,17 @@ class Trainer:
     objective: Any
     hub_model_id: str | None
     push_in_progress: Any
-    _train_batch_size: int
+    _train_batch_size = OfRun("train_batch_size")
     _eval_dataloaders: dict[Any, Any]
     _signature_columns: list[str] | None
-    _past: Any
-    _trial: Any
-    _created_lr_scheduler: bool
-    _tr_loss: torch.Tensor  # of shape (), on the device: the loss since the last log line; during and after a run
-    _total_loss_scalar: float
-    _globalstep_last_logged: int
-    _initial_global_step: int
-    _initial_num_input_tokens_seen: int
+    _past = OfRun("past")
+    _trial = OfRun("trial")
+    _created_lr_scheduler = OfRun("made_scheduler")
+    _tr_loss = OfRun("loss")
+    _total_loss_scalar = OfRun("total_loss")
+    _globalstep_last_logged = OfRun("last_logged")
+    _initial_global_step = OfRun("initial_step")
+    _initial_num_input_tokens_seen = OfRun("initial_tokens")
     _loss_shifts_labels: bool
     _mixed_mesh_grads: bool | None
 
@@ -200,7 +178,7 @@ class Trainer:
         own.behaviours = behaviours.chosen(own.resolved.readable_config)
         self._memory_tracker = TrainerMemoryTracker(self.args.skip_memory_metrics)
         self._memory_tracker.start()
-        own.setup.set_log_level()
+        own.settings.set_log_level()
         set_tf32(self.args.tf32)
         self.train_dataset = train_dataset
         self.eval_dataset = eval_dataset
@@ -220,8 +198,8 @@ class Trainer:
         trackers = integrations.further_trackers(reports, loggers, self.args, own.log_folder)
         self.model = model  # type: ignore[assignment]  # None until model_init is called
         self.create_accelerator_and_postprocess()
-        own.setup.seed()  # not before: libraries of the engine draw random numbers when they are imported
-        own.setup.set_model(model if model is not None else self.call_model_init())
+        own.model_setup.seed()  # not before: libraries of the engine draw random numbers when they are imported
+        own.model_setup.set_model(model if model is not None else self.call_model_init())
         own.setup.init_attributes()
         if not isinstance(callbacks, (list, tuple, type(None))):
             raise TypeError(f"callbacks={callbacks!r}: give a list of callbacks.")
@@ -255,25 +233,11 @@ class Trainer:
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Move the model, unless it is spread over devices already."""
-        if getattr(model, "hf_device_map", None) is not None:
-            return
-        if device.type == "xla":
-            from hftrainer.parallel.xla.devices import move_model
-
-            move_model(model, device)
-        else:
-            model.to(device)
+        self._hftrainer.model_setup.move(model, device)
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """A new model from `model_init`, given the trial if it takes an argument."""
-        assert self.model_init is not None
-        count = number_of_arguments(self.model_init)
-        if count > 1:
-            raise InvalidSetup(f"model_init must take no argument or one, the trial; it takes {count}.")
-        model = self.model_init(trial) if count else self.model_init()
-        if model is None:
-            raise InvalidSetup("model_init returned None: it must return the model.")
-        return model
+        return self._hftrainer.model_setup.call_model_init(trial)
 
     @property
     def tokenizer(self) -> Any:
@@ -341,27 +305,11 @@ class Trainer:
         Args:
             eval_dataset: a dataset, or the name of one in the dict given to Trainer; None is Trainer's own.
         """
-        if eval_dataset is None and self.eval_dataset is None:
-            raise InvalidArgument("Evaluation needs an eval_dataset: pass one to Trainer or to evaluate().")
-        key = "eval" if eval_dataset is None else eval_dataset if isinstance(eval_dataset, str) else ...
-        if key in self._eval_dataloaders:
-            return self._eval_dataloaders[key]
-        if isinstance(eval_dataset, str):
-            eval_dataset = self.eval_dataset[eval_dataset]
-        dataset = eval_dataset if eval_dataset is not None else self.eval_dataset
-        loader = self._get_dataloader(dataset, "evaluation", self.args.eval_batch_size, self._get_eval_sampler)
-        if self.args.dataloader_persistent_workers and key is not ...:
-            self._eval_dataloaders[key] = loader  # or each evaluation would start workers that stay
-            progress = None if self._hftrainer.loop is None else self._hftrainer.loop.progress
-            if progress is not None and key in progress.evaluation_workers and isinstance(loader, PreparedDataLoader):
-                loader.spare_seed()
-        return loader
+        return self._hftrainer.loaders.evaluation_loader(eval_dataset)
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
         """The loader for `predict`: in the order of the dataset, unless a subclass has its own `_get_eval_sampler`."""
-        own = self._hftrainer.is_overridden("_get_eval_sampler")
-        sampler = self._get_eval_sampler if own else lambda data: SequentialSampler(data) if has_length(data) else None
-        return self._get_dataloader(test_dataset, "test", self.args.eval_batch_size, sampler)
+        return self._hftrainer.loaders.test_loader(test_dataset)
 
     def _get_dataloader(
         self,
@@ -372,70 +320,26 @@ class Trainer:
         is_training: bool = False,
         dataloader_key: str | None = None,
     ) -> DataLoader:
-        collator, given = self.data_collator, dataset
-        if peers.is_dataset(dataset):
-            dataset = self._remove_unused_columns(dataset, description)
-        else:
-            collator = self._get_collator_with_removed_columns(collator, description)
-        args, follows = self.args, self._hftrainer.behaviours
-        settings: dict[str, Any] = {
-            "batch_size": batch_size,
-            "collate_fn": collator,
-            "num_workers": args.dataloader_num_workers,
-            "pin_memory": args.dataloader_pin_memory and args.device.type not in devices.UNPINNED,
-            "persistent_workers": args.dataloader_persistent_workers,
-            "multiprocessing_context": args.dataloader_multiprocessing_context,
-            "prefetch_factor": args.dataloader_prefetch_factor,
-            "in_order": args.dataloader_in_order,
-        }
-        if not isinstance(dataset, IterableDataset):
-            self._hftrainer.with_all_columns = dataset, given  # samplers may need what the model does not
-            settings["sampler"] = _call_sampler(sampler_fn, dataset)
-            settings["drop_last"] = args.dataloader_drop_last
-            if is_training:
-                settings["worker_init_fn"] = functools.partial(
-                    seed_worker,
-                    num_workers=args.dataloader_num_workers,
-                    rank=self.accelerator.processes.data_rank if follows.seeds_workers_by_rank else 0,
-                )
-        with self._hftrainer.loaders.preparing_training_data() if is_training else contextlib.nullcontext():
-            return self.accelerator.prepare(DataLoader(dataset, **settings))
+        return self._hftrainer.loaders.make(dataset, description, batch_size, sampler_fn, is_training)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler | None:
         """The order of the training samples; None leaves it to the dataset."""
-        dataset = train_dataset if train_dataset is not None else self.train_dataset
-        if dataset is None or not has_length(dataset):
-            return None
-        if self._hftrainer.loaders.groups_training_by_length():
-            step = self._train_batch_size * self.args.gradient_accumulation_steps
-            return self._hftrainer.loaders.length_grouped_sampler(dataset, step)
-        return (
-            SequentialSampler(dataset) if self.args.train_sampling_strategy == "sequential" else RandomSampler(dataset)
-        )
+        return self._hftrainer.loaders.training_sampler(self.train_dataset if train_dataset is None else train_dataset)
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Sampler | None:
         """The order of the evaluation samples, by length as in training if that is asked for; None: the dataset's."""
-        if not has_length(eval_dataset):
-            return None
-        if self.args.train_sampling_strategy == "group_by_length":
-            seed = self.args.data_seed if self.args.data_seed is not None else self.args.seed
-            follows = self._hftrainer.behaviours
-            order = torch.Generator().manual_seed(seed) if follows.seeds_order_of_evaluation else None
-            return self._hftrainer.loaders.length_grouped_sampler(eval_dataset, self.args.eval_batch_size, order)
-        return SequentialSampler(eval_dataset)
+        return self._hftrainer.loaders.evaluation_sampler(eval_dataset)
 
     def _set_signature_columns_if_needed(self) -> None:
         if self._signature_columns is None:
-            found = columns.signature_columns(self._hftrainer.run.bare_model, self.label_names)
-            self._hftrainer.setup.set_found("_signature_columns", found)
+            found = columns.signature_columns(self._hftrainer.bare_model, self.label_names)
+            self._hftrainer.model_setup.set_found("_signature_columns", found)
 
     def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
         """The dataset without the columns that the model does not take."""
         if not self.args.remove_unused_columns:
             return dataset
-        self._set_signature_columns_if_needed()
-        assert self._signature_columns is not None
-        return columns.remove_unused_columns(dataset, self._signature_columns, description, type(self.model).__name__)
+        return self._hftrainer.loaders.without_unused_columns(dataset, description)
 
     def _get_collator_with_removed_columns(
         self, data_collator: Callable[[list[Any]], Any], description: str | None = None
@@ -443,31 +347,16 @@ class Trainer:
         """The collator, behind one that drops the keys that the model does not take."""
         if not self.args.remove_unused_columns:
             return data_collator
-        self._set_signature_columns_if_needed()
-        assert self._signature_columns is not None
-        return columns.RemoveColumnsCollator(
-            data_collator, self._signature_columns, type(self.model).__name__, description
-        )
+        return self._hftrainer.loaders.without_unused_keys(data_collator, description)
 
     def num_examples(self, dataloader: DataLoader) -> int:
         """Samples behind a loader; estimated from its batches when its dataset has no length."""
-        dataset = (
-            dataloader.source if isinstance(dataloader, PreparedDataLoader) else getattr(dataloader, "dataset", None)
-        )
-        if has_length(dataset):
-            return len(dataset)  # type: ignore[arg-type]
-        return len(dataloader) * self.args.per_device_train_batch_size
+        return self._hftrainer.loaders.num_examples(dataloader)
 
     @staticmethod
     def num_tokens(train_dl: DataLoader, max_steps: int | None = None) -> int:
         """Input tokens in a loader, or in its first batch times `max_steps`; reads the data."""
-        tokens = 0
-        for batch in train_dl:
-            count = batch["input_ids"].numel()
-            if max_steps is not None:
-                return count * max_steps
-            tokens += count
-        return tokens
+        return number_of_tokens(train_dl, max_steps)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
@@ -481,39 +370,15 @@ class Trainer:
 
         Those of all processes with `average_tokens_across_devices`, but for an evaluation's, whose loss is a batch's.
         """
-        follows = self._hftrainer.behaviours
-        asked = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
-        counted = asked or not follows.counts_only_for_those_who_ask
-        if not counted or not batch_samples or "labels" not in batch_samples[0]:
-            return None
-        labels = [self._hftrainer.loaders.counted_labels(batch) for batch in batch_samples]
-        if not all(isinstance(each, torch.Tensor) for each in labels):
-            return None  # detection models: labels are lists of dicts
-        count = sum(each.ne(-100).sum() for each in labels).to(device)
-        if self._hftrainer.averages_tokens:
-            count = self._hftrainer.loaders.sum_over_data(count)
-        if not follows.counts_items_on_device:
-            return count.item()
-        return count / 1 if follows.counts_items_as_float else count
+        return self._hftrainer.steps.num_items(batch_samples, device)
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         """The batch on the device."""
-        if len(inputs) == 0:
-            raise InvalidArgument(
-                "The batch is empty: none of the samples' keys is an argument of the model's forward "
-                f"({', '.join(self._signature_columns or [])})."
-            )
-        inputs = self._prepare_input(inputs)
-        if getattr(self, "_past", None) is not None:  # `past_index`; evaluation loops of v4 delete it
-            inputs["mems"] = self._past
-        return inputs
+        return self._hftrainer.steps.prepare_inputs(inputs)
 
     def _prepare_input(self, data: Any) -> Any:
         """A part of the batch on the device; each part of a container is prepared by this method too."""
-        if isinstance(data, (Mapping, list, tuple)):
-            return rebuilt(data, self._prepare_input)
-        moved = to_device(data, self.accelerator.device)
-        return self._hftrainer.states.cast(moved, self.model)
+        return self._hftrainer.steps.prepare_input(data)
 
     # ---- Optimizer and scheduler -------------------------------------------------------------------------------
 
@@ -529,20 +394,7 @@ class Trainer:
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Make the optimizer, unless there is one: weight decay on all but biases and normalization layers."""
         if self.optimizer is None:
-            model = model if model is not None else self.model
-            decayed = self.get_decay_parameter_names(model)
-            groups = trainer_optimizer.parameter_groups(model, decayed, self.args.weight_decay)
-            if self.optimizer_cls_and_kwargs is not None:
-                kind, kwargs = self.optimizer_cls_and_kwargs[0], dict(self.optimizer_cls_and_kwargs[1])
-            else:
-                kind, kwargs = call_with_accepted(self.get_optimizer_cls_and_kwargs, self.args, model=model)
-            if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):  # a factory, since v5.0
-                self.optimizer = kind()(model, **kwargs)
-                return self._hftrainer.run.made_optimizer()
-            for name in ("params", "model", "optimizer_dict"):  # GaLore, LOMO and layer-wise ones bring their own
-                groups = kwargs.pop(name, groups)
-            self.optimizer = kind(groups, **kwargs)
-            trainer_optimizer.keep_embeddings_precise(model, kind, kwargs)
+            self.optimizer = self._hftrainer.optimizers.create_optimizer(self.model if model is None else model)
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
@@ -553,14 +405,8 @@ class Trainer:
             optimizer: whose learning rates to move; default the Trainer's.
         """
         if self.lr_scheduler is None:
-            self.lr_scheduler = get_scheduler(
-                self.args.lr_scheduler_type,
-                optimizer if optimizer is not None else self.optimizer,  # type: ignore[arg-type]
-                self.args.get_warmup_steps(num_training_steps),
-                num_training_steps,
-                self.args.lr_scheduler_kwargs,  # type: ignore[arg-type]
-            )
-            self._created_lr_scheduler = True
+            optimizer = self.optimizer if optimizer is None else optimizer
+            self.lr_scheduler = self._hftrainer.optimizers.create_scheduler(num_training_steps, optimizer)
         return self.lr_scheduler
 
     @staticmethod
@@ -570,10 +416,7 @@ class Trainer:
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Names of the parameters that weight decay applies to."""
-        known = self._hftrainer.states.decay_parameter_names(model)
-        if known is not None:
-            return known
-        return trainer_optimizer.decay_parameter_names(model, self._hftrainer.behaviours)
+        return self._hftrainer.optimizers.decay_parameter_names(model)
 
     def get_num_trainable_parameters(self) -> int:
         """Numbers in the parameters that are trained."""
@@ -581,21 +424,14 @@ class Trainer:
 
     def get_learning_rates(self) -> list[float]:
         """The learning rate of each parameter group."""
-        return [group["lr"] for group in self._hftrainer.run.made_optimizer().param_groups]
+        return [group["lr"] for group in self._hftrainer.made_optimizer().param_groups]
 
     def get_optimizer_group(self, param: Any = None) -> Any:
         """The parameter group that holds `param`; without one, the parameters of each group."""
-        groups = self._hftrainer.run.made_optimizer().param_groups
-        if param is None:
-            return [group["params"] for group in groups]
-        return next((group for group in groups if any(param is held for held in group["params"])), None)
+        return self._hftrainer.optimizers.group_of(param)
 
     def _get_learning_rate(self) -> float:
-        if follows_metric(self.lr_scheduler):
-            rate = self._hftrainer.run.made_optimizer().param_groups[0]["lr"]
-        else:
-            rate = self.lr_scheduler.get_last_lr()[0]
-        return rate.item() if isinstance(rate, torch.Tensor) else rate
+        return self._hftrainer.optimizers.learning_rate()
 
     # ---- Training ----------------------------------------------------------------------------------------------
 
@@ -621,71 +457,28 @@ class Trainer:
         Raises:
             CheckpointNotFound: when there is nothing to resume from.
         """
-        self._hftrainer.run.refuse_alone(resume_from_checkpoint)
         if str(resume_from_checkpoint).endswith(".ckpt"):
+            self._hftrainer.runner.refuse_alone(resume_from_checkpoint)
             with tempfile.TemporaryDirectory() as unpacked:
                 return self.train(unpack(str(resume_from_checkpoint), unpacked), trial, ignore_keys_for_eval)
+        own, runner = self._hftrainer, self._hftrainer.runner
+        runner.refuse_alone(resume_from_checkpoint)
         self._memory_tracker.start()
-        self._hftrainer.checkpoint_writer.settle()
-        folder = self._hftrainer.run.find_folder(resume_from_checkpoint)
-        follows = self._hftrainer.behaviours
-        if follows.makes_model_before_trial:
-            self._hftrainer.run.remake_model(trial)
-            self._hftrainer.run.align_special_tokens()
+        own.checkpoint_writer.settle()
+        folder = runner.find_folder(resume_from_checkpoint)
+        makes_model_first = own.behaviours.makes_model_before_trial
+        if makes_model_first:
+            own.model_setup.remake_model(trial)
+            own.model_setup.align_special_tokens()
         self._hp_search_setup(trial)
-        if not follows.makes_model_before_trial:
+        if not makes_model_first:
             if self.model_init is None:
-                self._hftrainer.run.align_special_tokens()
-            self._hftrainer.run.remake_model(trial)
-        self._hftrainer.setup.take_changes()
-        if refused := self._hftrainer.engine.refusals(
-            finds_batch_size=self.args.auto_find_batch_size,
-            evaluates=self.args.eval_strategy != "no",
-            automatic_optimization=not runs_backward(self),
-            knows_epochs=has_length(self.train_dataset),
-        ):
-            raise UnsupportedArgument("\n".join(refused))
-        if folder is not None:
-            if not self._hftrainer.states.spread:  # a sharded model loads its parts later
-                self._load_from_checkpoint(folder)
-            finds = self.args.auto_find_batch_size or self._hftrainer.engine.finds_batch_size
-            if finds or not follows.takes_given_batch_size:
-                state = TrainerState.load_from_json(os.path.join(folder, names.TRAINER_STATE_NAME))
-                self._train_batch_size = state.train_batch_size or self._train_batch_size
-        self._hftrainer.resumed_from = folder
-        watcher = DebugUnderflowOverflow(self.model) if "underflow_overflow" in self.args.debug else None
-        self.is_in_train = True
-        self._hftrainer.interruption = Interruption(
-            saves=self._hftrainer.saver.saves_on_interrupt(), launched=self.args.world_size > 1
-        )
-        try:
-            with (
-                changed_for_training(
-                    self._hftrainer.run.bare_model,
-                    self.args,
-                    self._hftrainer.engine.plan.read_once,
-                    noisy=self,
-                ),
-                self._hftrainer.interruption.listening(),
-            ):
-                output = self._hftrainer.run.train_with_fitting_batches(folder, trial, ignore_keys_for_eval)
-                if self._hftrainer.interruption.received is not None:  # after the last step: all is saved
-                    self._hftrainer.interruption.leave()
-                return output
-        except BaseException as error:
-            self._hftrainer.checkpoint_writer.settle()
-            if self._hftrainer.uploads is not None and (
-                self._hftrainer.search is None or not isinstance(error, Exception)
-            ):
-                self._hftrainer.uploads.finish(hurried=lambda: True)  # in a search, the next trial goes on
-            raise
-        finally:
-            if self._hftrainer.loop is not None:
-                self._hftrainer.loop.reader.close()
-            self._past = self._hftrainer.loop = None
-            self.is_in_train = False
-            if watcher is not None:
-                watcher.remove()
+                own.model_setup.align_special_tokens()
+            own.model_setup.remake_model(trial)
+        own.settings.take_changes()
+        runner.refuse_callbacks()
+        runner.load_before(folder)
+        return runner.train(folder, trial, ignore_keys_for_eval)
 
     def _inner_training_loop(
         self,
@@ -696,84 +489,7 @@ class Trainer:
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
         args = self.args if args is None else args
-        self._hftrainer.setup.take_changes_in(args)  # of an override too
-        self.accelerator.free_memory()
-        if args.auto_find_batch_size and batch_size is not None:
-            self._update_auto_batch_size(batch_size)
-        self._hftrainer.logged_metrics = LoggedMetrics()
-        self._hftrainer.checkpoints_written = []
-        self.current_flos = 0.0
-        if resume_from_checkpoint is None:
-            find_batch_size(self)
-        with self._hftrainer.loaders.preparing_training_data():  # overrides prepare loaders of their own
-            train_dataloader = self.get_train_dataloader()
-        schedule = self._hftrainer.run.plan(args, train_dataloader)
-        progress = self._hftrainer.saver.load_progress(resume_from_checkpoint, schedule)
-        self._hftrainer.run.schedule, self._hftrainer.run.progress = schedule, progress
-        first_epoch, position = self._init_training_state(
-            schedule.max_steps,
-            schedule.num_update_steps_per_epoch,
-            schedule.num_train_epochs,
-            resume_from_checkpoint,
-            trial,
-        )
-        model, train_dataloader = self._prepare_for_training(
-            schedule.max_steps, train_dataloader, resume_from_checkpoint
-        )
-        if resume_from_checkpoint is None:
-            find_learning_rate(self, schedule.max_steps)
-            self.callback_handler.lr_scheduler = self.lr_scheduler
-        self._hftrainer.run.log_plan(schedule)
-        if resume_from_checkpoint is not None:
-            self._hftrainer.run.log_place(first_epoch, position)
-        self._hftrainer.run.warn_of_ragged_batches(schedule)
-        self._hftrainer.loop = loop = TrainingLoop(
-            self,
-            schedule,
-            train_dataloader,
-            trial=trial,
-            ignore_keys=ignore_keys_for_eval,
-            resume_folder=resume_from_checkpoint,
-            first_epoch=first_epoch,
-            position=position,
-            progress=progress,
-        )
-        if self.state.is_hyper_param_search and self.is_world_process_zero():
-            for callback in self._hftrainer.reporting():
-                callback.start_trial(self.args, self.state.trial_name)
-        self._total_loss_scalar = 0.0
-        if args.should_save:
-            asks_later = self._hftrainer.is_overridden("_get_output_dir")
-            run_dir = None if asks_later else self._get_output_dir(trial)
-            self._hftrainer.checkpoint_writer.added.begin_run(run_dir, self.state.global_step)
-        self._hftrainer.last_saved_step = self.state.global_step
-        self._hftrainer.tokens_in_run = 0
-        self._initial_num_input_tokens_seen = self.state.num_input_tokens_seen
-        self._initial_global_step = self._globalstep_last_logged = self.state.global_step
-        loop.resume_log()
-        complete = resume_from_checkpoint is not None and self.state.global_step >= schedule.max_steps
-        if first_epoch < schedule.num_train_epochs and not complete:
-            with loop.details.watching(self.model), devices.hinted():
-                self._hftrainer.engine.fit(
-                    loop,
-                    model,
-                    self._hftrainer.run.made_optimizer(),
-                    self.lr_scheduler,
-                    max_epochs=schedule.num_train_epochs,
-                    global_step=self.state.global_step,
-                    log_every_n_steps=self._hftrainer.run.steps_between_logs(schedule),
-                    resumed_from=resume.load_lightning_callbacks(resume_from_checkpoint),
-                    automatic_optimization=not runs_backward(self),
-                    find_unused_parameters=self._hftrainer.run.finds_unused_parameters(),
-                    sync_each_batch=self._hftrainer.resolved.accelerator_config.sync_each_batch,
-                )
-        else:  # the checkpoint's run was complete
-            loop.load_optimizer()
-            loop.begin()
-            if self.args.should_save:
-                limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
-                complete_rotation(str(resume_from_checkpoint), self._get_output_dir(trial), limit, best)
-        return self._finalize_training(trial, schedule.num_train_samples, loop.start_time)
+        return self._hftrainer.runner.attempt(args, batch_size, resume_from_checkpoint, trial, ignore_keys_for_eval)
 
     def set_initial_training_values(
         self, args: TrainingArguments, dataloader: Any, total_train_batch_size: int | None = None
@@ -788,18 +504,7 @@ class Trainer:
         Returns:
             Seven values, of which the fifth and sixth are others when a release before v5.3 is followed.
         """
-        sized, follows, size = has_length(dataloader), self._hftrainer.behaviours, total_train_batch_size
-        schedule = plan_schedule(
-            args,
-            len(dataloader) * self.get_sp_size() if sized else None,
-            self.num_examples(dataloader) if sized else None,
-            self.get_total_train_batch_size(args) if size is None else size,
-            self._hftrainer.engine.accumulation_at,
-            counts_last_window=follows.counts_last_window,
-        )
-        if follows.returns_steps_in_epoch:
-            return schedule
-        return EarlierSchedule.of(schedule, epoch_based=args.max_steps < 0, sized=sized)
+        return self._hftrainer.runner.lengths(args, dataloader, total_train_batch_size)
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """Samples of an optimizer step, over all processes that have batches of their own."""
@@ -827,7 +532,7 @@ class Trainer:
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
     ) -> tuple[nn.Module, Any]:
         """Make what the model is trained with; returns the model as it is trained, and the loader."""
-        model = self._hftrainer.run.prepare(max_steps, resume_from_checkpoint)
+        model = self._hftrainer.preparation.for_training(max_steps, resume_from_checkpoint)
         handler = self.callback_handler
         handler.model, handler.optimizer, handler.lr_scheduler = self.model, self.optimizer, self.lr_scheduler
         handler.train_dataloader = train_dataloader
@@ -852,24 +557,7 @@ class Trainer:
         trial: Any,
     ) -> tuple[int, int]:
         """A fresh state, or the checkpoint's. Returns epochs done, and micro-batches done in the next."""
-        schedule, progress = self._hftrainer.run.planned()
-        self.state = TrainerState(stateful_callbacks=self._hftrainer.setup.stateful_callbacks())
-        self.state.is_hyper_param_search = trial is not None
-        self.state.train_batch_size = self._train_batch_size
-        self.state.compute_steps(self.args, max_steps)
-        first_epoch = position = 0
-        if resume_from_checkpoint is not None:
-            self.state = resume.load_state(resume_from_checkpoint, self.args)
-            self._load_callback_state()
-            known = None if progress is None else progress.place(schedule.steps_in_epoch)
-            first_epoch, position = known or place_of(
-                self.state.global_step, schedule.steps_in_epoch, self._hftrainer.engine.accumulation_at
-            )
-            position = 0 if self.args.ignore_data_skip else position
-        if self.args.auto_find_batch_size:
-            self.state.train_batch_size = self._train_batch_size
-        self.state.init_training_references(self, max_steps, num_train_epochs, trial)
-        return first_epoch, position
+        return self._hftrainer.runner.init_state(max_steps, num_train_epochs, resume_from_checkpoint, trial)
 
     def _run_epoch(
         self,
@@ -890,47 +578,12 @@ class Trainer:
         Raises:
             UnsupportedArgument: for other arguments than those of this epoch: the run is planned by then.
         """
-        given = locals()
-        assert self._hftrainer.loop is not None
-        self._hftrainer.loop.run_epoch({name: value for name, value in given.items() if name != "self"})
+        given = {name: value for name, value in locals().items() if name != "self"}
+        self._hftrainer.current_loop.run_epoch(given)
 
     def _finalize_training(self, trial: Any, num_train_samples: float, start_time: float) -> TrainOutput:
         """The last log line, the best model, and the end of the run."""
-        loop = self._hftrainer.loop
-        assert loop is not None
-        follows, before = self._hftrainer.behaviours, self._initial_global_step
-        if not follows.loads_best_after_logging:
-            self._hftrainer.saver.wait()
-            self._hftrainer.saver.load_best_at_end()
-        steps = self.state.global_step - (before if follows.averages_over_own_steps else 0)
-        self._total_loss_scalar += self._tr_loss.item()
-        train_loss = self._total_loss_scalar / max(steps, 0.001)
-        samples = num_train_samples * steps / max(self.state.max_steps, 1)
-        tokens = self._hftrainer.tokens_in_run if legacy.value(self.args, "include_tokens_per_second") else None
-        metrics = speed_metrics("train", start_time, num_samples=samples, num_steps=steps, num_tokens=tokens)
-        logger.info("Training is complete.")
-        self.store_flos()
-        metrics["total_flos"] = self.state.total_flos
-        metrics["train_loss"] = train_loss
-        self._memory_tracker.stop_and_update_metrics(metrics)
-        self.log(metrics)
-        self._hftrainer.saver.wait()
-        self._hftrainer.checkpoint_writer.close()
-        if follows.loads_best_after_logging:
-            self._hftrainer.saver.load_best_at_end()
-        best = self.state.best_model_checkpoint
-        run_dir = self._get_output_dir(trial)
-        if self.args.should_save and best is not None and self.args.save_total_limit == 1:
-            keep_only(best, run_dir)
-        self._hftrainer.announce("on_train_end")
-        if self.args.push_to_hub:
-            self.accelerator.processes.while_main_works(self._finish_current_push)
-        else:
-            self._finish_current_push()
-        if getattr(self, "neftune_hook_handle", None) is not None:
-            self.neftune_hook_handle.remove()  # a `train` that was copied leaves both of these to this method
-        self.is_in_train = False
-        return TrainOutput(self.state.global_step, train_loss, metrics)
+        return self._hftrainer.runner.finish(trial, num_train_samples, start_time)
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | None = None
@@ -947,7 +600,7 @@ class Trainer:
         """
         context, inputs = self._prepare_context_parallel_inputs(model, inputs)
         with context():
-            loss = self._hftrainer.run.loss(model, inputs, num_items_in_batch)
+            loss = self._hftrainer.steps.loss(model, inputs, num_items_in_batch)
             fused = self.args.optim in ("lomo", "adalomo")
             self.accelerator.backward(loss, **({"learning_rate": self._get_learning_rate()} if fused else {}))
         return loss.detach()
@@ -970,7 +623,7 @@ class Trainer:
         Raises:
             InvalidArgument: for a tensor of another shape.
         """
-        self._hftrainer.logged_metrics.add(name, value)
+        self._hftrainer.run.logged_metrics.add(name, value)
 
     def compute_loss(
         self,
@@ -990,24 +643,7 @@ class Trainer:
         Returns:
             The loss, or `(loss, outputs)`.
         """
-        takes_labels = self.compute_loss_func is not None or self.label_smoother is not None
-        labels = inputs.pop("labels", None) if takes_labels else None
-        if self.model_accepts_loss_kwargs and num_items_in_batch is not None:
-            inputs = {**inputs, "num_items_in_batch": num_items_in_batch}
-        outputs = model(**inputs)
-        if self._hftrainer.past_index >= 0:
-            self._past = outputs[self._hftrainer.past_index]
-        if self.compute_loss_func is not None:
-            loss = self.compute_loss_func(outputs, labels, num_items_in_batch=num_items_in_batch)
-        elif self.label_smoother is not None and labels is not None:
-            shift = peers.is_causal_lm(peers.without_adapters(self.accelerator.unwrap_model(model)))
-            items = num_items_in_batch if self._hftrainer.behaviours.smooths_over_items else None
-            loss = self.label_smoother(outputs, labels, shift_labels=shift, num_items_in_batch=items)
-        else:
-            loss = first_output(outputs, inputs)
-        takes_items = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
-        if self._hftrainer.averages_tokens and takes_items and num_items_in_batch is not None:
-            loss = loss * self.accelerator.processes.data_processes  # what the mean of the gradients divides by
+        loss, outputs = self._hftrainer.steps.loss_and_outputs(model, inputs, num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
 
     def compute_loss_context_manager(self) -> contextlib.ExitStack:
@@ -1048,33 +684,15 @@ class Trainer:
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Floating-point operations of forward and backward on a batch: 6 per token and parameter; 0 if unknown."""
-        model: Any = self.model
-        if hasattr(model, "floating_point_ops") and not self._hftrainer.behaviours.counts_operations_itself:
-            return model.floating_point_ops(inputs)
-        main_input = getattr(model, "main_input_name", "input_ids")
-        return (
-            inputs[main_input].numel() * self._hftrainer.loaders.flos_per_token_of(model) if main_input in inputs else 0
-        )
+        return self._hftrainer.steps.floating_point_ops(inputs)
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
         """Count the input tokens of a micro-batch, of all processes, for the arguments that ask for it."""
-        if legacy.value(self.args, "include_tokens_per_second") and "input_ids" in inputs:
-            self._hftrainer.tokens_in_run += inputs["input_ids"].numel() * self.accelerator.processes.data_processes
-        how = which_tokens(self.args.include_num_input_tokens_seen)
-        if how == "no":
-            return
-        main_input = getattr(self.model, "main_input_name", "input_ids")
-        count = count_tokens(inputs, main_input, how, getattr(self.processing_class, "pad_token_id", None))
-        if count is not None:
-            self.state.num_input_tokens_seen += int(self._hftrainer.loaders.sum_over_data(count))
+        self._hftrainer.steps.track_tokens(inputs)
 
     def store_flos(self) -> None:
         """Add the operations counted since the last call to `state.total_flos`."""
-        flos = self.current_flos
-        if self.args.world_size > 1:  # in float32, as transformers adds them
-            flos = self._hftrainer.loaders.sum_over_data(torch.tensor([flos])).item()
-        self.state.total_flos += flos
-        self.current_flos = 0.0
+        self._hftrainer.steps.store_flos()
 
     def _maybe_log_save_evaluate(
         self,
@@ -1093,27 +711,9 @@ class Trainer:
         """
         if isinstance(grad_norm, nn.Module):
             grad_norm, model, trial, epoch, ignore_keys_for_eval = None, grad_norm, model, trial, epoch
-        if (loop := self._hftrainer.loop) is not None:
-            grad_norm = loop.grad_norm if grad_norm is None else grad_norm
-            learning_rate = loop.learning_rate if learning_rate is None else learning_rate
-            start_time = loop.start_time if start_time is None else start_time
-        if self.control.should_log and self.state.global_step > self._globalstep_last_logged:
-            self._hftrainer.run.log_training_loss(tr_loss, grad_norm, learning_rate, start_time)
-            self._hftrainer.run.agree()
-        metrics = None
-        if self.control.should_evaluate:
-            metrics = self._evaluate(trial, ignore_keys_for_eval)
-            if loop is not None:
-                loop.evaluated = metrics
-            is_new_best = self._determine_best_metric(metrics=metrics, trial=trial)
-            if self.args.save_strategy == SaveStrategy.BEST:
-                self.control.should_save = is_new_best
-            self._hftrainer.run.agree()
-        if self.control.should_save:
-            told = {"metrics": metrics} if self._hftrainer.is_overridden("_save_checkpoint") else {}
-            call_with_accepted(self._save_checkpoint, model, trial, **told)
-            self._hftrainer.saver.announce()
-            self._hftrainer.run.agree()
+        self._hftrainer.log_save_evaluate.do_what_is_due(
+            tr_loss, grad_norm, model, trial, ignore_keys_for_eval, start_time, learning_rate
+        )
 
     # ---- Evaluation and prediction -----------------------------------------------------------------------------
 
@@ -1121,27 +721,9 @@ class Trainer:
         self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False
     ) -> dict[str, float]:
         """Evaluate within training; a scheduler that follows the metric steps on it."""
-        if self._hftrainer.loop is not None:
-            self._hftrainer.loop.owes_evaluation = True
-        try:
-            with self._hftrainer.engine.evaluation_group() as for_lightning:
-                metrics = self.evaluate(ignore_keys=ignore_keys_for_eval)
-                if isinstance(self.eval_dataset, Mapping):
-                    metrics = mean_loss(metrics, self.eval_dataset, "eval") | metrics
-                for_lightning |= metrics
-        except Exception as error:
-            if not (self.args.auto_find_batch_size and is_out_of_memory(error)):
-                raise
-            raise InvalidArgument(
-                "The evaluation did not fit into memory, and auto_find_batch_size is about training batches: reduce "
-                f"per_device_eval_batch_size={self.args.per_device_eval_batch_size}."
-            ) from error
-        if self._hftrainer.loop is not None:
-            self._hftrainer.loop.owes_evaluation = False
-        self._report_to_hp_search(trial, self.state.global_step, metrics)
-        if follows_metric(self.lr_scheduler) and not skip_scheduler:
-            self.lr_scheduler.step(metric_named(metrics, self.args.metric_for_best_model or "loss"))
-        return metrics
+        return self._hftrainer.log_save_evaluate.evaluate(
+            trial, ignore_keys_for_eval, steps_schedule=not skip_scheduler
+        )
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
@@ -1160,30 +742,11 @@ class Trainer:
         own = eval_dataset is None
         datasets = self.eval_dataset if own else eval_dataset
         if isinstance(datasets, Mapping):
-            metrics: dict[str, float] = {}
-            with self._hftrainer.engine.evaluation_group() as of_all:
-                for name, dataset in datasets.items():
-                    prefix = f"{metric_key_prefix}_{name}"
-                    dataset = name if own else dataset
-                    metrics |= self.evaluate(dataset, ignore_keys=ignore_keys, metric_key_prefix=prefix)
-                of_all |= mean_loss(metrics, datasets, metric_key_prefix)
-            return metrics
+            return self._hftrainer.evaluation.evaluate_each(datasets, ignore_keys, metric_key_prefix, own=own)
         self._memory_tracker.start()
-        dataloader = self.get_eval_dataloader(eval_dataset)
-        start_time = time.time()
-        output = self._hftrainer.evaluation.run(
-            dataloader,
-            "Evaluation",
-            prediction_loss_only=True if self.compute_metrics is None else None,
-            ignore_keys=ignore_keys,
-            metric_key_prefix=metric_key_prefix,
-        )
-        measured = self._hftrainer.evaluation.with_speed(output, metric_key_prefix, start_time)
-        self.log(measured)
-        self._hftrainer.run.print_xla_metrics()
-        self._hftrainer.announce("on_evaluate", measured)
-        self._memory_tracker.stop_and_update_metrics(measured)
-        return measured
+        metrics = self._hftrainer.evaluation.evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        self._memory_tracker.stop_and_update_metrics(metrics)
+        return metrics
 
     def predict(
         self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
@@ -1199,15 +762,9 @@ class Trainer:
             Predictions and labels of shape `(samples, ...)`, padded on the right with -100, and the metrics.
         """
         self._memory_tracker.start()
-        dataloader = self.get_test_dataloader(test_dataset)
-        start_time = time.time()
-        output = self._hftrainer.evaluation.run(
-            dataloader, "Prediction", ignore_keys=ignore_keys, metric_key_prefix=metric_key_prefix
-        )
-        metrics = self._hftrainer.evaluation.with_speed(output, metric_key_prefix, start_time)
-        self._hftrainer.announce("on_predict", metrics)
-        self._memory_tracker.stop_and_update_metrics(metrics)
-        return PredictionOutput(output.predictions, output.label_ids, metrics)
+        output = self._hftrainer.evaluation.predict(test_dataset, ignore_keys, metric_key_prefix)
+        self._memory_tracker.stop_and_update_metrics(output.metrics)
+        return output
 
     def prediction_loop(
         self,
@@ -1239,39 +796,10 @@ class Trainer:
             metric_key_prefix: put before each metric's name, with an underscore.
         """
         if not self.is_in_train:
-            self._hftrainer.setup.take_changes_in(self.args)
-        loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
-        self._hftrainer.evaluation.log_plan(description, dataloader)
-        model = self._hftrainer.evaluation.prepare(dataloader)
-        predicting = description == "Prediction"
-        step = with_accepted(self.prediction_step, "ignore_keys")
-
-        def predict(inputs: Any) -> Any:
-            return step(model, inputs, loss_only, ignore_keys=ignore_keys)
-
-        evaluation = self._hftrainer.evaluation.make_pass(dataloader, predict, metric_key_prefix, predicting)
-        stage = "predict" if predicting else "test" if metric_key_prefix.startswith("test") else "validate"
-        kept = getattr(self, "_past", None), self._hftrainer.logged_metrics  # of training, where evaluation has no say
-        self._past, self._hftrainer.logged_metrics = None, LoggedMetrics()
-        try:
-            with devices.hinted(), self.accelerator.gradient_state.only(dataloader):
-                self._hftrainer.engine.evaluate(evaluation, self.model, stage)
-        finally:
-            # What a subclass's `evaluate` has set was for this pass.
-            self.gather_function = gathering.for_metrics(self.accelerator, self.args)
-            self._past, self._hftrainer.logged_metrics = kept
-            self._hftrainer.engine.end_batch()  # Lightning keeps the numbers that it is told on the device
-        output, evaluation.output = evaluation.output, None
-        if output is None or not evaluation.seen_batches:
-            raise InvalidArgument(
-                f"{description} found not one batch: the dataset is empty, or smaller than a batch with "
-                "dataloader_drop_last, or lightning_config limits it to none."
-            )
-        if evaluation.preparation_time is not None:
-            self._hftrainer.preparation_measured |= math.isnan(self.model_preparation_time)
-            self.model_preparation_time = evaluation.preparation_time
-        self._hftrainer.evaluation.draw(evaluation.metrics, metric_key_prefix)
-        return output
+            self._hftrainer.settings.take_changes_in(self.args)
+        return self._hftrainer.evaluation.loop(
+            dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+        )
 
     def prediction_step(
         self,
@@ -1288,32 +816,7 @@ class Trainer:
             prediction_loss_only: return the loss only.
             ignore_keys: outputs of the model that are left out; default those that its config names.
         """
-        inputs = self._prepare_inputs(inputs)
-        if ignore_keys is None:
-            config = getattr(self.model, "config", None)
-            leaves_out = config is not None and self._hftrainer.behaviours.leaves_out_past
-            default = ["past_key_values"] if leaves_out else []
-            ignore_keys = getattr(config, "keys_to_ignore_at_inference", default)
-        has_labels = bool(self.label_names) and all(inputs.get(name) is not None for name in self.label_names)
-        returns_loss = inputs.get("return_loss")
-        returns_loss = self.can_return_loss if returns_loss is None else returns_loss
-        labels = loss = None
-        with torch.no_grad():
-            if has_labels or (not self.label_names and returns_loss):
-                labels = nested_detach(tuple(inputs.get(name) for name in self.label_names))
-                labels = labels[0] if len(labels) == 1 else labels
-                loss, outputs = self._hftrainer.evaluation.loss_and_outputs(model, inputs, prediction_loss_only)
-                logits = outputs_without(outputs, [*ignore_keys, "loss"], skip_first=True)
-            else:
-                with self.compute_loss_context_manager():
-                    outputs = model(**inputs)
-                logits = outputs_without(outputs, ignore_keys, skip_first=False)
-                if self._hftrainer.past_index >= 0:
-                    self._past = outputs[self._hftrainer.past_index - 1]
-        if prediction_loss_only:
-            return loss, None, None
-        logits = nested_detach(logits)
-        return loss, logits[0] if isinstance(logits, (tuple, list)) and len(logits) == 1 else logits, labels
+        return self._hftrainer.evaluation.step(model, inputs, prediction_loss_only, ignore_keys)
 
     def _nested_gather(self, tensors: Any, name: str | None = None) -> Any:
         """Rows of all processes (until v5.0); None for None.
@@ -1343,16 +846,7 @@ class Trainer:
             output_dir: the folder; default `args.output_dir`.
         """
         folder = output_dir if output_dir is not None else str(self.args.output_dir)
-        states, saves = self._hftrainer.states, self.args.should_save
-        if _internal_call and states.only_parts:
-            return  # checkpoints hold a part from each process
-        with states.weights_to_save(self.model, saves=saves) as weights:
-            if saves and weights is None:
-                self._save(folder)
-            elif saves:
-                self._save(folder, state_dict=weights)
-        if not _internal_call:
-            states.save_beside(folder, self.accelerator.processes)
+        self._hftrainer.saver.save_model(folder, internal=_internal_call)
         if self.args.push_to_hub and not _internal_call:
             try:
                 self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
@@ -1360,31 +854,8 @@ class Trainer:
                 logger.error("%s", error)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        output_dir = output_dir if output_dir is not None else str(self.args.output_dir)
-        os.makedirs(output_dir, exist_ok=True)
-        model = self._hftrainer.run.bare_model
-        logger.info("Saving the model to %s.", staging.final_folder(output_dir))
-        write = functools.partial(save_weights, model, output_dir, safe=legacy.value(self.args, "save_safetensors"))
-        if state_dict == {}:  # DeepSpeed's weights stay in parts
-            save_configs(model, output_dir)
-        elif peers.is_peft(model):  # adapters are small: at once
-            write(
-                self._hftrainer.engine.on_host(self.model.state_dict())
-                if self.args.device.type == "xla"
-                else state_dict
-            )
-        else:
-            if (self._hftrainer.checkpoint_writer.collects or self.args.device.type == "xla") and state_dict is None:
-                state_dict = self.model.state_dict()  # training changes the model's own while it is written
-            self._hftrainer.checkpoint_writer.call(write, state_dict)
-        processing_class = self.processing_class
-        if processing_class is None and self._hftrainer.behaviours.saves_tokenizer_of_collator:
-            processing_class = getattr(self.data_collator, "tokenizer", None)
-            if processing_class is not None:
-                logger.info("There is no processing_class: the tokenizer of data_collator is saved.")
-        if processing_class is not None:
-            processing_class.save_pretrained(output_dir)
-        torch.save(without_tokens(self.args), os.path.join(output_dir, names.TRAINING_ARGS_NAME))
+        folder = output_dir if output_dir is not None else str(self.args.output_dir)
+        self._hftrainer.saver.save_files_of_model(folder, state_dict)
 
     def save_lightning_checkpoint(self, path: str) -> None:
         """Write a checkpoint as Lightning does, in one file, during or after `train()`.
@@ -1423,60 +894,10 @@ class Trainer:
             trial: the hyperparameter trial, if any.
             metrics: of an evaluation, of which the best is remembered; until v4.46.
         """
-        loop = self._hftrainer.loop
+        loop = self._hftrainer.run.loop
         if metrics is not None and (loop is None or metrics is not loop.evaluated):
             self._determine_best_metric(metrics, trial)
-        self.store_flos()
-        self._hftrainer.saver.wait()
-        self._hftrainer.last_saved_step = self.state.global_step
-        run_dir, earlier_best = self._get_output_dir(trial), self.state.best_model_checkpoint
-        best = os.path.join(run_dir, f"{names.PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}")
-        there = self.accelerator.processes.from_main(lambda: os.path.isdir(best))
-        if self.state.best_global_step == self.state.global_step or there:
-            self.state.best_model_checkpoint = best
-        path = os.path.join(run_dir, f"{names.PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
-        limit, best_now = self.args.save_total_limit, self.state.best_model_checkpoint
-        keep = [
-            path,
-            *(
-                [self._hftrainer.resumed_from]
-                if self._hftrainer.resumed_from and self.args.auto_find_batch_size
-                else []
-            ),
-        ]
-        of_others = self._hftrainer.saver.states_of_others()
-        optimizer = None if self.args.save_only_model else self._hftrainer.run.made_optimizer
-        self._hftrainer.states.gather(self.model, optimizer)
-
-        def then() -> None:
-            self._hftrainer.checkpoints_written.append(path)
-            if self._hftrainer.is_overridden("_rotate_checkpoints", "_sorted_checkpoints"):
-                self._rotate_checkpoints(use_mtime=True, output_dir=run_dir)
-            else:
-                rotate_checkpoints(run_dir, limit, best_now, keep)
-
-        def if_failed() -> None:
-            self.state.best_model_checkpoint = earlier_best
-
-        if self.args.should_save:
-            fill = functools.partial(self._hftrainer.saver.fill, of_others)
-            with self._hftrainer.saver.writing_together():
-                self._hftrainer.checkpoint_writer.checkpoint(path, fill, then=then, if_failed=if_failed)
-        else:
-            call_with_accepted(
-                self.save_model, str(staging.staging_folder(path)), _internal_call=True
-            )  # overrides may gather weights
-            with self._hftrainer.saver.writing_together(), self._hftrainer.checkpoint_writer.taking_part(path):
-                self._hftrainer.saver.write_parts(str(staging.staging_folder(path)))
-        self._hftrainer.checkpoint_writer.failed = any(
-            self.accelerator.processes.gather_objects([self._hftrainer.checkpoint_writer.failed])
-        )
-        if self._hftrainer.checkpoint_writer.failed:
-            if_failed()
-        if self.args.push_to_hub:
-            self._hftrainer.checkpoint_writer.when_done(functools.partial(self._push_from_checkpoint, path))
-        if self._hftrainer.is_overridden("_save_checkpoint"):  # which may write into the folder when this returns
-            self._hftrainer.saver.wait()
+        self._hftrainer.saver.save_checkpoint(trial)
 
     def _rotate_checkpoints(self, use_mtime: bool = False, output_dir: str | None = None) -> None:
         """Delete what `save_total_limit` no longer allows (until v5.0). Called where it is overridden.
@@ -1486,13 +907,9 @@ class Trainer:
             output_dir: where they are; default `args.output_dir`.
         """
         folder = output_dir if output_dir is not None else str(self.args.output_dir)
-        rotate_checkpoints(
-            folder,
-            self.args.save_total_limit,
-            self.state.best_model_checkpoint,
-            self._hftrainer.checkpoints_written[-1:],
-            self._sorted_checkpoints(use_mtime=use_mtime, output_dir=folder),
-        )
+        newest, best = self._hftrainer.run.checkpoints_written[-1:], self.state.best_model_checkpoint
+        found = self._sorted_checkpoints(use_mtime=use_mtime, output_dir=folder)
+        rotate_checkpoints(folder, self.args.save_total_limit, best, newest, found)
 
     def _sorted_checkpoints(
         self,
@@ -1506,7 +923,7 @@ class Trainer:
         return [path for path in found if os.path.basename(path).startswith(f"{checkpoint_prefix}-")]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        self._hftrainer.saver.save_files(self._hftrainer.run.made_optimizer, output_dir)
+        self._hftrainer.saver.save_files(self._hftrainer.made_optimizer, output_dir)
         if not self._hftrainer.states.keeps_scheduler:
             path = os.path.join(output_dir, names.SCHEDULER_NAME)
             self._hftrainer.checkpoint_writer.save(self.lr_scheduler.state_dict(), path)
@@ -1550,7 +967,7 @@ class Trainer:
         """Load the optimizer's and the scheduler's state, if the checkpoint has them."""
         if checkpoint is not None:
             self._hftrainer.states.load_optimizer_and_scheduler(
-                checkpoint, self.model, self._hftrainer.run.made_optimizer, self.lr_scheduler
+                checkpoint, self.model, self._hftrainer.made_optimizer, self.lr_scheduler
             )
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
@@ -1570,21 +987,7 @@ class Trainer:
         Raises:
             MetricNotFound: when evaluation returns no such metric, naming those that it does.
         """
-        if self.args.metric_for_best_model is None:
-            return False
-        value, best = metric_named(metrics, self.args.metric_for_best_model), self.state.best_metric
-        if best is None:
-            best = -math.inf if self.args.greater_is_better else math.inf
-            self.state.best_metric = best
-        if not (value > best if self.args.greater_is_better else value < best):
-            return False
-        self.state.best_metric = value
-        if not self._hftrainer.behaviours.keeps_best_step:
-            folder = f"{names.PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-            self.state.best_model_checkpoint = os.path.join(self._get_output_dir(trial), folder)
-        if self.args.save_strategy != SaveStrategy.NO:
-            self.state.best_global_step = self.state.global_step
-        return True
+        return self._hftrainer.log_save_evaluate.determine_best_metric(metrics, trial)
 
     # ---- The Hub and the model card ----------------------------------------------------------------------------
 
@@ -1599,22 +1002,8 @@ class Trainer:
             InvalidArgument: for a name that no repository can have.
             HubError: when it cannot be written to, and why.
         """
-        if not self.is_world_process_zero():
-            return
-        from hftrainer.hub.pictures import Pictures
-        from hftrainer.hub.repository import open_repository, repository_name
-        from hftrainer.hub.uploads import Uploads
-
-        self._finish_current_push()
-        args = self.args
-        repository = open_repository(
-            repository_name(args.hub_model_id, str(args.output_dir)),
-            token=args.hub_token if token is None else token,
-            private=args.hub_private_repo if private is None else private,
-            revision=args.hub_revision,
-        )
-        self._hftrainer.uploads = Uploads(repository, Pictures(str(args.output_dir), self.processing_class))
-        self.hub_model_id, self.push_in_progress = repository.id, None
+        if self.is_world_process_zero():
+            self._hftrainer.publisher.open_repository(token, private)
 
     def init_git_repo(self, at_init: bool = False) -> None:
         """Old name of `init_hf_repo` (before v4.34)."""
@@ -1690,39 +1079,17 @@ class Trainer:
         Raises:
             HubError: when it could not be uploaded; the model is in `output_dir`.
         """
-        self._hftrainer.announce("on_push_begin")
-        self.save_model(_internal_call=True)
-        if self._hftrainer.uploads is None:
-            self.init_hf_repo(token=token, private=private)
-        if self._hftrainer.uploads is None:  # not the main process
-            return None
-        self.create_model_card(**card_parameters(kwargs, self.args, getattr(self.model, "model_tags", None)))
-        return self._hftrainer.uploads.push_folder(
-            str(self.args.output_dir), commit_message, blocking=blocking, token=token, revision=revision
+        return self._hftrainer.publisher.push(
+            commit_message, blocking=blocking, token=token, revision=revision, private=private, card=kwargs
         )
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Begin to upload what `hub_strategy` wants of a checkpoint."""
-        if self._hftrainer.uploads is None or self.args.hub_strategy == HubStrategy.END:
-            return
-        from hftrainer.hub.uploads import PushInProgress
-
-        by_steps = self.args.save_strategy == SaveStrategy.STEPS
-        parcels = self._hftrainer.uploads.parcels(checkpoint_folder, self.args.hub_strategy, by_steps=by_steps)
-        if not parcels:
-            return
-        done = self.push_in_progress is None or self.push_in_progress.is_done()
-        if not done and not self.args.hub_always_push:
-            self._hftrainer.uploads.skip(parcels)
-            return
-        self._hftrainer.announce("on_push_begin")
-        jobs = self._hftrainer.uploads.push(parcels)
-        self.push_in_progress = PushInProgress(jobs if done else [*self.push_in_progress.jobs, *jobs])
+        self._hftrainer.publisher.push_checkpoint(checkpoint_folder)
 
     def _finish_current_push(self) -> None:
         """Wait for the uploads, try again what has failed, and say what is up and what is missing."""
-        if self._hftrainer.uploads is not None:
-            self._hftrainer.uploads.finish(hurried=lambda: self._hftrainer.interruption.received is not None)
+        self._hftrainer.publisher.finish()
 
     # ---- Hyperparameter search ---------------------------------------------------------------------------------
 
@@ -1787,16 +1154,7 @@ class Trainer:
             hyperparameter_search.set_trial_arguments(self, trial)
         elif not self._hftrainer.args_have_changed:
             return
-        self._hftrainer.args_have_changed = False
-        self._hftrainer.setup.resolve_arguments()
-        self._validate_args()
-        if isinstance(self.args, TrainingArguments):
-            self.args.hf_deepspeed_config = begin_deepspeed(self.args)
-        set_tf32(self.args.tf32)
-        self._hftrainer.setup.follow_arguments()
-        self.create_accelerator_and_postprocess()
-        if self.model is not None:  # a trial that makes its model afterwards, as until v5.2, has none yet
-            self._hftrainer.setup.set_model(self.model)
+        self._hftrainer.setup.begin_again()
 
     def _report_to_hp_search(self, trial: Any, step: int, metrics: dict[str, float]) -> None:
         """Tell the search about an evaluation within a trial, which may end it."""
@@ -1815,10 +1173,7 @@ class Trainer:
         """
         if self.state.epoch is not None:  # until v5.2 before training
             logs["epoch"] = self.state.epoch
-        if which_tokens(self.args.include_num_input_tokens_seen) != "no":
-            logs["num_input_tokens_seen"] = seen = self.state.num_input_tokens_seen
-            if start_time is not None and self._hftrainer.behaviours.logs_tokens_per_second:
-                logs |= speed_metrics("train", start_time, num_tokens=seen - self._initial_num_input_tokens_seen)
+        logs |= self._hftrainer.steps.token_metrics(start_time)
         self.state.log_history.append({**logs, "step": self.state.global_step})
         self._hftrainer.announce("on_log", logs)
 
@@ -1875,10 +1230,3 @@ def _processing_class(processing_class: Any, tokenizer: Any) -> Any:
         raise InvalidArgument("tokenizer is the old name of processing_class: pass one of them.")
     warnings.warn("Trainer(tokenizer=...) is now Trainer(processing_class=...)", FutureWarning, stacklevel=3)
     return tokenizer
-
-
-def _call_sampler(sampler_fn: Callable[..., Sampler | None] | None, dataset: Any) -> Sampler | None:
-    """Overrides of v4.54 and before take no dataset."""
-    if sampler_fn is None:
-        return None
-    return sampler_fn(dataset) if number_of_arguments(sampler_fn) else sampler_fn()

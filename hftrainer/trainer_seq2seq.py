@@ -135,7 +135,7 @@ def _with_arguments(gen_kwargs: dict[str, Any], args: Any) -> dict[str, Any]:
 
 def _generate(trainer: Seq2SeqTrainer, inputs: dict[str, Any], gen_kwargs: dict[str, Any]) -> tuple[torch.Tensor, int]:
     """The generated tokens, and the length that sequences are padded to."""
-    model: Any = trainer._hftrainer.run.bare_model
+    model: Any = trainer._hftrainer.bare_model
     wanted = {name: value for name, value in gen_kwargs.items() if value is not None or name not in _OPTIONAL}
     # Processes with a part of the model each need one another until the longest sequence is through.
     wanted.setdefault("synced_gpus", trainer.is_fsdp_enabled)

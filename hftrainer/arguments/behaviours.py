@@ -80,31 +80,31 @@ class Behaviours:
     )
     counts_only_for_those_who_ask: bool = _since(
         "4.51",
-        "trainer",
+        "training.steps",
         "items are counted for a model that takes num_items_in_batch, or for compute_loss_func",
         before="items are counted for every model, and given to overrides of compute_loss",
     )
     counts_items_on_device: bool = _since(
         "4.50",
-        "trainer",
+        "training.steps",
         "num_items_in_batch is a tensor on the device",
         before="num_items_in_batch is a Python int",
     )
     counts_items_as_float: bool = _since(
         "5.19",
-        "trainer",
+        "training.steps",
         "num_items_in_batch is of type float32",
         before="num_items_in_batch is an integer",
     )
     divides_by_window: bool = _since(
         "4.55",
-        "training.runner",
+        "training.steps",
         "a loss that is not divided by its items is divided by the micro-batches of the window that it is in",
         before="a loss that is not divided by its items is always divided by gradient_accumulation_steps",
     )
     divides_uncounted_loss: bool = _since(
         "4.53",
-        "training.runner",
+        "training.steps",
         "without items to count, the loss of a model that takes num_items_in_batch is divided for accumulation too",
         before="the loss of a model that takes num_items_in_batch is never divided for accumulation",
     )
@@ -117,7 +117,7 @@ class Behaviours:
     )
     smooths_over_items: bool = _since(
         "5.15",
-        "trainer",
+        "training.steps",
         "label smoothing divides by num_items_in_batch",
         before="label smoothing divides by the labels of its micro-batch, even where the loss is summed over a window",
         pull_request=47261,
@@ -127,7 +127,7 @@ class Behaviours:
 
     counts_last_window: bool = _since(
         "4.52",
-        "trainer",
+        "training.runner",
         "a last window of fewer micro-batches is an optimizer step of the epoch",
         before="the steps of an epoch are rounded down, so training ends earlier when its last window is not full",
         pull_request=37923,
@@ -154,14 +154,14 @@ class Behaviours:
     )
     aligns_special_tokens: bool = _since(
         "4.56",
-        "training.runner",
+        "training.model_setup",
         "the model's configs get the special tokens of the processing class",
         before="the model's configs keep their special tokens",
         pull_request=38441,
     )
     aligns_tokens_that_are_set: bool = _since(
         "5.18",
-        "training.runner",
+        "training.model_setup",
         "special tokens that the tokenizer lacks stay in the model's configs; lists of end tokens are added to",
         before="the configs lose special tokens that the tokenizer lacks, and lists of end tokens become one token",
         pull_request=48708,
@@ -174,7 +174,7 @@ class Behaviours:
     )
     takes_given_batch_size: bool = _since(
         "5.2",
-        "trainer",
+        "training.runner",
         "a resumed run has the batch size of the arguments, unless auto_find_batch_size is set",
         before="a resumed run has the batch size of its checkpoint",
     )
@@ -186,7 +186,7 @@ class Behaviours:
     )
     seeds_workers_by_rank: bool = _since(
         "4.52",
-        "trainer",
+        "training.loader_factory",
         "a loading process adds its share of the rank to its seed",
         before="loading processes of all ranks have the same seeds",
     )
@@ -195,7 +195,7 @@ class Behaviours:
 
     logs_whole_loss: bool = _since(
         "5.0",
-        "training.runner",
+        "training.log_save_evaluate",
         "the loss is logged with all its digits",
         before="the loss is logged with four decimal places",
         pull_request=42104,
@@ -215,13 +215,13 @@ class Behaviours:
     )
     logs_tokens_per_second: bool = _since(
         "4.52",
-        "trainer",
+        "training.steps",
         "with include_num_input_tokens_seen, train_tokens_per_second is logged",
         before="train_tokens_per_second is not logged",
     )
     averages_over_own_steps: bool = _since(
         "5.19",
-        "trainer",
+        "training.runner",
         "train_loss of a resumed run is the mean over the steps of this call",
         before="train_loss of a resumed run is its sum divided by all steps, those before the checkpoint too",
     )
@@ -233,7 +233,7 @@ class Behaviours:
     )
     counts_operations_itself: bool = _since(
         "5.0",
-        "trainer",
+        "training.steps",
         "total_flos is six operations per token and parameter",
         before="total_flos is what the model's own floating_point_ops returns",
     )
@@ -268,19 +268,19 @@ class Behaviours:
     )
     seeds_order_of_evaluation: bool = _since(
         "5.16",
-        "trainer",
+        "training.loader_factory",
         "an evaluation grouped by length draws its order from a generator of its own",
         before="an evaluation grouped by length draws its order from torch's generator, which training goes on with",
     )
     leaves_out_past: bool = _since(
         "4.49",
-        "trainer",
+        "evaluation.runner",
         "past_key_values are left out of predictions also where the config does not name what to leave out",
         before="only what the config names is left out of predictions",
     )
     loads_best_after_logging: bool = _since(
         "5.3",
-        "trainer",
+        "training.runner",
         "the best model is loaded after the last log line",
         before="the best model is loaded before the last log line",
     )
@@ -301,7 +301,7 @@ class Behaviours:
     )
     saves_tokenizer_of_collator: bool = _since(
         "4.50",
-        "trainer",
+        "training.saver",
         "without a processing class, the tokenizer of the data collator is saved",
         before="the tokenizer of the data collator is not saved",
     )
@@ -316,7 +316,7 @@ class Behaviours:
 
     returns_steps_in_epoch: bool = _since(
         "5.3",
-        "trainer",
+        "training.runner",
         "set_initial_training_values returns total_train_batch_size and steps_in_epoch as its fifth and sixth value",
         before="set_initial_training_values returns epoch_based and len_dataloader as its fifth and sixth value",
     )

@@ -5,24 +5,20 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
 from torch.utils.data import IterableDataset
 
-from hftrainer.arguments import accelerate_state, legacy
-from hftrainer.arguments.changes import take_changes
+from hftrainer.arguments import accelerate_state
 from hftrainer.arguments.choices import spelled
 from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.arguments.validation import problems, take_accumulation, wrong_accelerator_config
 from hftrainer.assembly.argument_consistency import check_agreement
-from hftrainer.assembly.rooms import Room
 from hftrainer.callbacks.base import make_callback, pop_from
 from hftrainer.callbacks.handler import CallbackHandler
 from hftrainer.callbacks.progress import own_progress
-from hftrainer.callbacks.state import TrainerControl, TrainerState, is_exportable
+from hftrainer.callbacks.state import TrainerControl, TrainerState
 from hftrainer.checkpointing.states import ModelStates
 from hftrainer.checkpointing.states.deepspeed import DeepSpeedStates
 from hftrainer.checkpointing.states.fsdp import ShardedStates
@@ -31,28 +27,55 @@ from hftrainer.checkpointing.states.xla import XlaStates
 from hftrainer.checkpointing.writer import CheckpointWriter
 from hftrainer.compat import peers, swap
 from hftrainer.compat.functions import has_length
-from hftrainer.compat.overrides import is_overridden, recorded, refuse_rewritten, refuse_uncalled
+from hftrainer.compat.overrides import recorded, refuse_rewritten
 from hftrainer.data.collators import DataCollatorWithPadding, default_data_collator
 from hftrainer.engine import adapter
+from hftrainer.engine.deepspeed import begin_deepspeed
 from hftrainer.errors import InvalidArgument, InvalidSetup, UnsupportedArgument
 from hftrainer.evaluation import gathering
 from hftrainer.evaluation.metrics import as_metrics
-from hftrainer.model import inspection as model_inspection
-from hftrainer.parallel.seeds import enable_full_determinism, set_seed
+from hftrainer.model.changes import set_tf32
 from hftrainer.reporting.tracker_callbacks import ReportingCallback
 from hftrainer.trainer_callback import DEFAULT_CALLBACKS
-from hftrainer.trainer_pt_utils import LabelSmoother
+from hftrainer.training.context import Room, TrainerContext
+from hftrainer.training.deepspeed import DeepSpeedPreparation
 from hftrainer.training.deepspeed import check_given as check_deepspeed
+from hftrainer.training.preparation import Preparation
+from hftrainer.training.run import Run
+from hftrainer.training.trainer_api import TrainerApi
 from hftrainer.training_args import TrainingArguments
 
 if TYPE_CHECKING:
-    from hftrainer.trainer import Trainer
+    from hftrainer.assembly.internals import Internals
 
 logger = logging.getLogger(__name__)
 
 
 class TrainerSetup(Room):
-    """Builds what a Trainer consists of."""
+    """Builds what a Trainer consists of.
+
+    Args:
+        context: what it works with.
+        own: gets what is built.
+    """
+
+    def __init__(self, context: TrainerContext, own: Internals) -> None:
+        super().__init__(context)
+        self.own = own
+
+    def begin_again(self) -> None:
+        """Build anew what follows from arguments, for a trial or after a search."""
+        trainer, own = self.trainer, self.own
+        own.args_have_changed = False
+        self.resolve_arguments()
+        trainer._validate_args()
+        if isinstance(trainer.args, TrainingArguments):
+            trainer.args.hf_deepspeed_config = begin_deepspeed(trainer.args)
+        set_tf32(trainer.args.tf32)
+        own.settings.follow_arguments()
+        trainer.create_accelerator_and_postprocess()
+        if trainer.model is not None:  # a trial that makes its model afterwards, as until v5.2, has none yet
+            own.model_setup.set_model(trainer.model)
 
     def resolve_arguments(self) -> None:
         """Parse the arguments anew, for a Trainer or a trial that begins with them."""
@@ -60,23 +83,6 @@ class TrainerSetup(Room):
         resolved = self.own.resolved = ResolvedArguments(args)
         if isinstance(args, TrainingArguments):
             args._resolved = resolved
-
-    def seed(self) -> None:
-        """Seed every generator, as the arguments say."""
-        trainer = self.trainer
-        if trainer.args.full_determinism:
-            enable_full_determinism(trainer.args.seed)
-        else:
-            set_seed(trainer.args.seed)
-        self.own.engine.seed(trainer.args.seed)
-
-    def set_log_level(self) -> None:
-        """Set the level that the arguments ask for; 'passive' leaves all as it is."""
-        trainer = self.trainer
-        if (trainer.args.log_level if trainer.args.should_log else trainer.args.log_level_replica) != "passive":
-            level = trainer.args.get_process_log_level()
-            followed = peers.set_verbosity(level)  # our level is then that of transformers, which a script may change
-            logging.getLogger("hftrainer").setLevel(logging.NOTSET if followed else level)
 
     def default_collator(self) -> Callable[[list[Any]], Any]:
         """The collator of a Trainer that is given none."""
@@ -97,115 +103,13 @@ class TrainerSetup(Room):
             return XlaStates(plan.processes, own.engine.on_host, own.engine.whole_weights, decayed)
         return ShardedStates(self.trainer.accelerator.state.fsdp_plugin)
 
-    def set_model(self, model: nn.Module) -> None:
-        """Take a model: place it, and find out what it accepts and returns."""
-        trainer, own = self.trainer, self.own
-        for reason in (own.engine.misfit(model), model_inspection.wrong_quantization(model)):
-            if reason is not None:
-                raise InvalidArgument(reason)
-        trainer.model = trainer.model_wrapped = model
-        for name, value in self.inspect(model).items():
-            self.set_found(name, value)
-        sharded = trainer.is_distributed_loading_by_transformers
-        further = ("_defer_fsdp_gradient_reduction", "_sync_replicated_trainable_parameters") if sharded else ()
-        refuse_uncalled(type(trainer), "_build_accelerator_args", *further)
-        if trainer.place_model_on_device:
-            self.refuse_disconnected(model)
-            trainer._move_model_to_device(model, trainer.args.device)
-
-    def inspect(self, model: nn.Module) -> dict[str, Any]:
-        """The attributes of a Trainer that follow from its model, by their names."""
-        trainer = self.trainer
-        inspected = type(peers.without_adapters(model))
-        names = trainer.args.label_names
-        return {
-            "place_model_on_device": trainer.args.place_model_on_device is not False and not self.own.states.spread,
-            "is_model_parallel": len({d for d in getattr(model, "hf_device_map", {}).values() if d != "cpu"}) > 1,
-            "is_distributed_loading_by_transformers": getattr(model, "is_distributed_loading_by_transformers", False),
-            "model_accepts_loss_kwargs": model_inspection.accepts_loss_kwargs(model),
-            "_loss_shifts_labels": model_inspection.shifts_labels(model),
-            "label_names": model_inspection.find_labels(inspected) if names is None else names,
-            "can_return_loss": model_inspection.can_return_loss(inspected),
-            "_signature_columns": None,
-            "label_smoother": self.make_label_smoother(),
-        }
-
-    def set_found(self, name: str, value: Any) -> None:
-        """Set an attribute, unless a subclass or the script has set another value than was found before."""
-        known = vars(self.trainer)
-        if name not in self.own.found or (name in known and _is_same(known[name], self.own.found[name])):
-            setattr(self.trainer, name, value)
-        self.own.found[name] = list(value) if isinstance(value, list) else value  # scripts extend lists in place
-
-    def refuse_disconnected(self, model: nn.Module) -> None:
-        """Refuse an optimizer whose parameters the model would leave behind: on XLA devices it gets new ones."""
-        trainer = self.trainer
-        if trainer.optimizer is None or trainer.args.device.type != "xla":
-            return
-        if any(
-            parameter.device.type != "xla" for group in trainer.optimizer.param_groups for parameter in group["params"]
-        ):
-            raise InvalidArgument(
-                "optimizers holds parameters on the CPU, and a model that moves to an XLA device gets new ones: move "
-                "it with model.to(args.device) before the optimizer is made, or pass optimizer_cls_and_kwargs."
-            )
-
-    def make_label_smoother(self) -> LabelSmoother | None:
-        """What smooths the labels, if the arguments ask for it."""
-        trainer = self.trainer
-        if trainer.args.label_smoothing_factor == 0:
-            return None
-        if getattr(getattr(trainer.model, "config", None), "problem_type", None) == "multi_label_classification":
-            warnings.warn(
-                "label_smoothing_factor is for one label a sample and is left out: this model has several.",
-                stacklevel=4,
-            )
-            return None
-        return LabelSmoother(epsilon=trainer.args.label_smoothing_factor)
-
     def init_attributes(self) -> None:
         """Set the attributes that transformers documents and that a run, a search or an upload fills."""
         trainer = self.trainer
         trainer.is_in_train = False
-        trainer.hp_name = trainer.hp_search_backend = trainer.objective = trainer._trial = None
-        trainer.current_flos = trainer._total_loss_scalar = 0.0
-        trainer._created_lr_scheduler = False
-        trainer._globalstep_last_logged = trainer._initial_num_input_tokens_seen = 0
-        trainer._past = trainer._mixed_mesh_grads = None
+        trainer.hp_name = trainer.hp_search_backend = trainer.objective = trainer._mixed_mesh_grads = None
         trainer.hub_model_id = trainer.push_in_progress = None
-        self.follow_arguments()
-
-    def follow_arguments(self) -> None:
-        """Set what is kept of the arguments; a hyperparameter trial changes them."""
-        trainer = self.trainer
-        trainer.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
-        trainer._train_batch_size = trainer.args.train_batch_size
-        trainer.neftune_noise_alpha = trainer.args.neftune_noise_alpha
-        trainer._eval_dataloaders = {}
-        self.follow_changes()
-
-    def follow_changes(self) -> None:
-        """Set what is kept of the arguments and may be changed between two runs."""
-        args, own = self.trainer.args, self.own
-        own.past_index = legacy.value(args, "past_index")
-        own.averages_tokens = args.average_tokens_across_devices and args.world_size > 1
-
-    def take_changes_in(self, args: TrainingArguments) -> None:
-        """Let what follows go by `args`, which may not be those of the Trainer."""
-        own_loader = is_overridden(self.trainer, "get_train_dataloader")
-        take_changes(self.own.engine, args, self.own.behaviours, own_loader=own_loader)
-
-    def take_changes(self) -> None:
-        """Let the run that begins go by what the script has changed in the arguments since the Trainer was made."""
-        trainer, own = self.trainer, self.own
-        refuse_rewritten(trainer)
-        if not own.behaviours.keeps_batch_size:
-            trainer._train_batch_size = trainer.args.train_batch_size
-        self.take_changes_in(trainer.args)
-        accelerate_state.follow(trainer.args, trainer.accelerator)  # another Trainer may have been made since
-        self.follow_changes()
-        if trainer.args.push_to_hub:  # it may have been set since
-            trainer.accelerator.processes.from_main(lambda: trainer.init_hf_repo() if own.uploads is None else None)
+        self.own.settings.follow_arguments()
 
     def init_callbacks(self, callbacks: list[Any], trackers: list[Any]) -> None:
         """Make the handler with all callbacks, and the first state."""
@@ -225,7 +129,7 @@ class TrainerSetup(Room):
             epoch=0 if self.own.behaviours.begins_at_epoch_zero else None,
             is_local_process_zero=trainer.is_local_process_zero(),
             is_world_process_zero=trainer.is_world_process_zero(),
-            stateful_callbacks=self.stateful_callbacks(),
+            stateful_callbacks=self.context.stateful_callbacks(),
         )
 
     def add_callback(self, callback: Any) -> None:
@@ -251,15 +155,9 @@ class TrainerSetup(Room):
         """Connect a callback that writes to trackers."""
         trainer = self.trainer
         if isinstance(callback, ReportingCallback):
-            callback.attach(trainer.save_model, functools.partial(_run_folder, trainer), self.own.log_folder())
-
-    def stateful_callbacks(self) -> list[Any]:
-        """The callbacks, and the control, whose states checkpoints hold."""
-        return [
-            callback
-            for callback in [*self.trainer.callback_handler.callbacks, self.trainer.control]
-            if is_exportable(callback)
-        ]
+            callback.attach(
+                trainer.save_model, functools.partial(_run_folder, trainer, self.run), self.own.log_folder()
+            )
 
     def callbacks_like(self, callback: Any) -> Any:
         """The list that `callback` belongs to: Lightning's, or the handler of the Trainer's own."""
@@ -311,7 +209,7 @@ class TrainerSetup(Room):
             plan,
             own.lightning_callbacks,
             loggers=own.loggers,
-            receive=lambda values: own.logged_metrics.set(values),
+            receive=lambda values: own.run.logged_metrics.set(values),
         )
         trainer.accelerator = EngineAccelerator(
             own.engine,
@@ -329,6 +227,7 @@ class TrainerSetup(Room):
         trainer.is_fsdp_xla_v1_enabled = trainer.is_fsdp_xla_enabled and not plan.by_spmd
         trainer.is_fsdp_enabled = plan.sharding is not None and not plan.on_xla
         own.states = self.make_states(plan)
+        own.preparation = (DeepSpeedPreparation if plan.deepspeed is not None else Preparation)(own, own.loaders)
         trainer.deepspeed = None
 
     def validate_args(self) -> None:
@@ -384,11 +283,6 @@ class TrainerSetup(Room):
             )
 
 
-def _run_folder(trainer: Trainer) -> str:
+def _run_folder(trainer: TrainerApi, run: Run) -> str:
     """Where the checkpoints of the run in progress are."""
-    return trainer._get_output_dir(trainer._trial)
-
-
-def _is_same(value: Any, before: Any) -> bool:
-    """Whether two values are equal; arrays and tensors, which compare element by element, only if they are one."""
-    return value is before or (type(value) is type(before) and (value == before) is True)
+    return trainer._get_output_dir(run.trial)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -37,3 +37,14 @@ def count_tokens(inputs: Mapping[str, Any], main_input: str, how: str, pad_token
     if how == "non_padding":
         _warn_once("Padding is counted too: there is neither an attention_mask nor a pad_token_id.")
     return torch.tensor(tokens.numel(), device=tokens.device)
+
+
+def number_of_tokens(loader: Iterable[Any], max_steps: int | None) -> int:
+    """Input tokens in a loader, or in its first batch times `max_steps`; reads the data."""
+    tokens = 0
+    for batch in loader:
+        count = batch["input_ids"].numel()
+        if max_steps is not None:
+            return count * max_steps
+        tokens += count
+    return tokens

@@ -7,7 +7,8 @@ import functools
 import logging
 import math
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
@@ -15,69 +16,204 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from hftrainer.arguments import legacy
-from hftrainer.assembly.rooms import Room
 from hftrainer.compat.functions import has_length
 from hftrainer.compat.messages import log_facts
-from hftrainer.compat.overrides import accepts, call_with_accepted
+from hftrainer.compat.overrides import accepts, call_with_accepted, with_accepted
+from hftrainer.errors import InvalidArgument
 from hftrainer.evaluation import gathering
 from hftrainer.evaluation.evaluation_pass import EvaluationPass
 from hftrainer.evaluation.metrics import TorchMetrics, as_metrics
+from hftrainer.parallel import devices
+from hftrainer.reporting.metrics import mean_loss
+from hftrainer.trainer_pt_utils import nested_detach
 from hftrainer.trainer_utils import EvalLoopOutput, PredictionOutput, speed_metrics
-from hftrainer.training.deepspeed import prepare_for_evaluation as prepare_deepspeed_for_evaluation
-from hftrainer.training.logged_metrics import split_losses
+from hftrainer.training.context import Room, TrainerContext
+from hftrainer.training.logged_metrics import LoggedMetrics, split_losses
+from hftrainer.training.loss import outputs_without
+from hftrainer.training.xla import print_xla_metrics
 
 logger = logging.getLogger(__name__)
 
 
 class EvaluationRunner(Room):
-    """Prepares a Trainer for a pass over a set, and describes that pass to Lightning's loop."""
+    """Prepares a Trainer for a pass over a set, and describes that pass to Lightning's loop.
 
-    def run(self, dataloader: DataLoader, description: str, **settings: Any) -> EvalLoopOutput:
+    Args:
+        context: what it works with.
+    """
+
+    def __init__(self, context: TrainerContext) -> None:
+        super().__init__(context)
+        #: Whether the last pass has measured how long preparing the model takes.
+        self._preparation_measured = False
+
+    def evaluate(self, eval_dataset: Any, ignore_keys: list[str] | None, prefix: str) -> dict[str, float]:
+        """Evaluate one set, log the metrics and return them; see `Trainer.evaluate`."""
+        trainer = self.trainer
+        dataloader = trainer.get_eval_dataloader(eval_dataset)
+        start_time = time.time()
+        output = self._run(
+            dataloader,
+            "Evaluation",
+            prediction_loss_only=True if trainer.compute_metrics is None else None,
+            ignore_keys=ignore_keys,
+            metric_key_prefix=prefix,
+        )
+        metrics = self._with_speed(output, prefix, start_time)
+        trainer.log(metrics)
+        print_xla_metrics(trainer)
+        self.context.announce("on_evaluate", metrics)
+        return metrics
+
+    def evaluate_each(
+        self, datasets: Mapping[str, Any], ignore_keys: list[str] | None, prefix: str, *, own: bool
+    ) -> dict[str, float]:
+        """Evaluate each of several sets by `Trainer.evaluate`, its name in the prefix of its metrics.
+
+        Args:
+            datasets: by name.
+            ignore_keys: outputs of the model that are left out.
+            prefix: before the name.
+            own: whether they are those of the Trainer, which are then evaluated by their names.
+        """
+        metrics: dict[str, float] = {}
+        with self.context.engine.evaluation_group() as of_all:
+            for name, dataset in datasets.items():
+                metrics |= self.trainer.evaluate(
+                    name if own else dataset, ignore_keys=ignore_keys, metric_key_prefix=f"{prefix}_{name}"
+                )
+            of_all |= mean_loss(metrics, datasets, prefix)
+        return metrics
+
+    def predict(self, test_dataset: Any, ignore_keys: list[str] | None, prefix: str) -> PredictionOutput:
+        """Predict, and compute the metrics when there are labels; see `Trainer.predict`."""
+        dataloader = self.trainer.get_test_dataloader(test_dataset)
+        start_time = time.time()
+        output = self._run(dataloader, "Prediction", ignore_keys=ignore_keys, metric_key_prefix=prefix)
+        metrics = self._with_speed(output, prefix, start_time)
+        self.context.announce("on_predict", metrics)
+        return PredictionOutput(output.predictions, output.label_ids, metrics)
+
+    def loop(
+        self,
+        dataloader: DataLoader,
+        description: str,
+        prediction_loss_only: bool | None,
+        ignore_keys: list[str] | None,
+        prefix: str,
+    ) -> EvalLoopOutput:
+        """One pass over a loader by one of Lightning's loops; see `Trainer.evaluation_loop`."""
+        trainer, run = self.trainer, self.run
+        loss_only = trainer.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+        self._log_plan(description, dataloader)
+        model = self._prepare(dataloader)
+        predicting = description == "Prediction"
+        step = with_accepted(trainer.prediction_step, "ignore_keys")
+
+        def predict(inputs: Any) -> Any:
+            return step(model, inputs, loss_only, ignore_keys=ignore_keys)
+
+        evaluation = self._make_pass(dataloader, predict, prefix, predicting)
+        stage = "predict" if predicting else "test" if prefix.startswith("test") else "validate"
+        kept = getattr(run, "past", None), run.logged_metrics  # of training; an evaluation does not change them
+        run.past, run.logged_metrics = None, LoggedMetrics()
+        try:
+            with devices.hinted(), trainer.accelerator.gradient_state.only(dataloader):
+                self.context.engine.evaluate(evaluation, trainer.model, stage)
+        finally:
+            # What a subclass's `evaluate` has set was for this pass.
+            trainer.gather_function = gathering.for_metrics(trainer.accelerator, trainer.args)
+            run.past, run.logged_metrics = kept
+            self.context.engine.end_batch()  # Lightning keeps the numbers that it is told on the device
+        output, evaluation.output = evaluation.output, None
+        if output is None or not evaluation.seen_batches:
+            raise InvalidArgument(
+                f"{description} found not one batch: the dataset is empty, or smaller than a batch with "
+                "dataloader_drop_last, or lightning_config limits it to none."
+            )
+        if evaluation.preparation_time is not None:
+            self._preparation_measured |= math.isnan(trainer.model_preparation_time)
+            trainer.model_preparation_time = evaluation.preparation_time
+        self._draw(evaluation.metrics, prefix)
+        return output
+
+    def step(
+        self, model: nn.Module, inputs: dict[str, Any], loss_only: bool, ignore_keys: list[str] | None
+    ) -> tuple[torch.Tensor | None, Any, Any]:
+        """Loss, logits and labels of one batch; see `Trainer.prediction_step`."""
+        trainer = self.trainer
+        inputs = trainer._prepare_inputs(inputs)
+        ignore_keys = self._ignored_keys() if ignore_keys is None else ignore_keys
+        names = trainer.label_names
+        has_labels = bool(names) and all(inputs.get(name) is not None for name in names)
+        returns_loss = inputs.get("return_loss")
+        returns_loss = trainer.can_return_loss if returns_loss is None else returns_loss
+        labels = loss = None
+        with torch.no_grad():
+            if has_labels or (not names and returns_loss):
+                labels = nested_detach(tuple(inputs.get(name) for name in names))
+                labels = labels[0] if len(labels) == 1 else labels
+                loss, outputs = self._loss_and_outputs(model, inputs, loss_only)
+                logits = outputs_without(outputs, [*ignore_keys, "loss"], skip_first=True)
+            else:
+                with trainer.compute_loss_context_manager():
+                    outputs = model(**inputs)
+                logits = outputs_without(outputs, ignore_keys, skip_first=False)
+                if self.context.past_index >= 0:
+                    self.run.past = outputs[self.context.past_index - 1]
+        if loss_only:
+            return loss, None, None
+        logits = nested_detach(logits)
+        return loss, logits[0] if isinstance(logits, (tuple, list)) and len(logits) == 1 else logits, labels
+
+    def _ignored_keys(self) -> list[str]:
+        """Outputs that the model's config leaves out of predictions."""
+        config = getattr(self.trainer.model, "config", None)
+        leaves_out = config is not None and self.context.behaviours.leaves_out_past
+        return getattr(config, "keys_to_ignore_at_inference", ["past_key_values"] if leaves_out else [])
+
+    def _run(self, dataloader: DataLoader, description: str, **settings: Any) -> EvalLoopOutput:
         """`evaluation_loop`, or `prediction_loop` where the arguments or a subclass of v4.4 and before ask for it."""
         trainer = self.trainer
         loop: Callable[..., Any] = trainer.evaluation_loop
-        own_old_loop = self.own.is_overridden("prediction_loop")
+        own_old_loop = self.context.is_overridden("prediction_loop")
         if legacy.value(trainer.args, "use_legacy_prediction_loop") or (
-            own_old_loop and not self.own.is_overridden("evaluation_loop")
+            own_old_loop and not self.context.is_overridden("evaluation_loop")
         ):
             loop = trainer.prediction_loop
-        own_loop = self.own.is_overridden("evaluation_loop", "prediction_loop")
-        with self.own.engine.autocasting(trainer.model) if own_loop else contextlib.nullcontext():
+        own_loop = self.context.is_overridden("evaluation_loop", "prediction_loop")
+        with self.context.engine.autocasting(trainer.model) if own_loop else contextlib.nullcontext():
             output: Any = call_with_accepted(loop, dataloader, description, **settings)
         if isinstance(output, tuple) and len(output) == len(PredictionOutput._fields):  # as overrides of v4.4 return
             predictions, label_ids, metrics = output
             return EvalLoopOutput(predictions, label_ids, metrics, trainer.num_examples(dataloader))
         return cast("EvalLoopOutput", output)
 
-    def with_speed(self, output: EvalLoopOutput, prefix: str, start_time: float) -> dict[str, float]:
+    def _with_speed(self, output: EvalLoopOutput, prefix: str, start_time: float) -> dict[str, float]:
         """The metrics of a pass, and its speed."""
         metrics, samples = output.metrics or {}, output.num_samples or 0
-        if self.own.preparation_measured:  # by this pass; later ones only report it
+        if self._preparation_measured:  # by this pass; later ones only report it
             start_time += metrics.get(f"{prefix}_model_preparation_time", 0)
-            self.own.preparation_measured = False
+            self._preparation_measured = False
         steps = math.ceil(
             samples / (self.trainer.args.eval_batch_size * self.trainer.accelerator.processes.data_processes)
         )
         return metrics | speed_metrics(prefix, start_time, num_samples=samples, num_steps=steps)
 
-    def log_plan(self, description: str, dataloader: DataLoader) -> None:
+    def _log_plan(self, description: str, dataloader: DataLoader) -> None:
         """Log the sizes of a pass."""
         count: Any = self.trainer.num_examples(dataloader) if has_length(dataloader) else "unknown"
         batch_size = getattr(dataloader, "batch_size", None) or self.trainer.args.eval_batch_size
         log_facts(logger, f"{description} begins.", {"Number of examples": count, "Batch size": batch_size})
 
-    def prepare(self, dataloader: DataLoader) -> nn.Module:
+    def _prepare(self, dataloader: DataLoader) -> nn.Module:
         """Model and optimizer in evaluation mode; the weights in half precision where the arguments ask for it.
 
         Returns:
             The model as it is evaluated.
         """
-        trainer, own = self.trainer, self.own
-        if trainer.is_deepspeed_enabled:
-            prepare_deepspeed_for_evaluation(trainer)
-        else:
-            own.run.prepare_model()
-            own.states.share_buffers(trainer.model)
+        trainer, context = self.trainer, self.context
+        context.preparation.for_evaluation()
         model = trainer._wrap_model(trainer.model, training=False)
         if not trainer.accelerator._models and model is trainer.model:
             model = trainer.accelerator.prepare_model(model, evaluation_mode=True)
@@ -92,7 +228,7 @@ class EvaluationRunner(Room):
         model.eval()
         return model
 
-    def make_pass(
+    def _make_pass(
         self, dataloader: DataLoader, predict: Callable[..., Any], prefix: str, predicting: bool
     ) -> EvaluationPass:
         """What Lightning's loop is to drive."""
@@ -106,44 +242,46 @@ class EvaluationRunner(Room):
             dataloader=dataloader,
             predict=predict,
             prepare_input=trainer._prepare_input,
-            announce_batch=self.announce_step,
+            announce_batch=self._announce_step,
             num_examples=trainer.num_examples,
             main_input=getattr(trainer.model, "main_input_name", "input_ids"),
             metrics=metrics,
             preprocess_logits=trainer.preprocess_logits_for_metrics,
-            end_batch=self.own.engine.end_batch,
+            end_batch=self.context.engine.end_batch,
             gather=lambda rows: trainer.gather_function(rows),
             pad=functools.partial(gathering.padded, trainer.accelerator, trainer.args),
             collect=functools.partial(processes.gather, distinct=True),
             prefix=prefix,
             returns_predictions=predicting,
-            only_finite_losses=(trainer.args.logging_nan_inf_filter and self.own.behaviours.leaves_out_infinite_losses),
+            only_finite_losses=(
+                trainer.args.logging_nan_inf_filter and self.context.behaviours.leaves_out_infinite_losses
+            ),
             preparation_time=getattr(trainer, "model_preparation_time", None),
         )
 
-    def announce_step(self) -> None:
+    def _announce_step(self) -> None:
         """Announce a batch, and leave the pass if a signal has come."""
-        self.own.announce("on_prediction_step")
-        self.own.interruption.check()
+        self.context.announce("on_prediction_step")
+        self.run.interruption.check()
 
-    def draw(self, metrics: Any, prefix: str) -> None:
+    def _draw(self, metrics: Any, prefix: str) -> None:
         """Save the plots of torchmetrics, if they were asked for."""
         trainer = self.trainer
         if isinstance(metrics, TorchMetrics) and metrics.plot and trainer.is_world_process_zero():
             metrics.draw(os.path.join(str(trainer.args.output_dir), f"plots-{trainer.state.global_step}"), prefix)
 
-    def loss_and_outputs(self, model: nn.Module, inputs: Any, loss_only: bool) -> tuple[torch.Tensor, Any]:
+    def _loss_and_outputs(self, model: nn.Module, inputs: Any, loss_only: bool) -> tuple[torch.Tensor, Any]:
         """The mean loss of a batch, and the model's outputs; the items of other processes do not count in it."""
-        own = self.own
-        averages, own.averages_tokens = own.averages_tokens, False
+        context = self.context
+        averages, context.averages_tokens = context.averages_tokens, False
         try:
             return self._compute(model, inputs, loss_only)
         finally:
-            own.averages_tokens = averages
+            context.averages_tokens = averages
 
     def _compute(self, model: nn.Module, inputs: Any, loss_only: bool) -> tuple[torch.Tensor, Any]:
         trainer = self.trainer
-        by_items = self.own.behaviours.evaluates_by_items
+        by_items = self.context.behaviours.evaluates_by_items
         num_items = trainer._get_num_items_in_batch([inputs], trainer.args.device) if by_items else None
         context, inputs = trainer._prepare_context_parallel_inputs(model, inputs)
         with trainer.compute_loss_context_manager(), context():

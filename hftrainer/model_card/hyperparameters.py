@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 from hftrainer.arguments.choices import ParallelMode, spelled
 
 if TYPE_CHECKING:
-    from hftrainer.trainer import Trainer
+    from hftrainer.training.trainer_api import TrainerApi
 
 
-def hyperparameters(trainer: Trainer) -> dict[str, Any]:
+def hyperparameters(trainer: TrainerApi) -> dict[str, Any]:
     """Name → value, of what the run was made with, in the names of the arguments where there are any."""
     args = trainer.args
     return {
@@ -26,7 +26,7 @@ def hyperparameters(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def _batches(trainer: Trainer) -> dict[str, Any]:
+def _batches(trainer: TrainerApi) -> dict[str, Any]:
     """The batches of one process and of all, in samples."""
     args, processes = trainer.args, trainer.accelerator.processes.data_processes
     train, evaluation = trainer._train_batch_size, args.eval_batch_size
@@ -44,7 +44,7 @@ def _batches(trainer: Trainer) -> dict[str, Any]:
     return found
 
 
-def _distributed_type(trainer: Trainer) -> str:
+def _distributed_type(trainer: TrainerApi) -> str:
     kind = trainer.args.device.type
     several = {"xla": "TPU", "cpu": "multi-CPU"}.get(kind, "multi-GPU")
     sharding = "DeepSpeed" if trainer.is_deepspeed_enabled else "FSDP"
@@ -52,7 +52,7 @@ def _distributed_type(trainer: Trainer) -> str:
     return f"{several} ({sharding})" if sharded else several
 
 
-def _optimizer(trainer: Trainer) -> str:
+def _optimizer(trainer: TrainerApi) -> str:
     args = trainer.args
     given, _ = trainer._hftrainer.optimizers_given
     if given is not None:
@@ -71,7 +71,7 @@ def _listed(name: str, settings: Mapping[str, Any]) -> str:
     return ", ".join([name, *(f"{key}={value}" for key, value in plain.items())])
 
 
-def _schedule(trainer: Trainer) -> dict[str, Any]:
+def _schedule(trainer: TrainerApi) -> dict[str, Any]:
     args = trainer.args
     _, given = trainer._hftrainer.optimizers_given
     found: dict[str, Any] = {"lr_scheduler_type": type(given).__name__ if given else spelled(args.lr_scheduler_type)}

@@ -16,6 +16,7 @@ STAGES = {
     "train": "train",
     "_inner_training_loop": "train",
     "_finalize_training": "train",
+    "_final_metrics": "train",
     "evaluate": "eval",
     "predict": "test",
 }

@@ -367,3 +367,8 @@ class CometCallback(_SetUpCallback):
 
 #: Those that `report_to` means.
 CALLBACKS: tuple[type[TrackerCallback], ...] = (CometCallback, MLflowCallback, TensorBoardCallback, WandbCallback)
+
+
+def reporting_callbacks(callbacks: Sequence[Any]) -> list[ReportingCallback]:
+    """Those of the callbacks that write to trackers."""
+    return [each for each in callbacks if isinstance(each, ReportingCallback)]

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from hftrainer.errors import InvalidArgument, UnknownArgument
 
 if TYPE_CHECKING:
-    from hftrainer.trainer import Trainer
     from hftrainer.trainer_utils import BestRun
+    from hftrainer.training.trainer_api import TrainerApi
 
 
 class SearchBackend(abc.ABC):
@@ -40,7 +40,7 @@ class SearchBackend(abc.ABC):
         """What is searched when no `hp_space` is given."""
 
     @abc.abstractmethod
-    def run(self, trainer: Trainer, n_trials: int | None, direction: Any, **kwargs: Any) -> BestRun | list[BestRun]:
+    def run(self, trainer: TrainerApi, n_trials: int | None, direction: Any, **kwargs: Any) -> BestRun | list[BestRun]:
         """Run the search.
 
         Args:
@@ -51,7 +51,7 @@ class SearchBackend(abc.ABC):
         """
 
     @abc.abstractmethod
-    def hyperparameters(self, trainer: Trainer, trial: Any) -> Any:
+    def hyperparameters(self, trainer: TrainerApi, trial: Any) -> Any:
         """The arguments that a trial changes."""
 
     @abc.abstractmethod
@@ -59,7 +59,7 @@ class SearchBackend(abc.ABC):
         """What the folder `run-xxx` of a trial is called by."""
 
     @abc.abstractmethod
-    def report(self, trainer: Trainer, trial: Any, step: int, objective: Any, metrics: Mapping[str, float]) -> None:
+    def report(self, trainer: TrainerApi, trial: Any, step: int, objective: Any, metrics: Mapping[str, float]) -> None:
         """Tell the library about an evaluation, which may end the trial.
 
         Args:
@@ -70,7 +70,7 @@ class SearchBackend(abc.ABC):
             metrics: of the evaluation.
         """
 
-    def space(self, trainer: Trainer) -> Any:
+    def space(self, trainer: TrainerApi) -> Any:
         """What `hp_space` describes for a library that chooses by itself.
 
         Raises:
@@ -86,7 +86,7 @@ class SearchBackend(abc.ABC):
                 "must return a description of the space."
             ) from error
 
-    def after_saving(self, trainer: Trainer) -> None:  # noqa: B027 - most libraries need nothing then
+    def after_saving(self, trainer: TrainerApi) -> None:  # noqa: B027 - most libraries need nothing then
         """Called in a trial whenever what was due has been logged, evaluated and saved."""
 
     def checked(self, objective: Any) -> Any:

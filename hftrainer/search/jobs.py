@@ -20,14 +20,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hftrainer.errors import InvalidArgument, SearchFailed, UnsupportedArgument
+from hftrainer.parallel.worker import WORKER
 
 if TYPE_CHECKING:
     from optuna import Study
 
 logger = logging.getLogger(__name__)
 
-#: Environment variable that tells a worker what to take part in, as JSON: see `Jobs`.
-WORKER = "HFTRAINER_SEARCH_WORKER"
 #: Seconds that workers have to write a checkpoint and end, when the search is interrupted.
 _TO_END = 30.0
 #: What a worker ends with when its search is over; with 0 its script has never come to the search.
@@ -201,19 +200,6 @@ class Jobs:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-
-
-def refuse_in_worker() -> None:
-    """Refuse to train in a worker but in a search with `n_jobs`: it would write over what the script has trained.
-
-    Raises:
-        UnsupportedArgument: in a worker.
-    """
-    if WORKER in os.environ:
-        raise UnsupportedArgument(
-            "n_jobs starts the script again for each job, and it trains before this search, or searches without "
-            "n_jobs: put the search with n_jobs first, or into a script of its own."
-        )
 
 
 def _journal(file: str) -> Any:

@@ -20,7 +20,7 @@ from hftrainer.training.out_of_memory import is_out_of_memory
 if TYPE_CHECKING:
     from optuna import Study
 
-    from hftrainer.trainer import Trainer
+    from hftrainer.training.trainer_api import TrainerApi
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class OptunaSearch(SearchBackend):
 
     study: Study
 
-    def run(self, trainer: Trainer, n_trials: int | None, direction: Any, **kwargs: Any) -> BestRun | list[BestRun]:
+    def run(self, trainer: TrainerApi, n_trials: int | None, direction: Any, **kwargs: Any) -> BestRun | list[BestRun]:
         """Run trials until the study has `n_trials`, and return the best in every process.
 
         Raises:
@@ -68,7 +68,7 @@ class OptunaSearch(SearchBackend):
             self._follow(trainer, SharedTrial(None, told[0], from_main))
         return told[1]
 
-    def hyperparameters(self, trainer: Trainer, trial: Any) -> Any:
+    def hyperparameters(self, trainer: TrainerApi, trial: Any) -> Any:
         """What `hp_space` chooses."""
         return trainer.hp_space(trial)
 
@@ -76,7 +76,7 @@ class OptunaSearch(SearchBackend):
         """The number of the trial."""
         return str(trial.number)
 
-    def report(self, trainer: Trainer, trial: Any, step: int, objective: Any, metrics: Mapping[str, float]) -> None:
+    def report(self, trainer: TrainerApi, trial: Any, step: int, objective: Any, metrics: Mapping[str, float]) -> None:
         """Tell Optuna, and end the trial if it is not promising; with several objectives Optuna cannot say.
 
         Raises:
@@ -91,7 +91,7 @@ class OptunaSearch(SearchBackend):
             trainer._hftrainer.announce("on_train_end")
             raise optuna.TrialPruned(f"at step {step}")
 
-    def objective(self, trainer: Trainer, trial: Any) -> Any:
+    def objective(self, trainer: TrainerApi, trial: Any) -> Any:
         """Train a trial; its last evaluation, or one after training, says how good it is."""
         trainer.objective = None
         trainer.train(trial=trial)
@@ -99,7 +99,7 @@ class OptunaSearch(SearchBackend):
             trainer.objective = self.checked(trainer.compute_objective(trainer.evaluate()))
         return trainer.objective
 
-    def _open(self, trainer: Trainer, kwargs: dict[str, Any]) -> None:
+    def _open(self, trainer: TrainerApi, kwargs: dict[str, Any]) -> None:
         """Make the study, or go on with one that exists; its sampler then draws other numbers than the one before."""
         import optuna
 
@@ -158,7 +158,7 @@ class OptunaSearch(SearchBackend):
         if self._jobs.count > 1 and count.left() != 0 and (seconds is None or seconds > 0):
             self._jobs.stop(self.study)
 
-    def _follow(self, trainer: Trainer, trial: SharedTrial) -> None:
+    def _follow(self, trainer: TrainerApi, trial: SharedTrial) -> None:
         import optuna
 
         try:
@@ -166,7 +166,7 @@ class OptunaSearch(SearchBackend):
         except optuna.TrialPruned:
             return
         finally:
-            trainer._hftrainer.run.release_trial()
+            trainer._hftrainer.runner.release_trial()
 
     def _best(self) -> BestRun | list[BestRun]:
         from optuna.trial import TrialState
@@ -201,7 +201,7 @@ class _Objective:
 
     count: TrialCount
 
-    def __init__(self, search: OptunaSearch, trainer: Trainer) -> None:
+    def __init__(self, search: OptunaSearch, trainer: TrainerApi) -> None:
         self.search = search
         self.trainer = trainer
         self.begun = 0
@@ -215,7 +215,7 @@ class _Objective:
         try:
             objective, ended = self._attempt(trial)
         finally:
-            self.trainer._hftrainer.run.release_trial()
+            self.trainer._hftrainer.runner.release_trial()
         if ended is not None:
             raise ended
         return objective

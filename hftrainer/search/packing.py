@@ -16,7 +16,7 @@ from hftrainer.callbacks.progress import ProgressCallback
 from hftrainer.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from hftrainer.trainer import Trainer
+    from hftrainer.training.trainer_api import TrainerApi
 
 
 @dataclass(frozen=True)
@@ -31,18 +31,18 @@ class PackedTrainer:
     pickled: bytes
     folder: str
 
-    def unpack(self) -> Trainer:
+    def unpack(self) -> TrainerApi:
         """The Trainer, ready to train in this process, which goes into its folder if that is there."""
         from ray import cloudpickle
 
-        trainer: Trainer = cloudpickle.loads(self.pickled)
+        trainer: TrainerApi = cloudpickle.loads(self.pickled)
         if os.path.isdir(self.folder):
             os.chdir(self.folder)
         for arguments in filter(None, (vars(trainer.args), trainer._hftrainer.searched_arguments)):
             arguments["output_dir"] = os.path.join(self.folder, arguments["output_dir"])
         follow(trainer._hftrainer.behaviours.release)  # nobody has called install() here
-        trainer._hftrainer.setup.set_log_level()
-        trainer._hftrainer.setup.follow_arguments()
+        trainer._hftrainer.settings.set_log_level()
+        trainer._hftrainer.settings.follow_arguments()
         copying.rebuild(trainer)
         for callback in list(trainer.callback_handler.callbacks):
             if is_kind(callback, "NotebookProgressCallback"):
@@ -51,7 +51,7 @@ class PackedTrainer:
         return trainer
 
 
-def pack(trainer: Trainer) -> PackedTrainer:
+def pack(trainer: TrainerApi) -> PackedTrainer:
     """Pickle a Trainer, which stays as it is.
 
     Raises:
@@ -67,7 +67,7 @@ def pack(trainer: Trainer) -> PackedTrainer:
         ) from error
 
 
-def _pickled(value: Any, trainer: Trainer, state: dict[str, Any]) -> bytes:
+def _pickled(value: Any, trainer: TrainerApi, state: dict[str, Any]) -> bytes:
     """Pickle a value; wherever it refers to the Trainer, that has this state."""
     from ray import cloudpickle
 
@@ -83,7 +83,7 @@ def _pickled(value: Any, trainer: Trainer, state: dict[str, Any]) -> bytes:
     return file.getvalue()
 
 
-def _unpicklable(trainer: Trainer, state: dict[str, Any]) -> str:
+def _unpicklable(trainer: TrainerApi, state: dict[str, Any]) -> str:
     """The name of the first thing in a Trainer that cannot be pickled."""
     for name, value in _parts(trainer, state):
         try:
@@ -93,7 +93,7 @@ def _unpicklable(trainer: Trainer, state: dict[str, Any]) -> str:
     return type(trainer).__name__
 
 
-def _parts(trainer: Trainer, state: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def _parts(trainer: TrainerApi, state: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     for callback in [*trainer.callback_handler.callbacks, *trainer._hftrainer.lightning_callbacks]:
         yield f"The callback {type(callback).__name__}", callback
     for name, value in state.items():

@@ -30,7 +30,7 @@ from hftrainer.search.trial_arguments import check_names, model_takes_trial
 from hftrainer.trainer_utils import BestRun, default_hp_space_ray
 
 if TYPE_CHECKING:
-    from hftrainer.trainer import Trainer
+    from hftrainer.training.trainer_api import TrainerApi
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class RaySearch(SearchBackend):
 
     # ---- In the process that searches --------------------------------------------------------------------------
 
-    def run(self, trainer: Trainer, n_trials: int | None, direction: Any, **kwargs: Any) -> BestRun:
+    def run(self, trainer: TrainerApi, n_trials: int | None, direction: Any, **kwargs: Any) -> BestRun:
         """Run trials until there are `n_trials`, and return the best.
 
         Raises:
@@ -80,7 +80,7 @@ class RaySearch(SearchBackend):
         space = self.space(trainer)
         check_names(trainer.args, space, for_model_too=model_takes_trial(trainer.model_init))
         self._check(trainer.args, n_trials, kwargs)
-        trainer._hftrainer.run.release_trial()  # trials need the memory of the device
+        trainer._hftrainer.runner.release_trial()  # trials need the memory of the device
         trainer.callback_handler.eval_dataloader = None
         options, mistakes = self._options(trainer.args, kwargs), _mistakes()
         options["callbacks"] = [*(options.get("callbacks") or ()), mistakes]
@@ -160,7 +160,7 @@ class RaySearch(SearchBackend):
 
     # ---- In the process of a trial -----------------------------------------------------------------------------
 
-    def hyperparameters(self, trainer: Trainer, trial: Any) -> Any:
+    def hyperparameters(self, trainer: TrainerApi, trial: Any) -> Any:
         """The trial is what was chosen."""
         return trial
 
@@ -170,7 +170,7 @@ class RaySearch(SearchBackend):
 
         return tune.get_context().get_trial_id()
 
-    def train(self, trainer: Trainer, trial: dict[str, Any]) -> None:
+    def train(self, trainer: TrainerApi, trial: dict[str, Any]) -> None:
         """Train a trial, from the checkpoint that Ray gives it, which may be its own or that of another trial."""
         from ray import tune
 
@@ -188,14 +188,14 @@ class RaySearch(SearchBackend):
                 self.report(trainer, trial, trainer.state.global_step, trainer.objective, metrics)
             self.after_saving(trainer)
         finally:
-            trainer._hftrainer.run.release_trial()
+            trainer._hftrainer.runner.release_trial()
 
-    def report(self, trainer: Trainer, trial: Any, step: int, objective: Any, metrics: Mapping[str, float]) -> None:
+    def report(self, trainer: TrainerApi, trial: Any, step: int, objective: Any, metrics: Mapping[str, float]) -> None:
         """Keep it for Ray until the checkpoint of this step, if there is to be one, is written."""
         self.after_saving(trainer)
         self._due = step, {**metrics, "objective": float(objective)}
 
-    def after_saving(self, trainer: Trainer) -> None:
+    def after_saving(self, trainer: TrainerApi) -> None:
         """Report the last evaluation to Ray, with the checkpoint of its step.
 
         Raises:
@@ -215,9 +215,9 @@ class RaySearch(SearchBackend):
                 raise
 
     @staticmethod
-    def _checkpoint_of(trainer: Trainer, step: int) -> Path | None:
+    def _checkpoint_of(trainer: TrainerApi, step: int) -> Path | None:
         """The checkpoint of a step, if there is one that a trial can go on from."""
-        if trainer._hftrainer.last_saved_step != step or trainer.args.save_only_model:
+        if trainer._hftrainer.run.last_saved_step != step or trainer.args.save_only_model:
             return None
         trainer._hftrainer.saver.wait()
         folder = Path(trainer._get_output_dir(trainer._trial), f"{PREFIX_CHECKPOINT_DIR}-{step}").absolute()

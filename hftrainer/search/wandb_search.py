@@ -16,7 +16,7 @@ from hftrainer.search.trial_arguments import check_names, model_takes_trial
 from hftrainer.trainer_utils import BestRun, default_hp_space_wandb
 
 if TYPE_CHECKING:
-    from hftrainer.trainer import Trainer
+    from hftrainer.training.trainer_api import TrainerApi
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class WandbSearch(SearchBackend):
         self.best: BestRun | None = None
         self.failed: list[str] = []
 
-    def run(self, trainer: Trainer, n_trials: int | None, direction: Any, **kwargs: Any) -> BestRun:
+    def run(self, trainer: TrainerApi, n_trials: int | None, direction: Any, **kwargs: Any) -> BestRun:
         """Begin a sweep, or take part in the one that `sweep_id` names, and train up to `n_trials` of its runs.
 
         Args:
@@ -89,7 +89,7 @@ class WandbSearch(SearchBackend):
             )
         return self._best(sweep)
 
-    def hyperparameters(self, trainer: Trainer, trial: Any) -> Any:
+    def hyperparameters(self, trainer: TrainerApi, trial: Any) -> Any:
         """What the server has chosen."""
         return trial
 
@@ -100,14 +100,14 @@ class WandbSearch(SearchBackend):
         assert wandb.run is not None
         return str(wandb.run.id)
 
-    def report(self, trainer: Trainer, trial: Any, step: int, objective: Any, metrics: Mapping[str, float]) -> None:
+    def report(self, trainer: TrainerApi, trial: Any, step: int, objective: Any, metrics: Mapping[str, float]) -> None:
         """Log the objective, if the server is to compare runs by it; all other metrics go by the tracker."""
         if self.metric == OBJECTIVE:
             import wandb
 
             wandb.log({OBJECTIVE: objective, "train/global_step": step})
 
-    def _space(self, trainer: Trainer, name: str | None) -> dict[str, Any]:
+    def _space(self, trainer: TrainerApi, name: str | None) -> dict[str, Any]:
         """The configuration of the sweep that `hp_space` describes."""
         space = self.space(trainer)
         if not isinstance(space, Mapping) or not isinstance(space.get("parameters"), Mapping):
@@ -119,7 +119,7 @@ class WandbSearch(SearchBackend):
         metric = {**space.get("metric", {}), "goal": self.directions[0], "name": self.metric}
         return {**space, "metric": metric, **({"name": name} if name else {})}
 
-    def _train(self, trainer: Trainer) -> None:
+    def _train(self, trainer: TrainerApi) -> None:
         """Train the run that the agent has been given."""
         import wandb
 
@@ -133,7 +133,7 @@ class WandbSearch(SearchBackend):
             logger.exception("The run %s has failed.", run.id)
             objective, reason = math.nan, f"{type(error).__name__}: {error}"
         finally:
-            trainer._hftrainer.run.release_trial()
+            trainer._hftrainer.runner.release_trial()
         if reason is not None:
             self.failed.append(reason)
             raise _TrialFailed(reason)
@@ -145,7 +145,7 @@ class WandbSearch(SearchBackend):
             )
         self._compare(run.id, objective, chosen)
 
-    def _objective(self, trainer: Trainer, chosen: dict[str, Any]) -> float:
+    def _objective(self, trainer: TrainerApi, chosen: dict[str, Any]) -> float:
         trainer.objective = None
         trainer.train(trial=chosen)
         if trainer.objective is None:
@@ -184,7 +184,7 @@ def _options(
 
 
 @contextmanager
-def _reporting(trainer: Trainer) -> Iterator[None]:
+def _reporting(trainer: TrainerApi) -> Iterator[None]:
     """Write to W&B during the search, whatever `report_to` names: the server learns metrics from nothing else."""
     if any(isinstance(callback, WandbCallback) for callback in trainer.callback_handler.callbacks):
         yield

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from hftrainer.compat import peers
-from hftrainer.errors import UnsupportedArgument
+from hftrainer.errors import InvalidArgument, UnsupportedArgument
+from hftrainer.training.preparation import Preparation
 
 if TYPE_CHECKING:
     from hftrainer.parallel.deepspeed.run import DeepSpeedRun
-    from hftrainer.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -33,61 +34,89 @@ def check_given(run: DeepSpeedRun, optimizer: Any, scheduler: Any) -> None:
         )
 
 
-def initialize(trainer: Trainer, is_overridden: Callable[[str], bool], max_steps: int, folder: str | None) -> None:
-    """Make DeepSpeed's engine with optimizer and schedule, each by the configuration or by the Trainer; then load it.
+class DeepSpeedPreparation(Preparation):
+    """Makes DeepSpeed's engine around the model, the optimizer and the schedule."""
 
-    Args:
-        trainer: whose model, optimizer and schedule they become.
-        is_overridden: tells whether a subclass or the script has replaced a method.
-        max_steps: optimizer steps of the run.
-        folder: the checkpoint to go on from, if any.
+    def for_training(self, max_steps: int, folder: str | None) -> nn.Module:
+        """Make the engine with optimizer and schedule, each by the configuration or by the Trainer; then load it.
 
-    Raises:
-        UnsupportedArgument: when the script's own optimizer has been in the hands of an engine before.
-    """
-    run, args = trainer._hftrainer.engine.deepspeed, trainer.args
-    run.complete(
-        trainer._hftrainer.run.bare_model,
-        max_steps,
-        args.get_warmup_steps(max_steps),
-        warmup_is_default=not args.warmup_steps,
-    )
-    if trainer.deepspeed is not None and run.is_training:
-        if trainer._hftrainer.optimizers_given[0] is not None:
-            raise UnsupportedArgument(
-                "optimizers: DeepSpeed's engine has taken the parameters out of the optimizer in an earlier train(): "
-                "pass optimizer_cls_and_kwargs, or make a new Trainer."
+        Args:
+            max_steps: optimizer steps of the run.
+            folder: the checkpoint that the run resumes from, if any.
+
+        Raises:
+            UnsupportedArgument: when an engine has used the script's own optimizer before.
+        """
+        trainer, engine = self.trainer, self.context.engine.deepspeed
+        if self.run.made_scheduler:  # its shape belongs to the previous call's number of steps
+            trainer.lr_scheduler = None
+            self.run.made_scheduler = False
+        self._complete(max_steps)
+        if trainer.deepspeed is not None and engine.is_training:
+            if self.context.optimizers_given[0] is not None:
+                raise UnsupportedArgument(
+                    "optimizers: DeepSpeed's engine has taken the parameters out of the optimizer in an earlier "
+                    "train(): pass optimizer_cls_and_kwargs, or make a new Trainer."
+                )
+            trainer.optimizer = None
+        self.loaders.flos_per_token_of(trainer.model)  # of the whole model, before its parameters are partitioned
+        self._make_optimizer(max_steps)
+        logger.info(
+            "DeepSpeed trains with this configuration:\n%s", json.dumps(engine.config.config, indent=2, default=str)
+        )
+        if folder is not None:
+            engine.load(folder, strict=not peers.is_peft(trainer.model))
+        trainer.accelerator.prepare_model(trainer.model)
+        return trainer.model
+
+    def _complete(self, max_steps: int) -> None:
+        """Fill in what the configuration leaves to the length of the run."""
+        args = self.trainer.args
+        self.context.engine.deepspeed.complete(
+            self.context.bare_model,
+            max_steps,
+            args.get_warmup_steps(max_steps) if max_steps else 0,
+            warmup_is_default=not (max_steps and args.warmup_steps),
+        )
+
+    def _make_optimizer(self, max_steps: int) -> None:
+        trainer, engine = self.trainer, self.context.engine.deepspeed
+        makes_both = self.context.is_overridden("create_optimizer_and_scheduler")
+        if makes_both and not (engine.brings_optimizer or engine.brings_scheduler):
+            trainer.create_optimizer_and_scheduler(num_training_steps=max_steps)
+        elif not engine.brings_optimizer:
+            trainer.create_optimizer()
+        trainer.optimizer, scheduler = engine.initialize(
+            trainer.model,
+            None if engine.brings_optimizer else trainer.optimizer,
+            lambda optimizer: trainer.create_scheduler(num_training_steps=max_steps, optimizer=optimizer),
+        )
+        trainer.model_wrapped = trainer.deepspeed = engine.engine
+        if scheduler is not None:
+            trainer.lr_scheduler = scheduler
+        else:  # not before: DeepSpeed leaves out empty groups of parameters
+            trainer.create_scheduler(num_training_steps=max_steps)
+
+    def for_evaluation(self) -> None:
+        """Outside training: an engine for partitioned parameters, else the model on its device."""
+        trainer, engine = self.trainer, self.context.engine.deepspeed
+        if engine.is_training:
+            return
+        if engine.config.is_zero3():
+            self._complete(0)
+            trainer.model_wrapped = trainer.deepspeed = engine.initialize_inference(trainer.model)
+        else:
+            trainer._move_model_to_device(trainer.model, trainer.args.device)
+
+    def check_accumulation(self, steps: int) -> None:
+        """Refuse another number than the configuration has.
+
+        Raises:
+            InvalidArgument: naming both.
+        """
+        planned = self.context.engine.plan.accumulate_grad_batches
+        if steps != planned:
+            raise InvalidArgument(
+                f"gradient_accumulation_steps was changed to {steps} in a run with deepspeed, whose configuration says "
+                f"{planned}: change it before the Trainer is made."
             )
-        trainer.optimizer = None
-    trainer._hftrainer.loaders.flos_per_token_of(
-        trainer.model
-    )  # of the whole model, before its parameters are partitioned
-    if is_overridden("create_optimizer_and_scheduler") and not (run.brings_optimizer or run.brings_scheduler):
-        trainer.create_optimizer_and_scheduler(num_training_steps=max_steps)
-    elif not run.brings_optimizer:
-        trainer.create_optimizer()
-    trainer.optimizer, scheduler = run.initialize(
-        trainer.model,
-        None if run.brings_optimizer else trainer.optimizer,
-        lambda optimizer: trainer.create_scheduler(num_training_steps=max_steps, optimizer=optimizer),
-    )
-    trainer.model_wrapped = trainer.deepspeed = run.engine
-    if scheduler is not None:
-        trainer.lr_scheduler = scheduler
-    else:  # not before: DeepSpeed leaves out empty groups of parameters
-        trainer.create_scheduler(num_training_steps=max_steps)
-    logger.info("DeepSpeed trains with this configuration:\n%s", json.dumps(run.config.config, indent=2, default=str))
-    if folder is not None:
-        run.load(folder, strict=not peers.is_peft(trainer.model))
-
-
-def prepare_for_evaluation(trainer: Trainer) -> None:
-    """Before an evaluation outside training: an engine for partitioned parameters, else the model on its device."""
-    run = trainer._hftrainer.engine.deepspeed
-    if run.is_training:
-        return
-    if run.config.is_zero3():
-        run.complete(trainer._hftrainer.run.bare_model, 0, 0, warmup_is_default=True)
-        trainer.model_wrapped = trainer.deepspeed = run.initialize_inference(trainer.model)
-    else:
-        trainer._move_model_to_device(trainer.model, trainer.args.device)

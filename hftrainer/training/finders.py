@@ -3,51 +3,61 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from hftrainer.compat.overrides import make_scheduler
+from hftrainer.training.context import Room, TrainerContext
 from hftrainer.training.logged_metrics import LoggedMetrics
-
-if TYPE_CHECKING:
-    from hftrainer.trainer import Trainer
-
+from hftrainer.training.steps import TrainingSteps
 
 logger = logging.getLogger(__name__)
 
 
-def find_batch_size(trainer: Trainer) -> None:
-    """Let a `BatchSizeFinder` among the callbacks look for the batch size."""
-    given = trainer.optimizer
-    found = trainer._hftrainer.engine.find_batch_size(Tuning(trainer), trainer.model)
-    trainer.optimizer = given  # what the trial steps used was for them alone
-    if found is not None:
-        trainer._train_batch_size = found
-        logger.info("BatchSizeFinder: training with %d samples in a batch.", found)
-
-
-def find_learning_rate(trainer: Trainer, max_steps: int) -> None:
-    """Let a `LearningRateFinder` among the callbacks look for the learning rate.
+class Finders(Room):
+    """Lets Lightning's finders among the callbacks choose batch size and learning rate.
 
     Args:
-        trainer: whose optimizer and schedule take it.
-        max_steps: optimizer steps of the run.
+        context: what it works with.
+        steps: computes the losses.
     """
-    found = trainer._hftrainer.engine.find_learning_rate(Tuning(trainer), trainer.model)
-    if found is None:
-        return
-    logger.info("LearningRateFinder: %g takes the place of learning_rate=%g.", found, trainer.args.learning_rate)
-    for group in trainer._hftrainer.run.made_optimizer().param_groups:
-        group["lr"] = group["initial_lr"] = found
-    if trainer._created_lr_scheduler:
-        trainer.lr_scheduler = None
-        make_scheduler(trainer, max_steps)
-    else:
-        trainer.lr_scheduler.base_lrs = [found for _ in trainer.lr_scheduler.base_lrs]
+
+    def __init__(self, context: TrainerContext, steps: TrainingSteps) -> None:
+        super().__init__(context)
+        self.steps = steps
+
+    def find_batch_size(self) -> None:
+        """Let a `BatchSizeFinder` among the callbacks look for the batch size."""
+        trainer = self.trainer
+        given = trainer.optimizer
+        found = self.context.engine.find_batch_size(Tuning(self.context, self.steps), trainer.model)
+        trainer.optimizer = given  # what the trial steps used was for them alone
+        if found is not None:
+            self.run.train_batch_size = found
+            logger.info("BatchSizeFinder: training with %d samples in a batch.", found)
+
+    def find_learning_rate(self, max_steps: int) -> None:
+        """Let a `LearningRateFinder` among the callbacks look for the learning rate.
+
+        Args:
+            max_steps: optimizer steps of the run.
+        """
+        trainer = self.trainer
+        found = self.context.engine.find_learning_rate(Tuning(self.context, self.steps), trainer.model)
+        if found is None:
+            return
+        logger.info("LearningRateFinder: %g takes the place of learning_rate=%g.", found, trainer.args.learning_rate)
+        for group in self.context.made_optimizer().param_groups:
+            group["lr"] = group["initial_lr"] = found
+        if self.run.made_scheduler:
+            trainer.lr_scheduler = None
+            make_scheduler(trainer, max_steps)
+        else:
+            trainer.lr_scheduler.base_lrs = [found for _ in trainer.lr_scheduler.base_lrs]
 
 
-class Tuning:
+class Tuning(Room):
     """A Trainer's data, optimizer and loss, for steps that are not part of a run.
 
     Attributes:
@@ -56,30 +66,29 @@ class Tuning:
         max_grad_norm: what gradients are clipped to; 0 for not at all.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-        self.batch_size = trainer._train_batch_size
-        self.learning_rate = trainer.args.learning_rate
-        self.max_grad_norm = trainer.args.max_grad_norm
+    def __init__(self, context: TrainerContext, steps: TrainingSteps) -> None:
+        super().__init__(context)
+        self.steps = steps
+        self.batch_size = self.run.train_batch_size
+        self.learning_rate = self.trainer.args.learning_rate
+        self.max_grad_norm = self.trainer.args.max_grad_norm
 
     def loader(self, batch_size: int) -> Any:
         """The training data in batches of `batch_size` samples."""
-        trainer, before = self._trainer, self._trainer._train_batch_size
-        trainer._train_batch_size = batch_size
+        before, self.run.train_batch_size = self.run.train_batch_size, batch_size
         try:
-            return trainer.get_train_dataloader()
+            return self.trainer.get_train_dataloader()
         finally:
-            trainer._train_batch_size = before
+            self.run.train_batch_size = before
 
     def optimizer(self) -> torch.optim.Optimizer:
         """The Trainer's optimizer, made if there is none yet."""
-        return self._trainer.create_optimizer()
+        return self.trainer.create_optimizer()
 
     def loss(self, model: torch.nn.Module, inputs: Any) -> torch.Tensor:
         """The loss of one batch that is an optimizer step by itself."""
-        trainer = self._trainer
-        trainer.current_gradient_accumulation_steps = 1
-        items = trainer._get_num_items_in_batch([inputs], trainer.args.device)
-        loss = trainer._hftrainer.run.loss(model, inputs, items)
-        trainer._hftrainer.logged_metrics = LoggedMetrics()
+        self.run.accumulation = 1
+        items = self.trainer._get_num_items_in_batch([inputs], self.trainer.args.device)
+        loss = self.steps.loss(model, inputs, items)
+        self.run.logged_metrics = LoggedMetrics()
         return loss

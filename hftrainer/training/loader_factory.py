@@ -4,38 +4,164 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
 from hftrainer.arguments.accelerator_config import AcceleratorConfig
-from hftrainer.assembly.rooms import Room
 from hftrainer.compat import peers
+from hftrainer.compat.functions import has_length, number_of_arguments
+from hftrainer.data import columns
 from hftrainer.data.dispatch import Messenger
 from hftrainer.data.loaders import PreparedDataLoader
 from hftrainer.data.samplers import LengthGroupedSampler
 from hftrainer.data.sharding import Share
-from hftrainer.errors import UnsupportedArgument
+from hftrainer.errors import InvalidArgument, UnsupportedArgument
+from hftrainer.parallel.devices import UNPINNED
+from hftrainer.parallel.seeds import seed_worker
+from hftrainer.training.context import Room, TrainerContext
 
 
 class LoaderFactory(Room):
-    """Makes data loaders, and counts what is in their batches."""
+    """Makes data loaders, and counts what is in their batches.
+
+    Attributes:
+        flos_per_token: a model, and its floating-point operations for a token.
+    """
+
+    def __init__(self, context: TrainerContext) -> None:
+        super().__init__(context)
+        self.flos_per_token: tuple[Any, int] | None = None
+        #: A dataset without the columns that the model does not take, and the dataset it was made of.
+        self._with_all_columns: tuple[Any, Any] = None, None
+        self._prepares_training_data = False
+
+    # ---- The loaders of the Trainer ----------------------------------------------------------------------------
+
+    def evaluation_loader(self, eval_dataset: Any) -> DataLoader:
+        """See `Trainer.get_eval_dataloader`."""
+        trainer = self.trainer
+        if eval_dataset is None and trainer.eval_dataset is None:
+            raise InvalidArgument("Evaluation needs an eval_dataset: pass one to Trainer or to evaluate().")
+        key = "eval" if eval_dataset is None else eval_dataset if isinstance(eval_dataset, str) else ...
+        if key in trainer._eval_dataloaders:
+            return trainer._eval_dataloaders[key]
+        if isinstance(eval_dataset, str):
+            eval_dataset = trainer.eval_dataset[eval_dataset]
+        dataset = eval_dataset if eval_dataset is not None else trainer.eval_dataset
+        size = trainer.args.eval_batch_size
+        loader = trainer._get_dataloader(dataset, "evaluation", size, trainer._get_eval_sampler)
+        if trainer.args.dataloader_persistent_workers and key is not ...:
+            trainer._eval_dataloaders[key] = loader  # or each evaluation would start workers that stay
+            progress = None if self.run.loop is None else self.run.loop.progress
+            if progress is not None and key in progress.evaluation_workers and isinstance(loader, PreparedDataLoader):
+                loader.spare_seed()
+        return loader
+
+    def test_loader(self, test_dataset: Any) -> DataLoader:
+        """See `Trainer.get_test_dataloader`."""
+        trainer = self.trainer
+        own = self.context.is_overridden("_get_eval_sampler")
+        sampler: Any = (
+            trainer._get_eval_sampler if own else lambda data: SequentialSampler(data) if has_length(data) else None
+        )
+        return trainer._get_dataloader(test_dataset, "test", trainer.args.eval_batch_size, sampler)
+
+    def make(
+        self, dataset: Any, description: str, batch_size: int, sampler_fn: Callable[..., Any] | None, is_training: bool
+    ) -> DataLoader:
+        """See `Trainer._get_dataloader`."""
+        trainer, args, given = self.trainer, self.trainer.args, dataset
+        collator = trainer.data_collator
+        if peers.is_dataset(dataset):
+            dataset = trainer._remove_unused_columns(dataset, description)
+        else:
+            collator = trainer._get_collator_with_removed_columns(collator, description)
+        settings: dict[str, Any] = {
+            "batch_size": batch_size,
+            "collate_fn": collator,
+            "num_workers": args.dataloader_num_workers,
+            "pin_memory": args.dataloader_pin_memory and args.device.type not in UNPINNED,
+            "persistent_workers": args.dataloader_persistent_workers,
+            "multiprocessing_context": args.dataloader_multiprocessing_context,
+            "prefetch_factor": args.dataloader_prefetch_factor,
+            "in_order": args.dataloader_in_order,
+        }
+        if not isinstance(dataset, IterableDataset):
+            self._with_all_columns = dataset, given  # samplers may need what the model does not
+            settings["sampler"] = _call_sampler(sampler_fn, dataset)
+            settings["drop_last"] = args.dataloader_drop_last
+            if is_training:
+                by_rank = self.context.behaviours.seeds_workers_by_rank
+                settings["worker_init_fn"] = functools.partial(
+                    seed_worker,
+                    num_workers=args.dataloader_num_workers,
+                    rank=trainer.accelerator.processes.data_rank if by_rank else 0,
+                )
+        with self.preparing_training_data() if is_training else contextlib.nullcontext():
+            return trainer.accelerator.prepare(DataLoader(dataset, **settings))
+
+    def training_sampler(self, dataset: Any) -> Sampler | None:
+        """See `Trainer._get_train_sampler`."""
+        args = self.trainer.args
+        if dataset is None or not has_length(dataset):
+            return None
+        # `sortish_sampler` is the old way to ask for it.
+        if args.train_sampling_strategy == "group_by_length" or getattr(args, "sortish_sampler", False):
+            return self._length_grouped_sampler(dataset, self.run.train_batch_size * args.gradient_accumulation_steps)
+        return SequentialSampler(dataset) if args.train_sampling_strategy == "sequential" else RandomSampler(dataset)
+
+    def evaluation_sampler(self, dataset: Any) -> Sampler | None:
+        """See `Trainer._get_eval_sampler`."""
+        args = self.trainer.args
+        if not has_length(dataset):
+            return None
+        if args.train_sampling_strategy == "group_by_length":
+            seed = args.data_seed if args.data_seed is not None else args.seed
+            seeds = self.context.behaviours.seeds_order_of_evaluation
+            order = torch.Generator().manual_seed(seed) if seeds else None
+            return self._length_grouped_sampler(dataset, args.eval_batch_size, order)
+        return SequentialSampler(dataset)
+
+    def num_examples(self, dataloader: DataLoader) -> int:
+        """Samples behind a loader; estimated from its batches when its dataset has no length."""
+        prepared = isinstance(dataloader, PreparedDataLoader)
+        dataset: Any = dataloader.source if prepared else getattr(dataloader, "dataset", None)  # type: ignore[attr-defined]
+        if has_length(dataset):
+            return len(dataset)
+        return len(dataloader) * self.trainer.args.per_device_train_batch_size
+
+    # ---- Columns -----------------------------------------------------------------------------------------------
+
+    def without_unused_columns(self, dataset: Any, description: str | None) -> Any:
+        """See `Trainer._remove_unused_columns`."""
+        return columns.remove_unused_columns(dataset, self._columns(), description, type(self.trainer.model).__name__)
+
+    def without_unused_keys(self, collator: Any, description: str | None) -> Any:
+        """See `Trainer._get_collator_with_removed_columns`."""
+        return columns.RemoveColumnsCollator(collator, self._columns(), type(self.trainer.model).__name__, description)
+
+    def _columns(self) -> list[str]:
+        self.trainer._set_signature_columns_if_needed()
+        assert self.trainer._signature_columns is not None
+        return self.trainer._signature_columns
+
+    # ---- Preparing ---------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def preparing_training_data(self) -> Iterator[None]:
         """Loaders that are prepared in the block are for training."""
-        own = self.own
-        before, own.prepares_training_data = own.prepares_training_data, True
+        before, self._prepares_training_data = self._prepares_training_data, True
         try:
             yield
         finally:
-            own.prepares_training_data = before
+            self._prepares_training_data = before
 
     def prepare(self, loader: DataLoader) -> PreparedDataLoader:
         """The loader with this process's share of the batches, on its device."""
-        trainer, own = self.trainer, self.own
+        trainer = self.trainer
         if isinstance(loader, PreparedDataLoader):
             return loader
         processes, timeout = trainer.accelerator.processes, trainer.args.ddp_timeout_delta
@@ -44,7 +170,7 @@ class LoaderFactory(Room):
             functools.partial(processes.scatter, timeout=timeout),
             functools.partial(processes.highest, timeout=timeout),
         )
-        training, config = own.prepares_training_data, self.config()
+        training, config = self._prepares_training_data, self.config()
         dispatched = isinstance(loader.dataset, IterableDataset) or config.dispatch_batches
         if training and dispatched and processes.tp_size > 1:
             raise UnsupportedArgument(
@@ -73,16 +199,11 @@ class LoaderFactory(Room):
                 "accelerator.dataloader_config.use_stateful_dataloader=True is not supported: leave it out, the "
                 "Trainer finds its place in the data by its checkpoints."
             )
-        keys = self.own.resolved.accelerator_config.to_dict()
+        keys = self.context.resolved.accelerator_config.to_dict()
         keys |= {name: getattr(given, name) for name in keys if hasattr(given, name)}
         return AcceleratorConfig.read(keys)
 
-    def groups_training_by_length(self) -> bool:
-        """Whether samples of similar length are trained on together; `sortish_sampler` is the old way to ask for it."""
-        args = self.trainer.args
-        return args.train_sampling_strategy == "group_by_length" or getattr(args, "sortish_sampler", False)
-
-    def length_grouped_sampler(
+    def _length_grouped_sampler(
         self, dataset: Any, batch_size: int, generator: torch.Generator | None = None
     ) -> LengthGroupedSampler:
         """Samples of similar length together; their lengths from `length_column_name`, or else counted once.
@@ -93,7 +214,7 @@ class LoaderFactory(Room):
             generator: draws the order.
         """
         column = self.trainer.args.length_column_name
-        without_columns, source = self.own.with_all_columns
+        without_columns, source = self._with_all_columns
         source = source if without_columns is dataset else dataset
         known = peers.is_dataset(source) and column in source.column_names
         names = getattr(self.trainer.processing_class, "model_input_names", None)
@@ -108,7 +229,7 @@ class LoaderFactory(Room):
     def counted_labels(self, batch: Any) -> Any:
         """The labels of a batch that its loss is made of."""
         labels = batch["labels"]
-        if not self.own.behaviours.counts_shifted_labels:
+        if not self.context.behaviours.counts_shifted_labels:
             return labels
         if "shift_labels" in batch:
             return batch["shift_labels"]
@@ -120,8 +241,14 @@ class LoaderFactory(Room):
 
     def flos_per_token_of(self, model: Any) -> int:
         """Floating-point operations of forward and backward on a token; counted once for each model."""
-        own = self.own
-        if own.flos_per_token is None or own.flos_per_token[0] is not model:
+        if self.flos_per_token is None or self.flos_per_token[0] is not model:
             count = model.num_parameters(exclude_embeddings=True) if hasattr(model, "num_parameters") else 0
-            own.flos_per_token = (model, 6 * count)
-        return own.flos_per_token[1]
+            self.flos_per_token = (model, 6 * count)
+        return self.flos_per_token[1]
+
+
+def _call_sampler(sampler_fn: Callable[..., Any] | None, dataset: Any) -> Any:
+    """Overrides of v4.54 and before take no dataset."""
+    if sampler_fn is None:
+        return None
+    return sampler_fn(dataset) if number_of_arguments(sampler_fn) else sampler_fn()

@@ -8,11 +8,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import math
-import signal
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -23,29 +21,31 @@ from hftrainer.data.random_states import rng_state
 from hftrainer.data.reading import Continuation, EpochReader
 from hftrainer.data.schedule import TrainingSchedule
 from hftrainer.data.windows import MicroBatchFeed
-from hftrainer.errors import CheckpointNotWritten, InvalidArgument, UnsupportedArgument
+from hftrainer.errors import CheckpointNotWritten, UnsupportedArgument
 from hftrainer.optimization import follows_metric, keep_pace
+from hftrainer.optimizers.settings import keeping_settings
 from hftrainer.parallel.communication import is_of_communication
-from hftrainer.search.trial_arguments import keeping_settings
+from hftrainer.training.context import Room, TrainerContext
+from hftrainer.training.control_sync import ControlSync
+from hftrainer.training.loss_sum import LossSum
 from hftrainer.training.out_of_memory import is_out_of_memory
+from hftrainer.training.saver import CheckpointSaver
 from hftrainer.training.step_details import StepDetails, asked_for
-
-if TYPE_CHECKING:
-    from hftrainer.trainer import Trainer
+from hftrainer.training.steps import TrainingSteps
+from hftrainer.training.xla import print_xla_metrics
 
 logger = logging.getLogger(__name__)
 
-#: Flags of the control that all processes set when one does.
-_AGREED = ("should_training_stop", "should_epoch_stop", "should_log", "should_evaluate", "should_save")
 
-
-class TrainingLoop:
+class TrainingLoop(Room):
     """One call of `train()`, from its first event to its last.
 
     Args:
-        trainer: whose overridable methods do the work.
+        context: what it works with.
         schedule: the lengths of the run.
         train_dataloader: the batches.
+        steps: computes the losses.
+        saver: writes checkpoints.
         trial: the hyperparameter trial, if any.
         ignore_keys: outputs of the model that evaluation leaves out.
         resume_folder: the checkpoint that the run goes on from, if any.
@@ -56,10 +56,12 @@ class TrainingLoop:
 
     def __init__(
         self,
-        trainer: Trainer,
+        context: TrainerContext,
         schedule: TrainingSchedule,
         train_dataloader: Any,
         *,
+        steps: TrainingSteps,
+        saver: CheckpointSaver,
         trial: Any = None,
         ignore_keys: list[str] | None = None,
         resume_folder: str | None = None,
@@ -67,7 +69,9 @@ class TrainingLoop:
         position: int = 0,
         progress: RunProgress | None = None,
     ) -> None:
-        self.trainer = trainer
+        super().__init__(context)
+        trainer = self.trainer
+        self.steps, self.saver = steps, saver
         self.schedule = schedule
         self.reader = EpochReader(train_dataloader)
         self.trial = trial
@@ -80,27 +84,19 @@ class TrainingLoop:
         self.grad_norm: Any = None
         self.learning_rate: float | None = None
         self.start_time = time.time()
-        trainer._tr_loss = torch.tensor(0.0, device=trainer.args.device)
+        self.losses = LossSum(context)
+        self.control_sync = ControlSync(context)
         self.details = StepDetails(asked_for(trainer.callback_handler.callbacks))
         self._stepping = False  # the optimizer may have changed the weights, and the step is not counted yet
         self._stepped = False  # it has, and the step is not counted yet
-        self._run: Callable[[], None] | None = None
+        self._run_epoch: Callable[[], None] | None = None
         self._ran = False
         self.evaluated: dict[str, float] | None = None  # the last metrics of which the best is remembered
         self.owes_evaluation = False  # one has begun, and is not complete
         self.between_steps = True  # nothing has been read or drawn for the next step
-        self.interruption = trainer._hftrainer.interruption
-        self._several = trainer.args.world_size > 1
-        self._agreed_signal = 0
-        self._agreed_stop = False
-        self._warned = False
-        device = trainer._tr_loss.device
-        self._loss_readable_at_once = device.type == "cpu"
-        #: Whether a loss since the last log line was infinite; kept on the device.
-        self._infinite = torch.zeros((), dtype=torch.bool, device=device)
         self.feed = MicroBatchFeed(
             schedule,
-            planned=lambda: trainer._hftrainer.engine.accumulation_at(self.epoch),
+            planned=lambda: self.context.engine.accumulation_at(self.epoch),
             accumulation=self._accumulation,
             open_epoch=self._open_epoch,
             get_window=self._get_window,
@@ -108,7 +104,7 @@ class TrainingLoop:
             interrupted=self._interrupted,
         )
         self.feed.position = position
-        once = trainer._hftrainer.behaviours.divides_gradients_once
+        once = self.context.behaviours.divides_gradients_once
         self.backward_divisor = 1 if once else trainer.args.gradient_accumulation_steps
         # Overrides are asked once which keywords they take.
         self._get_batch_samples = with_accepted(trainer.get_batch_samples, "device")
@@ -117,7 +113,7 @@ class TrainingLoop:
 
     def load_optimizer(self) -> None:
         """Load the state of optimizer and scheduler, into the parameter groups of the run so far."""
-        optimizer, scheduler = self.trainer._hftrainer.run.made_optimizer(), self.trainer.lr_scheduler
+        optimizer, scheduler = self.context.made_optimizer(), self.trainer.lr_scheduler
         keep_pace(scheduler, optimizer)
         with contextlib.nullcontext() if self.trial is None else keeping_settings(optimizer, scheduler):
             self.trainer._load_optimizer_and_scheduler(self.resume_folder)
@@ -126,17 +122,17 @@ class TrainingLoop:
         """Announce the start, and evaluate if that is asked for."""
         trainer = self.trainer
         trainer.model_wrapped.zero_grad()
-        trainer._hftrainer.engine.end_batch()
-        self._announce("on_train_begin")
+        self.context.engine.end_batch()
+        self.context.announce("on_train_begin")
         if trainer.args.eval_on_start:
-            with self._abandoning():
+            with self.control_sync.abandoning():
                 trainer._evaluate(self.trial, self.ignore_keys, skip_scheduler=True)
-            self.agree()
-            self._stop_if_signalled()
+            self.control_sync.sync_control_flags()
+            self.control_sync.stop_if_signalled(self._save)
         if self.progress is not None and self.progress.owes_evaluation:
             trainer.control.should_evaluate = True
             self._log_save_evaluate()
-            self._stop_if_signalled()
+            self.control_sync.stop_if_signalled(self._save)
         if self.progress is not None and self._owes_epoch_end():
             self._end_epoch_of_checkpoint(self.progress)
 
@@ -163,11 +159,11 @@ class TrainingLoop:
         Raises:
             UnsupportedArgument: when an override does not.
         """
-        self._run, self._ran = run, False
+        self._run_epoch, self._ran = run, False
         try:
             self.trainer._run_epoch(**self._of_epoch())
         finally:
-            self._run = None  # which holds Lightning's trainer, and with it the optimizer
+            self._run_epoch = None  # which holds Lightning's trainer, and with it the optimizer
         if not self._ran:
             raise UnsupportedArgument(
                 "_run_epoch: Lightning's loop runs the epochs here, so an override must call super()._run_epoch(...) "
@@ -185,9 +181,9 @@ class TrainingLoop:
                 f"_run_epoch: {', '.join(changed)} cannot be changed for an epoch, since the run is planned by then: "
                 "override get_train_dataloader, set_initial_training_values or train instead."
             )
-        assert self._run is not None
+        assert self._run_epoch is not None
         self._ran = True
-        self._run()
+        self._run_epoch()
 
     def _of_epoch(self) -> dict[str, Any]:
         return {
@@ -207,12 +203,13 @@ class TrainingLoop:
     def begin_epoch(self, epoch: int) -> None:
         """Announce an epoch, before its data is opened."""
         self.epoch = epoch
-        self._epoch_ended = self._agreed_stop = False
+        self._epoch_ended = False
+        self.control_sync.begin_epoch()
         self.grad_norm = self.learning_rate = None
         self.feed.window = None
-        keep_pace(self.trainer.lr_scheduler, self.trainer._hftrainer.run.made_optimizer())
-        self.trainer._past = None
-        self._announce("on_epoch_begin")
+        keep_pace(self.trainer.lr_scheduler, self.context.made_optimizer())
+        self.run.past = None
+        self.context.announce("on_epoch_begin")
 
     def _open_epoch(self) -> Iterator[Any]:
         if not self._resumes_here():
@@ -247,28 +244,26 @@ class TrainingLoop:
 
     def _close_epoch(self) -> None:
         self._epoch_ended = True
-        self._announce("on_epoch_end")
-        self.trainer._hftrainer.run.print_xla_metrics()
+        self.context.announce("on_epoch_end")
+        print_xla_metrics(self.trainer)
         self._log_save_evaluate()
-        self._stop_if_signalled()
+        self.control_sync.stop_if_signalled(self._save)
 
     # ---- Micro-batches -----------------------------------------------------------------------------------------
 
+    def _save(self) -> None:
+        self.saver.save_if_needed(self.trial)
+
     def _accumulation(self) -> int:
         """Micro-batches per optimizer step, by the argument as it is now or by a callback."""
-        engine, now = self.trainer._hftrainer.engine, self.trainer.args.gradient_accumulation_steps
-        if engine.deepspeed is not None and now != engine.plan.accumulate_grad_batches:
-            raise InvalidArgument(
-                f"gradient_accumulation_steps was changed to {now} in a run with deepspeed, whose configuration says "
-                f"{engine.plan.accumulate_grad_batches}: change it before the Trainer is made."
-            )
-        return engine.accumulation_at(self.epoch, now)
+        now = self.trainer.args.gradient_accumulation_steps
+        self.context.preparation.check_accumulation(now)
+        return self.context.engine.accumulation_at(self.epoch, now)
 
     def _get_window(self, iterator: Iterator[Any], count: int) -> tuple[list[Any], Any]:
-        trainer = self.trainer
         self.between_steps = False
-        samples, num_items = self._get_batch_samples(iterator, count, device=trainer._tr_loss.device)
-        trainer.current_gradient_accumulation_steps = len(samples)
+        samples, num_items = self._get_batch_samples(iterator, count, device=self.run.loss.device)
+        self.run.accumulation = len(samples)
         return samples, num_items
 
     def begin_micro_batch(self) -> None:
@@ -277,18 +272,18 @@ class TrainingLoop:
         assert window is not None
         self.trainer.accelerator.sync_gradients = window.closes
         if window.opens:
-            self._announce("on_step_begin")
+            self.context.announce("on_step_begin")
 
     def loss(self, model: torch.nn.Module, inputs: Any) -> torch.Tensor:
         """The loss to run backward from, divided as accumulation needs it."""
         assert self.feed.window is not None
-        return self.trainer._hftrainer.run.loss(model, inputs, self.feed.window.num_items)
+        return self.steps.loss(model, inputs, self.feed.window.num_items)
 
     def training_step(self, model: torch.nn.Module, inputs: Any) -> torch.Tensor:
         """A training step that runs backward itself; gradients are exchanged in the window's last."""
         window, trainer = self.feed.window, self.trainer
         assert window is not None
-        local = not window.closes and not trainer._hftrainer.resolved.accelerator_config.sync_each_batch
+        local = not window.closes and not self.context.resolved.accelerator_config.sync_each_batch
         with trainer.accelerator.no_sync(model=model) if local else contextlib.nullcontext():
             return call_with_accepted(trainer.training_step, model, inputs, num_items_in_batch=window.num_items)
 
@@ -299,55 +294,17 @@ class TrainingLoop:
 
     def end_micro_batch(self, loss: torch.Tensor, inputs: Any) -> None:
         """Account for a micro-batch after its backward pass."""
-        self._add_loss(loss)
+        self.losses.add(loss)
         if self.details.asked:
             self.details.add(loss, inputs)
         trainer = self.trainer
-        trainer.current_flos += float(trainer.floating_point_ops(inputs))
+        self.run.flos += float(trainer.floating_point_ops(inputs))
         trainer._track_num_input_tokens(inputs)  # asks the arguments, which a callback may have changed
-
-    def _add_loss(self, loss: torch.Tensor) -> None:
-        trainer = self.trainer
-        if loss.device != trainer._tr_loss.device:
-            raise ValueError(
-                f"The loss is on {loss.device}, training runs on {trainer._tr_loss.device}: move the loss there."
-            )
-        if not trainer.args.logging_nan_inf_filter:
-            trainer._tr_loss += loss
-            return
-        state = trainer.state
-        steps = 1 + state.global_step - trainer._globalstep_last_logged
-        if not self._loss_readable_at_once:  # stay on the device: reading the loss would wait for it
-            finite = loss.isfinite()
-            self._infinite = self._infinite | ~finite
-            divisor: Any = steps
-            if loss.device.type == "xla":  # 1 as a number would be compiled in, and the step once more for 2
-                divisor = torch.tensor([float(steps)], device=loss.device).reshape(())
-            trainer._tr_loss = torch.where(
-                finite, trainer._tr_loss + loss, trainer._tr_loss + trainer._tr_loss / divisor
-            )
-        elif math.isfinite(loss):
-            trainer._tr_loss += loss
-        else:  # stand in with the mean of what has been summed
-            self._warn_of_infinite_loss(f"is {loss.item()}", state.global_step + 1)
-            trainer._tr_loss += trainer._tr_loss / steps
-
-    def _warn_of_infinite_loss(self, what: str, step: int) -> None:
-        """Say it once: the mean in the log leaves such losses out, so nobody would see."""
-        if not self._warned:
-            logger.warning(
-                "The loss %s at optimizer step %d; logging_nan_inf_filter leaves it out of the mean that is logged. "
-                "Find where it comes from with debug='underflow_overflow'; a lower learning_rate, a smaller "
-                "max_grad_norm or bf16 instead of fp16 often help.",
-                what,
-                step,
-            )
-            self._warned = True
 
     def end_substep(self) -> None:
         """Announce a micro-batch after which the optimizer does not step."""
-        self.trainer._hftrainer.engine.end_batch()
-        self._announce("on_substep_end")
+        self.context.engine.end_batch()
+        self.context.announce("on_substep_end")
 
     # ---- Optimizer steps ---------------------------------------------------------------------------------------
 
@@ -357,9 +314,9 @@ class TrainingLoop:
         trainer = self.trainer
         clips = trainer.args.max_grad_norm is not None and trainer.args.max_grad_norm > 0  # None until v4.57
         clipped = trainer._clip_grad_norm(model) if clips else None
-        measures = clipped is not None or trainer._hftrainer.behaviours.logs_unclipped_norm
+        measures = clipped is not None or self.context.behaviours.logs_unclipped_norm
         self.grad_norm = trainer._get_grad_norm(model, grad_norm=clipped) if measures else None
-        self._announce("on_pre_optimizer_step")
+        self.context.announce("on_pre_optimizer_step")
 
     def after_optimizer_step(self, skipped: bool, *, schedule_replaced: bool) -> None:
         """Announce the step, and move the learning rate on.
@@ -371,12 +328,12 @@ class TrainingLoop:
         trainer = self.trainer
         trainer.accelerator.optimizer_step_was_skipped = skipped
         self._stepped = True
-        self._announce("on_optimizer_step")
+        self.context.announce("on_optimizer_step")
         if schedule_replaced:
             self.learning_rate = float(trainer.get_learning_rates()[0])
             return
         # Else the log line asks for it, once the schedule has moved.
-        if trainer._hftrainer.behaviours.logs_rate_of_step:
+        if self.context.behaviours.logs_rate_of_step:
             self.learning_rate = trainer._get_learning_rate()
         if not skipped and not follows_metric(trainer.lr_scheduler):  # those step on evaluations
             trainer.lr_scheduler.step()
@@ -389,60 +346,25 @@ class TrainingLoop:
         """Count the step, announce it, then log, evaluate and save what is due; stop if a signal asks for it."""
         state = self.trainer.state
         model.zero_grad()
-        self.trainer._hftrainer.engine.end_batch()
+        self.context.engine.end_batch()
         state.global_step += 1
         state.epoch = self._epoch_after_step()
         self._stepping = self._stepped = False
         self.between_steps = True
-        self._announce("on_step_end", **self.details.take())
+        self.context.announce("on_step_end", **self.details.take())
         self._log_save_evaluate()
-        self.trainer._hftrainer.checkpoint_writer.poll()
-        self._stop_if_signalled()
+        self.context.checkpoint_writer.poll()
+        self.control_sync.stop_if_signalled(self._save)
 
     def _epoch_after_step(self) -> float:
         assert self.feed.window is not None
         return self.epoch + (self.feed.window.sample + 1) / self.schedule.steps_in_epoch
 
-    def agree(self) -> None:
-        """Let all processes do what one of them is asked to: by a callback, a signal, or Lightning.
-
-        Called at the end of each optimizer step, and again after what takes long; nothing in one process.
-        """
-        if not self._several:
-            return
-        control = self.trainer.control
-        flags = [getattr(control, name) for name in _AGREED]
-        agreed = self.trainer._hftrainer.engine.agree([self.interruption.received or 0, *map(int, flags)])
-        self._agreed_signal = agreed[0]
-        for name, flag in zip(_AGREED, agreed[1:], strict=True):
-            setattr(control, name, bool(flag))
-        self._agreed_stop = control.should_training_stop or control.should_epoch_stop
-
-    def _abandoning(self) -> contextlib.AbstractContextManager:
-        """Leave evaluations when a signal comes; not with other processes, which would wait for this one."""
-        return contextlib.nullcontext() if self._several else self.interruption.abandoning()
-
-    def _stop_if_signalled(self) -> None:
-        """Save and stop, if a signal has come."""
-        if self._several:
-            if not self._agreed_signal:
-                return
-            self.interruption.received = self._agreed_signal
-        if self.interruption.received is None:
-            return
-        trainer = self.trainer
-        trainer._hftrainer.saver.save_if_needed(self.trial)
-        if self.interruption.received == signal.SIGTERM and trainer.args.enable_jit_checkpoint:
-            trainer.control.should_training_stop = True  # as in transformers, train() then returns
-            self.interruption.received, self._agreed_signal = None, 0
-        else:
-            self.interruption.leave()
-
     def own_state(self) -> dict[str, Any]:
         """What the Trainer needs besides what Lightning keeps, for a Lightning checkpoint."""
         trainer = self.trainer
         trainer.store_flos()
-        trainer.state.stateful_callbacks = export_states(trainer._hftrainer.setup.stateful_callbacks())
+        trainer.state.stateful_callbacks = export_states(self.context.stateful_callbacks())
         state = dataclasses.asdict(trainer.state)
         if self._stepped:  # Lightning's callbacks end the batch before the step is counted here
             state |= {"global_step": trainer.state.global_step + 1, "epoch": self._epoch_after_step()}
@@ -461,7 +383,7 @@ class TrainingLoop:
         Not with other processes: they are elsewhere, and end when this one does.
         """
         trainer = self.trainer
-        if self._several and is_of_communication(error):
+        if self.control_sync.several and is_of_communication(error):
             logger.error(
                 "Process %d has lost the others: one of them has ended or did not answer within ddp_timeout=%d s, and "
                 "its own messages say why. train(resume_from_checkpoint=True) goes on from the last checkpoint.",
@@ -471,26 +393,23 @@ class TrainingLoop:
         kept_elsewhere = isinstance(error, CheckpointNotWritten) or (
             trainer.args.auto_find_batch_size and is_out_of_memory(error)
         )
-        done = trainer.state.global_step > trainer._initial_global_step
-        nothing_to_save = kept_elsewhere or self._several or self._stepping or not done
-        if nothing_to_save or self.trial is not None or not trainer._hftrainer.saver.saves_on_interrupt():
+        done = trainer.state.global_step > self.run.initial_step
+        nothing_to_save = kept_elsewhere or self.control_sync.several or self._stepping or not done
+        if nothing_to_save or self.trial is not None or not self.saver.saves_on_interrupt():
             return
         try:
-            trainer._hftrainer.saver.save_if_needed(self.trial)
+            self.saver.save_if_needed(self.trial)
             if not self.between_steps:
                 logger.warning("The error came within a step: a run resumed from here draws other random numbers.")
         except Exception:
             logger.exception("The error below ends the run, and its last state could not be saved.")
 
     def _log_save_evaluate(self) -> None:
-        self.agree()
-        if not self._loss_readable_at_once and self.trainer.control.should_log:  # which reads from the device anyway
-            if bool(self._infinite):
-                self._warn_of_infinite_loss("was not finite before or", self.trainer.state.global_step)
-            self._infinite = torch.zeros_like(self._infinite)
-        with self._abandoning():
+        self.control_sync.sync_control_flags()
+        self.losses.check_before_log()
+        with self.control_sync.abandoning():
             values = {
-                "tr_loss": self.trainer._tr_loss,
+                "tr_loss": self.run.loss,
                 "grad_norm": self.grad_norm,
                 "model": self.trainer.model_wrapped,
                 "trial": self.trial,
@@ -500,19 +419,15 @@ class TrainingLoop:
                 "learning_rate": self.learning_rate,
             }
             call_log_save_evaluate(self.trainer._maybe_log_save_evaluate, values)
-        if self.trainer._hftrainer.search is not None and self.trial is not None:
-            self.trainer._hftrainer.search.after_saving(self.trainer)
+        if self.context.search is not None and self.trial is not None:
+            self.context.search.after_saving(self.trainer)
 
     # ---- Checkpoints -------------------------------------------------------------------------------------------
 
     def resume_log(self) -> None:
-        """Go on summing for the next log line; the mean loss at the end is of this call's steps alone."""
-        trainer, progress = self.trainer, self.progress
-        if progress is not None:
-            trainer._tr_loss = progress.loss.to(trainer._tr_loss.device)
-            trainer._total_loss_scalar = -float(trainer.accelerator.processes.reduce(trainer._tr_loss, "mean"))
-            trainer._globalstep_last_logged = progress.last_logged
-            trainer._hftrainer.logged_metrics.load_state_dict(progress.metrics, trainer._tr_loss.device)
+        """Resume the sums for the next log line."""
+        if self.progress is not None:
+            self.losses.resume(self.progress)
 
     def current_progress(self) -> RunProgress:
         """What a checkpoint written now must hold, besides the trainer's state."""
@@ -522,18 +437,18 @@ class TrainingLoop:
             settings=position_settings(
                 trainer.args,
                 self.schedule,
-                trainer._train_batch_size,
+                self.run.train_batch_size,
                 trainer.accelerator.processes.data_processes,
-                trainer._hftrainer.resolved.accelerator_config,
+                self.context.resolved.accelerator_config,
             ),
             epoch=self.epoch if begun else None,
             position=self.feed.window.sample + 1 if self.feed.window is not None else self.position,
             epoch_ended=self._epoch_ended,
             epoch_left=self._epoch_ended and trainer.control.should_epoch_stop,
             owes_evaluation=self.owes_evaluation,
-            loss=trainer._tr_loss.cpu().clone(),
-            last_logged=trainer._globalstep_last_logged,
-            metrics=trainer._hftrainer.logged_metrics.state_dict(),
+            loss=self.run.loss.cpu().clone(),
+            last_logged=self.run.last_logged,
+            metrics=self.run.logged_metrics.state_dict(),
             grad_norm=self.grad_norm.cpu() if isinstance(self.grad_norm, torch.Tensor) else self.grad_norm,
             learning_rate=self.learning_rate,
             evaluation_workers=list(trainer._eval_dataloaders),
@@ -555,16 +470,8 @@ class TrainingLoop:
     @property
     def should_stop(self) -> bool:
         """Whether training is to end."""
-        return self._may_stop and self.trainer.control.should_training_stop
-
-    @property
-    def _may_stop(self) -> bool:
-        """Not before all processes have agreed on it, at the end of the optimizer step."""
-        return self._agreed_stop or not self._several
+        return self.control_sync.may_stop and self.trainer.control.should_training_stop
 
     def _interrupted(self) -> bool:
         control = self.trainer.control
-        return self._may_stop and (control.should_epoch_stop or control.should_training_stop)
-
-    def _announce(self, event: str, **kwargs: Any) -> None:
-        self.trainer._hftrainer.announce(event, **kwargs)
+        return self.control_sync.may_stop and (control.should_epoch_stop or control.should_training_stop)

@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from hftrainer.arguments import legacy
 from hftrainer.arguments.choices import SaveStrategy
-from hftrainer.assembly.rooms import Room
 from hftrainer.callbacks.state import drop_from_json, export_states
-from hftrainer.checkpointing import names, resume
+from hftrainer.checkpointing import names, resume, staging
+from hftrainer.checkpointing.folders import rotate_checkpoints
 from hftrainer.checkpointing.progress import RunProgress, as_dict, load_progress, position_settings, save_progress
 from hftrainer.checkpointing.states import MakeOptimizer
+from hftrainer.checkpointing.weights import save_configs, save_weights
 from hftrainer.compat import peers
 from hftrainer.compat.overrides import call_with_accepted
 from hftrainer.data.random_states import rng_state
 from hftrainer.data.schedule import TrainingSchedule
+from hftrainer.training.context import Room
+from hftrainer.training_args import without_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -35,11 +40,11 @@ class CheckpointSaver(Room):
         try:
             yield
         finally:
-            self.own.states.finish(self.trainer.accelerator.processes)
+            self.context.states.finish(self.trainer.accelerator.processes)
 
     def write_parts(self, folder: str) -> None:
         """Write this process's part of a sharded model, if checkpoints hold parts, once the folder is there."""
-        self.own.states.write_parts(folder, self.trainer.accelerator.processes)
+        self.context.states.write_parts(folder, self.trainer.accelerator.processes)
 
     def states_of_others(self) -> dict[str, Any]:
         """File name → contents, of what the other processes have to say to a checkpoint."""
@@ -51,16 +56,16 @@ class CheckpointSaver(Room):
             trainer.accelerator.processes.barrier()  # what overrides of the others have added is there
             return {}
         own = {names.rng_name(rank, size): rng_state()}
-        if self.own.loop is not None:
-            own[names.progress_name(rank, size)] = as_dict(self.own.loop.current_progress())
+        if self.run.loop is not None:
+            own[names.progress_name(rank, size)] = as_dict(self.run.loop.current_progress())
         of_all = trainer.accelerator.processes.gather_objects([own])
         return {name: state for other, states in enumerate(of_all) if other != rank for name, state in states.items()}
 
     def fill(self, of_others: Mapping[str, Any], folder: str) -> None:
         """Write everything that a run needs to go on into `folder`."""
-        trainer, own = self.trainer, self.own
+        trainer, context = self.trainer, self.context
         self.write_parts(folder)
-        with own.engine.saving(trainer.model) as (_, kept):
+        with context.engine.saving(trainer.model) as (_, kept):
             call_with_accepted(trainer.save_model, folder, _internal_call=True)
         if not trainer.args.save_only_model:
             trainer._save_optimizer_and_scheduler(folder)
@@ -70,17 +75,17 @@ class CheckpointSaver(Room):
             for name, state in of_others.items():
                 torch.save(state, os.path.join(folder, name))
             if kept:
-                own.checkpoint_writer.save(kept, os.path.join(folder, names.LIGHTNING_CALLBACKS_NAME))
-        elif own.states.spread and peers.is_peft(own.run.bare_model):  # which can load no adapters
+                context.checkpoint_writer.save(kept, os.path.join(folder, names.LIGHTNING_CALLBACKS_NAME))
+        elif context.states.spread and peers.is_peft(self.context.bare_model):  # which can load no adapters
             self.save_files(None, folder)
-        trainer.state.stateful_callbacks = export_states(own.setup.stateful_callbacks())
+        trainer.state.stateful_callbacks = export_states(self.context.stateful_callbacks())
         self.write_state(folder)
 
     def write_state(self, folder: str) -> None:
         """Write `trainer_state.json`, with the fields that the followed release knows."""
         path = os.path.join(folder, names.TRAINER_STATE_NAME)
         self.trainer.state.save_to_json(path)
-        if not self.own.behaviours.keeps_best_step:  # which such a release could not read
+        if not self.context.behaviours.keeps_best_step:  # which such a release could not read
             drop_from_json(path, "best_global_step")
 
     def load_best_at_end(self) -> None:
@@ -98,7 +103,7 @@ class CheckpointSaver(Room):
     def wait(self) -> None:
         """Wait for a checkpoint in the background; all processes know then alike whether it is there."""
         trainer = self.trainer
-        writer, from_main = self.own.checkpoint_writer, trainer.accelerator.processes.from_main
+        writer, from_main = self.context.checkpoint_writer, trainer.accelerator.processes.from_main
         if not writer.in_background:
             return
         from_main(writer.wait)
@@ -107,11 +112,11 @@ class CheckpointSaver(Room):
 
     def save_if_needed(self, trial: Any) -> None:
         """Write a checkpoint of this step unless there is one, and wait until it is on the disk."""
-        trainer, own = self.trainer, self.own
+        trainer, context = self.trainer, self.context
         self.wait()
-        if own.last_saved_step != trainer.state.global_step or own.checkpoint_writer.failed:
+        if self.run.last_saved_step != trainer.state.global_step or context.checkpoint_writer.failed:
             trainer._save_checkpoint(trainer.model_wrapped, trial)
-            own.last_saved_step = trainer.state.global_step
+            self.run.last_saved_step = trainer.state.global_step
             self.announce()
         self.wait()
 
@@ -124,7 +129,7 @@ class CheckpointSaver(Room):
     def announce(self) -> None:
         """Announce the checkpoint once it is there, with the state that it holds."""
         trainer = self.trainer
-        state = dataclasses.replace(trainer.state) if self.own.checkpoint_writer.in_background else trainer.state
+        state = dataclasses.replace(trainer.state) if self.context.checkpoint_writer.in_background else trainer.state
 
         def announce() -> None:
             due = trainer.control.should_save  # the next one, if this one was written in the background
@@ -132,30 +137,29 @@ class CheckpointSaver(Room):
             trainer.control.should_save |= due
 
         trainer.control.should_save = False
-        self.own.checkpoint_writer.when_done(announce)
+        self.context.checkpoint_writer.when_done(announce)
 
     def save_files(self, optimizer: MakeOptimizer | None, output_dir: str) -> None:
         """Write the optimizer's state, unless it is None, and what else one process writes of the states."""
-        for name, state in self.own.states.files(optimizer):
-            self.own.checkpoint_writer.save(state, os.path.join(output_dir, name))
+        for name, state in self.context.states.files(optimizer):
+            self.context.checkpoint_writer.save(state, os.path.join(output_dir, name))
 
     def save_progress(self, output_dir: str) -> None:
         """Write what `trainer_state.json` does not tell of how far training is."""
-        own = self.own
-        if own.loop is not None and own.loop.between_steps:  # else the place follows from the steps alone
+        if self.run.loop is not None and self.run.loop.between_steps:  # else the place follows from the steps alone
             name = names.progress_name(self.trainer.args.process_index, self.trainer.args.world_size)
-            save_progress(own.loop.current_progress(), os.path.join(output_dir, name))
+            save_progress(self.run.loop.current_progress(), os.path.join(output_dir, name))
 
     def load_weights(self, model: nn.Module, folder: str) -> None:
         """Load the weights of a checkpoint into the model, sharded or not."""
-        self._warn_of(self.own.states.load_weights(model, folder, only_trained=self._has_adapters()))
+        self._warn_of(self.context.states.load_weights(model, folder, only_trained=self._has_adapters()))
 
     def load_best(self, model: nn.Module, folder: str) -> None:
         """Load the weights of the best checkpoint at the end of a run."""
-        self._warn_of(self.own.states.load_best(model, folder, only_trained=self._has_adapters()))
+        self._warn_of(self.context.states.load_best(model, folder, only_trained=self._has_adapters()))
 
     def _has_adapters(self) -> bool:
-        return peers.is_peft(self.own.run.bare_model)
+        return peers.is_peft(self.context.bare_model)
 
     def _warn_of(self, misfits: Any) -> None:
         if misfits is not None:
@@ -169,7 +173,107 @@ class CheckpointSaver(Room):
         progress = load_progress(folder, trainer.args.process_index, trainer.args.world_size)
         if progress is not None:
             processes = trainer.accelerator.processes.data_processes
-            config = self.own.resolved.accelerator_config
-            now = position_settings(trainer.args, schedule, trainer._train_batch_size, processes, config)
+            config = self.context.resolved.accelerator_config
+            now = position_settings(trainer.args, schedule, self.run.train_batch_size, processes, config)
             progress.adapt(now, skips_data=not trainer.args.ignore_data_skip)
         return progress
+
+    # ---- What the methods of the Trainer do --------------------------------------------------------------------
+
+    def save_model(self, folder: str, *, internal: bool) -> None:
+        """Write weights, config, processing class and arguments; see `Trainer.save_model`."""
+        trainer, states, saves = self.trainer, self.context.states, self.trainer.args.should_save
+        if internal and states.only_parts:
+            return  # checkpoints hold a part from each process
+        with states.weights_to_save(trainer.model, saves=saves) as weights:
+            if saves and weights is None:
+                trainer._save(folder)
+            elif saves:
+                trainer._save(folder, state_dict=weights)
+        if not internal:
+            states.save_beside(folder, trainer.accelerator.processes)
+
+    def save_files_of_model(self, folder: str, weights: dict[str, Any] | None) -> None:
+        """Write the files of a model; see `Trainer._save`.
+
+        Args:
+            folder: where to.
+            weights: the whole weights; None for those of the model itself, empty where they stay in parts.
+        """
+        trainer, writer = self.trainer, self.context.checkpoint_writer
+        os.makedirs(folder, exist_ok=True)
+        model = self.context.bare_model
+        logger.info("Saving the model to %s.", staging.final_folder(folder))
+        write = functools.partial(save_weights, model, folder, safe=legacy.value(trainer.args, "save_safetensors"))
+        on_device = trainer.args.device.type == "xla"  # where no file can be written from
+        if weights == {}:  # DeepSpeed's weights stay in parts
+            save_configs(model, folder)
+        elif peers.is_peft(model):  # adapters are small: at once
+            write(self.context.engine.on_host(trainer.model.state_dict()) if on_device else weights)
+        else:
+            if (writer.collects or on_device) and weights is None:
+                weights = trainer.model.state_dict()  # training changes the model's own while it is written
+            writer.call(write, weights)
+        processing_class = trainer.processing_class
+        if processing_class is None and self.context.behaviours.saves_tokenizer_of_collator:
+            processing_class = getattr(trainer.data_collator, "tokenizer", None)
+            if processing_class is not None:
+                logger.info("There is no processing_class: the tokenizer of data_collator is saved.")
+        if processing_class is not None:
+            processing_class.save_pretrained(folder)
+        torch.save(without_tokens(trainer.args), os.path.join(folder, names.TRAINING_ARGS_NAME))
+
+    def save_checkpoint(self, trial: Any) -> None:
+        """Write the checkpoint of this step, whole or not at all; see `Trainer._save_checkpoint`."""
+        trainer, state, writer = self.trainer, self.trainer.state, self.context.checkpoint_writer
+        trainer.store_flos()
+        self.wait()
+        self.run.last_saved_step = state.global_step
+        run_dir, earlier_best = trainer._get_output_dir(trial), state.best_model_checkpoint
+        self._note_best(run_dir)
+        path = os.path.join(run_dir, f"{names.PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+        of_others = self.states_of_others()
+        optimizer = None if trainer.args.save_only_model else self.context.made_optimizer
+        self.context.states.gather(trainer.model, optimizer)
+        rotate = self._rotation(run_dir, path)
+
+        def then() -> None:
+            self.run.checkpoints_written.append(path)
+            rotate()
+
+        def if_failed() -> None:
+            trainer.state.best_model_checkpoint = earlier_best
+
+        if trainer.args.should_save:
+            with self.writing_together():
+                writer.checkpoint(path, functools.partial(self.fill, of_others), then=then, if_failed=if_failed)
+        else:
+            staged = str(staging.staging_folder(path))
+            call_with_accepted(trainer.save_model, staged, _internal_call=True)  # overrides may gather weights
+            with self.writing_together(), writer.taking_part(path):
+                self.write_parts(staged)
+        writer.failed = any(trainer.accelerator.processes.gather_objects([writer.failed]))
+        if writer.failed:
+            if_failed()
+        if trainer.args.push_to_hub:
+            writer.when_done(functools.partial(trainer._push_from_checkpoint, path))
+        if self.context.is_overridden("_save_checkpoint"):  # which may write into the folder when this returns
+            self.wait()
+
+    def _note_best(self, run_dir: str) -> None:
+        """Note the folder of the best checkpoint, if it is this one or is still there."""
+        state = self.trainer.state
+        best = os.path.join(run_dir, f"{names.PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
+        there = self.trainer.accelerator.processes.from_main(lambda: os.path.isdir(best))
+        if state.best_global_step == state.global_step or there:
+            state.best_model_checkpoint = best
+
+    def _rotation(self, run_dir: str, path: str) -> Callable[[], None]:
+        """Deletes what `save_total_limit` no longer allows once `path` is written, by the limits as they are now."""
+        trainer, run = self.trainer, self.run
+        if self.context.is_overridden("_rotate_checkpoints", "_sorted_checkpoints"):
+            return lambda: trainer._rotate_checkpoints(use_mtime=True, output_dir=run_dir)
+        # An attempt with smaller batches begins with that checkpoint again.
+        needed = [run.resumed_from] if run.resumed_from and trainer.args.auto_find_batch_size else []
+        limit, best = trainer.args.save_total_limit, trainer.state.best_model_checkpoint
+        return functools.partial(rotate_checkpoints, run_dir, limit, best, [path, *needed])

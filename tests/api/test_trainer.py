@@ -236,7 +236,7 @@ def test_old_override_of_a_model_that_takes_num_items(make_trainer):
     model = trainer.model.eval()
     whole = model(**batch)["loss"]
     model.train = lambda mode=True: model
-    assert torch.equal(trainer._hftrainer.run.loss(model, dict(batch), torch.tensor(99)), whole / 3)
+    assert torch.equal(trainer._hftrainer.steps.loss(model, dict(batch), torch.tensor(99)), whole / 3)
 
 
 def test_training_step_of_v4(make_trainer):

@@ -85,13 +85,13 @@ def test_others_are_not_refused(tmp_path):
     exec(
         "class Own(Trainer):\n"
         "    def training_step(self, *args, **kwargs):\n"
-        "        assert self._hftrainer.loop is not None\n"
+        "        assert self._hftrainer.run.loop is not None\n"
         "        return super().training_step(*args, **kwargs)\n",
         namespace,
     )
 
     def log(self, logs, *args, **kwargs):
-        assert self._hftrainer.loop is not None
+        assert self._hftrainer.run.loop is not None
         return hftrainer.Trainer.log(self, logs, *args, **kwargs)
 
     namespace["Own"].log = log

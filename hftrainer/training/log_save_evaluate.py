@@ -1,0 +1,141 @@
+"""What is due at the end of an optimizer step or an epoch: a log line, an evaluation, a checkpoint."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from hftrainer.arguments.choices import SaveStrategy
+from hftrainer.checkpointing import names
+from hftrainer.compat.overrides import call_with_accepted
+from hftrainer.errors import InvalidArgument
+from hftrainer.optimization import follows_metric
+from hftrainer.reporting.metrics import mean_loss, metric_named
+from hftrainer.training.context import Room, TrainerContext
+from hftrainer.training.out_of_memory import is_out_of_memory
+from hftrainer.training.saver import CheckpointSaver
+
+
+class LogSaveEvaluate(Room):
+    """Does what the callbacks have asked for.
+
+    Args:
+        context: what it works with.
+        saver: announces checkpoints.
+    """
+
+    def __init__(self, context: TrainerContext, saver: CheckpointSaver) -> None:
+        super().__init__(context)
+        self.saver = saver
+
+    def do_what_is_due(
+        self,
+        tr_loss: torch.Tensor,
+        grad_norm: Any,
+        model: Any,
+        trial: Any,
+        ignore_keys: list[str] | None,
+        start_time: float | None,
+        learning_rate: float | None,
+    ) -> None:
+        """Log, evaluate and save, as the control says; the arguments are those of `_maybe_log_save_evaluate`."""
+        trainer, loop = self.trainer, self.run.loop
+        if loop is not None:
+            grad_norm = loop.grad_norm if grad_norm is None else grad_norm
+            learning_rate = loop.learning_rate if learning_rate is None else learning_rate
+            start_time = loop.start_time if start_time is None else start_time
+        if trainer.control.should_log and trainer.state.global_step > self.run.last_logged:
+            self._log_training_loss(tr_loss, grad_norm, learning_rate, start_time)
+            self._sync_control_flags()
+        metrics = None
+        if trainer.control.should_evaluate:
+            metrics = trainer._evaluate(trial, ignore_keys)
+            if loop is not None:
+                loop.evaluated = metrics
+            is_new_best = trainer._determine_best_metric(metrics=metrics, trial=trial)
+            if trainer.args.save_strategy == SaveStrategy.BEST:
+                trainer.control.should_save = is_new_best
+            self._sync_control_flags()
+        if trainer.control.should_save:
+            told = {"metrics": metrics} if self.context.is_overridden("_save_checkpoint") else {}
+            call_with_accepted(trainer._save_checkpoint, model, trial, **told)
+            self.saver.announce()
+            self._sync_control_flags()
+
+    def _sync_control_flags(self) -> None:
+        """Let all ranks do next what one of them is asked to."""
+        if self.run.loop is not None:
+            self.run.loop.control_sync.sync_control_flags()
+
+    def _log_training_loss(
+        self, tr_loss: torch.Tensor, grad_norm: Any, learning_rate: float | None, start_time: float | None
+    ) -> None:
+        """Log the mean loss since the last log line, and begin the next sum."""
+        trainer, run = self.trainer, self.run
+        steps = trainer.state.global_step - run.last_logged
+        of_all = trainer.accelerator.gather(tr_loss).mean() if trainer.args.world_size > 1 else tr_loss
+        summed, further = run.logged_metrics.read(of_all, steps)
+        tr_loss -= tr_loss  # not zero_(): a NaN that the filter let through stays, as in transformers
+        self.context.engine.end_batch()
+        mean = summed / steps
+        logs: dict[str, float] = {"loss": mean if self.context.behaviours.logs_whole_loss else round(mean, 4)}
+        if grad_norm is not None:
+            logs["grad_norm"] = grad_norm.item() if isinstance(grad_norm, torch.Tensor) else grad_norm
+        logs["learning_rate"] = learning_rate if learning_rate is not None else trainer._get_learning_rate()
+        logs |= further
+        run.total_loss += summed
+        run.last_logged = trainer.state.global_step
+        trainer.store_flos()
+        call_with_accepted(trainer.log, logs, start_time=start_time)
+
+    def evaluate(self, trial: Any, ignore_keys: list[str] | None, *, steps_schedule: bool) -> dict[str, float]:
+        """Evaluate within training; a schedule that follows the metric steps on it, if `steps_schedule`."""
+        trainer, loop = self.trainer, self.run.loop
+        if loop is not None:
+            loop.owes_evaluation = True
+        try:
+            with self.context.engine.evaluation_group() as for_lightning:
+                metrics = trainer.evaluate(ignore_keys=ignore_keys)
+                if isinstance(trainer.eval_dataset, Mapping):
+                    metrics = mean_loss(metrics, trainer.eval_dataset, "eval") | metrics
+                for_lightning |= metrics
+        except Exception as error:
+            if not (trainer.args.auto_find_batch_size and is_out_of_memory(error)):
+                raise
+            raise InvalidArgument(
+                "The evaluation did not fit into memory, and auto_find_batch_size is about training batches: reduce "
+                f"per_device_eval_batch_size={trainer.args.per_device_eval_batch_size}."
+            ) from error
+        if loop is not None:
+            loop.owes_evaluation = False
+        trainer._report_to_hp_search(trial, trainer.state.global_step, metrics)
+        if follows_metric(trainer.lr_scheduler) and steps_schedule:
+            trainer.lr_scheduler.step(metric_named(metrics, trainer.args.metric_for_best_model or "loss"))
+        return metrics
+
+    def determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        """Remember the metric if it is the best so far; returns whether it is.
+
+        Raises:
+            MetricNotFound: when evaluation returns no such metric, naming those that it does.
+        """
+        args, state = self.trainer.args, self.trainer.state
+        if args.metric_for_best_model is None:
+            return False
+        value, best = metric_named(metrics, args.metric_for_best_model), state.best_metric
+        if best is None:
+            best = -math.inf if args.greater_is_better else math.inf
+            state.best_metric = best
+        if not (value > best if args.greater_is_better else value < best):
+            return False
+        state.best_metric = value
+        if not self.context.behaviours.keeps_best_step:
+            folder = f"{names.PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+            state.best_model_checkpoint = os.path.join(self.trainer._get_output_dir(trial), folder)
+        if args.save_strategy != SaveStrategy.NO:
+            state.best_global_step = state.global_step
+        return True

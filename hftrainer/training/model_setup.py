@@ -1,0 +1,148 @@
+"""The model of a Trainer: placed, and asked what it accepts and returns."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from torch import nn
+
+from hftrainer.compat import peers
+from hftrainer.compat.functions import number_of_arguments
+from hftrainer.compat.overrides import refuse_uncalled
+from hftrainer.errors import InvalidArgument, InvalidSetup
+from hftrainer.model import inspection
+from hftrainer.parallel.seeds import enable_full_determinism, set_seed
+from hftrainer.parallel.xla.devices import move_model as move_to_xla
+from hftrainer.trainer_pt_utils import LabelSmoother
+from hftrainer.training.context import Room, TrainerContext
+
+
+class ModelSetup(Room):
+    """Takes the model that the script passes, or that `model_init` makes.
+
+    Attributes:
+        found: attributes of the Trainer that follow from its model, as they were when they were set.
+    """
+
+    def __init__(self, context: TrainerContext) -> None:
+        super().__init__(context)
+        self.found: dict[str, Any] = {}
+
+    def seed(self) -> None:
+        """Seed every generator, as the arguments say."""
+        args = self.trainer.args
+        if args.full_determinism:
+            enable_full_determinism(args.seed)
+        else:
+            set_seed(args.seed)
+        self.context.engine.seed(args.seed)
+
+    def call_model_init(self, trial: Any) -> nn.Module:
+        """A new model from `model_init`, given the trial if it takes an argument."""
+        make = self.trainer.model_init
+        assert make is not None
+        count = number_of_arguments(make)
+        if count > 1:
+            raise InvalidSetup(f"model_init must take no argument or one, the trial; it takes {count}.")
+        model = make(trial) if count else make()
+        if model is None:
+            raise InvalidSetup("model_init returned None: it must return the model.")
+        return model
+
+    def remake_model(self, trial: Any) -> None:
+        """Make the model of this `train()` with `model_init`, if there is one."""
+        trainer = self.trainer
+        if trainer.model_init is not None:
+            self.seed()
+            self.set_model(trainer.call_model_init(trial))
+            trainer.optimizer = trainer.lr_scheduler = None
+
+    def align_special_tokens(self) -> None:
+        """Give the model's configs the special tokens of the processing class, as the followed release does."""
+        trainer, follows = self.trainer, self.context.behaviours
+        tokenizes = peers.is_tokenizing(trainer.processing_class) and hasattr(trainer.model, "config")
+        if follows.aligns_special_tokens and tokenizes:
+            inspection.align_special_tokens(
+                self.context.bare_model, trainer.processing_class, all_tokens=not follows.aligns_tokens_that_are_set
+            )
+
+    def set_model(self, model: nn.Module) -> None:
+        """Take a model: place it, and find out what it accepts and returns."""
+        trainer = self.trainer
+        for reason in (self.context.engine.misfit(model), inspection.wrong_quantization(model)):
+            if reason is not None:
+                raise InvalidArgument(reason)
+        trainer.model = trainer.model_wrapped = model
+        for name, value in self._inspect(model).items():
+            self.set_found(name, value)
+        sharded = trainer.is_distributed_loading_by_transformers
+        further = ("_defer_fsdp_gradient_reduction", "_sync_replicated_trainable_parameters") if sharded else ()
+        refuse_uncalled(type(trainer), "_build_accelerator_args", *further)
+        if trainer.place_model_on_device:
+            self._refuse_disconnected()
+            trainer._move_model_to_device(model, trainer.args.device)
+
+    @staticmethod
+    def move(model: nn.Module, device: Any) -> None:
+        """Move the model, unless it is spread over devices already."""
+        if getattr(model, "hf_device_map", None) is not None:
+            return
+        if device.type == "xla":
+            move_to_xla(model, device)
+        else:
+            model.to(device)
+
+    def _inspect(self, model: nn.Module) -> dict[str, Any]:
+        """The attributes of a Trainer that follow from its model, by their names."""
+        args = self.trainer.args
+        inspected = type(peers.without_adapters(model))
+        names = args.label_names
+        return {
+            "place_model_on_device": args.place_model_on_device is not False and not self.context.states.spread,
+            "is_model_parallel": len({d for d in getattr(model, "hf_device_map", {}).values() if d != "cpu"}) > 1,
+            "is_distributed_loading_by_transformers": getattr(model, "is_distributed_loading_by_transformers", False),
+            "model_accepts_loss_kwargs": inspection.accepts_loss_kwargs(model),
+            "_loss_shifts_labels": inspection.shifts_labels(model),
+            "label_names": inspection.find_labels(inspected) if names is None else names,
+            "can_return_loss": inspection.can_return_loss(inspected),
+            "_signature_columns": None,
+            "label_smoother": self._make_label_smoother(),
+        }
+
+    def set_found(self, name: str, value: Any) -> None:
+        """Set an attribute, unless a subclass or the script has set another value than was found before."""
+        known = vars(self.trainer)
+        if name not in self.found or (name in known and _is_same(known[name], self.found[name])):
+            setattr(self.trainer, name, value)
+        self.found[name] = list(value) if isinstance(value, list) else value  # scripts extend lists in place
+
+    def _refuse_disconnected(self) -> None:
+        """Refuse an optimizer whose parameters the model would leave behind: on XLA devices it gets new ones."""
+        trainer = self.trainer
+        if trainer.optimizer is None or trainer.args.device.type != "xla":
+            return
+        parameters = (parameter for group in trainer.optimizer.param_groups for parameter in group["params"])
+        if any(parameter.device.type != "xla" for parameter in parameters):
+            raise InvalidArgument(
+                "optimizers holds parameters on the CPU, and a model that moves to an XLA device gets new ones: move "
+                "it with model.to(args.device) before the optimizer is made, or pass optimizer_cls_and_kwargs."
+            )
+
+    def _make_label_smoother(self) -> LabelSmoother | None:
+        """What smooths the labels, if the arguments ask for it."""
+        trainer = self.trainer
+        if trainer.args.label_smoothing_factor == 0:
+            return None
+        if getattr(getattr(trainer.model, "config", None), "problem_type", None) == "multi_label_classification":
+            warnings.warn(
+                "label_smoothing_factor is for one label a sample and is left out: this model has several.",
+                stacklevel=4,
+            )
+            return None
+        return LabelSmoother(epsilon=trainer.args.label_smoothing_factor)
+
+
+def _is_same(value: Any, before: Any) -> bool:
+    """Whether two values are equal; arrays and tensors, which compare element by element, only if they are one."""
+    return value is before or (type(value) is type(before) and (value == before) is True)

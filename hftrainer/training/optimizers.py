@@ -1,0 +1,66 @@
+"""The optimizer and the schedule of a Trainer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from hftrainer import trainer_optimizer
+from hftrainer.compat.overrides import call_with_accepted
+from hftrainer.optimization import follows_metric, get_scheduler
+from hftrainer.training.context import Room
+
+
+class OptimizerFactory(Room):
+    """Makes optimizer and schedule from the arguments, and reads their learning rates."""
+
+    def create_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """A new optimizer of the model's parameters."""
+        trainer = self.trainer
+        decayed = trainer.get_decay_parameter_names(model)
+        groups = trainer_optimizer.parameter_groups(model, decayed, trainer.args.weight_decay)
+        if trainer.optimizer_cls_and_kwargs is not None:
+            kind, kwargs = trainer.optimizer_cls_and_kwargs[0], dict(trainer.optimizer_cls_and_kwargs[1])
+        else:
+            kind, kwargs = call_with_accepted(trainer.get_optimizer_cls_and_kwargs, trainer.args, model=model)
+        if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):  # a factory, since v5.0
+            return kind()(model, **kwargs)
+        for name in ("params", "model", "optimizer_dict"):  # GaLore, LOMO and layer-wise ones bring their own
+            groups = kwargs.pop(name, groups)
+        optimizer = kind(groups, **kwargs)
+        trainer_optimizer.keep_embeddings_precise(model, kind, kwargs)
+        return optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any) -> Any:
+        """A new schedule over `num_training_steps` optimizer steps."""
+        args = self.trainer.args
+        self.run.made_scheduler = True
+        return get_scheduler(
+            args.lr_scheduler_type,
+            optimizer,
+            args.get_warmup_steps(num_training_steps),
+            num_training_steps,
+            args.lr_scheduler_kwargs,  # type: ignore[arg-type]
+        )
+
+    def decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """Names of the parameters that weight decay applies to."""
+        known = self.context.states.decay_parameter_names(model)
+        return trainer_optimizer.decay_parameter_names(model, self.context.behaviours) if known is None else known
+
+    def group_of(self, param: Any) -> Any:
+        """The parameter group that holds `param`; for None, the parameters of each group."""
+        groups = self.context.made_optimizer().param_groups
+        if param is None:
+            return [group["params"] for group in groups]
+        return next((group for group in groups if any(param is held for held in group["params"])), None)
+
+    def learning_rate(self) -> float:
+        """The learning rate that is logged: that of the first group."""
+        if follows_metric(self.trainer.lr_scheduler):
+            rate = self.context.made_optimizer().param_groups[0]["lr"]
+        else:
+            rate = self.trainer.lr_scheduler.get_last_lr()[0]
+        return rate.item() if isinstance(rate, torch.Tensor) else rate

@@ -1,0 +1,101 @@
+"""Model, optimizer and schedule, made ready for a run or an evaluation."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from hftrainer.compat import peers
+from hftrainer.compat.overrides import make_scheduler
+from hftrainer.errors import UnsupportedArgument
+from hftrainer.training.context import Room, TrainerContext
+from hftrainer.training.loader_factory import LoaderFactory
+
+
+class Preparation(Room):
+    """Prepares with Lightning's strategies; `training.deepspeed` has the way of DeepSpeed.
+
+    Args:
+        context: what it works with.
+        loaders: counts the operations of a model while it is whole.
+    """
+
+    def __init__(self, context: TrainerContext, loaders: LoaderFactory) -> None:
+        super().__init__(context)
+        self.loaders = loaders
+
+    def for_training(self, max_steps: int, folder: str | None) -> nn.Module:
+        """Shard or wrap the model, and make optimizer and schedule for it; returns the model as it is trained.
+
+        Args:
+            max_steps: optimizer steps of the run.
+            folder: the checkpoint that the run resumes from, if any.
+        """
+        trainer = self.trainer
+        if self.run.made_scheduler:  # its shape belongs to the previous call's number of steps
+            trainer.lr_scheduler = None
+            self.run.made_scheduler = False
+        self._prepare_model(folder)
+        self._prepare_optimizer(max_steps)
+        if folder is not None:
+            trainer._load_scaler(folder)
+        return trainer.model_wrapped
+
+    def for_evaluation(self) -> None:
+        """Shard the model if that is asked for, and give all processes the same buffers."""
+        self._prepare_model()
+        self.context.states.share_buffers(self.trainer.model)
+
+    def check_accumulation(self, steps: int) -> None:
+        """Refuse a new number of micro-batches per optimizer step where it cannot change in a run."""
+
+    def _prepare_model(self, folder: str | None = None) -> None:
+        """Shard the model, if that is asked for, before there is an optimizer; and load it then."""
+        trainer, context = self.trainer, self.context
+
+        def shard() -> nn.Module:
+            if not context.states.spread:
+                return context.engine.prepare(trainer.model)
+            per_token = self.loaders.flos_per_token_of(trainer.model)  # of the whole model
+            trainer.model = trainer.model_wrapped = context.engine.prepare(trainer.model)
+            self.loaders.flos_per_token = (trainer.model, per_token)
+            return trainer.model
+
+        def load() -> None:
+            if folder is not None:
+                trainer._load_from_checkpoint(folder)
+
+        context.states.prepare(trainer.model, shard, load)
+
+    def _prepare_optimizer(self, max_steps: int) -> None:
+        """Make the optimizer, let the accelerator prepare it with the model, then make the schedule."""
+        trainer = self.trainer
+        freezes = self.context.engine.freeze_before_training(trainer.model)
+        makes_both = self.context.is_overridden("create_optimizer_and_scheduler")
+        if makes_both:  # as v4 called it
+            trainer.create_optimizer_and_scheduler(num_training_steps=max_steps)
+        else:
+            trainer.create_optimizer()
+        model = trainer._wrap_model(trainer.model_wrapped)
+        if model is trainer.model:
+            model, trainer.optimizer = trainer.accelerator.prepare(model, trainer.optimizer)
+        else:  # an override has wrapped it
+            trainer.optimizer = trainer.accelerator.prepare(trainer.optimizer)
+        trainer.model_wrapped = model
+        if freezes and not any(parameter.requires_grad for parameter in trainer.model.parameters()):
+            raise UnsupportedArgument(
+                "A callback that unfreezes by and by (BackboneFinetuning) has frozen all that is trained: with "
+                "adapters, write a BaseFinetuning that freezes what you choose."
+            )
+        if freezes:  # groups of what is unfrozen later are given no weight_decay, and take torch's default
+            self.context.made_optimizer().defaults["weight_decay"] = trainer.args.weight_decay
+        if trainer.lr_scheduler is None or not makes_both:
+            make_scheduler(trainer, max_steps)
+
+    def finds_unused_parameters(self) -> bool:
+        """Whether processes look for parameters that a step has not used, unless an argument says it."""
+        model = self.trainer.model
+        if not peers.is_pretrained(model):
+            return True
+        renamed = hasattr(model, "is_activation_checkpointing")  # in v5.23
+        checkpoints = model.is_activation_checkpointing if renamed else model.is_gradient_checkpointing
+        return not (checkpoints or self.trainer.args.activation_checkpointing)

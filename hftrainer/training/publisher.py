@@ -1,0 +1,77 @@
+"""What a Trainer uploads to the Hub, and when."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hftrainer.arguments.choices import HubStrategy, SaveStrategy
+from hftrainer.hub.references import card_parameters
+from hftrainer.training.context import Room
+
+
+class Publisher(Room):
+    """Opens the repository of a Trainer, and pushes its model and checkpoints."""
+
+    def open_repository(self, token: str | None, private: bool | None) -> None:
+        """See `Trainer.init_hf_repo`; in the main process."""
+        from hftrainer.hub.pictures import Pictures
+        from hftrainer.hub.repository import open_repository, repository_name
+        from hftrainer.hub.uploads import Uploads
+
+        trainer, args = self.trainer, self.trainer.args
+        trainer._finish_current_push()
+        repository = open_repository(
+            repository_name(args.hub_model_id, str(args.output_dir)),
+            token=args.hub_token if token is None else token,
+            private=args.hub_private_repo if private is None else private,
+            revision=args.hub_revision,
+        )
+        self.context.uploads = Uploads(repository, Pictures(str(args.output_dir), trainer.processing_class))
+        trainer.hub_model_id, trainer.push_in_progress = repository.id, None
+
+    def push(
+        self,
+        commit_message: str,
+        *,
+        blocking: bool,
+        token: str | None,
+        revision: str | None,
+        private: bool | None,
+        card: dict[str, Any],
+    ) -> Any:
+        """See `Trainer.push_to_hub`."""
+        trainer = self.trainer
+        self.context.announce("on_push_begin")
+        trainer.save_model(_internal_call=True)
+        if self.context.uploads is None:
+            trainer.init_hf_repo(token=token, private=private)
+        if self.context.uploads is None:  # not the main process
+            return None
+        trainer.create_model_card(**card_parameters(card, trainer.args, getattr(trainer.model, "model_tags", None)))
+        return self.context.uploads.push_folder(
+            str(trainer.args.output_dir), commit_message, blocking=blocking, token=token, revision=revision
+        )
+
+    def push_checkpoint(self, folder: str) -> None:
+        """Begin to upload what `hub_strategy` asks for of a checkpoint."""
+        trainer, uploads = self.trainer, self.context.uploads
+        if uploads is None or trainer.args.hub_strategy == HubStrategy.END:
+            return
+        from hftrainer.hub.uploads import PushInProgress
+
+        by_steps = trainer.args.save_strategy == SaveStrategy.STEPS
+        parcels = uploads.parcels(folder, trainer.args.hub_strategy, by_steps=by_steps)
+        if not parcels:
+            return
+        done = trainer.push_in_progress is None or trainer.push_in_progress.is_done()
+        if not done and not trainer.args.hub_always_push:
+            uploads.skip(parcels)
+            return
+        self.context.announce("on_push_begin")
+        jobs = uploads.push(parcels)
+        trainer.push_in_progress = PushInProgress(jobs if done else [*trainer.push_in_progress.jobs, *jobs])
+
+    def finish(self) -> None:
+        """Wait for the uploads, retry those that failed, and log what is uploaded and what is missing."""
+        if self.context.uploads is not None:
+            self.context.uploads.finish(hurried=lambda: self.run.interruption.received is not None)

@@ -1,0 +1,184 @@
+"""Micro-batches: on the device, counted, and their loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from hftrainer.arguments import legacy
+from hftrainer.arguments.logging import which_tokens
+from hftrainer.compat import peers
+from hftrainer.compat.overrides import accepts, call_with_accepted
+from hftrainer.data.loaders import to_device
+from hftrainer.data.tokens import count_tokens
+from hftrainer.errors import InvalidArgument
+from hftrainer.parallel import devices
+from hftrainer.trainer_pt_utils import rebuilt
+from hftrainer.trainer_utils import speed_metrics
+from hftrainer.training.context import Room, TrainerContext
+from hftrainer.training.loader_factory import LoaderFactory
+from hftrainer.training.logged_metrics import split_losses
+from hftrainer.training.loss import check_loss, first_output
+
+
+class TrainingSteps(Room):
+    """Prepares micro-batches, computes their losses, and counts what is in them.
+
+    Args:
+        context: what it works with.
+        loaders: counts labels and operations.
+    """
+
+    def __init__(self, context: TrainerContext, loaders: LoaderFactory) -> None:
+        super().__init__(context)
+        self.loaders = loaders
+
+    def prepare_inputs(self, inputs: Any) -> Any:
+        """The batch on the device, with the model's memory of earlier batches."""
+        trainer = self.trainer
+        if len(inputs) == 0:
+            raise InvalidArgument(
+                "The batch is empty: none of the samples' keys is an argument of the model's forward "
+                f"({', '.join(trainer._signature_columns or [])})."
+            )
+        inputs = trainer._prepare_input(inputs)
+        if getattr(self.run, "past", None) is not None:  # `past_index`; evaluation loops of v4 delete it
+            inputs["mems"] = self.run.past
+        return inputs
+
+    def prepare_input(self, data: Any) -> Any:
+        """A part of the batch on the device; the method of the Trainer prepares each part of a container."""
+        trainer = self.trainer
+        if isinstance(data, (Mapping, list, tuple)):
+            return rebuilt(data, trainer._prepare_input)
+        return self.context.states.cast(to_device(data, trainer.accelerator.device), trainer.model)
+
+    # ---- The loss ----------------------------------------------------------------------------------------------
+
+    def loss(self, model: nn.Module, inputs: Any, num_items_in_batch: Any) -> torch.Tensor:
+        """The loss of one micro-batch, divided for accumulation unless it already is."""
+        trainer = self.trainer
+        _set_training_mode(model)
+        if callable(getattr(trainer.optimizer, "train", None)):  # schedule-free optimizers have modes too
+            trainer.optimizer.train()  # type: ignore[union-attr]
+        inputs = trainer._prepare_inputs(inputs)
+        with trainer.compute_loss_context_manager():
+            loss = call_with_accepted(trainer.compute_loss, model, inputs, num_items_in_batch=num_items_in_batch)
+        every = trainer.args.torch_empty_cache_steps
+        if every is not None and trainer.state.global_step % every == 0:
+            devices.empty_cache()
+        loss, parts = split_losses(loss)
+        loss = check_loss(loss)
+        accumulation = self.run.accumulation
+        if not self.context.behaviours.divides_by_window:
+            accumulation = trainer.args.gradient_accumulation_steps
+        divisor = accumulation if accumulation > 1 and not self._loss_is_scaled(num_items_in_batch) else 1
+        for name, part in parts.items():
+            if part is not None:
+                self.run.logged_metrics.add(name, part / divisor, count=0)
+        return loss / divisor if divisor > 1 else loss
+
+    def _loss_is_scaled(self, num_items_in_batch: Any) -> bool:
+        """Whether the loss was divided by the items of the whole window, rather than being a micro-batch's mean."""
+        trainer = self.trainer
+        if trainer.loss_is_scaled_for_ga is not None:
+            return trainer.loss_is_scaled_for_ga
+        if not accepts(trainer.compute_loss, "num_items_in_batch"):
+            return False  # an override from before v4.46 cannot know them
+        counted = num_items_in_batch is not None or not self.context.behaviours.divides_uncounted_loss
+        return (trainer.model_accepts_loss_kwargs and counted) or trainer.compute_loss_func is not None
+
+    def loss_and_outputs(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any) -> tuple[Any, Any]:
+        """What `Trainer.compute_loss` computes: by `compute_loss_func`, the label smoother, or the model itself."""
+        trainer = self.trainer
+        takes_labels = trainer.compute_loss_func is not None or trainer.label_smoother is not None
+        labels = inputs.pop("labels", None) if takes_labels else None
+        if trainer.model_accepts_loss_kwargs and num_items_in_batch is not None:
+            inputs = {**inputs, "num_items_in_batch": num_items_in_batch}
+        outputs = model(**inputs)
+        if self.context.past_index >= 0:
+            self.run.past = outputs[self.context.past_index]
+        if trainer.compute_loss_func is not None:
+            loss = trainer.compute_loss_func(outputs, labels, num_items_in_batch=num_items_in_batch)
+        elif trainer.label_smoother is not None and labels is not None:
+            shift = peers.is_causal_lm(peers.without_adapters(trainer.accelerator.unwrap_model(model)))
+            items = num_items_in_batch if self.context.behaviours.smooths_over_items else None
+            loss = trainer.label_smoother(outputs, labels, shift_labels=shift, num_items_in_batch=items)
+        else:
+            loss = first_output(outputs, inputs)
+        takes_items = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
+        if self.context.averages_tokens and takes_items and num_items_in_batch is not None:
+            loss = loss * trainer.accelerator.processes.data_processes  # the mean of the gradients divides by it
+        return loss, outputs
+
+    # ---- Counting ----------------------------------------------------------------------------------------------
+
+    def num_items(self, batch_samples: list[Any], device: torch.device) -> torch.Tensor | int | None:
+        """Labels that are not -100, over all micro-batches; None when nobody asks for it."""
+        trainer, follows = self.trainer, self.context.behaviours
+        asked = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
+        counted = asked or not follows.counts_only_for_those_who_ask
+        if not counted or not batch_samples or "labels" not in batch_samples[0]:
+            return None
+        labels = [self.loaders.counted_labels(batch) for batch in batch_samples]
+        if not all(isinstance(each, torch.Tensor) for each in labels):
+            return None  # detection models: labels are lists of dicts
+        count = sum(each.ne(-100).sum() for each in labels).to(device)
+        if self.context.averages_tokens:
+            count = self.loaders.sum_over_data(count)
+        if not follows.counts_items_on_device:
+            return count.item()
+        return count / 1 if follows.counts_items_as_float else count
+
+    def track_tokens(self, inputs: dict[str, Any]) -> None:
+        """Count the input tokens of a micro-batch, of all processes, for the arguments that ask for it."""
+        trainer = self.trainer
+        if legacy.value(trainer.args, "include_tokens_per_second") and "input_ids" in inputs:
+            self.run.tokens += inputs["input_ids"].numel() * trainer.accelerator.processes.data_processes
+        how = which_tokens(trainer.args.include_num_input_tokens_seen)
+        if how == "no":
+            return
+        main_input = getattr(trainer.model, "main_input_name", "input_ids")
+        count = count_tokens(inputs, main_input, how, getattr(trainer.processing_class, "pad_token_id", None))
+        if count is not None:
+            trainer.state.num_input_tokens_seen += int(self.loaders.sum_over_data(count))
+
+    def token_metrics(self, start_time: float | None) -> dict[str, float]:
+        """The input tokens seen so far, and since `start_time` how many a second, for the arguments that ask for it."""
+        trainer = self.trainer
+        if which_tokens(trainer.args.include_num_input_tokens_seen) == "no":
+            return {}
+        seen = trainer.state.num_input_tokens_seen
+        found: dict[str, float] = {"num_input_tokens_seen": seen}
+        if start_time is not None and self.context.behaviours.logs_tokens_per_second:
+            found |= speed_metrics("train", start_time, num_tokens=seen - self.run.initial_tokens)
+        return found
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """Floating-point operations of forward and backward on a batch: 6 per token and parameter; 0 if unknown."""
+        model: Any = self.trainer.model
+        if hasattr(model, "floating_point_ops") and not self.context.behaviours.counts_operations_itself:
+            return model.floating_point_ops(inputs)
+        main_input = getattr(model, "main_input_name", "input_ids")
+        return inputs[main_input].numel() * self.loaders.flos_per_token_of(model) if main_input in inputs else 0
+
+    def store_flos(self) -> None:
+        """Add the operations counted since the last call to `state.total_flos`."""
+        flos = self.run.flos
+        if self.trainer.args.world_size > 1:  # in float32, as transformers adds them
+            flos = self.loaders.sum_over_data(torch.tensor([flos])).item()
+        self.trainer.state.total_flos += flos
+        self.run.flos = 0.0
+
+
+def _set_training_mode(model: nn.Module) -> None:
+    """Call `model.train()` as before every micro-batch; asking all modules first is cheaper than setting all."""
+    if not _in_training_mode(model):
+        model.train()
+
+
+def _in_training_mode(module: nn.Module) -> bool:
+    return module.training and all(_in_training_mode(child) for child in module.children())

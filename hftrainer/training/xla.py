@@ -1,0 +1,13 @@
+"""What torch_xla has counted."""
+
+from __future__ import annotations
+
+from hftrainer.parallel.xla.devices import print_metrics
+from hftrainer.training.trainer_api import TrainerApi
+
+
+def print_xla_metrics(trainer: TrainerApi) -> None:
+    """Print what torch_xla has counted, with `debug="tpu_metrics_debug"`, on the main process."""
+    args = trainer.args
+    if "tpu_metrics_debug" in args.debug and args.device.type == "xla" and trainer.is_world_process_zero():
+        print_metrics()
