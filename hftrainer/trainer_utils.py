@@ -22,7 +22,7 @@ from hftrainer.arguments.choices import (
 )
 from hftrainer.checkpointing.folders import get_last_checkpoint
 from hftrainer.checkpointing.names import PREFIX_CHECKPOINT_DIR
-from hftrainer.compat.functions import has_length, number_of_arguments
+from hftrainer.compat.functions import has_length, is_measured, number_of_arguments
 from hftrainer.parallel.seeds import enable_full_determinism, seed_worker, set_seed
 
 __all__ = [
@@ -125,15 +125,6 @@ class BestRun(NamedTuple):
     objective: float | list[float]
     hyperparameters: dict[str, Any]
     run_summary: Any = None
-
-
-def is_measured(name: str) -> bool:
-    """Whether a metric tells what something cost in time or memory."""
-    return (
-        name.endswith(("_runtime", "_per_second", "_model_preparation_time"))
-        or "_mem_cpu" in name
-        or "_mem_gpu" in name
-    )
 
 
 def default_compute_objective(metrics: Mapping[str, float]) -> float:

@@ -9,9 +9,8 @@ from typing import Any
 
 from hftrainer.arguments.choices import IntervalStrategy
 from hftrainer.callbacks.base import TrainerCallback
-from hftrainer.compat.functions import has_length
+from hftrainer.compat.functions import has_length, is_measured
 from hftrainer.errors import MissingPackage
-from hftrainer.trainer_utils import is_measured
 
 #: Seconds between two updates of a bar: each sends the whole output to the browser.
 UPDATE_EVERY = 0.2

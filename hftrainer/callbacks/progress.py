@@ -14,7 +14,7 @@ from hftrainer.compat import swap
 from hftrainer.compat.functions import has_length
 
 if TYPE_CHECKING:
-    from hftrainer.training_args import TrainingArguments
+    from hftrainer.arguments.base import BaseArguments
 
 
 def in_notebook() -> bool:
@@ -29,7 +29,7 @@ def in_notebook() -> bool:
     return release is None or float(release.split(".")[0]) >= 11
 
 
-def own_progress(args: TrainingArguments, callbacks: list[Any]) -> type[TrainerCallback] | None:
+def own_progress(args: BaseArguments, callbacks: list[Any]) -> type[TrainerCallback] | None:
     """What a Trainer adds to these callbacks to show its runs; None when one of them does it."""
     if args.disable_tqdm:
         return None if any(is_kind(callback, "PrinterCallback") for callback in callbacks) else PrinterCallback
@@ -121,7 +121,7 @@ class PrinterCallback(TrainerCallback):
             print(_shown(logs, args))
 
 
-def _shown(logs: dict[str, Any] | None, args: TrainingArguments) -> dict[str, Any]:
+def _shown(logs: dict[str, Any] | None, args: BaseArguments) -> dict[str, Any]:
     """A log line as it is printed: without the operations, and with short numbers where the release has them."""
     shown = {name: value for name, value in (logs or {}).items() if name != "total_flos"}
     if not of_arguments(args).prints_four_digits:

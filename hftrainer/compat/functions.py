@@ -20,3 +20,12 @@ def number_of_arguments(function: Callable[..., Any]) -> int:
     kind = inspect.Parameter
     by_position = (kind.POSITIONAL_ONLY, kind.POSITIONAL_OR_KEYWORD, kind.VAR_POSITIONAL)
     return sum(parameter.kind in by_position for parameter in inspect.signature(function).parameters.values())
+
+
+def is_measured(name: str) -> bool:
+    """Whether a metric tells what something cost in time or memory."""
+    return (
+        name.endswith(("_runtime", "_per_second", "_model_preparation_time"))
+        or "_mem_cpu" in name
+        or "_mem_gpu" in name
+    )

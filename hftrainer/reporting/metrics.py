@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from hftrainer.callbacks.flow import evaluation_key
+from hftrainer.compat.functions import is_measured
 from hftrainer.errors import MetricNotFound
-from hftrainer.trainer_utils import is_measured
 
 
 def mean_loss(metrics: Mapping[str, Any], names: Iterable[str], prefix: str) -> dict[str, float]:

@@ -16,8 +16,8 @@ from hftrainer.callbacks.progress import in_notebook
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import names
 from hftrainer.checkpointing.folders import get_last_checkpoint
+from hftrainer.compat.functions import is_measured
 from hftrainer.errors import InvalidArgument, MissingPackage
-from hftrainer.trainer_utils import is_measured
 
 logger = logging.getLogger(__name__)
 
