@@ -464,7 +464,7 @@ class Trainer:
         own, runner = self._hftrainer, self._hftrainer.runner
         runner.refuse_alone(resume_from_checkpoint)
         self._memory_tracker.start()
-        own.checkpoint_writer.settle()
+        own.checkpoint_writer.wait_ignoring_errors()
         folder = runner.find_folder(resume_from_checkpoint)
         makes_model_first = own.behaviours.makes_model_before_trial
         if makes_model_first:

@@ -26,7 +26,7 @@ from hftrainer.arguments.choices import IntervalStrategy, OptimizerNames, Parall
 from hftrainer.arguments.releases import annotate
 from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.arguments.setters import ChainingSetters
-from hftrainer.arguments.validation import ALIASES, normalize, problems
+from hftrainer.arguments.validation import ALIASES, check_values, normalize
 from hftrainer.engine.deepspeed import begin_deepspeed, deepspeed_plugin
 from hftrainer.errors import InvalidArgument, UnknownArgument, UnsupportedArgument
 
@@ -69,7 +69,7 @@ class TrainingArguments(ChainingSetters, BaseArguments):
         normalize(self)
         if self.use_cpu:
             self.dataloader_pin_memory = False
-        found = problems(ResolvedArguments(self))
+        found = check_values(ResolvedArguments(self))
         if found:
             raise InvalidArgument("\n".join(found))
         self.hf_deepspeed_config = begin_deepspeed(self)
@@ -120,16 +120,16 @@ class TrainingArguments(ChainingSetters, BaseArguments):
 
         What cannot work is refused when there is a Trainer; nobody waits for it here.
         """
-        place = self._place
-        if place.world_size == 1 or "LOCAL_RANK" not in os.environ or place.self_started:
+        rank_info = self._rank_info
+        if rank_info.world_size == 1 or "LOCAL_RANK" not in os.environ or rank_info.self_started:
             return
-        from hftrainer.arguments.table import process_group_backend, unsupported
+        from hftrainer.arguments.table import check_supported, process_group_backend
         from hftrainer.parallel.processes import Processes
 
         resolved = ResolvedArguments.of(self)
-        if self.device.type == "xla" or torch.distributed.is_initialized() or unsupported(resolved):
+        if self.device.type == "xla" or torch.distributed.is_initialized() or check_supported(resolved):
             return
-        Processes.at(place).connect(self.device, process_group_backend(resolved), self.ddp_timeout_delta)
+        Processes.at(rank_info).connect(self.device, process_group_backend(resolved), self.ddp_timeout_delta)
 
     @contextlib.contextmanager
     def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:
@@ -145,14 +145,14 @@ class TrainingArguments(ChainingSetters, BaseArguments):
         Raises:
             UnsupportedArgument: when a launcher has not said how the processes meet.
         """
-        from hftrainer.arguments.table import misplaced
+        from hftrainer.arguments.table import check_launch
         from hftrainer.parallel.processes import Processes
 
-        processes = Processes.at(self._place)
+        processes = Processes.at(self._rank_info)
         if not processes.several or (processes.self_started and not torch.distributed.is_initialized()):
             yield
             return
-        if found := misplaced(ResolvedArguments.of(self)):
+        if found := check_launch(ResolvedArguments.of(self)):
             raise UnsupportedArgument("\n".join(found))
         processes.connect(self.device, self.ddp_backend, self.ddp_timeout_delta)
         logger.debug("Process %d of %d: %s, the main process first.", processes.rank, processes.world_size, desc)

@@ -23,15 +23,15 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
 
 from hftrainer.parallel.environment import cluster_environment
-from hftrainer.parallel.layout import wrong_model
+from hftrainer.parallel.layout import check_model_layout
 from hftrainer.parallel.plan import LightningPlan
 from hftrainer.parallel.xla import devices as xla
 from hftrainer_lightning import private_api
 from hftrainer_lightning.callbacks import finders as tuning
-from hftrainer_lightning.callbacks import hosting as of_callbacks
-from hftrainer_lightning.callbacks.hosting import has_progress_bar, is_lightning_callback
-from hftrainer_lightning.hooks import EvaluationHost, TrainingHost, TuningHost
-from hftrainer_lightning.module import HostedModule
+from hftrainer_lightning.callbacks import running as of_callbacks
+from hftrainer_lightning.callbacks.running import has_progress_bar, is_lightning_callback
+from hftrainer_lightning.hooks import EvaluationHooks, RunHooks, TuningHooks
+from hftrainer_lightning.module import TrainerModule
 from hftrainer_lightning.profiling import detached, report_in_our_words
 from hftrainer_lightning.strategies.accelerators import accelerator
 from hftrainer_lightning.strategies.launching import Launched, start_others
@@ -86,7 +86,7 @@ class LightningEngine:
         self._loggers = loggers
         self._values = CallbackValues(receive, plan.default_root_dir)
         self.trainer: pl.Trainer | None = None
-        self.module: HostedModule | None = None
+        self.module: TrainerModule | None = None
         self.fitting = self.evaluating = False
         if plan.by_spmd:
             self._of_sharding.use_spmd()
@@ -98,7 +98,7 @@ class LightningEngine:
 
     def fit(
         self,
-        host: TrainingHost,
+        hooks: RunHooks,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
         scheduler: Any,
@@ -114,7 +114,7 @@ class LightningEngine:
         """Drive a training run.
 
         Args:
-            host: the run.
+            hooks: the run.
             model: the model to train.
             optimizer: its optimizer.
             scheduler: the optimizer's learning-rate scheduler.
@@ -137,15 +137,15 @@ class LightningEngine:
                 strategy=self._build_strategy(find_unused_parameters, sync_each_batch),
             )
         loggers = trainer.loggers
-        self.module = module = HostedModule(model if self.deepspeed is None else self.deepspeed.engine)
-        module.attach(host, optimizer, scheduler, resumed_from, automatic_optimization=automatic_optimization)
-        private_api.install_window_accumulation(trainer, host.feed)
-        if host.first_epoch or host.position:
+        self.module = module = TrainerModule(model if self.deepspeed is None else self.deepspeed.engine)
+        module.attach(hooks, optimizer, scheduler, resumed_from, automatic_optimization=automatic_optimization)
+        private_api.install_window_accumulation(trainer, hooks.micro_batches)
+        if hooks.first_epoch or hooks.position:
             private_api.restore_progress(
                 trainer,
-                epoch=host.first_epoch,
-                batch=host.position,
-                batches_per_epoch=len(host.feed),
+                epoch=hooks.first_epoch,
+                batch=hooks.position,
+                batches_per_epoch=len(hooks.micro_batches),
                 global_step=global_step,
             )
         self.fitting = True
@@ -154,15 +154,15 @@ class LightningEngine:
         try:
             with private_api.keyboard_interrupts_restored(), private_api.quiet():
                 # The empty validation set stands for the ones that `evaluate` brings.
-                trainer.fit(module, train_dataloaders=host.feed, val_dataloaders=[])
+                trainer.fit(module, train_dataloaders=hooks.micro_batches, val_dataloaders=[])
         except Exception as error:
-            host.failed(error)
+            hooks.failed(error)
             raise
         finally:
             self.fitting = False
             trainer.loggers = loggers
             module.detach()
-            private_api.let_go(self.callbacks)
+            private_api.release_callbacks(self.callbacks)
             for group, rate in zip(optimizer.param_groups, rates, strict=False):
                 group["initial_lr"] = (
                     rate  # StochasticWeightAveraging leaves its own, which a next run would begin with
@@ -195,7 +195,7 @@ class LightningEngine:
         if self.plan.on_xla:
             xla.sync()
 
-    def on_host(self, state: Any) -> Any:
+    def to_cpu(self, state: Any) -> Any:
         """A state as it is written: any process can read it then, whatever devices it has."""
         return xla.to_host(state) if self.plan.on_xla else state
 
@@ -217,9 +217,9 @@ class LightningEngine:
         """Whether each process has a part of the model only."""
         return self.plan.spreads_model
 
-    def misfit(self, model: torch.nn.Module) -> str | None:
+    def placement_error(self, model: torch.nn.Module) -> str | None:
         """Why a model does not fit the layout of the processes, and how to load it; None when it does."""
-        return wrong_model(self.plan.layout, model)
+        return check_model_layout(self.plan.layout, model)
 
     def prepare(self, model: torch.nn.Module) -> torch.nn.Module:
         """The model as it is trained: sharded, if that is asked for."""
@@ -271,7 +271,7 @@ class LightningEngine:
             return contextlib.nullcontext()
         return self._of_sharding.whole_parameters(self._prepared)
 
-    def evaluate(self, evaluation: EvaluationHost, model: torch.nn.Module, stage: Stage = "validate") -> None:
+    def evaluate(self, evaluation: EvaluationHooks, model: torch.nn.Module, stage: Stage = "validate") -> None:
         """Drive a pass over an evaluation or test set, alone or within `fit`.
 
         Args:
@@ -297,7 +297,7 @@ class LightningEngine:
             ]
             # Lightning opens the loggers that it gets, which begins a run; only callbacks need them here.
             self.trainer.loggers = loggers = self._found_loggers() if self.callbacks else []
-            self.module = module = HostedModule(model)
+            self.module = module = TrainerModule(model)
             module.evaluate_with(evaluation, getattr(self.trainer, f"{stage}_loop"))
             self.evaluating = True
             options = {"return_predictions": False} if stage == "predict" else {"verbose": False}
@@ -370,9 +370,9 @@ class LightningEngine:
         """Whether a callback looks for the batch size."""
         return of_callbacks.first_of(self.callbacks, BatchSizeFinder) is not None
 
-    def refusals(self, **run: bool) -> list[str]:
-        """A sentence for each callback that cannot work; the keywords are those of `callbacks.refusals`."""
-        return of_callbacks.refusals(
+    def check_callbacks(self, **run: bool) -> list[str]:
+        """A sentence for each callback that cannot work; the keywords are those of `callbacks.check_callbacks`."""
+        return of_callbacks.check_callbacks(
             self.callbacks,
             accumulate_grad_batches=self.plan.accumulate_grad_batches,
             several=self.plan.processes.several,
@@ -402,17 +402,17 @@ class LightningEngine:
 
     def freeze_before_training(self, model: torch.nn.Module) -> bool:
         """Let callbacks that unfreeze parts of the model by and by freeze them now; whether there are any."""
-        return of_callbacks.freeze_before_training(self.callbacks, HostedModule(model))
+        return of_callbacks.freeze_before_training(self.callbacks, TrainerModule(model))
 
-    def find_batch_size(self, host: TuningHost, model: torch.nn.Module) -> int | None:
+    def find_batch_size(self, hooks: TuningHooks, model: torch.nn.Module) -> int | None:
         """The batch size that a `BatchSizeFinder` among the callbacks finds; None without one."""
         finder = of_callbacks.first_of(self.callbacks, BatchSizeFinder)
-        return None if finder is None else tuning.find_batch_size(self._build_trainer, finder, host, model)
+        return None if finder is None else tuning.find_batch_size(self._build_trainer, finder, hooks, model)
 
-    def find_learning_rate(self, host: TuningHost, model: torch.nn.Module) -> float | None:
+    def find_learning_rate(self, hooks: TuningHooks, model: torch.nn.Module) -> float | None:
         """The learning rate that a `LearningRateFinder` among the callbacks suggests; None without one."""
         finder = of_callbacks.first_of(self.callbacks, LearningRateFinder)
-        return None if finder is None else tuning.find_learning_rate(self._build_trainer, finder, host, model)
+        return None if finder is None else tuning.find_learning_rate(self._build_trainer, finder, hooks, model)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Run backward: through Lightning's strategy within `fit`, plainly outside."""
@@ -491,7 +491,7 @@ class _Batches:
     #: Where prediction writers look for the indices of the samples in each batch.
     batch_sampler: private_api.SeenBatches | None = None
 
-    def __init__(self, evaluation: EvaluationHost, *, limited: bool) -> None:
+    def __init__(self, evaluation: EvaluationHooks, *, limited: bool) -> None:
         self.evaluation = evaluation
         self._limited = limited
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 
 
-class FeedLike(Protocol):
+class MicroBatches(Protocol):
     """The training data as Lightning iterates it."""
 
     window: Any
@@ -17,7 +17,7 @@ class FeedLike(Protocol):
     def __len__(self) -> int: ...
 
 
-class TrainingHost(Protocol):
+class RunHooks(Protocol):
     """A training run, told by Lightning's hooks where it stands.
 
     Order, with the hook of the generated module that calls each:
@@ -35,7 +35,7 @@ class TrainingHost(Protocol):
     end_epoch              on_train_epoch_end
     """
 
-    feed: Any  # a FeedLike; a protocol's attribute would have to match to the letter
+    micro_batches: Any  # a FeedLike; a protocol's attribute would have to match to the letter
     first_epoch: int
     position: int
     backward_divisor: int  # of what backward runs from, besides what the loss was divided by
@@ -64,7 +64,7 @@ class TrainingHost(Protocol):
     def evaluate_loss(self, model: torch.nn.Module, inputs: Any) -> torch.Tensor: ...
 
 
-class EvaluationHost(Protocol):
+class EvaluationHooks(Protocol):
     """A pass over an evaluation or test set."""
 
     @property
@@ -76,7 +76,7 @@ class EvaluationHost(Protocol):
     def finish(self) -> dict[str, Any]: ...
 
 
-class TuningHost(Protocol):
+class TuningHooks(Protocol):
     """What trial steps need of the Trainer.
 
     Attributes:

@@ -9,17 +9,17 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from hftrainer_lightning import private_api
-from hftrainer_lightning.callbacks import hosting as callbacks
-from hftrainer_lightning.hooks import EvaluationHost, TrainingHost
+from hftrainer_lightning.callbacks import running as callbacks
+from hftrainer_lightning.hooks import EvaluationHooks, RunHooks
 from hftrainer_lightning.strategies.precision import PlainSteps
 
 #: Attributes that change with every hook and are no parameters, buffers or modules.
 _PLAIN = frozenset({private_api.CURRENT_HOOK, "_last_loss", "_last_batch"})
 #: Attributes that belong to the run, not to the model: copies of the module, which callbacks make, are without them.
-_OF_THE_RUN = ("_host", "_own_state", "_optimizer", "_scheduler", "_resumed_from", "_last_loss", "_last_batch")
+_OF_THE_RUN = ("_hooks", "_own_state", "_optimizer", "_scheduler", "_resumed_from", "_last_loss", "_last_batch")
 
 
-class HostedModule(private_api.KeepsBatches):
+class TrainerModule(private_api.KeepsBatches):
     """Hosts a model for the Trainer.
 
     Automatic optimization is the default, and every Lightning callback works with it. Manual optimization is for hosts
@@ -32,9 +32,9 @@ class HostedModule(private_api.KeepsBatches):
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
         self.model = model
-        self._host: TrainingHost | None = None
+        self._hooks: RunHooks | None = None
         self.epoch_ended = self.in_validation = False
-        self.evaluating: tuple[EvaluationHost | None, Any] = None, None
+        self.evaluating: tuple[EvaluationHooks | None, Any] = None, None
         self._optimizer: torch.optim.Optimizer | None = None
         self._scheduler: Any = None
         self._resumed_from: Mapping[str, Any] | None = None
@@ -51,7 +51,7 @@ class HostedModule(private_api.KeepsBatches):
 
     def attach(
         self,
-        host: TrainingHost,
+        hooks: RunHooks,
         optimizer: torch.optim.Optimizer,
         scheduler: Any,
         resumed_from: Mapping[str, Any] | None,
@@ -59,8 +59,8 @@ class HostedModule(private_api.KeepsBatches):
         automatic_optimization: bool,
     ) -> None:
         """Connect the training run that `fit` will drive, and what its callbacks go on from."""
-        self._host = host
-        self._own_state = host.own_state
+        self._hooks = hooks
+        self._own_state = hooks.own_state
         self._resumed_from = resumed_from
         self._optimizer = optimizer
         self._scheduler = scheduler
@@ -68,7 +68,7 @@ class HostedModule(private_api.KeepsBatches):
 
     def detach(self) -> None:
         """Let go of the training run, and of the model's gradients' last batch."""
-        self._host = self._optimizer = self._scheduler = self._resumed_from = None
+        self._hooks = self._optimizer = self._scheduler = self._resumed_from = None
         self.evaluating = None, None
         self._last_loss = self._last_batch = None
 
@@ -90,10 +90,10 @@ class HostedModule(private_api.KeepsBatches):
         raise AttributeError("the model has neither a backbone nor a base_model")
 
     @property
-    def host(self) -> TrainingHost:
+    def hooks(self) -> RunHooks:
         """The training run."""
-        assert self._host is not None, "no training run is attached"
-        return self._host
+        assert self._hooks is not None, "no training run is attached"
+        return self._hooks
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward pass."""
@@ -109,7 +109,7 @@ class HostedModule(private_api.KeepsBatches):
         assert self._optimizer is not None
         if self._resumed_from is not None:
             callbacks.unfreeze_what_is_trained(self.trainer.callbacks, self._optimizer)  # type: ignore[attr-defined]
-            self.host.load_optimizer()
+            self.hooks.load_optimizer()
 
     def teardown(self, stage: str) -> None:
         """Take the loggers out of Lightning's hands, which would close them now: the run's last line is to come."""
@@ -141,13 +141,13 @@ class HostedModule(private_api.KeepsBatches):
     def _after_optimizer_step(self) -> None:
         configs = self.trainer.strategy.lr_scheduler_configs
         replaced = self._shows_scheduler and not (configs and configs[0].scheduler is self._scheduler)
-        self.host.after_optimizer_step(self._precision.skipped, schedule_replaced=replaced)
+        self.hooks.after_optimizer_step(self._precision.skipped, schedule_replaced=replaced)
 
     def configure_gradient_clipping(
         self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
     ) -> None:
         """Let the run clip: it also needs the norm for its log line."""
-        self.host.before_optimizer_step(self.model)
+        self.hooks.before_optimizer_step(self.model)
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
         """Move on a schedule that a callback has put in place of the run's, which moves on by itself."""
@@ -166,12 +166,12 @@ class HostedModule(private_api.KeepsBatches):
             learning_rate: of such a step; default the scheduler's.
             kwargs: for `loss.backward`.
         """
-        loss = loss / self.host.backward_divisor if self.host.backward_divisor > 1 else loss
+        loss = loss / self.hooks.backward_divisor if self.hooks.backward_divisor > 1 else loss
         fused = getattr(self._optimizer, "fused_backward", None)
         if fused is None:
             loss.backward(*args, **kwargs)
         else:
-            fused(loss, self.host.current_learning_rate() if learning_rate is None else learning_rate)
+            fused(loss, self.hooks.current_learning_rate() if learning_rate is None else learning_rate)
             self._optimizer._opt_called = True  # type: ignore[union-attr] # or torch's schedulers miss a step()
 
     # ---- Training ----------------------------------------------------------------------------------------------
@@ -185,30 +185,30 @@ class HostedModule(private_api.KeepsBatches):
         """Begin the run; resumed within an epoch, Lightning does not announce that epoch, so it is done here."""
         if self._resumed_from is not None and not self._resumed_from.get("epoch_ended", True):
             callbacks.end_epoch_before(self.trainer, self)
-        self.host.begin()
+        self.hooks.begin()
         if self.trainer.fit_loop.restarted_mid_epoch:
             callbacks.begin_epoch_in_the_middle(self.trainer, self)
-            self.host.begin_epoch(self.current_epoch)
+            self.hooks.begin_epoch(self.current_epoch)
 
     def on_train_epoch_start(self) -> None:
         """Begin an epoch."""
-        self.host.begin_epoch(self.current_epoch)
+        self.hooks.begin_epoch(self.current_epoch)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Begin a micro-batch; who runs backward may change from one optimizer step to the next."""
-        self.host.begin_micro_batch()
-        if self.host.feed.window.opens and self.automatic_optimization is self.host.runs_backward:
+        self.hooks.begin_micro_batch()
+        if self.hooks.micro_batches.window.opens and self.automatic_optimization is self.hooks.runs_backward:
             private_api.switch_optimization(self.trainer, self)
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         """The loss of a micro-batch; under manual optimization also its backward pass and the optimizer step."""
         if self.automatic_optimization:
             self._last_batch = batch
-            self._last_loss = self.host.loss(self.model, batch)
+            self._last_loss = self.hooks.loss(self.model, batch)
             return self._last_loss
-        loss = self.host.training_step(self.model, batch)
-        self.host.end_micro_batch(loss.detach(), batch)
-        if self.host.feed.window.closes:
+        loss = self.hooks.training_step(self.model, batch)
+        self.hooks.end_micro_batch(loss.detach(), batch)
+        if self.hooks.micro_batches.window.closes:
             self._step_manually()
         return loss
 
@@ -218,12 +218,12 @@ class HostedModule(private_api.KeepsBatches):
             loss, batch = self._last_loss, self._last_batch
             assert loss is not None
             self._last_loss = self._last_batch = None
-            self.host.end_micro_batch(loss.detach(), batch)
+            self.hooks.end_micro_batch(loss.detach(), batch)
 
     def _step_manually(self) -> None:
         assert self._optimizer is not None
         self._precision.unscale(self._optimizer)
-        self.host.before_optimizer_step(self.model)
+        self.hooks.before_optimizer_step(self.model)
         self.optimizers().step()  # type: ignore[union-attr]
         self._after_optimizer_step()
 
@@ -235,33 +235,33 @@ class HostedModule(private_api.KeepsBatches):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """End a micro-batch, and the optimizer step if it was its last."""
-        if self.host.feed.window.closes:
-            self.host.end_step(self.model)
+        if self.hooks.micro_batches.window.closes:
+            self.hooks.end_step(self.model)
         else:
-            self.host.end_substep()
-        if self.host.should_stop:
+            self.hooks.end_substep()
+        if self.hooks.should_stop:
             self.trainer.should_stop = True
 
     def on_train_epoch_end(self) -> None:
         """End an epoch."""
         self.epoch_ended = True
-        self.host.end_epoch()
+        self.hooks.end_epoch()
         self.epoch_ended = False
-        if self.host.should_stop:
+        if self.hooks.should_stop:
             self.trainer.should_stop = True
 
     def on_train_end(self) -> None:
         """Finish what callbacks have done to the model."""
-        callbacks.update_batch_norm(self.trainer, self, self.host)
+        callbacks.update_batch_norm(self.trainer, self, self.hooks)
 
     # ---- Evaluation and prediction -----------------------------------------------------------------------------
 
-    def evaluate_with(self, evaluation: EvaluationHost | None, loop: Any) -> None:
+    def evaluate_with(self, evaluation: EvaluationHooks | None, loop: Any) -> None:
         """Connect the pass that one of Lightning's loops will drive, and that loop."""
         self.evaluating = evaluation, loop
 
     @property
-    def evaluation(self) -> EvaluationHost:
+    def evaluation(self) -> EvaluationHooks:
         """The pass in progress."""
         evaluation = self.evaluating[0]
         assert evaluation is not None, "no evaluation is attached"

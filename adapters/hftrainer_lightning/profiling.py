@@ -131,8 +131,8 @@ def _translated_event(name: str) -> str:
     if name.startswith("[pl][profile]"):
         return translated(name.removeprefix("[pl][profile]"))
     if name.startswith("[pl][module]"):  # '[pl][module]torch.nn.modules.linear.Linear: model.head'
-        kind, _, place = name.removeprefix("[pl][module]").partition(": ")
-        return f"{place} ({kind.rpartition('.')[2]})"
+        kind, _, owner = name.removeprefix("[pl][module]").partition(": ")
+        return f"{owner} ({kind.rpartition('.')[2]})"
     return name
 
 

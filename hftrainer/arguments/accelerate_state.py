@@ -88,7 +88,7 @@ def current(args: Any) -> Any:
     from hftrainer.parallel.process_state import ProcessState
     from hftrainer.parallel.processes import Processes
 
-    return ProcessState(Processes.at(args._place), args.device, _kind(args))
+    return ProcessState(Processes.at(args._rank_info), args.device, _kind(args))
 
 
 def wrong(device: Any) -> str | None:

@@ -35,7 +35,7 @@ from hftrainer.errors import UnsupportedArgument
 from hftrainer.parallel import devices
 
 if TYPE_CHECKING:
-    from hftrainer.parallel.environment import Place
+    from hftrainer.parallel.environment import RankInfo
 
 
 #: Arguments that may be given as the text of a JSON object.
@@ -110,7 +110,7 @@ class BaseArguments(
         kind = devices.found()
         if kind in ("cpu", "mps"):
             return torch.device(kind)
-        return torch.device(kind, self._place.device_index(devices.count(kind)))
+        return torch.device(kind, self._rank_info.device_index(devices.count(kind)))
 
     @property
     def _on_cpu(self) -> bool:
@@ -118,9 +118,9 @@ class BaseArguments(
         return self.use_cpu or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "on", "t", "true", "y", "yes")
 
     @property
-    def _place(self) -> Place:
+    def _rank_info(self) -> RankInfo:
         """Where this process stands among others."""
-        return ResolvedArguments.of(self).place
+        return ResolvedArguments.of(self).rank_info
 
     def _count_gpus(self) -> int:
         from hftrainer.parallel.xla import devices as xla
@@ -158,17 +158,17 @@ class BaseArguments(
     @property
     def world_size(self) -> int:
         """Processes in this run."""
-        return self._place.world_size
+        return self._rank_info.world_size
 
     @property
     def process_index(self) -> int:
         """Rank of this process among all, from 0."""
-        return self._place.rank
+        return self._rank_info.rank
 
     @property
     def local_process_index(self) -> int:
         """Rank of this process on its node, from 0."""
-        return self._place.local_rank
+        return self._rank_info.local_rank
 
     @property
     def parallel_mode(self) -> ParallelMode:

@@ -39,27 +39,27 @@ def configure(args: BaseArguments) -> DeepSpeedConfig | None:
     config = DeepSpeedConfig(raw)
     _rename_old(config)
     _check_sections(raw)
-    _settle_batches(config, args)
-    _settle_precision(config, args)
+    _fill_in_batches(config, args)
+    _fill_in_precision(config, args)
     defaults = {field.name: field.default for field in dataclasses.fields(args)}
 
-    def settle(key: str, *names: str) -> None:
+    def fill_in(key: str, *names: str) -> None:
         values = [getattr(args, name) for name in names]
         unchanged = all(value == defaults[name] for name, value in zip(names, values, strict=True))
-        config.settle(key, values if len(values) > 1 else values[0], " and ".join(names), is_default=unchanged)
+        config.fill_in(key, values if len(values) > 1 else values[0], " and ".join(names), is_default=unchanged)
 
     raw.setdefault("gradient_clipping", AUTO)
-    settle("gradient_clipping", "max_grad_norm")
-    settle("optimizer.params.lr", "learning_rate")
-    settle("optimizer.params.betas", "adam_beta1", "adam_beta2")
-    settle("optimizer.params.eps", "adam_epsilon")
-    settle("optimizer.params.weight_decay", "weight_decay")
+    fill_in("gradient_clipping", "max_grad_norm")
+    fill_in("optimizer.params.lr", "learning_rate")
+    fill_in("optimizer.params.betas", "adam_beta1", "adam_beta2")
+    fill_in("optimizer.params.eps", "adam_epsilon")
+    fill_in("optimizer.params.weight_decay", "weight_decay")
     if config.get_value("optimizer.params.lr") is None:
-        settle("scheduler.params.warmup_max_lr", "learning_rate")
+        fill_in("scheduler.params.warmup_max_lr", "learning_rate")
     else:
-        config.settle("scheduler.params.warmup_max_lr", config.get_value("optimizer.params.lr"), "optimizer.params.lr")
+        config.fill_in("scheduler.params.warmup_max_lr", config.get_value("optimizer.params.lr"), "optimizer.params.lr")
     if config.is_auto("scheduler.params.warmup_min_lr"):
-        config.settle("scheduler.params.warmup_min_lr", 0, "")
+        config.fill_in("scheduler.params.warmup_min_lr", 0, "")
     if args.save_on_each_node:
         raw.setdefault("checkpoint", {})["use_node_local_storage"] = True
     raw.setdefault("steps_per_print", float("inf"))  # the Trainer logs
@@ -106,7 +106,7 @@ def _check_sections(raw: dict[str, Any]) -> None:
         raise WrongConfig("\n".join(found))
 
 
-def _settle_batches(config: DeepSpeedConfig, args: BaseArguments) -> None:
+def _fill_in_batches(config: DeepSpeedConfig, args: BaseArguments) -> None:
     """Batch sizes are the Trainer's: DeepSpeed counts with them."""
     steps, size = args.gradient_accumulation_steps, args.per_device_train_batch_size
     whole = args.world_size * size * steps
@@ -116,10 +116,10 @@ def _settle_batches(config: DeepSpeedConfig, args: BaseArguments) -> None:
         ("train_batch_size", whole, "per_device_train_batch_size * gradient_accumulation_steps * processes"),
     ):
         config.config.setdefault(key, AUTO)
-        config.settle(key, value, names)
+        config.fill_in(key, value, names)
 
 
-def _settle_precision(config: DeepSpeedConfig, args: BaseArguments) -> None:
+def _fill_in_precision(config: DeepSpeedConfig, args: BaseArguments) -> None:
     """Half precision is asked for by the configuration, the arguments, or the launcher."""
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     chosen = vars(args).get("_mixed_precision")  # set by the script, in the place of the arguments
@@ -132,7 +132,7 @@ def _settle_precision(config: DeepSpeedConfig, args: BaseArguments) -> None:
     for name, wanted in asked.items():
         if wanted and name not in config.config:
             config.config[name] = {"enabled": True, **({"auto_cast": True} if name == "fp16" else {})}
-        config.settle(f"{name}.enabled", wanted, name, is_default=not wanted)
+        config.fill_in(f"{name}.enabled", wanted, name, is_default=not wanted)
     if config.is_true("bf16.enabled") and config.is_true("fp16.enabled"):
         config.mismatches.append(
             f"deepspeed: fp16 and bf16 are both enabled, by the configuration or by fp16={args.fp16} and "

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from hftrainer.parallel.environment import LAUNCHERS, wrong_choices
+from hftrainer.parallel.environment import LAUNCHERS, check_choices
 
 #: Keywords that go to `lightning.Trainer` as they are.
 PASSED = frozenset(
@@ -66,9 +66,9 @@ OF_THE_HOST = ("behaviour",)
 PLACE = ("devices", "num_nodes")
 
 
-def wrong_keywords(config: Mapping[str, Any]) -> list[str]:
+def check_keywords(config: Mapping[str, Any]) -> list[str]:
     """A sentence for each keyword that cannot be honoured."""
-    found = wrong_choices(config)
+    found = check_choices(config)
     for name, value in config.items():
         if name in RULED:
             found.append(f"lightning_config[{name!r}]: the Trainer decides this; use {RULED[name]}.")

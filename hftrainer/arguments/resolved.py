@@ -15,7 +15,7 @@ from hftrainer.arguments.accelerator_config import AcceleratorConfig
 if TYPE_CHECKING:
     from hftrainer.arguments.base import BaseArguments
     from hftrainer.parallel.deepspeed.settings import DeepSpeedConfig
-    from hftrainer.parallel.environment import Place
+    from hftrainer.parallel.environment import RankInfo
     from hftrainer.parallel.fsdp.settings import FsdpSettings
     from hftrainer.parallel.layout import Layout
 
@@ -58,16 +58,16 @@ class ResolvedArguments:
             return {}
 
     @functools.cached_property
-    def place(self) -> Place:
+    def rank_info(self) -> RankInfo:
         """Where this process stands among others."""
-        from hftrainer.parallel.environment import find_place
+        from hftrainer.parallel.environment import find_rank_info
 
         # Arguments of transformers count no GPUs: several would mean DataParallel.
-        return find_place(self.readable_config, gpus=getattr(self.args, "_count_gpus", lambda: 1))
+        return find_rank_info(self.readable_config, gpus=getattr(self.args, "_count_gpus", lambda: 1))
 
-    def look_again_where_we_stand(self) -> None:
-        """Forget `place`: the other processes have been started since."""
-        vars(self).pop("place", None)
+    def forget_rank_info(self) -> None:
+        """Forget `rank_info`: the other processes have been started since."""
+        vars(self).pop("rank_info", None)
 
     @functools.cached_property
     def device(self) -> torch.device:

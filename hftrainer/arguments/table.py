@@ -16,13 +16,13 @@ from hftrainer.arguments.checks.xla import check_xla
 from hftrainer.arguments.lightning_config import (
     ALSO_SET_BY,
     brings_async_checkpoints,
+    check_keywords,
     passed_on,
-    wrong_keywords,
 )
 from hftrainer.errors import WrongConfig
 from hftrainer.parallel.devices import OTHERS, count_of, own_backend
-from hftrainer.parallel.environment import can_start_again, wrong_place
-from hftrainer.parallel.layout import wrong_layout
+from hftrainer.parallel.environment import can_start_again, check_rank_info
+from hftrainer.parallel.layout import check_layout
 from hftrainer.parallel.plan import LightningPlan
 from hftrainer.parallel.processes import Processes
 
@@ -292,7 +292,7 @@ def row_of(args: BaseArguments, field: dataclasses.Field[Any]) -> tuple[Row, boo
     return row, not _is_neutral(value, field.default)
 
 
-def unsupported(resolved: ResolvedArguments, *, own_optimizer: bool = False) -> list[str]:
+def check_supported(resolved: ResolvedArguments, *, own_optimizer: bool = False) -> list[str]:
     """A sentence for each argument that asks for what this release cannot do yet.
 
     Args:
@@ -311,30 +311,30 @@ def unsupported(resolved: ResolvedArguments, *, own_optimizer: bool = False) -> 
         if (value := os.environ.get(name, "")).lower() not in neutral_values:
             found.append(f"The launcher asks for {name}={value}, which is not supported yet: launch without it.")
     try:
-        found += wrong_keywords(resolved.lightning_config)
+        found += check_keywords(resolved.lightning_config)
         found += _wrong_sharding(resolved, own_optimizer)
         if resolved.deepspeed is not None:
             found += check_deepspeed(args, resolved.deepspeed, resolved.lightning_config)
-        found += wrong_layout(resolved.layout, resolved.fsdp, args.world_size)
+        found += check_layout(resolved.layout, resolved.fsdp, args.world_size)
         spreads = resolved.sharding is not None or resolved.layout.tp_size > 1
-        found += check_device(args, resolved.lightnings_precision, resolved.place.world_size, spreads)
+        found += check_device(args, resolved.lightnings_precision, resolved.rank_info.world_size, spreads)
     except WrongConfig as error:
         found.append(str(error))
-    return found + misplaced(resolved)
+    return found + check_launch(resolved)
 
 
-def misplaced(resolved: ResolvedArguments) -> list[str]:
+def check_launch(resolved: ResolvedArguments) -> list[str]:
     """A sentence for each reason why the processes, as the launcher has started them, cannot train."""
-    args, place = resolved.args, resolved.place
-    of_xla = check_xla(args, place, getattr(args, "tpu_num_cores", None))
-    return [*wrong_place(place, resolved.readable_config, count_of(args.device)), *of_xla]
+    args, rank_info = resolved.args, resolved.rank_info
+    of_xla = check_xla(args, rank_info, getattr(args, "tpu_num_cores", None))
+    return [*check_rank_info(rank_info, resolved.readable_config, count_of(args.device)), *of_xla]
 
 
 def _wrong_sharding(resolved: ResolvedArguments, own_optimizer: bool) -> list[str]:
     args, settings, config = resolved.args, resolved.fsdp, resolved.lightning_config
     if settings is None or args.device.type in ("mps", *OTHERS):  # where `check_device` refuses it altogether
         return []
-    launched = resolved.place.launcher != "lightning"
+    launched = resolved.rank_info.launcher != "lightning"
     return list(check_fsdp(args, settings, config, launched=launched, own_optimizer=own_optimizer))
 
 
@@ -364,7 +364,7 @@ def make_plan(resolved: ResolvedArguments) -> LightningPlan:
         accumulate_grad_batches=args.gradient_accumulation_steps,
         deterministic=args.full_determinism,
         default_root_dir=str(args.output_dir),
-        processes=Processes.at(resolved.place, resolved.layout.tp_size),
+        processes=Processes.at(resolved.rank_info, resolved.layout.tp_size),
         process_group_backend=process_group_backend(resolved),
         timeout=args.ddp_timeout,
         ddp=MappingProxyType(
@@ -390,7 +390,7 @@ def overridden(resolved: ResolvedArguments) -> list[str]:
             f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS={steps}."
         )
     gpus = 1 if "devices" in config else count_of(args.device) or 1
-    if gpus > resolved.place.world_size == 1 and not can_start_again():
+    if gpus > resolved.rank_info.world_size == 1 and not can_start_again():
         found.append(f"One of {gpus} GPUs is used: the others need a script, or a launcher, to start processes.")
     if resolved.deepspeed is not None:
         found += resolved.deepspeed.notes

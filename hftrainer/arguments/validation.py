@@ -100,7 +100,7 @@ def choose_start_method(args: BaseArguments) -> None:
         args.dataloader_multiprocessing_context = "fork" if torch.backends.mps.is_available() else None
 
 
-def problems(resolved: ResolvedArguments) -> list[str]:
+def check_values(resolved: ResolvedArguments) -> list[str]:
     """Everything wrong with the normalized arguments, a sentence each."""
     args = resolved.args
     return [
@@ -109,7 +109,7 @@ def problems(resolved: ResolvedArguments) -> list[str]:
         *_wrong_intervals(args),
         *_wrong_best_model(args),
         *_wrong_precision(args),
-        *wrong_accelerator_config(resolved),
+        *check_accelerator_config(resolved),
         *_wrong_deepspeed(resolved),
         *behaviours.wrong_choice(resolved.readable_config),
     ]
@@ -196,7 +196,7 @@ def take_accumulation(resolved: ResolvedArguments) -> None:
         args.gradient_accumulation_steps = steps
 
 
-def wrong_accelerator_config(resolved: ResolvedArguments) -> Iterator[str]:
+def check_accelerator_config(resolved: ResolvedArguments) -> Iterator[str]:
     """What is wrong with `accelerator_config`; of transformers' arguments too, which nobody has normalized."""
     args = resolved.args
     try:

@@ -57,7 +57,7 @@ class _Processes(Protocol):
     def gather_objects(self, items: Any) -> Any: ...
 
 
-def check_agreement(args: Any, processes: _Processes) -> None:
+def check_consistency(args: Any, processes: _Processes) -> None:
     """Compare the arguments of all processes, which must all call this; fields of the user's own may differ.
 
     Raises:

@@ -13,8 +13,8 @@ from torch.utils.data import IterableDataset
 from hftrainer.arguments import accelerate_state
 from hftrainer.arguments.choices import spelled
 from hftrainer.arguments.resolved import ResolvedArguments
-from hftrainer.arguments.validation import problems, take_accumulation, wrong_accelerator_config
-from hftrainer.assembly.argument_consistency import check_agreement
+from hftrainer.arguments.validation import check_accelerator_config, check_values, take_accumulation
+from hftrainer.assembly.argument_consistency import check_consistency
 from hftrainer.callbacks.base import make_callback, pop_from
 from hftrainer.callbacks.handler import CallbackHandler
 from hftrainer.callbacks.progress import own_progress
@@ -100,7 +100,7 @@ class TrainerSetup(Room):
             return DeepSpeedStates(own.engine.deepspeed)
         if plan.on_xla:
             decayed = self.trainer.get_decay_parameter_names
-            return XlaStates(plan.processes, own.engine.on_host, own.engine.whole_weights, decayed)
+            return XlaStates(plan.processes, own.engine.to_cpu, own.engine.whole_weights, decayed)
         return ShardedStates(self.trainer.accelerator.state.fsdp_plugin)
 
     def init_attributes(self) -> None:
@@ -172,11 +172,11 @@ class TrainerSetup(Room):
         """Build the engine from the arguments, and the Trainer's `accelerator` over it."""
         trainer, own = self.trainer, self.own
         refuse_rewritten(trainer)
-        from hftrainer.arguments.table import make_plan, overridden, unsupported
+        from hftrainer.arguments.table import check_supported, make_plan, overridden
 
         resolved = own.resolved
         resolved.model = trainer.model
-        found = unsupported(resolved, own_optimizer=trainer.optimizer is not None)
+        found = check_supported(resolved, own_optimizer=trainer.optimizer is not None)
         if found:
             raise UnsupportedArgument("\n".join(found))
         for sentence in overridden(resolved):
@@ -189,14 +189,14 @@ class TrainerSetup(Room):
         from hftrainer.training.accelerator import EngineAccelerator
 
         recorded(EngineAccelerator)
-        adapter().start_others(resolved.place, trainer.args.ddp_timeout)
-        if not resolved.place.started:
-            resolved.look_again_where_we_stand()
+        adapter().start_others(resolved.rank_info, trainer.args.ddp_timeout)
+        if not resolved.rank_info.started:
+            resolved.forget_rank_info()
         plan = make_plan(resolved)
         own.checkpoint_writer = CheckpointWriter(
             in_background=plan.async_checkpoint,
             stop_on_error=plan.stop_on_save_error,
-            on_host=lambda state: own.engine.on_host(state),
+            to_cpu=lambda state: own.engine.to_cpu(state),
         )
         plan.processes.connect(
             trainer.args.device,
@@ -204,7 +204,7 @@ class TrainerSetup(Room):
             trainer.args.ddp_timeout_delta,
             even_alone=plan.spreads_model and not plan.on_xla,
         )
-        check_agreement(trainer.args, plan.processes)
+        check_consistency(trainer.args, plan.processes)
         own.engine = adapter().LightningEngine(
             plan,
             own.lightning_callbacks,
@@ -235,9 +235,9 @@ class TrainerSetup(Room):
         trainer = self.trainer
         args = trainer.args
         resolved = self.own.resolved
-        if not (found := list(wrong_accelerator_config(resolved))):
+        if not (found := list(check_accelerator_config(resolved))):
             take_accumulation(resolved)  # before DeepSpeed's configuration is completed with it
-            found = problems(resolved) if isinstance(args, TrainingArguments) else []
+            found = check_values(resolved) if isinstance(args, TrainingArguments) else []
         if found:
             raise InvalidArgument("\n".join(found))
         if args.eval_strategy != "no" and trainer.eval_dataset is None:

@@ -80,7 +80,7 @@ class RunProgress:
     evaluation_workers: list[str | None]
     data: dict[str, Any] | None
 
-    def place(self, micro_batches: int) -> tuple[int, int] | None:
+    def resume_position(self, micro_batches: int) -> tuple[int, int] | None:
         """Epochs, and micro-batches of the next one, that are done; None when they must be worked out from the steps.
 
         Args:

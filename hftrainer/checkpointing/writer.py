@@ -72,7 +72,7 @@ class CheckpointWriter:
         in_background: let training wait for the copy to the host's memory only. The copies are kept for the next
             checkpoint, so they take as much memory as a checkpoint has.
         stop_on_error: raise `CheckpointNotWritten` when one cannot be written, instead of going on to the next.
-        on_host: moves a state to where it can be written from.
+        to_cpu: moves a state to where it can be written from.
 
     Attributes:
         added: knows which files in checkpoint folders the script has written itself.
@@ -84,11 +84,11 @@ class CheckpointWriter:
         *,
         in_background: bool = False,
         stop_on_error: bool = False,
-        on_host: Callable[[Any], Any] = lambda state: state,
+        to_cpu: Callable[[Any], Any] = lambda state: state,
     ) -> None:
         self.in_background = in_background
         self.stop_on_error = stop_on_error
-        self._on_host = on_host
+        self._on_host = to_cpu
         self.added = AddedFiles()
         self.failed = False
         self._jobs: list[Callable[[], None]] | None = None
@@ -184,7 +184,7 @@ class CheckpointWriter:
             for announce in announcements:
                 announce()
 
-    def settle(self) -> None:
+    def wait_ignoring_errors(self) -> None:
         """Wait after an error of something else; what goes wrong here is said, and does not take its place."""
         try:
             self.wait()

@@ -13,7 +13,7 @@ from hftrainer.errors import InvalidArgument
 
 
 @dataclass(frozen=True)
-class Messenger:
+class DataCollectives:
     """How processes tell each other about data.
 
     Attributes:

@@ -13,10 +13,10 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from hftrainer.arguments.accelerator_config import DEFAULT, AcceleratorConfig
 from hftrainer.compat.functions import has_length
-from hftrainer.data.delivery import Delivery, deliver
-from hftrainer.data.dispatch import Messenger, parts, rounds
+from hftrainer.data.dispatch import DataCollectives, parts, rounds
+from hftrainer.data.loader_plan import LoaderPlan, deliver
 from hftrainer.data.samplers import SkippingBatchSampler
-from hftrainer.data.sharding import ALL, EvenBatchSampler, ShardedBatchSampler, ShardedStream, Share, shared_out
+from hftrainer.data.sharding import ALL, EvenBatchSampler, ShardedBatchSampler, ShardedStream, ShardSpec, shared_out
 from hftrainer.data.workers import RestoredWorker, TracedCollator
 from hftrainer.trainer_pt_utils import find_batch_size
 
@@ -52,8 +52,8 @@ class PreparedDataLoader(DataLoader):
     at_end: bool
     filler: bool
     counted: int | None
-    delivery: Delivery
-    share: Share
+    delivery: LoaderPlan
+    share: ShardSpec
     log: ReadingLog | None = None
     started: int = 0
     _continued: tuple[dict[str, Any] | None, Callable[[], None]] | None = None
@@ -69,8 +69,8 @@ class PreparedDataLoader(DataLoader):
         *,
         seed: int | None = None,
         config: AcceleratorConfig = DEFAULT,
-        share: Share = ALL,
-        messenger: Messenger | None = None,
+        share: ShardSpec = ALL,
+        messenger: DataCollectives | None = None,
     ) -> PreparedDataLoader:
         """Prepare a plain loader.
 

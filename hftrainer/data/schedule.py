@@ -89,7 +89,7 @@ def read_schedule(values: Any, args: TrainingArguments, *, total_train_batch_siz
 Accumulation = Callable[[int], int]
 
 
-def place_of(global_step: int, micro_batches: int, accumulation_at: Accumulation) -> tuple[int, int]:
+def position_of(global_step: int, micro_batches: int, accumulation_at: Accumulation) -> tuple[int, int]:
     """Epochs, and micro-batches of the next one, that are done after a number of optimizer steps."""
     for epoch in itertools.count():
         accumulation = accumulation_at(epoch)

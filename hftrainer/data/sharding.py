@@ -24,7 +24,7 @@ from hftrainer.errors import InvalidArgument, UnsupportedArgument
 
 
 @dataclass(frozen=True)
-class Share:
+class ShardSpec:
     """Which batches a process gets: those whose number is `rank` modulo `processes`."""
 
     rank: int = 0
@@ -37,7 +37,7 @@ class Share:
 
 
 #: Of a single process.
-ALL = Share()
+ALL = ShardSpec()
 
 
 class _BatchesOfOne(BatchSampler):
@@ -48,7 +48,7 @@ class _BatchesOfOne(BatchSampler):
         share: which of them are this process's.
     """
 
-    def __init__(self, batch_sampler: Any, share: Share) -> None:
+    def __init__(self, batch_sampler: Any, share: ShardSpec) -> None:
         self.batch_sampler = batch_sampler
         self.share = share
 
@@ -65,7 +65,7 @@ class ShardedBatchSampler(_BatchesOfOne):
         count: batches of all processes in the last iteration; complete once that has ended.
     """
 
-    def __init__(self, batch_sampler: Any, share: Share) -> None:
+    def __init__(self, batch_sampler: Any, share: ShardSpec) -> None:
         super().__init__(batch_sampler, share)
         self.count = 0
 
@@ -110,7 +110,7 @@ class EvenBatchSampler(_BatchesOfOne):
         UnsupportedArgument: when without completion some process would have a batch less.
     """
 
-    def __init__(self, batch_sampler: Any, share: Share, *, split: bool = False, even: bool = True) -> None:
+    def __init__(self, batch_sampler: Any, share: ShardSpec, *, split: bool = False, even: bool = True) -> None:
         super().__init__(batch_sampler, share)
         self.split, self.even = split, even
         if split:
@@ -210,7 +210,7 @@ class ShardedStream(IterableDataset):
         drop_last: leave out a round that is not full.
     """
 
-    def __init__(self, dataset: Any, share: Share, size: int, drop_last: bool) -> None:
+    def __init__(self, dataset: Any, share: ShardSpec, size: int, drop_last: bool) -> None:
         self.dataset = dataset
         self.share = share
         self.size = size
@@ -250,7 +250,7 @@ class ShardedStream(IterableDataset):
         return (count // whole if self.drop_last else -(-count // whole)) * self.size
 
 
-def shared_out(batches: Iterable[Any], share: Share) -> Iterator[tuple[Any, bool]]:
+def shared_out(batches: Iterable[Any], share: ShardSpec) -> Iterator[tuple[Any, bool]]:
     """The batches of one process out of those of all, which every process reads, and whether each is a filler."""
     first, count = None, 0
     for batch in batches:

@@ -24,8 +24,8 @@ def begin_deepspeed(args: BaseArguments) -> Any:
         return None
     peers.announce_deepspeed(config)
     if config.is_zero3():
-        adapter().start_others(args._place, args.ddp_timeout)
-        processes = Processes.at(args._place)
+        adapter().start_others(args._rank_info, args.ddp_timeout)
+        processes = Processes.at(args._rank_info)
         processes.connect(args.device, args.ddp_backend, args.ddp_timeout_delta, even_alone=True)
         connect(processes, args.device, args.ddp_timeout_delta, config)
     return config

@@ -36,7 +36,7 @@ def accepts_loss_kwargs(model: nn.Module) -> bool:
     return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
 
 
-def wrong_quantization(model: Any) -> str | None:
+def check_quantization(model: Any) -> str | None:
     """Why a model whose weights are quantized cannot be trained, in the cases that transformers refuses; else None."""
     if not getattr(model, "is_quantized", False) or getattr(model, "_hf_peft_config_loaded", False):
         return None

@@ -29,7 +29,7 @@ class WrongEnvironment(ValueError):
 
 
 @dataclass(frozen=True)
-class Place:
+class RankInfo:
     """Where this process stands.
 
     Attributes:
@@ -84,11 +84,11 @@ def _missing(*names: str) -> tuple[str, ...]:
     return tuple(name for name in names if name not in os.environ)
 
 
-def _by_torchrun() -> Place:
+def _by_torchrun() -> RankInfo:
     """torchrun, torch.distributed.launch, accelerate launch and the deepspeed launcher."""
     size = _number("WORLD_SIZE", default=1)
     local = _number("LOCAL_WORLD_SIZE", "LOCAL_SIZE", default=size)
-    return Place(
+    return RankInfo(
         size,
         _number("RANK"),
         _number("LOCAL_RANK"),
@@ -101,10 +101,10 @@ def _by_torchrun() -> Place:
     )
 
 
-def _by_kubeflow() -> Place:
+def _by_kubeflow() -> RankInfo:
     """A PyTorchJob: one process on each node."""
     size = _number("WORLD_SIZE", default=1)
-    return Place(
+    return RankInfo(
         size,
         _number("RANK"),
         nodes=size,
@@ -115,11 +115,11 @@ def _by_kubeflow() -> Place:
     )
 
 
-def _by_lightning(nodes: int = 1) -> Place:
+def _by_lightning(nodes: int = 1) -> RankInfo:
     """Processes of a script that starts them itself, or started by hand with the variables that Lightning names."""
     size = _number("WORLD_SIZE", default=1)
     local = _number("LOCAL_WORLD_SIZE", default=max(size // nodes, 1))
-    return Place(
+    return RankInfo(
         size,
         _number("NODE_RANK") * local + _number("LOCAL_RANK"),
         _number("LOCAL_RANK"),
@@ -131,13 +131,13 @@ def _by_lightning(nodes: int = 1) -> Place:
     )
 
 
-def _by_mpi() -> Place:
+def _by_mpi() -> RankInfo:
     """The mpirun of Open MPI, MVAPICH, Intel MPI or MPICH, without mpi4py."""
     rank, size, local_rank, local_size = next((names for names in _MPI if names[0] in os.environ), _MPI[0])
     world = _number(size, default=1)
     local = _number(local_size, default=world)
     several_nodes = local < world
-    return Place(
+    return RankInfo(
         world,
         _number(rank),
         _number(local_rank),
@@ -150,7 +150,7 @@ def _by_mpi() -> Place:
     )
 
 
-def _by_slurm() -> Place:
+def _by_slurm() -> RankInfo:
     """A step of srun."""
     size = _number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", default=1)
     per_node = tasks_per_node(_first("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"))
@@ -159,7 +159,7 @@ def _by_slurm() -> Place:
     local = -(-size // nodes) if not per_node else per_node[min(node, len(per_node) - 1)]
     hosts = _first("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
     job = _number("SLURM_JOB_ID", "SLURM_JOBID") + _number("SLURM_STEP_ID", "SLURM_STEPID")
-    return Place(
+    return RankInfo(
         size,
         _number("SLURM_PROCID"),
         _number("SLURM_LOCALID"),
@@ -172,11 +172,11 @@ def _by_slurm() -> Place:
     )
 
 
-def _by_xla() -> Place:
+def _by_xla() -> RankInfo:
     """A process of torch_xla.launch, which alone knows where it stands."""
     from hftrainer.parallel.xla import devices as xla
 
-    return xla.place()
+    return xla.rank_info()
 
 
 def _first(*names: str) -> str:
@@ -195,7 +195,7 @@ def first_host(hosts: str) -> str:
 
 
 #: Launchers → how their variables are read, and how their processes are started.
-LAUNCHERS: Mapping[str, tuple[Callable[[], Place], str]] = {
+LAUNCHERS: Mapping[str, tuple[Callable[[], RankInfo], str]] = {
     "torchrun": (_by_torchrun, "start the script with torchrun"),
     "slurm": (_by_slurm, "start the script with srun"),
     "mpi": (_by_mpi, "start the script with mpirun, and set MASTER_ADDR to the host of its first process"),
@@ -233,7 +233,7 @@ def detect() -> str:
     return "mpi" if _MPI[2][0] in os.environ and _MPI[2][1] in os.environ else "lightning"
 
 
-def find_place(config: Mapping[str, Any], gpus: Callable[[], int]) -> Place:
+def find_rank_info(config: Mapping[str, Any], gpus: Callable[[], int]) -> RankInfo:
     """Where this process stands.
 
     Args:
@@ -249,15 +249,15 @@ def find_place(config: Mapping[str, Any], gpus: Callable[[], int]) -> Place:
         return _by_plugin(plugin, _as_count(config.get("num_nodes")) or 1)
     launcher = str(chosen) if chosen in LAUNCHERS else detect()
     if launcher == "lightning":
-        place = _by_lightning(_as_count(config.get("num_nodes")) or 1)
-        return place if "LOCAL_RANK" in os.environ else _by_the_script(config.get("devices"), gpus)
+        rank_info = _by_lightning(_as_count(config.get("num_nodes")) or 1)
+        return rank_info if "LOCAL_RANK" in os.environ else _by_the_script(config.get("devices"), gpus)
     return LAUNCHERS[launcher][0]()
 
 
-def _by_plugin(plugin: Any, nodes: int) -> Place:
+def _by_plugin(plugin: Any, nodes: int) -> RankInfo:
     """What an environment of the user's own says."""
     size = plugin.world_size()
-    return Place(
+    return RankInfo(
         size,
         plugin.global_rank(),
         plugin.local_rank(),
@@ -269,14 +269,14 @@ def _by_plugin(plugin: Any, nodes: int) -> Place:
     )
 
 
-def _by_the_script(devices: Any, gpus: Callable[[], int]) -> Place:
+def _by_the_script(devices: Any, gpus: Callable[[], int]) -> RankInfo:
     """Plain python: one process, or one for each device, which the script starts itself."""
     wanted = _as_count(devices)
     if wanted is None:
         # accelerate launch has started one process, and means it.
         alone = "ACCELERATE_MIXED_PRECISION" in os.environ or not can_start_again()
         wanted = 1 if alone else max(gpus(), 1)
-    return Place(wanted, local_world_size=wanted, started=wanted == 1)
+    return RankInfo(wanted, local_world_size=wanted, started=wanted == 1)
 
 
 def _as_count(value: Any) -> int | None:
@@ -304,7 +304,7 @@ def cluster_environment(plugins: Any) -> Any:
     return next((plugin for plugin in given if kind is not None and isinstance(plugin, kind)), None)
 
 
-def wrong_choices(config: Mapping[str, Any]) -> list[str]:
+def check_choices(config: Mapping[str, Any]) -> list[str]:
     """A sentence for each choice of devices, nodes or launcher that cannot be one."""
     found = []
     devices, nodes, chosen = config.get("devices"), config.get("num_nodes"), os.environ.get(CHOICE)
@@ -321,42 +321,45 @@ def wrong_choices(config: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def wrong_place(place: Place, config: Mapping[str, Any], gpus: int | None) -> list[str]:
+def check_rank_info(rank_info: RankInfo, config: Mapping[str, Any], gpus: int | None) -> list[str]:
     """A sentence for each reason why training cannot begin in this place.
 
     Args:
-        place: where this process stands.
+        rank_info: where this process stands.
         config: `lightning_config`.
         gpus: GPUs that this process sees; None when it trains on something else.
     """
     found = []
-    start = LAUNCHERS.get(place.launcher, LAUNCHERS["torchrun"])[1]
-    if place.missing:
-        who = f"WORLD_SIZE={place.world_size} asks" if "WORLD_SIZE" in os.environ else f"{place.launcher!r} asks"
-        verb = "are" if len(place.missing) > 1 else "is"
-        found.append(f"{who} for several processes, but {' and '.join(place.missing)} {verb} not set: {start}.")
-    elif place.rank >= place.world_size or place.local_rank >= place.local_world_size:
-        found.append(
-            f"The launcher says that this is process {place.rank} of {place.world_size}, and {place.local_rank} of "
-            f"{place.local_world_size} on its node: numbers must be below their count; {start}."
+    start = LAUNCHERS.get(rank_info.launcher, LAUNCHERS["torchrun"])[1]
+    if rank_info.missing:
+        who = (
+            f"WORLD_SIZE={rank_info.world_size} asks" if "WORLD_SIZE" in os.environ else f"{rank_info.launcher!r} asks"
         )
-    shared = gpus == 1 and place.launcher in ("slurm", "mpi")  # each process may see its own
-    if gpus is not None and place.local_world_size > gpus and not shared:
+        verb = "are" if len(rank_info.missing) > 1 else "is"
+        found.append(f"{who} for several processes, but {' and '.join(rank_info.missing)} {verb} not set: {start}.")
+    elif rank_info.rank >= rank_info.world_size or rank_info.local_rank >= rank_info.local_world_size:
         found.append(
-            f"{place.local_world_size} processes on this node need a GPU each, and there are {gpus}: start as many "
+            f"The launcher says that this is process {rank_info.rank} of {rank_info.world_size}, and "
+            f"{rank_info.local_rank} of {rank_info.local_world_size} on its node: numbers must be below their count; "
+            f"{start}."
+        )
+    shared = gpus == 1 and rank_info.launcher in ("slurm", "mpi")  # each process may see its own
+    if gpus is not None and rank_info.local_world_size > gpus and not shared:
+        found.append(
+            f"{rank_info.local_world_size} processes on this node need a GPU each, and there are {gpus}: start as many "
             "processes, or set use_cpu=True."
         )
     devices, nodes = _as_count(config.get("devices")), _as_count(config.get("num_nodes"))
-    if not place.started or (place.launcher == "lightning" and place.world_size == 1):
+    if not rank_info.started or (rank_info.launcher == "lightning" and rank_info.world_size == 1):
         if nodes is not None and nodes > 1:
             found.append(f"lightning_config['num_nodes']={nodes} needs a launcher on each node: use torchrun.")
-        if not place.started and not can_start_again():
+        if not rank_info.started and not can_start_again():
             found.append(
                 f"lightning_config['devices']={devices} needs a script that can be started again for each device, "
                 "which a notebook or shell is not: leave it out, or run a script."
             )
         return found
-    for name, wanted, have in (("devices", devices, place.local_world_size), ("num_nodes", nodes, place.nodes)):
+    for name, wanted, have in (("devices", devices, rank_info.local_world_size), ("num_nodes", nodes, rank_info.nodes)):
         if wanted is not None and wanted != have:
             found.append(
                 f"lightning_config[{name!r}]={wanted}, and the launcher has started {have}: leave it out, or launch as "

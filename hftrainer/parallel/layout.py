@@ -87,7 +87,7 @@ def loaded_layout(model: Any) -> Layout:
     return Layout(*((getattr(config, name, None) or 1) for name in ("dp_replicate_size", "fsdp_size", "tp_size")))
 
 
-def wrong_layout(layout: Layout, fsdp: FsdpSettings | None, world_size: int) -> list[str]:
+def check_layout(layout: Layout, fsdp: FsdpSettings | None, world_size: int) -> list[str]:
     """A sentence for each way in which a layout does not fit the rest of the arguments."""
     if layout == Layout():
         return []
@@ -108,7 +108,7 @@ def wrong_layout(layout: Layout, fsdp: FsdpSettings | None, world_size: int) -> 
     return found
 
 
-def wrong_model(layout: Layout, model: Any) -> str | None:
+def check_model_layout(layout: Layout, model: Any) -> str | None:
     """Why a model cannot be trained in a layout: tensor parallelism happens while a model is loaded."""
     loaded = loaded_layout(model)
     if loaded == Layout() and layout.tp_size > 1:

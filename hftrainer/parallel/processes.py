@@ -20,7 +20,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import distributed
 
 from hftrainer.parallel.devices import ON_DEVICE, count_of
-from hftrainer.parallel.environment import Place
+from hftrainer.parallel.environment import RankInfo
 
 T = TypeVar("T")
 #: Seconds after which a main process at work is heard from.
@@ -28,7 +28,7 @@ _HEARTBEAT = 10.0
 
 
 @dataclass(frozen=True)
-class Processes(Place):
+class Processes(RankInfo):
     """The processes of a run, seen from one of them.
 
     Attributes:
@@ -38,9 +38,9 @@ class Processes(Place):
     tp_size: int = 1
 
     @classmethod
-    def at(cls, place: Place, tp_size: int = 1) -> Processes:
+    def at(cls, rank_info: RankInfo, tp_size: int = 1) -> Processes:
         """The processes seen from a place, in groups of `tp_size`."""
-        return cls(**vars(place), tp_size=tp_size)
+        return cls(**vars(rank_info), tp_size=tp_size)
 
     @property
     def several(self) -> bool:

@@ -14,10 +14,10 @@ from hftrainer.arguments.accelerator_config import AcceleratorConfig
 from hftrainer.compat import peers
 from hftrainer.compat.functions import has_length, number_of_arguments
 from hftrainer.data import columns
-from hftrainer.data.dispatch import Messenger
+from hftrainer.data.dispatch import DataCollectives
 from hftrainer.data.loaders import PreparedDataLoader
 from hftrainer.data.samplers import LengthGroupedSampler
-from hftrainer.data.sharding import Share
+from hftrainer.data.sharding import ShardSpec
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
 from hftrainer.parallel.devices import UNPINNED
 from hftrainer.parallel.seeds import seed_worker
@@ -165,7 +165,7 @@ class LoaderFactory(Room):
         if isinstance(loader, PreparedDataLoader):
             return loader
         processes, timeout = trainer.accelerator.processes, trainer.args.ddp_timeout_delta
-        messenger = Messenger(
+        messenger = DataCollectives(
             processes.from_main,
             functools.partial(processes.scatter, timeout=timeout),
             functools.partial(processes.highest, timeout=timeout),
@@ -182,7 +182,7 @@ class LoaderFactory(Room):
             trainer.args.device,
             seed=trainer.accelerator.dataloader_config.data_seed,
             config=config,
-            share=Share(processes.data_rank, processes.data_processes),
+            share=ShardSpec(processes.data_rank, processes.data_processes),
             messenger=messenger if training else None,
         )
 

@@ -17,10 +17,10 @@ import torch
 from hftrainer.callbacks.state import export_states
 from hftrainer.checkpointing.progress import RunProgress, as_dict, position_settings
 from hftrainer.compat.overrides import call_log_save_evaluate, call_with_accepted, runs_backward, with_accepted
+from hftrainer.data.accumulation import MicroBatchIterator
 from hftrainer.data.random_states import rng_state
 from hftrainer.data.reading import Continuation, EpochReader
 from hftrainer.data.schedule import TrainingSchedule
-from hftrainer.data.windows import MicroBatchFeed
 from hftrainer.errors import CheckpointNotWritten, UnsupportedArgument
 from hftrainer.optimization import follows_metric, keep_pace
 from hftrainer.optimizers.settings import keeping_settings
@@ -94,7 +94,7 @@ class TrainingLoop(Room):
         self.evaluated: dict[str, float] | None = None  # the last metrics of which the best is remembered
         self.owes_evaluation = False  # one has begun, and is not complete
         self.between_steps = True  # nothing has been read or drawn for the next step
-        self.feed = MicroBatchFeed(
+        self.micro_batches = MicroBatchIterator(
             schedule,
             planned=lambda: self.context.engine.accumulation_at(self.epoch),
             accumulation=self._accumulation,
@@ -103,7 +103,7 @@ class TrainingLoop(Room):
             on_first_window=self._restore_rng_in_epoch,
             interrupted=self._interrupted,
         )
-        self.feed.position = position
+        self.micro_batches.position = position
         once = self.context.behaviours.divides_gradients_once
         self.backward_divisor = 1 if once else trainer.args.gradient_accumulation_steps
         # Overrides are asked once which keywords they take.
@@ -206,7 +206,7 @@ class TrainingLoop(Room):
         self._epoch_ended = False
         self.control_sync.begin_epoch()
         self.grad_norm = self.learning_rate = None
-        self.feed.window = None
+        self.micro_batches.window = None
         keep_pace(self.trainer.lr_scheduler, self.context.made_optimizer())
         self.run.past = None
         self.context.announce("on_epoch_begin")
@@ -237,7 +237,7 @@ class TrainingLoop(Room):
 
     def end_epoch(self) -> None:
         """Announce the end of an epoch, then log, evaluate and save what is due."""
-        if self.feed.window is None and not (self._resumes_here() and self.position):
+        if self.micro_batches.window is None and not (self._resumes_here() and self.position):
             logger.warning("The training data gave not one batch in epoch %d: training stops.", self.epoch)
             self.trainer.control.should_training_stop = True
         self._close_epoch()
@@ -268,7 +268,7 @@ class TrainingLoop(Room):
 
     def begin_micro_batch(self) -> None:
         """Announce an optimizer step at its first micro-batch."""
-        window = self.feed.window
+        window = self.micro_batches.window
         assert window is not None
         self.trainer.accelerator.sync_gradients = window.closes
         if window.opens:
@@ -276,12 +276,12 @@ class TrainingLoop(Room):
 
     def loss(self, model: torch.nn.Module, inputs: Any) -> torch.Tensor:
         """The loss to run backward from, divided as accumulation needs it."""
-        assert self.feed.window is not None
-        return self.steps.loss(model, inputs, self.feed.window.num_items)
+        assert self.micro_batches.window is not None
+        return self.steps.loss(model, inputs, self.micro_batches.window.num_items)
 
     def training_step(self, model: torch.nn.Module, inputs: Any) -> torch.Tensor:
         """A training step that runs backward itself; gradients are exchanged in the window's last."""
-        window, trainer = self.feed.window, self.trainer
+        window, trainer = self.micro_batches.window, self.trainer
         assert window is not None
         local = not window.closes and not self.context.resolved.accelerator_config.sync_each_batch
         with trainer.accelerator.no_sync(model=model) if local else contextlib.nullcontext():
@@ -357,8 +357,8 @@ class TrainingLoop(Room):
         self.control_sync.stop_if_signalled(self._save)
 
     def _epoch_after_step(self) -> float:
-        assert self.feed.window is not None
-        return self.epoch + (self.feed.window.sample + 1) / self.schedule.steps_in_epoch
+        assert self.micro_batches.window is not None
+        return self.epoch + (self.micro_batches.window.sample + 1) / self.schedule.steps_in_epoch
 
     def own_state(self) -> dict[str, Any]:
         """What the Trainer needs besides what Lightning keeps, for a Lightning checkpoint."""
@@ -432,7 +432,7 @@ class TrainingLoop(Room):
     def current_progress(self) -> RunProgress:
         """What a checkpoint written now must hold, besides the trainer's state."""
         trainer = self.trainer
-        begun = self.feed.window is not None
+        begun = self.micro_batches.window is not None
         return RunProgress(
             settings=position_settings(
                 trainer.args,
@@ -442,7 +442,7 @@ class TrainingLoop(Room):
                 self.context.resolved.accelerator_config,
             ),
             epoch=self.epoch if begun else None,
-            position=self.feed.window.sample + 1 if self.feed.window is not None else self.position,
+            position=self.micro_batches.window.sample + 1 if self.micro_batches.window is not None else self.position,
             epoch_ended=self._epoch_ended,
             epoch_left=self._epoch_ended and trainer.control.should_epoch_stop,
             owes_evaluation=self.owes_evaluation,

@@ -70,7 +70,7 @@ class ModelSetup(Room):
     def set_model(self, model: nn.Module) -> None:
         """Take a model: place it, and find out what it accepts and returns."""
         trainer = self.trainer
-        for reason in (self.context.engine.misfit(model), inspection.wrong_quantization(model)):
+        for reason in (self.context.engine.placement_error(model), inspection.check_quantization(model)):
             if reason is not None:
                 raise InvalidArgument(reason)
         trainer.model = trainer.model_wrapped = model

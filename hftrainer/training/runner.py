@@ -20,7 +20,7 @@ from hftrainer.checkpointing.progress import RunProgress
 from hftrainer.compat.functions import has_length
 from hftrainer.compat.messages import log_facts
 from hftrainer.compat.overrides import positional_count, runs_backward
-from hftrainer.data.schedule import EarlierSchedule, TrainingSchedule, place_of, plan_schedule, read_schedule
+from hftrainer.data.schedule import EarlierSchedule, TrainingSchedule, plan_schedule, position_of, read_schedule
 from hftrainer.debug_utils import DebugUnderflowOverflow
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
 from hftrainer.hub.references import is_reference
@@ -113,7 +113,7 @@ class TrainingRunner(Room):
             UnsupportedArgument: naming each.
         """
         args = self.trainer.args
-        if refused := self.context.engine.refusals(
+        if refused := self.context.engine.check_callbacks(
             finds_batch_size=args.auto_find_batch_size,
             evaluates=args.eval_strategy != "no",
             automatic_optimization=not runs_backward(self.trainer),
@@ -153,7 +153,7 @@ class TrainingRunner(Room):
                     self.run.interruption.leave()
                 return output
         except BaseException as error:
-            context.checkpoint_writer.settle()
+            context.checkpoint_writer.wait_ignoring_errors()
             if context.uploads is not None and (context.search is None or not isinstance(error, Exception)):
                 context.uploads.finish(hurried=lambda: True)  # in a search, the next trial goes on
             raise
@@ -340,8 +340,8 @@ class TrainingRunner(Room):
         if folder is not None:
             trainer.state = resume.load_state(folder, trainer.args)
             trainer._load_callback_state()
-            known = None if progress is None else progress.place(schedule.steps_in_epoch)
-            first_epoch, position = known or place_of(
+            known = None if progress is None else progress.resume_position(schedule.steps_in_epoch)
+            first_epoch, position = known or position_of(
                 trainer.state.global_step, schedule.steps_in_epoch, self.context.engine.accumulation_at
             )
             position = 0 if trainer.args.ignore_data_skip else position
@@ -457,7 +457,7 @@ class TrainingRunner(Room):
             trainer.optimizer.remove_hooks()
         engine.trainer = engine.module = None
         trainer.optimizer = trainer.lr_scheduler = handler.optimizer = handler.lr_scheduler = None
-        self.context.checkpoint_writer.settle()
+        self.context.checkpoint_writer.wait_ignoring_errors()
 
     def release_trial(self) -> None:
         """Release a trial's model and all that was made for it."""

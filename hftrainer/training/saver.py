@@ -209,7 +209,7 @@ class CheckpointSaver(Room):
         if weights == {}:  # DeepSpeed's weights stay in parts
             save_configs(model, folder)
         elif peers.is_peft(model):  # adapters are small: at once
-            write(self.context.engine.on_host(trainer.model.state_dict()) if on_device else weights)
+            write(self.context.engine.to_cpu(trainer.model.state_dict()) if on_device else weights)
         else:
             if (writer.collects or on_device) and weights is None:
                 weights = trainer.model.state_dict()  # training changes the model's own while it is written

@@ -11,7 +11,7 @@ import hftrainer
 from hftrainer import Trainer, TrainingArguments
 from hftrainer.arguments.legacy import KEPT, LegacyArguments
 from hftrainer.arguments.resolved import ResolvedArguments
-from hftrainer.arguments.table import PLANNED_VALUES, TABLE, make_plan, unsupported
+from hftrainer.arguments.table import PLANNED_VALUES, TABLE, check_supported, make_plan
 from hftrainer.errors import UnsupportedArgument
 from tests.releases import TRANSFORMERS, pinned
 from tests.tiny import make_plain
@@ -99,9 +99,9 @@ def test_what_is_planned_is_refused(name, value):
     """Whatever this release does not do is refused by name, never ignored."""
     assert not [name for name in THEIRS if TABLE[name].kind == "planned"]  # whole arguments
     args = TrainingArguments("unused", use_cpu=True)
-    assert not unsupported(ResolvedArguments(args))
+    assert not check_supported(ResolvedArguments(args))
     setattr(args, name, value)
-    (message,) = unsupported(ResolvedArguments(args))
+    (message,) = check_supported(ResolvedArguments(args))
     assert message.startswith(f"{name}=")
     with pytest.raises(UnsupportedArgument, match=name):
         Trainer(make_plain(), args)
@@ -234,7 +234,7 @@ def test_subclass_with_a_field():
     assert (args.temperature, args.learning_rate) == (3.0, 1.0)
     with pytest.raises(TypeError, match="did you mean 'temperature'"):
         MyArgs("x", temprature=1)
-    assert not unsupported(ResolvedArguments(args))
+    assert not check_supported(ResolvedArguments(args))
 
 
 def test_output_dir_is_the_first_argument_of_a_subclass_that_declares_fields_again():

@@ -13,7 +13,7 @@ from torch.utils import backend_registration
 from hftrainer import Trainer, TrainingArguments
 from hftrainer.arguments.accelerator_config import AcceleratorConfig
 from hftrainer.arguments.resolved import ResolvedArguments
-from hftrainer.arguments.table import make_plan, unsupported
+from hftrainer.arguments.table import check_supported, make_plan
 from hftrainer.data import random_states
 from hftrainer.data.loaders import PreparedDataLoader
 from hftrainer.errors import UnsupportedArgument
@@ -74,7 +74,7 @@ def test_mps_is_the_default(mac):
     plan = make_plan(ResolvedArguments(args := make()))
     assert (str(args.device), args.n_gpu, args.world_size) == ("mps", 1, 1)
     assert (plan.accelerator, plan.device, plan.trainer_keywords()["devices"]) == ("mps", "mps", 1)
-    assert not unsupported(ResolvedArguments(args))
+    assert not check_supported(ResolvedArguments(args))
     assert make_plan(ResolvedArguments(make(use_cpu=True))).accelerator == "cpu"
 
 
@@ -89,7 +89,7 @@ def test_lightning_gets_mps(mac, monkeypatch):
 
 
 def test_use_mps_device_where_it_is(mac):
-    assert not unsupported(ResolvedArguments(make(use_mps_device=True)))
+    assert not check_supported(ResolvedArguments(make(use_mps_device=True)))
 
 
 @pytest.mark.parametrize(
@@ -107,14 +107,14 @@ def test_use_mps_device_where_it_is_not(monkeypatch, built, settings, reason):
 
 
 def test_one_process_on_mps(mac, two_processes):
-    (message,) = unsupported(ResolvedArguments(make()))
+    (message,) = check_supported(ResolvedArguments(make()))
     assert message.startswith("2 processes cannot be had on Apple's GPU: it is one device, and neither gloo nor nccl")
-    assert not unsupported(ResolvedArguments(make(use_cpu=True)))
+    assert not check_supported(ResolvedArguments(make(use_cpu=True)))
 
 
 @pytest.mark.parametrize("settings", [{"lightning_config": {"devices": 2}}, {"fsdp": True}])
 def test_one_device_on_mps(mac, settings):
-    (message,) = unsupported(ResolvedArguments(make(**settings)))
+    (message,) = check_supported(ResolvedArguments(make(**settings)))
     assert "cannot be had on Apple's GPU" in message
 
 
@@ -123,7 +123,7 @@ def test_one_device_on_mps(mac, settings):
 )
 def test_autocast_on_mps(mac, name, dtype):
     plan = make_plan(ResolvedArguments(args := make(**{name: True})))
-    assert not unsupported(ResolvedArguments(args))
+    assert not check_supported(ResolvedArguments(args))
     seen = []
 
     class Model(torch.nn.Module):
@@ -145,14 +145,14 @@ def test_autocast_on_mps(mac, name, dtype):
 def test_bf16_needs_macos_14(mac, monkeypatch, launcher):
     monkeypatch.setattr(torch.backends.mps, "is_macos_or_newer", lambda major, minor: (major, minor) <= (13, 3))
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16" if launcher else "no")
-    (message,) = unsupported(ResolvedArguments(make(bf16=not launcher)))
+    (message,) = check_supported(ResolvedArguments(make(bf16=not launcher)))
     assert "needs macOS 14: use fp16=True" in message
-    assert not unsupported(ResolvedArguments(make(fp16=True)))
+    assert not check_supported(ResolvedArguments(make(fp16=True)))
 
 
 def test_fp16_on_mps_needs_its_scaler(mac, monkeypatch):
     monkeypatch.setattr(torch, "__version__", type(torch.__version__)("2.7.1"))
-    (message,) = unsupported(ResolvedArguments(make(fp16=True)))
+    (message,) = check_supported(ResolvedArguments(make(fp16=True)))
     assert "needs torch 2.8" in message
 
 
@@ -265,8 +265,8 @@ def test_intel(xpu, two_processes):
     assert (plan.accelerator, plan.device, plan.process_group_backend) == ("xpu", "xpu:1", "xccl")
     assert plan.trainer_keywords()["devices"] == 2
     assert make_plan(ResolvedArguments(make(ddp_backend="ccl"))).process_group_backend == "ccl"
-    assert not unsupported(ResolvedArguments(args))
-    (message,) = unsupported(ResolvedArguments(make(fsdp=True)))
+    assert not check_supported(ResolvedArguments(args))
+    (message,) = check_supported(ResolvedArguments(make(fsdp=True)))
     assert "sharded and split on CUDA and CPU only, and this is xpu: leave out fsdp" in message
     assert make_plan(ResolvedArguments(make(use_cpu=True))).process_group_backend is None
 
@@ -287,7 +287,7 @@ def test_python_alone_starts_a_process_for_each(xpu, monkeypatch):
 
 def test_more_processes_than_devices(xpu, two_processes, monkeypatch):
     monkeypatch.setattr(torch.xpu, "device_count", lambda: 1)
-    (message,) = unsupported(ResolvedArguments(make()))
+    (message,) = check_supported(ResolvedArguments(make()))
     assert "2 processes on this node need a GPU each, and there are 1" in message
 
 
@@ -296,7 +296,7 @@ def test_refused_accelerators(monkeypatch, name):
     monkeypatch.setattr(torch, name, SimpleNamespace(is_available=lambda: True), raising=False)
     with pytest.raises(UnsupportedArgument, match=f"torch.{name} is available, and hftrainer cannot .* use_cpu=True"):
         Trainer(make_plain(), make())
-    assert not unsupported(ResolvedArguments(make(use_cpu=True)))
+    assert not check_supported(ResolvedArguments(make(use_cpu=True)))
 
 
 @pytest.mark.skipif(
@@ -364,7 +364,7 @@ def test_backends_on_the_cpu(two_processes, monkeypatch, backend, message, old):
     monkeypatch.setattr(torch.distributed, "is_xccl_available", lambda: False)
     args = make(use_cpu=True, **{"xpu_backend" if old else "ddp_backend": backend})
     assert make_plan(ResolvedArguments(args)).process_group_backend == backend
-    found = unsupported(ResolvedArguments(args))
+    found = check_supported(ResolvedArguments(args))
     assert len(found) == (message is not None)
     if message:
         assert found[0].startswith(f"ddp_backend={backend!r}: ")
@@ -374,22 +374,22 @@ def test_backends_on_the_cpu(two_processes, monkeypatch, backend, message, old):
 def test_a_backend_for_another_device(two_processes, xpu, monkeypatch):
     for name in ("mpi", "nccl", "xccl"):
         monkeypatch.setattr(torch.distributed, f"is_{name}_available", lambda: True)
-    assert unsupported(ResolvedArguments(make(use_cpu=True, ddp_backend="nccl"))) == [
+    assert check_supported(ResolvedArguments(make(use_cpu=True, ddp_backend="nccl"))) == [
         "ddp_backend='nccl' does not connect processes on cpu: use 'gloo', or leave it out."
     ]
-    assert not unsupported(ResolvedArguments(make(use_cpu=True, ddp_backend="mpi")))
-    assert not unsupported(ResolvedArguments(make(ddp_backend="xccl")))
-    (message,) = unsupported(ResolvedArguments(make(ddp_backend="gloo")))
+    assert not check_supported(ResolvedArguments(make(use_cpu=True, ddp_backend="mpi")))
+    assert not check_supported(ResolvedArguments(make(ddp_backend="xccl")))
+    (message,) = check_supported(ResolvedArguments(make(ddp_backend="gloo")))
     assert message == "ddp_backend='gloo' does not connect processes on xpu: use 'xccl', or leave it out."
 
 
 def test_one_process_needs_no_backend():
-    assert not unsupported(ResolvedArguments(make(use_cpu=True, ddp_backend="nccl")))
-    assert "did you mean 'nccl'" in unsupported(ResolvedArguments(make(use_cpu=True, ddp_backend="ncl")))[0]
+    assert not check_supported(ResolvedArguments(make(use_cpu=True, ddp_backend="nccl")))
+    assert "did you mean 'nccl'" in check_supported(ResolvedArguments(make(use_cpu=True, ddp_backend="ncl")))[0]
 
 
 def test_a_backend_of_the_users_own(two_processes, monkeypatch):
     backend = torch.distributed.Backend
     monkeypatch.setattr(backend, "backend_list", [*backend.backend_list, "smoke"])
     monkeypatch.setitem(backend.backend_capability, "smoke", ["cpu"])
-    assert not unsupported(ResolvedArguments(make(use_cpu=True, ddp_backend="smoke")))
+    assert not check_supported(ResolvedArguments(make(use_cpu=True, ddp_backend="smoke")))

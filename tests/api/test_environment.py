@@ -178,9 +178,9 @@ def test_plugin_chooses(make):
             raise AssertionError
 
     args = make(TORCHRUN, {"plugins": [Own()], "num_nodes": 2})
-    place = make_plan(ResolvedArguments(args)).processes
-    assert (place.world_size, place.rank, place.local_rank, place.local_world_size) == (6, 4, 1, 3)
-    assert (place.address, place.port) == ("c", 9)
+    rank_info = make_plan(ResolvedArguments(args)).processes
+    assert (rank_info.world_size, rank_info.rank, rank_info.local_rank, rank_info.local_world_size) == (6, 4, 1, 3)
+    assert (rank_info.address, rank_info.port) == ("c", 9)
     chosen = SLURMEnvironment.__new__(SLURMEnvironment)  # its constructor looks for srun
     assert make(STEP, {"plugins": chosen}).world_size == 5
 
@@ -217,8 +217,8 @@ def test_visible_gpus(make, monkeypatch, config, variables, expected):
     gpus(monkeypatch, 4)
     args = make(variables, config, use_cpu=False)
     assert args.world_size == expected
-    place = make_plan(ResolvedArguments(args)).processes
-    assert place.started == (expected == 1)
+    rank_info = make_plan(ResolvedArguments(args)).processes
+    assert rank_info.started == (expected == 1)
     assert args.device == (torch.device("cpu") if "ACCELERATE_USE_CPU" in variables else torch.device("cuda:0"))
     with args.main_process_first():
         assert not torch.distributed.is_initialized()
@@ -297,7 +297,7 @@ def test_meeting_without_an_address(make):
 
 def test_every_launcher_is_tried():
     # Of a process of torch_xla only torch_xla knows where it stands: tests/xla has those.
-    assert {place[0] for _, place in PLACES.values()} == set(LAUNCHERS) - {"xla"}
+    assert {rank_info[0] for _, rank_info in PLACES.values()} == set(LAUNCHERS) - {"xla"}
 
 
 # ---- accelerate launch -----------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import pytest
 
 from hftrainer import TrainingArguments
 from hftrainer.arguments.resolved import ResolvedArguments
-from hftrainer.arguments.table import unsupported
+from hftrainer.arguments.table import check_supported
 from hftrainer.errors import WrongConfig
 from hftrainer.parallel.fsdp.settings import FsdpPlugin, FsdpSettings, read_fsdp
 
@@ -150,7 +150,7 @@ def test_malformed_files(tmp_path):
 @pytest.mark.usefixtures("deepspeed_installed")
 def test_refusals(settings, message):
     args = TrainingArguments("unused", use_cpu=True, **settings)
-    assert any(message in sentence for sentence in unsupported(ResolvedArguments(args)))
+    assert any(message in sentence for sentence in check_supported(ResolvedArguments(args)))
 
 
 @pytest.mark.parametrize(
@@ -167,14 +167,14 @@ def test_refusals(settings, message):
 def test_what_sharded_models_cannot_have(settings, message, monkeypatch):
     monkeypatch.setenv("WANDB_LOG_MODEL", "end")
     args = TrainingArguments("unused", use_cpu=True, fsdp=True, lightning_config={"devices": 2}, **settings)
-    assert any(message in sentence for sentence in unsupported(ResolvedArguments(args)))
+    assert any(message in sentence for sentence in check_supported(ResolvedArguments(args)))
 
 
 @pytest.mark.parametrize("optim", ["adafactor", "sgd", "adamw_torch_8bit", "schedule_free_adamw", "adamw_torch"])
 def test_optimizers_that_can_be_sharded(optim):
     args = TrainingArguments("unused", use_cpu=True, fsdp=True, lightning_config={"devices": 2}, optim=optim)
-    assert not unsupported(ResolvedArguments(args))
-    (message,) = unsupported(ResolvedArguments(args), own_optimizer=True)
+    assert not check_supported(ResolvedArguments(args))
+    (message,) = check_supported(ResolvedArguments(args), own_optimizer=True)
     assert "optimizers holds the parameters of the whole model" in message
 
 
@@ -187,8 +187,8 @@ def test_hybrid_needs_two(monkeypatch):
         "MASTER_PORT": "1",
     }.items():
         monkeypatch.setenv(name, value)
-    assert not unsupported(ResolvedArguments(TrainingArguments("unused", use_cpu=True, fsdp=True)))
-    (message,) = unsupported(ResolvedArguments(TrainingArguments("unused", use_cpu=True, fsdp="hybrid_shard")))
+    assert not check_supported(ResolvedArguments(TrainingArguments("unused", use_cpu=True, fsdp=True)))
+    (message,) = check_supported(ResolvedArguments(TrainingArguments("unused", use_cpu=True, fsdp="hybrid_shard")))
     assert "needs at least two processes" in message
 
 

@@ -14,7 +14,7 @@ from hftrainer import Trainer, TrainingArguments
 from hftrainer.arguments.accelerator_config import AcceleratorConfig
 from hftrainer.arguments.legacy import KEPT, RENAMED, LegacyArguments
 from hftrainer.arguments.resolved import ResolvedArguments
-from hftrainer.arguments.table import TABLE, unsupported
+from hftrainer.arguments.table import TABLE, check_supported
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
 from tests.tiny import make_plain, plain_data
 
@@ -86,22 +86,22 @@ def test_translated(old, value, new, expected):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         same = TrainingArguments("x", **{new: expected})
-    assert unsupported(ResolvedArguments(args)) == unsupported(ResolvedArguments(same))
+    assert check_supported(ResolvedArguments(args)) == check_supported(ResolvedArguments(same))
 
 
 @pytest.mark.parametrize("name", sorted(INERT))
 def test_inert(name):
     args = TrainingArguments(**NEUTRAL, **{name: INERT[name]})
-    assert not unsupported(ResolvedArguments(args))
+    assert not check_supported(ResolvedArguments(args))
     assert getattr(args, name) == INERT[name]
     assert TABLE[name].kind == "inert"
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_refused(name):
-    assert not unsupported(ResolvedArguments(TrainingArguments(**NEUTRAL)))
+    assert not check_supported(ResolvedArguments(TrainingArguments(**NEUTRAL)))
     args = TrainingArguments(**NEUTRAL, **{name: REFUSED[name]})
-    (message,) = unsupported(ResolvedArguments(args))
+    (message,) = check_supported(ResolvedArguments(args))
     assert message.startswith(f"{name}={REFUSED[name]!r} is not supported")
     with pytest.raises(UnsupportedArgument, match=name):
         Trainer(make_plain(), args)
@@ -111,7 +111,7 @@ def test_refused(name):
     ("name", "value"), [("fp16_backend", "amp"), ("half_precision_backend", "cuda_amp"), ("fp16_opt_level", "O1")]
 )
 def test_harmless_values(name, value):
-    assert not unsupported(ResolvedArguments(TrainingArguments(**NEUTRAL, **{name: value})))
+    assert not check_supported(ResolvedArguments(TrainingArguments(**NEUTRAL, **{name: value})))
 
 
 @pytest.mark.parametrize(

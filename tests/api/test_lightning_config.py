@@ -43,7 +43,7 @@ def test_passed_on(tmp_path, capsys):
 
 #: What a report of Lightning's is full of.
 LIGHTNINGS = re.compile(
-    r"Strategy|LightningModule|HostedModule|\b(training|validation)_step|run_training|dataloader_next|\[pl\]"
+    r"Strategy|LightningModule|TrainerModule|\b(training|validation)_step|run_training|dataloader_next|\[pl\]"
 )
 STEPS = ("get_batch_samples", "compute_loss (forward)", "backward", "clipping, grad_norm", "on_step_end, log, evaluate")
 EVALUATION = ("evaluation batches", "prediction_step", "compute_metrics, end of evaluation")

@@ -9,9 +9,9 @@ import torch
 
 from hftrainer import Seq2SeqTrainingArguments, TrainingArguments
 from hftrainer.arguments.resolved import ResolvedArguments
-from hftrainer.arguments.table import overridden, unsupported
+from hftrainer.arguments.table import check_supported, overridden
 from hftrainer.cli.launch import add_options
-from hftrainer.parallel.environment import LAUNCHERS, Place, detect
+from hftrainer.parallel.environment import LAUNCHERS, RankInfo, detect
 from hftrainer.parallel.fsdp.settings import FsdpSettings, XlaSettings, read_fsdp
 from hftrainer.parallel.xla import devices as xla
 from hftrainer.trainer_utils import ParallelMode
@@ -77,7 +77,7 @@ def test_never_imported_unasked():
 
 
 def found(folder, kind=TrainingArguments, **settings) -> str:
-    return "\n".join(unsupported(ResolvedArguments(kind(str(folder), **settings))))
+    return "\n".join(check_supported(ResolvedArguments(kind(str(folder), **settings))))
 
 
 def test_cores_without_torch_xla(tmp_path, monkeypatch):
@@ -140,7 +140,7 @@ def test_other_launchers(tmp_path, on_xla, monkeypatch):
 def test_two_cores_in_a_process(tmp_path, on_xla, monkeypatch):
     monkeypatch.setenv("PJRT_LOCAL_PROCESS_COUNT", "4")
     assert detect() == "xla"
-    monkeypatch.setattr(xla, "place", lambda: Place(8, 3, 3, 8, launcher="xla"))
+    monkeypatch.setattr(xla, "rank_info", lambda: RankInfo(8, 3, 3, 8, launcher="xla"))
     monkeypatch.setattr("hftrainer.arguments.checks.xla.cores_in_this_process", lambda: 2)
     assert "two cores share a process" in found(tmp_path, tpu_num_cores=8)
     assert "run --tpu" in LAUNCHERS["xla"][1]

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import BatchSampler, IterableDataset, SequentialSampler
 
 from hftrainer.data.dispatch import parts, rounds
-from hftrainer.data.sharding import EvenBatchSampler, ShardedStream, Share
+from hftrainer.data.sharding import EvenBatchSampler, ShardedStream, ShardSpec
 from hftrainer.errors import UnsupportedArgument
 from tests.distributed.data_sets import CASES, RESUMED
 from tests.distributed.test_evaluation import Runs
@@ -117,10 +117,10 @@ def test_batches_are_those_of_accelerate(processes, split, even, drop_last):
         if len(set(map(len, theirs))) > 1:
             refused += 1
             with pytest.raises(UnsupportedArgument, match="even_batches"):
-                EvenBatchSampler(batches(count, size, drop_last), Share(0, processes), split=split, even=even)
+                EvenBatchSampler(batches(count, size, drop_last), ShardSpec(0, processes), split=split, even=even)
             continue
         for rank in range(processes):
-            share = Share(rank, processes)
+            share = ShardSpec(rank, processes)
             ours = EvenBatchSampler(batches(count, size, drop_last), share, split=split, even=even)
             assert list(ours) == theirs[rank]
             assert len(ours) == len(theirs[rank])
@@ -146,7 +146,7 @@ def test_streams_are_those_of_accelerate(processes, drop_last):
     from accelerate.data_loader import IterableDatasetShard
 
     for count, size, rank in itertools.product(range(30), range(1, 5), range(processes)):
-        ours = ShardedStream(Numbers(count), Share(rank, processes), size, drop_last)
+        ours = ShardedStream(Numbers(count), ShardSpec(rank, processes), size, drop_last)
         for batch_size, split in ((size, False), (size * processes, True)):
             theirs = IterableDatasetShard(Numbers(count), batch_size, drop_last, processes, rank, split)
             assert list(ours) == list(theirs)

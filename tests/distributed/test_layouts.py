@@ -9,7 +9,7 @@ import pytest
 
 from hftrainer import Trainer, TrainingArguments
 from hftrainer.errors import UnsupportedArgument, WrongConfig
-from hftrainer.parallel.layout import Layout, read_layout, wrong_model
+from hftrainer.parallel.layout import Layout, check_model_layout, read_layout
 from tests.distributed.layout_sets import EVALUATED, LAYOUTS
 from tests.distributed.test_evaluation import TORCHRUN, python
 from tests.reliability.support import assert_same
@@ -100,10 +100,10 @@ def loaded(**sizes):
 
 def test_models_that_do_not_fit():
     assert "Load it with from_pretrained(..., distributed_config=DistributedConfig(tp_size=2, fsdp_size=1))" in str(
-        wrong_model(Layout(tp_size=2), make_plain())
+        check_model_layout(Layout(tp_size=2), make_plain())
     )
-    assert "set parallelism_config to the former" in str(wrong_model(Layout(), loaded(tp_size=2)))
-    assert wrong_model(Layout(tp_size=2), loaded(tp_size=2)) is None
+    assert "set parallelism_config to the former" in str(check_model_layout(Layout(), loaded(tp_size=2)))
+    assert check_model_layout(Layout(tp_size=2), loaded(tp_size=2)) is None
     with pytest.raises(WrongConfig, match="asks for dp_shard_size=2, and the model was loaded with tp_size=2"):
         read_layout({"dp_shard_size": 2}, loaded(tp_size=2))
     with pytest.raises(WrongConfig, match="pipeline parallelism is not supported yet"):

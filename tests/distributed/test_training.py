@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hftrainer.data.sharding import EvenBatchSampler, Share
+from hftrainer.data.sharding import EvenBatchSampler, ShardSpec
 from tests.distributed.test_evaluation import FAILS_IN_ONE, TORCHRUN, of_both_libraries, python, torchrun
 from tests.distributed.train_sets import CASES, FLAGS, RESUMED
 from tests.reliability.support import JOB, Forked, assert_same, weights
@@ -96,7 +96,7 @@ def test_batches_of_any_size(rank):
 
     for count in range(9):
         sizes = [[index] * (index % 3 + 1) for index in range(count)]
-        assert list(EvenBatchSampler(sizes, Share(rank, 3))) == list(BatchSamplerShard(sizes, 3, rank))
+        assert list(EvenBatchSampler(sizes, ShardSpec(rank, 3))) == list(BatchSamplerShard(sizes, 3, rank))
 
 
 REFUSED = (

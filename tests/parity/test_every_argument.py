@@ -17,7 +17,7 @@ import hftrainer
 import hftrainer.errors
 from hftrainer.arguments.legacy import LegacyArguments
 from hftrainer.arguments.resolved import ResolvedArguments
-from hftrainer.arguments.table import TABLE, make_plan, unsupported
+from hftrainer.arguments.table import TABLE, check_supported, make_plan
 from tests.parity.support import accuracy, make_recorder, record
 from tests.tiny import make_plain, plain_data
 
@@ -344,5 +344,5 @@ def test_documented_command_lines(tmp_path, monkeypatch, line, refused, parser):
 
 def test_nothing_unsupported_in_the_neutral_arguments():
     args = hftrainer.TrainingArguments(use_cpu=True)
-    assert not unsupported(ResolvedArguments(args))
+    assert not check_supported(ResolvedArguments(args))
     assert make_plan(ResolvedArguments(args)).precision == "32-true"

@@ -212,7 +212,7 @@ def given(folder):
         torch.distributed.barrier()
         args.hf_deepspeed_config = None  # models are made whole again
         found[name] = sum(each.numel() for each in LlamaForCausalLM.from_pretrained(folder / name).parameters())
-    return {**found, **refusals(folder), "another stage": another_stage(folder)}
+    return {**found, **check_callbacks(folder), "another stage": another_stage(folder)}
 
 
 def another_stage(folder):
@@ -227,7 +227,7 @@ def another_stage(folder):
     return "it goes on"
 
 
-def refusals(folder):
+def check_callbacks(folder):
     """Name → the error of a Trainer that cannot be had."""
     from lightning.pytorch.callbacks import GradientAccumulationScheduler
 

@@ -45,7 +45,7 @@ if __name__ == "__main__":
     resumed = trainer(folder, "llama", samples=40, **settings, **saved)
     resumed.train(resume_from_checkpoint=os.path.join(folder, "checkpoint-6"))
     found = {
-        "place": vars(run.args._place),
+        "place": vars(run.args._rank_info),
         "strategy": type(run.lightning_trainer.strategy).__name__,
         "should_save": run.args.should_save,
         "numbers": numbers(run),

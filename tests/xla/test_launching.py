@@ -18,7 +18,7 @@ from tests.tiny import make_plain, plain_data
 args = TrainingArguments(sys.argv[1], max_steps=2, disable_tqdm=True, save_strategy="no", report_to="none")
 trainer = Trainer(make_plain(), args, train_dataset=plain_data())
 trainer.train()
-print("device", args.device, args._place.launcher, type(trainer).__module__, __name__)
+print("device", args.device, args._rank_info.launcher, type(trainer).__module__, __name__)
 sys.exit(int(sys.argv[2]))
 """
 

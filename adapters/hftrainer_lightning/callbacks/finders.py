@@ -13,31 +13,31 @@ from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from hftrainer_lightning import private_api
-from hftrainer_lightning.hooks import TuningHost
+from hftrainer_lightning.hooks import TuningHooks
 
 
 class _Trial(pl.LightningModule):
     """The model as Lightning's finders want it: with attributes that they can change, and loaders that follow them."""
 
-    def __init__(self, model: torch.nn.Module, host: TuningHost, size_name: str, rate_name: str) -> None:
+    def __init__(self, model: torch.nn.Module, hooks: TuningHooks, size_name: str, rate_name: str) -> None:
         super().__init__()
         self.model = model
-        self._host = host
+        self._hooks = hooks
         self._size_name = size_name
-        setattr(self, size_name, host.batch_size)
-        setattr(self, rate_name, host.learning_rate)
+        setattr(self, size_name, hooks.batch_size)
+        setattr(self, rate_name, hooks.learning_rate)
 
     def train_dataloader(self) -> Any:
         """The Trainer's loader with the batch size in question."""
-        return self._host.loader(getattr(self, self._size_name))
+        return self._hooks.loader(getattr(self, self._size_name))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """The Trainer's optimizer."""
-        return self._host.optimizer()
+        return self._hooks.optimizer()
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         """The Trainer's loss."""
-        return self._host.loss(self.model, batch)
+        return self._hooks.loss(self.model, batch)
 
 
 _LIGHTNING = logging.getLogger("lightning.pytorch")
@@ -45,34 +45,34 @@ _LIGHTNING = logging.getLogger("lightning.pytorch")
 Build = Callable[..., pl.Trainer]
 
 
-def find_batch_size(build: Build, finder: BatchSizeFinder, host: TuningHost, model: torch.nn.Module) -> int:
+def find_batch_size(build: Build, finder: BatchSizeFinder, hooks: TuningHooks, model: torch.nn.Module) -> int:
     """The largest batch that fits into memory, in samples, as `finder` looks for it."""
     name = private_api.name_of_batch_size(finder)
-    trial = _Trial(model, host, name, "learning_rate")
-    _run(build, finder, host, trial)
+    trial = _Trial(model, hooks, name, "learning_rate")
+    _run(build, finder, hooks, trial)
     return int(getattr(trial, name))
 
 
 def find_learning_rate(
-    build: Build, finder: LearningRateFinder, host: TuningHost, model: torch.nn.Module
+    build: Build, finder: LearningRateFinder, hooks: TuningHooks, model: torch.nn.Module
 ) -> float | None:
     """The learning rate that `finder` suggests; None when it finds none, or is told to suggest only.
 
     The curve is in `finder.optimal_lr` afterwards.
     """
-    _run(build, finder, host, _Trial(model, host, "batch_size", private_api.name_of_learning_rate(finder)))
+    _run(build, finder, hooks, _Trial(model, hooks, "batch_size", private_api.name_of_learning_rate(finder)))
     found = finder.optimal_lr
     return found.suggestion() if found is not None and private_api.is_to_set_the_rate(finder) else None
 
 
 def _run(
-    build: Build, finder: BatchSizeFinder | LearningRateFinder, host: TuningHost, trial: pl.LightningModule
+    build: Build, finder: BatchSizeFinder | LearningRateFinder, hooks: TuningHooks, trial: pl.LightningModule
 ) -> None:
     """Fit until the finder has found; Lightning puts model and optimizer back, this the random numbers."""
     private_api.end_when_found(finder)
     with isolate_rng(), private_api.quiet(), private_api.keyboard_interrupts_restored(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The 'train_dataloader' does not have many workers")
-        trainer = build(max_epochs=-1, callbacks=[finder], gradient_clip_val=host.max_grad_norm or None)
+        trainer = build(max_epochs=-1, callbacks=[finder], gradient_clip_val=hooks.max_grad_norm or None)
         level = _LIGHTNING.level
         _LIGHTNING.setLevel(logging.WARNING)  # what was found is said by the Trainer
         try:

@@ -27,7 +27,7 @@ def begin_anew(callbacks: Iterable[Callback]) -> None:
             callback.n_averaged = callback._swa_scheduler = callback._scheduler_state = None
 
 
-def let_go(callbacks: Iterable[Callback]) -> None:
+def release_callbacks(callbacks: Iterable[Callback]) -> None:
     """Free the averages of a run that is over: the model has them, and evaluations are of the model."""
     for callback in callbacks:
         if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):

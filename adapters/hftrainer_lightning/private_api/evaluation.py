@@ -18,8 +18,8 @@ from lightning.pytorch.trainer.states import RunningStage
 from hftrainer_lightning.private_api.trainer import NoProfiler
 
 if TYPE_CHECKING:
-    from hftrainer_lightning.hooks import EvaluationHost
-    from hftrainer_lightning.module import HostedModule
+    from hftrainer_lightning.hooks import EvaluationHooks
+    from hftrainer_lightning.module import TrainerModule
 
 
 class ValidationGroup:
@@ -76,9 +76,9 @@ class _GroupedLoop(_BareEvaluationLoop):
 
 def validate_in_fit(
     trainer: pl.Trainer,
-    module: HostedModule,
+    module: TrainerModule,
     dataloader: Any,
-    evaluation: EvaluationHost,
+    evaluation: EvaluationHooks,
     group: ValidationGroup | None = None,
     all_batches: bool = False,
 ) -> None:
@@ -128,7 +128,7 @@ def release_data(loop: Any) -> None:
         loop._data_fetcher = None
 
 
-def end_group(trainer: pl.Trainer, module: HostedModule, group: ValidationGroup, metrics: dict[str, float]) -> None:
+def end_group(trainer: pl.Trainer, module: TrainerModule, group: ValidationGroup, metrics: dict[str, float]) -> None:
     """Announce the end of a group's validation.
 
     Args:
@@ -155,7 +155,7 @@ def can_be_logged(name: str, value: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _validating(trainer: pl.Trainer, module: HostedModule) -> Iterator[None]:
+def _validating(trainer: pl.Trainer, module: TrainerModule) -> Iterator[None]:
     """Let Lightning believe that it validates; afterwards, all that tells it that it is training is put back."""
     connector = trainer._logger_connector
     first_iteration, hook = connector._first_loop_iter, module._current_fx_name

@@ -14,8 +14,8 @@ from lightning.pytorch.trainer.connectors.logger_connector.logger_connector impo
 from lightning.pytorch.trainer.states import RunningStage
 
 if TYPE_CHECKING:
-    from hftrainer_lightning.hooks import FeedLike
-    from hftrainer_lightning.module import HostedModule
+    from hftrainer_lightning.hooks import MicroBatches
+    from hftrainer_lightning.module import TrainerModule
 
 
 class _ScaledLoss(ClosureResult):
@@ -41,10 +41,10 @@ class _WindowedEpochLoop(_TrainingEpochLoop):
     for the next epoch to fill.
     """
 
-    feed: FeedLike
+    micro_batches: MicroBatches
 
     def _should_accumulate(self) -> bool:
-        window = self.feed.window
+        window = self.micro_batches.window
         return window is not None and not window.closes
 
     def on_advance_end(self, data_fetcher: Any) -> None:
@@ -71,7 +71,7 @@ class _AnnouncedFitLoop(_FitLoop):
     def advance(self) -> None:
         """Let the host run the epoch."""
         module: Any = self.trainer.lightning_module
-        module.host.around_epoch(self._epoch)
+        module.hooks.around_epoch(self._epoch)
 
     def _epoch(self) -> None:
         super().advance()
@@ -113,17 +113,17 @@ class _LazyLoggerConnector(_LoggerConnector):
             super().update_train_step_metrics()
 
 
-def install_window_accumulation(trainer: pl.Trainer, feed: FeedLike) -> None:
+def install_window_accumulation(trainer: pl.Trainer, micro_batches: MicroBatches) -> None:
     """Let the feed's windows, not Lightning's counting, decide when the optimizer steps and how the loss is divided."""
     trainer.fit_loop.__class__ = _AnnouncedFitLoop
     epoch_loop = trainer.fit_loop.epoch_loop
     epoch_loop.__class__ = _WindowedEpochLoop
-    epoch_loop.feed = feed
+    epoch_loop.micro_batches = micro_batches
     epoch_loop.automatic_optimization.__class__ = _BareOptimization
     trainer._logger_connector.__class__ = _LazyLoggerConnector
 
 
-def switch_optimization(trainer: pl.Trainer, module: HostedModule) -> None:
+def switch_optimization(trainer: pl.Trainer, module: TrainerModule) -> None:
     """Change between automatic and manual optimization within a run; each of Lightning's loops counts the steps."""
     loop = trainer.fit_loop.epoch_loop
     steps = loop.global_step

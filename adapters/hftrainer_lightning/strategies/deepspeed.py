@@ -29,7 +29,7 @@ class EngineSteps(PlainSteps):
 
     def backward(self, tensor: torch.Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         """Run backward, and at the end of the window the step."""
-        self._run.backward(tensor, closes=model.host.feed.window.closes, **kwargs)
+        self._run.backward(tensor, closes=model.hooks.micro_batches.window.closes, **kwargs)
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Any, **kwargs: Any) -> None:  # type: ignore[override]
         """Forward and backward; the engine has stepped then."""

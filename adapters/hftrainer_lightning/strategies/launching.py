@@ -13,7 +13,7 @@ from typing import Any
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 
-from hftrainer.parallel.environment import STARTED_BY, Place
+from hftrainer.parallel.environment import STARTED_BY, RankInfo
 from hftrainer_lightning import private_api
 
 #: Seconds in which the others may say what is wrong with them, when this process has failed.
@@ -27,12 +27,12 @@ class Launched(ClusterEnvironment):
     Lightning's own environments are found by guessing, and some clear variables of the launcher when a run ends.
 
     Args:
-        place: where this process stands.
+        rank_info: where this process stands.
     """
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, rank_info: RankInfo) -> None:
         super().__init__()
-        self._place = place
+        self._rank_info = rank_info
 
     @property
     def creates_processes_externally(self) -> bool:
@@ -42,12 +42,12 @@ class Launched(ClusterEnvironment):
     @property
     def main_address(self) -> str:
         """Host of the first process."""
-        return self._place.address or "127.0.0.1"
+        return self._rank_info.address or "127.0.0.1"
 
     @property
     def main_port(self) -> int:
         """Port of the first process."""
-        return self._place.port
+        return self._rank_info.port
 
     @staticmethod
     def detect() -> bool:
@@ -56,44 +56,44 @@ class Launched(ClusterEnvironment):
 
     def world_size(self) -> int:
         """Processes in all."""
-        return self._place.world_size
+        return self._rank_info.world_size
 
     def set_world_size(self, size: int) -> None:
         """The launcher has decided."""
 
     def global_rank(self) -> int:
         """Number of this process among all."""
-        return self._place.rank
+        return self._rank_info.rank
 
     def set_global_rank(self, rank: int) -> None:
         """The launcher has decided."""
 
     def local_rank(self) -> int:
         """Number of this process on its node."""
-        return self._place.local_rank
+        return self._rank_info.local_rank
 
     def node_rank(self) -> int:
         """Number of this node, where all have as many processes."""
-        return self._place.rank // self._place.local_world_size
+        return self._rank_info.rank // self._rank_info.local_world_size
 
 
-def start_others(place: Place, timeout: float) -> None:
+def start_others(rank_info: RankInfo, timeout: float) -> None:
     """In a script that uses several devices without a launcher, start it again for each further one.
 
     Nothing is left running: the others end with this process, and this process with the first of them that fails.
     Afterwards the environment says where this process stands, as it does in the others.
 
     Args:
-        place: where this process stands.
+        rank_info: where this process stands.
         timeout: seconds that the others may take to end when this process has ended well.
     """
-    if place.started:
+    if rank_info.started:
         starter = int(os.environ.get(STARTED_BY, os.getpid()))
         if starter != os.getpid():
             _follow(starter)
         return
     os.environ[STARTED_BY] = str(os.getpid())
-    launcher = private_api.start_script_again(LightningEnvironment(), place.world_size)
+    launcher = private_api.start_script_again(LightningEnvironment(), rank_info.world_size)
     atexit.register(_wait_for, launcher.procs, timeout)
 
 

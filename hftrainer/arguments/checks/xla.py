@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hftrainer.arguments.base import BaseArguments
-from hftrainer.parallel.environment import Place
+from hftrainer.parallel.environment import RankInfo
 from hftrainer.parallel.xla.devices import INSTALL, cores_in_this_process, installed
 
 
-def check_xla(args: BaseArguments, here: Place, cores: int | None) -> Iterator[str]:
+def check_xla(args: BaseArguments, here: RankInfo, cores: int | None) -> Iterator[str]:
     """A sentence for each wish about XLA that cannot be met.
 
     Args:

@@ -49,7 +49,7 @@ class XlaStates(PartStates):
 
     Args:
         processes: the processes of the run.
-        on_host: a state in the host's memory.
+        to_cpu: a state in the host's memory.
         whole_weights: gathers the whole weights; all processes must call it.
         decayed: the parameters with weight decay of a model that is still whole.
     """
@@ -57,12 +57,12 @@ class XlaStates(PartStates):
     def __init__(
         self,
         processes: Any,
-        on_host: Callable[[Any], Any],
+        to_cpu: Callable[[Any], Any],
         whole_weights: Callable[[nn.Module], dict[str, Any]],
         decayed: Callable[[nn.Module], list[str]],
     ) -> None:
         self._processes = processes
-        self._on_host = on_host
+        self._on_host = to_cpu
         self._gather = whole_weights
         self._find_decayed = decayed
         self._parts: dict[str, Any] = {}

@@ -101,7 +101,7 @@ class DeepSpeedConfig:
         """The same, in Lightning's words."""
         return {torch.bfloat16: "bf16-mixed", torch.float16: "16-mixed"}.get(self.dtype(), "32-true")
 
-    def settle(self, ds_key_long: str, value: Any, arguments: str, *, is_default: bool = False) -> None:
+    def fill_in(self, ds_key_long: str, value: Any, arguments: str, *, is_default: bool = False) -> None:
         """Fill 'auto', and compare what is there.
 
         Args:
@@ -144,9 +144,9 @@ class DeepSpeedConfig:
             WrongConfig: for values that contradict an argument, or that nothing can fill in.
         """
         copied = DeepSpeedConfig(copy.deepcopy(self.config))
-        copied.settle(OF_SCHEDULE[0], steps, "the optimizer steps of this run")
+        copied.fill_in(OF_SCHEDULE[0], steps, "the optimizer steps of this run")
         # DeepSpeed takes no warm-up of 0 steps.
-        copied.settle(OF_SCHEDULE[1], max(1, warmup_steps), "warmup_steps", is_default=warmup_is_default)
+        copied.fill_in(OF_SCHEDULE[1], max(1, warmup_steps), "warmup_steps", is_default=warmup_is_default)
         if copied.mismatches:
             raise WrongConfig("\n".join(copied.mismatches))
         asked = [key for key in BY_HIDDEN_SIZE if self.is_auto(key)]
@@ -157,7 +157,7 @@ class DeepSpeedConfig:
                     f"deepspeed: {key}='auto' follows from the hidden_size in model.config, and there is none: give a "
                     "number."
                 )
-            copied.settle(key, BY_HIDDEN_SIZE[key](hidden), "hidden_size")
+            copied.fill_in(key, BY_HIDDEN_SIZE[key](hidden), "hidden_size")
         return copied
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hftrainer.parallel.environment import Place
+from hftrainer.parallel.environment import RankInfo
 
 INSTALL = "pip install 'hftrainer[tpu]', which brings torch_xla; its newest release is 2.9.0, for torch 2.9"
 #: Variables that machines with a TPU have.
@@ -65,13 +65,13 @@ def print_metrics() -> None:
     print(metrics.metrics_report())
 
 
-def place() -> Place:
+def rank_info() -> RankInfo:
     """A process that torch_xla has started, one for each core, on one host or several."""
     from torch_xla import runtime
 
     size, local = runtime.world_size(), runtime.local_device_count()
     nodes = -(-size // max(local, 1))
-    return Place(
+    return RankInfo(
         size,
         runtime.global_ordinal(),
         runtime.local_ordinal(),
@@ -79,7 +79,7 @@ def place() -> Place:
         nodes=nodes,
         launcher="xla",
         address=os.environ.get("MASTER_ADDR") or ("127.0.0.1" if nodes == 1 else runtime.get_master_ip()),
-        port=int(os.environ.get("MASTER_PORT", Place.port)),
+        port=int(os.environ.get("MASTER_PORT", RankInfo.port)),
     )
 
 

@@ -13,16 +13,16 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from hftrainer.arguments.accelerator_config import AcceleratorConfig
 from hftrainer.compat import peers
-from hftrainer.data.dispatch import Messenger
+from hftrainer.data.dispatch import DataCollectives
 from hftrainer.data.samplers import SeedableRandomSampler, SkippingBatchSampler
-from hftrainer.data.sharding import EvenBatchSampler, ShardedBatchSampler, ShardedStream, Share, check_split
+from hftrainer.data.sharding import EvenBatchSampler, ShardedBatchSampler, ShardedStream, ShardSpec, check_split
 from hftrainer.errors import InvalidArgument
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
-class Delivery:
+class LoaderPlan:
     """What is particular to the loader of one process.
 
     Attributes:
@@ -39,7 +39,7 @@ class Delivery:
     dataset: Any
     settings: dict[str, Any]
     shards: ShardedBatchSampler | None = None
-    messenger: Messenger | None = None
+    messenger: DataCollectives | None = None
     round_size: int | None = None
     generator: torch.Generator | None = None
     counts_alone: bool = False
@@ -75,8 +75,8 @@ class Delivery:
 
 
 def deliver(
-    loader: DataLoader, config: AcceleratorConfig, share: Share, messenger: Messenger | None, seed: int | None
-) -> Delivery:
+    loader: DataLoader, config: AcceleratorConfig, share: ShardSpec, messenger: DataCollectives | None, seed: int | None
+) -> LoaderPlan:
     """How a loader's data reaches one process; the arguments are those of `PreparedDataLoader.from_loader`."""
     messenger = messenger if share.processes > 1 else None
     is_stream = isinstance(loader.dataset, IterableDataset)
@@ -95,30 +95,30 @@ def deliver(
         delivery.splits = config.split_batches
     elif share.processes > 1 and not is_stream:
         shards = ShardedBatchSampler(_batches(loader, seed), share)
-        delivery = Delivery(loader.dataset, _sampling(loader, shards), shards)
+        delivery = LoaderPlan(loader.dataset, _sampling(loader, shards), shards)
     else:
         delivery = _read_alone(loader, config, seed)
     delivery.messenger = messenger
     return delivery
 
 
-def _read_alone(loader: DataLoader, config: AcceleratorConfig, seed: int | None) -> Delivery:
+def _read_alone(loader: DataLoader, config: AcceleratorConfig, seed: int | None) -> LoaderPlan:
     """All of the data, as one process reads it."""
     if isinstance(loader.dataset, IterableDataset):
-        return Delivery(loader.dataset, {"batch_size": loader.batch_size, "drop_last": loader.drop_last})
-    return Delivery(loader.dataset, _sampling(loader, _batches(loader, seed, seedable=config.use_seedable_sampler)))
+        return LoaderPlan(loader.dataset, {"batch_size": loader.batch_size, "drop_last": loader.drop_last})
+    return LoaderPlan(loader.dataset, _sampling(loader, _batches(loader, seed, seedable=config.use_seedable_sampler)))
 
 
-def _batches_of_one(loader: DataLoader, config: AcceleratorConfig, share: Share, seed: int | None) -> Delivery:
+def _batches_of_one(loader: DataLoader, config: AcceleratorConfig, share: ShardSpec, seed: int | None) -> LoaderPlan:
     """The batches of one process in training."""
     batches, generator = _batches(loader, seed, seedable=config.use_seedable_sampler), None
     if not config.use_seedable_sampler:
         batches, generator = _with_generator(batches)
     even = EvenBatchSampler(batches, share, split=config.split_batches, even=config.even_batches)
-    return Delivery(loader.dataset, _sampling(loader, even), generator=generator)
+    return LoaderPlan(loader.dataset, _sampling(loader, even), generator=generator)
 
 
-def _stream_of_one(loader: DataLoader, config: AcceleratorConfig, share: Share) -> Delivery:
+def _stream_of_one(loader: DataLoader, config: AcceleratorConfig, share: ShardSpec) -> LoaderPlan:
     """The samples of one process in training: its own shards, or its part of each round."""
     size, dataset = loader.batch_size, None
     if size is None:
@@ -135,7 +135,7 @@ def _stream_of_one(loader: DataLoader, config: AcceleratorConfig, share: Share) 
         dataset = ShardedStream(loader.dataset, share, size, loader.drop_last)
         drawn_from = getattr(loader.dataset, "generator", None)
         generator = drawn_from if isinstance(drawn_from, torch.Generator) else None
-    return Delivery(
+    return LoaderPlan(
         dataset, {"batch_size": size, "drop_last": loader.drop_last}, generator=generator, counts_alone=has_shards
     )
 

@@ -32,8 +32,8 @@ from hftrainer_lightning import private_api
 from hftrainer_lightning.callbacks.pruning import keep_pruning, restore_pruning
 
 if TYPE_CHECKING:
-    from hftrainer_lightning.hooks import TrainingHost
-    from hftrainer_lightning.module import HostedModule
+    from hftrainer_lightning.hooks import RunHooks
+    from hftrainer_lightning.module import TrainerModule
 
 #: What a Lightning checkpoint holds in places of its own; all else in it comes from callbacks.
 _KEPT_ELSEWHERE = ("state_dict", "epoch", "global_step")
@@ -58,7 +58,7 @@ def has_progress_bar(callbacks: Iterable[Callback]) -> bool:
     return any(isinstance(callback, ProgressBar) for callback in callbacks)
 
 
-def refusals(callbacks: Sequence[Callback], **run: Any) -> list[str]:
+def check_callbacks(callbacks: Sequence[Callback], **run: Any) -> list[str]:
     """A sentence for each callback that cannot work; the keywords are those of `_refusal`."""
     found = [reason for callback in callbacks if (reason := _refusal(callback, **run)) is not None]
     if first_of(callbacks, ModelPruning) and first_of(callbacks, WeightAveraging):
@@ -141,7 +141,7 @@ def _overrides(callback: Callback, hook: str, *besides: type) -> bool:
 # ---- Checkpoints -----------------------------------------------------------------------------------------------------
 
 
-def save(trainer: pl.Trainer, module: HostedModule, callbacks: Sequence[Callback]) -> tuple[Any, dict[str, Any]]:
+def save(trainer: pl.Trainer, module: TrainerModule, callbacks: Sequence[Callback]) -> tuple[Any, dict[str, Any]]:
     """What callbacks have to say to a checkpoint.
 
     Returns:
@@ -166,7 +166,7 @@ def save(trainer: pl.Trainer, module: HostedModule, callbacks: Sequence[Callback
     return {name.removeprefix(_PREFIX): tensor for name, tensor in weights.items()}, kept
 
 
-def _weights_shown(module: HostedModule) -> dict[str, Any]:
+def _weights_shown(module: TrainerModule) -> dict[str, Any]:
     """What callbacks see of the weights: nothing of sharded ones, which would have to be gathered."""
     return {} if is_sharded(module.model) or is_engine(module.model) else module.state_dict()
 
@@ -206,7 +206,7 @@ def _swap(own: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
             other[name].copy_(kept)
 
 
-def restore(trainer: pl.Trainer, module: HostedModule, kept: Mapping[str, Any]) -> None:
+def restore(trainer: pl.Trainer, module: TrainerModule, kept: Mapping[str, Any]) -> None:
     """Give callbacks what `save` kept, after their `setup` and before `on_fit_start`, as when Lightning resumes.
 
     The model holds the checkpoint's weights by then.
@@ -238,7 +238,7 @@ def accumulation_at(callbacks: Iterable[Callback], epoch: int, default: int) -> 
     return default if scheduler is None else scheduler.get_accumulate_grad_batches(epoch)
 
 
-def freeze_before_training(callbacks: Iterable[Callback], module: HostedModule) -> bool:
+def freeze_before_training(callbacks: Iterable[Callback], module: TrainerModule) -> bool:
     """Let callbacks that unfreeze by and by freeze what they want, before there is an optimizer; whether any did."""
     freezing = [callback for callback in callbacks if isinstance(callback, BaseFinetuning)]
     for callback in freezing:
@@ -254,7 +254,7 @@ def unfreeze_what_is_trained(callbacks: Iterable[Callback], optimizer: torch.opt
                 parameter.requires_grad_(True)
 
 
-def begin_epoch_in_the_middle(trainer: pl.Trainer, module: HostedModule) -> None:
+def begin_epoch_in_the_middle(trainer: pl.Trainer, module: TrainerModule) -> None:
     """Tell callbacks that prepare each epoch about one that is resumed in the middle: Lightning does not."""
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     for callback in callbacks:
@@ -262,7 +262,7 @@ def begin_epoch_in_the_middle(trainer: pl.Trainer, module: HostedModule) -> None
             callback.on_train_epoch_start(trainer, module)
 
 
-def end_epoch_before(trainer: pl.Trainer, module: HostedModule) -> None:
+def end_epoch_before(trainer: pl.Trainer, module: TrainerModule) -> None:
     """Let callbacks that change the weights at an epoch's end do so, after a checkpoint of its last step."""
     with private_api.in_previous_epoch(trainer):
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
@@ -270,7 +270,7 @@ def end_epoch_before(trainer: pl.Trainer, module: HostedModule) -> None:
                 callback.on_train_epoch_end(trainer, module)
 
 
-def update_batch_norm(trainer: pl.Trainer, module: HostedModule, host: TrainingHost) -> None:
+def update_batch_norm(trainer: pl.Trainer, module: TrainerModule, hooks: RunHooks) -> None:
     """Compute the running statistics of batch normalization anew for weights that `StochasticWeightAveraging` averaged.
 
     Lightning does it in one more epoch, which the Trainer's number of steps leaves no room for.
@@ -278,17 +278,17 @@ def update_batch_norm(trainer: pl.Trainer, module: HostedModule, host: TrainingH
     averaging = first_of(trainer.callbacks, StochasticWeightAveraging)  # type: ignore[attr-defined]
     averaged = averaging is not None and averaging.n_averaged is not None
     if averaged and any(isinstance(part, _BatchNorm) for part in module.modules()):
-        update_bn(host.batches(), _Forward(module.model, host))
+        update_bn(hooks.batches(), _Forward(module.model, hooks))
 
 
 class _Forward(torch.nn.Module):
     """A model that takes a batch as the Trainer does."""
 
-    def __init__(self, model: torch.nn.Module, host: TrainingHost) -> None:
+    def __init__(self, model: torch.nn.Module, hooks: RunHooks) -> None:
         super().__init__()
         self.model = model
-        self._host = host
+        self._hooks = hooks
 
     def forward(self, batch: Any) -> None:
         """Run the model for its side effects."""
-        self._host.evaluate_loss(self.model, batch)
+        self._hooks.evaluate_loss(self.model, batch)

@@ -11,7 +11,7 @@ from hftrainer.data.schedule import TrainingSchedule
 
 
 @dataclass(slots=True)
-class Window:
+class AccumulationWindow:
     """The micro-batch in hand, within its optimizer step.
 
     Attributes:
@@ -29,7 +29,7 @@ class Window:
     sample: int
 
 
-class MicroBatchFeed:
+class MicroBatchIterator:
     """An iterable over the micro-batches of an epoch; `window` always describes the one given last.
 
     Windows are fetched whole before their first micro-batch is used, as `transformers.Trainer` does: the number of
@@ -60,7 +60,7 @@ class MicroBatchFeed:
         self.schedule = schedule
         self._planned = planned
         self._accumulation = accumulation
-        self.window: Window | None = None
+        self.window: AccumulationWindow | None = None
         self.position = 0  # micro-batches of the current epoch that are done, set before resuming
         self._open_epoch = open_epoch
         self._get_window = get_window
@@ -90,7 +90,7 @@ class MicroBatchFeed:
                 return
             for sample in samples:
                 size = self._accumulation()
-                self.window = Window(
+                self.window = AccumulationWindow(
                     size=len(samples),
                     num_items=num_items,
                     opens=index % size == 0,
