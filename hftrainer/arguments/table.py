@@ -79,8 +79,8 @@ TABLE: dict[str, Row] = {
     **_rows(
         "handled",
         per_device_train_batch_size="trainer: train loader",
-        num_train_epochs="training.schedule",
-        max_steps="training.schedule",
+        num_train_epochs="data.schedule",
+        max_steps="data.schedule",
         lr_scheduler_type="optimization",
         lr_scheduler_kwargs="optimization",
         warmup_steps="optimization",

@@ -36,7 +36,7 @@ def run_script(target: str, arguments: list[str], *, as_module: bool = False) ->
 
 def _begin_in_the_script(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Print an uncaught exception without the frames that led to the script."""
-    ours = (os.path.dirname(__file__), "<frozen runpy>", runpy.__file__)
+    ours = (os.path.dirname(os.path.dirname(__file__)), "<frozen runpy>", runpy.__file__)
     first = trace
     while first is not None and first.tb_frame.f_code.co_filename.startswith(ours):
         first = first.tb_next

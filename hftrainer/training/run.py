@@ -130,4 +130,4 @@ class OfRun:
         setattr(trainer._hftrainer.run, self.name, value)
 
     def __delete__(self, trainer: Any) -> None:
-        delattr(trainer._hftrainer.run, self.name)
+        vars(trainer._hftrainer.run).pop(self.name, None)  # the default of the class stands in

@@ -34,7 +34,7 @@ def test_command_line(tmp_path):
 def test_json():
     done = explain("--json", "--max_steps", "3")
     assert json.loads(done.stdout)["arguments"] == [
-        {"argument": "max_steps", "value": 3, "kind": "handled", "detail": "schedule"}
+        {"argument": "max_steps", "value": 3, "kind": "handled", "detail": "data.schedule"}
     ]
 
 

@@ -519,7 +519,8 @@ def test_what_a_subclass_sets_survives_a_new_model(tmp_path):
         class Own(library.Trainer):
             def __init__(self, *args, **kwargs):
                 super().__init__(*args, **kwargs)
-                vars(self).update(KEPT)
+                for name, value in KEPT.items():
+                    setattr(self, name, value)
 
         trainer, _ = build(
             library_name,

@@ -202,7 +202,7 @@ def test_adapters_in_the_background(tmp_path, monkeypatch):
         original(*args, **kwargs)
 
     make_trainer(tmp_path / "now", "peft").train()
-    monkeypatch.setattr("hftrainer.trainer.save_weights", slow)
+    monkeypatch.setattr("hftrainer.training.saver.save_weights", slow)
     make_trainer(tmp_path / "later", "peft", lightning_config=BACKGROUND).train()
     from safetensors.torch import load_file
 
