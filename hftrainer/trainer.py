@@ -504,7 +504,7 @@ class Trainer:
         Returns:
             Seven values, of which the fifth and sixth are others when a release before v5.3 is followed.
         """
-        return self._hftrainer.runner.lengths(args, dataloader, total_train_batch_size)
+        return self._hftrainer.runner.planner.lengths(args, dataloader, total_train_batch_size)
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """Samples of an optimizer step, over all processes that have batches of their own."""
@@ -557,7 +557,7 @@ class Trainer:
         trial: Any,
     ) -> tuple[int, int]:
         """A fresh state, or the checkpoint's. Returns epochs done, and micro-batches done in the next."""
-        return self._hftrainer.runner.init_state(max_steps, num_train_epochs, resume_from_checkpoint, trial)
+        return self._hftrainer.runner.planner.init_state(max_steps, num_train_epochs, resume_from_checkpoint, trial)
 
     def _run_epoch(
         self,

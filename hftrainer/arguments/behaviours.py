@@ -127,7 +127,7 @@ class Behaviours:
 
     counts_last_window: bool = _since(
         "4.52",
-        "training.runner",
+        "training.planner",
         "a last window of fewer micro-batches is an optimizer step of the epoch",
         before="the steps of an epoch are rounded down, so training ends earlier when its last window is not full",
         pull_request=37923,
@@ -316,7 +316,7 @@ class Behaviours:
 
     returns_steps_in_epoch: bool = _since(
         "5.3",
-        "training.runner",
+        "training.planner",
         "set_initial_training_values returns total_train_batch_size and steps_in_epoch as its fifth and sixth value",
         before="set_initial_training_values returns epoch_based and len_dataloader as its fifth and sixth value",
     )

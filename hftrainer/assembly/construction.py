@@ -13,17 +13,14 @@ from torch.utils.data import IterableDataset
 from hftrainer.arguments import accelerate_state
 from hftrainer.arguments.choices import spelled
 from hftrainer.arguments.resolved import ResolvedArguments
+from hftrainer.arguments.table import check_supported, make_plan, overridden
 from hftrainer.arguments.validation import check_accelerator_config, check_values, take_accumulation
+from hftrainer.assembly import strategies
 from hftrainer.assembly.argument_consistency import check_consistency
 from hftrainer.callbacks.base import make_callback, pop_from
 from hftrainer.callbacks.handler import CallbackHandler
 from hftrainer.callbacks.progress import own_progress
 from hftrainer.callbacks.state import TrainerControl, TrainerState
-from hftrainer.checkpointing.states import ModelStates
-from hftrainer.checkpointing.states.deepspeed import DeepSpeedStates
-from hftrainer.checkpointing.states.fsdp import ShardedStates
-from hftrainer.checkpointing.states.whole import WholeStates
-from hftrainer.checkpointing.states.xla import XlaStates
 from hftrainer.checkpointing.writer import CheckpointWriter
 from hftrainer.compat import peers, swap
 from hftrainer.compat.functions import has_length
@@ -35,12 +32,11 @@ from hftrainer.errors import InvalidArgument, InvalidSetup, UnsupportedArgument
 from hftrainer.evaluation import gathering
 from hftrainer.evaluation.metrics import as_metrics
 from hftrainer.model.changes import set_tf32
+from hftrainer.parallel.plan import LightningPlan
 from hftrainer.reporting.tracker_callbacks import ReportingCallback
 from hftrainer.trainer_callback import DEFAULT_CALLBACKS
+from hftrainer.training.accelerator import EngineAccelerator
 from hftrainer.training.context import Room, TrainerContext
-from hftrainer.training.deepspeed import DeepSpeedPreparation
-from hftrainer.training.deepspeed import check_given as check_deepspeed
-from hftrainer.training.preparation import Preparation
 from hftrainer.training.run import Run
 from hftrainer.training.trainer_api import TrainerApi
 from hftrainer.training_args import TrainingArguments
@@ -89,19 +85,6 @@ class TrainerSetup(Room):
         if peers.pads(self.trainer.processing_class):
             return DataCollatorWithPadding(self.trainer.processing_class)
         return default_data_collator
-
-    def make_states(self, plan: Any) -> ModelStates:
-        """How the strategy keeps the states of model and optimizer."""
-        own = self.own
-        if not plan.spreads_model:
-            return WholeStates(own.engine.saving)
-        if own.engine.deepspeed is not None:
-            check_deepspeed(own.engine.deepspeed, *own.optimizers_given)
-            return DeepSpeedStates(own.engine.deepspeed)
-        if plan.on_xla:
-            decayed = self.trainer.get_decay_parameter_names
-            return XlaStates(plan.processes, own.engine.to_cpu, own.engine.whole_weights, decayed)
-        return ShardedStates(self.trainer.accelerator.state.fsdp_plugin)
 
     def init_attributes(self) -> None:
         """Set the attributes that transformers documents and that a run, a search or an upload fills."""
@@ -169,15 +152,48 @@ class TrainerSetup(Room):
         )
 
     def build_engine(self) -> None:
-        """Build the engine from the arguments, and the Trainer's `accelerator` over it."""
+        """Build the engine from the arguments, and the Trainer's `accelerator` over it.
+
+        Raises:
+            UnsupportedArgument: for what the arguments ask for and cannot get, all in one error.
+        """
         trainer, own = self.trainer, self.own
         refuse_rewritten(trainer)
-        from hftrainer.arguments.table import check_supported, make_plan, overridden
+        self._check_supported()
+        plan = self._connect()
+        own.checkpoint_writer = CheckpointWriter(
+            in_background=plan.async_checkpoint,
+            stop_on_error=plan.stop_on_save_error,
+            to_cpu=lambda state: own.engine.to_cpu(state),
+        )
+        own.engine = adapter().LightningEngine(
+            plan,
+            own.lightning_callbacks,
+            loggers=own.loggers,
+            receive=lambda values: own.run.logged_metrics.set(values),
+        )
+        recorded(EngineAccelerator)
+        trainer.accelerator = EngineAccelerator(
+            own.engine,
+            trainer.args.device,
+            plan,
+            own.loaders.prepare,
+            is_own=lambda model: model is trainer.model or model is trainer.model_wrapped,
+            config=vars(own.resolved.accelerator_config),
+        )
+        accelerate_state.follow(trainer.args, trainer.accelerator)
+        trainer.gather_function = gathering.for_metrics(trainer.accelerator, trainer.args)
+        own.states = strategies.make_states(own, plan)
+        own.preparation = strategies.make_preparation(own, own.loaders, plan)
+        for name, value in strategies.flags(plan).items():
+            setattr(trainer, name, value)
+        trainer.deepspeed = None
 
-        resolved = own.resolved
+    def _check_supported(self) -> None:
+        """Refuse what cannot be honoured; log what `lightning_config` overrides, and what has no effect."""
+        trainer, resolved = self.trainer, self.own.resolved
         resolved.model = trainer.model
-        found = check_supported(resolved, own_optimizer=trainer.optimizer is not None)
-        if found:
+        if found := check_supported(resolved, own_optimizer=trainer.optimizer is not None):
             raise UnsupportedArgument("\n".join(found))
         for sentence in overridden(resolved):
             logger.warning(sentence)
@@ -186,49 +202,22 @@ class TrainerSetup(Room):
                 "accelerator_config['non_blocking']=True changes nothing with dataloader_pin_memory=False: only from "
                 "page-locked memory do batches move beside the computation."
             )
-        from hftrainer.training.accelerator import EngineAccelerator
 
-        recorded(EngineAccelerator)
-        adapter().start_others(resolved.rank_info, trainer.args.ddp_timeout)
+    def _connect(self) -> LightningPlan:
+        """Start the other processes where no launcher has, connect all, and return the plan of this one."""
+        args, resolved = self.trainer.args, self.own.resolved
+        adapter().start_others(resolved.rank_info, args.ddp_timeout)
         if not resolved.rank_info.started:
             resolved.forget_rank_info()
         plan = make_plan(resolved)
-        own.checkpoint_writer = CheckpointWriter(
-            in_background=plan.async_checkpoint,
-            stop_on_error=plan.stop_on_save_error,
-            to_cpu=lambda state: own.engine.to_cpu(state),
-        )
         plan.processes.connect(
-            trainer.args.device,
+            args.device,
             plan.process_group_backend,
-            trainer.args.ddp_timeout_delta,
+            args.ddp_timeout_delta,
             even_alone=plan.spreads_model and not plan.on_xla,
         )
-        check_consistency(trainer.args, plan.processes)
-        own.engine = adapter().LightningEngine(
-            plan,
-            own.lightning_callbacks,
-            loggers=own.loggers,
-            receive=lambda values: own.run.logged_metrics.set(values),
-        )
-        trainer.accelerator = EngineAccelerator(
-            own.engine,
-            trainer.args.device,
-            plan,
-            own.loaders.prepare,
-            is_own=lambda model: model is trainer.model or model is trainer.model_wrapped,
-            config=vars(resolved.accelerator_config),
-        )
-        accelerate_state.follow(trainer.args, trainer.accelerator)
-        trainer.gather_function = gathering.for_metrics(trainer.accelerator, trainer.args)
-        trainer.is_deepspeed_enabled = plan.deepspeed is not None
-        trainer.is_fsdp_xla_enabled = plan.on_xla and plan.sharding is not None
-        trainer.is_fsdp_xla_v2_enabled = plan.by_spmd
-        trainer.is_fsdp_xla_v1_enabled = trainer.is_fsdp_xla_enabled and not plan.by_spmd
-        trainer.is_fsdp_enabled = plan.sharding is not None and not plan.on_xla
-        own.states = self.make_states(plan)
-        own.preparation = (DeepSpeedPreparation if plan.deepspeed is not None else Preparation)(own, own.loaders)
-        trainer.deepspeed = None
+        check_consistency(args, plan.processes)
+        return plan
 
     def validate_args(self) -> None:
         """Refuse what cannot work before anything is built; arguments may have been changed since they were made."""

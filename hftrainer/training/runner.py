@@ -6,21 +6,18 @@ import gc
 import logging
 import os
 import shutil
-import sys
 from typing import Any
 
 import torch
 
 from hftrainer.arguments import legacy
-from hftrainer.arguments.choices import IntervalStrategy, spelled
+from hftrainer.arguments.choices import spelled
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import names, resume, staging
 from hftrainer.checkpointing.folders import complete_rotation, keep_only
-from hftrainer.checkpointing.progress import RunProgress
 from hftrainer.compat.functions import has_length
-from hftrainer.compat.messages import log_facts
-from hftrainer.compat.overrides import positional_count, runs_backward
-from hftrainer.data.schedule import EarlierSchedule, TrainingSchedule, plan_schedule, position_of, read_schedule
+from hftrainer.compat.overrides import runs_backward
+from hftrainer.data.schedule import TrainingSchedule
 from hftrainer.debug_utils import DebugUnderflowOverflow
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
 from hftrainer.hub.references import is_reference
@@ -36,6 +33,7 @@ from hftrainer.training.interruption import Interruption
 from hftrainer.training.loader_factory import LoaderFactory
 from hftrainer.training.loop import TrainingLoop
 from hftrainer.training.out_of_memory import StartingPoint, is_out_of_memory
+from hftrainer.training.planner import Planner
 from hftrainer.training.saver import CheckpointSaver
 from hftrainer.training.settings import Settings
 from hftrainer.training.steps import TrainingSteps
@@ -67,6 +65,7 @@ class TrainingRunner(Room):
         super().__init__(context)
         self.settings, self.loaders, self.steps, self.saver = settings, loaders, steps, saver
         self.finders = Finders(context, steps)
+        self.planner = Planner(context)
 
     # ---- Before the first attempt ------------------------------------------------------------------------------
 
@@ -213,7 +212,7 @@ class TrainingRunner(Room):
             self.finders.find_batch_size()
         with self.loaders.preparing_training_data():  # overrides prepare loaders of their own
             dataloader = trainer.get_train_dataloader()
-        self.run.schedule = schedule = self._plan(args, dataloader)
+        self.run.schedule = schedule = self.planner.plan(args, dataloader)
         self.run.progress = self.saver.load_progress(folder, schedule)
         first_epoch, position = trainer._init_training_state(
             schedule.max_steps, schedule.num_update_steps_per_epoch, schedule.num_train_epochs, folder, trial
@@ -222,10 +221,10 @@ class TrainingRunner(Room):
         if folder is None:
             self.finders.find_learning_rate(schedule.max_steps)
             trainer.callback_handler.lr_scheduler = trainer.lr_scheduler
-        self._log_plan(schedule)
+        self.planner.log_plan(schedule)
         if folder is not None:
-            self._log_position(first_epoch, position)
-        self._warn_of_ragged_batches(schedule)
+            self.planner.log_position(first_epoch, position)
+        self.planner.warn_of_ragged_batches(schedule)
         self.run.loop = loop = TrainingLoop(
             self.context,
             schedule,
@@ -271,7 +270,7 @@ class TrainingRunner(Room):
                 trainer.lr_scheduler,
                 max_epochs=schedule.num_train_epochs,
                 global_step=trainer.state.global_step,
-                log_every_n_steps=self._steps_between_logs(schedule),
+                log_every_n_steps=self.planner.steps_between_logs(schedule),
                 resumed_from=resume.load_lightning_callbacks(folder),
                 automatic_optimization=not runs_backward(trainer),
                 find_unused_parameters=context.preparation.finds_unused_parameters(),
@@ -286,118 +285,6 @@ class TrainingRunner(Room):
         if trainer.args.should_save:
             limit, best = trainer.args.save_total_limit, trainer.state.best_model_checkpoint
             complete_rotation(str(folder), trainer._get_output_dir(trial), limit, best)
-
-    # ---- The plan ----------------------------------------------------------------------------------------------
-
-    def _plan(self, args: TrainingArguments, dataloader: Any) -> TrainingSchedule:
-        """How long the run is, by `set_initial_training_values` with the signature of any release."""
-        trainer = self.trainer
-        size = trainer.get_total_train_batch_size(args)
-        count = positional_count(trainer.set_initial_training_values)
-        takes_size = (
-            not self.context.behaviours.returns_steps_in_epoch if count is None else count > len((args, dataloader))
-        )
-        values = trainer.set_initial_training_values(args, dataloader, *([size] if takes_size else []))
-        return read_schedule(values, args, total_train_batch_size=size)
-
-    def lengths(self, args: TrainingArguments, dataloader: Any, size: int | None) -> TrainingSchedule | EarlierSchedule:
-        """See `Trainer.set_initial_training_values`."""
-        trainer, sized, follows = self.trainer, has_length(dataloader), self.context.behaviours
-        schedule = plan_schedule(
-            args,
-            len(dataloader) * trainer.get_sp_size() if sized else None,
-            trainer.num_examples(dataloader) if sized else None,
-            trainer.get_total_train_batch_size(args) if size is None else size,
-            self.context.engine.accumulation_at,
-            counts_last_window=follows.counts_last_window,
-        )
-        if follows.returns_steps_in_epoch:
-            return schedule
-        return EarlierSchedule.of(schedule, epoch_based=args.max_steps < 0, sized=sized)
-
-    def _planned(self) -> tuple[TrainingSchedule, RunProgress | None]:
-        """The schedule of the run, and the progress of the checkpoint that it resumes from.
-
-        Raises:
-            UnsupportedArgument: when a subclass has brought a training loop of its own.
-        """
-        if self.run.schedule is None:
-            raise UnsupportedArgument(
-                "_inner_training_loop: a copy of transformers' own loop cannot run, since Lightning's loop trains. "
-                "Do what is to come before or after it around super()._inner_training_loop(...), and override "
-                "training_step, get_batch_samples or _maybe_log_save_evaluate for the rest."
-            )
-        return self.run.schedule, self.run.progress
-
-    def init_state(self, max_steps: int, epochs: int, folder: str | None, trial: Any) -> tuple[int, int]:
-        """A fresh state, or the checkpoint's. Returns epochs done, and micro-batches done in the next."""
-        trainer, (schedule, progress) = self.trainer, self._planned()
-        trainer.state = TrainerState(stateful_callbacks=self.context.stateful_callbacks())
-        trainer.state.is_hyper_param_search = trial is not None
-        trainer.state.train_batch_size = self.run.train_batch_size
-        trainer.state.compute_steps(trainer.args, max_steps)
-        first_epoch = position = 0
-        if folder is not None:
-            trainer.state = resume.load_state(folder, trainer.args)
-            trainer._load_callback_state()
-            known = None if progress is None else progress.resume_position(schedule.steps_in_epoch)
-            first_epoch, position = known or position_of(
-                trainer.state.global_step, schedule.steps_in_epoch, self.context.engine.accumulation_at
-            )
-            position = 0 if trainer.args.ignore_data_skip else position
-        if trainer.args.auto_find_batch_size:
-            trainer.state.train_batch_size = self.run.train_batch_size
-        trainer.state.init_training_references(trainer, max_steps, epochs, trial)
-        return first_epoch, position
-
-    def _steps_between_logs(self, schedule: TrainingSchedule) -> int:
-        """Optimizer steps after which Lightning's callbacks log: as often as the Trainer itself."""
-        trainer = self.trainer
-        if trainer.args.logging_strategy == IntervalStrategy.EPOCH:
-            return schedule.num_update_steps_per_epoch
-        if trainer.args.logging_strategy == IntervalStrategy.NO:
-            return sys.maxsize
-        return max(1, int(trainer.state.logging_steps))
-
-    def _log_plan(self, schedule: TrainingSchedule) -> None:
-        """Log the sizes of the run."""
-        sizes = {
-            "Number of examples": schedule.num_examples,
-            "Epochs": schedule.num_train_epochs,
-            "Optimizer steps per epoch": schedule.num_update_steps_per_epoch,
-            "Batch size of a device": self.run.train_batch_size,
-            "Batch size of an optimizer step, over all devices": schedule.total_train_batch_size,
-            "Gradient accumulation steps": self.context.engine.accumulation_at(0),
-            "Optimizer steps": schedule.max_steps,
-            "Trainable parameters": self.trainer.get_num_trainable_parameters(),
-        }
-        log_facts(logger, "Training begins.", sizes)
-
-    def _log_position(self, epochs: int, micro_batches: int) -> None:
-        """Log where a resumed run continues.
-
-        Args:
-            epochs: that are done.
-            micro_batches: of the next epoch that are done.
-        """
-        position = {"Optimizer steps done": self.trainer.state.global_step, "Epochs done": epochs}
-        if not self.trainer.args.ignore_data_skip:
-            position["Batches of the next epoch that are passed over"] = micro_batches
-        log_facts(logger, f"Training resumes from {self.run.resumed_from}.", position)
-
-    def _warn_of_ragged_batches(self, schedule: TrainingSchedule) -> None:
-        """On XLA devices each shape of a batch is compiled by itself, which takes minutes for a large model."""
-        trainer = self.trainer
-        if trainer.args.device.type != "xla" or trainer.args.dataloader_drop_last:
-            return
-        batch = self.run.train_batch_size * trainer.accelerator.processes.data_processes
-        if has_length(trainer.train_dataset) and schedule.num_examples % batch:
-            logger.warning(
-                "%d samples leave a last batch that is smaller than %d: XLA compiles the step for it too. "
-                "dataloader_drop_last=True leaves it out.",
-                schedule.num_examples,
-                batch,
-            )
 
     # ---- The end -----------------------------------------------------------------------------------------------
 

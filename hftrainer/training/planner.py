@@ -1,0 +1,135 @@
+"""How long a run is, and where it starts."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any
+
+from hftrainer.arguments.choices import IntervalStrategy
+from hftrainer.callbacks.state import TrainerState
+from hftrainer.checkpointing import resume
+from hftrainer.checkpointing.progress import RunProgress
+from hftrainer.compat.functions import has_length
+from hftrainer.compat.messages import log_facts
+from hftrainer.compat.overrides import positional_count
+from hftrainer.data.schedule import EarlierSchedule, TrainingSchedule, plan_schedule, position_of, read_schedule
+from hftrainer.errors import UnsupportedArgument
+from hftrainer.training.context import Room
+from hftrainer.training_args import TrainingArguments
+
+logger = logging.getLogger(__name__)
+
+
+class Planner(Room):
+    """Plans a run from its arguments and its training loader."""
+
+    def plan(self, args: TrainingArguments, dataloader: Any) -> TrainingSchedule:
+        """How long the run is, by `set_initial_training_values` with the signature of any release."""
+        trainer = self.trainer
+        size = trainer.get_total_train_batch_size(args)
+        count = positional_count(trainer.set_initial_training_values)
+        takes_size = (
+            not self.context.behaviours.returns_steps_in_epoch if count is None else count > len((args, dataloader))
+        )
+        values = trainer.set_initial_training_values(args, dataloader, *([size] if takes_size else []))
+        return read_schedule(values, args, total_train_batch_size=size)
+
+    def lengths(self, args: TrainingArguments, dataloader: Any, size: int | None) -> TrainingSchedule | EarlierSchedule:
+        """See `Trainer.set_initial_training_values`."""
+        trainer, sized, follows = self.trainer, has_length(dataloader), self.context.behaviours
+        schedule = plan_schedule(
+            args,
+            len(dataloader) * trainer.get_sp_size() if sized else None,
+            trainer.num_examples(dataloader) if sized else None,
+            trainer.get_total_train_batch_size(args) if size is None else size,
+            self.context.engine.accumulation_at,
+            counts_last_window=follows.counts_last_window,
+        )
+        if follows.returns_steps_in_epoch:
+            return schedule
+        return EarlierSchedule.of(schedule, epoch_based=args.max_steps < 0, sized=sized)
+
+    def _planned(self) -> tuple[TrainingSchedule, RunProgress | None]:
+        """The schedule of the run, and the progress of the checkpoint that it resumes from.
+
+        Raises:
+            UnsupportedArgument: when a subclass has brought a training loop of its own.
+        """
+        if self.run.schedule is None:
+            raise UnsupportedArgument(
+                "_inner_training_loop: a copy of transformers' own loop cannot run, since Lightning's loop trains. "
+                "Do what is to come before or after it around super()._inner_training_loop(...), and override "
+                "training_step, get_batch_samples or _maybe_log_save_evaluate for the rest."
+            )
+        return self.run.schedule, self.run.progress
+
+    def init_state(self, max_steps: int, epochs: int, folder: str | None, trial: Any) -> tuple[int, int]:
+        """A fresh state, or the checkpoint's. Returns epochs done, and micro-batches done in the next."""
+        trainer, (schedule, progress) = self.trainer, self._planned()
+        trainer.state = TrainerState(stateful_callbacks=self.context.stateful_callbacks())
+        trainer.state.is_hyper_param_search = trial is not None
+        trainer.state.train_batch_size = self.run.train_batch_size
+        trainer.state.compute_steps(trainer.args, max_steps)
+        first_epoch = position = 0
+        if folder is not None:
+            trainer.state = resume.load_state(folder, trainer.args)
+            trainer._load_callback_state()
+            known = None if progress is None else progress.resume_position(schedule.steps_in_epoch)
+            first_epoch, position = known or position_of(
+                trainer.state.global_step, schedule.steps_in_epoch, self.context.engine.accumulation_at
+            )
+            position = 0 if trainer.args.ignore_data_skip else position
+        if trainer.args.auto_find_batch_size:
+            trainer.state.train_batch_size = self.run.train_batch_size
+        trainer.state.init_training_references(trainer, max_steps, epochs, trial)
+        return first_epoch, position
+
+    def steps_between_logs(self, schedule: TrainingSchedule) -> int:
+        """Optimizer steps after which Lightning's callbacks log: as often as the Trainer itself."""
+        trainer = self.trainer
+        if trainer.args.logging_strategy == IntervalStrategy.EPOCH:
+            return schedule.num_update_steps_per_epoch
+        if trainer.args.logging_strategy == IntervalStrategy.NO:
+            return sys.maxsize
+        return max(1, int(trainer.state.logging_steps))
+
+    def log_plan(self, schedule: TrainingSchedule) -> None:
+        """Log the sizes of the run."""
+        sizes = {
+            "Number of examples": schedule.num_examples,
+            "Epochs": schedule.num_train_epochs,
+            "Optimizer steps per epoch": schedule.num_update_steps_per_epoch,
+            "Batch size of a device": self.run.train_batch_size,
+            "Batch size of an optimizer step, over all devices": schedule.total_train_batch_size,
+            "Gradient accumulation steps": self.context.engine.accumulation_at(0),
+            "Optimizer steps": schedule.max_steps,
+            "Trainable parameters": self.trainer.get_num_trainable_parameters(),
+        }
+        log_facts(logger, "Training begins.", sizes)
+
+    def log_position(self, epochs: int, micro_batches: int) -> None:
+        """Log where a resumed run continues.
+
+        Args:
+            epochs: that are done.
+            micro_batches: of the next epoch that are done.
+        """
+        position = {"Optimizer steps done": self.trainer.state.global_step, "Epochs done": epochs}
+        if not self.trainer.args.ignore_data_skip:
+            position["Batches of the next epoch that are passed over"] = micro_batches
+        log_facts(logger, f"Training resumes from {self.run.resumed_from}.", position)
+
+    def warn_of_ragged_batches(self, schedule: TrainingSchedule) -> None:
+        """On XLA devices each shape of a batch is compiled by itself, which takes minutes for a large model."""
+        trainer = self.trainer
+        if trainer.args.device.type != "xla" or trainer.args.dataloader_drop_last:
+            return
+        batch = self.run.train_batch_size * trainer.accelerator.processes.data_processes
+        if has_length(trainer.train_dataset) and schedule.num_examples % batch:
+            logger.warning(
+                "%d samples leave a last batch that is smaller than %d: XLA compiles the step for it too. "
+                "dataloader_drop_last=True leaves it out.",
+                schedule.num_examples,
+                batch,
+            )
