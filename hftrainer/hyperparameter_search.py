@@ -1,4 +1,4 @@
-"""`Trainer.hyperparameter_search`: THE TABLE of backends, and what a trial changes in the Trainer."""
+"""`Trainer.hyperparameter_search`: the table of search backends, and setting the arguments of a trial."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: The libraries that can search; the first is taken when none is named.
+#: The search libraries. The first is the default.
 ALL_HYPERPARAMETER_SEARCH_BACKENDS: dict[HPSearchBackend, type[SearchBackend]] = {
     HPSearchBackend.OPTUNA: OptunaSearch,
     HPSearchBackend.RAY: RaySearch,
@@ -31,15 +31,18 @@ ALL_HYPERPARAMETER_SEARCH_BACKENDS: dict[HPSearchBackend, type[SearchBackend]] =
 
 
 def find_backend(backend: str | HPSearchBackend | None) -> tuple[HPSearchBackend, SearchBackend]:
-    """The name and a new search of the library that `backend` names.
+    """Find the library that `backend` names.
+
+    Returns:
+        Its name, and a new search with it.
 
     Raises:
-        InvalidArgument: for a name that is not known.
-        UnsupportedArgument: for one whose service has ended.
-        MissingPackage: when it is not installed.
+        InvalidArgument: for an unknown name.
+        UnsupportedArgument: for a library whose service was shut down.
+        MissingPackage: if the library is not installed.
     """
     if backend == HPSearchBackend.SIGOPT:
-        raise UnsupportedArgument("backend='sigopt': SigOpt's service has ended. Use backend='optuna'.")
+        raise UnsupportedArgument("backend='sigopt': SigOpt's service was shut down. Use backend='optuna'.")
     name = HPSearchBackend(backend if backend is not None else next(iter(ALL_HYPERPARAMETER_SEARCH_BACKENDS)))
     kind = ALL_HYPERPARAMETER_SEARCH_BACKENDS[name]
     if not kind.is_available():
@@ -59,14 +62,14 @@ def search(
     hp_name: Any,
     **kwargs: Any,
 ) -> BestRun | list[BestRun]:
-    """See `Trainer.hyperparameter_search`. The arguments are afterwards as they were before."""
+    """See `Trainer.hyperparameter_search`. After the search the training arguments have their values from before it."""
     if kwargs.get("n_jobs", 1) == 1:
         refuse_in_worker()
     name, found = find_backend(backend)
     if trainer.model_init is None:
         raise InvalidSetup(
-            "hyperparameter_search trains a new model in each trial: give Trainer a model_init that makes it, instead "
-            "of a model."
+            "hyperparameter_search trains a new model in each trial: give Trainer a model_init, which creates it, "
+            "instead of a model."
         )
     for option, given in {"hp_space": hp_space, "compute_objective": compute_objective, "hp_name": hp_name}.items():
         if given is not None and not callable(given):
@@ -88,8 +91,8 @@ def search(
 
 
 def set_trial_arguments(trainer: Trainer, trial: Any) -> None:
-    """Give the Trainer's arguments the values of a trial; all others are those from before the search."""
-    if trainer._hftrainer.search is None:  # `train(trial=...)` by itself
+    """Set the training arguments to the values of a trial, and all others to their values from before the search."""
+    if trainer._hftrainer.search is None:  # `train(trial=...)` outside a search
         params = hyperparameters(trial)
     else:
         params = trainer._hftrainer.search.hyperparameters(trainer, trial)

@@ -1,4 +1,4 @@
-"""A Trainer on its way into another process, which makes anew what belongs to a process."""
+"""Pickles a Trainer for another process, which rebuilds the parts that belong to a process."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ class PackedTrainer:
     """A pickled Trainer.
 
     Attributes:
-        pickled: by Ray's cloudpickle, which takes functions and classes of the script along.
-        folder: the working directory that its relative paths are meant in.
+        pickled: the Trainer, pickled by Ray's cloudpickle, which includes functions and classes of the script.
+        folder: the working directory, to which its paths are relative.
     """
 
     pickled: bytes
     folder: str
 
     def unpack(self) -> Trainer:
-        """The Trainer, ready to train in this process, which goes into its folder if that is there."""
+        """Unpickle the Trainer and make it ready to train here. Change to its working directory if that exists."""
         from ray import cloudpickle
 
         trainer: Trainer = cloudpickle.loads(self.pickled)
@@ -40,7 +40,7 @@ class PackedTrainer:
             os.chdir(self.folder)
         for arguments in filter(None, (vars(trainer.args), trainer._hftrainer.searched_arguments)):
             arguments["output_dir"] = os.path.join(self.folder, arguments["output_dir"])
-        follow(trainer._hftrainer.behaviours.release)  # nobody has called install() here
+        follow(trainer._hftrainer.behaviours.release)  # install() was not called in this process
         trainer._hftrainer.setup.set_log_level()
         trainer._hftrainer.setup.follow_arguments()
         copying.rebuild(trainer)
@@ -52,30 +52,30 @@ class PackedTrainer:
 
 
 def pack(trainer: Trainer) -> PackedTrainer:
-    """Pickle a Trainer, which stays as it is.
+    """Pickle a Trainer without changing it.
 
     Raises:
-        InvalidArgument: when something of it cannot be pickled, with its name.
+        InvalidArgument: if an attribute or a callback cannot be pickled, with its name.
     """
     state = copying.state_of(trainer)
     try:
         return PackedTrainer(_pickled(trainer, trainer, state), os.getcwd())
     except Exception as error:
         raise InvalidArgument(
-            f"{_unpicklable(trainer, state)} cannot be sent to the processes in which Ray trains ({error}): make it "
-            "when it is first needed there, for instance in a callback's on_train_begin."
+            f"{_unpicklable(trainer, state)} cannot be pickled for Ray's processes ({error}). Create it there instead, "
+            "for example in a callback's on_train_begin."
         ) from error
 
 
 def _pickled(value: Any, trainer: Trainer, state: dict[str, Any]) -> bytes:
-    """Pickle a value; wherever it refers to the Trainer, that has this state."""
+    """Pickle a value. References to the Trainer in it become references to a Trainer with this state."""
     from ray import cloudpickle
 
     class Pickler(cloudpickle.CloudPickler):
         def reducer_override(self, obj: Any) -> Any:
             if obj is trainer:
                 make = copyreg.__newobj__  # type: ignore[attr-defined]
-                return make, (type(trainer),), state, None, None, copying.take  # rebuilt when it is in its folder
+                return make, (type(trainer),), state, None, None, copying.take  # `unpack` rebuilds the rest
             return super().reducer_override(obj)
 
     file = io.BytesIO()
@@ -84,7 +84,7 @@ def _pickled(value: Any, trainer: Trainer, state: dict[str, Any]) -> bytes:
 
 
 def _unpicklable(trainer: Trainer, state: dict[str, Any]) -> str:
-    """The name of the first thing in a Trainer that cannot be pickled."""
+    """The name of the first callback or attribute that cannot be pickled."""
     for name, value in _parts(trainer, state):
         try:
             _pickled(value, trainer, {})
