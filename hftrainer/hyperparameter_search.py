@@ -31,10 +31,7 @@ ALL_HYPERPARAMETER_SEARCH_BACKENDS: dict[HPSearchBackend, type[SearchBackend]] =
 
 
 def find_backend(backend: str | HPSearchBackend | None) -> tuple[HPSearchBackend, SearchBackend]:
-    """Find the library that `backend` names.
-
-    Returns:
-        Its name, and a new search with it.
+    """The name of a search library, and a new search with it.
 
     Raises:
         InvalidArgument: for an unknown name.

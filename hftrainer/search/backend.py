@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from hftrainer.trainer_utils import BestRun
 
 
+class TrialFailed(Exception):
+    """A trial failed, and the search continues. Without the original traceback, the model can be freed."""
+
+
 class SearchBackend(abc.ABC):
     """One search with one library.
 

@@ -51,6 +51,7 @@ class Jobs:
         timeout: time limit of the search in seconds; None for no limit.
 
     Attributes:
+        is_worker: whether this process is a worker, so that the script has already created the study.
         lost_worker: whether a worker was killed, so that trials may be left.
 
     Raises:
@@ -65,6 +66,7 @@ class Jobs:
         self._folder = os.path.abspath(folder)
         self._workers: dict[int, subprocess.Popen[bytes]] = {}
         self._assignment = json.loads(os.environ.get(WORKER, "null")) if count != 1 else None
+        self.is_worker = self._assignment is not None
         if self._assignment is not None:
             self.count, self._deadline, self._name = (self._assignment[key] for key in ("count", "deadline", "search"))
             return
@@ -76,11 +78,6 @@ class Jobs:
                 f"n_jobs={count} runs the script again, and a notebook or a console has no script. Move the search "
                 "into a file, or leave n_jobs out."
             )
-
-    @property
-    def is_worker(self) -> bool:
-        """Whether this process is a worker, so that the script has already created the study."""
-        return self._assignment is not None
 
     @property
     def is_finished(self) -> bool:

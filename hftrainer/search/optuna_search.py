@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import math
@@ -10,7 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from hftrainer.errors import InvalidArgument, SearchFailed, UnsupportedArgument
 from hftrainer.parallel.process_identity import this_process
-from hftrainer.search.backend import SearchBackend, check_keywords, check_limits, no_trial_message, parse_directions
+from hftrainer.search.backend import (
+    SearchBackend,
+    TrialFailed,
+    check_keywords,
+    check_limits,
+    no_trial_message,
+    parse_directions,
+)
 from hftrainer.search.jobs import Jobs
 from hftrainer.search.shared_trial import SharedTrial
 from hftrainer.search.studies import FAILED, INTERRUPTED, OWNER, TrialCount, enqueue_retry, open_storage
@@ -26,10 +34,6 @@ logger = logging.getLogger(__name__)
 
 #: Keywords that go to `Study.optimize`. All others go to `optuna.create_study`.
 _OPTIMIZE_KEYWORDS = ("timeout", "n_jobs", "catch", "callbacks", "gc_after_trial", "show_progress_bar")
-
-
-class _TrialFailed(Exception):
-    """A trial failed, and the search continues."""
 
 
 class OptunaSearch(SearchBackend):
@@ -131,7 +135,7 @@ class OptunaSearch(SearchBackend):
 
     def _run_trials(self, trainer: Trainer, count: TrialCount, options: dict[str, Any]) -> None:
         catch = options.pop("catch", ())
-        options["catch"] = (_TrialFailed, *(catch if isinstance(catch, Iterable) else (catch,)))
+        options["catch"] = (TrialFailed, *(catch if isinstance(catch, Iterable) else (catch,)))
         with self._jobs.running(count.remaining()):
             self._optimize(trainer, count, options)
         if self._jobs.lost_worker and not self._jobs.is_stopped(self.study):  # train the trials of killed workers
@@ -171,7 +175,7 @@ class OptunaSearch(SearchBackend):
         if count.is_surplus(trial.number):
             reason = "other processes started the last trials at the same time"
             trial.set_user_attr(INTERRUPTED, reason)
-            raise _TrialFailed(reason)
+            raise TrialFailed(reason)
         try:
             objective, error = self._train(trainer, trial)
         finally:
@@ -181,12 +185,7 @@ class OptunaSearch(SearchBackend):
         return objective
 
     def _train(self, trainer: Trainer, trial: Any) -> tuple[Any, Exception | None]:
-        """Train a trial.
-
-        Returns:
-            The objective, or an exception that ends the trial. It is a new one, since a traceback would keep the model
-            in memory.
-        """
+        """Train a trial, and return its objective or a new exception, whose traceback does not keep the model."""
         import optuna
 
         several, shared = trainer.args.world_size > 1, trial
@@ -206,7 +205,7 @@ class OptunaSearch(SearchBackend):
             trial.set_user_attr(FAILED, reason)
             if several or not is_out_of_memory(error):  # the other processes may be anywhere in the trial
                 raise
-            return None, _TrialFailed(reason)
+            return None, TrialFailed(reason)
         values = objective if isinstance(objective, Sequence) else [objective]
         if any(math.isnan(float(value)) for value in values):
             trial.set_user_attr(FAILED, f"compute_objective returned {objective}")
@@ -225,9 +224,8 @@ class OptunaSearch(SearchBackend):
         import optuna
 
         try:
-            self.objective(trainer, trial)
-        except optuna.TrialPruned:
-            return
+            with contextlib.suppress(optuna.TrialPruned):
+                self.objective(trainer, trial)
         finally:
             trainer._hftrainer.run.release_trial()
 

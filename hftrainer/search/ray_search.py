@@ -253,12 +253,7 @@ def _scope(args: Any) -> str:
 
 
 def _check_resume(kwargs: Mapping[str, Any]) -> None:
-    """Check that Ray can resume a search. From a truncated state it would silently start a new one.
-
-    Raises:
-        InvalidArgument: if the search has no name.
-        DamagedCheckpoint: if the newest state on this machine is truncated, with its path.
-    """
+    """Check that Ray can resume a search. If its state on this machine is truncated, Ray would start a new one."""
     if not kwargs.get("name"):
         raise InvalidArgument(f"resume={kwargs['resume']!r} needs the name of the search to resume.")
     folder = Path(kwargs.get("storage_path") or "~/ray_results", kwargs["name"]).expanduser()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import math
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from hftrainer.errors import InvalidArgument, SearchFailed, UnsupportedArgument
 from hftrainer.reporting.tracker_callbacks import WandbCallback
-from hftrainer.search.backend import SearchBackend, check_keywords, no_trial_message, parse_directions
+from hftrainer.search.backend import SearchBackend, TrialFailed, check_keywords, no_trial_message, parse_directions
 from hftrainer.search.trial_arguments import check_names, model_takes_trial
 from hftrainer.trainer_utils import BestRun, default_hp_space_wandb
 
@@ -22,10 +23,6 @@ logger = logging.getLogger(__name__)
 
 #: With this value of `metric`, the number that `compute_objective` returns is logged, and the sweep compares it.
 OBJECTIVE = "objective"
-
-
-class _TrialFailed(Exception):
-    """Tells W&B's agent that a run failed. It has no traceback, which would keep the model in memory."""
 
 
 class WandbSearch(SearchBackend):
@@ -68,25 +65,14 @@ class WandbSearch(SearchBackend):
         self.directions = parse_directions(direction)
         check_keywords("W&B", kwargs, list(inspect.signature(_options).parameters), {})
         options = _options(**kwargs)
-        self.metric = options["metric"]
-        if len(self.directions) > 1:
-            raise UnsupportedArgument(f"direction={direction!r}: a sweep has one objective; use backend='optuna'.")
-        if trainer.args.world_size > 1:
-            raise UnsupportedArgument(
-                "backend='wandb' trains each run in one process: start the script once for each device, with the "
-                "sweep_id of the first; or use backend='optuna', with which several processes share a trial."
-            )
-        sweep, place = options["sweep_id"], {name: options[name] for name in ("project", "entity")}
+        self.metric, max_failed = options["metric"], options["max_consecutive_failed_runs"]
+        self._check(trainer)
+        sweep, project = options["sweep_id"], {name: options[name] for name in ("project", "entity")}
         if sweep is None:
-            sweep = wandb.sweep(self._space(trainer, options["name"]), **place)
+            sweep = wandb.sweep(self._space(trainer, options["name"]), **project)
         with _reporting(trainer):
-            wandb.agent(
-                sweep,
-                function=lambda: self._train(trainer),
-                count=n_trials,
-                max_consecutive_failed_runs=options["max_consecutive_failed_runs"],
-                **place,
-            )
+            train = functools.partial(self._train, trainer)
+            wandb.agent(sweep, train, count=n_trials, max_consecutive_failed_runs=max_failed, **project)
         return self._best(sweep)
 
     def hyperparameters(self, trainer: Trainer, trial: Any) -> Any:
@@ -106,6 +92,15 @@ class WandbSearch(SearchBackend):
             import wandb
 
             wandb.log({OBJECTIVE: objective, "train/global_step": step})
+
+    def _check(self, trainer: Trainer) -> None:
+        if len(self.directions) > 1:
+            raise UnsupportedArgument(f"direction={self.directions}: a sweep has one objective; use backend='optuna'.")
+        if trainer.args.world_size > 1:
+            raise UnsupportedArgument(
+                "backend='wandb' trains each run in one process: start the script once for each device, with the "
+                "sweep_id of the first; or use backend='optuna', with which several processes share a trial."
+            )
 
     def _space(self, trainer: Trainer, name: str | None) -> dict[str, Any]:
         """The configuration of the sweep, from `hp_space`."""
@@ -136,7 +131,7 @@ class WandbSearch(SearchBackend):
             trainer._hftrainer.run.release_trial()
         if reason is not None:
             self.failed.append(reason)
-            raise _TrialFailed(reason)
+            raise TrialFailed(reason)
         if self.metric not in dict(run.summary):
             logger.warning(
                 "metric=%r is not among the logged metrics (%s), so W&B cannot compare runs by it.",

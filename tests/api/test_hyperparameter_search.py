@@ -57,7 +57,7 @@ REFUSED = {
     "seconds as text": ({"timeout": "10"}, InvalidArgument, "timeout='10': give a number of seconds"),
     "a callback alone": ({"callbacks": print}, InvalidArgument, "callbacks=.*: give a list of functions"),
     "no exceptions": ({"catch": "x"}, InvalidArgument, "catch='x': give exception classes"),
-    "no database": ({"storage": "search.db"}, InvalidArgument, r"storage='search\.db' is not a database URL.*sqlite:///"),
+    "no database": ({"storage": "search.db"}, InvalidArgument, r"storage='search\.db' is not a database URL"),
     "no truth": (
         {"hp_space": lambda trial: {"dataloader_drop_last": "maybe"}},
         InvalidArgument,
@@ -120,7 +120,7 @@ def test_optuna_is_missing(tmp_path, monkeypatch):
 def test_a_study_that_exists(tmp_path):
     keywords = {"hp_space": rates, "n_trials": 1, "storage": f"sqlite:///{tmp_path}/a.db", "study_name": "a"}
     make_trainer(tmp_path).hyperparameter_search(**keywords)
-    with pytest.raises(InvalidArgument, match="study_name='a' is in the storage already: continue it with load_if_exists=True"):
+    with pytest.raises(InvalidArgument, match="study_name='a' is in the storage already: continue it with load_if"):
         make_trainer(tmp_path).hyperparameter_search(**keywords)
     for direction in ("maximize", ["minimize", "minimize"]):
         with pytest.raises(InvalidArgument, match=r"the study 'a' in the storage has \['minimize'\]"):
@@ -374,7 +374,7 @@ def test_time_and_callbacks_end_it(tmp_path):
     assert seen == [0]
 
 
-@pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
+@pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning", "ignore:Heartbeat of storage")
 @pytest.mark.parametrize("kind", ["database", "journal"])
 def test_optuna_alone_does_not_notice_a_killed_process_at_once(tmp_path, kind):
     """Its heartbeat waits for a period of grace, and a journal has no heartbeat."""

@@ -137,14 +137,14 @@ REFUSED = {
     "direction": ({"direction": "down"}, InvalidArgument, "direction='down': give 'minimize' or 'maximize'"),
     "keyword": ({"sweepid": "x"}, UnknownArgument, "has no argument 'sweepid'; did you mean 'sweep_id'"),
     "far keyword": ({"zebra": "x"}, UnknownArgument, "hyperparameter_search with W&B has no argument 'zebra'$"),
-    "no space": ({"hp_space": lambda _: {"learning_rate": 1}}, InvalidArgument, "must return the configuration of the sweep"),
+    "no space": ({"hp_space": lambda _: {"learning_rate": 1}}, InvalidArgument, "must return the configuration"),
     "a space for Optuna": (
         {"hp_space": lambda trial: {"seed": trial.suggest_int("seed", 1, 2)}},
         InvalidArgument,
         "hp_space uses its trial as with Optuna .*, but backend='wandb' calls it with None",
     ),
     "misspelled": ({"hp_space": space(learning_rat=[1])}, UnknownArgument, "did you mean 'learning_rate'"),
-    "fixed": ({"hp_space": space(report_to=["none"])}, InvalidArgument, "report_to: read only when the Trainer is created"),
+    "fixed": ({"hp_space": space(report_to=["none"])}, InvalidArgument, "report_to: read only when"),
 }
 
 

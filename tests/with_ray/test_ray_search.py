@@ -306,7 +306,9 @@ REFUSED = {
     "no dict": refused(InvalidArgument, "hp_space returned None", hp_space=lambda trial: None),
     "objectives": refused(UnsupportedArgument, "one objective; use backend='optuna'", direction=["minimize"] * 2),
     "direction": refused(InvalidArgument, "direction='down': give 'minimize' or 'maximize'", direction="down"),
-    "no end": refused(InvalidArgument, "n_trials=None: the search would never end. .* or time_budget_s in seconds", n_trials=None),
+    "no end": refused(
+        InvalidArgument, "n_trials=None: the search would never end. .* or time_budget_s in seconds", n_trials=None
+    ),
     "no trials": refused(InvalidArgument, "n_trials=0", n_trials=0),
     "scope": refused(InvalidArgument, "ray_scope='best': give one of 'last', 'all'", {"ray_scope": "best"}),
     "no name": refused(InvalidArgument, "resume='AUTO' needs the name", resume="AUTO"),
