@@ -110,7 +110,7 @@ class SearchBackend(abc.ABC):
         return values[0] if len(self.directions) == 1 else objective
 
 
-def parse_directions(direction: Any) -> list[str]:
+def read_directions(direction: Any) -> list[str]:
     """The directions as a list of 'minimize' and 'maximize'.
 
     Raises:

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 WORKER = "HFTRAINER_SEARCH_WORKER"
 #: Exit status of a worker whose search has ended. A script that never reaches the search exits with 0.
 _SEARCH_DONE = 64
-#: User attribute of a study: the last search that a callback stopped.
+#: User attribute of a study: the last search that was stopped before it had all trials.
 _STOPPED = "stopped"
 #: When the search is interrupted, a worker has this long to write a checkpoint and exit.
 _SECONDS_TO_EXIT = 30.0
@@ -96,9 +96,7 @@ class Jobs:
         """
         if self.count == 1:
             return options
-        file = name = None
-        if self._assignment is not None:
-            file, name = self._assignment["searches"][len(_searches)]
+        file, name = self._assignment["searches"][len(_searches)] if self._assignment is not None else (None, None)
         if options.get("storage") is None:
             file = file or os.path.join(self._folder, "search.journal")
             options = {**options, "storage": _journal(file)}
@@ -168,11 +166,12 @@ class Jobs:
                 logger.warning("%s exited before it reached the search. %s", name, log)
 
     def stop(self, study: Study) -> None:
-        """Tell the other processes that a callback has stopped the search."""
-        study.set_user_attr(_STOPPED, self._name)
+        """Tell the other processes to stop, since a callback has stopped the search or the time is up."""
+        if self.count > 1:
+            study.set_user_attr(_STOPPED, self._name)
 
     def is_stopped(self, study: Study) -> bool:
-        """Whether a callback has stopped the search in any process."""
+        """Whether any process has stopped the search."""
         return self.count > 1 and study.user_attrs.get(_STOPPED) == self._name
 
     def _last_line(self, number: int) -> str:

@@ -17,7 +17,7 @@ from hftrainer.search.backend import (
     check_keywords,
     check_limits,
     no_trial_message,
-    parse_directions,
+    read_directions,
 )
 from hftrainer.search.jobs import Jobs
 from hftrainer.search.shared_trial import SharedTrial
@@ -58,7 +58,7 @@ class OptunaSearch(SearchBackend):
             SearchFailed: if no trial was completed.
         """
         several = trainer.args.world_size > 1
-        self.directions = parse_directions(direction)
+        self.directions = read_directions(direction)
         options = {name: kwargs.pop(name) for name in _OPTIMIZE_KEYWORDS if name in kwargs}
         _check(n_trials, options, kwargs, several)
         self._jobs = Jobs(options.pop("n_jobs", 1), str(trainer.args.output_dir), options.pop("timeout", None))
@@ -160,15 +160,10 @@ class OptunaSearch(SearchBackend):
             started = 0
             self.study.optimize(run_trial, n_trials=remaining, timeout=self._jobs.seconds_left(), **options)
             if remaining is None or started < remaining:
-                self._announce_stop(count)
+                if count.remaining() != 0:  # a callback stopped the study, or the time is up
+                    self._jobs.stop(self.study)
                 return
             # Trials may remain, if another process was killed.
-
-    def _announce_stop(self, count: TrialCount) -> None:
-        """Tell the other processes if a callback stopped the search, and not the time or the number of trials."""
-        seconds = self._jobs.seconds_left()
-        if self._jobs.count > 1 and count.remaining() != 0 and (seconds is None or seconds > 0):
-            self._jobs.stop(self.study)
 
     def _run_trial(self, trainer: Trainer, count: TrialCount, trial: Any) -> Any:
         trial.set_user_attr(OWNER, this_process())

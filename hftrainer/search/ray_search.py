@@ -24,7 +24,7 @@ from hftrainer.errors import (
     UnknownArgument,
     UnsupportedArgument,
 )
-from hftrainer.search.backend import SearchBackend, check_keywords, check_limits, no_trial_message, parse_directions
+from hftrainer.search.backend import SearchBackend, check_keywords, check_limits, no_trial_message, read_directions
 from hftrainer.search.packing import PackedTrainer, pack
 from hftrainer.search.trial_arguments import check_names, model_takes_trial
 from hftrainer.trainer_utils import BestRun, default_hp_space_ray
@@ -61,7 +61,7 @@ class RaySearch(SearchBackend):
         """Whether Ray is installed with the dependencies of Tune."""
         return all(importlib.util.find_spec(module) is not None for module in ("ray", "pandas", "pyarrow"))
 
-    # ---- In the process of the search -----------------------------------------------------------------------------
+    # ---- In the process of the search --------------------------------------------------------------------------
 
     def run(self, trainer: Trainer, n_trials: int | None, direction: Any, **kwargs: Any) -> BestRun:
         """Train `n_trials` trials, and return the best one.
@@ -75,7 +75,7 @@ class RaySearch(SearchBackend):
         """
         from ray import tune
 
-        self.directions = parse_directions(direction)
+        self.directions = read_directions(direction)
         scope = _scope(trainer.args)
         space = self.space(trainer)
         check_names(trainer.args, space, for_model_too=model_takes_trial(trainer.model_init))
@@ -144,10 +144,8 @@ class RaySearch(SearchBackend):
             if trial.status != "ERROR" and math.isfinite(score):
                 scores.append((score, trial))
         if not scores:
-            reasons = [_reason(trial) for trial in analysis.trials]
-            raise SearchFailed(
-                no_trial_message([trial.status.lower() for trial in analysis.trials], filter(None, reasons))
-            )
+            states = [trial.status.lower() for trial in analysis.trials]
+            raise SearchFailed(no_trial_message(states, filter(None, map(_reason, analysis.trials))))
         if unfinished := sum(trial.status not in ("TERMINATED", "ERROR") for trial in analysis.trials):
             logger.warning(
                 "The search was stopped, and %d of its trials are not finished. resume=True with the same name and "

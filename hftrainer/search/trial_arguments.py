@@ -123,17 +123,15 @@ def _parse_bool(name: str, value: Any) -> bool:
     return bools[text]
 
 
-def _cast(name: str, value: Any, before: Any, annotation: str) -> Any:
+def _cast(name: str, value: Any, current: Any, annotation: str) -> Any:
     """Cast a value to the type of the current one, as transformers does, but keep a float where a float is allowed."""
-    if before is None or value is None or isinstance(value, Mapping):
+    if current is None or value is None or isinstance(value, Mapping):
         return value
-    if type(before) is bool:
+    if type(current) is bool:
         return _parse_bool(name, value)
-    if type(before) is int and isinstance(value, float) and "float" in annotation:  # warmup_steps=0.1 is a ratio
+    if type(current) is int and isinstance(value, float) and "float" in annotation:  # warmup_steps=0.1 is a ratio
         return value
     try:
-        return type(before)(value)
+        return type(current)(value)
     except (TypeError, ValueError) as error:
-        raise InvalidArgument(
-            f"hp_space: {name}={value!r} cannot be cast to {type(before).__name__}: {error}"
-        ) from None
+        raise InvalidArgument(f"hp_space: {name}={value!r} is not of type {type(current).__name__}: {error}") from None

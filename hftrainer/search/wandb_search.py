@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from hftrainer.errors import InvalidArgument, SearchFailed, UnsupportedArgument
 from hftrainer.reporting.tracker_callbacks import WandbCallback
-from hftrainer.search.backend import SearchBackend, TrialFailed, check_keywords, no_trial_message, parse_directions
+from hftrainer.search.backend import SearchBackend, TrialFailed, check_keywords, no_trial_message, read_directions
 from hftrainer.search.trial_arguments import check_names, model_takes_trial
 from hftrainer.trainer_utils import BestRun, default_hp_space_wandb
 
@@ -62,7 +62,7 @@ class WandbSearch(SearchBackend):
         """
         import wandb
 
-        self.directions = parse_directions(direction)
+        self.directions = read_directions(direction)
         check_keywords("W&B", kwargs, list(inspect.signature(_options).parameters), {})
         options = _options(**kwargs)
         self.metric, max_failed = options["metric"], options["max_consecutive_failed_runs"]

@@ -82,7 +82,7 @@ REFUSED = {
     "no number": (
         {"hp_space": lambda trial: {"num_train_epochs": "many"}},
         InvalidArgument,
-        "num_train_epochs='many' cannot be cast to float",
+        "num_train_epochs='many' is not of type float",
     ),
     "out of range": (
         {"hp_space": lambda trial: {"gradient_accumulation_steps": 0}},
