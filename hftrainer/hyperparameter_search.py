@@ -1,28 +1,25 @@
-"""`Trainer.hyperparameter_search`: THE TABLE of backends, and what a trial changes in the Trainer."""
+"""`Trainer.hyperparameter_search`: the table of search backends, and setting the arguments of a trial."""
 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hftrainer.arguments.choices import HPSearchBackend
 from hftrainer.arguments.trials import hyperparameters
 from hftrainer.compat.overrides import refuse_uncalled
 from hftrainer.errors import InvalidArgument, InvalidSetup, MissingPackage, UnsupportedArgument
 from hftrainer.parallel.worker import refuse_in_worker
-from hftrainer.search.backend import SearchBackend
+from hftrainer.search.backend import SearchBackend, SearchContext
 from hftrainer.search.optuna_search import OptunaSearch
 from hftrainer.search.ray_search import RaySearch
 from hftrainer.search.trial_arguments import model_takes_trial, set_arguments
 from hftrainer.search.wandb_search import WandbSearch
 from hftrainer.trainer_utils import BestRun, default_compute_objective
 
-if TYPE_CHECKING:
-    from hftrainer.training.trainer_api import TrainerApi
-
 logger = logging.getLogger(__name__)
 
-#: The libraries that can search; the first is taken when none is named.
+#: The search libraries. The first is the default.
 ALL_HYPERPARAMETER_SEARCH_BACKENDS: dict[HPSearchBackend, type[SearchBackend]] = {
     HPSearchBackend.OPTUNA: OptunaSearch,
     HPSearchBackend.RAY: RaySearch,
@@ -30,27 +27,29 @@ ALL_HYPERPARAMETER_SEARCH_BACKENDS: dict[HPSearchBackend, type[SearchBackend]] =
 }
 
 
-def find_backend(backend: str | HPSearchBackend | None) -> tuple[HPSearchBackend, SearchBackend]:
-    """The name and a new search of the library that `backend` names.
+def find_backend(
+    backend: str | HPSearchBackend | None, context: SearchContext
+) -> tuple[HPSearchBackend, SearchBackend]:
+    """The name of a search library, and a new search with it.
 
     Raises:
-        InvalidArgument: for a name that is not known.
-        UnsupportedArgument: for one whose service has ended.
-        MissingPackage: when it is not installed.
+        InvalidArgument: for an unknown name.
+        UnsupportedArgument: for a library whose service was shut down.
+        MissingPackage: if the library is not installed.
     """
     if backend == HPSearchBackend.SIGOPT:
-        raise UnsupportedArgument("backend='sigopt': SigOpt's service has ended. Use backend='optuna'.")
+        raise UnsupportedArgument("backend='sigopt': SigOpt's service was shut down. Use backend='optuna'.")
     name = HPSearchBackend(backend if backend is not None else next(iter(ALL_HYPERPARAMETER_SEARCH_BACKENDS)))
     kind = ALL_HYPERPARAMETER_SEARCH_BACKENDS[name]
     if not kind.is_available():
         raise MissingPackage(
             f"backend={name.value!r} needs a package that is not installed: pip install {kind.install}"
         )
-    return name, kind()
+    return name, kind(context)
 
 
 def search(
-    trainer: TrainerApi,
+    context: SearchContext,
     hp_space: Any,
     compute_objective: Any,
     n_trials: int | None,
@@ -59,14 +58,15 @@ def search(
     hp_name: Any,
     **kwargs: Any,
 ) -> BestRun | list[BestRun]:
-    """See `Trainer.hyperparameter_search`. The arguments are afterwards as they were before."""
+    """See `Trainer.hyperparameter_search`. After the search the training arguments have their values from before it."""
     if kwargs.get("n_jobs", 1) == 1:
         refuse_in_worker()
-    name, found = find_backend(backend)
+    trainer = context.trainer
+    name, found = find_backend(backend, context)
     if trainer.model_init is None:
         raise InvalidSetup(
-            "hyperparameter_search trains a new model in each trial: give Trainer a model_init that makes it, instead "
-            "of a model."
+            "hyperparameter_search trains a new model in each trial: give Trainer a model_init, which creates it, "
+            "instead of a model."
         )
     for option, given in {"hp_space": hp_space, "compute_objective": compute_objective, "hp_name": hp_name}.items():
         if given is not None and not callable(given):
@@ -76,30 +76,31 @@ def search(
     trainer.hp_space = hp_space if hp_space is not None else found.default_hp_space
     trainer.compute_objective = compute_objective if compute_objective is not None else default_compute_objective
     trainer.hp_name = hp_name
-    trainer.hp_search_backend, trainer._hftrainer.search = name, found
-    trainer._hftrainer.searched_arguments = dict(vars(trainer.args))
+    trainer.hp_search_backend, context.search = name, found
+    context.searched_arguments = dict(vars(trainer.args))
     try:
         return found.run(trainer, n_trials, direction, **kwargs)
     finally:
-        trainer.hp_search_backend = trainer._hftrainer.search = None
-        _restore_arguments(trainer)
-        trainer._hftrainer.searched_arguments = None
-        trainer._hftrainer.args_have_changed = True
+        trainer.hp_search_backend = context.search = None
+        _restore_arguments(context)
+        context.searched_arguments = None
+        context.args_have_changed = True
 
 
-def set_trial_arguments(trainer: TrainerApi, trial: Any) -> None:
-    """Give the Trainer's arguments the values of a trial; all others are those from before the search."""
-    if trainer._hftrainer.search is None:  # `train(trial=...)` by itself
+def set_trial_arguments(context: SearchContext, trial: Any) -> None:
+    """Set the training arguments to the values of a trial, and all others to their values from before the search."""
+    trainer = context.trainer
+    if context.search is None:  # `train(trial=...)` outside a search
         params = hyperparameters(trial)
     else:
-        params = trainer._hftrainer.search.hyperparameters(trainer, trial)
-        _restore_arguments(trainer)
+        params = context.search.hyperparameters(trainer, trial)
+        _restore_arguments(context)
     set_arguments(trainer.args, params, for_model_too=model_takes_trial(trainer.model_init))
     logger.info("Trial: %s", dict(params))
 
 
-def _restore_arguments(trainer: TrainerApi) -> None:
-    before = trainer._hftrainer.searched_arguments
+def _restore_arguments(context: SearchContext) -> None:
+    before = context.searched_arguments
     assert before is not None
-    vars(trainer.args).clear()
-    vars(trainer.args).update(before)
+    vars(context.trainer.args).clear()
+    vars(context.trainer.args).update(before)

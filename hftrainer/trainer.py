@@ -19,7 +19,6 @@ from hftrainer import hyperparameter_search, integrations, trainer_optimizer
 from hftrainer.arguments import behaviours
 from hftrainer.arguments.choices import HPSearchBackend
 from hftrainer.arguments.older import complete
-from hftrainer.assembly import copying
 from hftrainer.assembly.internals import Internals
 from hftrainer.callbacks.progress import ProgressCallback
 from hftrainer.callbacks.state import TrainerState
@@ -215,11 +214,11 @@ class Trainer:
         self._memory_tracker.stop_and_update_metrics()
 
     def __getstate__(self) -> dict[str, Any]:
-        return copying.state_of(self)
+        return self._hftrainer.state_of_trainer()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        copying.take(self, state)
-        copying.rebuild(self)
+        vars(self).update(state)
+        self._hftrainer.rebuild()
 
     # ---- Construction ------------------------------------------------------------------------------------------
 
@@ -1142,7 +1141,7 @@ class Trainer:
         """
         try:
             return hyperparameter_search.search(
-                self, hp_space, compute_objective, n_trials, direction, backend, hp_name, **kwargs
+                self._hftrainer, hp_space, compute_objective, n_trials, direction, backend, hp_name, **kwargs
             )
         finally:
             self._finish_current_push()
@@ -1151,7 +1150,7 @@ class Trainer:
         """Take over the arguments of a trial, and build anew what follows from arguments."""
         self._trial = trial
         if trial is not None:
-            hyperparameter_search.set_trial_arguments(self, trial)
+            hyperparameter_search.set_trial_arguments(self._hftrainer, trial)
         elif not self._hftrainer.args_have_changed:
             return
         self._hftrainer.setup.begin_again()

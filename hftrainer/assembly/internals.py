@@ -11,6 +11,7 @@ from typing import Any
 from hftrainer.assembly.construction import TrainerSetup
 from hftrainer.engine import adapter
 from hftrainer.evaluation.runner import EvaluationRunner
+from hftrainer.reporting.memory import TrainerMemoryTracker
 from hftrainer.reporting.tracker_callbacks import TrackerCallback, reporting_callbacks
 from hftrainer.training.context import TrainerContext
 from hftrainer.training.loader_factory import LoaderFactory
@@ -26,6 +27,9 @@ from hftrainer.training.trainer_api import TrainerApi
 
 #: What belongs to a process: another process makes its own.
 _OF_THE_PROCESS = ("resolved", "engine", "checkpoint_writer", "states", "preparation", "uploads", "hp_study")
+
+#: Attributes of the Trainer itself of which the same is true.
+_OF_THE_TRAINERS_PROCESS = ("accelerator", "gather_function", "_memory_tracker", "deepspeed", "push_in_progress")
 
 
 class Internals(TrainerContext):
@@ -47,18 +51,10 @@ class Internals(TrainerContext):
         log_save_evaluate: does what is due at the end of a step.
         evaluation: runs a pass over an evaluation or test set.
         publisher: uploads to the Hub.
-        lightning_callbacks: Lightning's callbacks, in the order given.
-        hp_study: the study of the last search, if its backend has such.
-        searched_arguments: the arguments as they were before that search.
-        args_have_changed: whether the engine has to be built again before the next run.
     """
 
     def __init__(self, trainer: TrainerApi, optimizers: tuple[Any, Any]) -> None:
         super().__init__(trainer, optimizers)
-        self.lightning_callbacks: list[Any] = []
-        self.hp_study: Any = None
-        self.searched_arguments: dict[str, Any] | None = None
-        self.args_have_changed = False
         self._log_folder: Any = None
         self.settings = Settings(self)
         self.model_setup = ModelSetup(self)
@@ -76,6 +72,19 @@ class Internals(TrainerContext):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), **dict.fromkeys(_OF_THE_PROCESS)}
+
+    def state_of_trainer(self) -> dict[str, Any]:
+        """What a copy of the Trainer keeps, by `copy.deepcopy` or by pickling; `rebuild` makes the rest."""
+        return {**vars(self.trainer), **dict.fromkeys(_OF_THE_TRAINERS_PROCESS), "_eval_dataloaders": {}}
+
+    def rebuild(self) -> None:
+        """Make what a copy of a Trainer has of its own: an engine, an accelerator, and uploads."""
+        trainer = self.trainer
+        trainer._memory_tracker = TrainerMemoryTracker(trainer.args.skip_memory_metrics)
+        self.setup.resolve_arguments()
+        trainer.create_accelerator_and_postprocess()
+        if trainer.args.push_to_hub:
+            trainer.accelerator.processes.from_main(trainer.init_hf_repo)
 
     def loggers(self) -> list[Any]:
         """The Lightning loggers that this process writes to; this opens their runs."""

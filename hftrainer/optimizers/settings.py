@@ -11,18 +11,18 @@ from hftrainer.optimization import follows_metric
 
 logger = logging.getLogger(__name__)
 
-#: Settings of an optimizer's parameter groups that arguments decide; with a schedule `lr` follows from `initial_lr`.
-_OF_ARGUMENTS = ("initial_lr", "weight_decay", "betas", "eps")
+#: Settings of an optimizer's parameter groups that come from the arguments. A schedule computes `lr` from `initial_lr`.
+_GROUP_SETTINGS = ("initial_lr", "weight_decay", "betas", "eps")
 
 
 @contextlib.contextmanager
 def keeping_settings(optimizer: Any, scheduler: Any) -> Iterator[None]:
-    """Load the states of a checkpoint in the block, but not the settings that came from its run's arguments.
+    """Keep the settings from this trial's arguments while the block loads the states of a checkpoint.
 
-    A trial that goes on from another one's checkpoint has arguments of its own. The learning rate becomes what it would
-    be at this step of the schedule; one that follows a metric keeps its rate, which is said.
+    The checkpoint may be another trial's, whose arguments differ. The learning rate becomes the schedule's rate at the
+    checkpoint's step. A schedule that follows a metric keeps the checkpoint's rate, with a warning.
     """
-    own = [{name: group[name] for name in _OF_ARGUMENTS if name in group} for group in optimizer.param_groups]
+    own = [{name: group[name] for name in _GROUP_SETTINGS if name in group} for group in optimizer.param_groups]
     rate = optimizer.param_groups[0]["lr"]
     yield
     for group, settings in zip(optimizer.param_groups, own, strict=False):
@@ -32,7 +32,10 @@ def keeping_settings(optimizer: Any, scheduler: Any) -> Iterator[None]:
             group["lr"] *= group["initial_lr"] / loaded
     if follows_metric(scheduler) and (kept := optimizer.param_groups[0]["lr"]) != rate:
         logger.warning(
-            "%s goes on with the checkpoint's learning rate, %g, not with %g.", type(scheduler).__name__, kept, rate
+            "%s keeps the checkpoint's learning rate %g instead of the trial's %g.",
+            type(scheduler).__name__,
+            kept,
+            rate,
         )
     if hasattr(scheduler, "base_lrs"):
         scheduler.base_lrs = [group["initial_lr"] for group in optimizer.param_groups]

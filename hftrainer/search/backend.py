@@ -1,4 +1,4 @@
-"""What a search needs of the library that chooses the hyperparameters."""
+"""The interface of a search library."""
 
 from __future__ import annotations
 
@@ -7,27 +7,67 @@ import difflib
 import importlib.util
 import numbers
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from hftrainer.errors import InvalidArgument, UnknownArgument
 
 if TYPE_CHECKING:
+    from hftrainer.arguments.behaviours import Behaviours
+    from hftrainer.checkpointing.writer import CheckpointWriter
     from hftrainer.trainer_utils import BestRun
+    from hftrainer.training.run import Run
+    from hftrainer.training.runner import TrainingRunner
+    from hftrainer.training.saver import CheckpointSaver
+    from hftrainer.training.settings import Settings
     from hftrainer.training.trainer_api import TrainerApi
+
+
+class SearchContext(Protocol):
+    """What a search needs of the rooms of a Trainer; see `training.context.TrainerContext`."""
+
+    trainer: TrainerApi
+    behaviours: Behaviours
+    run: Run
+    checkpoint_writer: CheckpointWriter
+    lightning_callbacks: list[Any]
+    search: Any
+    hp_study: Any
+    searched_arguments: dict[str, Any] | None
+    args_have_changed: bool
+    runner: TrainingRunner
+    saver: CheckpointSaver
+    settings: Settings
+
+    def announce(self, event: str, *payload: Any, **kwargs: Any) -> None:
+        """Call an event of all callbacks."""
+
+    def state_of_trainer(self) -> dict[str, Any]:
+        """What a copy of the Trainer keeps."""
+
+    def rebuild(self) -> None:
+        """Make what a copy of a Trainer has of its own."""
+
+
+class TrialFailed(Exception):
+    """A trial failed, and the search continues. Without the original traceback, the model can be freed."""
 
 
 class SearchBackend(abc.ABC):
     """One search with one library.
 
     Attributes:
-        name: what `backend` calls it, which is also the module that must be importable.
-        install: what to install for it.
+        name: its name in `backend`, which is also the name of its module.
+        install: the argument of `pip install`.
         directions: 'minimize' or 'maximize' for each objective.
+        context: what the search needs of the Trainer's rooms.
     """
 
     name: ClassVar[str]
     install: ClassVar[str]
     directions: list[str]
+
+    def __init__(self, context: SearchContext) -> None:
+        self.context = context
 
     @classmethod
     def is_available(cls) -> bool:
@@ -37,7 +77,7 @@ class SearchBackend(abc.ABC):
     @staticmethod
     @abc.abstractmethod
     def default_hp_space(trial: Any) -> dict[str, Any]:
-        """What is searched when no `hp_space` is given."""
+        """The search space when the user gives no `hp_space`."""
 
     @abc.abstractmethod
     def run(self, trainer: TrainerApi, n_trials: int | None, direction: Any, **kwargs: Any) -> BestRun | list[BestRun]:
@@ -45,36 +85,36 @@ class SearchBackend(abc.ABC):
 
         Args:
             trainer: trains the trials.
-            n_trials: how many.
+            n_trials: number of trials.
             direction: 'minimize' or 'maximize', or a list of these for several objectives.
             kwargs: further keywords of the library.
         """
 
     @abc.abstractmethod
     def hyperparameters(self, trainer: TrainerApi, trial: Any) -> Any:
-        """The arguments that a trial changes."""
+        """The arguments that a trial changes, with their values."""
 
     @abc.abstractmethod
     def run_id(self, trial: Any) -> str:
-        """What the folder `run-xxx` of a trial is called by."""
+        """The id of a trial, after which its folder `run-xxx` is named."""
 
     @abc.abstractmethod
     def report(self, trainer: TrainerApi, trial: Any, step: int, objective: Any, metrics: Mapping[str, float]) -> None:
-        """Tell the library about an evaluation, which may end the trial.
+        """Report an evaluation to the library, which may end the trial.
 
         Args:
-            trainer: in the trial.
+            trainer: trains the trial.
             trial: the trial.
             step: optimizer steps done.
             objective: a number, or one for each direction.
-            metrics: of the evaluation.
+            metrics: metrics of the evaluation.
         """
 
     def space(self, trainer: TrainerApi) -> Any:
-        """What `hp_space` describes for a library that chooses by itself.
+        """The description that `hp_space` returns for a library that samples by itself.
 
         Raises:
-            InvalidArgument: when it is written for a trial.
+            InvalidArgument: if `hp_space` is written for trials of Optuna.
         """
         try:
             return trainer.hp_space(None)
@@ -82,35 +122,35 @@ class SearchBackend(abc.ABC):
             if "NoneType" not in str(error):
                 raise
             raise InvalidArgument(
-                f"hp_space asks a trial, as with Optuna ({error}), and backend={self.name!r} calls it with None: it "
-                "must return a description of the space."
+                f"hp_space uses its trial as with Optuna ({error}), but backend={self.name!r} calls it with None. It "
+                "must return a description of the search space."
             ) from error
 
-    def after_saving(self, trainer: TrainerApi) -> None:  # noqa: B027 - most libraries need nothing then
-        """Called in a trial whenever what was due has been logged, evaluated and saved."""
+    def after_saving(self, trainer: TrainerApi) -> None:  # noqa: B027 - only some libraries need it
+        """Called in a trial after each step, when it has been logged, evaluated and saved as far as these were due."""
 
     def checked(self, objective: Any) -> Any:
-        """What `compute_objective` has returned.
+        """Check what `compute_objective` returned, and return it as a number if there is one direction.
 
         Raises:
             InvalidArgument: if it is not one number for each direction.
         """
         values = objective if isinstance(objective, Sequence) else [objective]
         try:
-            read = [float(value) for value in values]
+            count = len([float(value) for value in values])
         except (TypeError, ValueError):
-            read = []
-        if len(read) != len(self.directions):
-            wanted = "a number" if len(self.directions) == 1 else f"{len(self.directions)} numbers, as direction has"
+            count = 0
+        if count != len(self.directions):
+            wanted = "a number" if len(self.directions) == 1 else f"{len(self.directions)} numbers, one per direction"
             raise InvalidArgument(f"compute_objective returned {objective!r}: it must return {wanted}.")
         return values[0] if len(self.directions) == 1 else objective
 
 
 def read_directions(direction: Any) -> list[str]:
-    """The directions, as a list of 'minimize' and 'maximize'.
+    """The directions as a list of 'minimize' and 'maximize'.
 
     Raises:
-        InvalidArgument: for anything else.
+        InvalidArgument: for any other value.
     """
     given = list(direction) if isinstance(direction, (list, tuple)) else [direction]
     names = [str(getattr(each, "name", each)).lower() for each in given]
@@ -120,50 +160,52 @@ def read_directions(direction: Any) -> list[str]:
 
 
 def check_keywords(library: str, given: Collection[str], known: Collection[str], ours: Mapping[str, str]) -> None:
-    """Refuse keywords that a library does not know.
+    """Check that a library knows the given keywords.
 
     Args:
-        library: whose they are.
-        given: the keywords.
-        known: the library's.
-        ours: keywords of the library that the search sets itself → what they are called here.
+        library: the library's name for the error.
+        given: names of the given keywords.
+        known: names of the library's keywords.
+        ours: keywords of the library that the search sets itself → their names in `hyperparameter_search`.
 
     Raises:
-        UnknownArgument: with the nearest name.
+        UnknownArgument: for an unknown keyword, with the nearest known one.
     """
     allowed = {*known, *ours.values()} - set(ours)
     for name in [name for name in given if name not in allowed]:
         near = [ours[name]] if name in ours else difflib.get_close_matches(name, allowed, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise UnknownArgument(f"hyperparameter_search with {library} takes no {name!r}{hint}")
+        raise UnknownArgument(f"hyperparameter_search with {library} has no argument {name!r}{hint}")
 
 
-def check_end(n_trials: Any, seconds: Any, seconds_name: str) -> None:
-    """Refuse a number of trials that is none, or no end.
+def check_limits(n_trials: Any, seconds: Any, seconds_name: str) -> None:
+    """Check the limits of a search.
 
     Args:
-        n_trials: trials; None for no end but `seconds`.
-        seconds: after which the search ends, or None.
-        seconds_name: what they are called.
+        n_trials: number of trials; None for no limit.
+        seconds: time limit of the search; None for no limit.
+        seconds_name: name of the argument `seconds`.
 
     Raises:
-        InvalidArgument: for these.
+        InvalidArgument: for an invalid limit, or if there is no limit.
     """
     if n_trials is None and seconds is None:
-        raise InvalidArgument(f"n_trials=None never ends: give a number, or {seconds_name} in seconds.")
+        raise InvalidArgument(
+            f"n_trials=None: the search would never end. Give n_trials, or {seconds_name} in seconds."
+        )
     if seconds is not None and not (isinstance(seconds, (int, float)) and seconds > 0):
         raise InvalidArgument(f"{seconds_name}={seconds!r}: give a number of seconds above 0.")
     if n_trials is not None and (not isinstance(n_trials, numbers.Integral) or n_trials < 1):
-        raise InvalidArgument(f"n_trials={n_trials!r}: give a whole number of at least 1.")
+        raise InvalidArgument(f"n_trials={n_trials!r}: give a positive integer.")
 
 
-def why_none(states: Sequence[str], reasons: Iterable[str]) -> str:
-    """What to say when no trial has been completed.
+def no_trial_message(states: Sequence[str], reasons: Iterable[str]) -> str:
+    """The error message when no trial was completed.
 
     Args:
-        states: of each trial.
-        reasons: why they failed; the last three different ones are told.
+        states: the state of each trial.
+        reasons: why trials failed; the message has the last three different reasons.
     """
-    counted = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states)) or "none was run"
-    told = "".join(f"\n- {reason}" for reason in list(dict.fromkeys(reasons))[-3:])
-    return f"No trial was completed ({counted}), so there is no best one: narrow hp_space or mend what failed.{told}"
+    counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states)) or "no trial was started"
+    lines = "".join(f"\n- {reason}" for reason in list(dict.fromkeys(reasons))[-3:])
+    return f"No trial was completed ({counts}), so there is no best trial. Narrow hp_space or fix the errors.{lines}"

@@ -1,7 +1,8 @@
-"""Searching with Optuna."""
+"""Search with Optuna."""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import math
@@ -10,10 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 from hftrainer.errors import InvalidArgument, SearchFailed, UnsupportedArgument
 from hftrainer.parallel.process_identity import this_process
-from hftrainer.search.backend import SearchBackend, check_end, check_keywords, read_directions, why_none
+from hftrainer.search.backend import (
+    SearchBackend,
+    TrialFailed,
+    check_keywords,
+    check_limits,
+    no_trial_message,
+    read_directions,
+)
 from hftrainer.search.jobs import Jobs
 from hftrainer.search.shared_trial import SharedTrial
-from hftrainer.search.studies import FAILED, INTERRUPTED, OWNER, TrialCount, open_storage, try_again
+from hftrainer.search.studies import FAILED, INTERRUPTED, OWNER, TrialCount, enqueue_retry, open_storage
 from hftrainer.trainer_utils import BestRun, default_hp_space_optuna
 from hftrainer.training.out_of_memory import is_out_of_memory
 
@@ -24,19 +32,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Keywords that are `Study.optimize`'s; all others are `optuna.create_study`'s.
-_OF_OPTIMIZE = ("timeout", "n_jobs", "catch", "callbacks", "gc_after_trial", "show_progress_bar")
-
-
-class _TrialFailed(Exception):
-    """A trial has failed in a way that says nothing about the next one."""
+#: Keywords that go to `Study.optimize`. All others go to `optuna.create_study`.
+_OPTIMIZE_KEYWORDS = ("timeout", "n_jobs", "catch", "callbacks", "gc_after_trial", "show_progress_bar")
 
 
 class OptunaSearch(SearchBackend):
-    """A search with Optuna: the study says what to try, and keeps what came of it.
+    """A search with Optuna, whose study suggests hyperparameters and stores the results.
 
     Attributes:
-        study: in the main process.
+        study: the study, in the main process only.
     """
 
     name = "optuna"
@@ -46,30 +50,32 @@ class OptunaSearch(SearchBackend):
     study: Study
 
     def run(self, trainer: TrainerApi, n_trials: int | None, direction: Any, **kwargs: Any) -> BestRun | list[BestRun]:
-        """Run trials until the study has `n_trials`, and return the best in every process.
+        """Train trials until the study has `n_trials`, and return the best one in every process.
 
         Raises:
-            InvalidArgument: for keywords or directions that cannot be, or that do not fit an existing study.
-            UnsupportedArgument: for what one process alone could do.
-            SearchFailed: when no trial has been completed.
+            InvalidArgument: for invalid keywords or directions, and for those that do not fit an existing study.
+            UnsupportedArgument: for keywords that do not work with several processes.
+            SearchFailed: if no trial was completed.
         """
         several = trainer.args.world_size > 1
         self.directions = read_directions(direction)
-        options = {name: kwargs.pop(name) for name in _OF_OPTIMIZE if name in kwargs}
+        options = {name: kwargs.pop(name) for name in _OPTIMIZE_KEYWORDS if name in kwargs}
         _check(n_trials, options, kwargs, several)
         self._jobs = Jobs(options.pop("n_jobs", 1), str(trainer.args.output_dir), options.pop("timeout", None))
         from_main: Any = trainer.accelerator.processes.from_main
-        from_main(lambda: self._open(trainer, kwargs))
+        from_main(lambda: self._open_study(trainer, kwargs))
         if trainer.args.process_index == 0:
-            if not self._jobs.is_over:
-                self._work(_Objective(self, trainer), TrialCount(self.study, n_trials), options)
+            if not self._jobs.is_finished:
+                self._run_trials(trainer, TrialCount(self.study, n_trials), options)
             return from_main(lambda: (None, self._best()))[1]
-        while (told := from_main(lambda: None))[0] is not None:
-            self._follow(trainer, SharedTrial(None, told[0], from_main))
-        return told[1]
+        while True:  # the main process sends the number of each trial, and in the end the best one
+            number, best = from_main(lambda: None)
+            if number is None:
+                return best
+            self._train_with_main(trainer, SharedTrial(None, number, from_main))
 
     def hyperparameters(self, trainer: TrainerApi, trial: Any) -> Any:
-        """What `hp_space` chooses."""
+        """The values that `hp_space` chooses."""
         return trainer.hp_space(trial)
 
     def run_id(self, trial: Any) -> str:
@@ -77,10 +83,12 @@ class OptunaSearch(SearchBackend):
         return str(trial.number)
 
     def report(self, trainer: TrainerApi, trial: Any, step: int, objective: Any, metrics: Mapping[str, float]) -> None:
-        """Tell Optuna, and end the trial if it is not promising; with several objectives Optuna cannot say.
+        """Report an objective to Optuna, and end the trial if Optuna prunes it.
+
+        Optuna does not prune when there are several objectives.
 
         Raises:
-            optuna.TrialPruned: to end it.
+            optuna.TrialPruned: if the trial is pruned.
         """
         if len(self.directions) > 1:
             return
@@ -88,85 +96,133 @@ class OptunaSearch(SearchBackend):
         if trial.should_prune():
             import optuna
 
-            trainer._hftrainer.announce("on_train_end")
+            self.context.announce("on_train_end")
             raise optuna.TrialPruned(f"at step {step}")
 
     def objective(self, trainer: TrainerApi, trial: Any) -> Any:
-        """Train a trial; its last evaluation, or one after training, says how good it is."""
+        """Train a trial, and return the objective of its last evaluation. Without one, evaluate after training."""
         trainer.objective = None
         trainer.train(trial=trial)
         if trainer.objective is None:
             trainer.objective = self.checked(trainer.compute_objective(trainer.evaluate()))
         return trainer.objective
 
-    def _open(self, trainer: TrainerApi, kwargs: dict[str, Any]) -> None:
-        """Make the study, or go on with one that exists; its sampler then draws other numbers than the one before."""
+    def _open_study(self, trainer: TrainerApi, kwargs: dict[str, Any]) -> None:
+        """Create the study, or load an existing one and reseed its sampler, which would repeat its trials otherwise."""
         import optuna
 
-        kwargs = self._jobs.sharing(kwargs)
+        kwargs = self._jobs.study_options(kwargs)
         kwargs = {**kwargs, "storage": open_storage(kwargs.get("storage")), "directions": self.directions}
-        goes_on = kwargs.pop("load_if_exists", False) or self._jobs.is_worker
+        may_exist = kwargs.pop("load_if_exists", False) or self._jobs.is_worker
         try:
             study = optuna.create_study(**kwargs)
         except optuna.exceptions.DuplicatedStudyError:
-            if not goes_on:
+            if not may_exist:
                 raise InvalidArgument(
-                    f"study_name={kwargs['study_name']!r} is in the storage already: load_if_exists=True goes on with "
-                    "it, or give another name."
+                    f"study_name={kwargs['study_name']!r} is in the storage already: continue it with "
+                    "load_if_exists=True, or give another name."
                 ) from None
             study = optuna.create_study(**kwargs, load_if_exists=True)
-            there = [direction.name.lower() for direction in study.directions]
-            if there != self.directions:
+            existing = [direction.name.lower() for direction in study.directions]
+            if existing != self.directions:
                 raise InvalidArgument(
-                    f"direction={self.directions}: the study {study.study_name!r} in the storage has {there}; give the "
-                    "same, or another study_name."
+                    f"direction={self.directions}: the study {study.study_name!r} in the storage has {existing}; give "
+                    "the same, or another study_name."
                 ) from None
             study.sampler.reseed_rng()
-        self.study = trainer._hftrainer.hp_study = study
-        self._jobs.opened(study.study_name)
+        self.study = self.context.hp_study = study
+        self._jobs.register(study.study_name)
 
-    def _work(self, objective: _Objective, count: TrialCount, options: dict[str, Any]) -> None:
-        with self._jobs.at_work(count.left()):
-            self._optimize(objective, count, dict(options))
-        if self._jobs.lost and not self._jobs.is_stopped(self.study):  # what they have left
-            self._optimize(objective, count, dict(options))
-
-    def _optimize(self, objective: _Objective, count: TrialCount, options: dict[str, Any]) -> None:
-        """Run trials until there are enough, the time is up, or a callback stops the study."""
+    def _run_trials(self, trainer: TrainerApi, count: TrialCount, options: dict[str, Any]) -> None:
         catch = options.pop("catch", ())
-        catch = tuple(catch) if isinstance(catch, Iterable) else (catch,)
+        options["catch"] = (TrialFailed, *(catch if isinstance(catch, Iterable) else (catch,)))
+        with self._jobs.running(count.remaining()):
+            self._optimize(trainer, count, options)
+        if self._jobs.lost_worker and not self._jobs.is_stopped(self.study):  # train the trials of killed workers
+            self._optimize(trainer, count, options)
+
+    def _optimize(self, trainer: TrainerApi, count: TrialCount, options: dict[str, Any]) -> None:
+        """Run trials until there are enough, the time is up, or a callback stops the study."""
+        started = 0
+
+        def run_trial(trial: Any) -> Any:
+            nonlocal started
+            started += 1
+            return self._run_trial(trainer, count, trial)
 
         def stop_when_complete(study: Study, _: Any) -> None:
-            self._jobs.look_after_workers()
-            if count.left() == 0 or self._jobs.is_stopped(study):
+            self._jobs.check_workers()
+            if count.remaining() == 0 or self._jobs.is_stopped(study):
                 study.stop()
 
-        options["callbacks"] = [*(options.get("callbacks") or ()), stop_when_complete]
-        objective.count = count
-        while (left := count.left()) != 0:
-            begun = objective.begun
-            self.study.optimize(
-                objective, n_trials=left, timeout=self._jobs.left(), catch=(_TrialFailed, *catch), **options
-            )
-            if left is None or objective.begun - begun < left:  # else others were faster, or were ended
-                self._tell_others(count)
+        options = {**options, "callbacks": [*(options.get("callbacks") or ()), stop_when_complete]}
+        while (remaining := count.remaining()) != 0:
+            started = 0
+            self.study.optimize(run_trial, n_trials=remaining, timeout=self._jobs.seconds_left(), **options)
+            if remaining is None or started < remaining:
+                if count.remaining() != 0:  # a callback stopped the study, or the time is up
+                    self._jobs.stop(self.study)
                 return
+            # Trials may remain, if another process was killed.
 
-    def _tell_others(self, count: TrialCount) -> None:
-        """Note that the search was stopped, if it was not for the time or the number of trials."""
-        seconds = self._jobs.left()
-        if self._jobs.count > 1 and count.left() != 0 and (seconds is None or seconds > 0):
-            self._jobs.stop(self.study)
+    def _run_trial(self, trainer: TrainerApi, count: TrialCount, trial: Any) -> Any:
+        trial.set_user_attr(OWNER, this_process())
+        if count.is_surplus(trial.number):
+            reason = "other processes started the last trials at the same time"
+            trial.set_user_attr(INTERRUPTED, reason)
+            raise TrialFailed(reason)
+        try:
+            objective, error = self._train(trainer, trial)
+        finally:
+            self.context.runner.release_trial()
+        if error is not None:
+            raise error
+        return objective
 
-    def _follow(self, trainer: TrainerApi, trial: SharedTrial) -> None:
+    def _train(self, trainer: TrainerApi, trial: Any) -> tuple[Any, Exception | None]:
+        """Train a trial, and return its objective or a new exception, whose traceback does not keep the model."""
+        import optuna
+
+        several, shared = trainer.args.world_size > 1, trial
+        if several:
+            from_main = trainer.accelerator.processes.from_main
+            from_main(lambda: (trial.number, None))
+            shared = SharedTrial(trial, trial.number, from_main)
+        try:
+            objective = self.objective(trainer, shared)
+        except optuna.TrialPruned as pruned:
+            return None, optuna.TrialPruned(str(pruned))
+        except (KeyboardInterrupt, SystemExit) as interruption:
+            self._interrupt(trial, interruption)
+            raise
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            trial.set_user_attr(FAILED, reason)
+            if several or not is_out_of_memory(error):  # the other processes may be anywhere in the trial
+                raise
+            return None, TrialFailed(reason)
+        values = objective if isinstance(objective, Sequence) else [objective]
+        if any(math.isnan(float(value)) for value in values):
+            trial.set_user_attr(FAILED, f"compute_objective returned {objective}")
+        return objective, None
+
+    def _interrupt(self, trial: Any, interruption: BaseException) -> None:
+        """Mark a trial as interrupted, so that the next search retries it."""
+        from optuna.trial import TrialState
+
+        trial.set_user_attr(INTERRUPTED, f"stopped by {type(interruption).__name__}")
+        if isinstance(interruption, SystemExit):  # Optuna itself handles KeyboardInterrupt only
+            self.study.tell(trial, state=TrialState.FAIL)
+        enqueue_retry(self.study, trial.number)
+
+    def _train_with_main(self, trainer: TrainerApi, trial: SharedTrial) -> None:
         import optuna
 
         try:
-            self.objective(trainer, trial)
-        except optuna.TrialPruned:
-            return
+            with contextlib.suppress(optuna.TrialPruned):
+                self.objective(trainer, trial)
         finally:
-            trainer._hftrainer.runner.release_trial()
+            self.context.runner.release_trial()
 
     def _best(self) -> BestRun | list[BestRun]:
         from optuna.trial import TrialState
@@ -174,11 +230,11 @@ class OptunaSearch(SearchBackend):
         trials = self.study.get_trials(deepcopy=False)
         if not any(trial.state is TrialState.COMPLETE for trial in trials):
             reasons = [trial.user_attrs[FAILED] for trial in trials if FAILED in trial.user_attrs]
-            raise SearchFailed(why_none([trial.state.name.lower() for trial in trials], reasons))
+            raise SearchFailed(no_trial_message([trial.state.name.lower() for trial in trials], reasons))
         if running := sum(trial.state is TrialState.RUNNING for trial in trials):
             logger.warning(
-                "%d of the trials are still running in other processes: the best is that of the finished ones. Of "
-                "processes on other machines only a storage with a heartbeat_interval finds out that they have ended.",
+                "%d of the trials are still running in other processes, and the best trial is chosen without them. If "
+                "a process on another machine has ended, only a storage with a heartbeat_interval notices it.",
                 running,
             )
         if len(self.directions) == 1:
@@ -187,94 +243,27 @@ class OptunaSearch(SearchBackend):
         return [BestRun(str(best.number), best.values, best.params) for best in self.study.best_trials]
 
 
-class _Objective:
-    """What Optuna calls for each trial.
-
-    Args:
-        search: whose trials they are.
-        trainer: trains them.
-
-    Attributes:
-        begun: trials begun.
-        count: of the study's trials.
-    """
-
-    count: TrialCount
-
-    def __init__(self, search: OptunaSearch, trainer: TrainerApi) -> None:
-        self.search = search
-        self.trainer = trainer
-        self.begun = 0
-
-    def __call__(self, trial: Any) -> Any:
-        self.begun += 1
-        trial.set_user_attr(OWNER, this_process())
-        if self.count.is_surplus(trial.number):
-            trial.set_user_attr(INTERRUPTED, "others have begun the last trials at the same moment")
-            raise _TrialFailed("Other processes have begun the last trials at the same moment.")
-        try:
-            objective, ended = self._attempt(trial)
-        finally:
-            self.trainer._hftrainer.runner.release_trial()
-        if ended is not None:
-            raise ended
-        return objective
-
-    def _attempt(self, trial: Any) -> tuple[Any, Exception | None]:
-        """The objective, or what ends the trial and not the search, without a traceback that would hold the model."""
-        import optuna
-
-        several, shared = self.trainer.args.world_size > 1, trial
-        if several:
-            from_main = self.trainer.accelerator.processes.from_main
-            from_main(lambda: (trial.number, None))
-            shared = SharedTrial(trial, trial.number, from_main)
-        try:
-            objective = self.search.objective(self.trainer, shared)
-        except optuna.TrialPruned as pruned:
-            return None, optuna.TrialPruned(str(pruned))
-        except (KeyboardInterrupt, SystemExit) as ended:
-            trial.set_user_attr(INTERRUPTED, f"stopped by {type(ended).__name__}")
-            if isinstance(ended, SystemExit):  # which Optuna does not notice
-                self.search.study.tell(trial, state=optuna.trial.TrialState.FAIL)
-            try_again(self.search.study, trial.number)
-            raise
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-            trial.set_user_attr(FAILED, reason)
-            if several or not is_out_of_memory(error):  # the other processes wait somewhere within the trial
-                raise
-            return None, _TrialFailed(reason)
-        if any(math.isnan(value) for value in _numbers(objective)):
-            trial.set_user_attr(FAILED, f"compute_objective returned {objective}")
-        return objective, None
-
-
-def _numbers(objective: Any) -> list[float]:
-    return [float(value) for value in (objective if isinstance(objective, Sequence) else [objective])]
-
-
 def _check(n_trials: Any, options: Mapping[str, Any], kwargs: Mapping[str, Any], several: bool) -> None:
-    """Refuse keywords that cannot work before anything is made."""
+    """Check the keywords before the study is created."""
     import optuna
 
-    known = [*inspect.signature(optuna.create_study).parameters, *_OF_OPTIMIZE]
+    known = [*inspect.signature(optuna.create_study).parameters, *_OPTIMIZE_KEYWORDS]
     check_keywords("Optuna", kwargs, known, {"directions": "direction"})
-    check_end(n_trials, options.get("timeout"), "timeout")
+    check_limits(n_trials, options.get("timeout"), "timeout")
     if not isinstance(options.get("callbacks"), (list, tuple, type(None))):
         raise InvalidArgument(f"callbacks={options['callbacks']!r}: give a list of functions (study, trial) → None.")
-    caught = options.get("catch", ())
-    if not all(isinstance(each, type) for each in (caught if isinstance(caught, Iterable) else (caught,))):
-        raise InvalidArgument(f"catch={caught!r}: give classes of exceptions.")
+    catch = options.get("catch", ())
+    if not all(isinstance(each, type) for each in (catch if isinstance(catch, Iterable) else (catch,))):
+        raise InvalidArgument(f"catch={catch!r}: give exception classes.")
     if kwargs.get("load_if_exists") and not kwargs.get("study_name"):
-        raise InvalidArgument("load_if_exists=True needs a study_name: without one each search makes a study anew.")
+        raise InvalidArgument("load_if_exists=True needs a study_name: without one, each search creates a new study.")
     if several and options.get("n_jobs", 1) != 1:
         raise UnsupportedArgument(
-            f"n_jobs={options['n_jobs']} starts the script again, and this is one of several processes: start it "
-            "without a launcher, on several GPUs with lightning_config={'devices': 1}; each job has one of them."
+            f"n_jobs={options['n_jobs']} runs the script again, but a launcher has started several processes. Start "
+            "the script without a launcher. On several GPUs set lightning_config={'devices': 1}, and each job uses one."
         )
-    if several and options.get("catch"):
+    if several and catch:
         raise UnsupportedArgument(
-            "catch cannot be honoured with several processes: where one fails, the others wait within the trial. Start "
-            "the search again with load_if_exists=True, and it goes on."
+            "catch is not supported with several processes: when one of them fails, the others wait for it. Run the "
+            "search again with load_if_exists=True to continue it."
         )

@@ -1,4 +1,4 @@
-"""A Trainer on its way into another process, which makes anew what belongs to a process."""
+"""Pickles a Trainer for another process, which rebuilds the parts that belong to a process."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hftrainer.arguments.behaviours import follow
-from hftrainer.assembly import copying
 from hftrainer.callbacks.base import is_kind
 from hftrainer.callbacks.progress import ProgressCallback
 from hftrainer.errors import InvalidArgument
 
 if TYPE_CHECKING:
+    from hftrainer.search.backend import SearchContext
     from hftrainer.training.trainer_api import TrainerApi
 
 
@@ -24,58 +24,59 @@ class PackedTrainer:
     """A pickled Trainer.
 
     Attributes:
-        pickled: by Ray's cloudpickle, which takes functions and classes of the script along.
-        folder: the working directory that its relative paths are meant in.
+        pickled: the Trainer, pickled by Ray's cloudpickle, which includes functions and classes of the script.
+        folder: the working directory, to which its paths are relative.
     """
 
     pickled: bytes
     folder: str
 
-    def unpack(self) -> TrainerApi:
-        """The Trainer, ready to train in this process, which goes into its folder if that is there."""
+    def unpack(self) -> SearchContext:
+        """Unpickle a Trainer, behind its context, and make it ready to train in its working directory, if that exists."""
         from ray import cloudpickle
 
-        trainer: TrainerApi = cloudpickle.loads(self.pickled)
+        context: SearchContext = cloudpickle.loads(self.pickled)
+        trainer = context.trainer
         if os.path.isdir(self.folder):
             os.chdir(self.folder)
-        for arguments in filter(None, (vars(trainer.args), trainer._hftrainer.searched_arguments)):
+        for arguments in filter(None, (vars(trainer.args), context.searched_arguments)):
             arguments["output_dir"] = os.path.join(self.folder, arguments["output_dir"])
-        follow(trainer._hftrainer.behaviours.release)  # nobody has called install() here
-        trainer._hftrainer.settings.set_log_level()
-        trainer._hftrainer.settings.follow_arguments()
-        copying.rebuild(trainer)
+        follow(context.behaviours.release)  # install() was not called in this process
+        context.settings.set_log_level()
+        context.settings.follow_arguments()
+        context.rebuild()
         for callback in list(trainer.callback_handler.callbacks):
             if is_kind(callback, "NotebookProgressCallback"):
                 trainer.pop_callback(callback)
                 trainer.add_callback(ProgressCallback)
-        return trainer
+        return context
 
 
-def pack(trainer: TrainerApi) -> PackedTrainer:
-    """Pickle a Trainer, which stays as it is.
+def pack(context: SearchContext) -> PackedTrainer:
+    """Pickle a Trainer without changing it.
 
     Raises:
-        InvalidArgument: when something of it cannot be pickled, with its name.
+        InvalidArgument: if an attribute or a callback cannot be pickled, with its name.
     """
-    state = copying.state_of(trainer)
+    trainer, state = context.trainer, context.state_of_trainer()
     try:
-        return PackedTrainer(_pickled(trainer, trainer, state), os.getcwd())
+        return PackedTrainer(_pickled(context, trainer, state), os.getcwd())
     except Exception as error:
         raise InvalidArgument(
-            f"{_unpicklable(trainer, state)} cannot be sent to the processes in which Ray trains ({error}): make it "
-            "when it is first needed there, for instance in a callback's on_train_begin."
+            f"{_unpicklable(context, state)} cannot be pickled for Ray's processes ({error}). Create it there instead, "
+            "for example in a callback's on_train_begin."
         ) from error
 
 
 def _pickled(value: Any, trainer: TrainerApi, state: dict[str, Any]) -> bytes:
-    """Pickle a value; wherever it refers to the Trainer, that has this state."""
+    """Pickle a value. References to the Trainer in it become references to a Trainer with this state."""
     from ray import cloudpickle
 
     class Pickler(cloudpickle.CloudPickler):
         def reducer_override(self, obj: Any) -> Any:
             if obj is trainer:
                 make = copyreg.__newobj__  # type: ignore[attr-defined]
-                return make, (type(trainer),), state, None, None, copying.take  # rebuilt when it is in its folder
+                return make, (type(trainer),), state, None, None, _set_state  # `unpack` rebuilds the rest
             return super().reducer_override(obj)
 
     file = io.BytesIO()
@@ -83,18 +84,22 @@ def _pickled(value: Any, trainer: TrainerApi, state: dict[str, Any]) -> bytes:
     return file.getvalue()
 
 
-def _unpicklable(trainer: TrainerApi, state: dict[str, Any]) -> str:
-    """The name of the first thing in a Trainer that cannot be pickled."""
-    for name, value in _parts(trainer, state):
+def _set_state(trainer: TrainerApi, state: dict[str, Any]) -> None:
+    vars(trainer).update(state)
+
+
+def _unpicklable(context: SearchContext, state: dict[str, Any]) -> str:
+    """The name of the first callback or attribute that cannot be pickled."""
+    for name, value in _parts(context, state):
         try:
-            _pickled(value, trainer, {})
+            _pickled(value, context.trainer, {})
         except Exception:
             return name
-    return type(trainer).__name__
+    return type(context.trainer).__name__
 
 
-def _parts(trainer: TrainerApi, state: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    for callback in [*trainer.callback_handler.callbacks, *trainer._hftrainer.lightning_callbacks]:
+def _parts(context: SearchContext, state: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for callback in [*context.trainer.callback_handler.callbacks, *context.lightning_callbacks]:
         yield f"The callback {type(callback).__name__}", callback
     for name, value in state.items():
-        yield f"{type(trainer).__name__}.{name}", value
+        yield f"{type(context.trainer).__name__}.{name}", value

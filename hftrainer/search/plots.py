@@ -1,4 +1,4 @@
-"""`python -m hftrainer plot --study sqlite:///x.db`: what a search has tried, and what came of it."""
+"""`python -m hftrainer plot --study sqlite:///x.db`: plots of a study's trials and results."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: File → Optuna's function that draws it, and how many trials with different values it needs.
-PICTURES = {
+#: File name → Optuna's plot function, and the number of completed trials that it needs.
+PLOTS = {
     "history": ("plot_optimization_history", 1),
     "importance": ("plot_param_importances", 2),
     "parallel_coordinates": ("plot_parallel_coordinate", 2),
@@ -26,31 +26,31 @@ PICTURES = {
 
 
 def plot_study(storage: str, study_name: str | None = None, *, out: str = ".", html: bool = False) -> list[str]:
-    """Draw the objective over the trials, the importance of each hyperparameter, and which values went together.
+    """Plot the objective of each trial, the importance of each hyperparameter, and their values side by side.
 
     Args:
-        storage: a URL such as `sqlite:///search.db`, or the file of a journal.
-        study_name: which study; not needed where there is one only.
-        out: the folder to write into.
-        html: write pages too, which can be zoomed and hovered over.
+        storage: a database URL such as `sqlite:///search.db`, or a journal file.
+        study_name: name of the study; may be left out if the storage has only one.
+        out: output folder.
+        html: also write interactive HTML pages.
 
     Returns:
-        The paths that were written; with several objectives there are pictures of each.
+        The paths of the files. A study with several objectives has one plot of each kind for each objective.
 
     Raises:
-        InvalidArgument: when there is no such study, or it has no finished trial.
-        MissingPackage: without matplotlib, or plotly for the pages.
+        InvalidArgument: if the study does not exist, or has no completed trial.
+        MissingPackage: if matplotlib is not installed, or plotly for the HTML pages.
     """
     load("matplotlib").use("agg")
     study = _load_study(storage, study_name)
-    finished = sum(trial.state.name == "COMPLETE" for trial in study.get_trials(deepcopy=False))
-    if not finished:
-        raise InvalidArgument(f"{storage}: the study {study.study_name!r} has no finished trial to draw.")
+    completed = sum(trial.state.name == "COMPLETE" for trial in study.get_trials(deepcopy=False))
+    if not completed:
+        raise InvalidArgument(f"{storage}: the study {study.study_name!r} has no completed trial to plot.")
     os.makedirs(out, exist_ok=True)
     written = []
-    for name, (function, needed) in PICTURES.items():
-        if finished < needed:
-            logger.warning("%s needs %d finished trials, and there is %d: it is not drawn.", name, needed, finished)
+    for name, (function, needed) in PLOTS.items():
+        if completed < needed:
+            logger.warning("Skipping %s: it needs %d completed trials, and the study has %d.", name, needed, completed)
             continue
         for suffix, target in _objectives(study):
             path = Path(out) / f"{name}{suffix}.png"
@@ -65,7 +65,7 @@ def plot_study(storage: str, study_name: str | None = None, *, out: str = ".", h
 
 
 def _objectives(study: Study) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What the files of an objective end in, and what Optuna is told to draw it."""
+    """For each objective: the suffix of its file names, and the arguments of Optuna's plot functions."""
     if len(study.directions) == 1:
         yield "", {}
         return
@@ -80,11 +80,11 @@ def _value(number: int) -> Callable[[Any], float]:
 def _draw_png(function: str, study: Study, target: dict[str, Any], path: Path) -> None:
     plt, drawing = load("matplotlib.pyplot"), load("optuna.visualization.matplotlib")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Optuna calls its pictures by matplotlib experimental
+        warnings.simplefilter("ignore")  # Optuna's plots by matplotlib are experimental
         axes = getattr(drawing, function)(study, **target)
     figure = axes.figure
     figure.set_size_inches(10, 6)
-    if function == "plot_parallel_coordinate":  # the grid of each axis would cut through the lines
+    if function == "plot_parallel_coordinate":  # the grid would hide the lines
         for axis in figure.axes:
             axis.grid(False)
     figure.savefig(path, dpi=120, bbox_inches="tight")
@@ -94,21 +94,21 @@ def _draw_png(function: str, study: Study, target: dict[str, Any], path: Path) -
 def _load_study(storage: str, study_name: str | None) -> Study:
     optuna = load("optuna")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    held: Any = storage
+    opened: Any = storage
     if "://" not in storage:
         _check_file(storage, storage)
-        held = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(storage))
+        opened = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(storage))
     elif storage.startswith("sqlite:///"):
         _check_file(storage, storage.removeprefix("sqlite:///").partition("?")[0])
-    names = optuna.get_all_study_names(held)
+    names = optuna.get_all_study_names(opened)
     if not names:
-        raise InvalidArgument(f"{storage}: there is no study in it.")
+        raise InvalidArgument(f"{storage}: the storage has no study.")
     if (study_name is None and len(names) > 1) or (study_name is not None and study_name not in names):
-        raise InvalidArgument(f"{storage} holds the studies {', '.join(names)}: give one of them as --study-name.")
-    return optuna.load_study(study_name=study_name or names[0], storage=held)
+        raise InvalidArgument(f"{storage} has the studies {', '.join(names)}: name one of them with --study-name.")
+    return optuna.load_study(study_name=study_name or names[0], storage=opened)
 
 
 def _check_file(storage: str, path: str) -> None:
-    """Databases that are not there would be made."""
+    """Check that a file exists, since Optuna would create it."""
     if not Path(path).is_file():
-        raise InvalidArgument(f"{storage}: there is no such file.")
+        raise InvalidArgument(f"{storage}: the file does not exist.")

@@ -7,17 +7,17 @@ from typing import Any
 
 
 class SharedTrial:
-    """Stands for a trial of Optuna in each process: what is asked of it, the main process asks and tells the others.
+    """A trial of Optuna in several processes: the main process calls its methods and broadcasts the results.
 
-    All processes must ask the same in the same order; `number` and `params` are known without asking.
+    All processes must call the same methods in the same order. Reading `number` and `params` needs no communication.
 
     Args:
-        trial: Optuna's, in the main process; None in the others.
-        number: its number in the study.
-        from_main: calls a function in the main process, and returns in every process what it returns.
+        trial: Optuna's trial in the main process; None in the others.
+        number: the trial's number in the study.
+        from_main: calls a function in the main process, and returns its result, or raises its error, in every process.
 
     Attributes:
-        params: what has been suggested, by name.
+        params: the suggested values by name.
     """
 
     def __init__(self, trial: Any, number: int, from_main: Callable[[Callable[[], Any]], Any]) -> None:
@@ -31,12 +31,12 @@ class SharedTrial:
         from optuna import Trial
 
         if name.startswith("_") or not callable(getattr(Trial, name, None)):
-            raise AttributeError(f"A trial of several processes has no {name!r}, only number, params and methods.")
+            raise AttributeError(f"A trial in several processes has number, params and methods, but not {name!r}.")
 
-        def ask(*args: Any, **kwargs: Any) -> Any:
-            answer, self.params = self._from_main(
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result, self.params = self._from_main(
                 lambda: (getattr(self._trial, name)(*args, **kwargs), self._trial.params)
             )
-            return answer
+            return result
 
-        return ask
+        return call

@@ -1,4 +1,4 @@
-"""Which trials of a study count, whoever runs them, and which were cut off by the end of their process."""
+"""Which trials of a study count, whichever process trains them, and which ones were interrupted."""
 
 from __future__ import annotations
 
@@ -16,70 +16,72 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: User attribute of a trial → what it says.
-OWNER = "process"  # who trains it: host, process id, and when that process began
-FAILED = "failed"  # why it failed by itself; it counts as one of the trials asked for
-INTERRUPTED = "interrupted"  # why it was cut off; another one takes its place
-AGAIN = "again"  # the trial that was cut off and had the same hyperparameters
-#: After which a running trial whose process has not said who it is counts as cut off.
-_TO_SAY_SO = timedelta(seconds=10)
+# User attributes of a trial. Stored studies contain them, so their values must not change.
+OWNER = "process"  # the process that trains it: host, process id, start time
+FAILED = "failed"  # why it failed; a failed trial counts
+INTERRUPTED = "interrupted"  # why it was interrupted; it does not count, and another trial takes its place
+RETRY_OF = "again"  # the number of the interrupted trial that has the same hyperparameters
 
-
-#: Seconds after which a database is opened again.
-_UNTIL_OTHERS_HAVE_MADE_IT = (0.1, 0.5, 2.0)
+#: A running trial without an owner counts as interrupted after this time.
+_TIME_TO_SET_OWNER = timedelta(seconds=10)
+#: Seconds before each further attempt to open a database.
+_RETRY_DELAYS = (0.1, 0.5, 2.0)
 
 
 def open_storage(given: Any) -> Any:
-    """A storage of Optuna from what `create_study` takes as `storage`.
+    """Open what `create_study` takes as `storage`.
 
-    Of several processes that begin with a new database at once, all but one fail to make its tables; a moment later
-    they are there.
+    When several processes open a new database at the same time, one creates its tables and the others fail. A moment
+    later the tables exist.
+
+    Raises:
+        InvalidArgument: if a string is not a database URL.
     """
     from optuna.storages import get_storage
     from sqlalchemy.exc import ArgumentError, DBAPIError
 
-    for pause in _UNTIL_OTHERS_HAVE_MADE_IT:
+    for delay in _RETRY_DELAYS:
         try:
             return get_storage(given)
         except ArgumentError:
             raise InvalidArgument(
-                f"storage={given!r} is no address of a database: give one such as 'sqlite:///search.db'."
+                f"storage={given!r} is not a database URL: give one such as 'sqlite:///search.db'."
             ) from None
         except DBAPIError as error:
-            logger.info("The storage could not be opened, and is tried again in %g s: %s", pause, error)
-        time.sleep(pause)
+            logger.info("The storage could not be opened. Trying again in %g s: %s", delay, error)
+        time.sleep(delay)
     return get_storage(given)
 
 
 class TrialCount:
-    """Counts the trials of a study up to the number that was asked for, over all processes and restarts.
+    """Counts the trials of a study over all processes and restarts.
 
     Args:
-        study: which others may be working on.
-        wanted: trials in all; None for no end.
+        study: a study, which other processes may be working on.
+        wanted: the number of trials that the study is to have; None for no limit.
     """
 
     def __init__(self, study: Study, wanted: int | None) -> None:
         self.study = study
         self.wanted = wanted
-        self._try_what_was_marked()
+        self._retry_marked_trials()
 
-    def left(self) -> int | None:
-        """Trials that nobody has begun yet; None for no end.
+    def remaining(self) -> int | None:
+        """The number of trials that no process has started; None for no limit.
 
-        When there are none, waits for processes that have begun one and have not said who they are.
+        Before it returns 0, it waits until the owner of each running trial is known.
         """
         while True:
-            unclear = self._mark_interrupted()
+            unknown_owner = self._mark_interrupted()
             if self.wanted is None:
                 return None
-            left = self.wanted - len(self._counted())
-            if left > 0 or not unclear:
-                return max(left, 0)
+            remaining = max(0, self.wanted - len(self._counted()))
+            if remaining or not unknown_owner:
+                return remaining
             time.sleep(0.1)
 
     def is_surplus(self, number: int) -> bool:
-        """Whether others have begun the last trials at the same moment as this one."""
+        """Whether a trial is one too many, because other processes started the last trials at the same time."""
         return self.wanted is not None and sum(trial.number < number for trial in self._counted()) >= self.wanted
 
     def _trials(self) -> list[FrozenTrial]:
@@ -89,56 +91,59 @@ class TrialCount:
         return [trial for trial in self._trials() if _counts(trial)]
 
     def _mark_interrupted(self) -> bool:
-        """Fail the running trials whose process is gone; whether there are any of which that is not clear yet."""
-        unclear = False
+        """Fail the running trials whose process has ended.
+
+        Returns:
+            Whether there is a running trial whose owner is not known yet.
+        """
+        unknown_owner = False
         for trial in self._trials():
             if trial.state.name != "RUNNING":
                 continue
             owner = trial.user_attrs.get(OWNER)
-            if owner is None:
-                assert trial.datetime_start is not None
-                late = datetime.now() - trial.datetime_start > _TO_SAY_SO
-                unclear |= not late
-            if is_gone(owner) if owner is not None else late:
+            assert trial.datetime_start is not None
+            if owner is None and datetime.now() - trial.datetime_start <= _TIME_TO_SET_OWNER:
+                unknown_owner = True
+            elif owner is None or is_gone(owner):
                 self._interrupt(trial, f"its process ({owner or 'unknown'}) has ended")
-        return unclear
+        return unknown_owner
 
-    def _try_what_was_marked(self) -> None:
-        """Try again the trials of which a process has said that they were cut off, and was killed before it did so."""
+    def _retry_marked_trials(self) -> None:
+        """Retry the trials that a process marked as interrupted before it was killed itself."""
         trials = self._trials()
-        tried = {trial.user_attrs.get(AGAIN) for trial in trials}
+        retried = {trial.user_attrs.get(RETRY_OF) for trial in trials}
         for trial in trials:
             marked = trial.state.name == "FAIL" and INTERRUPTED in trial.user_attrs and trial.params
-            if marked and trial.number not in tried:
-                try_again(self.study, trial.number)
+            if marked and trial.number not in retried:
+                enqueue_retry(self.study, trial.number)
 
     def _interrupt(self, trial: FrozenTrial, reason: str) -> None:
-        """Mark a trial as cut off, unless another process has done so at the same moment."""
+        """Mark a trial as interrupted and retry it, unless another process has just done so."""
         from optuna import exceptions
         from optuna.trial import TrialState
 
-        # Optuna has a name of its own for this RuntimeError since v4.3.
+        # Optuna 4.3 gave this RuntimeError a name.
         already_finished = getattr(exceptions, "UpdateFinishedTrialError", RuntimeError)
         try:
             self.study._storage.set_trial_user_attr(trial._trial_id, INTERRUPTED, reason)
             self.study.tell(trial.number, state=TrialState.FAIL)
         except (already_finished, ValueError):
             return
-        try_again(self.study, trial.number)
+        enqueue_retry(self.study, trial.number)
 
 
-def try_again(study: Study, number: int) -> None:
-    """Let the next trial have the hyperparameters of one that was cut off.
+def enqueue_retry(study: Study, number: int) -> None:
+    """Enqueue a trial with the hyperparameters of an interrupted one.
 
-    Once, for it may be to blame itself; not when it had not begun to train.
+    A retry that was interrupted during training is not retried, since its hyperparameters may be the cause.
     """
     trial = study.get_trials(deepcopy=False)[number]
-    chosen = trial.params or trial.system_attrs.get("fixed_params")
-    if chosen and not (trial.params and AGAIN in trial.user_attrs):
-        study.enqueue_trial(chosen, user_attrs={AGAIN: trial.user_attrs.get(AGAIN, number)})
+    params = trial.params or trial.system_attrs.get("fixed_params")
+    if params and not (trial.params and RETRY_OF in trial.user_attrs):
+        study.enqueue_trial(params, user_attrs={RETRY_OF: trial.user_attrs.get(RETRY_OF, number)})
 
 
 def _counts(trial: FrozenTrial) -> bool:
-    if trial.state.name == "FAIL":  # without a reason of its own: Optuna has found that its process is gone
+    if trial.state.name == "FAIL":  # Optuna's heartbeat fails trials of processes that have ended, without a reason
         return FAILED in trial.user_attrs
     return trial.state.name != "WAITING"

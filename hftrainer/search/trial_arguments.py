@@ -15,53 +15,53 @@ from hftrainer.training_args import TrainingArguments
 
 logger = logging.getLogger(__name__)
 
-#: How near a name must be to an argument's to be taken for a slip, where it could also be meant for `model_init`.
-_A_SLIP = 0.85
-#: Read once, when the Trainer is made.
+#: From this similarity to an argument's name, a name counts as a typing error even if `model_init` takes the trial.
+_TYPING_ERROR = 0.85
+#: Arguments that are read only once, when the Trainer is created.
 _FIXED = ("report_to", "disable_tqdm", "log_level", "log_level_replica", "skip_memory_metrics")
 
 
 def model_takes_trial(model_init: Callable[..., Any] | None) -> bool:
-    """Whether `model_init` takes the trial, so that names that are no arguments may be its own."""
+    """Whether `model_init` takes the trial. It can then use values that are not training arguments."""
     return model_init is not None and number_of_arguments(model_init) > 0
 
 
 def check_names(args: Any, params: Any, *, for_model_too: bool) -> None:
-    """Refuse what a trial cannot choose.
+    """Check that a trial can set these arguments.
 
     Args:
-        args: the arguments.
+        args: the training arguments.
         params: argument → value.
-        for_model_too: see `model_takes_trial`.
+        for_model_too: whether `params` may have values for `model_init`, see `model_takes_trial`.
 
     Raises:
-        InvalidArgument: when `params` is no mapping, or a trial cannot change an argument.
-        UnknownArgument: for a name that is no argument, with the nearest one.
+        InvalidArgument: if `params` is not a mapping, or a trial cannot set one of the arguments.
+        UnknownArgument: for a name that is not an argument, with the most similar one.
     """
     if not isinstance(params, Mapping):
         raise InvalidArgument(f"hp_space returned {params!r}: it must return a dict of training arguments.")
     fields = _fields(args)
     unknown = [name for name in params if name not in fields]
-    cutoff = _A_SLIP if for_model_too else 0.6
+    cutoff = _TYPING_ERROR if for_model_too else 0.6
     near = {name: difflib.get_close_matches(str(name), fields, n=1, cutoff=cutoff) for name in unknown}
     if wrong := [name for name in unknown if near[name] or not for_model_too]:
         raise UnknownArgument("; ".join(_unknown(args, name, near[name]) for name in wrong))
     if unknown:
-        logger.info("%s: no training arguments, left to model_init.", ", ".join(unknown))
+        logger.info("Not training arguments, so only model_init can use them: %s", ", ".join(unknown))
     if fixed := [name for name in _FIXED if name in params]:
-        raise InvalidArgument(f"hp_space: {', '.join(fixed)}: read once, when the Trainer is made; set it there.")
+        raise InvalidArgument(f"hp_space: {', '.join(fixed)}: read only when the Trainer is created; set it there.")
 
 
 def set_arguments(args: Any, params: Any, *, for_model_too: bool) -> None:
-    """Give arguments the values of a trial, in place, in the form that the constructor would give them.
+    """Set training arguments in place to the values of a trial, normalized as by the constructor.
 
     Args:
-        args: the arguments, which callbacks and trackers hold too.
-        params: argument → value; cast to the type of the value that is there.
-        for_model_too: see `model_takes_trial`.
+        args: the training arguments. Callbacks and trackers have references to them.
+        params: argument → value, which is cast to the type of the argument's current value.
+        for_model_too: see `check_names`.
 
     Raises:
-        InvalidArgument: also when a value cannot be cast.
+        InvalidArgument: see `check_names`; also if a value cannot be cast.
         UnknownArgument: see `check_names`.
     """
     check_names(args, params, for_model_too=for_model_too)
@@ -80,27 +80,27 @@ def _fields(args: Any) -> dict[str, dataclasses.Field[Any]]:
 
 
 def _unknown(args: Any, name: str, near: list[str]) -> str:
-    hint = f"; did you mean {near[0]!r}?" if near else "; what the model takes, suggest in model_init(trial)"
+    hint = f"; did you mean {near[0]!r}?" if near else "; suggest hyperparameters of the model in model_init(trial)"
     return f"hp_space: {type(args).__name__} has no argument {name!r}{hint}"
 
 
-def _truth(name: str, value: Any) -> bool:
-    """The value as True or False: bool("False") would be True."""
-    truths = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
-    if (text := str(value).lower()) not in truths:
-        raise InvalidArgument(f"hp_space: {name}={value!r} cannot be made a bool: give True or False.")
-    return truths[text]
+def _parse_bool(name: str, value: Any) -> bool:
+    """The value as a bool. `bool("False")` would be True."""
+    bools = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+    if (text := str(value).lower()) not in bools:
+        raise InvalidArgument(f"hp_space: {name}={value!r} is not a bool: give True or False.")
+    return bools[text]
 
 
-def _cast(name: str, value: Any, before: Any, annotation: str) -> Any:
-    """The value in the type of the one before, as transformers casts it, unless that would cut something off."""
-    if before is None or value is None or isinstance(value, Mapping):
+def _cast(name: str, value: Any, current: Any, annotation: str) -> Any:
+    """Cast a value to the type of the current one, as transformers does, but keep a float where a float is allowed."""
+    if current is None or value is None or isinstance(value, Mapping):
         return value
-    if type(before) is bool:
-        return _truth(name, value)
-    if type(before) is int and isinstance(value, float) and "float" in annotation:  # warmup_steps=0.1 is a share
+    if type(current) is bool:
+        return _parse_bool(name, value)
+    if type(current) is int and isinstance(value, float) and "float" in annotation:  # warmup_steps=0.1 is a ratio
         return value
     try:
-        return type(before)(value)
+        return type(current)(value)
     except (TypeError, ValueError) as error:
-        raise InvalidArgument(f"hp_space: {name}={value!r} cannot be made a {type(before).__name__}: {error}") from None
+        raise InvalidArgument(f"hp_space: {name}={value!r} is not of type {type(current).__name__}: {error}") from None

@@ -1,7 +1,8 @@
-"""Searching with sweeps of Weights & Biases."""
+"""Search with sweeps of Weights & Biases."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import math
@@ -11,7 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from hftrainer.errors import InvalidArgument, SearchFailed, UnsupportedArgument
 from hftrainer.reporting.tracker_callbacks import WandbCallback
-from hftrainer.search.backend import SearchBackend, check_keywords, read_directions, why_none
+from hftrainer.search.backend import (
+    SearchBackend,
+    SearchContext,
+    TrialFailed,
+    check_keywords,
+    no_trial_message,
+    read_directions,
+)
 from hftrainer.search.trial_arguments import check_names, model_takes_trial
 from hftrainer.trainer_utils import BestRun, default_hp_space_wandb
 
@@ -20,21 +28,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: What `metric` calls the number that `compute_objective` returns; it is logged under this name then.
+#: With this value of `metric`, the number that `compute_objective` returns is logged, and the sweep compares it.
 OBJECTIVE = "objective"
 
 
-class _TrialFailed(Exception):
-    """Tells W&B's agent that a run has failed, without a traceback that would hold the model."""
-
-
 class WandbSearch(SearchBackend):
-    """A search in which W&B's server chooses: it keeps the sweep, and agents anywhere train runs of it.
+    """A sweep: W&B's server chooses the hyperparameters, and agents on any machine train its runs.
 
     Attributes:
-        metric: what the server compares runs by.
-        best: of the runs that this process has trained.
-        failed: why runs of this process have failed.
+        metric: the metric by which the server compares runs.
+        best: the best run that this process has trained.
+        failed: why runs of this process failed.
     """
 
     name = "wandb"
@@ -43,54 +47,44 @@ class WandbSearch(SearchBackend):
 
     metric: str
 
-    def __init__(self) -> None:
+    def __init__(self, context: SearchContext) -> None:
+        super().__init__(context)
         self.best: BestRun | None = None
         self.failed: list[str] = []
 
     def run(self, trainer: TrainerApi, n_trials: int | None, direction: Any, **kwargs: Any) -> BestRun:
-        """Begin a sweep, or take part in the one that `sweep_id` names, and train up to `n_trials` of its runs.
+        """Start a sweep, or join the sweep `sweep_id`, and train up to `n_trials` of its runs.
 
         Args:
             trainer: trains the runs.
-            n_trials: runs that this process trains; None goes on until the sweep is finished.
+            n_trials: number of runs that this process trains; None trains runs until the sweep is finished.
             direction: 'minimize' or 'maximize'.
-            kwargs: `sweep_id`, `project`, `entity`, `name` of a new sweep, `metric` (default 'eval/loss'), and
+            kwargs: `sweep_id`, `project`, `entity`, `name` (of a new sweep), `metric` (default 'eval/loss'), and
                 `max_consecutive_failed_runs`.
 
         Raises:
-            InvalidArgument: for a space or a direction that cannot be.
-            UnknownArgument: for another keyword, and for a parameter that is no argument.
+            InvalidArgument: for an invalid space or direction.
+            UnknownArgument: for any other keyword, and for a parameter that is not a training argument.
             UnsupportedArgument: for several objectives or processes.
-            SearchFailed: when no run was completed here.
+            SearchFailed: if this process completed no run.
         """
         import wandb
 
         self.directions = read_directions(direction)
         check_keywords("W&B", kwargs, list(inspect.signature(_options).parameters), {})
         options = _options(**kwargs)
-        self.metric = options["metric"]
-        if len(self.directions) > 1:
-            raise UnsupportedArgument(f"direction={direction!r}: a sweep has one objective; use backend='optuna'.")
-        if trainer.args.world_size > 1:
-            raise UnsupportedArgument(
-                "backend='wandb' trains a run in one process: start the script once for each device, with the sweep_id "
-                "of the first; or use backend='optuna', whose trials several processes train together."
-            )
-        sweep, place = options["sweep_id"], {name: options[name] for name in ("project", "entity")}
+        self.metric, max_failed = options["metric"], options["max_consecutive_failed_runs"]
+        self._check(trainer)
+        sweep, project = options["sweep_id"], {name: options[name] for name in ("project", "entity")}
         if sweep is None:
-            sweep = wandb.sweep(self._space(trainer, options["name"]), **place)
+            sweep = wandb.sweep(self._space(trainer, options["name"]), **project)
         with _reporting(trainer):
-            wandb.agent(
-                sweep,
-                function=lambda: self._train(trainer),
-                count=n_trials,
-                max_consecutive_failed_runs=options["max_consecutive_failed_runs"],
-                **place,
-            )
+            train = functools.partial(self._train, trainer)
+            wandb.agent(sweep, train, count=n_trials, max_consecutive_failed_runs=max_failed, **project)
         return self._best(sweep)
 
     def hyperparameters(self, trainer: TrainerApi, trial: Any) -> Any:
-        """What the server has chosen."""
+        """The values that the server has chosen."""
         return trial
 
     def run_id(self, trial: Any) -> str:
@@ -101,18 +95,27 @@ class WandbSearch(SearchBackend):
         return str(wandb.run.id)
 
     def report(self, trainer: TrainerApi, trial: Any, step: int, objective: Any, metrics: Mapping[str, float]) -> None:
-        """Log the objective, if the server is to compare runs by it; all other metrics go by the tracker."""
+        """Log the objective if the sweep compares it. The tracker logs all other metrics."""
         if self.metric == OBJECTIVE:
             import wandb
 
             wandb.log({OBJECTIVE: objective, "train/global_step": step})
 
+    def _check(self, trainer: TrainerApi) -> None:
+        if len(self.directions) > 1:
+            raise UnsupportedArgument(f"direction={self.directions}: a sweep has one objective; use backend='optuna'.")
+        if trainer.args.world_size > 1:
+            raise UnsupportedArgument(
+                "backend='wandb' trains each run in one process: start the script once for each device, with the "
+                "sweep_id of the first; or use backend='optuna', with which several processes share a trial."
+            )
+
     def _space(self, trainer: TrainerApi, name: str | None) -> dict[str, Any]:
-        """The configuration of the sweep that `hp_space` describes."""
+        """The configuration of the sweep, from `hp_space`."""
         space = self.space(trainer)
         if not isinstance(space, Mapping) or not isinstance(space.get("parameters"), Mapping):
             raise InvalidArgument(
-                f"hp_space returned {space!r}: for a sweep it must return its configuration, a dict with 'method' and "
+                f"hp_space returned {space!r}: it must return the configuration of the sweep, a dict with 'method' and "
                 "'parameters'."
             )
         check_names(trainer.args, space["parameters"], for_model_too=model_takes_trial(trainer.model_init))
@@ -120,7 +123,7 @@ class WandbSearch(SearchBackend):
         return {**space, "metric": metric, **({"name": name} if name else {})}
 
     def _train(self, trainer: TrainerApi) -> None:
-        """Train the run that the agent has been given."""
+        """Train a run of the sweep; W&B's agent calls this."""
         import wandb
 
         run = wandb.run or wandb.init()
@@ -130,16 +133,16 @@ class WandbSearch(SearchBackend):
         try:
             objective, reason = self._objective(trainer, chosen), None
         except Exception as error:
-            logger.exception("The run %s has failed.", run.id)
+            logger.exception("The run %s failed.", run.id)
             objective, reason = math.nan, f"{type(error).__name__}: {error}"
         finally:
-            trainer._hftrainer.runner.release_trial()
+            self.context.runner.release_trial()
         if reason is not None:
             self.failed.append(reason)
-            raise _TrialFailed(reason)
+            raise TrialFailed(reason)
         if self.metric not in dict(run.summary):
             logger.warning(
-                "metric=%r is not among what is logged (%s): W&B cannot compare runs by it.",
+                "metric=%r is not among the logged metrics (%s), so W&B cannot compare runs by it.",
                 self.metric,
                 ", ".join(sorted(name for name in dict(run.summary) if not name.startswith("_"))),
             )
@@ -164,10 +167,10 @@ class WandbSearch(SearchBackend):
 
     def _best(self, sweep: str) -> BestRun:
         if self.best is None:
-            raise SearchFailed(f"The sweep {sweep}: {why_none(['failed'] * len(self.failed), self.failed)}")
+            raise SearchFailed(f"The sweep {sweep}: {no_trial_message(['failed'] * len(self.failed), self.failed)}")
         if self.failed:
             reasons = "".join(f"\n- {reason}" for reason in dict.fromkeys(self.failed))
-            logger.warning("%d runs of the sweep %s have failed:%s", len(self.failed), sweep, reasons)
+            logger.warning("%d runs of the sweep %s failed:%s", len(self.failed), sweep, reasons)
         return self.best._replace(run_summary=sweep)
 
 
@@ -185,7 +188,7 @@ def _options(
 
 @contextmanager
 def _reporting(trainer: TrainerApi) -> Iterator[None]:
-    """Write to W&B during the search, whatever `report_to` names: the server learns metrics from nothing else."""
+    """Report to W&B during the search, also if `report_to` does not name it, since the sweep needs the metrics."""
     if any(isinstance(callback, WandbCallback) for callback in trainer.callback_handler.callbacks):
         yield
         return

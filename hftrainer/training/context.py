@@ -33,6 +33,10 @@ class TrainerContext:
         preparation: makes model and optimizer ready, in the way of the strategy.
         uploads: to the repository on the Hub, once there is one; in the main process.
         search: the backend of the current hyperparameter search, if any.
+        hp_study: the study of the last search, if its backend has such.
+        searched_arguments: the arguments as they were before that search.
+        args_have_changed: whether the engine has to be built again before the next run.
+        lightning_callbacks: Lightning's callbacks, in the order given.
         averages_tokens: whether the items of an optimizer step are counted over all processes.
         past_index: the model's output that the next batch gets as `mems`; -1 for none.
     """
@@ -52,6 +56,10 @@ class TrainerContext:
         self.run = Run()
         self.uploads: Any = None
         self.search: Any = None
+        self.hp_study: Any = None
+        self.searched_arguments: dict[str, Any] | None = None
+        self.args_have_changed = False
+        self.lightning_callbacks: list[Any] = []
 
     @property
     def bare_model(self) -> Any:

@@ -74,7 +74,6 @@ class TrainerApi(Protocol):
     _mixed_mesh_grads: bool | None
     _memory_tracker: Any
     _train_batch_size: Any
-    _trial: Any
     _hftrainer: Any
 
     # ---- Arguments and model ---------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import torch
 from hftrainer import Trainer, TrainerCallback, TrainingArguments
 from hftrainer.errors import InvalidArgument, MissingPackage, SearchFailed, UnknownArgument, UnsupportedArgument
 from hftrainer.parallel.process_identity import is_gone, this_process
-from hftrainer.search.studies import AGAIN, FAILED, INTERRUPTED, OWNER, TrialCount
+from hftrainer.search.studies import FAILED, INTERRUPTED, OWNER, RETRY_OF, TrialCount
 from hftrainer.trainer_utils import BestRun, default_compute_objective
 from tests import warm
 from tests.tiny import Plain, make_plain, plain_data
@@ -46,25 +46,25 @@ def no_dict(trial):
 
 
 REFUSED = {
-    "sigopt": ({"backend": "sigopt"}, UnsupportedArgument, r"SigOpt's service has ended\. Use backend='optuna'"),
+    "sigopt": ({"backend": "sigopt"}, UnsupportedArgument, r"SigOpt's service was shut down\. Use backend='optuna'"),
     "ray": ({"backend": "ray"}, MissingPackage, r"pip install 'ray\[tune\]'"),
     "unknown backend": ({"backend": "optunna"}, InvalidArgument, "did you mean 'optuna'"),
-    "unknown keyword": ({"studyname": "x"}, UnknownArgument, "takes no 'studyname'; did you mean 'study_name'"),
+    "unknown keyword": ({"studyname": "x"}, UnknownArgument, "has no argument 'studyname'; did you mean 'study_name'"),
     "directions": ({"directions": ["minimize"]}, UnknownArgument, "did you mean 'direction'"),
     "direction": ({"direction": "down"}, InvalidArgument, "direction='down': give 'minimize' or 'maximize'"),
     "no direction": ({"direction": []}, InvalidArgument, "give 'minimize' or 'maximize', or a list"),
     "no seconds": ({"timeout": -1}, InvalidArgument, "timeout=-1: give a number of seconds above 0"),
     "seconds as text": ({"timeout": "10"}, InvalidArgument, "timeout='10': give a number of seconds"),
     "a callback alone": ({"callbacks": print}, InvalidArgument, "callbacks=.*: give a list of functions"),
-    "no exceptions": ({"catch": "x"}, InvalidArgument, "catch='x': give classes of exceptions"),
-    "no database": ({"storage": "search.db"}, InvalidArgument, r"storage='search\.db' is no address .*sqlite:///"),
+    "no exceptions": ({"catch": "x"}, InvalidArgument, "catch='x': give exception classes"),
+    "no database": ({"storage": "search.db"}, InvalidArgument, r"storage='search\.db' is not a database URL"),
     "no truth": (
         {"hp_space": lambda trial: {"dataloader_drop_last": "maybe"}},
         InvalidArgument,
-        "dataloader_drop_last='maybe' cannot be made a bool: give True or False",
+        "dataloader_drop_last='maybe' is not a bool: give True or False",
     ),
-    "no trials": ({"n_trials": 0}, InvalidArgument, "n_trials=0: give a whole number of at least 1"),
-    "no end": ({"n_trials": None}, InvalidArgument, "n_trials=None never ends"),
+    "no trials": ({"n_trials": 0}, InvalidArgument, "n_trials=0: give a positive integer"),
+    "no end": ({"n_trials": None}, InvalidArgument, "n_trials=None: the search would never end"),
     "no name to go on with": ({"load_if_exists": True}, InvalidArgument, "needs a study_name"),
     "a space that is none": ({"hp_space": {"learning_rate": 1}}, InvalidArgument, "hp_space=.*: give a function"),
     "a misspelled argument": (
@@ -76,23 +76,23 @@ REFUSED = {
     "an argument of the model": (
         {"hp_space": lambda trial: {"zebras": 1}},
         UnknownArgument,
-        r"has no argument 'zebras'; what the model takes, suggest in model_init\(trial\)",
+        r"has no argument 'zebras'; suggest hyperparameters of the model in model_init\(trial\)",
     ),
     "no dict": ({"hp_space": no_dict}, InvalidArgument, "hp_space returned None: it must return a dict"),
     "no number": (
         {"hp_space": lambda trial: {"num_train_epochs": "many"}},
         InvalidArgument,
-        "num_train_epochs='many' cannot be made a float",
+        "num_train_epochs='many' is not of type float",
     ),
     "out of range": (
         {"hp_space": lambda trial: {"gradient_accumulation_steps": 0}},
         InvalidArgument,
         "gradient_accumulation_steps=0: give a number of at least 1",
     ),
-    "read once": ({"hp_space": lambda trial: {"report_to": "csv"}}, InvalidArgument, "report_to: read once, when"),
+    "read once": ({"hp_space": lambda trial: {"report_to": "csv"}}, InvalidArgument, "report_to: read only when"),
     "nothing returned": ({"compute_objective": lambda metrics: None}, InvalidArgument, "returned None: it must return"),
     "two for one": ({"compute_objective": lambda metrics: (1, 2)}, InvalidArgument, r"returned \(1, 2\): .* a number"),
-    "one for two": ({"direction": ["minimize"] * 2}, InvalidArgument, "it must return 2 numbers, as direction has"),
+    "one for two": ({"direction": ["minimize"] * 2}, InvalidArgument, "it must return 2 numbers, one per direction"),
 }
 
 
@@ -120,7 +120,7 @@ def test_optuna_is_missing(tmp_path, monkeypatch):
 def test_a_study_that_exists(tmp_path):
     keywords = {"hp_space": rates, "n_trials": 1, "storage": f"sqlite:///{tmp_path}/a.db", "study_name": "a"}
     make_trainer(tmp_path).hyperparameter_search(**keywords)
-    with pytest.raises(InvalidArgument, match="study_name='a' is in the storage already: load_if_exists=True"):
+    with pytest.raises(InvalidArgument, match="study_name='a' is in the storage already: continue it with load_if"):
         make_trainer(tmp_path).hyperparameter_search(**keywords)
     for direction in ("maximize", ["minimize", "minimize"]):
         with pytest.raises(InvalidArgument, match=r"the study 'a' in the storage has \['minimize'\]"):
@@ -161,7 +161,7 @@ def test_names_for_the_model(tmp_path, caplog):
     trainer = make_trainer(tmp_path, model_init=model_init)
     with caplog.at_level(logging.INFO, "hftrainer"):
         trainer.hyperparameter_search(lambda trial: {"width": 3}, n_trials=1)
-    assert "width: no training arguments, left to model_init" in caplog.text
+    assert "Not training arguments, so only model_init can use them: width" in caplog.text
     with pytest.raises(UnknownArgument, match="did you mean 'learning_rate'"):
         trainer.hyperparameter_search(lambda trial: {"learning_rat": 3}, n_trials=1)
 
@@ -249,7 +249,7 @@ def test_interrupted(tmp_path, error):
     trainer.hyperparameter_search(rates, **keywords)
     assert of(trainer.hp_study) == ["COMPLETE", "FAIL", "COMPLETE", "COMPLETE"]
     _, lost, again, last = trainer.hp_study.trials
-    assert again.params == lost.params != last.params and again.user_attrs[AGAIN] == 1
+    assert again.params == lost.params != last.params and again.user_attrs[RETRY_OF] == 1
     before = trainer.hp_study.best_trial.number
     assert trainer.hyperparameter_search(rates, **keywords).run_id == str(before)  # nothing is left to do
     assert len(trainer.hp_study.trials) == 4
@@ -270,24 +270,24 @@ def test_another_process_is_gone_or_not():
 def test_count(monkeypatch):
     study = optuna.create_study()
     count = TrialCount(study, 3)
-    assert count.left() == 3
+    assert count.remaining() == 3
     study.enqueue_trial({"x": 1})  # waits: nobody has begun it
-    assert count.left() == 3
+    assert count.remaining() == 3
     trials = [study.ask() for _ in range(3)]
     trials[0].set_user_attr(OWNER, this_process())
     trials[1].set_user_attr(OWNER, f"{this_process().split(' ')[0]} {2**22 + 1} 1")
     trials[2].set_user_attr(OWNER, "elsewhere 1 1")
-    assert count.left() == 1
+    assert count.remaining() == 1
     assert of(study) == ["RUNNING", "FAIL", "RUNNING"]
     assert "has ended" in study.trials[1].user_attrs[INTERRUPTED]
     fourth = study.ask()
     assert not count.is_surplus(fourth.number)
     fourth.set_user_attr(OWNER, this_process())
-    assert count.left() == 0
+    assert count.remaining() == 0
     assert count.is_surplus(study.ask().number)
-    assert TrialCount(study, None).left() is None
+    assert TrialCount(study, None).remaining() is None
     study.tell(fourth, state=optuna.trial.TrialState.FAIL)  # without a reason, as Optuna's heartbeat does
-    assert TrialCount(study, 4).left() == 1
+    assert TrialCount(study, 4).remaining() == 1
 
 
 def test_tried_again_once():
@@ -296,7 +296,7 @@ def test_tried_again_once():
         trial = study.ask()
         trial.suggest_float("x", 0, 1)
         trial.set_user_attr(OWNER, f"{this_process().split(' ')[0]} {2**22 + 1} 1")
-        assert TrialCount(study, 1).left() == 1
+        assert TrialCount(study, 1).remaining() == 1
         assert of(study) == [["FAIL", "WAITING"], ["FAIL", "FAIL"]][number]
     assert study.trials[0].params == study.trials[1].params
 
@@ -320,9 +320,9 @@ def test_tried_again_if_it_had_not_begun():
     for _ in range(2):
         trial = study.ask()
         trial.set_user_attr(OWNER, f"{this_process().split(' ')[0]} {2**22 + 1} 1")
-        TrialCount(study, 1).left()
+        TrialCount(study, 1).remaining()
     assert study.ask().suggest_float("x", 0, 1) == 0.25
-    assert [trial.user_attrs.get(AGAIN) for trial in study.trials] == [None, 0, 0]
+    assert [trial.user_attrs.get(RETRY_OF) for trial in study.trials] == [None, 0, 0]
 
 
 def test_another_process_has_finished_the_trial_meanwhile():
@@ -336,10 +336,10 @@ def test_another_process_has_finished_the_trial_meanwhile():
 
 
 def test_a_process_that_was_killed_before_it_said_who_it_is(monkeypatch):
-    monkeypatch.setattr("hftrainer.search.studies._TO_SAY_SO", timedelta(seconds=0.3))
+    monkeypatch.setattr("hftrainer.search.studies._TIME_TO_SET_OWNER", timedelta(seconds=0.3))
     study = optuna.create_study()
     study.ask()
-    assert TrialCount(study, 1).left() == 1  # after waiting
+    assert TrialCount(study, 1).remaining() == 1  # after waiting
     assert of(study) == ["FAIL"]
 
 
@@ -357,7 +357,7 @@ def test_last_trials_begun_at_the_same_moment(tmp_path, monkeypatch):
     monkeypatch.setattr(optuna.Study, "ask", ask)
     trainer.hyperparameter_search(rates, n_trials=3)
     assert of(trainer.hp_study) == ["COMPLETE", "COMPLETE", "COMPLETE", "FAIL"]
-    assert "same moment" in trainer.hp_study.trials[3].user_attrs[INTERRUPTED]
+    assert "same time" in trainer.hp_study.trials[3].user_attrs[INTERRUPTED]
 
 
 def test_time_and_callbacks_end_it(tmp_path):
@@ -372,6 +372,26 @@ def test_time_and_callbacks_end_it(tmp_path):
 
     trainer.hyperparameter_search(rates, n_trials=5, callbacks=[stop], gc_after_trial=True)
     assert seen == [0]
+
+
+@pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning", "ignore:Heartbeat of storage")
+@pytest.mark.parametrize("kind", ["database", "journal"])
+def test_optuna_alone_does_not_notice_a_killed_process_at_once(tmp_path, kind):
+    """Its heartbeat waits for a period of grace, and a journal has no heartbeat."""
+    if kind == "journal":
+        path = str(tmp_path / "journal")
+        storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(path))
+    else:
+        storage = optuna.storages.RDBStorage(f"sqlite:///{tmp_path}/a.db", heartbeat_interval=1)
+    study = optuna.create_study(storage=storage)
+    trial = study.ask()
+    trial.set_user_attr(OWNER, f"{this_process().split(' ')[0]} {2**22 + 1} 1")
+    if kind == "database":
+        storage.record_heartbeat(trial._trial_id)
+    optuna.storages.fail_stale_trials(study)
+    assert of(study) == ["RUNNING"]
+    assert TrialCount(study, 1).remaining() == 1
+    assert of(study) == ["FAIL"]
 
 
 def test_trials_on_another_machine(tmp_path, caplog):
@@ -503,7 +523,7 @@ def test_a_rate_that_follows_a_metric_stays(tmp_path, caplog):
     trainer = make_trainer(tmp_path, learning_rate=0.5, **settings)
     trainer.train()
     trainer.train(str(tmp_path / "checkpoint-2"), trial={"learning_rate": 0.25})
-    assert "ReduceLROnPlateau goes on with the checkpoint's learning rate, 0.5, not with 0.25" in caplog.text
+    assert "ReduceLROnPlateau keeps the checkpoint's learning rate 0.5 instead of the trial's 0.25" in caplog.text
     assert trainer.optimizer.param_groups[0]["lr"] == 0.5
 
 

@@ -52,7 +52,7 @@ def test_command_line(url, tmp_path):
         (("folder", "--study", "x"), "give the output folders of runs, or the --study of a search"),
         (("folder", "--output", "x"), "--output is for --study"),
         (("--study", "x", "--out", "a.png"), "--out is for runs"),
-        (("--study", "sqlite:///nowhere/a.db"), "sqlite:///nowhere/a.db: there is no such file"),
+        (("--study", "sqlite:///nowhere/a.db"), "sqlite:///nowhere/a.db: the file does not exist"),
     ],
 )
 def test_refused_on_the_command_line(words, said):
@@ -65,7 +65,7 @@ def test_several_studies_and_objectives(tmp_path):
     for name in ("a", "b"):
         make_study(url, name, directions=("minimize", "maximize"))
     for name in (None, "c"):
-        with pytest.raises(InvalidArgument, match="holds the studies a, b: give one of them as --study-name"):
+        with pytest.raises(InvalidArgument, match="has the studies a, b: name one of them with --study-name"):
             plot_study(url, name, out=str(tmp_path))
     written = plot_study(url, "b", out=str(tmp_path))
     assert written == [str(tmp_path / f"{name}_{number}.png") for name in NAMES for number in (0, 1)]
@@ -75,16 +75,16 @@ def test_journal(tmp_path, caplog):
     path = str(tmp_path / "search.log")
     make_study(optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(path)), trials=1)
     assert plot_study(path, out=str(tmp_path)) == [str(tmp_path / "history.png")]
-    assert "importance needs 2 finished trials, and there is 1" in caplog.text
+    assert "Skipping importance: it needs 2 completed trials, and the study has 1" in caplog.text
 
 
 def test_nothing_to_draw(tmp_path):
     url = f"sqlite:///{tmp_path}/search.db"
     make_study(url, trials=0)
-    with pytest.raises(InvalidArgument, match="the study 'a' has no finished trial"):
+    with pytest.raises(InvalidArgument, match="the study 'a' has no completed trial"):
         plot_study(url)
     optuna.delete_study(study_name="a", storage=url)
-    with pytest.raises(InvalidArgument, match="there is no study in it"):
+    with pytest.raises(InvalidArgument, match="the storage has no study"):
         plot_study(url)
 
 

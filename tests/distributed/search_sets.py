@@ -25,8 +25,18 @@ def of_trial(trial):
     return model
 
 
+#: What `rates` has chosen in this process.
+chosen = []
+
+
 def rates(trial):
-    return {"learning_rate": trial.suggest_float("learning_rate", 1e-4, 1.0, log=True)}
+    rate = trial.suggest_float("learning_rate", 1e-4, 1.0, log=True)
+    chosen.append({"learning_rate": rate, "seed": trial.suggest_int("seed", 2**31, 2**32 - 1)})
+    return dict(chosen[-1])
+
+
+def wrong_range(trial):
+    return {"learning_rate": trial.suggest_float("learning_rate", 1.0, 1e-4)}
 
 
 def nan_at_first(trial):
@@ -65,6 +75,7 @@ def main():
         "weights": list(weights),
         "steps": trainer.state.global_step,
         "params": trainer.state.trial_params,
+        "chosen": list(chosen),
     }
     found["folders"] = sorted(path.name for path in (folder / "out").glob("run-*"))
     if rank == "0":
@@ -80,6 +91,7 @@ def main():
         ({"hp_space": lambda trial: {"learning_rte": 1.0}}, TypeError),
         ({"hp_space": nan_at_first, "compute_objective": lambda metrics: math.nan, "n_trials": 1}, SearchFailed),
         ({"catch": (ValueError,)}, UnsupportedArgument),
+        ({"hp_space": wrong_range}, ValueError),
         ({"study_name": "a", "storage": f"sqlite:///{folder}/a.db"}, InvalidArgument),
     ):
         try:

@@ -26,8 +26,15 @@ def test_both_train_the_same_trials(found):
 
 def test_what_the_model_asks_for_is_the_same(found):
     params = found[0]["all params"]
-    assert all(sorted(each) == ["dropout", "learning_rate"] for each in params)
+    assert all(sorted(each) == ["dropout", "learning_rate", "seed"] for each in params)
     assert len({each["dropout"] for each in params}) == 7
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_values_are_those_of_the_study(found, rank):
+    """To the last bit, and above 2**31. `optuna_integration.TorchDistributedTrial` sends 32 bits."""
+    params = [{name: each[name] for name in ("learning_rate", "seed")} for each in found[0]["all params"]]
+    assert found[rank]["chosen"] == params
 
 
 def test_pruned_in_both(found):
@@ -42,8 +49,9 @@ def test_failed_trials(found):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_errors_reach_both(found, rank):
-    misspelled, failed, caught, exists = found[rank]["refused"]
+    misspelled, failed, caught, wrong_range, exists = found[rank]["refused"]
     assert "did you mean 'learning_rate'" in misspelled
     assert "No trial was completed (1 fail)" in failed
-    assert "catch cannot be honoured with several processes" in caught
+    assert "catch is not supported with several processes" in caught
+    assert "low <= high" in wrong_range  # of a suggestion, which the main process alone asks for
     assert "study_name='a' is in the storage already" in exists

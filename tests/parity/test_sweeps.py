@@ -117,8 +117,8 @@ def test_runs_that_fail_are_left_out(tmp_path, sweeps, caplog):
         space(), compute_objective=objective, n_trials=3, backend="wandb", metric="eval/accuracy"
     )
     assert best.hyperparameters == {"learning_rate": RATES[2]}
-    assert "2 runs of the sweep sweep0 have failed:\n- RuntimeError: no memory\n- compute_objective" in caplog.text
-    assert "metric='eval/accuracy' is not among what is logged (eval/loss, " in caplog.text
+    assert "2 runs of the sweep sweep0 failed:\n- RuntimeError: no memory\n- compute_objective" in caplog.text
+    assert "metric='eval/accuracy' is not among the logged metrics (eval/loss, " in caplog.text
 
 
 def test_no_run_is_completed(tmp_path, sweeps):
@@ -135,16 +135,16 @@ REFUSED = {
         "a sweep has one objective; use backend='optuna'",
     ),
     "direction": ({"direction": "down"}, InvalidArgument, "direction='down': give 'minimize' or 'maximize'"),
-    "keyword": ({"sweepid": "x"}, UnknownArgument, "takes no 'sweepid'; did you mean 'sweep_id'"),
-    "far keyword": ({"zebra": "x"}, UnknownArgument, "hyperparameter_search with W&B takes no 'zebra'$"),
-    "no space": ({"hp_space": lambda _: {"learning_rate": 1}}, InvalidArgument, "must return its configuration"),
+    "keyword": ({"sweepid": "x"}, UnknownArgument, "has no argument 'sweepid'; did you mean 'sweep_id'"),
+    "far keyword": ({"zebra": "x"}, UnknownArgument, "hyperparameter_search with W&B has no argument 'zebra'$"),
+    "no space": ({"hp_space": lambda _: {"learning_rate": 1}}, InvalidArgument, "must return the configuration"),
     "a space for Optuna": (
         {"hp_space": lambda trial: {"seed": trial.suggest_int("seed", 1, 2)}},
         InvalidArgument,
-        "hp_space asks a trial, as with Optuna .*, and backend='wandb' calls it with None",
+        "hp_space uses its trial as with Optuna .*, but backend='wandb' calls it with None",
     ),
     "misspelled": ({"hp_space": space(learning_rat=[1])}, UnknownArgument, "did you mean 'learning_rate'"),
-    "fixed": ({"hp_space": space(report_to=["none"])}, InvalidArgument, "report_to: read once"),
+    "fixed": ({"hp_space": space(report_to=["none"])}, InvalidArgument, "report_to: read only when"),
 }
 
 

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import optuna
@@ -78,7 +79,7 @@ def test_a_worker_that_is_killed(tmp_path):
     ((_, trials),), errors = found(script)
     assert [process for _, state, process in trials if state == "FAIL"] == [worker]
     assert sum(state == "COMPLETE" for _, state, _ in trials) == 8
-    assert "Worker 1 of n_jobs=2 was killed by signal 9: see " in errors
+    assert "Worker 1 of n_jobs=2 was killed by signal 9. See " in errors
 
 
 @pytest.mark.parametrize("mode", ["stops", "fails"])
@@ -93,7 +94,7 @@ def test_ended_in_a_worker(tmp_path, mode):
         assert 2 <= len(trials) < 50
     else:
         assert script.returncode == 1
-        assert "SearchFailed: Worker 1 of n_jobs=2 has failed: see " in errors
+        assert "SearchFailed: Worker 1 of n_jobs=2 failed. See " in errors
         assert "KeyError: 'in the worker'" in errors
 
 
@@ -128,32 +129,32 @@ def rate(trial):
 
 @pytest.mark.parametrize("count", [0, -2, 1.5, "2"])
 def test_no_number_of_jobs(tmp_path, count):
-    with pytest.raises(InvalidArgument, match=f"n_jobs={count!r}: give a number from 1, or -1"):
+    with pytest.raises(InvalidArgument, match=f"n_jobs={count!r}: give a positive integer, or -1"):
         make_trainer(tmp_path).hyperparameter_search(rate, n_jobs=count)
 
 
 def test_refused(tmp_path, monkeypatch):
     trainer = make_trainer(tmp_path)
     for storage in (optuna.storages.InMemoryStorage(), "sqlite://", "sqlite:///:memory:"):
-        with pytest.raises(UnsupportedArgument, match="which is in memory: leave it out"):
+        with pytest.raises(UnsupportedArgument, match="is in memory, and processes cannot share it"):
             trainer.hyperparameter_search(rate, n_jobs=2, storage=storage)
     with monkeypatch.context() as patched:
         patched.setattr(sys, "argv", ["-"])
-        with pytest.raises(UnsupportedArgument, match="a notebook or a console has none"):
+        with pytest.raises(UnsupportedArgument, match="a notebook or a console has no script"):
             trainer.hyperparameter_search(rate, n_jobs=2)
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
-    with pytest.raises(UnsupportedArgument, match="a notebook or a console has none"):
+    with pytest.raises(UnsupportedArgument, match="a notebook or a console has no script"):
         trainer.hyperparameter_search(rate, n_jobs=2)
     monkeypatch.setattr(type(trainer.args), "world_size", 2)
     with pytest.raises(
-        UnsupportedArgument, match=r"one of several processes: start it without a launcher, on several GPUs"
+        UnsupportedArgument, match=r"a launcher has started several processes. Start the script without a launcher"
     ):
         trainer.hyperparameter_search(rate, n_jobs=2)
 
 
 def test_a_worker_does_not_train_outside_the_search(tmp_path, monkeypatch):
     monkeypatch.setenv(WORKER, as_worker())
-    wrong = "it trains before this search, or searches without n_jobs: put the search with n_jobs first"
+    wrong = "before this search. Put the search with n_jobs first"
     with pytest.raises(UnsupportedArgument, match=wrong):
         make_trainer(tmp_path).train()
     with pytest.raises(UnsupportedArgument, match=wrong):
@@ -165,31 +166,45 @@ def test_a_worker_ends_after_its_search(tmp_path, monkeypatch, count):
     """Also where it sees one GPU of several, and would count one job."""
     storage = f"sqlite:///{tmp_path}/search.db"
     study = optuna.create_study(study_name="mine", storage=storage)
-    monkeypatch.setattr(jobs, "_begun", [])
-    monkeypatch.setattr(jobs, "_follow", lambda script: None)
+    monkeypatch.setattr(jobs, "_searches", [])
+    monkeypatch.setattr(jobs, "_exit_with_script", lambda script: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setenv(WORKER, as_worker(studies=[[None, "mine"]], until=time.time() - 1))
+    monkeypatch.setenv(WORKER, as_worker(searches=[[None, "mine"]], deadline=time.time() - 1))
     with pytest.raises(SystemExit) as ended:
         make_trainer(tmp_path).hyperparameter_search(rate, n_trials=3, n_jobs=count, storage=storage, timeout=1000)
-    assert ended.value.code == jobs._DONE
+    assert ended.value.code == jobs._SEARCH_DONE
     assert study.trials == []  # the time was up: the script tells it
 
 
 def as_worker(**told):
-    """What a worker is told by its script."""
-    return json.dumps({"search": "a", "studies": [], "until": None, "count": 2, "script": os.getppid(), **told})
+    """The assignment of a worker."""
+    return json.dumps({"search": "a", "searches": [], "deadline": None, "count": 2, "script": os.getppid(), **told})
 
 
 def test_each_worker_has_a_gpu_and_a_share_of_the_cores(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(jobs, "_cores", lambda: 8)
-    assert jobs._share_of_machine(1, 3) == {"OMP_NUM_THREADS": "2"}
+    assert jobs._resources(1, 3) == {"OMP_NUM_THREADS": "2"}
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert [jobs._share_of_machine(n, 3)["CUDA_VISIBLE_DEVICES"] for n in (1, 2)] == ["1", "0"]
+    assert [jobs._resources(n, 3)["CUDA_VISIBLE_DEVICES"] for n in (1, 2)] == ["1", "0"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
-    assert jobs._share_of_machine(1, 2)["CUDA_VISIBLE_DEVICES"] == "6"
+    assert jobs._resources(1, 2)["CUDA_VISIBLE_DEVICES"] == "6"
     assert Jobs(-1, "x", None).count == 2
+
+
+def test_threads_share_the_random_generator():
+    """Why `n_jobs` starts processes: Optuna's threads draw from one generator, whatever seeds they set."""
+    seeded = threading.Barrier(2, timeout=60)
+
+    def draw(trial):
+        torch.manual_seed(0)
+        seeded.wait()
+        return torch.rand(()).item()
+
+    study = optuna.create_study()
+    study.optimize(draw, n_trials=2, n_jobs=2)
+    assert len({trial.value for trial in study.trials}) == 2
 
 
 def test_one_job_starts_nothing(tmp_path):

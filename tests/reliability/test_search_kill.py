@@ -6,7 +6,7 @@ import time
 import optuna
 import pytest
 
-from hftrainer.search.studies import AGAIN, INTERRUPTED, OWNER
+from hftrainer.search.studies import INTERRUPTED, OWNER, RETRY_OF
 from tests.reliability.search_job import storage_of
 from tests.reliability.support import Forked
 
@@ -32,8 +32,8 @@ def check(folder, wanted):
     assert all((folder / "out" / f"run-{trial.number}" / "checkpoint-4").is_dir() for trial in complete)
     assert not list((folder / "out").glob("checkpoint-*"))
     for trial in others:  # what was cut off has been tried again, unless it was itself another attempt
-        again = [other for other in trials if other.user_attrs.get(AGAIN) == trial.number and other.params]
-        assert AGAIN in trial.user_attrs or not trial.params or again[0].params == trial.params
+        again = [other for other in trials if other.user_attrs.get(RETRY_OF) == trial.number and other.params]
+        assert RETRY_OF in trial.user_attrs or not trial.params or again[0].params == trial.params
     return complete, others
 
 

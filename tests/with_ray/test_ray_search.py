@@ -217,7 +217,7 @@ def test_a_state_that_was_cut_off_is_no_reason_to_begin_anew(tmp_path):
     (tmp_path / "search" / "experiment_state-2026-01-01_00-00-00.json").write_text("")
     trainer = make_trainer(tmp_path)
     with pytest.raises(
-        DamagedCheckpoint, match=r"experiment_state-.*json was cut off .* resume='AUTO' would begin anew"
+        DamagedCheckpoint, match=r"experiment_state-.*json is truncated: .* resume='AUTO' would start a new search"
     ):
         trainer.hyperparameter_search(rates(1e-3), **QUIETLY, name="search", storage_path=str(tmp_path), resume="AUTO")
 
@@ -294,26 +294,28 @@ def refused(error, words, trainer=(), **keywords):
 
 
 REFUSED = {
-    "keyword": refused(UnknownArgument, "Ray Tune takes no 'schedular'; did you mean 'scheduler'", schedular=1),
-    "one of ours": refused(UnknownArgument, "takes no 'num_samples'; did you mean 'n_trials'", num_samples=3),
-    "internal": refused(UnknownArgument, "takes no '_remote'", _remote=True),
+    "keyword": refused(UnknownArgument, "Ray Tune has no argument 'schedular'; did you mean 'scheduler'", schedular=1),
+    "one of ours": refused(UnknownArgument, "has no argument 'num_samples'; did you mean 'n_trials'", num_samples=3),
+    "internal": refused(UnknownArgument, "has no argument '_remote'", _remote=True),
     "misspelled": refused(
         UnknownArgument,
         "TrainingArguments has no argument 'learning_rte'; did you mean 'learning_rate'",
         hp_space=lambda trial: {"learning_rte": tune.uniform(0, 1)},
     ),
-    "read once": refused(InvalidArgument, "report_to: read once", hp_space=lambda trial: {"report_to": "none"}),
+    "read once": refused(InvalidArgument, "report_to: read only when", hp_space=lambda trial: {"report_to": "none"}),
     "no dict": refused(InvalidArgument, "hp_space returned None", hp_space=lambda trial: None),
     "objectives": refused(UnsupportedArgument, "one objective; use backend='optuna'", direction=["minimize"] * 2),
     "direction": refused(InvalidArgument, "direction='down': give 'minimize' or 'maximize'", direction="down"),
-    "no end": refused(InvalidArgument, "n_trials=None never ends: .* or time_budget_s in seconds", n_trials=None),
+    "no end": refused(
+        InvalidArgument, "n_trials=None: the search would never end. .* or time_budget_s in seconds", n_trials=None
+    ),
     "no trials": refused(InvalidArgument, "n_trials=0", n_trials=0),
     "scope": refused(InvalidArgument, "ray_scope='best': give one of 'last', 'all'", {"ray_scope": "best"}),
     "no name": refused(InvalidArgument, "resume='AUTO' needs the name", resume="AUTO"),
     "GPUs": refused(UnsupportedArgument, "a trial trains in one process", resources_per_trial={"gpu": 2}),
     "unevaluated": refused(
         InvalidArgument,
-        "scheduler=AsyncHyperBandScheduler compares trials while they train, and eval_strategy='no'",
+        "scheduler=AsyncHyperBandScheduler compares trials during training, and eval_strategy='no'",
         {"eval_strategy": "no"},
         scheduler=ASHAScheduler(),
     ),
@@ -323,7 +325,7 @@ REFUSED = {
     ),
     "no checkpoints": refused(
         InvalidArgument,
-        "PopulationBasedTraining lets trials go on from checkpoints, their own or those of others",
+        "PopulationBasedTraining resumes trials from checkpoints, which need the optimizer's state",
         {"save_strategy": "no"},
         scheduler=PopulationBasedTraining(hyperparam_mutations={"learning_rate": [1, 2]}),
     ),
@@ -342,7 +344,7 @@ def test_refused(tmp_path, case):
 def test_several_processes_are_refused(tmp_path, monkeypatch):
     trainer = make_trainer(tmp_path)
     monkeypatch.setattr(TrainingArguments, "world_size", 2)
-    with pytest.raises(UnsupportedArgument, match=r"this is one of 2: start the script without a launcher"):
+    with pytest.raises(UnsupportedArgument, match=r"a launcher has started 2. Start the script without a launcher"):
         trainer.hyperparameter_search(rates(1e-3), **QUIETLY)
 
 
@@ -382,5 +384,5 @@ def test_what_cannot_be_sent_is_named(tmp_path, name):
         trainer.lock = threading.Lock()
     else:
         trainer.add_callback(Holding(trainer, threading.Lock()))
-    with pytest.raises(InvalidArgument, match=rf"^{name} cannot be sent to the processes .*on_train_begin"):
+    with pytest.raises(InvalidArgument, match=rf"^{name} cannot be pickled for Ray's processes .*on_train_begin"):
         trainer.hyperparameter_search(rates(1e-3), **QUIETLY)
