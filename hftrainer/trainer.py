@@ -677,7 +677,7 @@ class Trainer:
             if self._hftrainer.uploads is not None and (
                 self._hftrainer.search is None or not isinstance(error, Exception)
             ):
-                self._hftrainer.uploads.finish(hurried=lambda: True)  # in a search, the next trial goes on
+                self._hftrainer.uploads.finish(is_urgent=lambda: True)  # in a search, the next trial goes on
             raise
         finally:
             if self._hftrainer.loop is not None:
@@ -1601,8 +1601,8 @@ class Trainer:
         """
         if not self.is_world_process_zero():
             return
-        from hftrainer.hub.pictures import Pictures
         from hftrainer.hub.repository import open_repository, repository_name
+        from hftrainer.hub.snapshots import UploadSnapshots
         from hftrainer.hub.uploads import Uploads
 
         self._finish_current_push()
@@ -1613,7 +1613,7 @@ class Trainer:
             private=args.hub_private_repo if private is None else private,
             revision=args.hub_revision,
         )
-        self._hftrainer.uploads = Uploads(repository, Pictures(str(args.output_dir), self.processing_class))
+        self._hftrainer.uploads = Uploads(repository, UploadSnapshots(str(args.output_dir), self.processing_class))
         self.hub_model_id, self.push_in_progress = repository.id, None
 
     def init_git_repo(self, at_init: bool = False) -> None:
@@ -1705,24 +1705,24 @@ class Trainer:
         """Begin to upload what `hub_strategy` wants of a checkpoint."""
         if self._hftrainer.uploads is None or self.args.hub_strategy == HubStrategy.END:
             return
-        from hftrainer.hub.uploads import PushInProgress
+        from hftrainer.hub.background import PushInProgress
 
         by_steps = self.args.save_strategy == SaveStrategy.STEPS
-        parcels = self._hftrainer.uploads.parcels(checkpoint_folder, self.args.hub_strategy, by_steps=by_steps)
-        if not parcels:
+        commits = self._hftrainer.uploads.commits_for(checkpoint_folder, self.args.hub_strategy, by_steps=by_steps)
+        if not commits:
             return
         done = self.push_in_progress is None or self.push_in_progress.is_done()
         if not done and not self.args.hub_always_push:
-            self._hftrainer.uploads.skip(parcels)
+            self._hftrainer.uploads.skip(commits)
             return
         self._hftrainer.announce("on_push_begin")
-        jobs = self._hftrainer.uploads.push(parcels)
+        jobs = self._hftrainer.uploads.push(commits)
         self.push_in_progress = PushInProgress(jobs if done else [*self.push_in_progress.jobs, *jobs])
 
     def _finish_current_push(self) -> None:
         """Wait for the uploads, try again what has failed, and say what is up and what is missing."""
         if self._hftrainer.uploads is not None:
-            self._hftrainer.uploads.finish(hurried=lambda: self._hftrainer.interruption.received is not None)
+            self._hftrainer.uploads.finish(is_urgent=lambda: self._hftrainer.interruption.received is not None)
 
     # ---- Hyperparameter search ---------------------------------------------------------------------------------
 

@@ -67,6 +67,7 @@ class HubServer:
         tokens: token → (user, rights), where rights are "write" or "read".
         requests: (method, path) of each request so far.
         failures: how many of the next requests fail with status 500.
+        fails_once: fail the next request whose path has this in it, with status 500; None for none.
         failing: fail every request whose path has this in it, with status 500; None for none.
         refusing: cut every connection at once.
         cuts: how many of the next LFS uploads are cut in their middle.
@@ -77,6 +78,7 @@ class HubServer:
         self.repos, self.objects, self.tokens = {}, {}, dict(tokens)
         self.requests = []
         self.failures, self.failing, self.refusing, self.cuts, self.delay = 0, None, False, 0, 0.0
+        self.fails_once = None
         self.lock = threading.Lock()
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (Handler,), {"hub": self}))
         self.http.daemon_threads = True
@@ -155,6 +157,12 @@ class Handler(BaseHTTPRequestHandler):
         self.hub.requests.append((self.command, self.route))
         if self.hub.refusing:
             self.close_connection = True
+            return
+        once = self.hub.fails_once
+        if once is not None and once in self.route:
+            self.hub.fails_once = None
+            self._read()
+            self._send(500, {"error": "Internal Error"})
             return
         if (self.hub.failing is not None and self.hub.failing in self.route) or self.hub.take("failures"):
             self._read()

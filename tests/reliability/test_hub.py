@@ -21,7 +21,8 @@ import torch
 from hftrainer import Trainer, TrainerCallback, TrainingArguments
 from hftrainer.checkpointing.writer import is_storage_error
 from hftrainer.errors import CheckpointNotFound, HubError, InvalidArgument
-from hftrainer.hub import failures, pictures, repository, uploads
+from hftrainer.hub import background, failures, repository, snapshots, uploads
+from hftrainer.hub.pending import PendingCommit
 from hftrainer.search.packing import pack
 from tests import warm
 from tests.hub_server import Commit, HubServer, Repo
@@ -182,7 +183,7 @@ def test_a_hub_that_fails_for_a_while(hub, tmp_path, undisturbed, how, caplog):
 
 
 def test_an_upload_is_tried_again_at_once(hub, tmp_path, monkeypatch, caplog):
-    """The second attempt of ours succeeds, and nothing is said."""
+    """The second attempt succeeds, and no warning is logged."""
     real, left = repository.HfApi.upload_folder, [1]
 
     def once_away(*args, **kwargs):
@@ -195,7 +196,17 @@ def test_an_upload_is_tried_again_at_once(hub, tmp_path, monkeypatch, caplog):
     make(tmp_path / "run").train()
     assert messages(hub)[-1] == "Training in progress, step 6"
     assert not left
-    assert "was not uploaded" not in caplog.text
+    assert "is retried at the end" not in caplog.text
+
+
+def test_a_commit_that_the_client_does_not_retry(hub, tmp_path, caplog):
+    """It retries the requests before the commit; without Xet, and before release 2, not the commit itself."""
+    trainer = make(tmp_path / "run", max_steps=2)
+    hub.fails_once = "/commit/"
+    trainer.train()
+    assert hub.fails_once is None
+    assert messages(hub) == ["Training in progress, step 2"]
+    assert "is retried at the end" not in caplog.text
 
 
 def test_a_hub_that_is_away_is_asked_once(hub, tmp_path, monkeypatch, caplog):
@@ -230,15 +241,15 @@ def test_a_hub_that_stays_away(hub, tmp_path, undisturbed, caplog):
     folder = tmp_path / "run"
     assert f"hf upload me/run {folder}/checkpoint-6 . --include model.safetensors --include training_args.bin" in report
     assert f"hf upload me/run {folder}/checkpoint-6 checkpoint-6" in report
-    assert "the Hub has failed: try again later" in report
+    assert "the Hub failed: try again later" in report
     assert "checkpoint-2: 'Training in progress, step 2, checkpoint'" in report.split("Uploaded:")[1]
-    with pytest.raises(HubError, match=r"this uploads it: hf upload me/run .* --exclude") as caught:
+    with pytest.raises(HubError, match=r"To upload it: hf upload me/run .* --exclude") as caught:
         trainer.push_to_hub()
     assert TOKEN not in "".join(traceback.format_exception(caught.value))
     trainer.save_model()  # which says it, and goes on
     assert caplog.records[-1].levelname == "ERROR"
     assert isinstance(trainer.push_to_hub(blocking=False).exception(), HubError)
-    assert "push_to_hub to 'me/run': the Hub has failed" in caplog.records[-1].getMessage()
+    assert "push_to_hub to 'me/run': the Hub failed" in caplog.records[-1].getMessage()
     hub.failing = None
     trainer.push_to_hub()
     trainer._finish_current_push()
@@ -341,7 +352,7 @@ def test_a_search(hub, tmp_path, monkeypatch):
     """A pruned trial does not wait, never are two under way at once, and no checkpoint of a trial is a model's file."""
     optuna = pytest.importorskip("optuna")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    monkeypatch.setattr(uploads, "_GRACE", 0.1)
+    monkeypatch.setattr(background, "_GRACE", 0.1)
     trainer = make(tmp_path / "run", [At(1, fail(hub, delay=1.0))], eval_strategy="steps", eval_steps=2)
     trainer.model_init = make_plain
 
@@ -407,7 +418,7 @@ def test_shards_and_adapters(tmp_path):
     for name in ("model-1.safetensors", "optimizer.pt", "training_args.bin", "adapter_config.json", "own.txt"):
         (tmp_path / name).touch()
     expected = ["adapter_config.json", "model.safetensors.index.json", "model-1.safetensors", "training_args.bin"]
-    assert pictures.model_files(str(tmp_path)) == expected
+    assert snapshots.model_files(str(tmp_path)) == expected
 
 
 def refuse(*_):
@@ -417,13 +428,11 @@ def refuse(*_):
 def test_a_storage_that_fails(hub, tmp_path, caplog, monkeypatch):
     """Uploads that cannot be made ready cost the run nothing either."""
     trainer = make(tmp_path / "run", save_steps=4)
-    monkeypatch.setattr(pictures.shutil, "copyfile", refuse)
-    monkeypatch.setattr(pictures.os, "link", refuse)
+    monkeypatch.setattr(snapshots.shutil, "copyfile", refuse)
+    monkeypatch.setattr(snapshots.os, "link", refuse)
     trainer.train()
     assert trainer.state.global_step == STEPS
-    assert (
-        "the model, 'Training in progress, step 6': the storage has failed (not here). To upload it: hf" in caplog.text
-    )
+    assert "the model, 'Training in progress, step 6': storage failed (not here). To upload it: hf" in caplog.text
     assert not messages(hub)
     assert not (tmp_path / "run" / "_hub_uploads").exists()
 
@@ -438,12 +447,13 @@ class Tokens:
 
 def test_a_processing_class_that_fails(hub, tmp_path, caplog):
     trainer = make(tmp_path / "run")
-    trainer._hftrainer.uploads._pictures.processing_class = Tokens()
+    trainer._hftrainer.uploads._snapshots.processing_class = Tokens()
     trainer.add_callback(At(3, lambda: shutil.rmtree(tmp_path / "run" / "checkpoint-2")))
     trainer.train()
     assert trainer.state.global_step == STEPS
-    assert "it could not be made ready (Exception: No space left on device (os error 28))" in caplog.text
-    assert trainer._hftrainer.uploads.parcels(str(tmp_path / "run" / "checkpoint-2"), "every_save", by_steps=True) == []
+    assert "it could not be prepared (Exception: No space left on device (os error 28))" in caplog.text
+    deleted = str(tmp_path / "run" / "checkpoint-2")
+    assert trainer._hftrainer.uploads.commits_for(deleted, "every_save", by_steps=True) == []
     assert is_storage_error(Exception("No space left on device (os error 28)"), str(tmp_path))
     assert not is_storage_error(Exception("something else"), str(tmp_path))
 
@@ -466,9 +476,9 @@ def test_files_of_many_kinds(tmp_path):
     (tmp_path / "link.txt").symlink_to("_elsewhere")
     (tmp_path / "to-nothing").symlink_to("nothing")
     os.mkfifo(tmp_path / "pipe")
-    made = pictures.Pictures(str(tmp_path), Config())
-    picture = Path(made.take(pictures.Parcel(0, str(tmp_path / "checkpoint-1"), "", "message")))
-    found = {path.relative_to(picture).as_posix(): path for path in picture.rglob("*") if path.is_file()}
+    made = snapshots.UploadSnapshots(str(tmp_path), Config())
+    snapshot = Path(made.create(PendingCommit(0, str(tmp_path / "checkpoint-1"), "", "message")))
+    found = {path.relative_to(snapshot).as_posix(): path for path in snapshot.rglob("*") if path.is_file()}
     assert {name: path.read_text() for name, path in found.items()} == dict.fromkeys(
         ("config.json", "best.pt", "link.txt", "log.txt"), "before"
     )
@@ -479,33 +489,33 @@ def test_files_of_many_kinds(tmp_path):
 
 
 @pytest.mark.parametrize("links", [True, False])
-def test_pictures(tmp_path, links, monkeypatch):
-    """A picture stays as it is, whatever becomes of the files; what is never changed takes no room."""
+def test_snapshots(tmp_path, links, monkeypatch):
+    """A snapshot does not change with the files, and takes no disk space for files that are written once."""
     if not links:
-        monkeypatch.setattr(pictures.os, "link", refuse)
+        monkeypatch.setattr(snapshots.os, "link", refuse)
     (tmp_path / "checkpoint-1").mkdir()
     for name in ("checkpoint-1/model.safetensors", "config.json", "log.txt", "old.txt", "_private"):
         (tmp_path / name).write_text("before")
     os.utime(tmp_path / "old.txt", (0, 0))
     gone = "-".join([socket.gethostname(), "999999999", "1", "0"])
     (tmp_path / "_hub_uploads" / gone / "0").mkdir(parents=True)  # of a process that was killed
-    made = pictures.Pictures(str(tmp_path))
+    made = snapshots.UploadSnapshots(str(tmp_path))
     with open(tmp_path / "log.txt", "a") as log:
-        picture = Path(made.take(pictures.Parcel(0, str(tmp_path / "checkpoint-1"), "", "message")))
+        snapshot = Path(made.create(PendingCommit(0, str(tmp_path / "checkpoint-1"), "", "message")))
         log.write("after")
     shutil.rmtree(tmp_path / "checkpoint-1")
-    assert {path.name: path.read_text() for path in picture.iterdir()} == dict.fromkeys(
+    assert {path.name: path.read_text() for path in snapshot.iterdir()} == dict.fromkeys(
         ("config.json", "log.txt", "model.safetensors", "old.txt"), "before"
     )
-    assert (picture / "old.txt").samefile(tmp_path / "old.txt") is links
-    made.discard(str(picture))
+    assert (snapshot / "old.txt").samefile(tmp_path / "old.txt") is links
+    made.delete(str(snapshot))
     assert not (tmp_path / "_hub_uploads").exists()
 
 
 HANGS = """
 import sys
-from hftrainer.hub import uploads
-uploads._GRACE = 0.5
+from hftrainer.hub import background
+background._GRACE = 0.5
 from tests.reliability.test_hub import At, make
 trainer = make(sys.argv[1], [At(3, lambda: print("third step", flush=True))], max_steps=100000, save_steps=2)
 trainer.train()
@@ -576,13 +586,15 @@ def test_stopped_while_an_upload_hangs(hub, tmp_path):
     [
         pytest.param({"hub_token": "hf_wrong"}, "does not accept the token: run `hf auth login`", id="wrong token"),
         pytest.param({"hub_token": None}, "needs a token: run `hf auth login`, or give hub_token", id="no token"),
-        pytest.param({"hub_token": f"{TOKEN}\n"}, "has a space or a line break in it", id="token with a line break"),
-        pytest.param({"hub_token": ""}, "hub_token is empty: give one", id="empty token"),
-        pytest.param({"hub_model_id": "a/b/c"}, "hub_model_id='a/b/c' is no name", id="malformed"),
-        pytest.param({"hub_model_id": "other/run"}, "the token may not write there", id="of another"),
-        pytest.param({"hub_token": READS, "hub_model_id": "me/there"}, "the token may not write there", id="reads"),
+        pytest.param({"hub_token": f"{TOKEN}\n"}, "contains a space or a line break", id="token with a line break"),
+        pytest.param({"hub_token": ""}, "hub_token is empty: give a token", id="empty token"),
+        pytest.param({"hub_model_id": "a/b/c"}, "hub_model_id='a/b/c' is not a valid repository name", id="malformed"),
+        pytest.param({"hub_model_id": "other/run"}, "the token has no write access", id="of another"),
+        pytest.param({"hub_token": READS, "hub_model_id": "me/there"}, "the token has no write access", id="reads"),
         pytest.param(
-            {"hub_revision": "dev", "hub_model_id": "me/there"}, "no such revision: make the branch", id="branch"
+            {"hub_revision": "dev", "hub_model_id": "me/there"},
+            "the revision does not exist: create the branch",
+            id="branch",
         ),
     ],
 )
@@ -599,7 +611,7 @@ def test_refused_at_the_start(hub, tmp_path, settings, words):
 def test_no_network_at_the_start(hub, tmp_path, monkeypatch):
     hub.refusing = True
     with pytest.raises(
-        HubError, match=r"push_to_hub to 'run': the Hub cannot be reached: .* A run without push_to_hub"
+        HubError, match=r"push_to_hub to 'run': the Hub cannot be reached: .* You can train without push_to_hub"
     ):
         make(tmp_path / "run")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -618,19 +630,19 @@ def test_errors_in_words(hub, tmp_path, monkeypatch):
     shown = failures.without_tokens(f"a {TOKEN}, b {READS}, https://x.co/y?X-Sig=abc", TOKEN)
     assert shown == "a <HUB_TOKEN>, b <HUB_TOKEN>, https://x.co/y"
     trainer = make(tmp_path / "run", hub_strategy="end", max_steps=1)
-    with pytest.raises(InvalidArgument, match="has a space or a line break") as caught:
+    with pytest.raises(InvalidArgument, match="contains a space or a line break") as caught:
         trainer.push_to_hub(token=TOKEN + "\n")
     assert TOKEN not in "".join(traceback.format_exception(caught.value))
     local = PermissionError(errno.EACCES, "Permission denied", "secret.log")
-    assert not failures.is_passing(local)
+    assert not failures.is_transient(local)
     assert "Permission denied" in failures.reason(local)
     assert "cannot be reached" not in failures.reason(local)
     wrapped = RuntimeError("Error while uploading")
     wrapped.__cause__ = TimeoutError("slow")
-    assert failures.is_passing(wrapped)
-    assert failures.is_passing(RuntimeError("of the client's transfers"))
+    assert failures.is_transient(wrapped)
+    assert failures.is_transient(RuntimeError("of the client's transfers"))
     hub.tokens[TOKEN] = ("me", "read")
-    with pytest.raises(HubError, match=r"may not write there.*Forbidden: you don't have the required permissions"):
+    with pytest.raises(HubError, match=r"has no write access.*Forbidden: you don't have the required permissions"):
         trainer.push_to_hub()
 
 
@@ -680,7 +692,7 @@ def test_resume_from_the_branch_of_the_run(hub, tmp_path):
     resumed = make(tmp_path / "resumed", **there, max_steps=3, push_to_hub=False)
     resumed.train(resume_from_checkpoint="hub:me/run")
     assert resumed._initial_global_step == 2
-    with pytest.raises(CheckpointNotFound, match="holds no checkpoint"):
+    with pytest.raises(CheckpointNotFound, match="has no checkpoint"):
         resumed.train(resume_from_checkpoint="hub:me/run@main")
 
 
@@ -689,10 +701,10 @@ def test_nothing_to_resume_from(hub, tmp_path):
     hub.repos["me/private"] = Repo(private=True)
     trainer = make(tmp_path / "run", push_to_hub=False, hub_token=None)
     for reference, words in {
-        "hub:me/none": "there is no such repository, or the token may not read it",
-        "hub:me/private": "there is no such repository, or the token may not read it",
-        "hub:me/weights": "holds no checkpoint, neither last-checkpoint nor checkpoint-xxx",
-        "hub:me/weights@dev": "there is no such revision",
+        "hub:me/none": "the repository does not exist, or the token has no read access",
+        "hub:me/private": "the repository does not exist, or the token has no read access",
+        "hub:me/weights": "has no checkpoint, neither last-checkpoint nor checkpoint-xxx",
+        "hub:me/weights@dev": "the revision does not exist",
         "hub:me/weights/checkpoint-2": "the repository has no folder 'checkpoint-2'",
         "hub:": "give 'hub:owner/name'",
     }.items():
