@@ -1,4 +1,4 @@
-"""The hyperparameters that a model card lists: those that decide the result."""
+"""The hyperparameters in a model card: those that influence the result."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def hyperparameters(trainer: Trainer) -> dict[str, Any]:
-    """Name → value, of what the run was made with, in the names of the arguments where there are any."""
+    """Name → value, named after the arguments where possible."""
     args = trainer.args
     return {
         "learning_rate": args.learning_rate,
@@ -27,11 +27,11 @@ def hyperparameters(trainer: Trainer) -> dict[str, Any]:
 
 
 def _batches(trainer: Trainer) -> dict[str, Any]:
-    """The batches of one process and of all, in samples."""
+    """Batch sizes in samples, per process and in total, and how the processes work together."""
     args, processes = trainer.args, trainer.accelerator.processes.data_processes
     train, evaluation = trainer._train_batch_size, args.eval_batch_size
     found: dict[str, Any] = {"train_batch_size": train, "eval_batch_size": evaluation}
-    if spelled(args.parallel_mode) != ParallelMode.NOT_PARALLEL.value:  # the arguments may be transformers'
+    if spelled(args.parallel_mode) != ParallelMode.NOT_PARALLEL.value:  # also the enum of transformers
         found["distributed_type"] = _distributed_type(trainer)
     if args.world_size > 1:
         found["num_devices"] = args.world_size
@@ -46,38 +46,39 @@ def _batches(trainer: Trainer) -> dict[str, Any]:
 
 def _distributed_type(trainer: Trainer) -> str:
     kind = trainer.args.device.type
-    several = {"xla": "TPU", "cpu": "multi-CPU"}.get(kind, "multi-GPU")
+    devices = {"xla": "TPU", "cpu": "multi-CPU"}.get(kind, "multi-GPU")
     sharding = "DeepSpeed" if trainer.is_deepspeed_enabled else "FSDP"
     sharded = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled or trainer.is_fsdp_xla_enabled
-    return f"{several} ({sharding})" if sharded else several
+    return f"{devices} ({sharding})" if sharded else devices
 
 
 def _optimizer(trainer: Trainer) -> str:
     args = trainer.args
-    given, _ = trainer._hftrainer.optimizers_given
-    if given is not None:
-        return _listed(type(given).__name__, given.defaults)
+    own_optimizer, _ = trainer._hftrainer.optimizers_given
+    if own_optimizer is not None:
+        return _with_settings(type(own_optimizer).__name__, own_optimizer.defaults)
     if trainer.optimizer_cls_and_kwargs is not None:
         kind, settings = trainer.optimizer_cls_and_kwargs
-        return _listed(kind.__name__, settings)
+        return _with_settings(kind.__name__, settings)
     name, settings = spelled(args.optim), {}
     if "adam" in name:
         settings = {"betas": (args.adam_beta1, args.adam_beta2), "epsilon": args.adam_epsilon}
-    return _listed(name, {**settings, **({"optim_args": args.optim_args} if args.optim_args else {})})
+    return _with_settings(name, {**settings, **({"optim_args": args.optim_args} if args.optim_args else {})})
 
 
-def _listed(name: str, settings: Mapping[str, Any]) -> str:
-    plain = {key: value for key, value in settings.items() if isinstance(value, (int, float, str, tuple))}
-    return ", ".join([name, *(f"{key}={value}" for key, value in plain.items())])
+def _with_settings(name: str, settings: Mapping[str, Any]) -> str:
+    printable = {key: value for key, value in settings.items() if isinstance(value, (int, float, str, tuple))}
+    return ", ".join([name, *(f"{key}={value}" for key, value in printable.items())])
 
 
 def _schedule(trainer: Trainer) -> dict[str, Any]:
     args = trainer.args
-    _, given = trainer._hftrainer.optimizers_given
-    found: dict[str, Any] = {"lr_scheduler_type": type(given).__name__ if given else spelled(args.lr_scheduler_type)}
-    if given is None and args.lr_scheduler_kwargs:
+    _, own_schedule = trainer._hftrainer.optimizers_given
+    name = type(own_schedule).__name__ if own_schedule else spelled(args.lr_scheduler_type)
+    found: dict[str, Any] = {"lr_scheduler_type": name}
+    if own_schedule is None and args.lr_scheduler_kwargs:
         found["lr_scheduler_kwargs"] = args.lr_scheduler_kwargs
-    if given is None and args.warmup_steps:
+    if own_schedule is None and args.warmup_steps:
         found["lr_scheduler_warmup_steps"] = args.warmup_steps
     if args.max_steps != -1:
         return {**found, "training_steps": args.max_steps}

@@ -18,8 +18,8 @@ from huggingface_hub import HfApi, constants, metadata_load
 from hftrainer import Trainer, TrainerCallback, TrainingArguments, TrainingSummary
 from hftrainer.cli import install
 from hftrainer.errors import InvalidArgument
-from hftrainer.model_card import files, origins
-from hftrainer.model_card.results import final_results, markdown_table, shown, table
+from hftrainer.model_card import files, provenance
+from hftrainer.model_card.results import evaluation_rows, final_results, format_value, markdown_table
 from hftrainer.reporting.metrics import write_metrics
 from tests import warm
 from tests.parity.support import accuracy
@@ -178,7 +178,7 @@ def test_results_that_are_no_numbers():
         },
         SUMMARY,
     ]
-    rows = table(history)
+    rows = evaluation_rows(history)
     assert markdown_table(rows).splitlines() == [
         "| Training Loss | Epoch | Step | Validation Loss | Accuracy | F1  | A\\|b |",
         "| :-----------: | :---: | :--: | :-------------: | :------: | :-: | :--: |",
@@ -195,11 +195,11 @@ def test_results_that_are_no_numbers():
 
 def test_rows_of_the_training_run_alone():
     evaluation = {"eval_loss": 1.0, "epoch": 1.0, "step": 4}
-    assert table([evaluation, evaluation]) is None
-    assert len(table([{"loss": 1.0, "step": 1, "epoch": 0.1}, evaluation])) == 1  # training is not over
-    assert len(table([evaluation, evaluation, SUMMARY, evaluation])) == 2
-    assert table([SUMMARY]) is None
-    assert table([evaluation, SUMMARY])[0]["Training Loss"] == "No log"
+    assert evaluation_rows([evaluation, evaluation]) is None
+    assert len(evaluation_rows([{"loss": 1.0, "step": 1, "epoch": 0.1}, evaluation])) == 1  # training is not over
+    assert len(evaluation_rows([evaluation, evaluation, SUMMARY, evaluation])) == 2
+    assert evaluation_rows([SUMMARY]) is None
+    assert evaluation_rows([evaluation, SUMMARY])[0]["Training Loss"] == "No log"
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_rows_of_the_training_run_alone():
      (True, "True"), ("No log", "No log"), (float("nan"), "nan")],
 )  # fmt: skip
 def test_how_numbers_are_shown(value, text):
-    assert shown(value) == text
+    assert format_value(value) == text
 
 
 # ---- Where things come from --------------------------------------------------------------------------------------
@@ -233,7 +233,7 @@ def test_a_card_that_cannot_be_read(tmp_path, caplog, head):
     (tmp_path / "out" / "README.md").write_text(f"---\n{head}\n---\n")
     trainer.create_model_card(tags="mine")
     assert read(tmp_path / "out")[0]["tags"] == ["mine", "generated_from_trainer"]
-    assert "metadata that cannot be read" in caplog.text
+    assert "README.md cannot be read, so its tags are not kept" in caplog.text
 
 
 @pytest.mark.skipif(release_of("peft") < pinned("peft"), reason="the tags are those of the newest PEFT's own card")
@@ -266,22 +266,22 @@ def test_datasets():
     def named(builder, split=None):
         return Dataset(Dataset.from_dict({"x": [1]}).data, DatasetInfo(builder_name=builder, config_name="c"), split)
 
-    assert origins.datasets_of(named("glue", "train")) == [("glue", "c", "train")]
-    assert origins.datasets_of({"a": named("glue"), "b": named("imdb"), "c": named("glue", "test"), "d": [1]}) == [
+    assert provenance.datasets_of(named("glue", "train")) == [("glue", "c", "train")]
+    assert provenance.datasets_of({"a": named("glue"), "b": named("imdb"), "c": named("glue", "test"), "d": [1]}) == [
         ("glue", "c", None),
         ("imdb", "c", None),
     ]
     for nameless in ("csv", "generator", "imagefolder", None):
-        assert origins.datasets_of(named(nameless)) == []
-    assert origins.datasets_of(None) == []
+        assert provenance.datasets_of(named(nameless)) == []
+    assert provenance.datasets_of(None) == []
 
 
 @pytest.fixture
 def hub(monkeypatch):
     """What the Hub answers when it is asked for a model."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(origins, "LICENSE_TIMEOUT", 0.3)
-    origins.license_of.cache_clear()
+    monkeypatch.setattr(provenance, "LICENSE_TIMEOUT", 0.3)
+    provenance.license_of.cache_clear()
     asked = []
 
     def answer_by(answer):
@@ -292,7 +292,7 @@ def hub(monkeypatch):
         monkeypatch.setattr(HfApi, "model_info", model_info)
 
     yield answer_by, asked
-    origins.license_of.cache_clear()
+    provenance.license_of.cache_clear()
 
 
 def test_licence_of_the_base_model(hub, tmp_path):
@@ -317,7 +317,7 @@ def test_a_hub_that_does_not_answer(hub, answer):
     answer_by, _ = hub
     answer_by(answer)
     start = time.perf_counter()
-    assert origins.license_of("org/base") is None
+    assert provenance.license_of("org/base") is None
     assert time.perf_counter() - start < 30
 
 
@@ -366,7 +366,7 @@ def test_without_matplotlib(run, monkeypatch, caplog):
     trainer, folder = run
     (folder / "training.png").unlink(missing_ok=True)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    files._say_once.cache_clear()
+    files._log_once.cache_clear()
     with caplog.at_level(logging.INFO, "hftrainer"):
         trainer.create_model_card()
         trainer.create_model_card()
@@ -377,7 +377,7 @@ def test_without_matplotlib(run, monkeypatch, caplog):
 #: As if those libraries were not there, neither to be imported nor to be found among the installed.
 BARE = """
 import importlib.machinery, importlib.metadata, sys
-ABSENT = ("transformers", "matplotlib", "datasets", "peft", "accelerate")
+ABSENT = ("transformers", "jinja2", "matplotlib", "datasets", "peft", "accelerate")
 class Bare(importlib.machinery.PathFinder):
     @classmethod
     def find_spec(cls, name, path=None, target=None):
@@ -415,7 +415,7 @@ def test_without_transformers(tmp_path):
         ({"language": ["en", 1]}, r"language=\['en', 1\]: give a string or a list of strings"),
         ({"license": ["mit"]}, r"license=\['mit'\]: give a string"),
         ({"finetuned_from": 3}, r"finetuned_from=3: give a string"),
-        ({"dataset_tags": "a", "dataset_args": ["x", "y"]}, r"dataset_args=\['x', 'y'\]: there are more than"),
+        ({"dataset_tags": "a", "dataset_args": ["x", "y"]}, r"dataset_args=\['x', 'y'\]: there are more values than"),
     ],
 )
 def test_wrong_values(run, given, message):
@@ -429,11 +429,11 @@ def test_wrong_values(run, given, message):
 
 
 def test_wrong_dataset_metadata():
-    with pytest.raises(InvalidArgument, match="dataset_metadata has no 'spilt'; did you mean 'split'"):
+    with pytest.raises(InvalidArgument, match="dataset_metadata does not allow the key 'spilt'; did you mean 'split'"):
         TrainingSummary("m", dataset_metadata={"spilt": "test"})
     with pytest.raises(InvalidArgument, match="dataset_metadata=3: give a dict or a list of dicts"):
         TrainingSummary("m", dataset_metadata=3)
-    with pytest.raises(InvalidArgument, match="it may hold config, split, revision"):
+    with pytest.raises(InvalidArgument, match="allowed keys: config, split, revision"):
         TrainingSummary("m", dataset_metadata=[{"xyz": 1}])
 
 
