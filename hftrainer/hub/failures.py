@@ -26,7 +26,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def status_of(error: BaseException) -> int | None:
+def _status_of(error: BaseException) -> int | None:
     """The HTTP status of the Hub's response, or None if there was none."""
     for cause in _chain(error):
         status = getattr(getattr(cause, "response", None), "status_code", None)
@@ -39,7 +39,7 @@ def is_transient(error: BaseException) -> bool:
     """Whether a retry may succeed: the network or the Hub failed, and the request was not refused."""
     if isinstance(error, (OfflineModeIsEnabled, ValueError, FileNotFoundError)):
         return False
-    status = status_of(error)
+    status = _status_of(error)
     return _is_network_error(error) if status is None else status >= 500 or status in _TRANSIENT_STATUSES
 
 
@@ -73,7 +73,7 @@ def reason(error: BaseException, token: str | None = None) -> str:
         return "HF_HUB_OFFLINE=1 is set: unset it"
     if isinstance(error, (HFValidationError, ValueError)):
         return text
-    status = status_of(error)
+    status = _status_of(error)
     if status is not None:
         return _reason_of_response(error, status, text)
     return f"the Hub cannot be reached: check the network ({text})" if _is_network_error(error) else text

@@ -1,4 +1,4 @@
-"""The model card: what it says of runs of all kinds, and what it refuses."""
+"""The model card: its contents for different runs, and the errors for wrong arguments."""
 
 import json
 import logging
@@ -57,7 +57,7 @@ def test_card_of_a_plain_module(run):
     trainer.args.hub_token = TOKEN
     trainer.create_model_card(tasks="tabular-classification", dataset_tags="me/blobs", license="mit")
     metadata, text = read(folder)
-    assert "library_name" not in metadata and "base_model" not in metadata  # nothing would load it
+    assert "library_name" not in metadata and "base_model" not in metadata  # no library loads it
     assert metadata["license"] == "mit"
     assert metadata["tags"] == ["generated_from_trainer"]
     (result,) = metadata["model-index"][0]["results"]
@@ -75,7 +75,7 @@ def test_card_of_a_plain_module(run):
 
 
 def test_card_before_training(tmp_path):
-    """No line has been logged, and the folder is gone."""
+    """Nothing has been logged, and the output folder has been deleted."""
     trainer = make_trainer(tmp_path / "out")
     os.rmdir(tmp_path / "out")
     trainer.create_model_card()
@@ -92,7 +92,7 @@ def test_card_of_an_evaluation_alone(tmp_path):
     metadata, text = read(tmp_path / "out")
     assert metadata["metrics"] == ["accuracy"]
     assert "- Accuracy: " in text and "Runtime" not in text
-    assert "Training results" not in text  # one point is no curve, and one evaluation no table
+    assert "Training results" not in text  # a single evaluation makes neither a curve nor a table
 
 
 def test_other_processes_write_nothing(tmp_path):
@@ -103,13 +103,13 @@ def test_other_processes_write_nothing(tmp_path):
 
 
 class Cards(TrainerCallback):
-    """Writes a card at each evaluation, and notes how many rows it has and when its picture was drawn."""
+    """Writes a card at each evaluation, and records its number of rows and the time of its plot."""
 
     def __init__(self):
         self.rows, self.drawn = [], []
 
     def on_evaluate(self, args, state, control, **kwargs):
-        if len(state.log_history) < 6:  # so far one point
+        if len(state.log_history) < 6:  # one point so far
             return
         self.trainer.create_model_card()
         _, text = read(Path(args.output_dir))
@@ -131,7 +131,7 @@ def test_several_sets_during_training(tmp_path, monkeypatch):
     )
     cards.trainer = trainer
     trainer.train()
-    assert len(set(cards.drawn)) == 1  # training does not wait for another within the minute
+    assert len(set(cards.drawn)) == 1  # during training, at most one plot a minute
     trainer.create_model_card()
     _, text = read(tmp_path / "out")
     assert "| Training Loss | Epoch | Step | A Loss | A Accuracy | B Loss | B Accuracy |" in text
@@ -196,7 +196,7 @@ def test_results_that_are_no_numbers():
 def test_rows_of_the_training_run_alone():
     evaluation = {"eval_loss": 1.0, "epoch": 1.0, "step": 4}
     assert evaluation_rows([evaluation, evaluation]) is None
-    assert len(evaluation_rows([{"loss": 1.0, "step": 1, "epoch": 0.1}, evaluation])) == 1  # training is not over
+    assert len(evaluation_rows([{"loss": 1.0, "step": 1, "epoch": 0.1}, evaluation])) == 1  # training has not finished
     assert len(evaluation_rows([evaluation, evaluation, SUMMARY, evaluation])) == 2
     assert evaluation_rows([SUMMARY]) is None
     assert evaluation_rows([evaluation, SUMMARY])[0]["Training Loss"] == "No log"
@@ -238,7 +238,7 @@ def test_a_card_that_cannot_be_read(tmp_path, caplog, head):
 
 @pytest.mark.skipif(release_of("peft") < pinned("peft"), reason="the tags are those of the newest PEFT's own card")
 def test_adapter_of_a_model_without_a_name(tmp_path):
-    """PEFT writes an empty base model, with which the Hub refuses the card."""
+    """PEFT writes an empty base model, and the Hub refuses such a card."""
     trainer = make_trainer(tmp_path / "out", model=make_peft())
     trainer.create_model_card(model_name="name")
     metadata, text = read(tmp_path / "out")
@@ -255,7 +255,7 @@ def test_base_model_in_a_folder(tmp_path):
     assert "base_model" not in read(tmp_path / "out")[0]
     trainer.create_model_card(finetuned_from="/else/where")
     metadata, text = read(tmp_path / "out")
-    assert "base_model" not in metadata  # no repository has that name
+    assert "base_model" not in metadata  # not a valid repository name
     assert "`BertForSequenceClassification`, fine-tuned from `/else/where`." in text
     assert metadata["library_name"] == "transformers"
 
@@ -278,7 +278,7 @@ def test_datasets():
 
 @pytest.fixture
 def hub(monkeypatch):
-    """What the Hub answers when it is asked for a model."""
+    """Replaces the Hub's response to a request for a model."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(provenance, "LICENSE_TIMEOUT", 0.3)
     provenance.license_of.cache_clear()

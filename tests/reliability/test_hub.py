@@ -1,4 +1,4 @@
-"""Uploads to a Hub that fails: training is unharmed, they are tried again, their end is said, and no token shows."""
+"""Uploads to a Hub that fails: training goes on, uploads are retried, results are logged, and no token is shown."""
 
 import errno
 import io
@@ -36,7 +36,7 @@ STEPS = 6
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
-    """A server; what was uploaded to it is searched for the token when the test is over."""
+    """A server. After the test, everything that was uploaded to it is searched for the token."""
     monkeypatch.setattr(uploads, "_WAITS", (0.01, 0.02))
     monkeypatch.setattr(repository, "_WAITS", (0.01,))
     with HubServer({TOKEN: ("me", "write"), READS: ("me", "read")}).running() as server:
@@ -48,7 +48,7 @@ def hub(monkeypatch, tmp_path):
 
 @pytest.fixture(autouse=True)
 def no_token(tmp_path, caplog, capfd):
-    """Search every file, log line and line printed for the token, once the test is over."""
+    """After the test, search every file, log line and printed line for the token."""
     root = logging.getLogger()
     everything = io.StringIO()
     handler = logging.StreamHandler(everything)
@@ -63,7 +63,7 @@ def no_token(tmp_path, caplog, capfd):
 
 
 class Saved(TrainerCallback):
-    """Keeps the weights of each checkpoint as they were written, and how long each step took."""
+    """Keeps the weights of each checkpoint as they were written."""
 
     def __init__(self):
         self.weights = {}
@@ -127,7 +127,7 @@ class At(TrainerCallback):
 
 
 class Hangs(TrainerCallback):
-    """Lets uploads hang from the first step until the last save is made."""
+    """Lets uploads hang from the first step to the end of training."""
 
     def __init__(self, hub):
         self.hub = hub
@@ -162,7 +162,7 @@ def fail(hub, **how):
     ],
 )
 def test_a_hub_that_fails_for_a_while(hub, tmp_path, undisturbed, how, caplog):
-    """Training is the same, and at its end the last state is in the repository."""
+    """Training yields the same weights, and at its end the repository has the last checkpoint."""
     saved, well = Saved(), {"refusing": False, "failures": 0, "cuts": 0, "failing": None, "delay": 0.0}
     trainer = make(tmp_path / "run", [saved, At(1, fail(hub, **how))], hub_strategy="checkpoint")
     finish = trainer._finish_current_push
@@ -200,7 +200,7 @@ def test_an_upload_is_tried_again_at_once(hub, tmp_path, monkeypatch, caplog):
 
 
 def test_a_commit_that_the_client_does_not_retry(hub, tmp_path, caplog):
-    """It retries the requests before the commit; without Xet, and before release 2, not the commit itself."""
+    """The client retries the requests before the commit. Without Xet, it does not retry the commit itself."""
     trainer = make(tmp_path / "run", max_steps=2)
     hub.fails_once = "/commit/"
     trainer.train()
@@ -210,7 +210,7 @@ def test_a_commit_that_the_client_does_not_retry(hub, tmp_path, caplog):
 
 
 def test_a_hub_that_is_away_is_asked_once(hub, tmp_path, monkeypatch, caplog):
-    """After the first upload has used up its attempts, each other makes one, and the end of the run makes one."""
+    """The first upload makes all its attempts. Every other upload and the end of the run make one."""
     attempts = []
 
     def away(self, *, commit_message, **kwargs):
@@ -230,7 +230,7 @@ def test_a_hub_that_is_away_is_asked_once(hub, tmp_path, monkeypatch, caplog):
 
 
 def test_a_hub_that_stays_away(hub, tmp_path, undisturbed, caplog):
-    """What is up and what is missing is said, with the command; `push_to_hub` makes up for it."""
+    """The log names what is uploaded and what is not, with the command; `push_to_hub` uploads the rest."""
     trainer = make(tmp_path / "run", hub_strategy="all_checkpoints")
     trainer.add_callback(
         At(3, lambda: (trainer.push_in_progress.wait_until_done(), fail(hub, failing="/preupload/")()))
@@ -246,14 +246,14 @@ def test_a_hub_that_stays_away(hub, tmp_path, undisturbed, caplog):
     with pytest.raises(HubError, match=r"To upload it: hf upload me/run .* --exclude") as caught:
         trainer.push_to_hub()
     assert TOKEN not in "".join(traceback.format_exception(caught.value))
-    trainer.save_model()  # which says it, and goes on
+    trainer.save_model()  # logs the failure, and does not raise
     assert caplog.records[-1].levelname == "ERROR"
     assert isinstance(trainer.push_to_hub(blocking=False).exception(), HubError)
     assert "push_to_hub to 'me/run': the Hub failed" in caplog.records[-1].getMessage()
     hub.failing = None
     trainer.push_to_hub()
     trainer._finish_current_push()
-    assert messages(hub)[2:] == [  # the model as it is now, then what else was missing, oldest first
+    assert messages(hub)[2:] == [  # the current model, then the pending checkpoints, oldest first
         "End of training",
         "Training in progress, step 4, checkpoint",
         "Training in progress, step 6, checkpoint",
@@ -265,7 +265,7 @@ def test_a_hub_that_stays_away(hub, tmp_path, undisturbed, caplog):
 
 
 def test_saves_that_wait_for_their_turn(hub, tmp_path, undisturbed):
-    """`hub_always_push` uploads each in order, though the folders are long gone."""
+    """`hub_always_push` uploads all saves in order, even if the checkpoints have been deleted."""
     saved = Saved()
     trainer = make(
         tmp_path / "run",
@@ -279,7 +279,7 @@ def test_saves_that_wait_for_their_turn(hub, tmp_path, undisturbed):
     expected = [f"Training in progress, step {step}{part}" for step in range(1, 7) for part in ("", ", checkpoint")]
     assert messages(hub) == expected
     requests = [path.split("/")[-2] for _, path in hub.requests if "/preupload/" in path or "/commit/" in path]
-    assert requests == ["preupload", "commit"] * 12  # never two at once
+    assert requests == ["preupload", "commit"] * 12  # never in parallel
     for commit in hub.repos["me/run"].branches["main"][1:]:
         step = int(commit.message.split("step ")[1].split(",")[0])
         assert commit.files["model.safetensors"] == saved.weights[step]
@@ -287,14 +287,14 @@ def test_saves_that_wait_for_their_turn(hub, tmp_path, undisturbed):
 
 
 def test_skipped_saves(hub, tmp_path):
-    """Without `hub_always_push`, saves during an upload are left out, and the last is made up for."""
+    """Without `hub_always_push`, saves during an upload are skipped, and the last one is uploaded at the end."""
     trainer = make(tmp_path / "run", [Hangs(hub)], save_steps=1)
     trainer.train()
     assert messages(hub) == ["Training in progress, step 1", "Training in progress, step 6"]
 
 
 def test_the_last_save_is_made_up_for_though_it_is_deleted(hub, tmp_path):
-    """`save_total_limit=1` with the best model keeps that one alone."""
+    """`save_total_limit=1` keeps only the best checkpoint."""
     saved, begun = Saved(), []
     args = {"save_total_limit": 1, "eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
     trainer = make(tmp_path / "run", [saved, Hangs(hub)], metric_for_best_model="eval_x", **args)
@@ -311,7 +311,7 @@ def test_the_last_save_is_made_up_for_though_it_is_deleted(hub, tmp_path):
 
 
 def test_another_trainer_in_the_same_folder(hub, tmp_path):
-    """It leaves the uploads alone that are lined up."""
+    """It does not delete the snapshots of queued uploads."""
     another = At(5, lambda: make(tmp_path / "run", hub_model_id="me/second", hub_strategy="end"))
     trainer = make(tmp_path / "run", [Hangs(hub)], hub_always_push=True)
     trainer.callback_handler.callbacks.append(another)
@@ -320,7 +320,7 @@ def test_another_trainer_in_the_same_folder(hub, tmp_path):
 
 
 def test_another_branch(hub, tmp_path, caplog):
-    """What goes there does not make up for what this one misses."""
+    """An upload to another branch does not replace a pending upload to this one."""
     trainer = make(tmp_path / "run", max_steps=2)
     hub.repos["me/run"].branches["dev"] = list(hub.repos["me/run"].branches["main"])
     hub.failing = "/commit/main"
@@ -333,11 +333,11 @@ def test_another_branch(hub, tmp_path, caplog):
 
 
 def test_uploads_called_off(hub, tmp_path):
-    """They are not made up for, and leave nothing."""
+    """Cancelled uploads are not retried, and leave no files."""
     trainer = make(tmp_path / "run", [Hangs(hub)], hub_strategy="checkpoint", max_steps=4)
 
     def call_off():
-        while not any(method == "PUT" for method, _ in hub.requests):  # the first of the two is under way
+        while not any(method == "PUT" for method, _ in hub.requests):  # the first of the two is running
             time.sleep(0.01)
         trainer.push_in_progress.cancel()
 
@@ -349,7 +349,7 @@ def test_uploads_called_off(hub, tmp_path):
 
 
 def test_a_search(hub, tmp_path, monkeypatch):
-    """A pruned trial does not wait, never are two under way at once, and no checkpoint of a trial is a model's file."""
+    """A pruned trial does not wait, uploads never run in parallel, and checkpoints of trials are not uploaded."""
     optuna = pytest.importorskip("optuna")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     monkeypatch.setattr(background, "_GRACE", 0.1)
@@ -371,14 +371,14 @@ def test_a_search(hub, tmp_path, monkeypatch):
 
 
 class Pickler(pickle.Pickler):
-    """What Ray's pickler has, for what can be imported."""
+    """Stands in for Ray's pickler."""
 
     def reducer_override(self, obj):
         return NotImplemented
 
 
 def test_a_trainer_on_its_way_to_another_process(hub, tmp_path, monkeypatch):
-    """It leaves its uploads behind, and opens the repository anew."""
+    """The copy has no uploads of the original, and opens the repository itself."""
     cloudpickle = SimpleNamespace(CloudPickler=Pickler, loads=pickle.loads)
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(cloudpickle=cloudpickle))
     trainer = make(tmp_path / "run", max_steps=2)
@@ -391,7 +391,7 @@ def test_a_trainer_on_its_way_to_another_process(hub, tmp_path, monkeypatch):
 
 
 def test_a_timeout_of_the_work_itself():
-    """What the main process alone does while the others wait may end with one, which is no "not yet"."""
+    """A TimeoutError of the work that others wait for is an error, and does not mean "not finished yet"."""
     from hftrainer.parallel import processes
 
     def times_out():
@@ -413,7 +413,7 @@ def test_progress_bars_stay_off_until_the_last_upload_has_ended():
 
 
 def test_shards_and_adapters(tmp_path):
-    """The model's files in a checkpoint, and no others."""
+    """Only the files of the model are listed."""
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-1.safetensors"}}')
     for name in ("model-1.safetensors", "optimizer.pt", "training_args.bin", "adapter_config.json", "own.txt"):
         (tmp_path / name).touch()
@@ -426,7 +426,7 @@ def refuse(*_):
 
 
 def test_a_storage_that_fails(hub, tmp_path, caplog, monkeypatch):
-    """Uploads that cannot be made ready cost the run nothing either."""
+    """If storage fails, the upload is skipped and training goes on."""
     trainer = make(tmp_path / "run", save_steps=4)
     monkeypatch.setattr(snapshots.shutil, "copyfile", refuse)
     monkeypatch.setattr(snapshots.os, "link", refuse)
@@ -438,7 +438,7 @@ def test_a_storage_that_fails(hub, tmp_path, caplog, monkeypatch):
 
 
 class Tokens:
-    """A processing class whose storage tells what is wrong as the library tokenizers does."""
+    """A processing class that raises a plain Exception if storage fails, as the library tokenizers does."""
 
     def save_pretrained(self, folder, **_):
         if "_hub_uploads" in str(folder):
@@ -459,14 +459,14 @@ def test_a_processing_class_that_fails(hub, tmp_path, caplog):
 
 
 class Config:
-    """A processing class that writes a file of the model too."""
+    """A processing class that also writes a file of the model."""
 
     def save_pretrained(self, folder, **_):
         (Path(folder) / "config.json").write_text("of the processing class")
 
 
 def test_files_of_many_kinds(tmp_path):
-    """Links are followed, pipes left out, weights linked; and a checkpoint is not written to through its link."""
+    """Symbolic links are followed, pipes left out, weights hard-linked, and files of the checkpoint not overwritten."""
     (tmp_path / "checkpoint-1").mkdir()
     (tmp_path / "run-0" / "checkpoint-2").mkdir(parents=True)
     (tmp_path / ".git").mkdir()
@@ -535,7 +535,7 @@ trainer.push_to_hub()
 
 @pytest.mark.parametrize("script", [HANGS.replace("_GRACE = 0.5", "_GRACE = 600"), STOPPED_AGAIN])
 def test_stopped_at_once(hub, tmp_path, script):
-    """A second Ctrl-C, and one inside `push_to_hub`, end the process, whatever hangs."""
+    """A second Ctrl-C, or one inside `push_to_hub`, ends the process even if an upload hangs."""
     hub.delay = 600
     process = begin(hub, tmp_path, script)
     read_until(process, "third step" if script is not STOPPED_AGAIN else "waiting")
@@ -549,7 +549,7 @@ def test_stopped_at_once(hub, tmp_path, script):
 
 
 def begin(hub, tmp_path, script):
-    """A process that Ctrl-C reaches as it does in a terminal."""
+    """A process that handles SIGINT as in a terminal."""
     return subprocess.Popen(
         [warm.PYTHON, "-c", script, str(tmp_path / "run")],
         env={**hub.environment(tmp_path / "home"), **warm.LIBRARIES},
@@ -625,7 +625,7 @@ def test_a_hub_that_wakes_up(hub, tmp_path):
 
 
 def test_errors_in_words(hub, tmp_path, monkeypatch):
-    """No token in them, the Hub's own words, and what failed here is not the network."""
+    """They contain the Hub's message and no token, and do not take a local failure for one of the network."""
     monkeypatch.setenv("HF_TOKEN", READS)
     shown = failures.without_tokens(f"a {TOKEN}, b {READS}, https://x.co/y?X-Sig=abc", TOKEN)
     assert shown == "a <HUB_TOKEN>, b <HUB_TOKEN>, https://x.co/y"
@@ -660,12 +660,12 @@ def test_tokens_are_not_saved(tmp_path, no_token):
     assert READS not in str(caught.value)
 
 
-# ---- Going on from the Hub -----------------------------------------------------------------------------------------
+# ---- Resuming from the Hub -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("strategy", ["checkpoint", "all_checkpoints"])
 def test_resume(hub, tmp_path, undisturbed, strategy):
-    """The newest checkpoint, downloaded once; or the one of a revision, or of a name."""
+    """A reference names the newest checkpoint, that of a revision, or a folder; it is downloaded once."""
     trainer = make(tmp_path / "run", hub_strategy=strategy, hub_always_push=True)
     trainer.add_callback(At(4, lambda: setattr(trainer.control, "should_training_stop", True)))
     trainer.train()
