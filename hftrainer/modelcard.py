@@ -1,4 +1,4 @@
-"""Model cards: the `README.md` that tells others what a model is and how it was trained."""
+"""Model cards: the `README.md` that describes a model and its training."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +15,10 @@ from hftrainer.compat import peers
 from hftrainer.compat.functions import has_length
 from hftrainer.compat.version import __version__
 from hftrainer.errors import InvalidArgument
-from hftrainer.model_card import origins
-from hftrainer.model_card.files import CARD_NAME, completed_by_peft, draw, tags_in
+from hftrainer.model_card import provenance
+from hftrainer.model_card.files import CARD_NAME, add_peft_parts, draw_plot, read_tags
 from hftrainer.model_card.hyperparameters import hyperparameters
-from hftrainer.model_card.results import final_results, markdown_table, metric_tags, shown, table
+from hftrainer.model_card.results import evaluation_rows, final_results, format_value, markdown_table, metric_tags
 from hftrainer.reporting.metrics import write_whole
 
 if TYPE_CHECKING:
@@ -26,11 +27,9 @@ if TYPE_CHECKING:
     from hftrainer.training.trainer_api import TrainerApi
 
 GENERATED = "generated_from_trainer"
-_COMMENT = (
-    "<!-- The Trainer wrote this card from what it knows of the run. Complete it, then take this comment out. -->"
-)
+_COMMENT = "<!-- The Trainer generated this card from the run. Complete it, then remove this comment. -->"
 _TO_BE_WRITTEN = "_Not written yet._"
-#: Module → what it is called in a card.
+#: Module → its name in a card.
 _FRAMEWORKS = {
     "lightning": "Lightning",
     "torch": "Pytorch",
@@ -38,36 +37,36 @@ _FRAMEWORKS = {
     "datasets": "Datasets",
     "tokenizers": "Tokenizers",
 }
-#: What the metadata of a dataset may hold besides its name, tag and arguments.
+#: The allowed keys of `dataset_metadata`.
 _DATASET_METADATA = ("config", "split", "revision")
 
 
 @dataclass
 class TrainingSummary:
-    """What a model card says.
+    """The contents of a model card.
 
     Attributes:
         model_name: the heading, and the name in the model index.
-        language: of the data, as ISO codes such as 'en'; the Hub checks them when the card is uploaded.
-        license: an identifier that the Hub knows, such as 'apache-2.0'; the Hub checks it too.
-        tags: what the model is found by.
-        finetuned_from: the repository of the model that training began with.
+        language: ISO codes of the data's languages, such as 'en'. The Hub checks them when the card is uploaded.
+        license: an identifier of the Hub, such as 'apache-2.0'. The Hub checks it too.
+        tags: tags of the model on the Hub.
+        finetuned_from: the repository of the pretrained model.
         tasks: identifiers such as 'text-classification'.
         dataset: the names of the datasets; by default their tags.
-        dataset_tags: their identifiers on the Hub.
-        dataset_args: for each tag the arguments that it was loaded with.
+        dataset_tags: the identifiers of the datasets on the Hub.
+        dataset_args: for each tag the arguments with which the dataset was loaded.
         dataset_metadata: for each tag a dict with any of 'config', 'split' and 'revision'.
         eval_results: title → value, such as `{"Accuracy": 0.9}`.
         eval_lines: a row for each evaluation, as column → value.
         hyperparameters: name → value.
-        source: 'trainer' says in a comment that the card was generated.
-        library_name: the library that loads the model; None when there is none but torch.
+        source: with 'trainer', a comment in the card says that it was generated.
+        library_name: the library that loads the model; None for a plain torch model.
         model_class: the name of the model's class.
         samples: name of a dataset → its number of samples.
-        picture: path of the training curves, relative to the card.
+        plot: the path of the plot of the training run, relative to the card.
 
     Raises:
-        InvalidArgument: for values of another type, naming them.
+        InvalidArgument: for values of a wrong type.
     """
 
     model_name: str
@@ -87,10 +86,11 @@ class TrainingSummary:
     library_name: str | None = "transformers"
     model_class: str | None = None
     samples: dict[str, int] | None = None
-    picture: str | None = None
+    plot: str | None = None
 
     def __post_init__(self) -> None:
-        _check(self)
+        _check_types(self)
+        _check_dataset_metadata(self)
 
     @classmethod
     def from_trainer(
@@ -107,43 +107,43 @@ class TrainingSummary:
         dataset: str | list[str] | None = None,
         dataset_args: Any = None,
     ) -> TrainingSummary:
-        """The summary of a run. What is not given is found out: see the attributes of the class.
+        """The summary of a run. The arguments are attributes of the class; by default they are taken from the Trainer.
 
-        The licence is that of the model that training began with, which the Hub is asked for unless it is offline; a
-        Hub that does not answer within five seconds leaves it out.
+        The default licence is that of the pretrained model, according to the Hub. It is left out in offline mode, and
+        if the Hub does not answer within five seconds.
 
         Raises:
-            InvalidArgument: for values of another type, naming them.
+            InvalidArgument: for values of a wrong type.
         """
-        model = trainer._hftrainer.bare_model
-        finetuned_from, folder = finetuned_from or origins.base_model_of(model), Path(str(trainer.args.output_dir))
+        model, folder = trainer._hftrainer.bare_model, Path(str(trainer.args.output_dir))
+        finetuned_from = finetuned_from or provenance.base_model_of(model)
         summary = cls(
             model_name=model_name or folder.name or finetuned_from or folder.resolve().name,
             language=language,
             license=license,
             tags=tags,
             finetuned_from=finetuned_from,
-            tasks=tasks or origins.task_of(model),
+            tasks=tasks or provenance.task_of(model),
             dataset=dataset,
             dataset_tags=dataset_tags,
             dataset_args=dataset_args,
             dataset_metadata=dataset_metadata,
             eval_results=final_results(trainer.state.log_history, _step_of_best(trainer)),
-            eval_lines=table(trainer.state.log_history),
-            hyperparameters=hyperparameters(trainer),
+            eval_lines=evaluation_rows(trainer.state.log_history),
+            hyperparameters=hyperparameters(trainer._hftrainer),
             library_name="peft" if peers.is_peft(model) else "transformers" if peers.is_pretrained(model) else None,
             model_class=type(peers.without_adapters(model)).__name__.removeprefix("FSDP"),
             samples=_count_samples(trainer),
         )
-        summary.tags = list(dict.fromkeys([*_listed(tags), GENERATED]))
-        summary._complete_datasets(trainer.eval_dataset if trainer.eval_dataset is not None else trainer.train_dataset)
+        summary.tags = list(dict.fromkeys([*_as_list(tags), GENERATED]))
+        summary._fill_in_datasets(trainer.eval_dataset if trainer.eval_dataset is not None else trainer.train_dataset)
         if license is None and (base := summary._base_model()):
-            summary.license = origins.license_of(base)
+            summary.license = provenance.license_of(base)
         return summary
 
-    def _complete_datasets(self, dataset: Any) -> None:
-        """Take what was not given of the datasets from those that were used, where these tell it."""
-        if found := origins.datasets_of(dataset):
+    def _fill_in_datasets(self, dataset: Any) -> None:
+        """Describe the datasets that were used, unless the user has described them."""
+        if found := provenance.datasets_of(dataset):
             if self.dataset_metadata is None:
                 self.dataset_metadata = [{"config": one.config, "split": one.split} for one in found]
             if self.dataset_tags is None:
@@ -154,42 +154,41 @@ class TrainingSummary:
             self.dataset = self.dataset_tags
 
     def create_model_index(self, metric_mapping: dict[str, str]) -> list[dict[str, Any]]:
-        """The results as the Hub's `model-index`, for each task and dataset.
+        """The `model-index` of the Hub: the results for each task and dataset.
 
         Args:
-            metric_mapping: tag → title of the results that count.
+            metric_mapping: tag → title of the results to include.
         """
         from huggingface_hub.repocard_data import eval_results_to_model_index
 
         return eval_results_to_model_index(self.model_name, list(self._eval_results(metric_mapping)))
 
     def _eval_results(self, metrics: dict[str, str]) -> Iterator[EvalResult]:
-        """Each metric for each task and dataset, without those that are no finite number, which the Hub refuses."""
+        """Each metric for each task and dataset, without infinite and NaN values, which the Hub refuses."""
         from huggingface_hub import EvalResult
 
-        tags, names, args, metadata = (
-            _listed(value) for value in (self.dataset_tags, self.dataset, self.dataset_args, self.dataset_metadata)
-        )
-        for task in _listed(self.tasks):
-            for number, tag in enumerate(tags):
+        columns = (self.dataset_tags, self.dataset, self.dataset_args, self.dataset_metadata)
+        datasets = list(zip_longest(*map(_as_list, columns)))[: len(_as_list(self.dataset_tags))]
+        for task in _as_list(self.tasks):
+            for tag, name, arguments, metadata in datasets:
                 for metric, title in metrics.items():
                     value = (self.eval_results or {})[title]
                     if isinstance(value, float) and not math.isfinite(value):
                         continue
                     yield EvalResult(
                         task_type=task,
-                        task_name=origins.task_name(task),
+                        task_name=provenance.task_name(task),
                         dataset_type=tag,
-                        dataset_name=_item(names, number) or tag,
-                        dataset_args=_item(args, number),
-                        **{f"dataset_{key}": given for key, given in (_item(metadata, number) or {}).items()},
+                        dataset_name=name or tag,
+                        dataset_args=arguments,
+                        **{f"dataset_{key}": given for key, given in (metadata or {}).items()},
                         metric_type=metric,
                         metric_name=title,
                         metric_value=value,
                     )
 
     def create_metadata(self) -> dict[str, Any]:
-        """The head of the card: what the Hub sorts and searches by."""
+        """The metadata at the top of the card, which the Hub uses for its search."""
         return self._card_data().to_dict()
 
     def _card_data(self) -> ModelCardData:
@@ -198,18 +197,18 @@ class TrainingSummary:
         metrics = metric_tags(self.eval_results or {})
         return ModelCardData(
             base_model=self._base_model(),
-            datasets=_listed(self.dataset_tags) or None,
+            datasets=_as_list(self.dataset_tags) or None,
             eval_results=list(self._eval_results(metrics)),
-            language=_listed(self.language) or None,
+            language=_as_list(self.language) or None,
             library_name=self.library_name,
             license=self.license,
             metrics=list(metrics) or None,
             model_name=self.model_name,
-            tags=_listed(self.tags) or None,
+            tags=_as_list(self.tags) or None,
         )
 
     def to_model_card(self) -> str:
-        """The card, as Markdown below its metadata."""
+        """The text of the card: metadata in YAML, then Markdown."""
         parts = [f"---\n{self._card_data().to_yaml()}\n---", *([_COMMENT] if self.source == "trainer" else [])]
         parts += [f"# {self.model_name}", self._introduction()]
         if self.eval_results:
@@ -221,16 +220,16 @@ class TrainingSummary:
         ]
         parts += ["## Training procedure", "### Training hyperparameters"]
         parts += [_bullets(self.hyperparameters) or _TO_BE_WRITTEN]
-        if self.eval_lines or self.picture:
+        if self.eval_lines or self.plot:
             parts += ["### Training results"]
-            parts += [f"![The curves of the training run]({self.picture})"] if self.picture else []
+            parts += [f"![The curves of the training run]({self.plot})"] if self.plot else []
             parts += [markdown_table(self.eval_lines)] if self.eval_lines else []
         parts += ["### Framework versions", "\n".join(f"- {name} {version}" for name, version in _versions().items())]
         return "\n\n".join(parts) + "\n"
 
     def _base_model(self) -> str | None:
-        """What it was fine-tuned from, where others can find it; the Hub refuses a card with anything else."""
-        return self.finetuned_from if self.finetuned_from and origins.is_repo_id(self.finetuned_from) else None
+        """The pretrained model, if that is a valid repository name; the Hub refuses a card with any other."""
+        return self.finetuned_from if self.finetuned_from and provenance.is_repo_id(self.finetuned_from) else None
 
     def _introduction(self) -> str:
         model = f"{'An adapter for a' if self.library_name == 'peft' else 'A'} model"
@@ -239,40 +238,39 @@ class TrainingSummary:
         if base := self.finetuned_from:
             link = f"[{base}](https://huggingface.co/{base})" if self._base_model() else f"`{base}`"
             how = f"fine-tuned from {link}"
-        names = _listed(self.dataset)
+        names = _as_list(self.dataset)
         data = f" on {', '.join(names[:-1])}{' and ' if names[1:] else ''}{names[-1]}" if names else ""
         return f"{model}, {how}{data}."
 
 
 def create_model_card(trainer: TrainerApi, tags: str | list[str] | None = None, **given: Any) -> None:
-    """Write the card of a run into its output folder, with a picture of its curves; on the main process.
+    """Write the card of a run and a plot of its metrics into the output folder, on the main process.
 
-    The tags of the model and of a card that is there already are kept. What else stands in such a card is replaced.
+    An existing card is replaced; its tags are kept, and so are the model's.
 
     Args:
         trainer: the Trainer.
-        tags: besides `generated_from_trainer`.
+        tags: tags besides `generated_from_trainer`.
         given: the other keywords of `TrainingSummary.from_trainer`.
 
     Raises:
-        InvalidArgument: for values of another type, naming them.
+        InvalidArgument: for values of a wrong type.
     """
     if not trainer.is_world_process_zero():
         return
     folder, model = Path(str(trainer.args.output_dir)), trainer._hftrainer.bare_model
     summary = TrainingSummary.from_trainer(trainer, tags=tags, **given)
-    kept = [*(getattr(model, "model_tags", None) or []), *tags_in(folder / CARD_NAME)]
-    summary.tags = list(dict.fromkeys([*_listed(tags), *kept, GENERATED]))
+    kept = [*(getattr(model, "model_tags", None) or []), *read_tags(folder / CARD_NAME)]
+    summary.tags = list(dict.fromkeys([*_as_list(tags), *kept, GENERATED]))
     folder.mkdir(parents=True, exist_ok=True)
-    summary.picture = draw(trainer.state, folder, again=not trainer.is_in_train)
+    summary.plot = draw_plot(trainer.state, folder, force=not trainer.is_in_train)
     card = summary.to_model_card()
     if summary.library_name == "peft":
-        card = completed_by_peft(card, model)
+        card = add_peft_parts(card, model)
     write_whole(str(folder / CARD_NAME), lambda path: Path(path).write_text(card, encoding="utf-8"))
 
 
-def _check(summary: TrainingSummary) -> None:
-    """Refuse what is of another type, and more values for datasets than there are datasets."""
+def _check_types(summary: TrainingSummary) -> None:
     for name in ("model_name", "license", "finetuned_from"):
         if not isinstance(value := getattr(summary, name), (str, type(None))):
             raise InvalidArgument(f"{name}={value!r}: give a string.")
@@ -280,32 +278,31 @@ def _check(summary: TrainingSummary) -> None:
         value = getattr(summary, name)
         if not isinstance(value, (str, list, tuple, type(None))) or not all(isinstance(v, str) for v in value or ()):
             raise InvalidArgument(f"{name}={value!r}: give a string or a list of strings.")
-    tags = _listed(summary.dataset_tags)
+
+
+def _check_dataset_metadata(summary: TrainingSummary) -> None:
+    tags = _as_list(summary.dataset_tags)
     for name in ("dataset_args", "dataset_metadata"):
-        if tags and len(values := _listed(getattr(summary, name))) > len(tags):
-            raise InvalidArgument(f"{name}={values!r}: there are more than dataset_tags={tags!r}.")
-    for metadata in _listed(summary.dataset_metadata):
+        if tags and len(values := _as_list(getattr(summary, name))) > len(tags):
+            raise InvalidArgument(f"{name}={values!r}: there are more values than in dataset_tags={tags!r}.")
+    for metadata in _as_list(summary.dataset_metadata):
         if not isinstance(metadata, dict):
             raise InvalidArgument(f"dataset_metadata={metadata!r}: give a dict or a list of dicts.")
         for key in metadata:
             if key not in _DATASET_METADATA:
                 near = difflib.get_close_matches(key, _DATASET_METADATA, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else f"; it may hold {', '.join(_DATASET_METADATA)}."
-                raise InvalidArgument(f"dataset_metadata has no {key!r}{hint}")
+                hint = f"; did you mean {near[0]!r}?" if near else f"; allowed keys: {', '.join(_DATASET_METADATA)}."
+                raise InvalidArgument(f"dataset_metadata does not allow the key {key!r}{hint}")
 
 
-def _listed(value: Any) -> list[Any]:
+def _as_list(value: Any) -> list[Any]:
     if value is None:
         return []
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
-def _item(values: list[Any], number: int) -> Any:
-    return values[number] if number < len(values) else None
-
-
 def _bullets(values: dict[str, Any] | None) -> str:
-    return "\n".join(f"- {name}: {shown(value)}" for name, value in (values or {}).items())
+    return "\n".join(f"- {name}: {format_value(value)}" for name, value in (values or {}).items())
 
 
 def _step_of_best(trainer: TrainerApi) -> int | None:
@@ -314,12 +311,13 @@ def _step_of_best(trainer: TrainerApi) -> int | None:
 
 def _count_samples(trainer: TrainerApi) -> dict[str, int]:
     evaluation = trainer.eval_dataset
-    several = {f"evaluation, {name}": one for name, one in evaluation.items()} if isinstance(evaluation, dict) else None
-    data = {"training": trainer.train_dataset, **({"evaluation": evaluation} if several is None else several)}
+    several = isinstance(evaluation, dict)
+    named = {f"evaluation, {name}": one for name, one in evaluation.items()} if several else {"evaluation": evaluation}
+    data = {"training": trainer.train_dataset, **named}
     return {name: len(one) for name, one in data.items() if one is not None and has_length(one)}
 
 
 def _versions() -> dict[str, str]:
-    """The versions of what took part; PEFT adds its own. Libraries that nobody has imported did not."""
+    """The versions of the libraries that have been imported. PEFT adds its own version."""
     found = {name: sys.modules[module].__version__ for module, name in _FRAMEWORKS.items() if sys.modules.get(module)}
     return {"hftrainer": __version__, **found}

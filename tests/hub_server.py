@@ -1,4 +1,4 @@
-"""A Hub on 127.0.0.1 that speaks the HTTP API of huggingface.co to the real `huggingface_hub` client, without Xet.
+"""A Hub on 127.0.0.1 that offers the HTTP API of huggingface.co to the real `huggingface_hub` client, without Xet.
 
 It keeps everything in memory. The client reads `HF_ENDPOINT` when it is imported: `environment()` is for processes that
 have yet to begin, `serve()` tells the client of this one.
@@ -49,7 +49,7 @@ class Repo:
     branches: dict[str, list[Commit]] = field(default_factory=lambda: {"main": [Commit("initial commit", {}, ())]})
 
     def at(self, revision):
-        """The last commit of a branch, or the one of that id; None when there is none."""
+        """The last commit of a branch, or the commit with that id; None if there is none."""
         if revision in self.branches:
             return self.branches[revision][-1]
         return next((c for commits in self.branches.values() for c in commits if c.oid == revision), None)
@@ -60,13 +60,14 @@ class Repo:
 
 
 class HubServer:
-    """The server, and all that can be asked of it.
+    """The server, its contents, and how it fails.
 
     Attributes:
         repos: name → repository.
         tokens: token → (user, rights), where rights are "write" or "read".
         requests: (method, path) of each request so far.
         failures: how many of the next requests fail with status 500.
+        fails_once: fail the next request whose path has this in it, with status 500; None for none.
         failing: fail every request whose path has this in it, with status 500; None for none.
         refusing: cut every connection at once.
         cuts: how many of the next LFS uploads are cut in their middle.
@@ -77,6 +78,7 @@ class HubServer:
         self.repos, self.objects, self.tokens = {}, {}, dict(tokens)
         self.requests = []
         self.failures, self.failing, self.refusing, self.cuts, self.delay = 0, None, False, 0, 0.0
+        self.fails_once = None
         self.lock = threading.Lock()
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (Handler,), {"hub": self}))
         self.http.daemon_threads = True
@@ -94,7 +96,7 @@ class HubServer:
             thread.join()
 
     def environment(self, home, token=None):
-        """The environment of a process that takes this for the Hub, with its cache below `home`."""
+        """The environment of a process that uses this server as the Hub, with its cache below `home`."""
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
         return {
             **warm.environment(inherited),
@@ -108,7 +110,7 @@ class HubServer:
         }
 
     def serve(self, monkeypatch, home):
-        """Let this process take it for the Hub, with its cache below `home`, nobody logged in, and short waits."""
+        """Make this process use it as the Hub, with its cache below `home`, nobody logged in, and short waits."""
         from huggingface_hub import constants, hf_api
         from huggingface_hub.utils import _http
         from transformers.utils import hub
@@ -131,7 +133,7 @@ class HubServer:
         monkeypatch.setenv("no_proxy", "127.0.0.1")
 
     def take(self, name):
-        """Count one of the failures that are left; whether there was one."""
+        """Count down the failures that are left; return whether there was one."""
         with self.lock:
             left = getattr(self, name)
             setattr(self, name, max(0, left - 1))
@@ -155,6 +157,12 @@ class Handler(BaseHTTPRequestHandler):
         self.hub.requests.append((self.command, self.route))
         if self.hub.refusing:
             self.close_connection = True
+            return
+        once = self.hub.fails_once
+        if once is not None and once in self.route:
+            self.hub.fails_once = None
+            self._read()
+            self._send(500, {"error": "Internal Error"})
             return
         if (self.hub.failing is not None and self.hub.failing in self.route) or self.hub.take("failures"):
             self._read()
@@ -197,7 +205,7 @@ class Handler(BaseHTTPRequestHandler):
     # ---- Rights
 
     def _user(self):
-        """(user, rights) of the token that came along; None without one, or with a wrong one."""
+        """(user, rights) for the token of the request; None without a valid token."""
         return self.hub.tokens.get(self.headers.get("Authorization", "").removeprefix("Bearer "))
 
     def _may_write(self, name):
@@ -211,7 +219,7 @@ class Handler(BaseHTTPRequestHandler):
         return False
 
     def _repo(self, name, revision=None):
-        """The repository, and a commit of it; answers and returns None when it is not for this user, or not there."""
+        """The repository and a commit; if it does not exist or is private, sends an error and returns None."""
         repo = self.hub.repos.get(name)
         if repo is None or (repo.private and self._user() is None):
             self._refuse(404 if repo is None and self._user() else 401, "RepoNotFound", "Repository not found")
@@ -372,7 +380,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def oid_of(path, data):
-    """The id by which git or LFS knows the contents of a file; None when there is none."""
+    """The git or LFS id of the contents of a file; None without a file."""
     if data is None:
         return None
     return (

@@ -20,9 +20,8 @@ import re
 import shutil
 from pathlib import Path
 
-from hftrainer.checkpointing import names
+from hftrainer.checkpointing import names, stale_uploads
 from hftrainer.checkpointing.manifest import damage, flush_to_disk, why_unusable, write_manifest
-from hftrainer.hub import leftovers
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +119,7 @@ def clear_stale(output_dir: str) -> None:
     """Complete or remove what a killed process has left in `output_dir`."""
     if not os.path.isdir(output_dir):
         return
-    leftovers.clear(output_dir)
+    stale_uploads.remove_stale(output_dir)
     for outer in [path for path in Path(output_dir).iterdir() if _STALE.match(path.name) and path.is_dir()]:
         try:
             _complete(outer)

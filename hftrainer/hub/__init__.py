@@ -1,1 +1,1 @@
-"""The Hugging Face Hub: a repository, the uploads to it in the background, and resuming from it."""
+"""The Hugging Face Hub: opening a repository, uploading to it in the background, and resuming from it."""

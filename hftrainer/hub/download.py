@@ -1,4 +1,4 @@
-"""Checkpoints on the Hub: found and downloaded, once, through the client's cache."""
+"""Finding and downloading a checkpoint on the Hub, through the client's cache."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 
 from hftrainer.checkpointing import names
 from hftrainer.errors import CheckpointNotFound
-from hftrainer.hub.failures import is_passing, reason
+from hftrainer.hub.failures import is_transient, reason
 from hftrainer.hub.references import LAST_CHECKPOINT
 
 _REFERENCE = re.compile(r"hub:(?P<id>[^/@]+(?:/[^/@]+)?)(?:/(?P<folder>[^@]+?))?/?(?:@(?P<revision>.+))?")
@@ -24,45 +24,41 @@ _STATE = re.compile(
 def download_checkpoint(
     reference: str, token: str | None = None, *, hub_model_id: str | None = None, hub_revision: str | None = None
 ) -> str:
-    """The folder of a checkpoint on the Hub, downloaded unless the cache has it.
+    """Download a checkpoint unless it is cached, and return its local folder.
 
     Args:
-        reference: `hub:owner/name`, with `@revision` or not; its `last-checkpoint` is meant, or else the
-            `checkpoint-xxx` of the most steps. `hub:owner/name/checkpoint-500` names one.
-        token: what gives the right to read it; None for that of `hf auth login`.
+        reference: `hub:owner/name`, optionally followed by `@revision`, for `last-checkpoint` or, without one, the
+            `checkpoint-xxx` with the most steps; `hub:owner/name/checkpoint-500` for that checkpoint.
+        token: a token with read access; None for that of `hf auth login`.
         hub_model_id: the repository of the run.
-        hub_revision: its branch, which is meant when the reference is to that repository and names no revision.
+        hub_revision: the branch of the run: the default revision if the reference names the same repository.
 
     Raises:
-        CheckpointNotFound: when there is none, or the Hub does not give it.
+        CheckpointNotFound: if there is no checkpoint, or it cannot be downloaded.
     """
-    match = _match(reference)
+    match = _parse(reference)
     repo_id, folder = match["id"], match["folder"]
     revision = match["revision"] or (hub_revision if repo_id == hub_model_id else None)
     try:
-        files, offline = _list_files(repo_id, revision, token)
+        files, is_offline = _list_files(repo_id, revision, token)
         folder = folder or _newest(files)
         if folder is None:
             raise CheckpointNotFound(
-                f"resume_from_checkpoint={reference!r}: the repository holds no checkpoint, neither {LAST_CHECKPOINT} "
-                "nor checkpoint-xxx, which hub_strategy='checkpoint' and 'all_checkpoints' upload. With weights alone, "
-                "load them by from_pretrained and begin a new run."
+                f"the repository has no checkpoint, neither {LAST_CHECKPOINT} nor checkpoint-xxx; "
+                "hub_strategy='checkpoint' and 'all_checkpoints' upload them. If it has only weights, load these with "
+                "from_pretrained and start a new run"
             )
         root = snapshot_download(
-            repo_id, revision=revision, allow_patterns=[f"{folder}/*"], token=token, local_files_only=offline
+            repo_id, revision=revision, allow_patterns=[f"{folder}/*"], token=token, local_files_only=is_offline
         )
-    except CheckpointNotFound:
-        raise
-    except Exception as error:  # not from it: a traceback with it may show the token
-        raise CheckpointNotFound(f"resume_from_checkpoint={reference!r}: {_words(error, token)}.") from None
-    found = os.path.join(root, folder)
-    if not os.path.isdir(found):
-        raise CheckpointNotFound(f"resume_from_checkpoint={reference!r}: the repository has no folder {folder!r}.")
-    return found
+        if not os.path.isdir(found := os.path.join(root, folder)):
+            raise CheckpointNotFound(f"the repository has no folder {folder!r}")
+        return found
+    except Exception as error:  # raised from None: the traceback of the cause may show the token
+        raise CheckpointNotFound(f"resume_from_checkpoint={reference!r}: {_reason(error, token)}.") from None
 
 
-def _match(reference: str) -> re.Match[str]:
-    """The parts of a reference."""
+def _parse(reference: str) -> re.Match[str]:
     match = _REFERENCE.fullmatch(reference)
     if match is None:
         raise CheckpointNotFound(
@@ -71,22 +67,22 @@ def _match(reference: str) -> re.Match[str]:
     return match
 
 
-def _words(error: Exception, token: str | None) -> str:
+def _reason(error: Exception, token: str | None) -> str:
     if type(error).__name__ == "RepositoryNotFoundError":
-        return "there is no such repository, or the token may not read it"
+        return "the repository does not exist, or the token has no read access"
     if type(error).__name__ == "RevisionNotFoundError":
-        return "there is no such revision"
+        return "the revision does not exist"
     return reason(error, token)
 
 
 def _list_files(repo_id: str, revision: str | None, token: str | None) -> tuple[list[str], bool]:
-    """The files of a repository; those in the cache, and True, when the Hub cannot be reached."""
+    """The files of a repository and False; if the Hub cannot be reached, those in the cache and True."""
     try:
         return HfApi(library_name="hftrainer").list_repo_files(repo_id, revision=revision, token=token), False
     except Exception as error:
-        if not (is_passing(error) or isinstance(error, OfflineModeIsEnabled)):
+        if not (is_transient(error) or isinstance(error, OfflineModeIsEnabled)):
             raise
-        try:  # where it is, without asking whether all of it is there
+        try:  # a pattern that matches no file: find the cached folder, complete or not
             root = Path(snapshot_download(repo_id, revision=revision, allow_patterns=["/"], local_files_only=True))
         except LocalEntryNotFoundError:
             raise error from None
@@ -94,7 +90,7 @@ def _list_files(repo_id: str, revision: str | None, token: str | None) -> tuple[
 
 
 def _newest(files: Iterable[str]) -> str | None:
-    """The checkpoint to go on from: `last-checkpoint`, or that of the most optimizer steps."""
+    """`last-checkpoint`, or else the checkpoint with the most optimizer steps; None without a checkpoint."""
     found = [match for name in files if (match := _STATE.fullmatch(name))]
     best = max(found, key=lambda match: float(match["step"] or "inf"), default=None)
     return best["folder"] if best is not None else None

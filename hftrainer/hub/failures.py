@@ -1,4 +1,4 @@
-"""What has gone wrong with the Hub, in words that hold no token; and trying again."""
+"""Errors of the Hub: which of them to retry, and messages that explain them without revealing a token."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-#: Names of errors of the network, and of classes above them: of Python and of what the client speaks HTTP with.
-_OF_NETWORK = frozenset({"ConnectionError", "TimeoutError", "TransportError", "Timeout", "ChunkedEncodingError"})
-#: Answers that may be different the next time, of those that say that the request was wrong.
-_PASSING = frozenset({408, 409, 412, 425, 429})
+#: Class names of network errors and of their base classes, in Python and in the client's HTTP libraries.
+_NETWORK_ERRORS = frozenset({"ConnectionError", "TimeoutError", "TransportError", "Timeout", "ChunkedEncodingError"})
+#: Statuses below 500 with which the same request may succeed later.
+_TRANSIENT_STATUSES = frozenset({408, 409, 412, 425, 429})
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -26,8 +26,8 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def status_of(error: BaseException) -> int | None:
-    """The status that the Hub has answered with, or None."""
+def _status_of(error: BaseException) -> int | None:
+    """The HTTP status of the Hub's response, or None if there was none."""
     for cause in _chain(error):
         status = getattr(getattr(cause, "response", None), "status_code", None)
         if isinstance(status, int):
@@ -35,29 +35,29 @@ def status_of(error: BaseException) -> int | None:
     return None
 
 
-def is_passing(error: BaseException) -> bool:
-    """Whether it makes sense to try again: the network or the Hub has failed, and nobody has refused."""
+def is_transient(error: BaseException) -> bool:
+    """Whether a retry may succeed: the network or the Hub failed, and the request was not refused."""
     if isinstance(error, (OfflineModeIsEnabled, ValueError, FileNotFoundError)):
         return False
-    status = status_of(error)
-    return _is_of_network(error) if status is None else status >= 500 or status in _PASSING
+    status = _status_of(error)
+    return _is_network_error(error) if status is None else status >= 500 or status in _TRANSIENT_STATUSES
 
 
-def _is_of_network(error: BaseException) -> bool:
-    """Whether the Hub was not reached; else, without an answer of it, something here has failed, such as a file."""
-    telling = _telling(error)
-    if type(telling) is RuntimeError:  # all that the client's own transfers say
+def _is_network_error(error: BaseException) -> bool:
+    """Whether the Hub was not reached. Any other error without a response is local, such as a missing file."""
+    cause = _unwrapped(error)
+    if type(cause) is RuntimeError:  # the client's own transfers raise nothing more specific
         return True
-    return any(kind.__name__ in _OF_NETWORK for cause in _chain(telling) for kind in type(cause).__mro__)
+    return any(kind.__name__ in _NETWORK_ERRORS for link in _chain(cause) for kind in type(link).__mro__)
 
 
-def _telling(error: BaseException) -> BaseException:
-    """The error that the client has wrapped."""
+def _unwrapped(error: BaseException) -> BaseException:
+    """The error inside the RuntimeErrors that the client wraps around it."""
     return next((cause for cause in _chain(error) if type(cause) is not RuntimeError), error)
 
 
 def without_tokens(text: str, token: str | None = None) -> str:
-    """The text with the given token, the one of `hf auth login`, and what is signed into addresses left out."""
+    """The text without the given token, the token of `hf auth login` and the signatures in URLs."""
     text = re.sub(r"(https?://[^\s?'\"]+)\?[^\s'\"]+", r"\1", text)
     for secret in (token, huggingface_hub.get_token()):
         if secret and secret.strip():
@@ -66,30 +66,32 @@ def without_tokens(text: str, token: str | None = None) -> str:
 
 
 def reason(error: BaseException, token: str | None = None) -> str:
-    """What has gone wrong and what to do, as the end of a sentence."""
-    telling = _telling(error)
-    said = without_tokens(" ".join(str(telling).split()) or type(telling).__name__, token)
+    """What went wrong and what to do about it, as the end of a sentence."""
+    cause = _unwrapped(error)
+    text = without_tokens(" ".join(str(cause).split()) or type(cause).__name__, token)
     if isinstance(error, OfflineModeIsEnabled):
         return "HF_HUB_OFFLINE=1 is set: unset it"
     if isinstance(error, (HFValidationError, ValueError)):
-        return said
-    status = status_of(error)
-    if status is None and not _is_of_network(error):
-        return said
-    if status is None:
-        return f"the Hub cannot be reached: check the network ({said})"
-    if status >= 500 or status in _PASSING:
-        return f"the Hub has failed: try again later ({said})"
-    code = next((code for cause in _chain(error) if (code := _error_code(cause))), None)
-    if code == "RevisionNotFound":
+        return text
+    status = _status_of(error)
+    if status is not None:
+        return _reason_of_response(error, status, text)
+    return f"the Hub cannot be reached: check the network ({text})" if _is_network_error(error) else text
+
+
+def _reason_of_response(error: BaseException, status: int, text: str) -> str:
+    if status >= 500 or status in _TRANSIENT_STATUSES:
+        return f"the Hub failed: try again later ({text})"
+    if "RevisionNotFound" in [_error_code(cause) for cause in _chain(error)]:
         return (
-            "there is no such revision: make the branch with huggingface_hub.create_branch, or leave hub_revision out"
+            "the revision does not exist: create the branch with huggingface_hub.create_branch, or leave hub_revision "
+            "out"
         )
     if status == 401:
-        return f"the Hub does not accept the token: run `hf auth login`, or give another hub_token ({said})"
+        return f"the Hub does not accept the token: run `hf auth login`, or give another hub_token ({text})"
     if status == 403:
-        return f"the token may not write there: use one with the right to write, or another hub_model_id ({said})"
-    return said
+        return f"the token has no write access: use one that has, or another hub_model_id ({text})"
+    return text
 
 
 def _error_code(error: BaseException) -> str | None:
@@ -103,18 +105,21 @@ def _sleep(seconds: float) -> bool:
 
 
 def with_retries(act: Callable[[], T], waits: Sequence[float], pause: Callable[[float], bool] = _sleep) -> T:
-    """What `act` returns, called again after each of `waits` (seconds) while the network or the Hub fails.
+    """Call `act`, and retry it after each of `waits` as long as the error is transient.
+
+    The client retries most requests itself, but neither the one that creates a repository nor, without Xet, the one
+    that commits.
 
     Args:
-        act: what to do.
-        waits: how long to wait before each further attempt.
-        pause: waits so long, and says whether to go on.
+        act: the function to call.
+        waits: seconds to wait before each retry.
+        pause: waits that many seconds; returns whether to retry.
     """
     for wait in waits:
         try:
             return act()
         except Exception as error:
-            if not is_passing(error) or not pause(wait):
+            if not is_transient(error) or not pause(wait):
                 raise
-            logger.debug("Trying again after %g seconds.", wait)
+            logger.debug("Retrying after %g seconds.", wait)
     return act()

@@ -1,4 +1,4 @@
-"""A model's repository on the Hub: opened before training, so that what is wrong is known before anything has run."""
+"""A model repository on the Hub. It is opened before training, so that errors show before any time is spent."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progr
 from hftrainer.errors import HubError, InvalidArgument
 from hftrainer.hub.failures import reason, with_retries
 
-#: Seconds to wait before the second and third attempt to open a repository.
+#: Seconds to wait before each retry of opening a repository.
 _WAITS = (1.0, 4.0)
-#: What of the output folder is never uploaded as the model: private files and the checkpoints,
-#: also those of trials, which are in folders of their own.
+#: Files of the output folder that are never uploaded with the model: private files and checkpoints, those of trials
+#: included.
 IGNORED = ("_*", "checkpoint-*", "tmp-checkpoint-*", "*/checkpoint-*", "*/tmp-checkpoint-*")
 
 
 @dataclass(frozen=True)
 class Repository:
-    """Where a Trainer uploads to.
+    """The repository that a Trainer uploads to.
 
     Attributes:
-        id: its name with its owner's, `owner/name`.
-        token: what gives the right to; None for that of `hf auth login`.
+        id: `owner/name`.
+        token: a token with write access; None for that of `hf auth login`.
         revision: the branch; None for main.
     """
 
@@ -41,31 +41,37 @@ class Repository:
     revision: str | None = None
 
     def __post_init__(self) -> None:
-        _check(self.token)
+        _check_token(self.token)
 
     def __str__(self) -> str:
         return self.id if self.revision is None else f"{self.id}, branch {self.revision}"
 
     def has_branch_of(self, other: Repository) -> bool:
-        """Whether both upload to the same branch."""
+        """Whether both have the same branch."""
         return (self.revision or "main") == (other.revision or "main")
 
     def upload(
-        self, folder: str, message: str, *, path_in_repo: str = "", ignore: tuple[str, ...] = (), shown: bool = False
+        self,
+        folder: str,
+        message: str,
+        *,
+        path_in_repo: str = "",
+        ignore: tuple[str, ...] = (),
+        show_progress: bool = False,
     ) -> Any:
-        """Make one commit of a folder.
+        """Upload a folder as one commit.
 
         Args:
-            folder: its files become the commit's.
-            message: of the commit.
-            path_in_repo: where they are put; the top by default.
-            ignore: patterns of what is left out.
-            shown: with progress bars, if the user wants any.
+            folder: the folder to upload.
+            message: the commit message.
+            path_in_repo: the target folder; the top of the repository by default.
+            ignore: patterns of files to leave out.
+            show_progress: show progress bars, unless the user has disabled them.
 
         Returns:
             A `CommitInfo`.
         """
-        with contextlib.nullcontext() if shown else _without_progress_bars():
+        with contextlib.nullcontext() if show_progress else _without_progress_bars():
             return _api().upload_folder(
                 repo_id=self.id,
                 folder_path=folder,
@@ -79,7 +85,7 @@ class Repository:
     def command(
         self, folder: str, path_in_repo: str, *, only: tuple[str, ...] = (), without: tuple[str, ...] = ()
     ) -> str:
-        """The command line that makes the same commit."""
+        """The command line for the same upload."""
         words = ["hf", "upload", self.id, folder, path_in_repo or "."]
         words += [word for name in only for word in ("--include", name)]
         words += [word for name in without for word in ("--exclude", name)]
@@ -87,28 +93,28 @@ class Repository:
         return shlex.join(words)
 
 
-def _check(token: str | None) -> None:
-    """Refuse what is no token, before the client puts it into a header, and the header into an error."""
+def _check_token(token: str | None) -> None:
+    """Check that a token can be put into an HTTP header; the client's own error would contain the token."""
     if token == "":
-        raise InvalidArgument("hub_token is empty: give one, or None for that of `hf auth login`.")
+        raise InvalidArgument("hub_token is empty: give a token, or None for that of `hf auth login`.")
     if token is not None and token.split() != [token]:
-        raise InvalidArgument("hub_token has a space or a line break in it: give it without.")
+        raise InvalidArgument("hub_token contains a space or a line break: remove it.")
 
 
-class _Switch:
-    """The client's switch for progress bars, one for the whole process, turned off by any number of threads."""
+class _ProgressBars:
+    """Turns off the client's progress bars until the last of several threads has finished; the switch is global."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._users = 0
-        self._was_on = False
+        self._were_on = False
 
     @contextlib.contextmanager
-    def off(self) -> Iterator[None]:
+    def disabled(self) -> Iterator[None]:
         with self._lock:
             if self._users == 0:
-                self._was_on = not are_progress_bars_disabled()
-            if self._was_on:
+                self._were_on = not are_progress_bars_disabled()
+            if self._were_on:
                 disable_progress_bars()
             self._users += 1
         try:
@@ -116,11 +122,11 @@ class _Switch:
         finally:
             with self._lock:
                 self._users -= 1
-                if self._users == 0 and self._was_on:
+                if self._users == 0 and self._were_on:
                     enable_progress_bars()
 
 
-_without_progress_bars = _Switch().off
+_without_progress_bars = _ProgressBars().disabled
 
 
 def _api() -> HfApi:
@@ -128,37 +134,37 @@ def _api() -> HfApi:
 
 
 def repository_name(hub_model_id: str | None, output_dir: str) -> str:
-    """The name to ask for: `hub_model_id`, or that of the output folder."""
+    """`hub_model_id`, or the name of the output folder."""
     return hub_model_id or Path(output_dir).absolute().name
 
 
 def open_repository(name: str, *, token: str | None, private: bool | None, revision: str | None) -> Repository:
-    """Make the repository, unless it is there, and see that it can be written to.
+    """Create the repository unless it exists, and check that the token has write access.
 
     Args:
-        name: with or without its owner's, which is the user otherwise.
+        name: `owner/name`, or a name alone, whose owner is the user.
         token: see `Repository`.
-        private: whether a new one is.
-        revision: the branch that must be there; None for main.
+        private: whether a new repository is private.
+        revision: a branch that must exist; None for main.
 
     Raises:
-        InvalidArgument: for a name that no repository can have.
-        HubError: when it cannot be written to, and why.
+        InvalidArgument: for an invalid name.
+        HubError: if the repository cannot be written to.
     """
     if constants.HF_HUB_OFFLINE:
         raise HubError(f"push_to_hub to {name!r}: HF_HUB_OFFLINE=1 is set: unset it, or train without push_to_hub.")
     if token is None and huggingface_hub.get_token() is None:
         raise HubError(f"push_to_hub to {name!r} needs a token: run `hf auth login`, or give hub_token.")
-    _check(token)
+    _check_token(token)
     try:
         return with_retries(lambda: _open(name, token, private, revision), _WAITS)
     except HFValidationError as error:
-        raise InvalidArgument(f"hub_model_id={name!r} is no name for a repository: {reason(error, token)}") from None
-    except Exception as error:  # not from it: a traceback with it may show the token
+        raise InvalidArgument(f"hub_model_id={name!r} is not a valid repository name: {reason(error, token)}") from None
+    except Exception as error:  # raised from None: the traceback of the cause may show the token
         where = f"{name!r}" if revision is None else f"{name!r}, hub_revision={revision!r}"
         raise HubError(
-            f"push_to_hub to {where}: {reason(error, token)}. A run without push_to_hub needs no Hub, and "
-            "trainer.push_to_hub() uploads it later."
+            f"push_to_hub to {where}: {reason(error, token)}. You can train without push_to_hub, and upload "
+            "later with trainer.push_to_hub()."
         ) from None
 
 

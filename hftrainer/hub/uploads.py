@@ -1,384 +1,279 @@
-"""Uploads in the background, one after the other, which never stop or slow a run; what became of them is said."""
+"""Uploads to a repository in the background. A failed upload is logged and retried; it never stops training."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import math
 import os
-import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
-from concurrent import futures
 from concurrent.futures import Future
-from concurrent.futures import thread as pools
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import names
 from hftrainer.errors import HubError
-from hftrainer.hub.failures import is_passing, reason, with_retries
-from hftrainer.hub.missing import Missing, MissingParcels
-from hftrainer.hub.pictures import Parcel, Pictures, model_files
+from hftrainer.hub.background import UploadThread, call_at_exit
+from hftrainer.hub.failures import is_transient, reason, with_retries
+from hftrainer.hub.pending import PendingCommit, PendingUpload, PendingUploads
 from hftrainer.hub.references import LAST_CHECKPOINT
 from hftrainer.hub.repository import IGNORED, Repository
+from hftrainer.hub.snapshots import UploadSnapshots, model_files
 
 logger = logging.getLogger(__name__)
 
-#: Seconds to wait before each further attempt of one upload; the client waits by itself before that.
+#: Seconds to wait before each retry of an upload, besides the client's own retries.
 _WAITS = (2.0, 8.0, 30.0)
-#: Seconds for which the end of a run goes on trying while the Hub fails; an upload that proceeds may last.
+#: Seconds at the end of a run during which failed uploads are retried. A running upload may take longer.
 _PATIENCE = 60.0
-#: Seconds that a run which is told to stop, or has failed, waits for an upload under way.
-_GRACE = 20.0
-_BEHIND = "another upload was under way; hub_always_push=True lines them up"
-
-
-class PushInProgress:
-    """The uploads that were started together, or added since.
-
-    Args:
-        jobs: a future for each commit.
-    """
-
-    def __init__(self, jobs: Sequence[Future[Any]] = ()) -> None:
-        self.jobs = list(jobs)
-
-    def is_done(self) -> bool:
-        """Whether all have ended, well or not."""
-        return all(job.done() for job in self.jobs)
-
-    def wait_until_done(self) -> None:
-        """Wait until all have ended."""
-        futures.wait(self.jobs)
-
-    def cancel(self) -> None:
-        """Call off those that have not begun, for good."""
-        self.jobs = [job for job in self.jobs if not (job.cancel() or job.done())]
+_SKIPPED = "another upload was running; hub_always_push=True queues uploads instead"
+_UNFINISHED = "its upload had not finished"
 
 
 class Uploads:
-    """Uploads saves to a repository.
+    """The uploads of a Trainer.
 
     Args:
-        repository: where to.
-        pictures: makes the folders to upload.
+        repository: the target.
+        snapshots: creates the folders to upload.
     """
 
-    def __init__(self, repository: Repository, pictures: Pictures) -> None:
+    def __init__(self, repository: Repository, snapshots: UploadSnapshots) -> None:
         self.repository = repository
-        self._pictures = pictures
-        self._count = itertools.count()
-        self._last: threading.Thread | None = None
-        self._missing = MissingParcels(pictures.discard)
-        self._down: str | None = None  # what was wrong with the network or the Hub, while nothing has arrived since
-        self._until = math.inf  # when to stop waiting for it
-        self._said = ""
-        self._hurry = threading.Event()
-        self._abandoned = False
-        _at_exit(weakref.ref(self))
+        self._snapshots = snapshots
+        self._pending = PendingUploads(snapshots.delete)
+        self._thread = UploadThread()
+        self._numbers = itertools.count()
+        self._outage: str | None = None  # why the Hub could not be reached in the last attempt; None if it could
+        self._deadline = math.inf  # on the clock time.monotonic(): no retry begins after it
+        self._last_report = ""
+        call_at_exit(self.at_exit)
 
-    # ---- Saves -------------------------------------------------------------------------------------------------
+    # ---- Checkpoints -------------------------------------------------------------------------------------------
 
-    def parcels(self, checkpoint: str, strategy: str, *, by_steps: bool) -> list[Parcel]:
-        """The commits that a strategy makes of a checkpoint; none when it is no longer there.
+    def commits_for(self, checkpoint: str, strategy: str, *, by_steps: bool) -> list[PendingCommit]:
+        """The commits that a strategy makes for a checkpoint; none if the checkpoint has been deleted.
 
         Args:
             checkpoint: the folder.
             strategy: a `hub_strategy` other than 'end'.
-            by_steps: whether messages count steps, and not epochs.
+            by_steps: whether commit messages name the step rather than the epoch.
         """
         try:
             state = TrainerState.load_from_json(os.path.join(checkpoint, names.TRAINER_STATE_NAME))
         except (OSError, ValueError, TypeError) as error:
-            logger.warning("%s is not uploaded: it can no longer be read (%s).", checkpoint, error)
+            logger.warning("%s is not uploaded: it cannot be read any more (%s).", checkpoint, error)
             return []
-        place = f"step {state.global_step}" if by_steps else f"epoch {int(state.epoch or 0)}"
-        found = [self._parcel(checkpoint, "", f"Training in progress, {place}")]
+        progress = f"step {state.global_step}" if by_steps else f"epoch {int(state.epoch or 0)}"
+        message = f"Training in progress, {progress}"
+        found = [self._new_commit(checkpoint, "", message)]
         if strategy in ("checkpoint", "all_checkpoints"):
             path_in_repo = LAST_CHECKPOINT if strategy == "checkpoint" else os.path.basename(checkpoint)
-            found.append(self._parcel(checkpoint, path_in_repo, f"{found[0].message}, checkpoint"))
+            found.append(self._new_commit(checkpoint, path_in_repo, f"{message}, checkpoint"))
         return found
 
-    def _parcel(self, checkpoint: str, path_in_repo: str, message: str) -> Parcel:
-        return Parcel(next(self._count), checkpoint, path_in_repo, message)
+    def _new_commit(self, folder: str, path_in_repo: str, message: str) -> PendingCommit:
+        return PendingCommit(next(self._numbers), folder, path_in_repo, message)
 
-    def skip(self, parcels: Sequence[Parcel]) -> None:
-        """Leave these out for now; `finish` makes up for the newest to each place."""
-        for parcel in parcels:
-            picture = self._take(parcel)
-            if picture is not None:
-                self._missing.add(Missing(parcel, _BEHIND, picture))
+    def skip(self, commits: Sequence[PendingCommit]) -> None:
+        """Do not upload these now; `finish` uploads the newest for each path."""
+        for commit in commits:
+            snapshot = self._create_snapshot(commit)
+            if snapshot is not None:
+                self._pending.add(PendingUpload(commit, _SKIPPED, snapshot))
 
-    def push(self, parcels: Sequence[Parcel]) -> list[Future[Any]]:
-        """Upload these in the background, after those under way."""
+    def push(self, commits: Sequence[PendingCommit]) -> list[Future[Any]]:
+        """Upload these in the background, after the uploads that are queued."""
         jobs = []
-        for parcel in parcels:
-            picture = self._take(parcel)
-            if picture is None:
+        for commit in commits:
+            snapshot = self._create_snapshot(commit)
+            if snapshot is None:
                 continue
-            self._missing.add(Missing(parcel, "its upload had not ended", picture, waiting=True))
-            job = _Job(self, parcel, picture)
-            jobs.append(self.submit(job))
-            jobs[-1].add_done_callback(job.drop_if_cancelled)
+            self._pending.add(PendingUpload(commit, _UNFINISHED, snapshot, queued=True))
+            job = self._thread.submit(functools.partial(self._upload_queued, commit, snapshot))
+            job.add_done_callback(functools.partial(self._remove_if_cancelled, commit, snapshot))
+            jobs.append(job)
         return jobs
 
-    def _take(self, parcel: Parcel) -> str | None:
-        """The picture of a parcel; None, which is said, when it cannot be made, for whatever reason."""
+    def _create_snapshot(self, commit: PendingCommit) -> str | None:
+        """The snapshot of a commit; on any failure, log a warning and return None."""
         try:
-            return self._pictures.take(parcel)
-        except Exception as error:  # of the processing class too
-            self._missing.add(Missing(parcel, reason_of_storage(error)))
-            logger.warning("%s cannot be made ready for its upload: %s", parcel.checkpoint, error)
+            return self._snapshots.create(commit)
+        except Exception as error:  # the processing class may raise anything
+            self._pending.add(PendingUpload(commit, _reason_of_storage(error)))
+            logger.warning("The upload of %s cannot be prepared: %s", commit.checkpoint, error)
             return None
 
-    def upload(self, parcel: Parcel, picture: str) -> Any:
-        """Make the commit of a parcel, and note what became of it; a picture is kept for another attempt."""
+    def _upload_queued(self, commit: PendingCommit, snapshot: str) -> Any:
+        """Upload, unless the run has ended and the Hub cannot be reached: every attempt of the client takes a while."""
+        if self._outage is not None and self._deadline < math.inf:
+            self._pending.add(PendingUpload(commit, self._outage, snapshot))
+            raise HubError(self._outage)
+        return self._upload(commit, snapshot)
+
+    def _remove_if_cancelled(self, commit: PendingCommit, snapshot: str, job: Future[Any]) -> None:
+        if job.cancelled():
+            self._pending.remove(commit, snapshot)
+
+    def _upload(self, commit: PendingCommit, snapshot: str) -> Any:
+        """Make a commit and record the result. After a failure the snapshot is kept for another attempt."""
         repository = self.repository
         try:
-            done = self._retried(lambda: repository.upload(picture, parcel.message, path_in_repo=parcel.path_in_repo))
+            done = self._with_retries(
+                lambda: repository.upload(snapshot, commit.message, path_in_repo=commit.path_in_repo)
+            )
         except Exception as error:
             why = reason(error, repository.token)
-            self._missing.add(Missing(parcel, why, picture))
-            logger.warning(
-                "%r was not uploaded to %s, and is tried again at the end: %s", parcel.message, repository, why
-            )
+            self._pending.add(PendingUpload(commit, why, snapshot))
+            logger.warning("Uploading %r to %s failed, and is retried at the end: %s", commit.message, repository, why)
             raise HubError(why) from None
-        self._missing.arrive(parcel, picture)
+        self._pending.mark_uploaded(commit, snapshot)
         return done
 
-    def upload_in_turn(self, parcel: Parcel, picture: str) -> Any:
-        """Do so, unless the run has ended and the Hub cannot be had: each attempt of the client takes a while."""
-        if self._down is not None and self._until < math.inf:
-            self._missing.add(Missing(parcel, self._down, picture))
-            raise HubError(self._down)
-        return self.upload(parcel, picture)
-
-    def drop(self, parcel: Parcel, picture: str) -> None:
-        """Forget a parcel that was called off."""
-        self._missing.drop(parcel, picture)
-
-    def _make_up(self) -> None:
-        """Try again what has not arrived, oldest first, while the Hub can be had."""
-        for entry in self._missing.oldest_first():
-            there = entry.picture is not None or os.path.isdir(entry.parcel.checkpoint)
-            picture = (entry.picture or self._take(entry.parcel)) if there else None
-            if picture is None:
-                continue
-            try:
-                self.upload(entry.parcel, picture)
-            except HubError:
-                if self._down is not None:
-                    return
-
-    def _retried(self, act: Callable[[], Any]) -> Any:
-        """What `act` returns; tried once only as long as the last attempt has found no Hub."""
+    def _with_retries(self, act: Callable[[], Any]) -> Any:
+        """Call `act` and retry it; without retries if the Hub could not be reached the last time."""
         try:
-            done = with_retries(act, () if self._down is not None else _WAITS, pause=self._pause)
+            done = with_retries(act, () if self._outage is not None else _WAITS, pause=self._pause)
         except Exception as error:
-            self._down = reason(error, self.repository.token) if is_passing(error) else None
+            self._outage = reason(error, self.repository.token) if is_transient(error) else None
             raise
-        self._down = None
+        self._outage = None
         return done
 
     def _pause(self, seconds: float) -> bool:
-        return time.monotonic() + seconds < self._until and not self._hurry.wait(seconds)
+        return time.monotonic() + seconds < self._deadline and not self._thread.hurry.wait(seconds)
 
     # ---- The whole output folder -------------------------------------------------------------------------------
 
     def push_folder(self, folder: str, message: str, *, blocking: bool, token: str | None, revision: str | None) -> Any:
-        """Upload an output folder as the model, after the uploads under way.
+        """Upload an output folder without its checkpoints, after the uploads that are queued.
 
         Args:
-            folder: all in it but the checkpoints.
-            message: of the commit.
-            blocking: wait for it.
-            token: instead of the repository's.
-            revision: likewise.
+            folder: the output folder.
+            message: the commit message.
+            blocking: whether to wait for the upload.
+            token: used instead of the repository's token.
+            revision: used instead of the repository's branch.
 
         Returns:
             A `CommitInfo`, or a future of it.
 
         Raises:
-            HubError: when it fails; the future raises it, and it is said.
+            HubError: if the upload fails. The future raises it, and it is logged.
         """
         own = self.repository
-        repository = replace(own, token=own.token if token is None else token, revision=revision or own.revision)
-        parcel = self._parcel(folder, "", message)
+        target = replace(own, token=own.token if token is None else token, revision=revision or own.revision)
+        commit = self._new_commit(folder, "", message)
+        future = self._thread.submit(functools.partial(self._upload_folder, target, commit, blocking=blocking))
+        self._thread.submit(self._retry_pending_unless_down)
+        if not blocking:
+            return future
+        self._thread.wait()
+        return future.result()
 
-        def act() -> Any:
-            try:
-                done = self._retried(lambda: repository.upload(folder, message, ignore=IGNORED, shown=blocking))
-            except Exception as error:
-                command = repository.command(folder, "", without=IGNORED)
-                failure = (
-                    f"push_to_hub to {repository.id!r}: {reason(error, repository.token)}. The model is in {folder}, "
-                    f"and this uploads it: {command}"
-                )
-                if not blocking:
-                    logger.error("%s", failure)
-                raise HubError(failure) from None
-            if repository.has_branch_of(own):
-                self._missing.arrive(parcel)
-            return done
+    def _upload_folder(self, target: Repository, commit: PendingCommit, *, blocking: bool) -> Any:
+        folder = commit.checkpoint
+        try:
+            done = self._with_retries(
+                lambda: target.upload(folder, commit.message, ignore=IGNORED, show_progress=blocking)
+            )
+        except Exception as error:
+            failure = (
+                f"push_to_hub to {target.id!r}: {reason(error, target.token)}. The model is in {folder}. "
+                f"To upload it: {target.command(folder, '', without=IGNORED)}"
+            )
+            if not blocking:
+                logger.error("%s", failure)
+            raise HubError(failure) from None
+        if target.has_branch_of(self.repository):
+            self._pending.mark_uploaded(commit)
+        return done
 
-        future = self.submit(act)
-        self.submit(self._make_up_if_the_hub_is_there)
-        if blocking:
-            self.wait()
-        return future.result() if blocking else future
-
-    def _make_up_if_the_hub_is_there(self) -> None:
-        if self._missing and self._down is None:
-            self._make_up()
+    def _retry_pending_unless_down(self) -> None:
+        if self._pending and self._outage is None:
+            self._retry_pending()
             self._report()
 
-    # ---- The thread --------------------------------------------------------------------------------------------
+    # ---- The end of a run --------------------------------------------------------------------------------------
 
-    def submit(self, act: Callable[[], Any]) -> Future[Any]:
-        """Call `act` in the background, after all that was submitted before."""
-        future: Future[Any] = Future()
-        before, self._abandoned = self._last, False
-
-        def run() -> None:
-            if before is not None:
-                before.join()
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                future.set_result(act())
-            except BaseException as error:
-                future.set_exception(error)
-
-        self._last = threading.Thread(target=run, name="hub-upload", daemon=True)
-        self._last.start()
-        return future
-
-    def wait(self, hurried: Callable[[], bool] = lambda: False) -> bool:
-        """Wait until all uploads have ended; False when they have not, some time after `hurried` has become true.
-
-        Ctrl-C ends it: they go on, and the process ends without them.
-        """
-        until = None
-        try:
-            while self._last is not None and self._last.is_alive():
-                self._last.join(0.2)
-                if until is None and hurried():
-                    until = time.monotonic() + _GRACE
-                    self._hurry.set()
-                if until is not None and time.monotonic() > until:
-                    return False
-        except KeyboardInterrupt:
-            self._abandon()
-            raise
-        self._hurry.clear()
-        return True
-
-    def _abandon(self) -> None:
-        """Wait no more; what is uploaded later still comes after what is under way."""
-        self._hurry.set()
-        self._abandoned = True
-        _abandon_pools()
-
-    def finish(self, hurried: Callable[[], bool] = lambda: False) -> None:
-        """Wait, try again what has not arrived, oldest first, and say what is up and what is missing.
+    def finish(self, is_urgent: Callable[[], bool] = lambda: False) -> None:
+        """Wait for all uploads, retry what has failed, and log what is uploaded and what is not.
 
         Args:
-            hurried: whether there is little time left.
+            is_urgent: whether the process is about to be killed.
         """
-        self._until = time.monotonic() + _PATIENCE
+        self._deadline = time.monotonic() + _PATIENCE
         try:
-            if not self._abandoned:
-                self._wait_and_make_up(hurried)
+            if not self._thread.abandoned:
+                self._wait_and_retry(is_urgent)
         finally:
-            self._until = math.inf
+            self._deadline = math.inf
             self._report()
 
-    def _wait_and_make_up(self, hurried: Callable[[], bool]) -> None:
-        if self._last is not None and self._last.is_alive():
+    def _wait_and_retry(self, is_urgent: Callable[[], bool]) -> None:
+        if self._thread.is_busy:
             logger.info("Waiting for the uploads to %s.", self.repository)
-        ended = self.wait(hurried)
-        if ended and self._missing and not hurried():
-            self.submit(self._make_up)
-            ended = self.wait(hurried)
-        if not ended:
-            self._abandon()
+        finished = self._thread.wait(is_urgent)
+        if finished and self._pending and not is_urgent():
+            self._thread.submit(self._retry_pending)
+            finished = self._thread.wait(is_urgent)
+        if not finished:
+            self._thread.abandon()
+
+    def _retry_pending(self) -> None:
+        """Retry pending uploads, oldest first, until the Hub cannot be reached."""
+        for entry in self._pending.oldest_first():
+            can_retry = entry.snapshot is not None or os.path.isdir(entry.commit.checkpoint)
+            snapshot = (entry.snapshot or self._create_snapshot(entry.commit)) if can_retry else None
+            if snapshot is None:
+                continue
+            try:
+                self._upload(entry.commit, snapshot)
+            except HubError:
+                if self._outage is not None:
+                    return
 
     def at_exit(self) -> None:
-        """Wait, unless somebody has given that up, and leave nothing behind."""
+        """Wait for all uploads unless they were abandoned, and delete all snapshots."""
         try:
-            if not self._abandoned:
-                self.wait()
+            if not self._thread.abandoned:
+                self._thread.wait()
         finally:
-            self._pictures.discard_all()
+            self._snapshots.delete_all()
 
     def _report(self) -> None:
-        up = "".join(f"\n  {_place(place)}: {message!r}" for place, message in self._missing.arrived().items())
-        entries = self._missing.oldest_first()
+        """Log what is uploaded and what is not, unless that has been logged already."""
+        uploaded = "".join(f"\n  {_where(path)}: {message!r}" for path, message in self._pending.uploaded().items())
+        entries = self._pending.oldest_first()
         if not entries:
-            if up:
-                logger.info("Uploaded to %s:%s", self.repository, up)
-            self._missing.forget_arrived()
+            if uploaded:
+                logger.info("Uploaded to %s:%s", self.repository, uploaded)
+            self._pending.clear_uploaded()
             return
-        missing = "".join(f"\n  {self._describe(entry)}" for entry in entries)
-        if missing != self._said:
-            logger.error("Not uploaded to %s:%s\nUploaded:%s", self.repository, missing, up or " nothing")
-        self._said = missing
+        failed = "".join(f"\n  {self._describe(entry)}" for entry in entries)
+        if failed != self._last_report:
+            logger.error("Not uploaded to %s:%s\nUploaded:%s", self.repository, failed, uploaded or " nothing")
+        self._last_report = failed
 
-    def _describe(self, entry: Missing) -> str:
-        parcel = entry.parcel
-        begin = f"{_place(parcel.path_in_repo)}, {parcel.message!r}: {entry.why}."
-        if not os.path.isdir(parcel.checkpoint):
-            return f"{begin} {parcel.checkpoint} is no longer there."
-        only = () if parcel.path_in_repo else tuple(model_files(parcel.checkpoint))
-        return f"{begin} To upload it: {self.repository.command(parcel.checkpoint, parcel.path_in_repo, only=only)}"
-
-
-@dataclass(frozen=True)
-class _Job:
-    """The upload of one parcel; an object, so that nothing of a Trainer is kept for it."""
-
-    uploads: Uploads
-    parcel: Parcel
-    picture: str
-
-    def __call__(self) -> Any:
-        return self.uploads.upload_in_turn(self.parcel, self.picture)
-
-    def drop_if_cancelled(self, job: Future[Any]) -> None:
-        """Forget the parcel once its upload was called off."""
-        if job.cancelled():
-            self.uploads.drop(self.parcel, self.picture)
+    def _describe(self, entry: PendingUpload) -> str:
+        """A pending upload in a report, with the command line that uploads it."""
+        commit = entry.commit
+        begin = f"{_where(commit.path_in_repo)}, {commit.message!r}: {entry.why}."
+        if not os.path.isdir(commit.checkpoint):
+            return f"{begin} {commit.checkpoint} no longer exists."
+        only = () if commit.path_in_repo else tuple(model_files(commit.checkpoint))
+        return f"{begin} To upload it: {self.repository.command(commit.checkpoint, commit.path_in_repo, only=only)}"
 
 
-def reason_of_storage(error: Exception) -> str:
-    """Why a picture could not be made, as the end of a sentence."""
+def _reason_of_storage(error: Exception) -> str:
+    """Why a snapshot could not be created, as the end of a sentence."""
     if isinstance(error, OSError):
-        return f"the storage has failed ({error.strerror or error})"
-    return f"it could not be made ready ({type(error).__name__}: {error})"
+        return f"storage failed ({error.strerror or error})"
+    return f"it could not be prepared ({type(error).__name__}: {error})"
 
 
-def _place(path_in_repo: str) -> str:
+def _where(path_in_repo: str) -> str:
     return path_in_repo or "the model"
-
-
-def _at_exit(reference: weakref.ref[Uploads]) -> None:
-    """Let a script that ends with `push_to_hub(blocking=False)` wait for it.
-
-    The client's pools of threads take no work once Python has begun to end, so this has to come before they know.
-    """
-
-    def end() -> None:
-        uploads = reference()
-        if uploads is not None:
-            uploads.at_exit()
-
-    threading._register_atexit(end)  # type: ignore[attr-defined]
-
-
-def _abandon_pools() -> None:
-    """Let Python end while an upload hangs: it would wait for the client's pools, whose threads began as ours did."""
-    for thread in [thread for thread in list(pools._threads_queues) if thread.daemon]:
-        del pools._threads_queues[thread]  # type: ignore[attr-defined]

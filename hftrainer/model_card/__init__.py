@@ -1,1 +1,1 @@
-"""What a model card is made of: the run's results and hyperparameters, and where model and data come from."""
+"""The parts of a model card: results, hyperparameters, the provenance of model and data, and the files."""

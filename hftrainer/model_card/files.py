@@ -1,4 +1,4 @@
-"""The files of a model card: what is kept of an earlier one, the picture, what PEFT adds, and how they are written."""
+"""The files of a model card: the tags of an earlier card, the plot of the run, and what PEFT adds to the card."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hftrainer.errors import MissingPackage
-from hftrainer.model_card import origins
+from hftrainer.model_card import provenance
 from hftrainer.reporting.metrics import write_whole
 from hftrainer.reporting.plot import draw_png, lines_of
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CARD_NAME = "README.md"
-PICTURE_NAME = "training.png"
-#: A picture takes half a second, which training waits for.
-_SECONDS_BETWEEN_PICTURES = 60
+PLOT_NAME = "training.png"
+#: Drawing a plot stops training for half a second.
+_SECONDS_BETWEEN_PLOTS = 60
 _ADAPTER_OF = "base_model:adapter:"
 
 
-def tags_in(path: Path) -> list[str]:
-    """The tags of a card that is there already."""
+def read_tags(path: Path) -> list[str]:
+    """The tags of an existing card; none without a card."""
     import yaml
     from huggingface_hub import metadata_load
 
@@ -36,40 +36,43 @@ def tags_in(path: Path) -> list[str]:
     try:
         tags = (metadata_load(path) or {}).get("tags") or []
     except (ValueError, yaml.YAMLError) as error:
-        logger.warning("%s has metadata that cannot be read, and its tags are not kept: %s", path, error)
+        logger.warning("The metadata of %s cannot be read, so its tags are not kept: %s", path, error)
         return []
     return [tag for tag in ([tags] if isinstance(tags, str) else tags) if isinstance(tag, str)]
 
 
-def draw(state: TrainerState, folder: Path, *, again: bool) -> str | None:
-    """Draw the curves of a run; returns the name of the picture, or None when there is nothing to draw or no way.
+def draw_plot(state: TrainerState, folder: Path, *, force: bool) -> str | None:
+    """Plot the metrics of a run.
 
     Args:
-        state: the run.
-        folder: where the picture goes.
-        again: draw also when there is a picture that is recent.
+        state: the state of the run, with its log history.
+        folder: where the plot is written.
+        force: draw even if there is a recent plot.
+
+    Returns:
+        The file name of the plot; None if there is nothing to plot, or matplotlib is not installed.
     """
-    path = folder / PICTURE_NAME
-    if not again and path.exists() and time.time() - path.stat().st_mtime < _SECONDS_BETWEEN_PICTURES:
-        return PICTURE_NAME
-    drawn = list(lines_of(state))
-    if not any(len(line.steps) > 1 for line in drawn):
+    path = folder / PLOT_NAME
+    if not force and path.exists() and time.time() - path.stat().st_mtime < _SECONDS_BETWEEN_PLOTS:
+        return PLOT_NAME
+    lines = list(lines_of(state))
+    if not any(len(line.steps) > 1 for line in lines):
         return None
     try:
-        write_whole(str(path), functools.partial(draw_png, drawn))
+        write_whole(str(path), functools.partial(draw_png, lines))
     except MissingPackage as error:
-        _say_once(f"The model card has no picture of the training run. {error}")
+        _log_once(f"The model card has no plot of the training run. {error}")
         return None
-    return PICTURE_NAME
+    return PLOT_NAME
 
 
 @functools.lru_cache
-def _say_once(sentence: str) -> None:
-    logger.info(sentence)
+def _log_once(message: str) -> None:
+    logger.info(message)
 
 
-def completed_by_peft(card: str, model: Any) -> str:
-    """The card with what PEFT adds, and with what PEFT would take out: other tags, and a base model that can be had."""
+def add_peft_parts(card: str, model: Any) -> str:
+    """Add what PEFT writes into a card, and restore what PEFT removes: the other tags and a valid base model."""
     from huggingface_hub import ModelCard
 
     before: Any = ModelCard(card).data
@@ -78,15 +81,15 @@ def completed_by_peft(card: str, model: Any) -> str:
         path.write_text(card, encoding="utf-8")
         try:
             model.create_or_update_model_card(folder)
-        except NotImplementedError:  # mixed adapters
+        except NotImplementedError:  # by models with mixed adapter types
             return card
         after = ModelCard.load(path)
     data: Any = after.data
-    data.tags = [tag for tag in dict.fromkeys([*before.tags, *data.tags]) if _is_tag(tag)]
+    data.tags = [tag for tag in dict.fromkeys([*before.tags, *data.tags]) if _is_valid_tag(tag)]
     data.base_model = before.base_model
     return f"{after}\n"
 
 
-def _is_tag(tag: str) -> bool:
-    """Whether a tag says something; PEFT names the base model by a folder, or not at all, if it is no repository."""
-    return not tag.startswith(_ADAPTER_OF) or origins.is_repo_id(tag.removeprefix(_ADAPTER_OF))
+def _is_valid_tag(tag: str) -> bool:
+    """Whether a tag is valid. PEFT's tag for the base model is not if that has a folder for a name, or no name."""
+    return not tag.startswith(_ADAPTER_OF) or provenance.is_repo_id(tag.removeprefix(_ADAPTER_OF))

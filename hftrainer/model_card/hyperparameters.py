@@ -1,37 +1,37 @@
-"""The hyperparameters that a model card lists: those that decide the result."""
+"""The hyperparameters in a model card: those that influence the result."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hftrainer.arguments.choices import ParallelMode, spelled
+from hftrainer.training.context import TrainerContext
+from hftrainer.training.trainer_api import TrainerApi
 
-if TYPE_CHECKING:
-    from hftrainer.training.trainer_api import TrainerApi
 
-
-def hyperparameters(trainer: TrainerApi) -> dict[str, Any]:
-    """Name → value, of what the run was made with, in the names of the arguments where there are any."""
-    args = trainer.args
+def hyperparameters(context: TrainerContext) -> dict[str, Any]:
+    """Name → value, named after the arguments where possible."""
+    args = context.trainer.args
     return {
         "learning_rate": args.learning_rate,
-        **_batches(trainer),
+        **_batches(context),
         "seed": args.seed,
-        "optimizer": _optimizer(trainer),
+        "optimizer": _optimizer(context),
         **({"weight_decay": args.weight_decay} if args.weight_decay else {}),
-        **_schedule(trainer),
+        **_schedule(context),
         **_precision(args),
         **({"label_smoothing_factor": args.label_smoothing_factor} if args.label_smoothing_factor else {}),
     }
 
 
-def _batches(trainer: TrainerApi) -> dict[str, Any]:
-    """The batches of one process and of all, in samples."""
-    args, processes = trainer.args, trainer.accelerator.processes.data_processes
-    train, evaluation = trainer._train_batch_size, args.eval_batch_size
+def _batches(context: TrainerContext) -> dict[str, Any]:
+    """Batch sizes in samples, per process and in total, and how the processes work together."""
+    trainer, args = context.trainer, context.trainer.args
+    processes = trainer.accelerator.processes.data_processes
+    train, evaluation = context.run.train_batch_size, args.eval_batch_size
     found: dict[str, Any] = {"train_batch_size": train, "eval_batch_size": evaluation}
-    if spelled(args.parallel_mode) != ParallelMode.NOT_PARALLEL.value:  # the arguments may be transformers'
+    if spelled(args.parallel_mode) != ParallelMode.NOT_PARALLEL.value:  # also the enum of transformers
         found["distributed_type"] = _distributed_type(trainer)
     if args.world_size > 1:
         found["num_devices"] = args.world_size
@@ -46,38 +46,39 @@ def _batches(trainer: TrainerApi) -> dict[str, Any]:
 
 def _distributed_type(trainer: TrainerApi) -> str:
     kind = trainer.args.device.type
-    several = {"xla": "TPU", "cpu": "multi-CPU"}.get(kind, "multi-GPU")
+    devices = {"xla": "TPU", "cpu": "multi-CPU"}.get(kind, "multi-GPU")
     sharding = "DeepSpeed" if trainer.is_deepspeed_enabled else "FSDP"
     sharded = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled or trainer.is_fsdp_xla_enabled
-    return f"{several} ({sharding})" if sharded else several
+    return f"{devices} ({sharding})" if sharded else devices
 
 
-def _optimizer(trainer: TrainerApi) -> str:
-    args = trainer.args
-    given, _ = trainer._hftrainer.optimizers_given
-    if given is not None:
-        return _listed(type(given).__name__, given.defaults)
+def _optimizer(context: TrainerContext) -> str:
+    trainer, args = context.trainer, context.trainer.args
+    own_optimizer, _ = context.optimizers_given
+    if own_optimizer is not None:
+        return _with_settings(type(own_optimizer).__name__, own_optimizer.defaults)
     if trainer.optimizer_cls_and_kwargs is not None:
         kind, settings = trainer.optimizer_cls_and_kwargs
-        return _listed(kind.__name__, settings)
+        return _with_settings(kind.__name__, settings)
     name, settings = spelled(args.optim), {}
     if "adam" in name:
         settings = {"betas": (args.adam_beta1, args.adam_beta2), "epsilon": args.adam_epsilon}
-    return _listed(name, {**settings, **({"optim_args": args.optim_args} if args.optim_args else {})})
+    return _with_settings(name, {**settings, **({"optim_args": args.optim_args} if args.optim_args else {})})
 
 
-def _listed(name: str, settings: Mapping[str, Any]) -> str:
-    plain = {key: value for key, value in settings.items() if isinstance(value, (int, float, str, tuple))}
-    return ", ".join([name, *(f"{key}={value}" for key, value in plain.items())])
+def _with_settings(name: str, settings: Mapping[str, Any]) -> str:
+    printable = {key: value for key, value in settings.items() if isinstance(value, (int, float, str, tuple))}
+    return ", ".join([name, *(f"{key}={value}" for key, value in printable.items())])
 
 
-def _schedule(trainer: TrainerApi) -> dict[str, Any]:
-    args = trainer.args
-    _, given = trainer._hftrainer.optimizers_given
-    found: dict[str, Any] = {"lr_scheduler_type": type(given).__name__ if given else spelled(args.lr_scheduler_type)}
-    if given is None and args.lr_scheduler_kwargs:
+def _schedule(context: TrainerContext) -> dict[str, Any]:
+    args = context.trainer.args
+    _, own_schedule = context.optimizers_given
+    name = type(own_schedule).__name__ if own_schedule else spelled(args.lr_scheduler_type)
+    found: dict[str, Any] = {"lr_scheduler_type": name}
+    if own_schedule is None and args.lr_scheduler_kwargs:
         found["lr_scheduler_kwargs"] = args.lr_scheduler_kwargs
-    if given is None and args.warmup_steps:
+    if own_schedule is None and args.warmup_steps:
         found["lr_scheduler_warmup_steps"] = args.warmup_steps
     if args.max_steps != -1:
         return {**found, "training_steps": args.max_steps}

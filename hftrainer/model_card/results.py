@@ -1,4 +1,4 @@
-"""The evaluations of a run, from its log lines: a row each, and the numbers that describe the model."""
+"""The results of a run, from its log history: a row for each evaluation, and the final metrics."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from hftrainer.compat.functions import is_measured
 
 Line = Mapping[str, Any]
 
-#: What else log lines hold that is no metric.
-_OTHERS = ("step", "epoch", "total_flos")
-#: Metrics that the Hub knows by name, as tags of a model; 'rouge1' counts as 'rouge'.
-METRIC_TAGS = ("accuracy bleu f1 matthews_correlation pearsonr precision recall rouge sacrebleu spearmanr wer").split()
+#: Entries of log lines that are not metrics.
+_NOT_METRICS = ("step", "epoch", "total_flos")
+#: Metrics that the Hub knows as tags of a model. 'rouge1' counts as 'rouge'.
+METRIC_TAGS = "accuracy bleu f1 matthews_correlation pearsonr precision recall rouge sacrebleu spearmanr wer".split()
 
 
-def table(log_history: Sequence[Line]) -> list[dict[str, Any]] | None:
-    """A row for each evaluation of a training run, as column → value; None when it was not evaluated."""
+def evaluation_rows(log_history: Sequence[Line]) -> list[dict[str, Any]] | None:
+    """A row for each evaluation during training, as column → value; None without an evaluation."""
     end = _end_of_training(log_history)
     lines = log_history[:end]
-    if not any("loss" in line for line in lines) and end is None:  # evaluated, not trained
+    if not any("loss" in line for line in lines) and end is None:  # not a training run
         return None
     rows = []
     training_loss: Any = "No log"
-    for line in _evaluations_joined(lines):
+    for line in _merge_evaluations(lines):
         training_loss = line.get("loss", training_loss)
         if not _is_evaluation(line):
             continue
@@ -35,22 +35,22 @@ def table(log_history: Sequence[Line]) -> list[dict[str, Any]] | None:
 
 
 def final_results(log_history: Sequence[Line], best_step: int | None) -> dict[str, Any] | None:
-    """The metrics of the model as it is now, by their titles; None when it was not evaluated.
+    """Title → value for the metrics of the final model; None without an evaluation.
 
     Args:
-        log_history: the lines of the run.
-        best_step: the optimizer step whose weights were loaded when training ended, if any were.
+        log_history: the log lines of the run.
+        best_step: the optimizer step whose weights were loaded at the end of training; None if none were loaded.
     """
     lines = list(log_history)
     end = _end_of_training(lines)
     if best_step is not None and end is not None and not any(map(_is_evaluation, lines[end:])):
         lines = [line for line in lines if line.get("step") == best_step] or lines
-    found = [line for line in _evaluations_joined(lines) if _is_evaluation(line)]
+    found = [line for line in _merge_evaluations(lines) if _is_evaluation(line)]
     return {_title(name): value for name, value in _metrics(found[-1]).items()} if found else None
 
 
 def metric_tags(results: Mapping[str, Any]) -> dict[str, str]:
-    """The tags of those results that the Hub knows, each with the title of its result."""
+    """Tag → title, for the results that the Hub knows."""
     tags = {}
     for title in results:
         name = title.lower().replace(" ", "_")
@@ -59,8 +59,8 @@ def metric_tags(results: Mapping[str, Any]) -> dict[str, str]:
     return tags
 
 
-def shown(value: Any) -> str:
-    """A value as the card shows it: numbers to four places, very small and very large ones to four digits."""
+def format_value(value: Any) -> str:
+    """Format a value for the card: numbers with four decimals, very small and very large ones with four digits."""
     text = str(value)
     if not isinstance(value, float) or "." not in text:
         return text
@@ -70,9 +70,9 @@ def shown(value: Any) -> str:
 
 
 def markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Rows as a table; a column that a row does not have stays empty there."""
+    """Format rows as a table. A cell is empty if its row does not have the column."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
-    cells = [columns, *([shown(row.get(name, "")) for name in columns] for row in rows)]
+    cells = [columns, *([format_value(row.get(name, "")) for name in columns] for row in rows)]
     cells = [[cell.replace("|", "\\|") for cell in line] for line in cells]
     widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
     lines = [" | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]
@@ -81,7 +81,7 @@ def markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _end_of_training(lines: Sequence[Line]) -> int | None:
-    """Where the line that sums up training is."""
+    """The index of the last line that summarizes training, or None."""
     found = [i for i, line in enumerate(lines) if "train_runtime" in line and "train_loss" in line]
     return found[-1] if found else None
 
@@ -90,30 +90,30 @@ def _is_evaluation(line: Line) -> bool:
     return any(name.startswith("eval_") for name in line)
 
 
-def _evaluations_joined(lines: Sequence[Line]) -> Iterator[Line]:
-    """The lines; those of several sets that were evaluated at one step are one."""
-    held: dict[str, Any] | None = None
+def _merge_evaluations(lines: Sequence[Line]) -> Iterator[Line]:
+    """The lines, with the evaluations of several datasets at one step merged into one line."""
+    merged: dict[str, Any] | None = None
     for line in lines:
         names = {name for name in line if name.startswith("eval_")}
-        if held is not None and names and held.get("step") == line.get("step") and not names & set(held):
-            held.update(line)
+        if merged is not None and names and merged.get("step") == line.get("step") and not names & set(merged):
+            merged.update(line)
             continue
-        if held is not None:
-            yield held
-        held = dict(line) if names else None
-        if held is None:
+        if merged is not None:
+            yield merged
+        merged = dict(line) if names else None
+        if merged is None:
             yield line
-    if held is not None:
-        yield held
+    if merged is not None:
+        yield merged
 
 
 def _metrics(line: Line) -> dict[str, Any]:
-    """The metrics in a line, numbers of other libraries as Python's."""
+    """The metrics in a line, with numbers of NumPy and torch converted to Python's."""
     values = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in line.items()}
     return {
         name: value
         for name, value in values.items()
-        if name not in _OTHERS and not is_measured(name) and isinstance(value, (int, float, str))
+        if name not in _NOT_METRICS and not is_measured(name) and isinstance(value, (int, float, str))
     }
 
 

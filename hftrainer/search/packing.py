@@ -32,7 +32,7 @@ class PackedTrainer:
     folder: str
 
     def unpack(self) -> SearchContext:
-        """Unpickle a Trainer, behind its context, and make it ready to train in its working directory, if that exists."""
+        """Unpickle a Trainer, and make it ready to train here, in its working directory if that exists."""
         from ray import cloudpickle
 
         context: SearchContext = cloudpickle.loads(self.pickled)

@@ -14,8 +14,8 @@ class Publisher(Room):
 
     def open_repository(self, token: str | None, private: bool | None) -> None:
         """See `Trainer.init_hf_repo`; in the main process."""
-        from hftrainer.hub.pictures import Pictures
         from hftrainer.hub.repository import open_repository, repository_name
+        from hftrainer.hub.snapshots import UploadSnapshots
         from hftrainer.hub.uploads import Uploads
 
         trainer, args = self.trainer, self.trainer.args
@@ -26,7 +26,8 @@ class Publisher(Room):
             private=args.hub_private_repo if private is None else private,
             revision=args.hub_revision,
         )
-        self.context.uploads = Uploads(repository, Pictures(str(args.output_dir), trainer.processing_class))
+        snapshots = UploadSnapshots(str(args.output_dir), trainer.processing_class)
+        self.context.uploads = Uploads(repository, snapshots)
         trainer.hub_model_id, trainer.push_in_progress = repository.id, None
 
     def push(
@@ -57,21 +58,21 @@ class Publisher(Room):
         trainer, uploads = self.trainer, self.context.uploads
         if uploads is None or trainer.args.hub_strategy == HubStrategy.END:
             return
-        from hftrainer.hub.uploads import PushInProgress
+        from hftrainer.hub.background import PushInProgress
 
         by_steps = trainer.args.save_strategy == SaveStrategy.STEPS
-        parcels = uploads.parcels(folder, trainer.args.hub_strategy, by_steps=by_steps)
-        if not parcels:
+        commits = uploads.commits_for(folder, trainer.args.hub_strategy, by_steps=by_steps)
+        if not commits:
             return
         done = trainer.push_in_progress is None or trainer.push_in_progress.is_done()
         if not done and not trainer.args.hub_always_push:
-            uploads.skip(parcels)
+            uploads.skip(commits)
             return
         self.context.announce("on_push_begin")
-        jobs = uploads.push(parcels)
+        jobs = uploads.push(commits)
         trainer.push_in_progress = PushInProgress(jobs if done else [*trainer.push_in_progress.jobs, *jobs])
 
     def finish(self) -> None:
         """Wait for the uploads, retry those that failed, and log what is uploaded and what is missing."""
         if self.context.uploads is not None:
-            self.context.uploads.finish(hurried=lambda: self.run.interruption.received is not None)
+            self.context.uploads.finish(is_urgent=lambda: self.run.interruption.received is not None)

@@ -154,7 +154,7 @@ class TrainingRunner(Room):
         except BaseException as error:
             context.checkpoint_writer.wait_ignoring_errors()
             if context.uploads is not None and (context.search is None or not isinstance(error, Exception)):
-                context.uploads.finish(hurried=lambda: True)  # in a search, the next trial goes on
+                context.uploads.finish(is_urgent=lambda: True)  # in a search, the next trial goes on
             raise
         finally:
             if self.run.loop is not None:

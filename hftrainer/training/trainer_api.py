@@ -73,8 +73,7 @@ class TrainerApi(Protocol):
     _loss_shifts_labels: bool
     _mixed_mesh_grads: bool | None
     _memory_tracker: Any
-    _train_batch_size: Any
-    _hftrainer: Any
+    _hftrainer: Any  # for modules that transformers names, whose functions take a Trainer
 
     # ---- Arguments and model ---------------------------------------------------------------------------------
 

@@ -1,5 +1,6 @@
-"""The model card: what it says of runs of all kinds, and what it refuses."""
+"""The model card: its contents for different runs, and the errors for wrong arguments."""
 
+import importlib
 import json
 import logging
 import os
@@ -18,8 +19,8 @@ from huggingface_hub import HfApi, constants, metadata_load
 from hftrainer import Trainer, TrainerCallback, TrainingArguments, TrainingSummary
 from hftrainer.cli import install
 from hftrainer.errors import InvalidArgument
-from hftrainer.model_card import files, origins
-from hftrainer.model_card.results import final_results, markdown_table, shown, table
+from hftrainer.model_card import files, provenance
+from hftrainer.model_card.results import evaluation_rows, final_results, format_value, markdown_table
 from hftrainer.reporting.metrics import write_metrics
 from tests import warm
 from tests.parity.support import accuracy
@@ -57,7 +58,7 @@ def test_card_of_a_plain_module(run):
     trainer.args.hub_token = TOKEN
     trainer.create_model_card(tasks="tabular-classification", dataset_tags="me/blobs", license="mit")
     metadata, text = read(folder)
-    assert "library_name" not in metadata and "base_model" not in metadata  # nothing would load it
+    assert "library_name" not in metadata and "base_model" not in metadata  # no library loads it
     assert metadata["license"] == "mit"
     assert metadata["tags"] == ["generated_from_trainer"]
     (result,) = metadata["model-index"][0]["results"]
@@ -75,7 +76,7 @@ def test_card_of_a_plain_module(run):
 
 
 def test_card_before_training(tmp_path):
-    """No line has been logged, and the folder is gone."""
+    """Nothing has been logged, and the output folder has been deleted."""
     trainer = make_trainer(tmp_path / "out")
     os.rmdir(tmp_path / "out")
     trainer.create_model_card()
@@ -92,7 +93,7 @@ def test_card_of_an_evaluation_alone(tmp_path):
     metadata, text = read(tmp_path / "out")
     assert metadata["metrics"] == ["accuracy"]
     assert "- Accuracy: " in text and "Runtime" not in text
-    assert "Training results" not in text  # one point is no curve, and one evaluation no table
+    assert "Training results" not in text  # a single evaluation makes neither a curve nor a table
 
 
 def test_other_processes_write_nothing(tmp_path):
@@ -103,13 +104,13 @@ def test_other_processes_write_nothing(tmp_path):
 
 
 class Cards(TrainerCallback):
-    """Writes a card at each evaluation, and notes how many rows it has and when its picture was drawn."""
+    """Writes a card at each evaluation, and records its number of rows and the time of its plot."""
 
     def __init__(self):
         self.rows, self.drawn = [], []
 
     def on_evaluate(self, args, state, control, **kwargs):
-        if len(state.log_history) < 6:  # so far one point
+        if len(state.log_history) < 6:  # one point so far
             return
         self.trainer.create_model_card()
         _, text = read(Path(args.output_dir))
@@ -131,7 +132,7 @@ def test_several_sets_during_training(tmp_path, monkeypatch):
     )
     cards.trainer = trainer
     trainer.train()
-    assert len(set(cards.drawn)) == 1  # training does not wait for another within the minute
+    assert len(set(cards.drawn)) == 1  # during training, at most one plot a minute
     trainer.create_model_card()
     _, text = read(tmp_path / "out")
     assert "| Training Loss | Epoch | Step | A Loss | A Accuracy | B Loss | B Accuracy |" in text
@@ -178,7 +179,7 @@ def test_results_that_are_no_numbers():
         },
         SUMMARY,
     ]
-    rows = table(history)
+    rows = evaluation_rows(history)
     assert markdown_table(rows).splitlines() == [
         "| Training Loss | Epoch | Step | Validation Loss | Accuracy | F1  | A\\|b |",
         "| :-----------: | :---: | :--: | :-------------: | :------: | :-: | :--: |",
@@ -195,11 +196,11 @@ def test_results_that_are_no_numbers():
 
 def test_rows_of_the_training_run_alone():
     evaluation = {"eval_loss": 1.0, "epoch": 1.0, "step": 4}
-    assert table([evaluation, evaluation]) is None
-    assert len(table([{"loss": 1.0, "step": 1, "epoch": 0.1}, evaluation])) == 1  # training is not over
-    assert len(table([evaluation, evaluation, SUMMARY, evaluation])) == 2
-    assert table([SUMMARY]) is None
-    assert table([evaluation, SUMMARY])[0]["Training Loss"] == "No log"
+    assert evaluation_rows([evaluation, evaluation]) is None
+    assert len(evaluation_rows([{"loss": 1.0, "step": 1, "epoch": 0.1}, evaluation])) == 1  # training has not finished
+    assert len(evaluation_rows([evaluation, evaluation, SUMMARY, evaluation])) == 2
+    assert evaluation_rows([SUMMARY]) is None
+    assert evaluation_rows([evaluation, SUMMARY])[0]["Training Loss"] == "No log"
 
 
 @pytest.mark.parametrize(
@@ -208,7 +209,7 @@ def test_rows_of_the_training_run_alone():
      (True, "True"), ("No log", "No log"), (float("nan"), "nan")],
 )  # fmt: skip
 def test_how_numbers_are_shown(value, text):
-    assert shown(value) == text
+    assert format_value(value) == text
 
 
 # ---- Where things come from --------------------------------------------------------------------------------------
@@ -233,12 +234,12 @@ def test_a_card_that_cannot_be_read(tmp_path, caplog, head):
     (tmp_path / "out" / "README.md").write_text(f"---\n{head}\n---\n")
     trainer.create_model_card(tags="mine")
     assert read(tmp_path / "out")[0]["tags"] == ["mine", "generated_from_trainer"]
-    assert "metadata that cannot be read" in caplog.text
+    assert "README.md cannot be read, so its tags are not kept" in caplog.text
 
 
 @pytest.mark.skipif(release_of("peft") < pinned("peft"), reason="the tags are those of the newest PEFT's own card")
 def test_adapter_of_a_model_without_a_name(tmp_path):
-    """PEFT writes an empty base model, with which the Hub refuses the card."""
+    """PEFT writes an empty base model, and the Hub refuses such a card."""
     trainer = make_trainer(tmp_path / "out", model=make_peft())
     trainer.create_model_card(model_name="name")
     metadata, text = read(tmp_path / "out")
@@ -255,7 +256,7 @@ def test_base_model_in_a_folder(tmp_path):
     assert "base_model" not in read(tmp_path / "out")[0]
     trainer.create_model_card(finetuned_from="/else/where")
     metadata, text = read(tmp_path / "out")
-    assert "base_model" not in metadata  # no repository has that name
+    assert "base_model" not in metadata  # not a valid repository name
     assert "`BertForSequenceClassification`, fine-tuned from `/else/where`." in text
     assert metadata["library_name"] == "transformers"
 
@@ -266,22 +267,22 @@ def test_datasets():
     def named(builder, split=None):
         return Dataset(Dataset.from_dict({"x": [1]}).data, DatasetInfo(builder_name=builder, config_name="c"), split)
 
-    assert origins.datasets_of(named("glue", "train")) == [("glue", "c", "train")]
-    assert origins.datasets_of({"a": named("glue"), "b": named("imdb"), "c": named("glue", "test"), "d": [1]}) == [
+    assert provenance.datasets_of(named("glue", "train")) == [("glue", "c", "train")]
+    assert provenance.datasets_of({"a": named("glue"), "b": named("imdb"), "c": named("glue", "test"), "d": [1]}) == [
         ("glue", "c", None),
         ("imdb", "c", None),
     ]
     for nameless in ("csv", "generator", "imagefolder", None):
-        assert origins.datasets_of(named(nameless)) == []
-    assert origins.datasets_of(None) == []
+        assert provenance.datasets_of(named(nameless)) == []
+    assert provenance.datasets_of(None) == []
 
 
 @pytest.fixture
 def hub(monkeypatch):
-    """What the Hub answers when it is asked for a model."""
+    """Replaces the Hub's response to a request for a model."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(origins, "LICENSE_TIMEOUT", 0.3)
-    origins.license_of.cache_clear()
+    monkeypatch.setattr(provenance, "LICENSE_TIMEOUT", 0.3)
+    provenance.license_of.cache_clear()
     asked = []
 
     def answer_by(answer):
@@ -292,7 +293,7 @@ def hub(monkeypatch):
         monkeypatch.setattr(HfApi, "model_info", model_info)
 
     yield answer_by, asked
-    origins.license_of.cache_clear()
+    provenance.license_of.cache_clear()
 
 
 def test_licence_of_the_base_model(hub, tmp_path):
@@ -317,7 +318,7 @@ def test_a_hub_that_does_not_answer(hub, answer):
     answer_by, _ = hub
     answer_by(answer)
     start = time.perf_counter()
-    assert origins.license_of("org/base") is None
+    assert provenance.license_of("org/base") is None
     assert time.perf_counter() - start < 30
 
 
@@ -366,7 +367,7 @@ def test_without_matplotlib(run, monkeypatch, caplog):
     trainer, folder = run
     (folder / "training.png").unlink(missing_ok=True)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    files._say_once.cache_clear()
+    files._log_once.cache_clear()
     with caplog.at_level(logging.INFO, "hftrainer"):
         trainer.create_model_card()
         trainer.create_model_card()
@@ -377,7 +378,7 @@ def test_without_matplotlib(run, monkeypatch, caplog):
 #: As if those libraries were not there, neither to be imported nor to be found among the installed.
 BARE = """
 import importlib.machinery, importlib.metadata, sys
-ABSENT = ("transformers", "matplotlib", "datasets", "peft", "accelerate")
+ABSENT = ("transformers", "jinja2", "matplotlib", "datasets", "peft", "accelerate")
 class Bare(importlib.machinery.PathFinder):
     @classmethod
     def find_spec(cls, name, path=None, target=None):
@@ -415,7 +416,7 @@ def test_without_transformers(tmp_path):
         ({"language": ["en", 1]}, r"language=\['en', 1\]: give a string or a list of strings"),
         ({"license": ["mit"]}, r"license=\['mit'\]: give a string"),
         ({"finetuned_from": 3}, r"finetuned_from=3: give a string"),
-        ({"dataset_tags": "a", "dataset_args": ["x", "y"]}, r"dataset_args=\['x', 'y'\]: there are more than"),
+        ({"dataset_tags": "a", "dataset_args": ["x", "y"]}, r"dataset_args=\['x', 'y'\]: there are more values than"),
     ],
 )
 def test_wrong_values(run, given, message):
@@ -429,15 +430,16 @@ def test_wrong_values(run, given, message):
 
 
 def test_wrong_dataset_metadata():
-    with pytest.raises(InvalidArgument, match="dataset_metadata has no 'spilt'; did you mean 'split'"):
+    with pytest.raises(InvalidArgument, match="dataset_metadata does not allow the key 'spilt'; did you mean 'split'"):
         TrainingSummary("m", dataset_metadata={"spilt": "test"})
     with pytest.raises(InvalidArgument, match="dataset_metadata=3: give a dict or a list of dicts"):
         TrainingSummary("m", dataset_metadata=3)
-    with pytest.raises(InvalidArgument, match="it may hold config, split, revision"):
+    with pytest.raises(InvalidArgument, match="allowed keys: config, split, revision"):
         TrainingSummary("m", dataset_metadata=[{"xyz": 1}])
 
 
 def test_scripts_get_our_summary():
+    importlib.import_module("transformers.modelcard")  # before, or it would keep what it takes from other modules
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         install.install()

@@ -13,7 +13,7 @@ import pytest
 from huggingface_hub import metadata_load
 from safetensors.torch import load_file
 
-from hftrainer.model_card.files import PICTURE_NAME
+from hftrainer.model_card.files import PLOT_NAME
 from tests import warm
 from tests.interop.example_shapes.shapes import SHAPES
 from tests.parity.differences import MEASURED, OWN_FILES
@@ -59,7 +59,7 @@ def without_times(value):
 
 
 def files_of(folder):
-    own = {*OWN_FILES, PICTURE_NAME}
+    own = {*OWN_FILES, PLOT_NAME}
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.name not in own)
 
 

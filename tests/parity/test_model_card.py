@@ -9,7 +9,7 @@ import pytest
 from huggingface_hub import metadata_load
 
 from hftrainer import TrainingSummary
-from hftrainer.model_card import origins
+from hftrainer.model_card import provenance
 from tests.parity.differences import MEASURED
 from tests.parity.support import LIBRARIES, accuracy, build
 from tests.tiny import make_bert, make_peft, text_data
@@ -143,10 +143,10 @@ def test_tasks_by_class():
     from transformers.modelcard import TASK_MAPPING, TASK_TAG_TO_NAME_MAPPING, _get_mapping_values
 
     expected = {name: task for task, names in TASK_MAPPING.items() for name in _get_mapping_values(names)}
-    assert origins._tasks_by_class() == expected
-    assert {task: origins.task_name(task) for task in TASK_TAG_TO_NAME_MAPPING} == TASK_TAG_TO_NAME_MAPPING
-    assert origins.task_of(make_bert()) == "text-classification"
-    assert origins.task_of(make_peft()) == "text-generation"
+    assert provenance._tasks_by_class() == expected
+    assert {task: provenance.task_name(task) for task in TASK_TAG_TO_NAME_MAPPING} == TASK_TAG_TO_NAME_MAPPING
+    assert provenance.task_of(make_bert()) == "text-classification"
+    assert provenance.task_of(make_peft()) == "text-generation"
 
 
 def test_peft(tmp_path_factory):

@@ -1,4 +1,4 @@
-"""Uploads to a Hub that fails: training is unharmed, they are tried again, their end is said, and no token shows."""
+"""Uploads to a Hub that fails: training goes on, uploads are retried, results are logged, and no token is shown."""
 
 import errno
 import io
@@ -21,7 +21,8 @@ import torch
 from hftrainer import Trainer, TrainerCallback, TrainingArguments
 from hftrainer.checkpointing.writer import is_storage_error
 from hftrainer.errors import CheckpointNotFound, HubError, InvalidArgument
-from hftrainer.hub import failures, pictures, repository, uploads
+from hftrainer.hub import background, failures, repository, snapshots, uploads
+from hftrainer.hub.pending import PendingCommit
 from hftrainer.search.packing import pack
 from tests import warm
 from tests.hub_server import Commit, HubServer, Repo
@@ -35,7 +36,7 @@ STEPS = 6
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
-    """A server; what was uploaded to it is searched for the token when the test is over."""
+    """A server. After the test, everything that was uploaded to it is searched for the token."""
     monkeypatch.setattr(uploads, "_WAITS", (0.01, 0.02))
     monkeypatch.setattr(repository, "_WAITS", (0.01,))
     with HubServer({TOKEN: ("me", "write"), READS: ("me", "read")}).running() as server:
@@ -47,7 +48,7 @@ def hub(monkeypatch, tmp_path):
 
 @pytest.fixture(autouse=True)
 def no_token(tmp_path, caplog, capfd):
-    """Search every file, log line and line printed for the token, once the test is over."""
+    """After the test, search every file, log line and printed line for the token."""
     root = logging.getLogger()
     everything = io.StringIO()
     handler = logging.StreamHandler(everything)
@@ -62,7 +63,7 @@ def no_token(tmp_path, caplog, capfd):
 
 
 class Saved(TrainerCallback):
-    """Keeps the weights of each checkpoint as they were written, and how long each step took."""
+    """Keeps the weights of each checkpoint as they were written."""
 
     def __init__(self):
         self.weights = {}
@@ -126,7 +127,7 @@ class At(TrainerCallback):
 
 
 class Hangs(TrainerCallback):
-    """Lets uploads hang from the first step until the last save is made."""
+    """Lets uploads hang from the first step to the end of training."""
 
     def __init__(self, hub):
         self.hub = hub
@@ -161,7 +162,7 @@ def fail(hub, **how):
     ],
 )
 def test_a_hub_that_fails_for_a_while(hub, tmp_path, undisturbed, how, caplog):
-    """Training is the same, and at its end the last state is in the repository."""
+    """Training yields the same weights, and at its end the repository has the last checkpoint."""
     saved, well = Saved(), {"refusing": False, "failures": 0, "cuts": 0, "failing": None, "delay": 0.0}
     trainer = make(tmp_path / "run", [saved, At(1, fail(hub, **how))], hub_strategy="checkpoint")
     finish = trainer._finish_current_push
@@ -182,7 +183,7 @@ def test_a_hub_that_fails_for_a_while(hub, tmp_path, undisturbed, how, caplog):
 
 
 def test_an_upload_is_tried_again_at_once(hub, tmp_path, monkeypatch, caplog):
-    """The second attempt of ours succeeds, and nothing is said."""
+    """The second attempt succeeds, and no warning is logged."""
     real, left = repository.HfApi.upload_folder, [1]
 
     def once_away(*args, **kwargs):
@@ -195,11 +196,21 @@ def test_an_upload_is_tried_again_at_once(hub, tmp_path, monkeypatch, caplog):
     make(tmp_path / "run").train()
     assert messages(hub)[-1] == "Training in progress, step 6"
     assert not left
-    assert "was not uploaded" not in caplog.text
+    assert "is retried at the end" not in caplog.text
+
+
+def test_a_commit_that_the_client_does_not_retry(hub, tmp_path, caplog):
+    """The client retries the requests before the commit. Without Xet, it does not retry the commit itself."""
+    trainer = make(tmp_path / "run", max_steps=2)
+    hub.fails_once = "/commit/"
+    trainer.train()
+    assert hub.fails_once is None
+    assert messages(hub) == ["Training in progress, step 2"]
+    assert "is retried at the end" not in caplog.text
 
 
 def test_a_hub_that_is_away_is_asked_once(hub, tmp_path, monkeypatch, caplog):
-    """After the first upload has used up its attempts, each other makes one, and the end of the run makes one."""
+    """The first upload makes all its attempts. Every other upload and the end of the run make one."""
     attempts = []
 
     def away(self, *, commit_message, **kwargs):
@@ -219,7 +230,7 @@ def test_a_hub_that_is_away_is_asked_once(hub, tmp_path, monkeypatch, caplog):
 
 
 def test_a_hub_that_stays_away(hub, tmp_path, undisturbed, caplog):
-    """What is up and what is missing is said, with the command; `push_to_hub` makes up for it."""
+    """The log names what is uploaded and what is not, with the command; `push_to_hub` uploads the rest."""
     trainer = make(tmp_path / "run", hub_strategy="all_checkpoints")
     trainer.add_callback(
         At(3, lambda: (trainer.push_in_progress.wait_until_done(), fail(hub, failing="/preupload/")()))
@@ -230,19 +241,19 @@ def test_a_hub_that_stays_away(hub, tmp_path, undisturbed, caplog):
     folder = tmp_path / "run"
     assert f"hf upload me/run {folder}/checkpoint-6 . --include model.safetensors --include training_args.bin" in report
     assert f"hf upload me/run {folder}/checkpoint-6 checkpoint-6" in report
-    assert "the Hub has failed: try again later" in report
+    assert "the Hub failed: try again later" in report
     assert "checkpoint-2: 'Training in progress, step 2, checkpoint'" in report.split("Uploaded:")[1]
-    with pytest.raises(HubError, match=r"this uploads it: hf upload me/run .* --exclude") as caught:
+    with pytest.raises(HubError, match=r"To upload it: hf upload me/run .* --exclude") as caught:
         trainer.push_to_hub()
     assert TOKEN not in "".join(traceback.format_exception(caught.value))
-    trainer.save_model()  # which says it, and goes on
+    trainer.save_model()  # logs the failure, and does not raise
     assert caplog.records[-1].levelname == "ERROR"
     assert isinstance(trainer.push_to_hub(blocking=False).exception(), HubError)
-    assert "push_to_hub to 'me/run': the Hub has failed" in caplog.records[-1].getMessage()
+    assert "push_to_hub to 'me/run': the Hub failed" in caplog.records[-1].getMessage()
     hub.failing = None
     trainer.push_to_hub()
     trainer._finish_current_push()
-    assert messages(hub)[2:] == [  # the model as it is now, then what else was missing, oldest first
+    assert messages(hub)[2:] == [  # the current model, then the pending checkpoints, oldest first
         "End of training",
         "Training in progress, step 4, checkpoint",
         "Training in progress, step 6, checkpoint",
@@ -254,7 +265,7 @@ def test_a_hub_that_stays_away(hub, tmp_path, undisturbed, caplog):
 
 
 def test_saves_that_wait_for_their_turn(hub, tmp_path, undisturbed):
-    """`hub_always_push` uploads each in order, though the folders are long gone."""
+    """`hub_always_push` uploads all saves in order, even if the checkpoints have been deleted."""
     saved = Saved()
     trainer = make(
         tmp_path / "run",
@@ -268,7 +279,7 @@ def test_saves_that_wait_for_their_turn(hub, tmp_path, undisturbed):
     expected = [f"Training in progress, step {step}{part}" for step in range(1, 7) for part in ("", ", checkpoint")]
     assert messages(hub) == expected
     requests = [path.split("/")[-2] for _, path in hub.requests if "/preupload/" in path or "/commit/" in path]
-    assert requests == ["preupload", "commit"] * 12  # never two at once
+    assert requests == ["preupload", "commit"] * 12  # never in parallel
     for commit in hub.repos["me/run"].branches["main"][1:]:
         step = int(commit.message.split("step ")[1].split(",")[0])
         assert commit.files["model.safetensors"] == saved.weights[step]
@@ -276,14 +287,14 @@ def test_saves_that_wait_for_their_turn(hub, tmp_path, undisturbed):
 
 
 def test_skipped_saves(hub, tmp_path):
-    """Without `hub_always_push`, saves during an upload are left out, and the last is made up for."""
+    """Without `hub_always_push`, saves during an upload are skipped, and the last one is uploaded at the end."""
     trainer = make(tmp_path / "run", [Hangs(hub)], save_steps=1)
     trainer.train()
     assert messages(hub) == ["Training in progress, step 1", "Training in progress, step 6"]
 
 
 def test_the_last_save_is_made_up_for_though_it_is_deleted(hub, tmp_path):
-    """`save_total_limit=1` with the best model keeps that one alone."""
+    """`save_total_limit=1` keeps only the best checkpoint."""
     saved, begun = Saved(), []
     args = {"save_total_limit": 1, "eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
     trainer = make(tmp_path / "run", [saved, Hangs(hub)], metric_for_best_model="eval_x", **args)
@@ -300,7 +311,7 @@ def test_the_last_save_is_made_up_for_though_it_is_deleted(hub, tmp_path):
 
 
 def test_another_trainer_in_the_same_folder(hub, tmp_path):
-    """It leaves the uploads alone that are lined up."""
+    """It does not delete the snapshots of queued uploads."""
     another = At(5, lambda: make(tmp_path / "run", hub_model_id="me/second", hub_strategy="end"))
     trainer = make(tmp_path / "run", [Hangs(hub)], hub_always_push=True)
     trainer.callback_handler.callbacks.append(another)
@@ -309,7 +320,7 @@ def test_another_trainer_in_the_same_folder(hub, tmp_path):
 
 
 def test_another_branch(hub, tmp_path, caplog):
-    """What goes there does not make up for what this one misses."""
+    """An upload to another branch does not replace a pending upload to this one."""
     trainer = make(tmp_path / "run", max_steps=2)
     hub.repos["me/run"].branches["dev"] = list(hub.repos["me/run"].branches["main"])
     hub.failing = "/commit/main"
@@ -322,11 +333,11 @@ def test_another_branch(hub, tmp_path, caplog):
 
 
 def test_uploads_called_off(hub, tmp_path):
-    """They are not made up for, and leave nothing."""
+    """Cancelled uploads are not retried, and leave no files."""
     trainer = make(tmp_path / "run", [Hangs(hub)], hub_strategy="checkpoint", max_steps=4)
 
     def call_off():
-        while not any(method == "PUT" for method, _ in hub.requests):  # the first of the two is under way
+        while not any(method == "PUT" for method, _ in hub.requests):  # the first of the two is running
             time.sleep(0.01)
         trainer.push_in_progress.cancel()
 
@@ -338,10 +349,10 @@ def test_uploads_called_off(hub, tmp_path):
 
 
 def test_a_search(hub, tmp_path, monkeypatch):
-    """A pruned trial does not wait, never are two under way at once, and no checkpoint of a trial is a model's file."""
+    """A pruned trial does not wait, uploads never run in parallel, and checkpoints of trials are not uploaded."""
     optuna = pytest.importorskip("optuna")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    monkeypatch.setattr(uploads, "_GRACE", 0.1)
+    monkeypatch.setattr(background, "_GRACE", 0.1)
     trainer = make(tmp_path / "run", [At(1, fail(hub, delay=1.0))], eval_strategy="steps", eval_steps=2)
     trainer.model_init = make_plain
 
@@ -360,14 +371,14 @@ def test_a_search(hub, tmp_path, monkeypatch):
 
 
 class Pickler(pickle.Pickler):
-    """What Ray's pickler has, for what can be imported."""
+    """Stands in for Ray's pickler."""
 
     def reducer_override(self, obj):
         return NotImplemented
 
 
 def test_a_trainer_on_its_way_to_another_process(hub, tmp_path, monkeypatch):
-    """It leaves its uploads behind, and opens the repository anew."""
+    """The copy has no uploads of the original, and opens the repository itself."""
     cloudpickle = SimpleNamespace(CloudPickler=Pickler, loads=pickle.loads)
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(cloudpickle=cloudpickle))
     trainer = make(tmp_path / "run", max_steps=2)
@@ -380,7 +391,7 @@ def test_a_trainer_on_its_way_to_another_process(hub, tmp_path, monkeypatch):
 
 
 def test_a_timeout_of_the_work_itself():
-    """What the main process alone does while the others wait may end with one, which is no "not yet"."""
+    """A TimeoutError of the work that others wait for is an error, and does not mean "not finished yet"."""
     from hftrainer.parallel import processes
 
     def times_out():
@@ -402,12 +413,12 @@ def test_progress_bars_stay_off_until_the_last_upload_has_ended():
 
 
 def test_shards_and_adapters(tmp_path):
-    """The model's files in a checkpoint, and no others."""
+    """Only the files of the model are listed."""
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-1.safetensors"}}')
     for name in ("model-1.safetensors", "optimizer.pt", "training_args.bin", "adapter_config.json", "own.txt"):
         (tmp_path / name).touch()
     expected = ["adapter_config.json", "model.safetensors.index.json", "model-1.safetensors", "training_args.bin"]
-    assert pictures.model_files(str(tmp_path)) == expected
+    assert snapshots.model_files(str(tmp_path)) == expected
 
 
 def refuse(*_):
@@ -415,21 +426,19 @@ def refuse(*_):
 
 
 def test_a_storage_that_fails(hub, tmp_path, caplog, monkeypatch):
-    """Uploads that cannot be made ready cost the run nothing either."""
+    """If storage fails, the upload is skipped and training goes on."""
     trainer = make(tmp_path / "run", save_steps=4)
-    monkeypatch.setattr(pictures.shutil, "copyfile", refuse)
-    monkeypatch.setattr(pictures.os, "link", refuse)
+    monkeypatch.setattr(snapshots.shutil, "copyfile", refuse)
+    monkeypatch.setattr(snapshots.os, "link", refuse)
     trainer.train()
     assert trainer.state.global_step == STEPS
-    assert (
-        "the model, 'Training in progress, step 6': the storage has failed (not here). To upload it: hf" in caplog.text
-    )
+    assert "the model, 'Training in progress, step 6': storage failed (not here). To upload it: hf" in caplog.text
     assert not messages(hub)
     assert not (tmp_path / "run" / "_hub_uploads").exists()
 
 
 class Tokens:
-    """A processing class whose storage tells what is wrong as the library tokenizers does."""
+    """A processing class that raises a plain Exception if storage fails, as the library tokenizers does."""
 
     def save_pretrained(self, folder, **_):
         if "_hub_uploads" in str(folder):
@@ -438,25 +447,26 @@ class Tokens:
 
 def test_a_processing_class_that_fails(hub, tmp_path, caplog):
     trainer = make(tmp_path / "run")
-    trainer._hftrainer.uploads._pictures.processing_class = Tokens()
+    trainer._hftrainer.uploads._snapshots.processing_class = Tokens()
     trainer.add_callback(At(3, lambda: shutil.rmtree(tmp_path / "run" / "checkpoint-2")))
     trainer.train()
     assert trainer.state.global_step == STEPS
-    assert "it could not be made ready (Exception: No space left on device (os error 28))" in caplog.text
-    assert trainer._hftrainer.uploads.parcels(str(tmp_path / "run" / "checkpoint-2"), "every_save", by_steps=True) == []
+    assert "it could not be prepared (Exception: No space left on device (os error 28))" in caplog.text
+    deleted = str(tmp_path / "run" / "checkpoint-2")
+    assert trainer._hftrainer.uploads.commits_for(deleted, "every_save", by_steps=True) == []
     assert is_storage_error(Exception("No space left on device (os error 28)"), str(tmp_path))
     assert not is_storage_error(Exception("something else"), str(tmp_path))
 
 
 class Config:
-    """A processing class that writes a file of the model too."""
+    """A processing class that also writes a file of the model."""
 
     def save_pretrained(self, folder, **_):
         (Path(folder) / "config.json").write_text("of the processing class")
 
 
 def test_files_of_many_kinds(tmp_path):
-    """Links are followed, pipes left out, weights linked; and a checkpoint is not written to through its link."""
+    """Symbolic links are followed, pipes left out, weights hard-linked, and files of the checkpoint not overwritten."""
     (tmp_path / "checkpoint-1").mkdir()
     (tmp_path / "run-0" / "checkpoint-2").mkdir(parents=True)
     (tmp_path / ".git").mkdir()
@@ -466,9 +476,9 @@ def test_files_of_many_kinds(tmp_path):
     (tmp_path / "link.txt").symlink_to("_elsewhere")
     (tmp_path / "to-nothing").symlink_to("nothing")
     os.mkfifo(tmp_path / "pipe")
-    made = pictures.Pictures(str(tmp_path), Config())
-    picture = Path(made.take(pictures.Parcel(0, str(tmp_path / "checkpoint-1"), "", "message")))
-    found = {path.relative_to(picture).as_posix(): path for path in picture.rglob("*") if path.is_file()}
+    made = snapshots.UploadSnapshots(str(tmp_path), Config())
+    snapshot = Path(made.create(PendingCommit(0, str(tmp_path / "checkpoint-1"), "", "message")))
+    found = {path.relative_to(snapshot).as_posix(): path for path in snapshot.rglob("*") if path.is_file()}
     assert {name: path.read_text() for name, path in found.items()} == dict.fromkeys(
         ("config.json", "best.pt", "link.txt", "log.txt"), "before"
     )
@@ -479,33 +489,33 @@ def test_files_of_many_kinds(tmp_path):
 
 
 @pytest.mark.parametrize("links", [True, False])
-def test_pictures(tmp_path, links, monkeypatch):
-    """A picture stays as it is, whatever becomes of the files; what is never changed takes no room."""
+def test_snapshots(tmp_path, links, monkeypatch):
+    """A snapshot does not change with the files, and takes no disk space for files that are written once."""
     if not links:
-        monkeypatch.setattr(pictures.os, "link", refuse)
+        monkeypatch.setattr(snapshots.os, "link", refuse)
     (tmp_path / "checkpoint-1").mkdir()
     for name in ("checkpoint-1/model.safetensors", "config.json", "log.txt", "old.txt", "_private"):
         (tmp_path / name).write_text("before")
     os.utime(tmp_path / "old.txt", (0, 0))
     gone = "-".join([socket.gethostname(), "999999999", "1", "0"])
     (tmp_path / "_hub_uploads" / gone / "0").mkdir(parents=True)  # of a process that was killed
-    made = pictures.Pictures(str(tmp_path))
+    made = snapshots.UploadSnapshots(str(tmp_path))
     with open(tmp_path / "log.txt", "a") as log:
-        picture = Path(made.take(pictures.Parcel(0, str(tmp_path / "checkpoint-1"), "", "message")))
+        snapshot = Path(made.create(PendingCommit(0, str(tmp_path / "checkpoint-1"), "", "message")))
         log.write("after")
     shutil.rmtree(tmp_path / "checkpoint-1")
-    assert {path.name: path.read_text() for path in picture.iterdir()} == dict.fromkeys(
+    assert {path.name: path.read_text() for path in snapshot.iterdir()} == dict.fromkeys(
         ("config.json", "log.txt", "model.safetensors", "old.txt"), "before"
     )
-    assert (picture / "old.txt").samefile(tmp_path / "old.txt") is links
-    made.discard(str(picture))
+    assert (snapshot / "old.txt").samefile(tmp_path / "old.txt") is links
+    made.delete(str(snapshot))
     assert not (tmp_path / "_hub_uploads").exists()
 
 
 HANGS = """
 import sys
-from hftrainer.hub import uploads
-uploads._GRACE = 0.5
+from hftrainer.hub import background
+background._GRACE = 0.5
 from tests.reliability.test_hub import At, make
 trainer = make(sys.argv[1], [At(3, lambda: print("third step", flush=True))], max_steps=100000, save_steps=2)
 trainer.train()
@@ -525,7 +535,7 @@ trainer.push_to_hub()
 
 @pytest.mark.parametrize("script", [HANGS.replace("_GRACE = 0.5", "_GRACE = 600"), STOPPED_AGAIN])
 def test_stopped_at_once(hub, tmp_path, script):
-    """A second Ctrl-C, and one inside `push_to_hub`, end the process, whatever hangs."""
+    """A second Ctrl-C, or one inside `push_to_hub`, ends the process even if an upload hangs."""
     hub.delay = 600
     process = begin(hub, tmp_path, script)
     read_until(process, "third step" if script is not STOPPED_AGAIN else "waiting")
@@ -539,7 +549,7 @@ def test_stopped_at_once(hub, tmp_path, script):
 
 
 def begin(hub, tmp_path, script):
-    """A process that Ctrl-C reaches as it does in a terminal."""
+    """A process that handles SIGINT as in a terminal."""
     return subprocess.Popen(
         [warm.PYTHON, "-c", script, str(tmp_path / "run")],
         env={**hub.environment(tmp_path / "home"), **warm.LIBRARIES},
@@ -576,13 +586,15 @@ def test_stopped_while_an_upload_hangs(hub, tmp_path):
     [
         pytest.param({"hub_token": "hf_wrong"}, "does not accept the token: run `hf auth login`", id="wrong token"),
         pytest.param({"hub_token": None}, "needs a token: run `hf auth login`, or give hub_token", id="no token"),
-        pytest.param({"hub_token": f"{TOKEN}\n"}, "has a space or a line break in it", id="token with a line break"),
-        pytest.param({"hub_token": ""}, "hub_token is empty: give one", id="empty token"),
-        pytest.param({"hub_model_id": "a/b/c"}, "hub_model_id='a/b/c' is no name", id="malformed"),
-        pytest.param({"hub_model_id": "other/run"}, "the token may not write there", id="of another"),
-        pytest.param({"hub_token": READS, "hub_model_id": "me/there"}, "the token may not write there", id="reads"),
+        pytest.param({"hub_token": f"{TOKEN}\n"}, "contains a space or a line break", id="token with a line break"),
+        pytest.param({"hub_token": ""}, "hub_token is empty: give a token", id="empty token"),
+        pytest.param({"hub_model_id": "a/b/c"}, "hub_model_id='a/b/c' is not a valid repository name", id="malformed"),
+        pytest.param({"hub_model_id": "other/run"}, "the token has no write access", id="of another"),
+        pytest.param({"hub_token": READS, "hub_model_id": "me/there"}, "the token has no write access", id="reads"),
         pytest.param(
-            {"hub_revision": "dev", "hub_model_id": "me/there"}, "no such revision: make the branch", id="branch"
+            {"hub_revision": "dev", "hub_model_id": "me/there"},
+            "the revision does not exist: create the branch",
+            id="branch",
         ),
     ],
 )
@@ -599,7 +611,7 @@ def test_refused_at_the_start(hub, tmp_path, settings, words):
 def test_no_network_at_the_start(hub, tmp_path, monkeypatch):
     hub.refusing = True
     with pytest.raises(
-        HubError, match=r"push_to_hub to 'run': the Hub cannot be reached: .* A run without push_to_hub"
+        HubError, match=r"push_to_hub to 'run': the Hub cannot be reached: .* You can train without push_to_hub"
     ):
         make(tmp_path / "run")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -613,24 +625,24 @@ def test_a_hub_that_wakes_up(hub, tmp_path):
 
 
 def test_errors_in_words(hub, tmp_path, monkeypatch):
-    """No token in them, the Hub's own words, and what failed here is not the network."""
+    """They contain the Hub's message and no token, and do not take a local failure for one of the network."""
     monkeypatch.setenv("HF_TOKEN", READS)
     shown = failures.without_tokens(f"a {TOKEN}, b {READS}, https://x.co/y?X-Sig=abc", TOKEN)
     assert shown == "a <HUB_TOKEN>, b <HUB_TOKEN>, https://x.co/y"
     trainer = make(tmp_path / "run", hub_strategy="end", max_steps=1)
-    with pytest.raises(InvalidArgument, match="has a space or a line break") as caught:
+    with pytest.raises(InvalidArgument, match="contains a space or a line break") as caught:
         trainer.push_to_hub(token=TOKEN + "\n")
     assert TOKEN not in "".join(traceback.format_exception(caught.value))
     local = PermissionError(errno.EACCES, "Permission denied", "secret.log")
-    assert not failures.is_passing(local)
+    assert not failures.is_transient(local)
     assert "Permission denied" in failures.reason(local)
     assert "cannot be reached" not in failures.reason(local)
     wrapped = RuntimeError("Error while uploading")
     wrapped.__cause__ = TimeoutError("slow")
-    assert failures.is_passing(wrapped)
-    assert failures.is_passing(RuntimeError("of the client's transfers"))
+    assert failures.is_transient(wrapped)
+    assert failures.is_transient(RuntimeError("of the client's transfers"))
     hub.tokens[TOKEN] = ("me", "read")
-    with pytest.raises(HubError, match=r"may not write there.*Forbidden: you don't have the required permissions"):
+    with pytest.raises(HubError, match=r"has no write access.*Forbidden: you don't have the required permissions"):
         trainer.push_to_hub()
 
 
@@ -648,12 +660,12 @@ def test_tokens_are_not_saved(tmp_path, no_token):
     assert READS not in str(caught.value)
 
 
-# ---- Going on from the Hub -----------------------------------------------------------------------------------------
+# ---- Resuming from the Hub -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("strategy", ["checkpoint", "all_checkpoints"])
 def test_resume(hub, tmp_path, undisturbed, strategy):
-    """The newest checkpoint, downloaded once; or the one of a revision, or of a name."""
+    """A reference names the newest checkpoint, that of a revision, or a folder; it is downloaded once."""
     trainer = make(tmp_path / "run", hub_strategy=strategy, hub_always_push=True)
     trainer.add_callback(At(4, lambda: setattr(trainer.control, "should_training_stop", True)))
     trainer.train()
@@ -680,7 +692,7 @@ def test_resume_from_the_branch_of_the_run(hub, tmp_path):
     resumed = make(tmp_path / "resumed", **there, max_steps=3, push_to_hub=False)
     resumed.train(resume_from_checkpoint="hub:me/run")
     assert resumed._initial_global_step == 2
-    with pytest.raises(CheckpointNotFound, match="holds no checkpoint"):
+    with pytest.raises(CheckpointNotFound, match="has no checkpoint"):
         resumed.train(resume_from_checkpoint="hub:me/run@main")
 
 
@@ -689,10 +701,10 @@ def test_nothing_to_resume_from(hub, tmp_path):
     hub.repos["me/private"] = Repo(private=True)
     trainer = make(tmp_path / "run", push_to_hub=False, hub_token=None)
     for reference, words in {
-        "hub:me/none": "there is no such repository, or the token may not read it",
-        "hub:me/private": "there is no such repository, or the token may not read it",
-        "hub:me/weights": "holds no checkpoint, neither last-checkpoint nor checkpoint-xxx",
-        "hub:me/weights@dev": "there is no such revision",
+        "hub:me/none": "the repository does not exist, or the token has no read access",
+        "hub:me/private": "the repository does not exist, or the token has no read access",
+        "hub:me/weights": "has no checkpoint, neither last-checkpoint nor checkpoint-xxx",
+        "hub:me/weights@dev": "the revision does not exist",
         "hub:me/weights/checkpoint-2": "the repository has no folder 'checkpoint-2'",
         "hub:": "give 'hub:owner/name'",
     }.items():

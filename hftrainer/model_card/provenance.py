@@ -1,4 +1,4 @@
-"""What can be found out about where a model and its data come from, and what the model is for."""
+"""Where a model and its data come from, and which task the model is for, as far as the objects tell."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from hftrainer.compat import peers
 
 logger = logging.getLogger(__name__)
 
-#: Task → what transformers calls it in the names of its `MODEL_FOR_..._MAPPING_NAMES`; the last that fits counts.
+#: Task → the middle of the names of its tables in transformers, `MODEL_FOR_..._MAPPING_NAMES`. If a class is in several
+#: tables, the last one counts.
 TASKS: dict[str, tuple[str, ...]] = {
     "text-generation": ("CAUSAL_LM",),
     "image-classification": ("IMAGE_CLASSIFICATION",),
@@ -33,12 +34,12 @@ TASKS: dict[str, tuple[str, ...]] = {
     "image-text-to-text": ("IMAGE_TEXT_TO_TEXT",),
 }
 _TASK_NAMES = {"fill-mask": "Masked Language Modeling", "text-generation": "Causal Language Modeling"}
-#: Seconds to wait for the Hub's word on a licence; a card without one is better than a run that waits.
+#: Seconds to wait for the Hub when asking for a licence. After that, the card has no licence.
 LICENSE_TIMEOUT = 5.0
 
 
-class DatasetOrigin(NamedTuple):
-    """A dataset as the builder of the datasets library names it."""
+class DatasetSource(NamedTuple):
+    """A dataset of the `datasets` library: the names of its builder, configuration and split."""
 
     tag: str
     config: str | None
@@ -46,12 +47,12 @@ class DatasetOrigin(NamedTuple):
 
 
 def task_name(task: str) -> str:
-    """What the Hub calls a task."""
+    """The name of a task on the Hub."""
     return _TASK_NAMES.get(task) or task.replace("-", " ").title()
 
 
 def task_of(model: Any) -> str | None:
-    """The task that a transformers model is for, or the model below an adapter, by the name of its class."""
+    """The task of a transformers model, or of the model inside an adapter, by its class; None if unknown."""
     tasks = _tasks_by_class() if "transformers" in sys.modules else {}
     return tasks.get(type(peers.without_adapters(model)).__name__.removeprefix("FSDP"))
 
@@ -69,15 +70,15 @@ def _tasks_by_class() -> dict[str, str]:
 
 
 def base_model_of(model: Any) -> str | None:
-    """The repository that the model's weights came from; None for folders and for models that were made anew."""
+    """The repository of the pretrained weights; None if they came from a folder, or there are none."""
     name = getattr(getattr(model, "config", None), "_name_or_path", None)
     return name if isinstance(name, str) and not os.path.isdir(name) and is_repo_id(name) else None
 
 
 def is_repo_id(name: str) -> bool:
-    """Whether the Hub could have a repository of this name."""
+    """Whether this is a valid repository name."""
     from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # documented, and not listed there
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # documented, but not in its __all__
 
     try:
         validate_repo_id(name)
@@ -88,9 +89,9 @@ def is_repo_id(name: str) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def license_of(repo_id: str) -> str | None:
-    """The licence that the Hub has for a model; None when it cannot be asked, or not within `LICENSE_TIMEOUT`.
+    """The licence of a model on the Hub; None if the Hub does not answer within `LICENSE_TIMEOUT`.
 
-    Asked once in a process: a network that does not answer is waited for once.
+    The answer is cached, so that a process waits at most once for a network that does not answer.
     """
     from huggingface_hub import HfApi, constants
 
@@ -101,28 +102,28 @@ def license_of(repo_id: str) -> str | None:
     def ask() -> None:
         try:
             tags = HfApi().model_info(repo_id, timeout=LICENSE_TIMEOUT).tags or []
-        except Exception as error:  # whatever keeps the Hub from answering must not keep the card from being written
-            logger.info("The licence of %s is not known: %s.", repo_id, type(error).__name__)
+        except Exception as error:  # no failure of the Hub may prevent the card
+            logger.info("The licence of %s is unknown: %s.", repo_id, type(error).__name__)
         else:
             found.extend(tag.removeprefix("license:") for tag in tags if tag.startswith("license:"))
 
-    asking = threading.Thread(target=ask, daemon=True)  # looking up a name can take longer than any timeout
-    asking.start()
-    asking.join(LICENSE_TIMEOUT)
+    thread = threading.Thread(target=ask, daemon=True)  # a DNS lookup may take longer than the request's timeout
+    thread.start()
+    thread.join(LICENSE_TIMEOUT)
     return found[-1] if found else None
 
 
-def datasets_of(dataset: Any) -> list[DatasetOrigin]:
-    """The named datasets of the datasets library in a dataset, or in a dict of them; none twice."""
-    found: dict[str, DatasetOrigin] = {}
+def datasets_of(dataset: Any) -> list[DatasetSource]:
+    """The named datasets among one dataset or a dict of datasets, without duplicates."""
+    found: dict[str, DatasetSource] = {}
     for one in dataset.values() if isinstance(dataset, Mapping) else [dataset]:
         name = one.builder_name if peers.is_any_dataset(one) else None
         if name is not None and not _reads_files(name):
             split = None if one.split is None else str(one.split)
-            found.setdefault(name, DatasetOrigin(name, one.config_name, split))
+            found.setdefault(name, DatasetSource(name, one.config_name, split))
     return list(found.values())
 
 
 def _reads_files(builder: str) -> bool:
-    """Whether a builder comes with the datasets library, for files or functions of any kind: it names no dataset."""
+    """Whether a builder is a generic reader of the `datasets` library, such as 'csv', and does not name a dataset."""
     return importlib.util.find_spec(f"datasets.packaged_modules.{builder}") is not None

@@ -1,0 +1,138 @@
+"""What one upload consists of: a snapshot, which is a folder of hard links that later saves do not change.
+
+Files of a checkpoint are never rewritten, only deleted, and a hard link keeps their contents. So the snapshot of a
+checkpoint takes no disk space, and `save_total_limit` may delete the checkpoint while its upload is running. Other
+files in the output folder are copied if they are small and were written recently, such as logs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]
+
+from hftrainer.checkpointing import names, stale_uploads
+from hftrainer.hub.pending import PendingCommit
+from hftrainer.hub.repository import IGNORED
+
+#: Seconds without a write after which a file is assumed to be complete.
+_RECENT = 3600.0
+#: Files of at least this many bytes are linked, never copied.
+_LARGE = 64 << 20
+#: Files of weights are linked too: they are written once.
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack")
+#: What the client leaves out of every commit, besides `IGNORED`.
+_IGNORED_BY_CLIENT = (".git/*", "*/.git/*", ".cache/huggingface/*", "*/.cache/huggingface/*")
+_MODEL = (
+    *("config.json", "generation_config.json"),
+    *(names.WEIGHTS_NAME, names.SAFE_WEIGHTS_NAME),
+    *("adapter_config.json", names.ADAPTER_WEIGHTS_NAME, names.ADAPTER_SAFE_WEIGHTS_NAME),
+)
+
+
+def model_files(checkpoint: str) -> list[str]:
+    """The names of the files in a checkpoint that belong to the model, and of the training arguments."""
+    folder = Path(checkpoint)
+    indexes = [name for name in (names.WEIGHTS_INDEX_NAME, names.SAFE_WEIGHTS_INDEX_NAME) if (folder / name).is_file()]
+    shards = {shard for name in indexes for shard in json.loads((folder / name).read_text())["weight_map"].values()}
+    wanted = (*_MODEL, *indexes, *sorted(shards), names.TRAINING_ARGS_NAME)
+    return [name for name in wanted if (folder / name).is_file()]
+
+
+@dataclass
+class UploadSnapshots:
+    """Creates and deletes the snapshots of a Trainer.
+
+    Args:
+        output_dir: the output folder of the run.
+        processing_class: saved with the model.
+    """
+
+    output_dir: str
+    processing_class: Any = None
+
+    def __post_init__(self) -> None:
+        stale_uploads.remove_stale(self.output_dir)
+        self._root = stale_uploads.new_folder(self.output_dir)
+
+    def create(self, commit: PendingCommit) -> str:
+        """Create the folder to upload for a commit.
+
+        Raises:
+            OSError: if storage fails.
+        """
+        target = self._root / str(commit.number)
+        target.mkdir(parents=True)
+        try:
+            if commit.path_in_repo:
+                for name in _files(commit.checkpoint):
+                    _link(Path(commit.checkpoint) / name, target / name)
+            else:
+                self._add_model(commit.checkpoint, target)
+        except BaseException:
+            self.delete(str(target))
+            raise
+        return str(target)
+
+    def _add_model(self, checkpoint: str, target: Path) -> None:
+        """Add the model of a checkpoint, and the other files of the output folder."""
+        if self.processing_class is not None:  # before the links, through which it would write to the checkpoint
+            self.processing_class.save_pretrained(target)
+        for name in model_files(checkpoint):
+            (target / name).unlink(missing_ok=True)
+            _link(Path(checkpoint) / name, target / name)
+        for name in filter_repo_objects(_files(self.output_dir), ignore_patterns=[*IGNORED, *_IGNORED_BY_CLIENT]):
+            path = Path(self.output_dir) / name
+            if (target / name).exists() or not path.is_file():  # not a file: a pipe, or a broken symbolic link
+                continue
+            with contextlib.suppress(FileNotFoundError):  # a temporary file of another program
+                _link(path.resolve(), target / name, copy=_may_change(path))
+
+    def delete(self, snapshot: str) -> None:
+        """Delete one snapshot."""
+        shutil.rmtree(snapshot, ignore_errors=True)
+        self._remove_empty_folders()
+
+    def delete_all(self) -> None:
+        """Delete all snapshots of this Trainer."""
+        shutil.rmtree(self._root, ignore_errors=True)
+        self._remove_empty_folders()
+
+    def _remove_empty_folders(self) -> None:
+        for folder in (self._root, self._root.parent):
+            stale_uploads.remove_if_empty(folder)
+
+
+def _may_change(path: Path) -> bool:
+    """Whether a program may still write to a file."""
+    found = path.stat()
+    is_written_once = path.suffix in _WEIGHTS or found.st_size >= _LARGE
+    return not is_written_once and time.time() - found.st_mtime < _RECENT
+
+
+def _files(folder: str) -> list[str]:
+    """The paths of all files below a folder, relative to it."""
+    return [
+        Path(root, name).relative_to(folder).as_posix() for root, _, found in os.walk(folder) for name in sorted(found)
+    ]
+
+
+def _link(source: Path, target: Path, *, copy: bool = False) -> None:
+    """Hard-link a file, or copy it where the file system has no hard links."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        if copy:
+            shutil.copyfile(source, target)
+        else:
+            os.link(source, target)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        shutil.copyfile(source, target)
