@@ -121,12 +121,19 @@ def _what_is_imported_stays():
         gc.freeze()
 
 
+#: Where a launcher would write, and what libraries read when they are imported.
+STAYS = ("ACCELERATE_", "FSDP_", *warm.AT_IMPORT[warm.TRAINERS])
+
+
 @pytest.fixture(autouse=True)
-def _launchers_environment_stays():
-    """Arguments of transformers v4 write their precision, and more, where a launcher would: the next test reads it."""
-    before = {name: value for name, value in os.environ.items() if name.startswith(("ACCELERATE_", "FSDP_"))}
+def _environment_stays():
+    """Arguments write variables: their precision, where a launcher would, and how to be deterministic.
+
+    The next test reads them; and a script that has another value than the warm processes starts cold.
+    """
+    before = {name: value for name, value in os.environ.items() if name.startswith(STAYS)}
     yield
-    for name in [each for each in os.environ if each.startswith(("ACCELERATE_", "FSDP_"))]:
+    for name in [each for each in os.environ if each.startswith(STAYS)]:
         del os.environ[name]
     os.environ.update(before)
 

@@ -14,6 +14,7 @@ import functools
 import gc
 import importlib.metadata
 import importlib.util
+import inspect
 import io
 import json
 import os
@@ -47,13 +48,17 @@ IMPORTS = {
     "libraries": (
         *("torch.distributed.launcher.api", "torch.distributed.fsdp", "torch._inductor.lowering"),
         *("scipy.signal", "matplotlib.pyplot", "mpl_toolkits.mplot3d", "sklearn.metrics", "pyarrow", "pandas"),
+        # What importing the trainers brings with it, but for what tests look for among the imports.
+        *("torchao.quantization", "bitsandbytes", "tokenizers", "safetensors.torch", "regex", "jinja2", "yaml"),
+        *("IPython.display", "ipykernel", "jsonschema", "httpx", "httpcore", "requests_toolbelt", "sentry_sdk"),
+        *("torch.distributed.checkpoint", "aiohttp", "fsspec.implementations.local", "wrapt", "multiprocess"),
     ),
 }
 _OF_LIBRARIES = ("ATEN_", "CUDA_", "DNNL_", "MKL_", "MPL", "PYTHON", "TORCH_")
 #: Kind → how the variables begin that are read by these imports.
 AT_IMPORT = {
     TRAINERS: (*_OF_LIBRARIES, "BITSANDBYTES_", "HF_", "TRANSFORMERS_", "USE_"),
-    "libraries": _OF_LIBRARIES,
+    "libraries": (*_OF_LIBRARIES, "BITSANDBYTES_"),
 }
 #: Among them, but read when a script runs.
 _HARMLESS = {"PYTHONUNBUFFERED", "PYTHON_EXEC", "TORCH_NCCL_ASYNC_ERROR_HANDLING"}
@@ -66,12 +71,14 @@ def environment(inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def spare_what_stays() -> None:
-    """Neither look for garbage among what was imported, nor for plug-ins among what is installed, again and again.
+    """Look for neither garbage, plug-ins nor lines of source among all that was imported, again and again.
 
     Imports make millions of objects, and Lightning asks every package for callbacks whenever it makes a Trainer: each
-    is a tenth of the time.
+    is a tenth of the time. torchrun wants the names of its callers, and is given the lines of their files as well: a
+    third of what it takes to start two processes.
     """
     gc.set_threshold(20_000, 20, 100)
+    inspect.stack = functools.partial(inspect.stack, 0)
     importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)
 
 

@@ -1,16 +1,14 @@
 """Recordings of peers: used where they hold, and nowhere else."""
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from tests import peer_code, peers
+from tests import peer_code, peers, warm
 from tests.peers import StaleRecording, assert_as_peer, condensed
 
 ROOT = Path(__file__).parents[2]
@@ -111,10 +109,10 @@ def test_an_unknown_mode(monkeypatch):
 @pytest.mark.parametrize("capability", ["avx2", "default"])
 def test_another_instruction_set(capability):
     """The same case with the instructions of the recordings, and with fewer, which is another environment."""
-    environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability, "PEERS": "recorded"}
+    environment = {**warm.environment(), "ATEN_CPU_CAPABILITY": capability, "PEERS": "recorded"}
     if capability == "default":
         environment |= {"DNNL_MAX_CPU_ISA": "SSE41"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", CASE]
+    command = [warm.PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", CASE]  # warm with the first alone
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
     assert done.returncode == 0, done.stdout[-2000:]
     counted = "1 recorded" if capability == "avx2" else "1 live: no recording that holds"

@@ -138,6 +138,8 @@ def exchanged(folder):
     for reader in READERS[WORLD]:
         for writer in EXCHANGED:
             for model, step in RESUMED_AT:
+                if WORLD == 2 and reader == writer:
+                    continue  # `saved` goes on from it in the same way
                 checkpoint = folder / "saved" / f"{model} {writer}" / f"checkpoint-{step}"
                 yield f"{model} {writer} {reader}", run(model, SAVED[reader], folder / "exchanged", checkpoint)
 

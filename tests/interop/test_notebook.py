@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from tests import warm
+
 nbclient = pytest.importorskip("nbclient", reason="needs nbclient and ipykernel")
 pytest.importorskip("ipykernel")
+jupyter_client = pytest.importorskip("jupyter_client")
 
 ROOT = Path(__file__).parents[2]
 SETUP = """
@@ -37,13 +40,21 @@ RUNS = {
 }
 
 
+class WarmKernel(jupyter_client.AsyncKernelManager):
+    """Starts kernels that import transformers and hftrainer themselves, and find the rest imported."""
+
+    def format_kernel_cmd(self, extra_arguments=None):
+        return [warm.PYTHON, *super().format_kernel_cmd(extra_arguments)[1:]]
+
+
 def execute(folder, *cells):
     """The outputs of each cell, run in one kernel."""
     nbformat = pytest.importorskip("nbformat")
     setup = SETUP.format(paths=[str(ROOT), str(ROOT / "adapters")], folder=str(folder))
     sources = [textwrap.dedent(cell) for cell in (setup, *cells)]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
-    nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
+    client = nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3", kernel_manager_class=WarmKernel)
+    client.execute(env={**warm.environment(), **warm.LIBRARIES})
     return [cell.outputs for cell in notebook.cells[1:]]
 
 
