@@ -20,8 +20,6 @@ from tests.tiny import make_llama, make_plain, plain_data
 
 SIZES = range(1, 18)
 BATCH = 2
-#: Of these, pictures are drawn: fewer batches than processes, as many, and several. Each takes as long as 17 sets.
-DRAWN = (1, 2, 3, 4, 17)
 
 
 def arguments(folder, kind=TrainingArguments, **settings):
@@ -59,16 +57,6 @@ class Prediction:
         found = {"rows": self.rows, "total": self.total}
         self.rows, self.total = 0, 0.0
         return found
-
-
-class DrawsSome(TorchMetrics):
-    """Keeps what there is to draw of each set, and draws that of some."""
-
-    wanted = True
-
-    def draw(self, folder, prefix):
-        if self.wanted:
-            super().draw(folder, prefix)
 
 
 class Halves(IterableDataset):
@@ -122,18 +110,16 @@ def cases(folder):
             "best": SumMetric(),
         }
     )
-    drawing = DrawsSome(
-        metrics,
-        adapter=lambda p: {"preds": p.predictions, "target": p.label_ids, "value": p.predictions.argmax(-1)},
-        plot=True,
+    streamed = Trainer(
+        make_plain(),
+        arguments(folder),
+        compute_metrics=TorchMetrics(
+            metrics,
+            adapter=lambda p: {"preds": p.predictions, "target": p.label_ids, "value": p.predictions.argmax(-1)},
+            plot=True,
+        ),
     )
-    streamed = Trainer(make_plain(), arguments(folder), compute_metrics=drawing)
-
-    def stream_metrics(size):
-        drawing.wanted = size in DRAWN
-        return result(streamed, plain_data(size))
-
-    yield "torchmetrics", stream_metrics
+    yield "torchmetrics", lambda size: result(streamed, plain_data(size))
     uncached = TorchMetrics(MulticlassAccuracy(3, average="micro", compute_with_cache=False), plot=True)
     drawn = Trainer(make_plain(), arguments(folder), compute_metrics=uncached)
     yield "drawn without a cache", lambda size: result(drawn, plain_data(size)) if size < 4 else None
