@@ -203,14 +203,7 @@ class Trainer:
         if not isinstance(callbacks, (list, tuple, type(None))):
             raise TypeError(f"callbacks={callbacks!r}: give a list of callbacks.")
         own.setup.init_callbacks([*integrations.callback_classes(reports), *(callbacks or [])], trackers)
-        if self.args.push_to_hub:
-            self.accelerator.processes.from_main(self.init_hf_repo)
-        if self.args.should_save:
-            os.makedirs(str(self.args.output_dir), exist_ok=True)
-        own.announce("on_init_end")
-        config: Any = getattr(self.model, "config", None)
-        if config is not None and (own.behaviours.sets_use_cache or self.args.use_cache):
-            config.use_cache = self.args.use_cache
+        own.setup.end_init()
         self._memory_tracker.stop_and_update_metrics()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -460,24 +453,10 @@ class Trainer:
             self._hftrainer.runner.refuse_alone(resume_from_checkpoint)
             with tempfile.TemporaryDirectory() as unpacked:
                 return self.train(unpack(str(resume_from_checkpoint), unpacked), trial, ignore_keys_for_eval)
-        own, runner = self._hftrainer, self._hftrainer.runner
-        runner.refuse_alone(resume_from_checkpoint)
+        self._hftrainer.runner.refuse_alone(resume_from_checkpoint)
         self._memory_tracker.start()
-        own.checkpoint_writer.wait_ignoring_errors()
-        folder = runner.find_folder(resume_from_checkpoint)
-        makes_model_first = own.behaviours.makes_model_before_trial
-        if makes_model_first:
-            own.model_setup.remake_model(trial)
-            own.model_setup.align_special_tokens()
-        self._hp_search_setup(trial)
-        if not makes_model_first:
-            if self.model_init is None:
-                own.model_setup.align_special_tokens()
-            own.model_setup.remake_model(trial)
-        own.settings.take_changes()
-        runner.refuse_callbacks()
-        runner.load_before(folder)
-        return runner.train(folder, trial, ignore_keys_for_eval)
+        folder = self._hftrainer.runner.begin(resume_from_checkpoint, trial)
+        return self._hftrainer.runner.train(folder, trial, ignore_keys_for_eval)
 
     def _inner_training_loop(
         self,

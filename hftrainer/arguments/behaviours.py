@@ -148,7 +148,7 @@ class Behaviours:
     )
     sets_use_cache: bool = _since(
         "5.0",
-        "trainer",
+        "assembly.construction",
         "the argument use_cache, False by default, is written into the model's config",
         before="the model's config keeps its use_cache",
     )
@@ -168,7 +168,7 @@ class Behaviours:
     )
     makes_model_before_trial: bool = _since(
         "5.3",
-        "trainer",
+        "training.runner",
         "model_init is called with the seed of the arguments, before a trial changes them",
         before="model_init is called with the seed of the trial",
     )

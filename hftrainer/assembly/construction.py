@@ -94,6 +94,18 @@ class TrainerSetup(Room):
         trainer.hub_model_id = trainer.push_in_progress = None
         self.own.settings.follow_arguments()
 
+    def end_init(self) -> None:
+        """Open the repository and the output folder, and announce that the Trainer is made."""
+        trainer, args = self.trainer, self.trainer.args
+        if args.push_to_hub:
+            trainer.accelerator.processes.from_main(trainer.init_hf_repo)
+        if args.should_save:
+            os.makedirs(str(args.output_dir), exist_ok=True)
+        self.own.announce("on_init_end")
+        config: Any = getattr(trainer.model, "config", None)
+        if config is not None and (self.own.behaviours.sets_use_cache or args.use_cache):
+            config.use_cache = args.use_cache
+
     def init_callbacks(self, callbacks: list[Any], trackers: list[Any]) -> None:
         """Make the handler with all callbacks, and the first state."""
         trainer = self.trainer

@@ -66,7 +66,12 @@ class Internals(TrainerContext):
         self.evaluation = EvaluationRunner(self)
         self.publisher = Publisher(self)
         self.runner = TrainingRunner(
-            self, settings=self.settings, loaders=self.loaders, steps=self.steps, saver=self.saver
+            self,
+            settings=self.settings,
+            model_setup=self.model_setup,
+            loaders=self.loaders,
+            steps=self.steps,
+            saver=self.saver,
         )
         self.setup = TrainerSetup(self, self)
 

@@ -32,6 +32,7 @@ from hftrainer.training.finders import Finders
 from hftrainer.training.interruption import Interruption
 from hftrainer.training.loader_factory import LoaderFactory
 from hftrainer.training.loop import TrainingLoop
+from hftrainer.training.model_setup import ModelSetup
 from hftrainer.training.out_of_memory import StartingPoint, is_out_of_memory
 from hftrainer.training.planner import Planner
 from hftrainer.training.saver import CheckpointSaver
@@ -48,6 +49,7 @@ class TrainingRunner(Room):
     Args:
         context: what it works with.
         settings: follows changes of the arguments.
+        model_setup: makes the model.
         loaders: makes the loaders.
         steps: computes the losses.
         saver: writes checkpoints and reads them.
@@ -58,12 +60,14 @@ class TrainingRunner(Room):
         context: TrainerContext,
         *,
         settings: Settings,
+        model_setup: ModelSetup,
         loaders: LoaderFactory,
         steps: TrainingSteps,
         saver: CheckpointSaver,
     ) -> None:
         super().__init__(context)
-        self.settings, self.loaders, self.steps, self.saver = settings, loaders, steps, saver
+        self.settings, self.model_setup = settings, model_setup
+        self.loaders, self.steps, self.saver = loaders, steps, saver
         self.finders = Finders(context, steps)
         self.planner = Planner(context)
 
@@ -84,7 +88,25 @@ class TrainingRunner(Room):
         if found := [sentence for sentence, given in asked.items() if given]:
             raise UnsupportedArgument("\n".join(f"{sentence}, or train in one process." for sentence in found))
 
-    def find_folder(self, resume_from_checkpoint: str | bool | None) -> str | None:
+    def begin(self, resume_from_checkpoint: str | bool | None, trial: Any) -> str | None:
+        """Make the model and take the arguments of this `train()`; returns the checkpoint to resume from, if any."""
+        self.context.checkpoint_writer.wait_ignoring_errors()
+        folder = self._find_folder(resume_from_checkpoint)
+        makes_model_first = self.context.behaviours.makes_model_before_trial
+        if makes_model_first:
+            self.model_setup.remake_model(trial)
+            self.model_setup.align_special_tokens()
+        self.trainer._hp_search_setup(trial)
+        if not makes_model_first:
+            if self.trainer.model_init is None:
+                self.model_setup.align_special_tokens()
+            self.model_setup.remake_model(trial)
+        self.settings.take_changes()
+        self._refuse_callbacks()
+        self._load_before(folder)
+        return folder
+
+    def _find_folder(self, resume_from_checkpoint: str | bool | None) -> str | None:
         """The checkpoint that all processes resume from, once nothing half-written is left."""
         trainer = self.trainer
         output_dir, processes = str(trainer.args.output_dir), trainer.accelerator.processes
@@ -105,7 +127,7 @@ class TrainingRunner(Room):
         processes.from_main(lambda: resume.find_folder(folder, output_dir))
         return folder
 
-    def refuse_callbacks(self) -> None:
+    def _refuse_callbacks(self) -> None:
         """Refuse Lightning callbacks that cannot do their work in this run.
 
         Raises:
@@ -120,7 +142,7 @@ class TrainingRunner(Room):
         ):
             raise UnsupportedArgument("\n".join(refused))
 
-    def load_before(self, folder: str | None) -> None:
+    def _load_before(self, folder: str | None) -> None:
         """Load what a run needs of the checkpoint before it begins: a whole model, and the size of its batches."""
         self.run.resumed_from = folder
         if folder is None:

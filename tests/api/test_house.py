@@ -1,0 +1,67 @@
+"""The house of ARCHITECTURE.md: what import-linter cannot say of it."""
+
+import ast
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+import hftrainer
+from hftrainer.training.trainer_api import TrainerApi
+from tests import house
+
+ROOT = Path(__file__).parents[2]
+#: Modules that transformers has, under these names.
+OF_TRANSFORMERS = set(
+    """
+    debug_utils hf_argparser hyperparameter_search integrations modelcard optimization trainer trainer_callback
+    trainer_optimizer trainer_pt_utils trainer_seq2seq trainer_utils training_args training_args_seq2seq
+    """.split()
+)
+#: The one attribute behind which everything else is, for modules of transformers' names whose functions take a Trainer.
+OWN = {"_hftrainer"}
+
+
+def test_the_top_level_has_the_names_of_transformers_and_rooms():
+    found = {path.stem for path in (ROOT / "hftrainer").glob("[!_]*.py")}
+    assert found == OF_TRANSFORMERS | {"errors"}
+
+
+def test_no_knot_of_imports():
+    """Lazy imports and those for type hints count."""
+    knot = house.largest_knot(house.imports_between_modules())
+    assert len(knot) <= 7, knot
+
+
+def test_rooms_see_names_of_transformers():
+    """What a room calls on a Trainer, a subclass may override: so it must be a name that transformers has."""
+    body = ast.parse(inspect.getsource(TrainerApi)).body[0].body
+    names = {node.name for node in body if isinstance(node, ast.FunctionDef)}
+    names |= {node.target.id for node in body if isinstance(node, ast.AnnAssign)}
+    assert names - OWN <= house.HF_NAMES
+    methods = {node.name for node in body if isinstance(node, ast.FunctionDef)}
+    assert {name for name in methods if not callable(getattr(hftrainer.Trainer, name, None))} == set()
+
+
+def looks_behind(path: Path) -> bool:
+    nodes = ast.walk(ast.parse(path.read_text()))
+    return any(isinstance(node, ast.Attribute) and node.attr in OWN for node in nodes)
+
+
+def test_only_modules_of_transformers_names_look_behind_the_trainer():
+    folder = ROOT / "hftrainer"
+    found = {str(path.relative_to(folder)) for path in folder.rglob("*.py") if looks_behind(path)}
+    assert found == {"trainer.py", "trainer_seq2seq.py", "modelcard.py", "training/run.py"}
+
+
+PAGES = ["ARCHITECTURE.md", *(f"docs/rooms/{path.name}" for path in sorted((ROOT / "docs/rooms").glob("*.md")))]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_that_the_pages_name_are_there(page):
+    text = (ROOT / page).read_text()
+    everywhere = {str(path.relative_to(ROOT)) for path in ROOT.rglob("*.py") if ".venv" not in path.parts}
+    named = set(re.findall(r"`([\w/]+\.py)`", text))
+    missing = {name for name in named if not any(path == name or path.endswith("/" + name) for path in everywhere)}
+    assert not missing
