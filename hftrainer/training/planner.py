@@ -94,7 +94,19 @@ class Planner(Room):
             return sys.maxsize
         return max(1, int(trainer.state.logging_steps))
 
-    def log_plan(self, schedule: TrainingSchedule) -> None:
+    def log(self, schedule: TrainingSchedule, position: tuple[int, int] | None) -> None:
+        """Log the sizes of the run, and where it resumes; warn of batches that XLA would compile by themselves.
+
+        Args:
+            schedule: the lengths of the run.
+            position: epochs done and micro-batches done in the next, of a run that resumes from a checkpoint.
+        """
+        self._log_sizes(schedule)
+        if position is not None:
+            self._log_position(*position)
+        self._warn_of_ragged_batches(schedule)
+
+    def _log_sizes(self, schedule: TrainingSchedule) -> None:
         """Log the sizes of the run."""
         sizes = {
             "Number of examples": schedule.num_examples,
@@ -108,7 +120,7 @@ class Planner(Room):
         }
         log_facts(logger, "Training begins.", sizes)
 
-    def log_position(self, epochs: int, micro_batches: int) -> None:
+    def _log_position(self, epochs: int, micro_batches: int) -> None:
         """Log where a resumed run continues.
 
         Args:
@@ -120,7 +132,7 @@ class Planner(Room):
             position["Batches of the next epoch that are passed over"] = micro_batches
         log_facts(logger, f"Training resumes from {self.run.resumed_from}.", position)
 
-    def warn_of_ragged_batches(self, schedule: TrainingSchedule) -> None:
+    def _warn_of_ragged_batches(self, schedule: TrainingSchedule) -> None:
         """On XLA devices each shape of a batch is compiled by itself, which takes minutes for a large model."""
         trainer = self.trainer
         if trainer.args.device.type != "xla" or trainer.args.dataloader_drop_last:

@@ -225,13 +225,7 @@ class TrainingRunner(Room):
     ) -> TrainOutput:
         """What `Trainer._inner_training_loop` does: plan, prepare, run Lightning's loop, and end."""
         trainer = self.trainer
-        self.settings.take_changes_in(args)  # of an override too
-        trainer.accelerator.free_memory()
-        if args.auto_find_batch_size and batch_size is not None:
-            trainer._update_auto_batch_size(batch_size)
-        self.run.begin()
-        if folder is None:
-            self.finders.find_batch_size()
+        self._begin_attempt(args, batch_size, folder)
         with self.loaders.preparing_training_data():  # overrides prepare loaders of their own
             dataloader = trainer.get_train_dataloader()
         self.run.schedule = schedule = self.planner.plan(args, dataloader)
@@ -243,10 +237,7 @@ class TrainingRunner(Room):
         if folder is None:
             self.finders.find_learning_rate(schedule.max_steps)
             trainer.callback_handler.lr_scheduler = trainer.lr_scheduler
-        self.planner.log_plan(schedule)
-        if folder is not None:
-            self.planner.log_position(first_epoch, position)
-        self.planner.warn_of_ragged_batches(schedule)
+        self.planner.log(schedule, None if folder is None else (first_epoch, position))
         self.run.loop = loop = TrainingLoop(
             self.context,
             schedule,
@@ -269,6 +260,17 @@ class TrainingRunner(Room):
         else:
             self._repeat_end(loop, folder, trial)
         return trainer._finalize_training(trial, schedule.num_train_samples, loop.start_time)
+
+    def _begin_attempt(self, args: TrainingArguments, batch_size: int | None, folder: str | None) -> None:
+        """Take the arguments and the batch size of this attempt."""
+        trainer = self.trainer
+        self.settings.take_changes_in(args)  # of an override too
+        trainer.accelerator.free_memory()
+        if args.auto_find_batch_size and batch_size is not None:
+            trainer._update_auto_batch_size(batch_size)
+        self.run.begin()
+        if folder is None:
+            self.finders.find_batch_size()
 
     def _begin_reports(self, trial: Any) -> None:
         """Tell trackers and the checkpoint writer that a run begins."""
