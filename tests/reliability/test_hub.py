@@ -382,9 +382,9 @@ def test_a_trainer_on_its_way_to_another_process(hub, tmp_path, monkeypatch):
     cloudpickle = SimpleNamespace(CloudPickler=Pickler, loads=pickle.loads)
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(cloudpickle=cloudpickle))
     trainer = make(tmp_path / "run", max_steps=2)
-    packed = pack(trainer)
+    packed = pack(trainer._hftrainer)
     assert trainer._hftrainer.uploads is not None
-    unpacked = packed.unpack()
+    unpacked = packed.unpack().trainer
     assert unpacked._hftrainer.uploads is not trainer._hftrainer.uploads
     unpacked.train()
     assert messages(hub) == ["Training in progress, step 2"]

@@ -365,7 +365,7 @@ def test_packed(tmp_path, monkeypatch):
     trainer.add_callback(Holding(trainer))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     trainer.add_callback(NotebookProgressCallback)
-    there = pack(trainer).unpack()
+    there = pack(trainer._hftrainer).unpack().trainer
     *_, holding, progress = there.callback_handler.callbacks
     assert there is not trainer and holding.trainer is there and isinstance(progress, ProgressCallback)
     assert (
