@@ -268,7 +268,7 @@ def test_mistakes_end_the_search(tmp_path):
 
 def choose(analysis, scope):
     """The best for the larger objective."""
-    search = RaySearch()
+    search = RaySearch(context=None)  # which reading results does not need
     search.directions = ["maximize"]
     return search._best(analysis, scope).hyperparameters["learning_rate"]
 
