@@ -86,8 +86,9 @@ def explain(args: BaseArguments) -> Explanation:
     plan = make_plan(ResolvedArguments(args))
     call = ", ".join(f"{name}={value!r}" for name, value in plan.trainer_keywords().items())
     if plan.spreads_model:
-        first = plan.sharding is not None and plan.sharding.version == 1
-        call += f", strategy={'FSDPStrategy' if first else 'ModelParallelStrategy'}()"
+        flattens = plan.sharding is not None and plan.sharding.version == 1
+        kind = "DeepSpeed" if plan.deepspeed is not None else "FSDP" if flattens else "ModelParallel"
+        call += f", strategy={kind}Strategy()"
     return Explanation(tuple(lines), f"lightning.Trainer({call})", of_arguments(args))
 
 

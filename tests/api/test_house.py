@@ -9,7 +9,7 @@ import pytest
 
 import hftrainer
 from hftrainer.training.trainer_api import TrainerApi
-from tests import house
+from tests import house, walks
 
 ROOT = Path(__file__).parents[2]
 #: Modules that transformers has, under these names.
@@ -65,3 +65,20 @@ def test_files_that_the_pages_name_are_there(page):
     named = set(re.findall(r"`([\w/]+\.py)`", text))
     missing = {name for name in named if not any(path == name or path.endswith("/" + name) for path in everywhere)}
     assert not missing
+
+
+@pytest.fixture(scope="module")
+def traces():
+    return walks.walks()
+
+
+@pytest.mark.parametrize("walk", ["One batch", "One save", "One resume"])
+def test_walks_are_those_that_are_traced(walk, traces):
+    """The page names files in the order of their first call, each once."""
+    paragraph = (ROOT / "ARCHITECTURE.md").read_text().partition(f"**{walk}**")[2].partition("\n\n")[0]
+    named = [
+        name for name in re.findall(r"`([\w/]+\.py)`", paragraph) if "/" in name or name in ("trainer.py", "module.py")
+    ]
+    assert len(named) > 8
+    trace = iter(traces[walk])
+    assert [name for name in named if name not in trace] == []

@@ -220,7 +220,7 @@ def test_environment(tmp_path, library, level, expected):
 
 def test_explicit_format(of_switches):
     found = of_switches["enable_explicit_format", "hftrainer"][1]
-    assert re.search(r"\[INFO\|runner\.py:\d+\] .* >>   Number of examples: 38", found)
+    assert re.search(r"\[INFO\|planner\.py:\d+\] .* >>   Number of examples: 38", found)
 
 
 def test_a_warning_is_shown_once(of_switches):

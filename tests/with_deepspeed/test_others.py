@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from hftrainer import TrainingArguments
 from tests.distributed.test_evaluation import TORCHRUN, python
 from tests.distributed.test_launchers import accelerate, port, read
 from tests.distributed.test_launchers import start as start_script
@@ -189,6 +190,13 @@ def test_wrong_device_is_named(tmp_path):
     run = python(str(script))
     assert run.returncode != 0
     assert "DeepSpeed computes on 'cpu' and the Trainer on 'cuda': set DS_ACCELERATOR=cuda" in run.stderr
+
+
+def test_explain_names_the_strategy(tmp_path):
+    args = TrainingArguments(
+        str(tmp_path), use_cpu=True, report_to="none", deepspeed={"zero_optimization": {"stage": 1}}
+    )
+    assert "strategy=DeepSpeedStrategy()" in str(args.explain())
 
 
 def test_two_processes_killed_go_on(tmp_path):
