@@ -73,7 +73,7 @@ def test_no_eval_dataset(make_args):
 def test_empty_datasets(make_args):
     with pytest.raises(InvalidArgument, match="training data has no batches"):
         Trainer(make_plain(), make_args(), train_dataset=SizedEmpty()).train()
-    with pytest.raises(InvalidArgument, match="Evaluation found not one batch"):
+    with pytest.raises(InvalidArgument, match="Evaluation has no batches"):
         Trainer(make_plain(), make_args(), eval_dataset=[]).evaluate()
 
 
