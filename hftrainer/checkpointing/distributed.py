@@ -56,7 +56,7 @@ def model_state(model: nn.Module, *, whole: bool, only_trained: bool = False) ->
 
 def to_be_written(state: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     """Whole weights, none a view of a larger tensor; the names of a tied parameter share one tensor, written once."""
-    state = {name: _alone(value) for name, value in state.items()}
+    state = {name: _without_view(value) for name, value in state.items()}
     first: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         same = first.setdefault(id(parameter), _clean(name))
@@ -72,7 +72,7 @@ def share_buffers(model: nn.Module) -> None:
             distributed.broadcast(buffer, 0)
 
 
-def _alone(value: Any) -> Any:
+def _without_view(value: Any) -> Any:
     """A tensor that is not a view of a larger one, which safetensors would refuse."""
     if not isinstance(value, torch.Tensor) or value.untyped_storage().nbytes() == value.nbytes:
         return value
@@ -110,7 +110,7 @@ def load_whole_model(model: nn.Module, weights: dict[str, Any]) -> tuple[list[st
     reshard(model)
     own = {_clean(name) for name in model.state_dict()}
     differ = sorted(own - weights.keys()), sorted(weights.keys() - own)
-    set_model_state_dict(model, weights, options=_from_first(strict=False))
+    set_model_state_dict(model, weights, options=_broadcast_options(strict=False))
     return differ if is_first() else ([], [])
 
 
@@ -118,19 +118,19 @@ def load_whole_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, sta
     """Load a whole state by parameter name, in place, from rank 0."""
     from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
-    _let_step(optimizer)
+    _allow_step(optimizer)
     # Not strict: a parameter that was never stepped has no state.
-    set_optimizer_state_dict(model, optimizer, state, options=_from_first(strict=False))
+    set_optimizer_state_dict(model, optimizer, state, options=_broadcast_options(strict=False))
 
 
-def _let_step(optimizer: torch.optim.Optimizer) -> None:
+def _allow_step(optimizer: torch.optim.Optimizer) -> None:
     """Allow the empty step by which torch makes states: schedule-free optimizers step only in training mode."""
     for group in optimizer.param_groups:
         if "train_mode" in group:
             group["train_mode"] = True
 
 
-def _from_first(strict: bool) -> Any:
+def _broadcast_options(strict: bool) -> Any:
     from torch.distributed.checkpoint.state_dict import StateDictOptions
 
     return StateDictOptions(full_state_dict=True, broadcast_from_rank0=distributed.is_initialized(), strict=strict)
@@ -170,7 +170,7 @@ def load_optimizer_parts(model: nn.Module, optimizer: torch.optim.Optimizer, fol
     """Load an optimizer's state that was written by any number of processes, in place."""
     from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
-    _let_step(optimizer)
+    _allow_step(optimizer)
     state = _loaded("optimizer", optimizer_state(model, optimizer, whole=False), folder)
     set_optimizer_state_dict(model, optimizer, state)
 

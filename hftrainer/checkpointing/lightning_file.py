@@ -17,7 +17,7 @@ from hftrainer.errors import CheckpointNotFound
 #: Key of the Trainer's own part in the file.
 OWN_PART = "hftrainer"
 #: Keys that Lightning itself writes; all others come from callbacks.
-_OF_LIGHTNING = {
+_LIGHTNING_KEYS = {
     *("epoch", "global_step", "pytorch-lightning_version", "state_dict", "loops", "optimizer_states", "lr_schedulers"),
     *("hparams_name", "hyper_parameters", "hparams_type"),
 }
@@ -50,20 +50,20 @@ def unpack(path: str, folder: str) -> str:
     write(names.WEIGHTS_NAME, {name.removeprefix(_PREFIX): tensor for name, tensor in saved["state_dict"].items()})
     optimizer = saved["optimizer_states"][0]
     named = any(isinstance(key, str) for key in optimizer["state"])  # written by a sharded run
-    write(WHOLES["optimizer"] if named else names.OPTIMIZER_NAME, _of_the_model(optimizer) if named else optimizer)
+    write(WHOLES["optimizer"] if named else names.OPTIMIZER_NAME, _by_model_names(optimizer) if named else optimizer)
     write(names.SCHEDULER_NAME, own["scheduler"])
     write(names.rng_name(0, 1), own["rng"])
     write(names.progress_name(0, 1), own["progress"])
     if own["scaler"] is not None:
         write(names.SCALER_NAME, own["scaler"])
-    if kept := {name: value for name, value in saved.items() if name not in _OF_LIGHTNING | {OWN_PART}}:
+    if kept := {name: value for name, value in saved.items() if name not in _LIGHTNING_KEYS | {OWN_PART}}:
         write(names.LIGHTNING_CALLBACKS_NAME, kept)
     with open(os.path.join(folder, names.TRAINER_STATE_NAME), "w", encoding="utf-8") as file:
         json.dump(own["trainer_state"], file)
     return folder
 
 
-def _of_the_model(optimizer: dict[str, Any]) -> dict[str, Any]:
+def _by_model_names(optimizer: dict[str, Any]) -> dict[str, Any]:
     """An optimizer's state by the model's own parameter names."""
     groups = [
         {**group, "params": [name.removeprefix(_PREFIX) for name in group["params"]]}

@@ -127,10 +127,10 @@ def damage(folder: str | Path, *, contents: bool = True) -> str | None:
     try:
         return _damage(Path(folder), contents)
     except OSError as error:  # the checkpoint is being deleted, or the disk fails
-        return _not_read(folder, error)
+        return _read_failure(folder, error)
 
 
-def _not_read(folder: str | Path, error: OSError) -> str:
+def _read_failure(folder: str | Path, error: OSError) -> str:
     return f"{error.filename or folder} cannot be read ({error.strerror or error})"
 
 
@@ -236,7 +236,7 @@ def changes(folder: str | Path, *, only_weights: bool = False) -> Changes:
     except ValueError as error:
         return Changes(unreadable=str(error))
     except OSError as error:
-        return Changes(unreadable=_not_read(folder, error))
+        return Changes(unreadable=_read_failure(folder, error))
 
 
 def _changes(root: Path, entries: dict[Path, Entry], asked: re.Pattern[str]) -> Changes:

@@ -49,7 +49,7 @@ def find_folder(resume_from_checkpoint: str | bool | None, output_dir: str) -> s
         )
     found = changes(folder)
     if (reason := found.damage(folder)) is not None:
-        accepting = f"; or, if you changed the file yourself, run: {_accepting(folder)}"
+        accepting = f"; or, if you changed the file yourself, run: {_accept_command(folder)}"
         raise CheckpointNotFound(
             f"resume_from_checkpoint={folder!r} is damaged: {reason}. Use another one (True takes the newest whole "
             f"one){accepting if found.can_be_accepted else '.'}"
@@ -58,7 +58,7 @@ def find_folder(resume_from_checkpoint: str | bool | None, output_dir: str) -> s
     return folder
 
 
-def _accepting(folder: str) -> str:
+def _accept_command(folder: str) -> str:
     """The command that accepts a checkpoint in its current state."""
     return f"python -m hftrainer checkpoint --accept {shlex.quote(folder)}"
 
@@ -69,7 +69,7 @@ def _warn_of(found: Changes, folder: str) -> None:
             "%s was changed since it was written (%s). It is used in its current state. To accept it permanently: %s",
             folder,
             found,
-            _accepting(folder),
+            _accept_command(folder),
         )
 
 

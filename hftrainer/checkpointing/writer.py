@@ -23,43 +23,43 @@ from hftrainer.errors import CheckpointNotWritten
 logger = logging.getLogger(__name__)
 
 #: A disk with fewer free bytes counts as full.
-_NEXT_TO_NOTHING = 1 << 18
+_FULL_BELOW = 1 << 18
 
 
 #: Error numbers of a storage that is full, over a quota, read-only, forbidden or broken.
-_OF_STORAGE = frozenset(
+_STORAGE_ERRORS = frozenset(
     getattr(errno, name)
     for name in "ENOSPC EDQUOT EROFS EACCES EPERM EIO ESTALE EFBIG ENODEV ENXIO".split()
     if hasattr(errno, name)
 )
 #: Error numbers for a path in the output folder when that folder was deleted.
-_OF_PATHS = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EEXIST})
+_PATH_ERRORS = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EEXIST})
 
 
 def is_storage_error(error: BaseException, output_dir: str) -> bool:
     """Whether writing to `output_dir` failed because of the storage: full, read-only, over a quota, or missing."""
     if isinstance(error, OSError):
         below = os.path.abspath(str(error.filename)).startswith(os.path.abspath(output_dir))
-        return error.errno in _OF_STORAGE or (error.errno in _OF_PATHS and below)
+        return error.errno in _STORAGE_ERRORS or (error.errno in _PATH_ERRORS and below)
     if isinstance(error, SafetensorError):
         return True
     if type(error) is Exception:  # raised by tokenizers
         found = re.search(r"\(os error (\d+)\)", str(error))
-        return found is not None and int(found[1]) in _OF_STORAGE
+        return found is not None and int(found[1]) in _STORAGE_ERRORS
     # torch's own writer reports it only in the message.
     return isinstance(error, RuntimeError) and any(
         part in str(error) for part in ("PytorchStreamWriter failed", "inline_container", "unexpected pos")
     )
 
 
-def _give_up(path: str, error: BaseException) -> None:
+def _discard_partial(path: str, error: BaseException) -> None:
     """Remove a partially written checkpoint.
 
     Raises:
         OSError: if the disk is full, but torch or safetensors raised another error for it.
     """
     folder = staging.staging_folder(path)
-    full = folder.is_dir() and shutil.disk_usage(folder).free < _NEXT_TO_NOTHING
+    full = folder.is_dir() and shutil.disk_usage(folder).free < _FULL_BELOW
     staging.discard(path)
     if full and not isinstance(error, OSError) and is_storage_error(error, os.path.dirname(path)):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
@@ -121,7 +121,7 @@ class CheckpointWriter:
                 staging.begin(folder)
                 fill(str(folder))
             except BaseException as error:
-                _give_up(path, error)
+                _discard_partial(path, error)
                 raise
             finally:
                 jobs, self._jobs = self._jobs or [], None
@@ -208,7 +208,7 @@ class CheckpointWriter:
             if not is_storage_error(error, os.path.dirname(path)):
                 raise
             self.failed = True
-            reason = error.strerror if isinstance(error, OSError) and error.errno in _OF_STORAGE else str(error)
+            reason = error.strerror if isinstance(error, OSError) and error.errno in _STORAGE_ERRORS else str(error)
             if self._if_failed is not None:
                 self._if_failed()
             message = f"{path} could not be written ({reason}); its partial files were removed."
@@ -255,7 +255,7 @@ class _Finish:
             self.added.take(Path(self.path), staging.staging_folder(self.path))
             staging.publish(self.path)
         except BaseException as error:
-            _give_up(self.path, error)
+            _discard_partial(self.path, error)
             raise
         try:
             self.then()

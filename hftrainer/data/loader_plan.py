@@ -84,32 +84,32 @@ def deliver(
         check_split(_batch_size(loader), share.processes)
     dispatched = is_stream if config.dispatch_batches is None else config.dispatch_batches
     if messenger is not None and dispatched:
-        delivery = _read_alone(loader, config, seed)
+        delivery = _plan_of_all(loader, config, seed)
         delivery.settings["generator"] = None  # as in accelerate, which draws seeds from torch's global generator
         delivery.round_size = 1 if config.split_batches else share.processes
         delivery.splits = config.split_batches
     elif messenger is not None and is_stream:
-        delivery = _stream_of_one(loader, config, share)
+        delivery = _plan_of_stream(loader, config, share)
     elif messenger is not None:
-        delivery = _batches_of_one(loader, config, share, seed)
+        delivery = _plan_of_batches(loader, config, share, seed)
         delivery.splits = config.split_batches
     elif share.processes > 1 and not is_stream:
         shards = ShardedBatchSampler(_batches(loader, seed), share)
         delivery = LoaderPlan(loader.dataset, _sampling(loader, shards), shards)
     else:
-        delivery = _read_alone(loader, config, seed)
+        delivery = _plan_of_all(loader, config, seed)
     delivery.messenger = messenger
     return delivery
 
 
-def _read_alone(loader: DataLoader, config: AcceleratorConfig, seed: int | None) -> LoaderPlan:
+def _plan_of_all(loader: DataLoader, config: AcceleratorConfig, seed: int | None) -> LoaderPlan:
     """The plan of a process that reads all of the data."""
     if isinstance(loader.dataset, IterableDataset):
         return LoaderPlan(loader.dataset, {"batch_size": loader.batch_size, "drop_last": loader.drop_last})
     return LoaderPlan(loader.dataset, _sampling(loader, _batches(loader, seed, seedable=config.use_seedable_sampler)))
 
 
-def _batches_of_one(loader: DataLoader, config: AcceleratorConfig, share: ShardSpec, seed: int | None) -> LoaderPlan:
+def _plan_of_batches(loader: DataLoader, config: AcceleratorConfig, share: ShardSpec, seed: int | None) -> LoaderPlan:
     """The batches of one process in training."""
     batches, generator = _batches(loader, seed, seedable=config.use_seedable_sampler), None
     if not config.use_seedable_sampler:
@@ -118,7 +118,7 @@ def _batches_of_one(loader: DataLoader, config: AcceleratorConfig, share: ShardS
     return LoaderPlan(loader.dataset, _sampling(loader, even), generator=generator)
 
 
-def _stream_of_one(loader: DataLoader, config: AcceleratorConfig, share: ShardSpec) -> LoaderPlan:
+def _plan_of_stream(loader: DataLoader, config: AcceleratorConfig, share: ShardSpec) -> LoaderPlan:
     """The samples of one process in training: its own shards, or its part of each round."""
     size, dataset = loader.batch_size, None
     if size is None:

@@ -59,7 +59,7 @@ class PreparedDataLoader(DataLoader):
     _continued: tuple[dict[str, Any] | None, Callable[[], None]] | None = None
     _worker_states: Mapping[int, bytes] = MappingProxyType({})
     _worker_seed: torch.Tensor | None = None
-    _has_followed = False
+    _has_drawn_seed = False
 
     @classmethod
     def from_loader(
@@ -257,7 +257,7 @@ class PreparedDataLoader(DataLoader):
         continued, self._continued = self._continued, None
         log, size = self.log, self.delivery.round_size
         if size is not None and self.share.rank:
-            self._follow()
+            self._draw_only()
             if continued is not None:
                 continued[1]()
             return
@@ -282,17 +282,17 @@ class PreparedDataLoader(DataLoader):
             yield log.after_read(batch)
             log.before_read()
 
-    def _follow(self) -> None:
+    def _draw_only(self) -> None:
         """Make the random draws of opening the data, without starting workers: only the main process reads."""
         seed, self._worker_seed = self._worker_seed, None
         if not self.num_workers:
             super().__iter__()
-        elif not (self.persistent_workers and self._has_followed):
+        elif not (self.persistent_workers and self._has_drawn_seed):
             if self.log is not None:
                 self.log.begin_workers(None, now=seed is None)
             if seed is None:
                 torch.empty((), dtype=torch.int64).random_()
-            self._has_followed = True
+            self._has_drawn_seed = True
 
     @staticmethod
     def _read_again(

@@ -180,7 +180,7 @@ class EpochReader:
         if isinstance(self.loader, PreparedDataLoader):
             self.loader.go_on(continuation.position, saved, continuation.restore_random)
             return iter(_in_epoch(self.loader, epoch))
-        iterator = self._go_on(epoch, continuation.position, saved)
+        iterator = self._resumed(epoch, continuation.position, saved)
         if saved is not None and continuation.position:
             continuation.restore_random()
         return iterator
@@ -194,7 +194,7 @@ class EpochReader:
         if isinstance(self.loader, PreparedDataLoader):
             self.loader._iterator = None
 
-    def _go_on(self, epoch: int, position: int, saved: dict[str, Any] | None) -> Iterator[Any]:
+    def _resumed(self, epoch: int, position: int, saved: dict[str, Any] | None) -> Iterator[Any]:
         """The batches of a loader that does not read ahead."""
         loader, skipped = self.loader, 0
         if position and saved is not None and saved["loader"] is not None and is_stateful(loader):

@@ -72,7 +72,7 @@ class GreedyLR(ReduceLROnPlateau):
         ):
             if given not in allowed:
                 raise ValueError(f"GreedyLR: {name}={given!r}: choose {' or '.join(allowed)}.")
-        self._forget()
+        self._reset_counters()
 
     def _of_each_group(self, name: str, value: float | list[float]) -> list[float]:
         count = len(self.optimizer.param_groups)
@@ -81,7 +81,7 @@ class GreedyLR(ReduceLROnPlateau):
             raise ValueError(f"GreedyLR: {name} has {len(values)} values for {count} groups of parameters.")
         return values
 
-    def _forget(self) -> None:
+    def _reset_counters(self) -> None:
         self.best = math.inf if self.mode == "min" else -math.inf
         self.num_bad_epochs = self.num_good_epochs = 0
         self.cooldown_counter = self.warmup_counter = 0
@@ -147,7 +147,7 @@ class GreedyLR(ReduceLROnPlateau):
             for group, rate in zip(self.optimizer.param_groups, self._init_lrs, strict=True):
                 group["lr"] = rate
             self.reset_start = self.reset_start_original
-            self._forget()
+            self._reset_counters()
 
     def _set(self, group: dict[str, Any], rate: float) -> None:
         if self.verbose:
