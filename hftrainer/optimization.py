@@ -1,4 +1,4 @@
-"""Learning-rate schedules, as multiples of the peak rate over optimizer steps."""
+"""Learning-rate schedules: factors of the peak rate by optimizer step."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def _warmup_then(
     num_training_steps: int,
     last_epoch: int,
 ) -> LambdaLR:
-    """Rise linearly, then follow `shape`, a function of the share of the remaining steps that is done."""
-    # An object, as in transformers' scheduler.pt; of functions with names, so that a schedule can be pickled.
+    """Rise linearly, then follow `shape`, a function of the completed share of the remaining steps."""
+    # A partial object, as in transformers' scheduler.pt; of named functions, so that a schedule can be pickled.
     return LambdaLR(optimizer, partial(_rising_then, shape, num_warmup_steps, num_training_steps), last_epoch)
 
 
@@ -61,7 +61,7 @@ def _rising_then(shape: Callable[[float], float], num_warmup_steps: int, num_tra
 
 
 def get_constant_schedule(optimizer: Optimizer, last_epoch: int = -1) -> LambdaLR:
-    """The peak rate throughout. `last_epoch` is the optimizer steps already done, less one."""
+    """The peak rate throughout. `last_epoch` is the number of optimizer steps already done, minus one."""
     return LambdaLR(optimizer, _constant, last_epoch)
 
 
@@ -70,7 +70,7 @@ def _constant(_: int) -> int:
 
 
 def get_constant_schedule_with_warmup(optimizer: Optimizer, num_warmup_steps: int, last_epoch: int = -1) -> LambdaLR:
-    """Rise linearly from 0 over `num_warmup_steps` optimizer steps, then stay."""
+    """Rise linearly from 0 over `num_warmup_steps` optimizer steps, then stay constant."""
     return LambdaLR(optimizer, partial(_rising, num_warmup_steps), last_epoch)
 
 
@@ -145,7 +145,7 @@ def _polynomial(
 def get_inverse_sqrt_schedule(
     optimizer: Optimizer, num_warmup_steps: int, timescale: int | None = None, last_epoch: int = -1
 ) -> LambdaLR:
-    """Rise linearly, then fall with one over the root of the step; `timescale` steps, by default the warm-up's."""
+    """Rise linearly, then decay with the inverse square root of the step; `timescale` defaults to the warm-up steps."""
     scale = timescale if timescale is not None else num_warmup_steps or 10_000
     return LambdaLR(optimizer, partial(_inverse_root, scale, num_warmup_steps), last_epoch)
 
@@ -157,9 +157,9 @@ def _inverse_root(scale: int, num_warmup_steps: int, step: int) -> float:
 
 
 def _least_rate(optimizer: Optimizer, min_lr: float | None, min_lr_rate: float | None) -> float:
-    """The least rate as a share of the peak, given one of the two."""
+    """The minimum rate as a share of the peak, from one of the two arguments."""
     if (min_lr is None) == (min_lr_rate is None):
-        raise InvalidArgument("lr_scheduler_kwargs: give min_lr, or min_lr_rate as a share of the learning rate.")
+        raise InvalidArgument("lr_scheduler_kwargs: set min_lr, or min_lr_rate as a share of the learning rate.")
     return min_lr / optimizer.defaults["lr"] if min_lr is not None else float(min_lr_rate)  # type: ignore[arg-type]
 
 
@@ -192,7 +192,7 @@ def get_cosine_with_min_lr_schedule_with_warmup_lr_rate(
     min_lr_rate: float | None = None,
     warmup_lr_rate: float | None = None,
 ) -> LambdaLR:
-    """As the one above, but the first step has `warmup_lr_rate` of the peak, or its share of the warm-up, not 0."""
+    """As the one above, but the first step has `warmup_lr_rate` of the peak, or one step's share, instead of 0."""
     least = _least_rate(optimizer, min_lr, min_lr_rate)
     shape = partial(_from_first_step, least, warmup_lr_rate, num_cycles, num_warmup_steps, num_training_steps)
     return LambdaLR(optimizer, shape, last_epoch)
@@ -215,7 +215,7 @@ def _from_first_step(
     return max(0, wave * (1 - least) + least)
 
 
-#: Shape of a rise from 0 to 1, and of a fall from 1 to 0, over `progress`; `num_cycles` is the cosine's.
+#: Shapes of a rise from 0 to 1, and of a fall from 1 to 0, over `progress`; only the cosine uses `cycles`.
 _RISES: dict[str, Callable[[float], float]] = {
     "linear": lambda progress: progress,
     "cosine": lambda progress: 0.5 * (1.0 - math.cos(math.pi * progress)),
@@ -240,19 +240,19 @@ def get_wsd_schedule(
     num_cycles: float = 0.5,
     last_epoch: int = -1,
 ) -> LambdaLR:
-    """Warm up, stay, and decay to `min_lr_ratio` of the peak.
+    """Warm up, stay constant, and decay to `min_lr_ratio` of the peak.
 
     Args:
         optimizer: its learning rates are the peak.
         num_warmup_steps: optimizer steps of warm-up.
         num_decay_steps: optimizer steps of the decay.
-        num_training_steps: optimizer steps in all, if `num_stable_steps` is not given.
-        num_stable_steps: optimizer steps between both.
+        num_training_steps: optimizer steps in total, if `num_stable_steps` is not given.
+        num_stable_steps: optimizer steps between warm-up and decay.
         warmup_type: 'linear', 'cosine' or '1-sqrt'.
-        decay_type: likewise.
-        min_lr_ratio: share of the peak that it starts from and ends at.
+        decay_type: 'linear', 'cosine' or '1-sqrt'.
+        min_lr_ratio: share of the peak at the start and the end.
         num_cycles: waves of a cosine decay.
-        last_epoch: optimizer steps already done, less one.
+        last_epoch: optimizer steps already done, minus one.
     """
     if num_training_steps is None and num_stable_steps is None:
         raise InvalidArgument("The schedule 'warmup_stable_decay' needs num_training_steps or num_stable_steps.")
@@ -269,7 +269,7 @@ def get_wsd_schedule(
 def _wsd(
     steps: tuple[int, int, int], warmup_type: str, decay_type: str, least: float, num_cycles: float, step: int
 ) -> float:
-    """Warm-up, stable steps and decay, whose lengths `steps` has."""
+    """The factor at `step`; `steps` has the lengths of warm-up, stable phase and decay."""
     warmup, stable, decay = steps
     if step < warmup:
         shape = _RISES[warmup_type](_warming_up(step, warmup))
@@ -283,7 +283,7 @@ def _wsd(
 
 
 def get_reduce_on_plateau_schedule(optimizer: Optimizer, **kwargs: Any) -> ReduceLROnPlateau:
-    """Torch's own, which steps on evaluations."""
+    """Torch's `ReduceLROnPlateau`, which steps on evaluations."""
     return ReduceLROnPlateau(optimizer, **kwargs)
 
 
@@ -300,20 +300,20 @@ def follows_metric(scheduler: Any) -> bool:
 
 
 def keep_pace(scheduler: Any, optimizer: Optimizer) -> None:
-    """Let a schedule pass over parameter groups that came to the optimizer later, whose rate others set.
+    """Let a schedule skip parameter groups that were added to the optimizer later, whose rate a callback sets.
 
     Raises:
-        UnsupportedArgument: for schedules other than those of `lr_scheduler_type`: torch wants a rate for each group.
+        UnsupportedArgument: for schedules other than those of `lr_scheduler_type`: torch needs a rate for each group.
     """
     missing = optimizer.param_groups[len(getattr(scheduler, "base_lrs", optimizer.param_groups)) :]
     if missing and not isinstance(scheduler, LambdaLR):
         raise UnsupportedArgument(
-            f"{type(scheduler).__name__} cannot go on with the {len(missing)} parameter groups that a callback has "
-            "added to the optimizer: leave the scheduler to lr_scheduler_type."
+            f"{type(scheduler).__name__} does not support the {len(missing)} parameter groups that a callback has "
+            "added to the optimizer: choose the scheduler with lr_scheduler_type."
         )
     for _ in missing:
         number = len(scheduler.base_lrs)
-        scheduler.base_lrs.append(1.0)  # load_state_dict makes new groups, so they are found by number
+        scheduler.base_lrs.append(1.0)  # load_state_dict makes new groups, so they are found by index
         scheduler.lr_lambdas.append(lambda _, number=number: optimizer.param_groups[number]["lr"])
 
 
@@ -331,7 +331,7 @@ SCHEDULES: dict[SchedulerType, Callable[..., LRScheduler]] = {
     SchedulerType.WARMUP_STABLE_DECAY: get_wsd_schedule,
     SchedulerType.GREEDY: get_greedy_schedule,
 }
-#: Schedules that pass their keywords on → whose they are.
+#: Schedules that forward their keywords → the class that takes them.
 _KEYWORDS_OF: dict[SchedulerType, Callable[..., Any]] = {
     SchedulerType.REDUCE_ON_PLATEAU: ReduceLROnPlateau,
     SchedulerType.GREEDY: GreedyLR,
@@ -355,7 +355,7 @@ def get_scheduler(
         scheduler_specific_kwargs: further keywords of the schedule.
 
     Raises:
-        InvalidArgument: an unknown name, a keyword that the schedule lacks, or a step count that it needs.
+        InvalidArgument: for an unknown name, an unknown keyword, or a missing step count or keyword.
     """
     schedule = SCHEDULES[kind := SchedulerType(name)]
     parameters = inspect.signature(_KEYWORDS_OF.get(kind, schedule)).parameters
@@ -370,5 +370,5 @@ def get_scheduler(
         raise UnknownKey(f"lr_scheduler_kwargs of {kind.value!r}: {wrong} unknown, it takes {allowed}.")
     required = [name for name in allowed if parameters[name].default is inspect.Parameter.empty]
     if missing := [name for name in required if name not in extra]:
-        raise InvalidArgument(f"lr_scheduler_kwargs of {kind.value!r}: give {', '.join(missing)}.")
+        raise InvalidArgument(f"lr_scheduler_kwargs of {kind.value!r}: set {', '.join(missing)}.")
     return schedule(optimizer, **needed, **extra)

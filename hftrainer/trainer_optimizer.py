@@ -1,4 +1,4 @@
-"""THE TABLE of optimizers: name → how it is made; and the parameter groups that they work on."""
+"""THE TABLE of optimizers: name → how it is made; and their parameter groups."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hftrainer.training_args import TrainingArguments
 
 #: Weight decay never applies to parameters whose lower-cased names match one of these, nor to `nn.LayerNorm`.
 NO_DECAY = (r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")
-#: Module that an optimizer comes from → how to install it.
+#: Module of an optimizer → how to install it.
 INSTALL = {
     "apex.optimizers": "build https://github.com/NVIDIA/apex, which is archived; optim='adamw_torch_fused' is as fast",
     "apollo_torch": "pip install apollo-torch",
@@ -54,8 +54,8 @@ def decay_parameter_names(model: nn.Module, follows: Behaviours) -> list[str]:
 def parameter_groups(model: nn.Module, decayed: list[str], weight_decay: float) -> list[dict[str, Any]]:
     """Two groups of the trainable parameters: with weight decay and without.
 
-    Of a model that only some layers of are split over processes each becomes several, by their device mesh: a fused
-    step cannot take tensors of different ones.
+    If only some layers of a model are sharded over processes, each group is split by device mesh: a fused step cannot
+    take tensors of different meshes.
     """
     names = set(decayed)
     trainable = [(name in names, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -75,20 +75,20 @@ def parameter_groups(model: nn.Module, decayed: list[str], weight_decay: float) 
 
 
 def _mesh_of(parameter: nn.Parameter) -> Any:
-    """The processes that a parameter is spread over; None for a whole one."""
+    """The device mesh that a parameter is sharded over; None for a whole one."""
     return getattr(parameter, "device_mesh", None)
 
 
 @dataclass
 class Request:
-    """What an optimizer is made from.
+    """The inputs for making an optimizer.
 
     Attributes:
         name: the optimizer's name.
         args: the training arguments.
-        model: the model, for optimizers that ask it for their parameters.
-        options: what `optim_args` says, by name.
-        asked: the options that were asked for, so that the others can be refused.
+        model: the model, for optimizers that select parameters from it.
+        options: the options in `optim_args`, by name.
+        asked: the options that were read, so that all others can be rejected.
     """
 
     name: str
@@ -109,7 +109,7 @@ class Request:
         return {**self.lr, "betas": betas, "eps": self.args.adam_epsilon}
 
     def option(self, name: str, kind: Callable[[str], Any], default: Any = None) -> Any:
-        """One of `optim_args`, as a number, a flag or a string."""
+        """One of `optim_args`, as a number, a bool or a string."""
         self.asked.add(name)
         if name not in self.options:
             return default
@@ -117,11 +117,11 @@ class Request:
             return _flag(self.options[name]) if kind is bool else kind(self.options[name])
         except ValueError:
             raise InvalidArgument(
-                f"optim_args: {name}={self.options[name]!r} is no {'flag' if kind is bool else kind.__name__}."
+                f"optim_args: {name}={self.options[name]!r} is not a valid {'flag' if kind is bool else kind.__name__}."
             ) from None
 
     def given(self, **kinds: Callable[[str], Any]) -> dict[str, Any]:
-        """Those of `optim_args` that were given, each of its kind."""
+        """Those of `optim_args` that were given, each converted to its type."""
         values = {name: self.option(name, kind) for name, kind in kinds.items()}
         return {name: value for name, value in values.items() if value is not None}
 
@@ -139,7 +139,7 @@ def _load(name: str, module: str, attribute: str) -> Any:
     """A class of another library.
 
     Raises:
-        MissingPackage: when the library is not there, with the line that installs it.
+        MissingPackage: when the library is not installed; names the command that installs it.
     """
     try:
         return getattr(importlib.import_module(module), attribute)
@@ -158,7 +158,7 @@ def _adamw_torch_fused(request: Request) -> Made:
 
 
 def _of_transformers(name: str, ours: type) -> type:
-    """The class of the installed transformers under `install()`, which scripts compare with; both compute the same."""
+    """The installed transformers' class under `install()`, for scripts that compare classes; same computation."""
     if swap.is_installed() and "transformers" in sys.modules:
         importlib.import_module("transformers.optimization")
     return swap.rebound("transformers.optimization", name, ours)
@@ -187,7 +187,7 @@ def _rmsprop(request: Request) -> Made:
 
 
 def _of(module: str, attribute: str) -> Callable[[Request], Made]:
-    """An Adam of another library, with nothing but Adam's keywords."""
+    """An Adam of another library, with only Adam's keywords."""
     return lambda request: (_load(request.name, module, attribute), request.adam)
 
 
@@ -276,7 +276,7 @@ def _apollo(request: Request) -> Made:
 def _lomo(request: Request) -> Made:
     kind = _load(request.name, "lomo_optim", "AdaLomo" if request.name == "adalomo" else "Lomo")
     if request.model is None:
-        raise InvalidArgument(f"optim={request.name!r} takes the model, not its parameters: pass model=.")
+        raise InvalidArgument(f"optim={request.name!r} needs the model, not its parameters: pass model=.")
     return kind, {**request.lr, "model": request.model}
 
 
@@ -300,7 +300,9 @@ def _schedule_free(request: Request) -> Made:
     if which != "radam":
         warmup = request.args.warmup_steps
         if 0 < warmup < 1:
-            raise InvalidArgument(f"optim={request.name!r} warms up itself: give warmup_steps in steps, not {warmup}.")
+            raise InvalidArgument(
+                f"optim={request.name!r} does its own warm-up: set warmup_steps to a number of steps, not {warmup}."
+            )
         kwargs["warmup_steps"] = warmup
     kwargs |= {"weight_lr_power": request.option("weight_lr_power", float, 2.0), "r": request.option("r", float, 0.0)}
     return _load(request.name, "schedulefree", kinds[which]), kwargs
@@ -316,7 +318,7 @@ def _stable_adamw(request: Request) -> Made:
     }
 
 
-#: Optimizer name → what makes its class and keywords.
+#: Optimizer name → function that returns its class and keywords.
 OPTIMIZERS: dict[str, Callable[[Request], Made]] = {
     "adamw_hf": _adamw_hf,
     "adamw_torch": _adamw_torch,
@@ -359,14 +361,14 @@ OPTIMIZERS: dict[str, Callable[[Request], Made]] = {
 
 
 def parse_optim_args(text: str | None) -> dict[str, str]:
-    """`optim_args`, written as 'name=value,name=value', by name.
+    """Parse `optim_args`, 'name=value,name=value', into a dict.
 
     Raises:
-        InvalidArgument: when it is written otherwise.
+        InvalidArgument: for any other form.
     """
     pairs = [pair for pair in (text or "").replace(" ", "").split(",") if pair]
     if wrong := [pair for pair in pairs if "=" not in pair]:
-        raise InvalidArgument(f"optim_args={text!r}: {wrong[0]!r} is no name=value; write 'name=value,name=value'.")
+        raise InvalidArgument(f"optim_args={text!r}: {wrong[0]!r} is not name=value; write 'name=value,name=value'.")
     return dict(pair.split("=", 1) for pair in pairs)
 
 
@@ -374,8 +376,8 @@ def optimizer_cls_and_kwargs(args: TrainingArguments, model: nn.Module | None = 
     """Class and keywords of the optimizer that `args.optim` names.
 
     Raises:
-        InvalidArgument: for an unknown name, and for options that it does not take.
-        MissingPackage: when the library that it comes from is not installed.
+        InvalidArgument: for an unknown name, and for unknown options.
+        MissingPackage: when the optimizer's library is not installed.
     """
     name = OptimizerNames(args.optim).value
     request = Request(name, args, model, parse_optim_args(args.optim_args))
@@ -390,7 +392,7 @@ def optimizer_cls_and_kwargs(args: TrainingArguments, model: nn.Module | None = 
 
 
 def keep_embeddings_precise(model: nn.Module, kind: Any, kwargs: dict[str, Any]) -> None:
-    """Let bitsandbytes keep 32 bits a moment for embeddings, where 8 are too few; nothing for other optimizers."""
+    """Let bitsandbytes keep 32-bit moments for embeddings, where 8 bits are too few; no effect on other optimizers."""
     if "bitsandbytes" not in str(kind) or kwargs.get("optim_bits") != 8:
         return
     manager = importlib.import_module("bitsandbytes.optim").GlobalOptimManager.get_instance()

@@ -1,1 +1,1 @@
-"""The `checkpoint-xxx` folder: its name, its files, how it is written, rotated and read."""
+"""The `checkpoint-xxx` folder: its name and files; writing, rotating and reading it."""

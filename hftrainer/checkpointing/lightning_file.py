@@ -1,4 +1,4 @@
-"""Going on from a Lightning checkpoint (`x.ckpt`) of a run of ours: one file, turned into a checkpoint folder."""
+"""Resuming from a Lightning checkpoint (`x.ckpt`) of our own runs: the file is converted to a checkpoint folder."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from hftrainer.compat.reading import read_torch
 from hftrainer.data.random_states import numpy_state_types
 from hftrainer.errors import CheckpointNotFound
 
-#: Under which key the Trainer's own part is in the file.
+#: Key of the Trainer's own part in the file.
 OWN_PART = "hftrainer"
-#: What Lightning writes for itself; anything else in the file comes from callbacks.
-_OF_LIGHTNING = {
+#: Keys that Lightning itself writes; all others come from callbacks.
+_LIGHTNING_KEYS = {
     *("epoch", "global_step", "pytorch-lightning_version", "state_dict", "loops", "optimizer_states", "lr_schedulers"),
     *("hparams_name", "hyper_parameters", "hparams_type"),
 }
@@ -27,19 +27,19 @@ _PREFIX = "model."
 
 
 def unpack(path: str, folder: str) -> str:
-    """Write what is in a Lightning checkpoint to `folder`, as a checkpoint of the Trainer; returns `folder`.
+    """Convert a Lightning checkpoint to a checkpoint of the Trainer in `folder`; returns `folder`.
 
     Raises:
-        CheckpointNotFound: when there is no such file, or when it is of another LightningModule than ours.
+        CheckpointNotFound: when the file does not exist, or was written by another LightningModule than ours.
         UnsafeCheckpoint, DamagedCheckpoint: when it cannot be read.
     """
     if not os.path.isfile(path):
-        raise CheckpointNotFound(f"resume_from_checkpoint={path!r}: there is no such file.")
+        raise CheckpointNotFound(f"resume_from_checkpoint={path!r}: the file does not exist.")
     with torch.serialization.safe_globals(numpy_state_types()):
         saved = read_torch(path)
     if not isinstance(saved, dict) or OWN_PART not in saved or "state_dict" not in saved:
         raise CheckpointNotFound(
-            f"resume_from_checkpoint={path!r}: it is no Lightning checkpoint of this Trainer. Load its weights into "
+            f"resume_from_checkpoint={path!r} is not a Lightning checkpoint of this Trainer. Load its weights into "
             "the model yourself, and train without resuming."
         )
     own = saved[OWN_PART]
@@ -49,22 +49,22 @@ def unpack(path: str, folder: str) -> str:
 
     write(names.WEIGHTS_NAME, {name.removeprefix(_PREFIX): tensor for name, tensor in saved["state_dict"].items()})
     optimizer = saved["optimizer_states"][0]
-    named = any(isinstance(key, str) for key in optimizer["state"])  # a sharded run has written it
-    write(WHOLES["optimizer"] if named else names.OPTIMIZER_NAME, _of_the_model(optimizer) if named else optimizer)
+    named = any(isinstance(key, str) for key in optimizer["state"])  # written by a sharded run
+    write(WHOLES["optimizer"] if named else names.OPTIMIZER_NAME, _by_model_names(optimizer) if named else optimizer)
     write(names.SCHEDULER_NAME, own["scheduler"])
     write(names.rng_name(0, 1), own["rng"])
     write(names.progress_name(0, 1), own["progress"])
     if own["scaler"] is not None:
         write(names.SCALER_NAME, own["scaler"])
-    if kept := {name: value for name, value in saved.items() if name not in _OF_LIGHTNING | {OWN_PART}}:
+    if kept := {name: value for name, value in saved.items() if name not in _LIGHTNING_KEYS | {OWN_PART}}:
         write(names.LIGHTNING_CALLBACKS_NAME, kept)
     with open(os.path.join(folder, names.TRAINER_STATE_NAME), "w", encoding="utf-8") as file:
         json.dump(own["trainer_state"], file)
     return folder
 
 
-def _of_the_model(optimizer: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer's state by the model's own names of its parameters."""
+def _by_model_names(optimizer: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's state by the model's own parameter names."""
     groups = [
         {**group, "params": [name.removeprefix(_PREFIX) for name in group["params"]]}
         for group in optimizer["param_groups"]

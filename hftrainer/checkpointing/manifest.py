@@ -1,7 +1,7 @@
-"""The list of a checkpoint's files with their sizes and checksums, by which a damaged one is known.
+"""The manifest: a list of a checkpoint's files with sizes and checksums, to detect damage.
 
-It is the last file written, and covers all others. A folder without one (of transformers, or of older releases) is
-judged by what its files themselves tell.
+It is the last file written, and covers all others. In a folder without one (of transformers, or of older releases),
+only damage that the files themselves show is found.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from hftrainer.checkpointing.weights import has_weights, missing_shard
 from hftrainer.errors import CheckpointNotFound, DamagedCheckpoint
 
 _CHUNK = 1 << 22  # bytes
-#: Files with weights, and the lists of their shards.
+#: Files with weights, and indices of their shards.
 _WEIGHTS = re.compile(r"(\.safetensors|model.*\.bin|\.index\.json)$")
-#: What a resumed run reads besides: an added file of another name is nobody's, whatever is in it.
+#: Other files that a resumed run reads; added files with other names are not checked.
 _STATES = re.compile(r"^((optimizer|rng_state|progress)[\w-]*|scheduler|scaler|lightning_callbacks)\.(pt|pth|bin)$")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What the manifest says of a file: its size in bytes, and the CRC-32 of its contents."""
+    """The manifest's entry for a file: its size in bytes, and the CRC-32 of its contents."""
 
     size: int
     crc32: int
 
 
 def write_manifest(folder: str | Path) -> None:
-    """Write the manifest of everything in `folder`, and flush it all to the disk."""
+    """Write the manifest of all files in `folder`, and flush them to the disk."""
     root = Path(folder)
     manifest = root / names.MANIFEST_NAME
     files = {path.relative_to(root).as_posix(): _describe(path) for path in _files(root)}
-    beside = manifest.with_name(f"_{manifest.name}")  # a process that is killed here leaves the one that was there
+    beside = manifest.with_name(f"_{manifest.name}")  # a process that is killed here leaves the old manifest
     content = {"files": files, "crc32": _crc32_of_list(files)}
     beside.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     flush_to_disk(beside)
@@ -55,7 +55,7 @@ def _files(root: Path) -> list[Path]:
 
 
 def _describe(path: Path) -> dict[str, int]:
-    """Size and checksum of a file, once it is on the disk."""
+    """Size and checksum of a file, after flushing it to the disk."""
     flush_to_disk(path)
     return {"size": path.stat().st_size, "crc32": _crc32(path)}
 
@@ -69,12 +69,12 @@ def _crc32(path: Path) -> int:
 
 
 def _crc32_of_list(files: dict[str, Any]) -> int:
-    """The manifest's checksum of itself: damage to it must not look like a change of the files."""
+    """The manifest's own checksum: damage to it must not look like changed files."""
     return zlib.crc32(json.dumps(files, sort_keys=True).encode())
 
 
 def flush_to_disk(path: str | Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk; some file systems cannot do it for folders."""
+    """Flush a file, or a folder's entries, to the disk; for folders, some file systems cannot do it."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -86,10 +86,10 @@ def flush_to_disk(path: str | Path) -> None:
 
 
 def read_manifest(folder: str | Path) -> dict[Path, Entry] | None:
-    """What the manifest says of each file; None for a folder without one.
+    """The manifest's entry for each file; None for a folder without a manifest.
 
     Raises:
-        ValueError: when it cannot be read, naming it.
+        ValueError: when the manifest cannot be read; names it.
     """
     manifest = Path(folder) / names.MANIFEST_NAME
     if not manifest.is_file():
@@ -100,17 +100,17 @@ def read_manifest(folder: str | Path) -> dict[Path, Entry] | None:
         entries = {manifest.parent / name: Entry(each["size"], each["crc32"]) for name, each in files.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{manifest} cannot be read") from error
-    if "crc32" in content and content["crc32"] != _crc32_of_list(files):  # earlier manifests have none
+    if "crc32" in content and content["crc32"] != _crc32_of_list(files):  # earlier manifests have no checksum
         raise ValueError(f"{manifest} cannot be read")
     return entries
 
 
 def why_unusable(folder: str | Path, *, contents: bool = True) -> str | None:
-    """Why nothing can go on from a checkpoint folder, naming the file; None when it is whole.
+    """Why a run cannot resume from a checkpoint folder, naming the file; None when the checkpoint is whole.
 
     Args:
         folder: the folder.
-        contents: compare the checksums too, which reads all of it.
+        contents: compare the checksums too, which reads all files.
     """
     if not os.path.isfile(os.path.join(folder, names.TRAINER_STATE_NAME)):
         return f"{os.path.join(folder, names.TRAINER_STATE_NAME)} is missing"
@@ -118,19 +118,19 @@ def why_unusable(folder: str | Path, *, contents: bool = True) -> str | None:
 
 
 def damage(folder: str | Path, *, contents: bool = True) -> str | None:
-    """What is wrong with a checkpoint, naming the file; None for one that is as it was written.
+    """What is wrong with a checkpoint, naming the file; None if it is unchanged since it was written.
 
     Args:
         folder: the checkpoint.
-        contents: read all files and compare their checksums, rather than their sizes alone.
+        contents: read all files and compare checksums, not only sizes.
     """
     try:
         return _damage(Path(folder), contents)
-    except OSError as error:  # it is deleted meanwhile, or the disk fails
-        return _not_read(folder, error)
+    except OSError as error:  # the checkpoint is being deleted, or the disk fails
+        return _read_failure(folder, error)
 
 
-def _not_read(folder: str | Path, error: OSError) -> str:
+def _read_failure(folder: str | Path, error: OSError) -> str:
     return f"{error.filename or folder} cannot be read ({error.strerror or error})"
 
 
@@ -152,7 +152,7 @@ def _damage(folder: Path, contents: bool) -> str | None:
 
 
 def visible_damage(folder: str | Path) -> str | None:
-    """What is wrong with a folder that has no manifest, as far as its files tell."""
+    """What is wrong with a folder that has no manifest, as far as its files show."""
     for path in _files(Path(folder)):
         if has_form(path) and (reason := why_unreadable(path, load=False)):
             return f"{path} {reason}"
@@ -168,21 +168,21 @@ def visible_damage(folder: str | Path) -> str | None:
 
 
 def _is_read(path: Path) -> bool:
-    """Whether a run that goes on reads a file of this name."""
+    """Whether a resumed run reads a file of this name."""
     return bool(_WEIGHTS.search(path.name) or _STATES.match(path.name)) or path.name == names.TRAINER_STATE_NAME
 
 
 @dataclass(frozen=True)
 class Changes:
-    """What differs from the manifest: paths within the checkpoint.
+    """Differences from the manifest: paths within the checkpoint.
 
     Attributes:
-        added: files that were not there.
-        removed: files that are gone.
-        resized: files of another size.
-        altered: files of the same size with other bytes.
+        added: new files.
+        removed: missing files.
+        resized: files with a different size.
+        altered: files with the same size but different contents.
         unreadable: what is wrong with an added or resized file, naming it, or which weights are missing; None when a
-            run can go on from what there is.
+            run can resume from the checkpoint.
     """
 
     added: tuple[str, ...] = ()
@@ -198,22 +198,22 @@ class Changes:
         kinds = {
             "added": self.added,
             "removed": self.removed,
-            "of another size": self.resized,
-            "of the same size with other contents": self.altered,
+            "different size": self.resized,
+            "same size, different contents": self.altered,
         }
         return "; ".join(f"{kind}: {', '.join(paths)}" for kind, paths in kinds.items() if paths)
 
     @property
     def can_be_accepted(self) -> bool:
-        """Whether `accept` can mend a damaged checkpoint: one with other bytes, or with a manifest that is damaged."""
+        """Whether `accept` can repair a damaged checkpoint: altered files, or a damaged manifest."""
         unreadable = self.unreadable or ""
         return names.MANIFEST_NAME in unreadable or (bool(self.altered) and not unreadable)
 
     def damage(self, folder: str | Path) -> str | None:
-        """What of it cannot be meant, naming the file; None for changes that can be used.
+        """The change that must be damage, naming the file; None if all changes may be intended.
 
-        Files that were added, removed or replaced by others of another size are, when weights are converted. Other
-        bytes in a file of the same size are what a failing disk leaves.
+        Converting weights adds, removes and resizes files. Different bytes in a file of the same size are typical of a
+        failing disk.
         """
         if self.altered:
             return f"the contents of {Path(folder) / self.altered[0]} have changed since it was written, not its size"
@@ -221,11 +221,11 @@ class Changes:
 
 
 def changes(folder: str | Path, *, only_weights: bool = False) -> Changes:
-    """What was done to a checkpoint since it was written; reads all of it.
+    """The changes to a checkpoint since it was written; reads all of its files.
 
     Args:
         folder: the checkpoint; one without a manifest has no changes, but may have damage that its files show.
-        only_weights: ask for the weights and nothing else.
+        only_weights: check only the weights.
     """
     root = Path(folder)
     try:
@@ -236,7 +236,7 @@ def changes(folder: str | Path, *, only_weights: bool = False) -> Changes:
     except ValueError as error:
         return Changes(unreadable=str(error))
     except OSError as error:
-        return Changes(unreadable=_not_read(folder, error))
+        return Changes(unreadable=_read_failure(folder, error))
 
 
 def _changes(root: Path, entries: dict[Path, Entry], asked: re.Pattern[str]) -> Changes:
@@ -248,7 +248,7 @@ def _changes(root: Path, entries: dict[Path, Entry], asked: re.Pattern[str]) -> 
     read = ((path, why_unreadable(path)) for path in [*resized, *filter(_is_read, added)])
     unreadable = next((f"{path} {reason}" for path, reason in read if reason is not None), None)
     removed = [path for path in entries if path not in kept]
-    if unreadable is None and not altered:  # so the index can be believed
+    if unreadable is None and not altered:  # so the index can be trusted
         unreadable = _missing_weights(root, removed)
 
     def shown(paths: Iterable[Path]) -> tuple[str, ...]:
@@ -264,29 +264,27 @@ def _changes(root: Path, entries: dict[Path, Entry], asked: re.Pattern[str]) -> 
 
 
 def _missing_weights(root: Path, removed: list[Path]) -> str | None:
-    """Which weights are gone, with nothing in their place; a subclass may have written none that are known here."""
+    """Which weights are missing without a replacement; weights in a subclass's own format are not known here."""
     if (shard := missing_shard(str(root))) is not None:
         return f"{shard} is missing"
     weights = next((path for path in removed if _WEIGHTS.search(path.name)), None)
-    return (
-        None if weights is None or has_weights(str(root)) else f"{weights} is missing, and no weights are in its place"
-    )
+    return None if weights is None or has_weights(str(root)) else f"{weights} is missing, and no weights replace it"
 
 
 def accept(folder: str | Path) -> Changes:
-    """Take a checkpoint as it is now for whole: write a new manifest, once all that has a form can be read.
+    """Accept a checkpoint in its current state: check that its files can be read, and write a new manifest.
 
     Returns:
-        What differed from the manifest before; nothing where there was none, or one that could not be read.
+        Differences from the old manifest; empty if there was none, or if it could not be read.
 
     Raises:
-        CheckpointNotFound: for a folder that is no checkpoint.
-        DamagedCheckpoint: for a file that cannot be read, naming it.
+        CheckpointNotFound: for a folder that is not a checkpoint, or that lacks weights.
+        DamagedCheckpoint: for a file that cannot be read; names it.
     """
     root = Path(folder)
     if not (root / names.TRAINER_STATE_NAME).is_file():
-        lacks = f"it lacks {names.TRAINER_STATE_NAME}" if root.is_dir() else "there is no such folder"
-        raise CheckpointNotFound(f"{folder} is no checkpoint: {lacks}.")
+        lacks = f"it lacks {names.TRAINER_STATE_NAME}" if root.is_dir() else "the folder does not exist"
+        raise CheckpointNotFound(f"{folder} is not a checkpoint: {lacks}.")
     try:
         entries = read_manifest(root) or {}
     except ValueError:
@@ -295,8 +293,8 @@ def accept(folder: str | Path) -> Changes:
     for path in _files(root):
         asked = not entries or path in entries or _is_read(path)
         if asked and has_form(path) and (reason := why_unreadable(path)):
-            raise DamagedCheckpoint(f"{path} {reason}: nothing can go on from it.")
+            raise DamagedCheckpoint(f"{path} {reason}: a run cannot resume from it.")
     if found.removed and (reason := _missing_weights(root, [root / name for name in found.removed])) is not None:
-        raise CheckpointNotFound(f"{reason}: nothing can go on from it.")
+        raise CheckpointNotFound(f"{reason}: a run cannot resume from it.")
     write_manifest(root)
     return found

@@ -1,4 +1,4 @@
-"""File names in a checkpoint folder: the ones that `transformers.Trainer` reads and writes."""
+"""File names in a checkpoint folder, as `transformers.Trainer` reads and writes them."""
 
 PREFIX_CHECKPOINT_DIR = "checkpoint"
 TRAINER_STATE_NAME = "trainer_state.json"
@@ -6,12 +6,12 @@ TRAINING_ARGS_NAME = "training_args.bin"
 OPTIMIZER_NAME = "optimizer.pt"
 SCHEDULER_NAME = "scheduler.pt"
 SCALER_NAME = "scaler.pt"
-#: What FSDP writes: a file of whole weights and one of the whole optimizer, or a folder of parts for each.
+#: Written under FSDP: one file each for the whole weights and the whole optimizer state, or a folder of parts for each.
 FSDP_MODEL_NAME = "pytorch_model_fsdp"
 FSDP_OPTIMIZER_NAME = "optimizer"
-#: Ours alone: the states of Lightning's callbacks, if there are any.
+#: Only ours: the states of Lightning's callbacks, if any.
 LIGHTNING_CALLBACKS_NAME = "lightning_callbacks.pt"
-#: Ours alone: sizes and checksums of all other files.
+#: Only ours: sizes and checksums of all other files.
 MANIFEST_NAME = "hftrainer_manifest.json"
 
 SAFE_WEIGHTS_NAME = "model.safetensors"
@@ -23,7 +23,7 @@ ADAPTER_WEIGHTS_NAME = "adapter_model.bin"
 
 
 def progress_name(process_index: int, world_size: int) -> str:
-    """The file, ours alone, with what `trainer_state.json` does not tell of how far one process is."""
+    """The file, only ours, with the progress of one process that `trainer_state.json` lacks."""
     return "progress.pt" if world_size <= 1 else f"progress_{process_index}.pt"
 
 

@@ -1,4 +1,4 @@
-"""How far a run is, beyond what `trainer_state.json` tells: a file of our own that makes resuming exact."""
+"""The progress of a run that `trainer_state.json` lacks: a file of our own that makes resuming exact."""
 
 from __future__ import annotations
 
@@ -21,48 +21,48 @@ from hftrainer.training_args import TrainingArguments
 
 logger = logging.getLogger(__name__)
 
-#: Setting → what another value of it does to a resumed run.
-_POSITION = "the epoch goes on behind the same number of optimizer steps, which are other samples than were trained on"
-_ORDER = "the order of the samples is another one"
+#: Setting → effect of a changed value on a resumed run.
+_POSITION = "the epoch resumes after the same number of optimizer steps, which cover other samples than before"
+_ORDER = "the order of the samples changes"
 _CHANGES = {
     "per_device_train_batch_size": _POSITION,
     "gradient_accumulation_steps": _POSITION,
     "world_size": _POSITION,
-    "dataloader_drop_last": "the length of an epoch, and with it the epoch and place in it, may be another",
-    "samples in the data": f"{_ORDER}, and so are the epoch and the place in it",
+    "dataloader_drop_last": "the length of an epoch may change, and with it the epoch and the position in it",
+    "samples in the data": f"{_ORDER}, and so do the epoch and the position in it",
     "seed": f"{_ORDER}, unless data_seed is set",
     "data_seed": _ORDER,
     "train_sampling_strategy": _ORDER,
-    "accelerator_config": f"{_ORDER}, and so may be the place in it",
-    "dataloader_num_workers": "random numbers that the data draws are others",
-    "dataloader_persistent_workers": "random numbers that the data draws are others",
-    "max_steps": "the learning-rate schedule goes on with its new length",
+    "accelerator_config": f"{_ORDER}, and so may the position in it",
+    "dataloader_num_workers": "random numbers in the data change",
+    "dataloader_persistent_workers": "random numbers in the data change",
+    "max_steps": "the learning-rate schedule continues with its new length",
 }
-#: What makes up the samples of a step; they may change together and leave their number as it was.
+#: Settings whose product is the samples of a step; they may change together without changing it.
 _OF_STEP = ("per_device_train_batch_size", "gradient_accumulation_steps", "world_size")
-#: Changes after which the data is still read where it was.
+#: Changes that leave the position in the data valid.
 _HARMLESS = frozenset({"max_steps"})
-#: Changes after which the same samples are still read in the same order.
+#: Changes that leave the samples and their order unchanged.
 _SAME_SAMPLES = _HARMLESS | {"dataloader_num_workers", "dataloader_persistent_workers"}
 
 
 @dataclass
 class RunProgress:
-    """How far a run is.
+    """The progress of a run.
 
     Attributes:
-        settings: arguments that the place in the data depends on.
-        epoch: the epoch in hand, counted from 0; None before the first micro-batch.
+        settings: arguments that the position in the data depends on.
+        epoch: the current epoch, counted from 0; None before the first micro-batch.
         position: micro-batches of it that are done.
         epoch_ended: whether its end has been announced.
-        epoch_left: whether a callback has ended it before its data was through.
-        owes_evaluation: whether the evaluation of this step was left, or failed, and is to be made up.
+        epoch_left: whether a callback has ended it before the end of its data.
+        owes_evaluation: whether the evaluation of this step was interrupted or failed, and must be repeated.
         loss: sum of the losses since the last log line, shape `()`.
         last_logged: optimizer step of the last log line.
         metrics: sums of other numbers for the next log line.
         grad_norm: of the last step.
         learning_rate: of the last step.
-        evaluation_workers: evaluation sets whose loading processes have drawn their seed.
+        evaluation_workers: evaluation sets whose workers have drawn their seed.
         data: what `EpochReader.state_dict` returned; None before the first micro-batch.
     """
 
@@ -81,10 +81,10 @@ class RunProgress:
     data: dict[str, Any] | None
 
     def resume_position(self, micro_batches: int) -> tuple[int, int] | None:
-        """Epochs, and micro-batches of the next one, that are done; None when they must be worked out from the steps.
+        """Finished epochs, and finished micro-batches of the next one; None when they must be computed from the steps.
 
         Args:
-            micro_batches: in an epoch, at most: a stream may end before.
+            micro_batches: maximum number in an epoch; a stream may end earlier.
         """
         if self.epoch is None or self.data is None:
             return None
@@ -93,23 +93,23 @@ class RunProgress:
         return self.epoch, self.position
 
     def adapt(self, now: dict[str, Any], *, skips_data: bool) -> None:
-        """Say what arguments that have changed mean, and forget the place in the data if they move it.
+        """Log the effect of changed arguments, and forget the position in the data if they make it invalid.
 
         Args:
             now: the settings of the resumed run.
-            skips_data: whether the data is read on in the middle of an epoch, rather than from its start.
+            skips_data: whether a resumed epoch skips the batches already used, rather than starting again.
         """
         changed = [name for name, value in now.items() if name in self.settings and self.settings[name] != value]
         samples, before = (math.prod(settings.get(name, 1) for name in _OF_STEP) for settings in (now, self.settings))
         if samples == before and (shared := [name for name in changed if name in _OF_STEP]):
-            said = ", ".join(f"{name}={now[name]}, was {self.settings[name]}" for name in shared)
-            logger.warning("Resuming with %s: a step has the same %d samples, shared out anew.", said, samples)
+            listed = ", ".join(f"{name}={now[name]}, was {self.settings[name]}" for name in shared)
+            logger.warning("Resuming with %s: a step has the same %d samples, split differently.", listed, samples)
             changed = [name for name in changed if name not in _OF_STEP]
             self.data = None
         for name in changed:
             logger.warning("Resuming with %s=%s, was %s: %s.", name, now[name], self.settings[name], _CHANGES[name])
         if moved := [name for name in changed if name not in _SAME_SAMPLES]:
-            logger.warning("Until the end of this epoch samples may be repeated or left out: %s.", ", ".join(moved))
+            logger.warning("Samples may be repeated or skipped until the end of this epoch: %s.", ", ".join(moved))
         if not skips_data or set(changed) - _HARMLESS:
             self.data = None
 
@@ -121,14 +121,14 @@ def position_settings(
     processes: int,
     accelerator_config: AcceleratorConfig,
 ) -> dict[str, Any]:
-    """What the place in the data depends on; the names are those of `_CHANGES`.
+    """The settings that the position in the data depends on; the names are those of `_CHANGES`.
 
     Args:
         args: the training arguments.
-        schedule: of the run.
+        schedule: the run's schedule.
         batch_size: samples in a micro-batch of one process.
-        processes: those with batches of their own.
-        accelerator_config: how the loaders share the data.
+        processes: number of processes with their own batches.
+        accelerator_config: how the loaders shard the data.
     """
     given = {name: getattr(args, name) for name in _CHANGES if hasattr(args, name)}
     return given | {
@@ -142,23 +142,24 @@ def position_settings(
 
 
 def save_progress(progress: RunProgress, path: str) -> None:
-    """Write it to `path`."""
+    """Write the progress to `path`."""
     torch.save(as_dict(progress), path)
 
 
 def as_dict(progress: RunProgress) -> dict[str, Any]:
-    """What is written of it."""
+    """The progress as a dict, as it is written."""
     return {field.name: getattr(progress, field.name) for field in dataclasses.fields(progress)}
 
 
 def load_progress(folder: str, process_index: int, world_size: int) -> RunProgress | None:
-    """The progress of one process in a checkpoint; None when there is none, as in those of transformers.
+    """The progress of one process in a checkpoint; None when the checkpoint has none, as those of transformers.
 
-    A checkpoint of another number of processes gives all of these that of its first one, with the mean of the losses.
+    If the checkpoint was written by a different number of processes, all get the progress of rank 0, with the mean of
+    the losses.
 
     Raises:
-        UnsafeCheckpoint: when the state of the training data holds objects that only unpickling could read.
-        DamagedCheckpoint: when the file is cut off.
+        UnsafeCheckpoint: when the state of the training data contains objects that need unpickling.
+        DamagedCheckpoint: when the file is truncated.
     """
     of_first = [path for size in (1, 2) if os.path.isfile(path := os.path.join(folder, names.progress_name(0, size)))]
     if not of_first:
@@ -168,7 +169,7 @@ def load_progress(folder: str, process_index: int, world_size: int) -> RunProgre
     if written == world_size:
         return first if process_index == 0 else _read(os.path.join(folder, names.progress_name(process_index, written)))
     others = [os.path.join(folder, names.progress_name(rank, written)) for rank in range(1, written)]
-    losses = [_read(path).loss for path in others if os.path.isfile(path)]  # a .ckpt has those of the first alone
+    losses = [_read(path).loss for path in others if os.path.isfile(path)]  # a .ckpt has only the first
     first.loss = torch.stack([first.loss, *losses]).mean()
     return first
 

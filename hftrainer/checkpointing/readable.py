@@ -1,4 +1,4 @@
-"""Whether a file of a checkpoint can be read, found out by reading it."""
+"""Whether a file of a checkpoint can be read, checked by reading it."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from hftrainer.checkpointing import names
 from hftrainer.compat.reading import read_torch
 from hftrainer.errors import DamagedCheckpoint, UnsafeCheckpoint
 
-#: Endings of what `torch.save` writes.
+#: Suffixes of files that `torch.save` writes.
 _TORCH = (".pt", ".pth", ".bin")
-#: How the last record of an archive that `torch.save` has written begins, and its length in bytes: it has no comment.
+#: First bytes and length in bytes of the last record of a `torch.save` archive, which has no comment.
 _END_OF_ARCHIVE, _END_LENGTH = b"PK\x05\x06", 22
 
 
 def has_form(path: Path) -> bool:
-    """Whether a file, by its name, has a form that can be checked."""
+    """Whether a file's name shows a format that can be checked."""
     return path.suffix in (".safetensors", ".json", *_TORCH)
 
 
 def why_unreadable(path: Path, *, load: bool = True) -> str | None:
-    """Why a file cannot be read, to be put behind its path; None when it can.
+    """Why a file cannot be read, to be appended to its path; None when it can.
 
     Args:
         path: the file.
-        load: read tensors and values by `torch.load` too, and texts; otherwise only how such a file begins and ends.
+        load: also load files of `torch.save`, and read text files; otherwise check only how the former begin and end.
     """
     if path.suffix == ".safetensors":
         return _why_not_safetensors(path)
@@ -41,11 +41,11 @@ def why_unreadable(path: Path, *, load: bool = True) -> str | None:
 
 
 def _why_not_safetensors(path: Path) -> str | None:
-    """Opening one compares the length of the file with what its header tells."""
+    """Opening the file compares its length with its header."""
     try:
         with safetensors.safe_open(path, framework="pt"):
             return None
-    except Exception as error:  # the library raises classes of several kinds
+    except Exception as error:  # the library raises several exception classes
         return f"cannot be read ({error})"
 
 
@@ -55,30 +55,30 @@ def _why_not_json(path: Path) -> str | None:
     except ValueError as error:
         return f"cannot be read ({error})"
     if path.name == names.TRAINER_STATE_NAME and not (isinstance(value, dict) and "global_step" in value):
-        return "holds no state"
+        return "does not contain a state"
     if path.name.endswith(".index.json") and not (
         isinstance(value, dict) and isinstance(value.get("weight_map"), dict)
     ):
-        return "lists no shards"
+        return "does not list shards"
     return None
 
 
 def _why_not_begun(path: Path) -> str | None:
-    """Files from before torch 1.6 are no archives, but pickles."""
+    """Files from before torch 1.6 are pickles, not archives."""
     with path.open("rb") as file:
         begin = file.read(2)
     if not begin:
         return "is empty"
-    return None if begin[:1] == b"\x80" or zipfile.is_zipfile(path) else "is cut off"
+    return None if begin[:1] == b"\x80" or zipfile.is_zipfile(path) else "is truncated"
 
 
 def _why_not_loaded(path: Path) -> str | None:
     archive = zipfile.is_zipfile(path)
     if archive and not _ends_as_archive(path):
-        return "has something behind its end"
+        return "has extra bytes at its end"
     try:
         read_torch(str(path), mmap=True)
-    except UnsafeCheckpoint:  # as training_args.bin: objects that are not read, in an archive that can be
+    except UnsafeCheckpoint:  # such as training_args.bin: the archive can be checked without unpickling its objects
         damaged = _damaged_member(path) if archive else None
         return None if damaged is None else f"is damaged at {damaged}"
     except DamagedCheckpoint as error:
@@ -101,12 +101,12 @@ def _damaged_member(path: Path) -> str | None:
 
 
 def _why_not_text(path: Path) -> str | None:
-    """What has no form of its own is read as a text: vocabularies, templates, cards."""
+    """Files of other formats are read as text: vocabularies, templates, model cards."""
     content = path.read_bytes()
     if not content:
         return "is empty"
     try:
         content.decode("utf-8")
     except UnicodeDecodeError:
-        return "is no text, and has no form that could be checked"
+        return "is not text, and its format cannot be checked"
     return None

@@ -1,4 +1,4 @@
-"""Going on from a checkpoint: which one, its state, its optimizer, its callbacks."""
+"""Resuming from a checkpoint: choosing it, and loading the state, the optimizer and the callbacks."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ logger = logging.getLogger(__name__)
 
 
 def find_folder(resume_from_checkpoint: str | bool | None, output_dir: str) -> str | None:
-    """The checkpoint folder that `train(resume_from_checkpoint=...)` means, or None for a fresh start.
+    """The checkpoint folder for `train(resume_from_checkpoint=...)`, or None to start from scratch.
 
     Raises:
-        CheckpointNotFound: when there is none, or when it lacks the state or the weights.
+        CheckpointNotFound: when there is none, or when it is damaged or lacks the state or the weights.
     """
     if resume_from_checkpoint is None or resume_from_checkpoint is False:
         return None
@@ -35,48 +35,48 @@ def find_folder(resume_from_checkpoint: str | bool | None, output_dir: str) -> s
         if folder is None:
             raise CheckpointNotFound(
                 f"resume_from_checkpoint=True, but {output_dir} has no whole checkpoint-xxx folder: train without it "
-                "first, or give the folder's path."
+                "first, or pass the folder's path."
             )
         return folder
     folder = os.fspath(resume_from_checkpoint)
     if not os.path.isdir(folder):
-        raise CheckpointNotFound(f"resume_from_checkpoint={folder!r}: there is no such folder.")
+        raise CheckpointNotFound(f"resume_from_checkpoint={folder!r}: the folder does not exist.")
     if not os.path.isfile(os.path.join(folder, names.TRAINER_STATE_NAME)):
         inside = get_last_checkpoint(folder)
         hint = f" Did you mean {inside!r}?" if inside else ""
         raise CheckpointNotFound(
-            f"resume_from_checkpoint={folder!r}: it is no checkpoint, it lacks {names.TRAINER_STATE_NAME}.{hint}"
+            f"resume_from_checkpoint={folder!r} is not a checkpoint: it lacks {names.TRAINER_STATE_NAME}.{hint}"
         )
     found = changes(folder)
     if (reason := found.damage(folder)) is not None:
-        accepting = f"; or, if you have changed the file yourself: {_accepting(folder)}"
+        accepting = f"; or, if you changed the file yourself, run: {_accept_command(folder)}"
         raise CheckpointNotFound(
-            f"resume_from_checkpoint={folder!r}: it is damaged, {reason}. Use another one (True takes the newest whole "
+            f"resume_from_checkpoint={folder!r} is damaged: {reason}. Use another one (True takes the newest whole "
             f"one){accepting if found.can_be_accepted else '.'}"
         )
     _warn_of(found, folder)
     return folder
 
 
-def _accepting(folder: str) -> str:
-    """The command that takes a checkpoint as it is."""
+def _accept_command(folder: str) -> str:
+    """The command that accepts a checkpoint in its current state."""
     return f"python -m hftrainer checkpoint --accept {shlex.quote(folder)}"
 
 
 def _warn_of(found: Changes, folder: str) -> None:
     if found:
         logger.warning(
-            "%s was changed since it was written (%s) and is used as it is. To accept it for good: %s",
+            "%s was changed since it was written (%s). It is used in its current state. To accept it permanently: %s",
             folder,
             found,
-            _accepting(folder),
+            _accept_command(folder),
         )
 
 
 def why_not_loaded(best: str) -> str | None:
     """Why the weights of the best checkpoint cannot be loaded; None when they can.
 
-    A callback may have converted them when they were saved, so changes that can be read are accepted here too.
+    A callback may have converted them after saving, so readable changes are accepted here too.
     """
     found = changes(best, only_weights=True)
     reason = found.damage(best)
@@ -86,13 +86,13 @@ def why_not_loaded(best: str) -> str | None:
 
 
 def load_state(folder: str, args: TrainingArguments) -> TrainerState:
-    """The state in a checkpoint; arguments that have changed since are warned about."""
+    """The state in a checkpoint; logs a warning about arguments that have changed since."""
     state = TrainerState.load_from_json(os.path.join(folder, names.TRAINER_STATE_NAME))
     if (best := state.best_model_checkpoint) is not None and not os.path.isdir(best):
         beside = os.path.join(os.path.dirname(os.path.abspath(folder)), os.path.basename(best))
         state.best_model_checkpoint = beside if os.path.isdir(beside) else None
-        became = "it is forgotten" if state.best_model_checkpoint is None else f"{beside} takes its place"
-        logger.warning("The best checkpoint, %s, is gone: %s.", best, became)
+        became = "it is ignored" if state.best_model_checkpoint is None else f"{beside} is used instead"
+        logger.warning("The best checkpoint, %s, is missing: %s.", best, became)
     compared = {name: getattr(args, name) for name in ("logging_steps", "eval_steps", "save_steps")}
     compared["train_batch_size"] = args.per_device_train_batch_size
     changed = [
@@ -105,7 +105,7 @@ def load_state(folder: str, args: TrainingArguments) -> TrainerState:
     return state
 
 
-#: What GaLore and APOLLO keep in their state besides tensors: plain objects of their own.
+#: The classes of plain objects that GaLore and APOLLO keep in their state besides tensors.
 _PROJECTORS = {
     "galore_torch.galore_projector": "GaLoreProjector",
     "apollo_torch.svd_projector": "GaLoreProjector",
@@ -120,20 +120,20 @@ def _projectors() -> list[Any]:
 def load_optimizer_and_scheduler(
     folder: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, *, sharded: bool = False
 ) -> None:
-    """Load both states, in place; a checkpoint of `save_only_model` has neither, which is said.
+    """Load both states, in place; logs a warning if either is missing, as with `save_only_model`.
 
     Args:
         folder: the checkpoint.
-        model: whose parameters the optimizer has.
+        model: the model that the optimizer trains.
         optimizer: the optimizer.
         scheduler: its schedule.
-        sharded: whether the model is spread over processes, all of which must then call this.
+        sharded: whether the model is sharded over processes; if so, all must call this.
     """
     optimizer_file = os.path.join(folder, names.OPTIMIZER_NAME)
     scheduler_file = os.path.join(folder, names.SCHEDULER_NAME)
     parts, whole = (distributed.holds(files, "optimizer", folder) for files in (distributed.PARTS, distributed.WHOLES))
     if not ((os.path.isfile(optimizer_file) or parts or whole) and os.path.isfile(scheduler_file)):
-        logger.warning("%s holds no optimizer or scheduler state: both start anew.", folder)
+        logger.warning("%s lacks the optimizer or scheduler state: both start from scratch.", folder)
         return
     if parts:
         distributed.load_optimizer_parts(model, optimizer, folder)
@@ -150,7 +150,7 @@ def load_optimizer_and_scheduler(
 
 
 def _for_device(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The state, for the kernels of the device: XLA has no fused ones, which a checkpoint of another device names."""
+    """The state with settings for this device: XLA has no fused kernels, but a checkpoint may ask for them."""
     if optimizer.param_groups[0]["params"][0].device.type == "xla":
         for group in state["param_groups"]:
             if group.get("fused"):
@@ -169,20 +169,20 @@ def load_scheduler(folder: str, scheduler: Any) -> None:
     if os.path.isfile(path):
         scheduler.load_state_dict(read_torch(path))
     else:
-        logger.warning("%s holds no scheduler state: it starts anew.", folder)
+        logger.warning("%s lacks the scheduler state: the scheduler starts from scratch.", folder)
 
 
 def load_scaler(folder: str, scaler: torch.amp.GradScaler) -> None:
-    """Load the scale of the loss, in place."""
+    """Load the loss scale, in place."""
     path = os.path.join(folder, names.SCALER_NAME)
     if os.path.isfile(path):
         scaler.load_state_dict(read_torch(path))
     else:
-        logger.warning("%s holds no scale of the loss: it is found anew.", folder)
+        logger.warning("%s lacks the loss scale: the scaler starts from scratch.", folder)
 
 
 def load_lightning_callbacks(folder: str | None) -> dict[str, Any] | None:
-    """What Lightning's callbacks have kept in a checkpoint, nothing in one of transformers; None without a folder."""
+    """The states of Lightning's callbacks; empty in a checkpoint of transformers, None without a folder."""
     if folder is None:
         return None
     path = os.path.join(folder, names.LIGHTNING_CALLBACKS_NAME)
@@ -190,18 +190,18 @@ def load_lightning_callbacks(folder: str | None) -> dict[str, Any] | None:
 
 
 def restore_callbacks(handler: CallbackHandler, control: TrainerControl, states: dict[str, Any]) -> TrainerControl:
-    """Give callbacks that export a state the one saved under their class name; returns the restored control."""
+    """Restore callbacks that export a state, by class name; returns the restored control."""
     remaining = {name: list(value) if isinstance(value, list) else [value] for name, value in states.items()}
     for callback in handler.callbacks:
         saved = remaining.get(type(callback).__name__)
         if saved:
-            logger.info("%s gets its state back from the checkpoint.", type(callback).__name__)
+            logger.info("Restoring the state of %s from the checkpoint.", type(callback).__name__)
             _restore(callback, saved.pop(0))
     for saved in remaining.pop(type(control).__name__, []):
         _restore(control, saved)
     forgotten = [name for name, saved in remaining.items() if saved]
     if forgotten:
-        logger.warning("The checkpoint has states of callbacks that are not there now: %s.", ", ".join(forgotten))
+        logger.warning("The checkpoint has states of callbacks that this run lacks: %s.", ", ".join(forgotten))
     return control
 
 

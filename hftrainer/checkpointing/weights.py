@@ -1,4 +1,4 @@
-"""The model's weights: writing them to a folder, and reading them back in any layout that a Trainer has written."""
+"""The model's weights: writing them to a folder, and reading them in any layout that a Trainer writes."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from hftrainer.errors import CheckpointNotFound
 logger = logging.getLogger(__name__)
 
 
-#: The largest file of a plain module's weights; `save_pretrained` of libraries has a limit of its own.
+#: Maximum size of a file of a plain module's weights; libraries' `save_pretrained` has its own limit.
 MAX_SHARD_SIZE = "5GB"
 
 
 def save_weights(
     model: torch.nn.Module, folder: str, state_dict: dict[str, Any] | None = None, *, safe: bool = True
 ) -> None:
-    """Write `model` to `folder`: by its own `save_pretrained` if it is a library's model, else its state dict.
+    """Write `model` to `folder`: with `save_pretrained` for models of transformers and PEFT, else its state dict.
 
     Args:
-        model: whose weights are written; tied ones once.
+        model: the model; tied weights are written once.
         folder: an existing folder.
-        state_dict: the weights to write instead of the model's present ones.
-        safe: as safetensors; otherwise as `torch.save` does, in the files of v4.
+        state_dict: the weights to write instead of the model's current ones.
+        safe: write safetensors; otherwise `torch.save` files with the names of v4.
     """
     if peers.is_pretrained(model) or peers.is_peft(model):
         with _as_if_whole(model):
             _save_pretrained(model, folder, state_dict, safe)
         return
-    logger.info("The model has no save_pretrained: its state dict is saved.")
+    logger.info("The model has no save_pretrained: saving its state dict.")
     weights = dict(model.state_dict() if state_dict is None else state_dict)
     if safe:
         save_torch_state_dict(weights, folder, max_shard_size=MAX_SHARD_SIZE)
@@ -51,7 +51,7 @@ def save_weights(
 
 @contextlib.contextmanager
 def _as_if_whole(model: Any) -> Iterator[None]:
-    """Let a model that was loaded in parts write what has been gathered, without waiting for other processes."""
+    """Let a model that was loaded in shards write gathered weights, without waiting for other processes."""
     config: Any = getattr(model, "config", None)
     loaded = getattr(config, "distributed_config", None)
     if loaded is None:
@@ -65,7 +65,7 @@ def _as_if_whole(model: Any) -> Iterator[None]:
 
 
 def save_configs(model: Any, folder: str) -> None:
-    """Write what `save_weights` writes beside the weights, of a model whose weights stay elsewhere."""
+    """Write the configs that `save_weights` writes beside the weights, for a model whose weights are in other files."""
     for name in ("config", "generation_config"):
         config: Any = getattr(model, name, None)
         if callable(getattr(config, "save_pretrained", None)):
@@ -75,7 +75,7 @@ def save_configs(model: Any, folder: str) -> None:
 def _save_pretrained(model: Any, folder: str, state_dict: dict[str, Any] | None, safe: bool) -> None:
     takes_format = "safe_serialization" in inspect.signature(model.save_pretrained).parameters
     if takes_format and (not safe or behaviours.installed_release().startswith("4.")):
-        # v4 names the format always: a model's own method may have another default, as SpanMarker's.
+        # v4 always passes the format: a model's own method may have another default, such as SpanMarker's.
         model.save_pretrained(folder, state_dict=state_dict, safe_serialization=safe)
     elif safe:
         model.save_pretrained(folder, state_dict=state_dict)
@@ -85,7 +85,7 @@ def _save_pretrained(model: Any, folder: str, state_dict: dict[str, Any] | None,
 
 
 def _rewrite_as_bin(model: torch.nn.Module, folder: str) -> None:
-    """Turn the safetensors in `folder` into .bin files, file after file, with tied weights under all their names."""
+    """Convert the safetensors files in `folder` to .bin, one by one, with tied weights under all their names."""
     same: dict[int, list[str]] = {}
     tensors = model.state_dict(keep_vars=True)
     for name, tensor in tensors.items():
@@ -110,26 +110,26 @@ def _rewrite_as_bin(model: torch.nn.Module, folder: str) -> None:
 
 def has_weights(folder: str) -> bool:
     """Whether `folder` holds weights in a layout that `load_weights` reads."""
-    parts = os.path.isfile(os.path.join(folder, "latest"))  # of DeepSpeed's
+    parts = os.path.isfile(os.path.join(folder, "latest"))  # DeepSpeed's
     return holds_fsdp(folder) or parts or bool(_weights_files(folder) or _adapter_folders(folder))
 
 
 def missing_shard(folder: str) -> str | None:
-    """The first file that is missing of the shards whose index would be used; None without one."""
+    """The first missing shard of the index that would be used; None if none is missing."""
     return next((path for path in _weights_files(folder) if not os.path.isfile(path)), None)
 
 
 def holds_fsdp(folder: str) -> bool:
-    """Whether a sharded model has written the weights in `folder`."""
+    """Whether the weights in `folder` were written by a sharded model."""
     return any(distributed.holds(files, "model", folder) for files in (distributed.PARTS, distributed.WHOLES))
 
 
 class LoadResult(NamedTuple):
-    """What did not fit when weights were loaded, under the names of torch's own result.
+    """Missing and unexpected weights of a load, under the names of torch's own result.
 
     Attributes:
-        missing_keys: weights of the model that were not there, and stay as they are.
-        unexpected_keys: weights that the model lacks.
+        missing_keys: weights of the model that the files lack; they are unchanged.
+        unexpected_keys: weights in the files that the model lacks.
     """
 
     missing_keys: list[str]
@@ -137,18 +137,18 @@ class LoadResult(NamedTuple):
 
 
 def load_sharded_weights(model: torch.nn.Module, folder: str, *, only_trained: bool = False) -> LoadResult | None:
-    """Load the weights in `folder` into a model that is spread over processes; all of them must call it.
+    """Load the weights in `folder` into a model that is sharded over processes; all processes must call it.
 
     Args:
         model: the model.
         folder: written by a sharded model, or by any other.
-        only_trained: frozen weights stay as they are, as with adapters.
+        only_trained: do not load frozen weights, as with adapters.
 
     Returns:
-        What did not fit; None of a folder that holds parts, where all does.
+        Missing and unexpected weights; None for a folder of parts, where all must match.
 
     Raises:
-        CheckpointNotFound: when there are none, or adapters only, which have no place in a sharded model.
+        CheckpointNotFound: when there are none, or only adapters, which a sharded model cannot load.
     """
     if distributed.holds(distributed.PARTS, "model", folder):
         distributed.load_model_parts(model, folder, only_trained=only_trained)
@@ -166,13 +166,13 @@ def load_sharded_weights(model: torch.nn.Module, folder: str, *, only_trained: b
 
 
 def _converted(model: torch.nn.Module, folder: str) -> dict[str, torch.Tensor]:
-    """The weights in a folder by the names that a transformers model has for them; empty for other models."""
+    """The weights in a folder under the names of a transformers model; empty for other models."""
     from torch.distributed.fsdp import FSDPModule
 
     bare: Any = getattr(model, "_fsdp_wrapped_module", model)
     if not peers.is_pretrained(bare):
         return {}
-    # FSDP2 makes a class of its own.
+    # FSDP2 makes a new class; find the original one.
     own: Any = next(kind for kind in type(bare).__mro__ if not issubclass(kind, FSDPModule))
     return own.from_pretrained(folder, config=bare.config).state_dict()
 
@@ -181,7 +181,7 @@ def load_weights(model: torch.nn.Module, folder: str) -> LoadResult | None:
     """Load the weights in `folder` into `model`, in place.
 
     Returns:
-        What did not fit; None of adapters and of parts, where all does.
+        Missing and unexpected weights; None for adapters and parts, where all must match.
 
     Raises:
         CheckpointNotFound: when there are none.
@@ -196,8 +196,8 @@ def load_weights(model: torch.nn.Module, folder: str) -> LoadResult | None:
         return _load_files(model, [whole])
     elif os.path.isfile(os.path.join(folder, "latest")):
         raise CheckpointNotFound(
-            f"{folder} holds weights in DeepSpeed's parts: resume with deepspeed, or make one file of them with python "
-            "zero_to_fp32.py . in that folder."
+            f"{folder} holds weights partitioned by DeepSpeed: resume with deepspeed, or merge them into one file by "
+            "running python zero_to_fp32.py . in that folder."
         )
     else:
         raise CheckpointNotFound(
@@ -217,7 +217,7 @@ def _weights_files(
     wholes: Sequence[str] = (names.SAFE_WEIGHTS_NAME, names.WEIGHTS_NAME),
     indices: Sequence[str] = (names.SAFE_WEIGHTS_INDEX_NAME, names.WEIGHTS_INDEX_NAME),
 ) -> list[str]:
-    """The file with the weights, or the shards that an index lists: of the first kind that is there."""
+    """The file with the weights, or the shards that an index lists: the first kind found."""
     if (whole := _first_file(folder, *wholes)) is not None:
         return [whole]
     if (index := _first_file(folder, *indices)) is None:
@@ -231,7 +231,7 @@ def _read_index(path: str) -> dict[str, Any]:
 
 
 def _adapter_folders(folder: str) -> dict[str | None, str]:
-    """Folders with adapter weights by adapter name; None names the one in `folder` itself."""
+    """Folders with adapter weights, by adapter name; the key None stands for `folder` itself."""
     found: dict[str | None, str] = {}
     for name in (None, *sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())):
         path = folder if name is None else os.path.join(folder, name)
@@ -245,7 +245,7 @@ def _adapter_file(folder: str) -> str | None:
 
 
 def _names_fit(model: torch.nn.Module, paths: list[str]) -> bool:
-    """Whether the files have no weight that the model lacks, by name."""
+    """Whether the model has all weights in the files, by name."""
     expected = model.state_dict(keep_vars=True).keys()
     return all(expected >= read_weights(path).keys() for path in paths)
 
@@ -253,8 +253,8 @@ def _names_fit(model: torch.nn.Module, paths: list[str]) -> bool:
 def _load_converted(model: Any, folder: str) -> LoadResult:
     """Load weights that transformers has saved under other names than the model's own.
 
-    Since v5 `save_pretrained` writes some architectures (ViT for one) in the names of older releases, and only
-    `from_pretrained` knows the way back.
+    Since v5 `save_pretrained` writes some architectures (such as ViT) with the names of older releases, and only
+    `from_pretrained` can convert them back.
     """
     if not peers.is_pretrained(model):
         return _load_files(model, _weights_files(folder))
@@ -263,7 +263,7 @@ def _load_converted(model: Any, folder: str) -> LoadResult:
 
 
 def _load_files(model: torch.nn.Module, paths: list[str]) -> LoadResult:
-    """Load file after file, so that one shard at a time is in memory."""
+    """Load one file after the other, so that only one shard at a time is in memory."""
     expected = model.state_dict(keep_vars=True)
     loaded: set[str] = set()
     for path in paths:
@@ -274,7 +274,7 @@ def _load_files(model: torch.nn.Module, paths: list[str]) -> LoadResult:
 
 
 def _load_file(model: torch.nn.Module, path: str) -> set[str]:
-    """Load one file and let go of it; returns the names in it."""
+    """Load one file, without keeping its weights; returns their names."""
     weights = read_weights(path)
     model.load_state_dict(weights, strict=False)
     return set(weights)
@@ -283,12 +283,12 @@ def _load_file(model: torch.nn.Module, path: str) -> set[str]:
 def _load_adapters(model: Any, adapters: dict[str | None, str]) -> None:
     if not peers.is_peft(model):
         raise CheckpointNotFound(
-            f"{next(iter(adapters.values()))} holds adapters only, and the model is no PEFT model: wrap it with "
+            f"{next(iter(adapters.values()))} holds only adapters, but the model is not a PEFT model: wrap it with "
             "peft.get_peft_model before resuming."
         )
     active = model.active_adapters[0]
     for name, path in adapters.items():
         adapter = name if name is not None else (active if len(adapters) == 1 else "default")
-        read_weights(str(_adapter_file(path)))  # which says more than PEFT does of a file that cannot be read
-        known = adapter in model.peft_config  # stays as trainable and as precise as it is; one that is new comes frozen
+        read_weights(str(_adapter_file(path)))  # its error for an unreadable file is clearer than PEFT's
+        known = adapter in model.peft_config  # keeps its trainability and precision; a new adapter is frozen
         model.load_adapter(path, adapter, is_trainable=known, autocast_adapter_dtype=not known)

@@ -1,4 +1,4 @@
-"""Writes checkpoints one after the other: at once, or in the background from copies in the host's memory."""
+"""Writes checkpoints one after the other: synchronously, or in the background from copies in CPU memory."""
 
 from __future__ import annotations
 
@@ -22,60 +22,60 @@ from hftrainer.errors import CheckpointNotWritten
 
 logger = logging.getLogger(__name__)
 
-#: A disk with so many bytes left is full.
-_NEXT_TO_NOTHING = 1 << 18
+#: A disk with fewer free bytes counts as full.
+_FULL_BELOW = 1 << 18
 
 
-#: What a storage answers that is full, over a quota, read-only, not ours, or broken.
-_OF_STORAGE = frozenset(
+#: Error numbers of a storage that is full, over a quota, read-only, forbidden or broken.
+_STORAGE_ERRORS = frozenset(
     getattr(errno, name)
     for name in "ENOSPC EDQUOT EROFS EACCES EPERM EIO ESTALE EFBIG ENODEV ENXIO".split()
     if hasattr(errno, name)
 )
-#: What it answers, for a path in the output folder, when that folder is gone.
-_OF_PATHS = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EEXIST})
+#: Error numbers for a path in the output folder when that folder was deleted.
+_PATH_ERRORS = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EEXIST})
 
 
 def is_storage_error(error: BaseException, output_dir: str) -> bool:
-    """Whether writing to `output_dir` failed for the storage's sake: full, read-only, over a quota, gone."""
+    """Whether writing to `output_dir` failed because of the storage: full, read-only, over a quota, or missing."""
     if isinstance(error, OSError):
         below = os.path.abspath(str(error.filename)).startswith(os.path.abspath(output_dir))
-        return error.errno in _OF_STORAGE or (error.errno in _OF_PATHS and below)
+        return error.errno in _STORAGE_ERRORS or (error.errno in _PATH_ERRORS and below)
     if isinstance(error, SafetensorError):
         return True
-    if type(error) is Exception:  # so tokenizers tells it
+    if type(error) is Exception:  # raised by tokenizers
         found = re.search(r"\(os error (\d+)\)", str(error))
-        return found is not None and int(found[1]) in _OF_STORAGE
-    # torch's own writer tells it in words only.
+        return found is not None and int(found[1]) in _STORAGE_ERRORS
+    # torch's own writer reports it only in the message.
     return isinstance(error, RuntimeError) and any(
         part in str(error) for part in ("PytorchStreamWriter failed", "inline_container", "unexpected pos")
     )
 
 
-def _give_up(path: str, error: BaseException) -> None:
-    """Remove a half-written checkpoint.
+def _discard_partial(path: str, error: BaseException) -> None:
+    """Remove a partially written checkpoint.
 
     Raises:
-        OSError: that the disk is full, where torch or safetensors tell it in other words.
+        OSError: if the disk is full, but torch or safetensors raised another error for it.
     """
     folder = staging.staging_folder(path)
-    full = folder.is_dir() and shutil.disk_usage(folder).free < _NEXT_TO_NOTHING
+    full = folder.is_dir() and shutil.disk_usage(folder).free < _FULL_BELOW
     staging.discard(path)
     if full and not isinstance(error, OSError) and is_storage_error(error, os.path.dirname(path)):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
 
 
 class CheckpointWriter:
-    """Writes checkpoints whole or not at all; a failure of the storage costs the checkpoint, not the run.
+    """Writes checkpoints whole or not at all. If storage fails, the checkpoint is skipped and training continues.
 
     Args:
-        in_background: let training wait for the copy to the host's memory only. The copies are kept for the next
-            checkpoint, so they take as much memory as a checkpoint has.
-        stop_on_error: raise `CheckpointNotWritten` when one cannot be written, instead of going on to the next.
-        to_cpu: moves a state to where it can be written from.
+        in_background: training waits only for the copy to CPU memory. The buffers are kept for the next checkpoint,
+            so they take as much memory as a checkpoint.
+        stop_on_error: raise `CheckpointNotWritten` when one cannot be written, instead of skipping it.
+        to_cpu: moves a state to the CPU where writing needs it.
 
     Attributes:
-        added: knows which files in checkpoint folders the script has written itself.
+        added: finds files in checkpoint folders that the script has written itself.
         failed: whether the last checkpoint could not be written.
     """
 
@@ -88,7 +88,7 @@ class CheckpointWriter:
     ) -> None:
         self.in_background = in_background
         self.stop_on_error = stop_on_error
-        self._on_host = to_cpu
+        self._to_cpu = to_cpu
         self.added = AddedFiles()
         self.failed = False
         self._jobs: list[Callable[[], None]] | None = None
@@ -107,11 +107,11 @@ class CheckpointWriter:
         Args:
             path: its folder.
             fill: called with the folder to write into.
-            then: called when it is there, for instance to delete older ones; in the background too.
-            if_failed: called in the caller's thread when the storage has failed.
+            then: called when it is complete, for instance to delete older ones; in the background too.
+            if_failed: called in the caller's thread if the storage fails.
 
         Raises:
-            CheckpointNotWritten: with `stop_on_error`, when this one or the one before could not be written.
+            CheckpointNotWritten: with `stop_on_error`, when this or the previous checkpoint could not be written.
         """
         self.wait()
         folder = staging.staging_folder(path)
@@ -121,7 +121,7 @@ class CheckpointWriter:
                 staging.begin(folder)
                 fill(str(folder))
             except BaseException as error:
-                _give_up(path, error)
+                _discard_partial(path, error)
                 raise
             finally:
                 jobs, self._jobs = self._jobs or [], None
@@ -134,23 +134,23 @@ class CheckpointWriter:
 
     @property
     def collects(self) -> bool:
-        """Whether what is to be written now is put off, and needs a copy."""
+        """Whether writes are collected for later, and so need a copy."""
         return self._jobs is not None
 
     def when_done(self, announce: Callable[[], None]) -> None:
-        """Call `announce` when the last checkpoint is there: now, or in a later `poll` or `wait`; not if it failed."""
+        """Call `announce` once the last checkpoint is complete, now or in a `poll` or `wait`; never if it failed."""
         if self._pending is not None:
             self._announcements.append(announce)
         elif not self.failed:
             announce()
 
     def save(self, value: Any, path: str) -> None:
-        """Write `value` with `torch.save`, now or with the checkpoint in hand."""
+        """Write `value` with `torch.save`, now or with the current checkpoint."""
         self.call(lambda values: torch.save(values, path), value)
 
     def call(self, write: Callable[[Any], None], values: Any) -> None:
-        """Call `write(values)`: now, or with the checkpoint in hand on a copy of the values in the host's memory."""
-        values = self._on_host(values)
+        """Call `write(values)`: now, or with the current checkpoint, on a copy of the values in CPU memory."""
+        values = self._to_cpu(values)
         if self._jobs is None:
             write(values)
         else:
@@ -158,12 +158,12 @@ class CheckpointWriter:
             self._jobs.append(lambda: write(copied))
 
     def taking_part(self, path: str) -> contextlib.AbstractContextManager[None]:
-        """For what other processes write into the checkpoint in hand: a storage that fails is reported as here."""
+        """A context for other processes' writes into the current checkpoint; reports storage errors in the same way."""
         self.failed, self._if_failed = False, None
         return self._reporting(path)
 
     def poll(self) -> None:
-        """Announce a checkpoint that has been finished in the background."""
+        """Announce a checkpoint that was finished in the background."""
         if self._pending is not None and self._pending.done():
             self.wait()
 
@@ -185,14 +185,14 @@ class CheckpointWriter:
                 announce()
 
     def wait_ignoring_errors(self) -> None:
-        """Wait after an error of something else; what goes wrong here is said, and does not take its place."""
+        """Wait after another error; an error here is only logged, so that it does not replace the other one."""
         try:
             self.wait()
         except Exception:
-            logger.exception("The checkpoint that was being written has failed too.")
+            logger.exception("Writing the current checkpoint failed too.")
 
     def close(self) -> None:
-        """Wait, and let go of the thread and of the copies."""
+        """Wait, and release the thread and the copies."""
         try:
             self.wait()
         finally:
@@ -208,13 +208,13 @@ class CheckpointWriter:
             if not is_storage_error(error, os.path.dirname(path)):
                 raise
             self.failed = True
-            reason = error.strerror if isinstance(error, OSError) and error.errno in _OF_STORAGE else str(error)
+            reason = error.strerror if isinstance(error, OSError) and error.errno in _STORAGE_ERRORS else str(error)
             if self._if_failed is not None:
                 self._if_failed()
-            message = f"{path} could not be written ({reason}); nothing of it was left behind."
+            message = f"{path} could not be written ({reason}); its partial files were removed."
             if self.stop_on_error:
                 raise CheckpointNotWritten(message) from error
-            logger.error("%s Training goes on; the next checkpoint is tried when it is due.", message)
+            logger.error("%s Training continues; the next checkpoint will be attempted when due.", message)
 
     @property
     def _executor(self) -> ThreadPoolExecutor:
@@ -223,7 +223,7 @@ class CheckpointWriter:
         return self._thread
 
     def _copied(self, values: Any) -> Any:
-        """The values with their tensors in the host's memory, in buffers that the next checkpoint uses again."""
+        """The values with their tensors in CPU memory, in buffers that the next checkpoint reuses."""
         if self._stager is None:
             from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
@@ -240,7 +240,7 @@ class CheckpointWriter:
 
 
 class _Finish:
-    """The second half of a checkpoint: what was put off, the final name, and what is to follow."""
+    """The second half of a checkpoint: collected writes, the rename, and the follow-up."""
 
     def __init__(self, path: str, jobs: list[Callable[[], None]], then: Callable[[], None], added: AddedFiles) -> None:
         self.path = path
@@ -255,7 +255,7 @@ class _Finish:
             self.added.take(Path(self.path), staging.staging_folder(self.path))
             staging.publish(self.path)
         except BaseException as error:
-            _give_up(self.path, error)
+            _discard_partial(self.path, error)
             raise
         try:
             self.then()

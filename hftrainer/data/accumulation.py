@@ -12,11 +12,11 @@ from hftrainer.data.schedule import TrainingSchedule
 
 @dataclass(slots=True)
 class AccumulationWindow:
-    """The micro-batch in hand, within its optimizer step.
+    """The current micro-batch and its position in the optimizer step.
 
     Attributes:
-        size: micro-batches that the step really has; the last of an epoch may have fewer.
-        num_items: items that the loss is averaged over in the whole step, or None when nobody asks.
+        size: actual micro-batches in the step; the last step of an epoch may have fewer.
+        num_items: items that the loss is averaged over in the whole step, or None when not needed.
         opens: this is the step's first micro-batch.
         closes: the optimizer steps after this micro-batch.
         sample: index of the micro-batch in the epoch.
@@ -30,16 +30,16 @@ class AccumulationWindow:
 
 
 class MicroBatchIterator:
-    """An iterable over the micro-batches of an epoch; `window` always describes the one given last.
+    """An iterable over the micro-batches of an epoch; `window` describes the last one yielded.
 
-    Windows are fetched whole before their first micro-batch is used, as `transformers.Trainer` does: the number of
-    items in a window must be known before its first loss.
+    A whole window is fetched before its first micro-batch is used, as in `transformers.Trainer`: the number of items
+    in a window must be known before its first loss.
 
     Args:
         schedule: the lengths of the run.
         planned: micro-batches per optimizer step in the epoch that begins, as the schedule counts them.
-        accumulation: the same at this moment: callbacks may change the argument, and the next window follows it. The
-            epoch keeps its planned number of windows, as in `transformers.Trainer`.
+        accumulation: the current value: callbacks may change the argument, and the next window uses the new value.
+            The epoch keeps its planned number of windows, as in `transformers.Trainer`.
         open_epoch: called with no argument when an epoch's iteration begins; returns its batch iterator.
         get_window: `(iterator, count) -> (micro-batches, num_items)`.
         on_first_window: called once after the first window of an iteration is fetched.
@@ -72,7 +72,7 @@ class MicroBatchIterator:
         return self.schedule.steps_in_epoch
 
     def __iter__(self) -> Iterator[Any]:
-        # Nothing happens before the first micro-batch is asked for: Lightning calls iter() before the epoch begins.
+        # Nothing happens before the first micro-batch is requested: Lightning calls iter() before the epoch begins.
         index, self.position = self.position, 0
         iterator = self._open_epoch()
         total = self.schedule.steps_in_epoch
@@ -102,10 +102,10 @@ class MicroBatchIterator:
                 if self._interrupted():
                     return
 
-    # Lightning asks a loader for its state to know whether an epoch can be resumed in the middle.
+    # Lightning checks that a loader has a state to decide whether an epoch can be resumed in the middle.
 
     def state_dict(self) -> dict[str, int]:
-        """Where the epoch stands, in micro-batches."""
+        """Position in the epoch, in micro-batches."""
         return {"position": 0 if self.window is None else self.window.sample + 1}
 
     def load_state_dict(self, state: dict[str, int]) -> None:

@@ -1,4 +1,4 @@
-"""From a list of samples to a batch."""
+"""Collators: make a batch from a list of samples."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def default_data_collator(features: Sequence[Any], return_tensors: str = "pt") -
     """Stack the values of equal keys, without padding.
 
     Args:
-        features: the samples, mappings or objects with attributes, all with the keys of the first. `label` (a number)
-            or `label_ids` (a sequence) becomes `labels`; other strings and None values are left out.
+        features: the samples, mappings or objects with attributes; all have the keys of the first. `label` (a number)
+            or `label_ids` (a sequence) becomes `labels`; other strings and None values are dropped.
         return_tensors: 'pt' for torch tensors, 'np' for arrays.
 
     Returns:
@@ -38,7 +38,7 @@ def default_data_collator(features: Sequence[Any], return_tensors: str = "pt") -
 
 
 def _labels(values: list[Any], sample: Any) -> torch.Tensor:
-    """Int64 labels where `sample` is a whole number, else float32; tensors of several numbers are stacked."""
+    """Int64 labels if `sample` is an integer, else float32; tensors with dimensions are stacked."""
     first = values[0]
     if isinstance(first, torch.Tensor) and first.ndim > 0:
         return torch.stack(values)
@@ -89,7 +89,7 @@ class DataCollatorWithPadding:
 
 
 def _pad_quietly(tokenizer: Any, *args: Any, **kwargs: Any) -> Any:
-    """`tokenizer.pad`, without fast tokenizers' advice to pad while encoding: here samples come encoded."""
+    """`tokenizer.pad`, without fast tokenizers' advice to pad while encoding: samples are already encoded here."""
     warnings = getattr(tokenizer, "deprecation_warnings", {})
     before = warnings.get("Asking-to-pad-a-fast-tokenizer", False)
     warnings["Asking-to-pad-a-fast-tokenizer"] = True

@@ -23,7 +23,7 @@ def remove_unused_columns(dataset: Any, columns: Sequence[str], description: str
     """A `datasets.Dataset` with only the columns in `columns`.
 
     Raises:
-        InvalidArgument: when none is left, naming what the dataset has and what the model takes.
+        InvalidArgument: when no column is left; names the dataset's columns and the model's arguments.
     """
     ignored = [name for name in dataset.column_names if name not in columns]
     if len(ignored) == len(dataset.column_names):
@@ -33,7 +33,7 @@ def remove_unused_columns(dataset: Any, columns: Sequence[str], description: str
             "remove_unused_columns=False and let your data collator build the inputs."
         )
     if ignored:
-        logger.info("Columns that %s.forward does not take are left out: %s", model_name, ", ".join(ignored))
+        logger.info("Dropping columns that %s.forward does not take: %s", model_name, ", ".join(ignored))
         return dataset.remove_columns(ignored)
     return dataset
 
@@ -42,7 +42,7 @@ class RemoveColumnsCollator:
     """A collator that first drops from each sample the keys that the model does not take.
 
     Raises:
-        InvalidArgument: when the samples have keys, and none is left.
+        InvalidArgument: when the samples have keys, but none that the model takes.
     """
 
     def __init__(

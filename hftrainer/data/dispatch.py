@@ -1,4 +1,4 @@
-"""Batches that the main process reads for all, and hands out: `dispatch_batches` of accelerate."""
+"""`dispatch_batches` of accelerate: the main process reads all batches and scatters them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from hftrainer.errors import InvalidArgument
 
 @dataclass(frozen=True)
 class DataCollectives:
-    """How processes tell each other about data.
+    """Collective operations for data.
 
     Attributes:
-        from_main: what the main process finds by calling a function, in all processes.
-        scatter: one item for each process of the list that the main process makes by calling a function.
-        highest: the highest of all processes for each of a few numbers.
+        from_main: calls a function in the main process and broadcasts its result.
+        scatter: calls a function in the main process and scatters its list, one item for each rank.
+        highest: the element-wise maximum of a list of numbers over all ranks.
     """
 
     from_main: Callable[[Callable[[], Any]], Any]
@@ -28,7 +28,7 @@ class DataCollectives:
 
 
 def rounds(batches: Iterator[Any], count: int, drop_last: bool) -> Iterator[list[Any]]:
-    """Batches in groups of `count`; the last may have fewer, unless it is dropped. Nothing is read behind it."""
+    """Batches in groups of `count`; the last may have fewer, unless it is dropped. Does not read beyond a group."""
     while len(taken := list(islice(batches, count))) == count:
         yield taken
     if taken and not drop_last:
@@ -36,12 +36,12 @@ def rounds(batches: Iterator[Any], count: int, drop_last: bool) -> Iterator[list
 
 
 def parts(groups: Iterable[list[Any]], processes: int, drop_last: bool) -> Iterator[list[Any]]:
-    """The rows of each group of batches, in equal parts for the processes.
+    """Concatenates each group of batches and splits its rows into equal parts, one for each process.
 
-    Rows that are missing are taken from the first group, and with `drop_last` those that are too many are left out.
+    Missing rows are taken from the first group; with `drop_last`, surplus rows are dropped instead.
 
     Raises:
-        InvalidArgument: for batches that cannot be put together.
+        InvalidArgument: for batches that cannot be concatenated.
     """
     first: Any = None
     for group in groups:
@@ -53,7 +53,7 @@ def parts(groups: Iterable[list[Any]], processes: int, drop_last: bool) -> Itera
         yield [_rows(whole, rank * size, (rank + 1) * size) for rank in range(processes)]
 
 
-_INSTEAD = "set accelerator_config={'dispatch_batches': False}, so that each process reads its own."
+_INSTEAD = "set accelerator_config={'dispatch_batches': False}, so that each process reads its own batches."
 
 
 def _joined(batches: list[Any]) -> Any:
@@ -61,13 +61,13 @@ def _joined(batches: list[Any]) -> Any:
         return _combined(torch.cat, batches)
     except RuntimeError as error:
         raise InvalidArgument(
-            f"The main process cannot put batches of different shapes together: {error}. Pad all batches to one "
+            f"The main process cannot concatenate batches of different shapes: {error}. Pad all batches to one "
             f"length, or {_INSTEAD}"
         ) from error
 
 
 def _rows(batch: Any, start: int, stop: int) -> Any:
-    # Cloned, since pickling a part of a tensor would take all of it along.
+    # Cloned, since pickling a slice of a tensor pickles the whole storage.
     return _combined(lambda tensors: tensors[0][start:stop].clone(), [batch])
 
 
@@ -79,7 +79,7 @@ def _count(batch: Any) -> int:
 
 
 def _combined(function: Callable[[list[torch.Tensor]], torch.Tensor], batches: list[Any]) -> Any:
-    """A batch whose tensors are made of those at the same place in each of `batches`."""
+    """A batch of the same structure as `batches`; `function` gets the tensors of each leaf, one from each batch."""
     head = batches[0]
     if isinstance(head, torch.Tensor):
         return function(batches)
@@ -89,4 +89,4 @@ def _combined(function: Callable[[list[torch.Tensor]], torch.Tensor], batches: l
     if isinstance(head, (list, tuple)):
         items = [_combined(function, list(column)) for column in zip(*batches, strict=True)]
         return type(head)(*items) if hasattr(head, "_fields") else type(head)(items)
-    raise InvalidArgument(f"The main process can hand out tensors, not a {type(head).__name__}: {_INSTEAD}")
+    raise InvalidArgument(f"The main process can scatter tensors, not a {type(head).__name__}: {_INSTEAD}")

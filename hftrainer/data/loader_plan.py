@@ -1,4 +1,4 @@
-"""How the data reaches each process: what its loader reads, and what the processes tell each other about it."""
+"""How the data reaches each process: what its loader reads, and the collective operations it needs."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class LoaderPlan:
-    """What is particular to the loader of one process.
+    """How the loader of one process differs from the script's loader.
 
     Attributes:
-        dataset: what it reads.
-        settings: keywords of its `DataLoader` for sampling.
-        shards: the batches of an evaluation in several processes.
-        messenger: what several processes tell each other in training.
+        dataset: the dataset that it reads.
+        settings: `DataLoader` keywords for sampling.
+        shards: this process's batches of a distributed evaluation.
+        messenger: collective operations of distributed training.
         round_size: batches that the main process reads at once for all; None when each process reads its own.
-        generator: draws the order, the same one in all processes.
-        counts_alone: how many batches there are is known to each process for itself only.
-        splits: whether a batch of the script's is shared out to the processes.
+        generator: draws the sample order, the same in all processes.
+        counts_alone: each process knows only its own number of batches.
+        splits: whether each batch of the script's loader is split among the processes.
     """
 
     dataset: Any
@@ -46,7 +46,7 @@ class LoaderPlan:
     splits: bool = False
 
     def in_step(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The batches until one of the processes has no more."""
+        """Yields batches until any process has no more."""
         if not self.counts_alone:
             yield from batches
             return
@@ -59,17 +59,17 @@ class LoaderPlan:
             yield batch
         if batch is not nothing:
             logger.warning(
-                "The epoch ends with the shortest part of the stream; this process leaves out what is left of its own. "
-                "Give each process as many samples to read all of them."
+                "The epoch ends with the shortest shard of the stream; this process drops the rest of its shard. "
+                "To read all samples, give each process the same number of them."
             )
 
     @property
     def ends_with_filler(self) -> bool:
-        """Whether this process's last batch only keeps step with the others."""
+        """Whether this process's last batch is a filler that only keeps collective operations in step."""
         return self.shards is not None and self.shards.ends_with_filler
 
     def synchronize(self) -> None:
-        """Let all processes draw the order as the main one does."""
+        """Broadcast the main process's generator state, so that all processes draw the same order."""
         if self.generator is not None and self.messenger is not None:
             self.generator.set_state(self.messenger.from_main(self.generator.get_state))
 
@@ -77,39 +77,39 @@ class LoaderPlan:
 def deliver(
     loader: DataLoader, config: AcceleratorConfig, share: ShardSpec, messenger: DataCollectives | None, seed: int | None
 ) -> LoaderPlan:
-    """How a loader's data reaches one process; the arguments are those of `PreparedDataLoader.from_loader`."""
+    """Plan the loader of one process; the arguments are those of `PreparedDataLoader.from_loader`."""
     messenger = messenger if share.processes > 1 else None
     is_stream = isinstance(loader.dataset, IterableDataset)
     if messenger is not None and config.split_batches:
         check_split(_batch_size(loader), share.processes)
     dispatched = is_stream if config.dispatch_batches is None else config.dispatch_batches
     if messenger is not None and dispatched:
-        delivery = _read_alone(loader, config, seed)
-        delivery.settings["generator"] = None  # as accelerate, whose seeds come from torch's own
+        delivery = _plan_of_all(loader, config, seed)
+        delivery.settings["generator"] = None  # as in accelerate, which draws seeds from torch's global generator
         delivery.round_size = 1 if config.split_batches else share.processes
         delivery.splits = config.split_batches
     elif messenger is not None and is_stream:
-        delivery = _stream_of_one(loader, config, share)
+        delivery = _plan_of_stream(loader, config, share)
     elif messenger is not None:
-        delivery = _batches_of_one(loader, config, share, seed)
+        delivery = _plan_of_batches(loader, config, share, seed)
         delivery.splits = config.split_batches
     elif share.processes > 1 and not is_stream:
         shards = ShardedBatchSampler(_batches(loader, seed), share)
         delivery = LoaderPlan(loader.dataset, _sampling(loader, shards), shards)
     else:
-        delivery = _read_alone(loader, config, seed)
+        delivery = _plan_of_all(loader, config, seed)
     delivery.messenger = messenger
     return delivery
 
 
-def _read_alone(loader: DataLoader, config: AcceleratorConfig, seed: int | None) -> LoaderPlan:
-    """All of the data, as one process reads it."""
+def _plan_of_all(loader: DataLoader, config: AcceleratorConfig, seed: int | None) -> LoaderPlan:
+    """The plan of a process that reads all of the data."""
     if isinstance(loader.dataset, IterableDataset):
         return LoaderPlan(loader.dataset, {"batch_size": loader.batch_size, "drop_last": loader.drop_last})
     return LoaderPlan(loader.dataset, _sampling(loader, _batches(loader, seed, seedable=config.use_seedable_sampler)))
 
 
-def _batches_of_one(loader: DataLoader, config: AcceleratorConfig, share: ShardSpec, seed: int | None) -> LoaderPlan:
+def _plan_of_batches(loader: DataLoader, config: AcceleratorConfig, share: ShardSpec, seed: int | None) -> LoaderPlan:
     """The batches of one process in training."""
     batches, generator = _batches(loader, seed, seedable=config.use_seedable_sampler), None
     if not config.use_seedable_sampler:
@@ -118,13 +118,13 @@ def _batches_of_one(loader: DataLoader, config: AcceleratorConfig, share: ShardS
     return LoaderPlan(loader.dataset, _sampling(loader, even), generator=generator)
 
 
-def _stream_of_one(loader: DataLoader, config: AcceleratorConfig, share: ShardSpec) -> LoaderPlan:
+def _plan_of_stream(loader: DataLoader, config: AcceleratorConfig, share: ShardSpec) -> LoaderPlan:
     """The samples of one process in training: its own shards, or its part of each round."""
     size, dataset = loader.batch_size, None
     if size is None:
         raise InvalidArgument(
-            "accelerator_config['dispatch_batches']=False shares out the samples of a stream, but this loader has no "
-            "batch_size: give it one, or leave dispatch_batches out."
+            "accelerator_config['dispatch_batches']=False shards the samples of a stream, but this loader has no "
+            "batch_size: set one, or remove dispatch_batches."
         )
     if config.split_batches:
         size //= share.processes
@@ -141,13 +141,13 @@ def _stream_of_one(loader: DataLoader, config: AcceleratorConfig, share: ShardSp
 
 
 def _sampling(loader: DataLoader, batches: Any) -> dict[str, Any]:
-    if loader.batch_sampler is None:  # the sampler gives what the dataset makes a whole batch of
+    if loader.batch_sampler is None:  # the dataset returns a whole batch for each item of the sampler
         return {"batch_size": None, "sampler": batches}
     return {"batch_sampler": SkippingBatchSampler(batches)}
 
 
 def _batches(loader: DataLoader, seed: int | None, *, seedable: bool = True) -> Any:
-    """What gives the indices of whole batches, a random order made seedable. The user's own object is left alone."""
+    """The sampler of whole batches, with a random order made seedable. The user's own object is not changed."""
     if loader.batch_sampler is None:
         return loader.sampler
     sampler: Any = getattr(loader.batch_sampler, "sampler", None)
@@ -166,7 +166,7 @@ def _batches(loader: DataLoader, seed: int | None, *, seedable: bool = True) -> 
 
 
 def _with_generator(batches: Any) -> tuple[Any, torch.Generator | None]:
-    """The batch sampler, its sampler with a generator if it can have one, and that generator."""
+    """The batch sampler and its sampler's generator, made if absent; None if the sampler cannot have one."""
     sampler: Any = getattr(batches, "sampler", None)
     if not hasattr(sampler, "generator"):
         return batches, None

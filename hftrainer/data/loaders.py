@@ -1,4 +1,4 @@
-"""The data loader in Hugging Face's order of samples, and of draws from the random generators."""
+"""The data loader, with Hugging Face's order of samples and of random draws."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-#: Numbers the iterations of all loaders.
+#: Counts the iterations of all loaders.
 _STARTS = itertools.count(1)
 
 
 class PreparedDataLoader(DataLoader):
-    """A `DataLoader` on the training device, one batch ahead, in Hugging Face's order.
+    """A `DataLoader` that moves batches to the device and reads one batch ahead, in Hugging Face's order.
 
-    It draws from the generators exactly when accelerate's loader does, which is one batch before its own is used; so
+    It draws from the generators exactly when accelerate's loader does: one batch before that batch is used. So
     datasets and collators that draw random numbers (masking, augmentation) give the same samples.
 
     Attributes:
-        at_end: whether the batch given last is the last.
-        filler: whether the batch given last only keeps step with the other processes.
-        counted: how many samples of the batch given last count; None for all, as of every batch but the last.
-        log: told of what is read, in a loader that is trained on.
-        started: number of the iteration that goes on, among those of all loaders; 0 when there is none.
+        at_end: whether the last batch yielded is the last of the epoch.
+        filler: whether the last batch yielded only keeps collective operations in step.
+        counted: samples of the last batch yielded that count; None for all, as in every batch but the last.
+        log: records what is read, in a training loader.
+        started: number of the running iteration, counted over all loaders; 0 when none is running.
     """
 
     device: torch.device
@@ -59,7 +59,7 @@ class PreparedDataLoader(DataLoader):
     _continued: tuple[dict[str, Any] | None, Callable[[], None]] | None = None
     _worker_states: Mapping[int, bytes] = MappingProxyType({})
     _worker_seed: torch.Tensor | None = None
-    _has_followed = False
+    _has_drawn_seed = False
 
     @classmethod
     def from_loader(
@@ -75,22 +75,22 @@ class PreparedDataLoader(DataLoader):
         """Prepare a plain loader.
 
         Args:
-            loader: the loader to take dataset, samplers, collator and workers from.
+            loader: the source of dataset, samplers, collator and workers.
             device: where batches are moved to.
             seed: seed of the sample order; None takes torch's initial seed, as accelerate does.
             config: how batches reach the processes in training.
-            share: which of the batches are this process's.
-            messenger: what several processes tell each other in training; without it the loader is for evaluation,
-                where no sample is read twice, whatever the config says.
+            share: which of the batches this process reads.
+            messenger: collective operations of distributed training; without it the loader is for evaluation, which
+                reads no sample twice, whatever the config.
 
         Raises:
-            InvalidArgument: when the config cannot be followed with this data.
+            InvalidArgument: when the config does not fit this data.
             UnsupportedArgument: when processes would get different numbers of batches.
         """
         delivery = deliver(loader, config, share, messenger, seed)
         prepared = cls(delivery.dataset, **(_settings(loader) | delivery.settings))
         prepared.device = device
-        # On MPS other numbers would arrive: https://github.com/pytorch/pytorch/issues/139550
+        # On MPS the values would be wrong: https://github.com/pytorch/pytorch/issues/139550
         prepared.non_blocking = config.non_blocking and device.type != "mps"
         prepared.skip_batches = 0
         prepared.drops_last = loader.drop_last
@@ -101,12 +101,12 @@ class PreparedDataLoader(DataLoader):
         return prepared
 
     def _counted(self, batch: Any) -> int | None:
-        """How many samples of a batch count in a gathering for metrics; None for all. In training see `remainder`."""
+        """Samples of a batch that `gather_for_metrics` keeps; None for all. For training see `remainder`."""
         if self.filler:
             return 0
         if not self.at_end or self.delivery.messenger is not None:
             return None
-        if isinstance(self.dataset, IterableDataset):  # which does not know how many it has
+        if isinstance(self.dataset, IterableDataset):  # its length is unknown
             return find_batch_size(batch)
         if self.drops_last or not has_length(self.dataset) or not (size := self.samples_per_batch):
             return None
@@ -116,9 +116,9 @@ class PreparedDataLoader(DataLoader):
 
     @property
     def remainder(self) -> int | None:
-        """Samples of the last round of training, over all processes, when others complete it; None in all other rounds.
+        """Samples in the last round of training, over all ranks, if it was filled up; None in all other rounds.
 
-        As in accelerate, `gather_for_metrics` leaves out the rows behind them.
+        As in accelerate, `gather_for_metrics` drops the rows after them.
         """
         trains = self.delivery.messenger is not None and not isinstance(self.dataset, IterableDataset)
         if not self.at_end or not trains or self.drops_last or not (total := self.total_batch_size):
@@ -127,18 +127,18 @@ class PreparedDataLoader(DataLoader):
 
     @property
     def total_batch_size(self) -> int | None:
-        """Samples in a round of full batches of all processes; None when that is not known."""
+        """Samples in a round of full batches over all processes; None when unknown."""
         size, delivery = self.samples_per_batch, self.delivery
         return size if size is None or delivery.splits else size * self.share.processes
 
     @property
     def samples_per_batch(self) -> int | None:
-        """Samples in a full batch, when it is known."""
+        """Samples in a full batch; None when unknown."""
         return self.batch_size if self.batch_size is not None else getattr(self.batch_sampler, "batch_size", None)
 
     @property
     def source(self) -> Any:
-        """The dataset that the loader was made with, of which this process may get a part only."""
+        """The dataset that the loader was made with; this process may read only a part of it."""
         return self.dataset.dataset if isinstance(self.dataset, ShardedStream) else self.dataset
 
     def __len__(self) -> int:
@@ -149,7 +149,7 @@ class PreparedDataLoader(DataLoader):
         return batches // count if self.drops_last else -(-batches // count)
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell samplers and dataset which epoch the next iteration is."""
+        """Set the epoch of the next iteration in samplers and dataset."""
         self.iteration = epoch
         for part in (self.batch_sampler, getattr(self.batch_sampler, "sampler", None)):
             inner: Any = part
@@ -162,19 +162,19 @@ class PreparedDataLoader(DataLoader):
             dataset.set_epoch(epoch)
 
     def skip_first(self, batches: int) -> None:
-        """Pass over the first batches of the next iteration, at the sampler if there is one."""
+        """Skip the first batches of the next iteration, in the sampler if there is one."""
         if isinstance(self.batch_sampler, SkippingBatchSampler):
             self.batch_sampler.skipped = batches
         else:
             self.skip_batches = batches
 
     def go_on(self, position: int, saved: dict[str, Any] | None, restore_random: Callable[[], None]) -> None:
-        """Let the next iteration go on within an epoch.
+        """Let the next iteration resume within an epoch.
 
         Args:
             position: batches of the epoch that were used.
-            saved: what the log's `state_dict` returned then, if it is known.
-            restore_random: called when the first batch has been read, if it is known how it is read again.
+            saved: the log's `state_dict` at that point, if known.
+            restore_random: called after the first batch is read, if `saved` allows reading it again.
         """
         read_again, used = 0, position
         position *= self.delivery.round_size or 1
@@ -187,8 +187,8 @@ class PreparedDataLoader(DataLoader):
             position = 0
             if self.share.processes > 1 and not self.drops_last:
                 logger.warning(
-                    "The stream goes on from its state: if its last round of this epoch is not full, it is completed "
-                    "with the first samples behind that place, not with those of the epoch."
+                    "The stream resumes from its saved state: if the last round of this epoch is not full, it is "
+                    "completed with the first samples after that position, not with the first of the epoch."
                 )
         self.skip_first(position)
         self.skip_batches += read_again
@@ -196,7 +196,7 @@ class PreparedDataLoader(DataLoader):
             self._continued = saved["before"], restore_random
 
     def spare_seed(self) -> None:
-        """Start the next loading processes without drawing from torch's generator: the run before has done so."""
+        """Start the next workers without drawing from torch's generator: the interrupted run has done so."""
         self._worker_seed = torch.Generator().get_state()
 
     def record_batches(self) -> list[list[int]] | None:
@@ -221,7 +221,7 @@ class PreparedDataLoader(DataLoader):
         if delivery.round_size is not None:
             iterator: Iterator[tuple[Any, bool]] = ((batch, False) for batch in self._received())
         else:
-            # A stream in an evaluation is read by every process.
+            # In an evaluation, every process reads the whole stream.
             share = self.share if delivery.messenger is None and isinstance(self.dataset, IterableDataset) else ALL
             iterator = shared_out(delivery.in_step(self._read(share.processes)), share)
         nothing: Any = object()
@@ -238,7 +238,7 @@ class PreparedDataLoader(DataLoader):
         self.iteration += 1
 
     def _received(self) -> Iterator[Any]:
-        """What the main process reads, the part of this process."""
+        """The part of this process of the batches that the main process reads."""
         messenger, processes = self.delivery.messenger, self.share.processes
         assert messenger is not None
         groups = parts(self._read(1), processes, self.drops_last)
@@ -248,16 +248,16 @@ class PreparedDataLoader(DataLoader):
             yield part
 
     def _read(self, times: int) -> Iterator[Any]:
-        """The batches as the dataset gives them, from where this iteration is to begin; or the rounds to hand out.
+        """The dataset's batches from where this iteration begins; or the rounds to scatter.
 
         Args:
-            times: how many of them are read for one that this process uses.
+            times: batches read for each batch that this process uses.
         """
         skipped, self.skip_batches = self.skip_batches * times, 0
         continued, self._continued = self._continued, None
         log, size = self.log, self.delivery.round_size
         if size is not None and self.share.rank:
-            self._follow()
+            self._draw_only()
             if continued is not None:
                 continued[1]()
             return
@@ -282,23 +282,23 @@ class PreparedDataLoader(DataLoader):
             yield log.after_read(batch)
             log.before_read()
 
-    def _follow(self) -> None:
-        """Draw what opening the data draws, and start no loading processes: the main process alone reads."""
+    def _draw_only(self) -> None:
+        """Make the random draws of opening the data, without starting workers: only the main process reads."""
         seed, self._worker_seed = self._worker_seed, None
         if not self.num_workers:
             super().__iter__()
-        elif not (self.persistent_workers and self._has_followed):
+        elif not (self.persistent_workers and self._has_drawn_seed):
             if self.log is not None:
                 self.log.begin_workers(None, now=seed is None)
             if seed is None:
                 torch.empty((), dtype=torch.int64).random_()
-            self._has_followed = True
+            self._has_drawn_seed = True
 
     @staticmethod
     def _read_again(
         iterator: Iterator[Any], log: ReadingLog, before: dict[str, Any] | None, restore_random: Callable[[], None]
     ) -> Any:
-        """The batch that had been read when the checkpoint was written, but not been used."""
+        """The batch that had been read but not used when the checkpoint was written."""
         if before is not None:
             log.sources.restore(before)
         log.before_read()
@@ -307,7 +307,7 @@ class PreparedDataLoader(DataLoader):
         return batch if batch is _NOTHING else log.after_read(batch)
 
     def _open(self) -> Iterator[Any]:
-        """Begin to read; with a log, new loading processes tell their random states."""
+        """Begin to read; with a log, new workers send their random states along."""
         states, seed = self._worker_states, self._worker_seed
         self._worker_states, self._worker_seed = {}, None
         if not self.num_workers or (self.persistent_workers and self._iterator is not None):
@@ -335,12 +335,12 @@ _SETTINGS = """
 
 
 def _settings(loader: DataLoader) -> dict[str, Any]:
-    """What a loader does with the samples that its sampler gives it."""
+    """A loader's settings, except dataset and samplers."""
     return {name: getattr(loader, name) for name in _SETTINGS}
 
 
 def skip_first(loader: Any, batches: int) -> tuple[Any, int]:
-    """A loader whose next iteration begins behind some batches, and how many are left to pass over by hand."""
+    """A loader whose next iteration skips some batches, and how many the caller must still skip."""
     if isinstance(loader, PreparedDataLoader):
         loader.skip_first(batches)
         return loader, 0
@@ -351,7 +351,7 @@ def skip_first(loader: Any, batches: int) -> tuple[Any, int]:
 
 
 def to_device(data: Any, device: torch.device, non_blocking: bool = False) -> Any:
-    """Move every tensor in nested mappings, lists and tuples; anything with its own `to` moves itself."""
+    """Move every tensor in nested mappings, lists and tuples, and any object with a `to` method."""
     if isinstance(data, torch.Tensor):
         return data.to(device, non_blocking=non_blocking)
     if isinstance(data, Mapping):

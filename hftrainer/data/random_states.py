@@ -1,4 +1,4 @@
-"""The random states of one process: Python, NumPy, torch, and the accelerators."""
+"""The random states of one process: Python, NumPy, torch and accelerators."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from hftrainer.compat.reading import read_torch
 
 logger = logging.getLogger(__name__)
 
-#: Accelerators whose generators have a state; the first five under the names that `transformers.Trainer` uses.
+#: Accelerators with a generator state; the first five have the names that `transformers.Trainer` uses.
 _ACCELERATORS = ("cuda", "npu", "hpu", "mlu", "musa", "xpu", "mps")
-#: Bytes of a Mersenne Twister: 624 words and its index.
+#: Size of a Mersenne Twister's state in bytes: 624 words and its index.
 _TWISTER_SIZE = 625 * 4
 
 
@@ -30,7 +30,7 @@ def _accelerators() -> dict[str, Any]:
 
 
 class _NumpyState:
-    """NumPy's global state; reading it takes 25 microseconds, so an unchanged one is not read again."""
+    """NumPy's global state; reading it takes 25 microseconds, so an unchanged state is cached."""
 
     def __init__(self) -> None:
         self._bytes = b""
@@ -41,7 +41,7 @@ class _NumpyState:
         if not isinstance(bits, np.random.MT19937):
             return np.random.get_state(legacy=False)
         now = ctypes.string_at(bits.ctypes.state_address, _TWISTER_SIZE)
-        # A normal number kept for the next call is no part of these bytes: with one, they tell nothing.
+        # These bytes lack a normal number cached for the next call: with one, they do not show a change.
         if self._state is None or now != self._bytes or self._state[3]:
             self._bytes, self._state = now, np.random.get_state()
         return self._state
@@ -51,12 +51,12 @@ _numpy_state = _NumpyState()
 
 
 def random_states() -> dict[str, Any]:
-    """The states of Python's, NumPy's and torch's generators on the host."""
+    """The states of Python's, NumPy's and torch's CPU generators."""
     return {"python": random.getstate(), "numpy": _numpy_state.read(), "cpu": torch.random.get_rng_state()}
 
 
 def restore_random_states(states: dict[str, Any]) -> None:
-    """Bring back what `random_states` returned."""
+    """Restore what `random_states` returned."""
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     torch.random.set_rng_state(states["cpu"])
@@ -76,9 +76,9 @@ def save_rng_state(path: str) -> None:
 
 
 def load_rng_state(path: str) -> None:
-    """Restore the random states in `path`; without the file, say that the run will not be reproduced exactly."""
+    """Restore the random states in `path`; if the file is missing, log that resuming is not exact."""
     if not os.path.isfile(path):
-        logger.warning("There is no %s: training resumes, but not with the random numbers of the first run.", path)
+        logger.warning("%s not found: training resumes with other random numbers than an uninterrupted run.", path)
         return
     with torch.serialization.safe_globals(numpy_state_types()):
         states = read_torch(path)
@@ -86,10 +86,10 @@ def load_rng_state(path: str) -> None:
 
 
 def restore_rng_state(states: dict[str, Any]) -> None:
-    """Bring back what `rng_state` returned."""
+    """Restore what `rng_state` returned."""
     restore_random_states(states)
     for name, module in _accelerators().items():
-        if isinstance(states.get(name), list):  # one for each device, as distributed runs of transformers have them
+        if isinstance(states.get(name), list):  # one for each device, as saved by distributed runs of transformers
             module.set_rng_state_all(states[name])
         elif name in states:
             module.set_rng_state(states[name])
@@ -98,7 +98,7 @@ def restore_rng_state(states: dict[str, Any]) -> None:
 
 
 def numpy_state_types() -> list[Any]:
-    """What a pickled NumPy random state is made of, and nothing else."""
+    """The only types that unpickling a NumPy random state needs."""
     core = np._core if hasattr(np, "_core") else np.core  # renamed in NumPy 2.0
     dtypes = [type(np.dtype(number)) for number in (np.uint32, np.uint64)]
     return [core.multiarray._reconstruct, np.ndarray, np.dtype, *dtypes]

@@ -1,4 +1,4 @@
-"""Where the data draws its random numbers from: the global generators, and those that samplers and collators hold."""
+"""The random generators that the data uses: the global ones, and those of samplers and collators."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hftrainer.data.random_states import random_states, restore_random_states
 logger = logging.getLogger(__name__)
 
 _KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-#: Attributes in which loaders, samplers, datasets and collators keep the parts that they are made of.
+#: Attributes of loaders, samplers, datasets and collators that hold their parts.
 _PARTS = ("batch_sampler", "sampler", "dataset", "collate_fn", "data_collator", "transform")
 
 
@@ -23,7 +23,7 @@ class RandomSources:
     """The generators that the data may draw from.
 
     Args:
-        parts: name → loader, dataset or collator, searched for generators of their own.
+        parts: name → loader, dataset or collator to search for generators.
     """
 
     def __init__(self, **parts: Any) -> None:
@@ -32,7 +32,7 @@ class RandomSources:
         self.look()
 
     def look(self) -> None:
-        """Search again: some make their generator when they are first used."""
+        """Search again: some samplers make their generator at first use."""
         self._held = [
             (f"{path}.{name}", value)
             for path, owner in self._owners().items()
@@ -41,30 +41,30 @@ class RandomSources:
         ]
 
     def capture(self) -> dict[str, Any]:
-        """The states of the global generators and of those held."""
+        """The states of the global generators and of those found in the parts."""
         return {**random_states(), "held": self.held()}
 
     def held(self) -> dict[str, Any]:
-        """The states of the generators held, by the path to each."""
+        """The states of the generators found in the parts, by path."""
         return {path: _state(generator) for path, generator in self._held}
 
     def restore(self, states: Mapping[str, Any]) -> None:
-        """Bring back what `capture` returned."""
+        """Restore what `capture` returned."""
         restore_random_states(dict(states))
         self.restore_held(states["held"])
 
     def restore_held(self, held: Mapping[str, Any]) -> None:
-        """Bring back what `held` returned; generators that are made at first use are made now."""
+        """Restore what `held` returned; makes generators that would be made at first use."""
         owners = self._owners()
         for path, state in held.items():
-            place, _, name = path.rpartition(".")
-            if place not in owners:
-                logger.warning("The checkpoint has the random state of %s, which is not there now.", path)
+            owner, _, name = path.rpartition(".")
+            if owner not in owners:
+                logger.warning("The checkpoint has a random state for %s, which does not exist in this run.", path)
                 continue
-            generator = getattr(owners[place], name, None)
+            generator = getattr(owners[owner], name, None)
             if generator is None:
                 generator = _new(state)
-                setattr(owners[place], name, generator)
+                setattr(owners[owner], name, generator)
             _set_state(generator, state)
         self.look()
 

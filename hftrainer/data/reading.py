@@ -1,4 +1,4 @@
-"""How far the training data has been read, so that a resumed run reads on with the same samples."""
+"""The reading position in the training data, so that a resumed run continues with the same samples."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Continuation:
 
     Attributes:
         position: micro-batches of the epoch that are done.
-        restore_random: brings back the random states that the checkpoint was written with.
-        saved: what `EpochReader.state_dict` returned then; None in checkpoints of transformers.
+        restore_random: restores the random states of the checkpoint.
+        saved: the saved `EpochReader.state_dict`; None in checkpoints of transformers.
     """
 
     position: int
@@ -33,15 +33,15 @@ class Continuation:
 
 
 class ReadingLog:
-    """What is known of the batches that a loader has read in an epoch.
+    """Records the batches that a loader has read in an epoch, and the random states between them.
 
     The loader reads one batch ahead, so a checkpoint needs the state from before that batch: it is read again.
-    Loading processes read further ahead. They make batches in turn, so going on from the beginning of a round, with the
-    states that they had then, gives each process the batches that it had.
+    Workers read further ahead. They take turns, so resuming at the beginning of a round, with the states that they
+    had then, gives each worker the same batches again.
 
     Args:
-        loader: whose batches they are.
-        sources: what the data draws from.
+        loader: the loader.
+        sources: the generators that the data uses.
     """
 
     def __init__(self, loader: PreparedDataLoader, sources: RandomSources) -> None:
@@ -58,24 +58,24 @@ class ReadingLog:
         self._streams = streams
         self._stateful: Any = loader.source if streams and not self._workers and is_stateful(loader.source) else None
         self._latest: dict[int, bytes] = {}
-        self._turn: dict[int, bytes] = {}  # before the last batch of the first process
-        self._round: dict[int, bytes] = {}  # likewise, but not within what is used at once
+        self._turn: dict[int, bytes] = {}  # before the last batch of the first worker
+        self._round: dict[int, bytes] = {}  # the same, but only at the start of a round that is used at once
 
     def begin_epoch(self) -> None:
-        """Forget the last epoch, but for loading processes that stay."""
+        """Forget the last epoch, except the states of persistent workers."""
         self.count, self.before, self.stream, self.workers_began_now = 0, None, None, False
         self._latest = self._latest if self._keeps_workers else {}
         self._turn = self._round = dict(self._latest)
 
     def begin_workers(self, generator: torch.Generator | None, *, now: bool) -> None:
-        """Remember what the seeds of new loading processes are drawn from, and whether it is this epoch's draw."""
+        """Record the generator state that new workers' seeds come from, and whether this epoch draws them."""
         self.worker_seed = torch.get_rng_state() if generator is None else generator.get_state()
         self.workers_began_now = now
 
     def before_read(self) -> None:
-        """Remember how the next batch begins."""
+        """Record the states before the next batch."""
         if self._workers:
-            return  # it is made elsewhere
+            return  # a worker makes the batch
         if self.count == 1:
             self.sources.look()
         self.before = self.sources.capture()
@@ -83,7 +83,7 @@ class ReadingLog:
             self.stream = self._stateful.state_dict()
 
     def after_read(self, made: Any) -> Any:
-        """Count a batch, or those of a round; returns them without what their loading processes said."""
+        """Count a batch, or those of a round; returns them without the workers' states."""
         if not self._reads_rounds:
             return self.pass_over(made)
         return [self._count(batch, opens=index == 0) for index, batch in enumerate(made)]
@@ -93,7 +93,7 @@ class ReadingLog:
         return self._count(made, opens=True)
 
     def _count(self, made: Any, *, opens: bool) -> Any:
-        """Count a batch; `opens` says that what is used next begins with it."""
+        """Count a batch; `opens` if it is the first of what is used at once."""
         if not isinstance(made, Made):
             self.count += 1
             return made
@@ -106,7 +106,7 @@ class ReadingLog:
         return made.batch
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it, in tensors and plain values."""
+        """The record, in tensors and plain values."""
         state: dict[str, Any] = {"before": self.before, "stream": self.stream}
         if self._workers:
             state["workers"] = {
@@ -119,15 +119,15 @@ class ReadingLog:
         return state
 
     def go_on(self, position: int, saved: dict[str, Any]) -> tuple[int, dict[int, bytes], torch.Tensor | None]:
-        """How loading processes begin in a resumed run.
+        """How workers begin in a resumed run.
 
         Args:
             position: batches of the epoch that were used.
             saved: what `state_dict` returned.
 
         Returns:
-            Batches to pass over without reading them; the states of the processes; and what the seeds of processes from
-            an earlier epoch were drawn from, None when this epoch draws them.
+            Batches to skip without reading them; the workers' states; and the generator state from which the seeds of
+            an earlier epoch's workers were drawn, None when this epoch draws them.
         """
         workers = saved["workers"]
         self._latest = _packed(workers["round" if position else "latest"]) if position or self._keeps_workers else {}
@@ -146,13 +146,13 @@ def _unpacked(states: dict[int, bytes]) -> dict[int, Any]:
 
 
 def is_stateful(data: Any) -> bool:
-    """Whether a dataset or loader can be brought back to where it was exactly."""
+    """Whether a dataset or loader can restore its exact position."""
     has_state = callable(getattr(data, "state_dict", None)) and callable(getattr(data, "load_state_dict", None))
     return has_state and not peers.loses_shuffle_buffer(data)
 
 
 class EpochReader:
-    """Opens the training data for each epoch, and knows what a checkpoint must hold of it.
+    """Opens the training data for each epoch, and provides its state for checkpoints.
 
     Args:
         loader: the user's loader, or a `PreparedDataLoader`.
@@ -166,12 +166,12 @@ class EpochReader:
             loader.log = ReadingLog(loader, self._sources)
 
     def open(self, epoch: int, continuation: Continuation | None = None) -> Iterator[Any]:
-        """The batches of an epoch, or those that are left of it."""
+        """The batches of an epoch, or the rest of them when resuming."""
         saved = continuation.saved if continuation is not None else None
         if continuation is not None and not continuation.position:
             continuation.restore_random()
         elif saved is not None:
-            self._sources.restore(saved["opened"])  # samplers and loading processes draw their seeds again
+            self._sources.restore(saved["opened"])  # samplers and workers draw their seeds again
         self._opened = self._sources.capture()
         if isinstance(self.loader, PreparedDataLoader) and self.loader.log is not None:
             self.loader.log.begin_epoch()
@@ -180,21 +180,21 @@ class EpochReader:
         if isinstance(self.loader, PreparedDataLoader):
             self.loader.go_on(continuation.position, saved, continuation.restore_random)
             return iter(_in_epoch(self.loader, epoch))
-        iterator = self._go_on(epoch, continuation.position, saved)
+        iterator = self._resumed(epoch, continuation.position, saved)
         if saved is not None and continuation.position:
             continuation.restore_random()
         return iterator
 
     def close(self) -> None:
-        """End loading processes that stay between epochs: the next run has a loader of its own.
+        """End persistent workers: the next run has its own loader.
 
-        torch ends them when their iterator goes. Where that is in a cycle of garbage, as a loader in a Trainer is, it
-        has lost what it would tell them by, and waits 5 seconds for each.
+        torch ends them when their iterator is deleted. If the iterator is in a reference cycle, as with a loader in a
+        Trainer, torch can no longer signal the workers by then, and waits 5 seconds for each.
         """
         if isinstance(self.loader, PreparedDataLoader):
             self.loader._iterator = None
 
-    def _go_on(self, epoch: int, position: int, saved: dict[str, Any] | None) -> Iterator[Any]:
+    def _resumed(self, epoch: int, position: int, saved: dict[str, Any] | None) -> Iterator[Any]:
         """The batches of a loader that does not read ahead."""
         loader, skipped = self.loader, 0
         if position and saved is not None and saved["loader"] is not None and is_stateful(loader):
@@ -209,11 +209,11 @@ class EpochReader:
         return iterator
 
     def restore_held(self, saved: dict[str, Any]) -> None:
-        """Bring back the generators that samplers, datasets and collators hold."""
+        """Restore the generators of samplers, datasets and collators."""
         self._sources.restore_held(saved["held"])
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint must hold, in tensors and plain values."""
+        """The state for a checkpoint, in tensors and plain values."""
         self._sources.look()
         state = {"opened": self._opened, "held": self._sources.held(), "loader": None, "exhausted": False}
         if isinstance(self.loader, PreparedDataLoader):

@@ -1,4 +1,4 @@
-"""Samplers: orders that follow from a seed, samples of similar length together, and going on behind some batches."""
+"""Samplers: seeded random order, samples grouped by length, and skipping batches when resuming."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from hftrainer.errors import InvalidArgument
 
-#: Batches that are sorted together, at most; the data is shuffled beyond them.
+#: Maximum number of batches that are sorted together; the data is shuffled beyond them.
 _BATCHES_SORTED_TOGETHER = 50
 
 
 def gives_its_length(loader: Any) -> bool:
-    """Whether a loader gives as many batches as it says; samplers, batch samplers and loaders of scripts may guess."""
+    """Whether a loader's length is exact; lengths of a script's samplers, batch samplers and loaders may be guesses."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return False
     batches: Any = loader.batch_sampler
@@ -28,14 +28,14 @@ def gives_its_length(loader: Any) -> bool:
 
 
 class SeedableRandomSampler(RandomSampler):
-    """A random sampler whose order depends on seed and epoch alone, not on what was drawn before.
+    """A random sampler whose order depends only on seed and epoch, not on earlier draws.
 
     Args:
         data_source: the dataset.
-        seed: the permutation of epoch `e` comes from a generator seeded `seed + e`.
+        seed: the permutation of epoch `e` comes from a generator seeded with `seed + e`.
     """
 
-    seeds_itself = True  # its generator has no state worth keeping
+    seeds_itself = True  # so its generator's state need not be saved
 
     def __init__(self, data_source: Any, seed: int, **kwargs: Any) -> None:
         super().__init__(data_source, **kwargs)
@@ -54,14 +54,14 @@ class SeedableRandomSampler(RandomSampler):
 
 
 class SkippingBatchSampler(BatchSampler):
-    """A batch sampler that passes over its first batches once, so that their samples are never loaded.
+    """A batch sampler that skips its first batches once, so that their samples are never loaded.
 
     Args:
-        batch_sampler: the sampler that gives the indices.
-        skipped: batches to pass over at the next iteration.
+        batch_sampler: yields the indices.
+        skipped: batches to skip in the next iteration.
 
     Attributes:
-        seen: gets the indices of each batch that is given, if it is a list.
+        seen: if it is a list, the indices of each yielded batch are appended to it.
     """
 
     def __init__(self, batch_sampler: Any, skipped: int = 0) -> None:
@@ -75,20 +75,20 @@ class SkippingBatchSampler(BatchSampler):
         return self._indices(self._batches)
 
     def _indices(self, batches: Iterator[Any]) -> Iterator[list[int]]:
-        self.catch_up()  # not before the first batch is asked for: a loader draws its seed in between
+        self.catch_up()  # only when the first batch is requested: a loader draws its seed before that
         for batch in batches:
             if self.seen is not None:
                 self.seen.append(list(batch))
             yield batch
 
     def catch_up(self) -> None:
-        """Pass over the batches now, if they have not been."""
+        """Skip the batches now, if not yet done."""
         skipped, self.skipped = self.skipped, 0
         for _ in range(skipped):
             next(self._batches, None)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_batches": None}  # for loading processes that are started anew; they do not iterate
+        return {**vars(self), "_batches": None}  # for spawned workers, which do not iterate over it
 
     def __len__(self) -> int:
         return len(self.batch_sampler)
@@ -100,20 +100,20 @@ class SkippingBatchSampler(BatchSampler):
 
 
 class LengthGroupedSampler(Sampler):
-    """Random order, roughly sorted by length: little padding, and still another order in each epoch.
+    """Random order, roughly sorted by length: little padding, and another order in each epoch.
 
-    The samples are shuffled and cut into groups of up to 50 batches; within a group, the longer come first. The
-    longest of all is the very first, so that memory runs out at once or not at all.
+    The samples are shuffled and cut into groups of up to 50 batches; each group is sorted, longest first. The longest
+    sample of all comes first, so that running out of memory shows at once.
 
     Args:
         batch_size: samples in an optimizer step.
         dataset: the samples; read once for their lengths if `lengths` is None.
         lengths: length of each sample, in tokens.
-        model_input_name: key of the samples whose length counts.
-        generator: draws the order; None takes torch's own.
+        model_input_name: the key of a sample whose value's length counts.
+        generator: draws the order; None takes torch's global generator.
 
     Raises:
-        InvalidArgument: when the lengths cannot be worked out.
+        InvalidArgument: when the lengths cannot be determined.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ def _lengths(dataset: Any, name: str) -> list[int]:
     if not isinstance(first, Mapping) or name not in first:
         has = f"the keys {', '.join(first)}" if isinstance(first, Mapping) else f"type {type(first).__name__}"
         raise InvalidArgument(
-            f"Samples cannot be grouped by length: they have {has}, and no {name!r}. Add a column with the lengths and "
-            "name it in length_column_name."
+            f"Samples cannot be grouped by length: they have {has}, but not {name!r}. Add a column with the lengths, "
+            "and set length_column_name to its name."
         )
     return [len(sample[name]) for sample in dataset]

@@ -1,4 +1,4 @@
-"""How long a training run is: in epochs, optimizer steps, micro-batches and samples."""
+"""The length of a training run in epochs, optimizer steps, micro-batches and samples."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class TrainingSchedule(NamedTuple):
 
     Attributes:
         num_train_epochs: passes over the data that the run begins; `sys.maxsize` when only steps end it.
-        num_update_steps_per_epoch: optimizer steps in one pass, the first if they differ.
+        num_update_steps_per_epoch: optimizer steps in one pass; in the first pass, if they differ.
         num_examples: samples in one pass.
         num_train_samples: samples in the whole run.
         total_train_batch_size: samples per optimizer step over all processes.
@@ -39,7 +39,7 @@ class EarlierSchedule(NamedTuple):
 
     Attributes:
         num_train_epochs, num_update_steps_per_epoch, num_examples, num_train_samples, max_steps: as in v5.
-        epoch_based: whether `num_train_epochs` says how long the run is.
+        epoch_based: whether `num_train_epochs` sets the length of the run.
         len_dataloader: micro-batches in one pass of this process; None when the loader has no length.
     """
 
@@ -60,10 +60,10 @@ class EarlierSchedule(NamedTuple):
 
 
 def read_schedule(values: Any, args: TrainingArguments, *, total_train_batch_size: int) -> TrainingSchedule:
-    """The lengths of a run, from what `set_initial_training_values` of a subclass for any release returns.
+    """The lengths of a run, from what a subclass's `set_initial_training_values` returns, in any release's order.
 
     Args:
-        values: seven values; the fifth is a bool until v5.2.
+        values: seven values; up to v5.2, the fifth is a bool.
         args: the training arguments.
         total_train_batch_size: samples per optimizer step over all processes.
 
@@ -90,7 +90,7 @@ Accumulation = Callable[[int], int]
 
 
 def position_of(global_step: int, micro_batches: int, accumulation_at: Accumulation) -> tuple[int, int]:
-    """Epochs, and micro-batches of the next one, that are done after a number of optimizer steps."""
+    """Finished epochs, and finished micro-batches of the next epoch, after a number of optimizer steps."""
     for epoch in itertools.count():
         accumulation = accumulation_at(epoch)
         steps = math.ceil(micro_batches / accumulation)
@@ -101,7 +101,7 @@ def position_of(global_step: int, micro_batches: int, accumulation_at: Accumulat
 
 
 def _epochs_for(steps: int, steps_at: Callable[[int], int]) -> int:
-    """Epochs that a number of optimizer steps needs, the last possibly cut short."""
+    """Epochs needed for a number of optimizer steps; the last may be incomplete."""
     for epoch in itertools.count():
         if steps <= 0:
             return epoch
@@ -110,7 +110,7 @@ def _epochs_for(steps: int, steps_at: Callable[[int], int]) -> int:
 
 
 def _steps_in(epochs: float, steps_at: Callable[[int], int]) -> int:
-    """Optimizer steps in a number of epochs, the last possibly a part of one."""
+    """Optimizer steps in a number of epochs, which may be fractional."""
     whole = int(epochs)
     return math.ceil(sum(map(steps_at, range(whole))) + (epochs - whole) * steps_at(whole))
 
@@ -124,30 +124,30 @@ def plan_schedule(
     *,
     counts_last_window: bool = True,
 ) -> TrainingSchedule:
-    """Work out the lengths of a run.
+    """Compute the lengths of a run.
 
     Args:
         args: the training arguments.
-        micro_batches: length of the loader, or None when it has none.
-        num_examples: samples behind the loader, when it has a length.
-        total_batch_size: samples of an optimizer step, over all processes.
+        micro_batches: length of the loader; None if it has no length.
+        num_examples: samples in the loader, if it has a length.
+        total_batch_size: samples per optimizer step, over all processes.
         accumulation_at: epoch → micro-batches per optimizer step in it.
-        counts_last_window: whether a last window of fewer micro-batches counts as an optimizer step (since v4.52).
+        counts_last_window: whether an incomplete last window counts as an optimizer step (since v4.52).
 
     Raises:
-        InvalidArgument: when nothing tells how long training is, or when there is no data.
+        InvalidArgument: when the length of training is not determined, or when there is no data.
     """
     accumulation = accumulation_at(0)
     if micro_batches == 0:
         raise InvalidArgument(
-            "The training data holds not one batch: the dataset is empty, or smaller than a batch and "
+            "The training data has no batches: the dataset is empty, or it is smaller than one batch and "
             "dataloader_drop_last is set."
         )
     if micro_batches is None:
         if args.max_steps <= 0:
             raise InvalidArgument(
                 "max_steps must be set: the training data has no length, so the number of optimizer steps cannot be "
-                "worked out from num_train_epochs."
+                "computed from num_train_epochs."
             )
         samples = args.max_steps * total_batch_size
         micro = args.max_steps * accumulation
@@ -165,7 +165,7 @@ def plan_schedule(
     else:
         epochs = math.ceil(args.num_train_epochs)
         steps = _steps_in(args.num_train_epochs, steps_at)
-        if args.max_steps == 0:  # as in transformers: training stops after the step that finds it is enough
+        if args.max_steps == 0:  # as in transformers: training stops after the first step
             steps = 0
         samples = num_examples * args.num_train_epochs  # type: ignore[assignment]
     return TrainingSchedule(epochs, per_epoch, num_examples, samples, total_batch_size, micro_batches, steps)

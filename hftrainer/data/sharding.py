@@ -1,12 +1,12 @@
-"""Batches shared out to processes: for evaluation whole batches in turn, no sample twice; for training evenly.
+"""Sharding batches over processes: in evaluation round-robin, no sample twice; in training, equally many each.
 
-Batch `i` goes to process `i % processes`, so that the rows of all processes, concatenated in the order of their ranks,
-are in the order of the dataset, and every batch is the one that a single process would see. Processes that have no
-batch left when others do get a copy of the first as a filler: it keeps their collective operations in step (a sharded
-model needs every process for every forward pass), and evaluation drops its rows.
+Batch `i` goes to rank `i % processes`. So the rows of all processes, concatenated in rank order, are in the order of
+the dataset, and every batch is the one that a single process would see. In the last round, processes without a batch
+get a copy of the first one as a filler: it keeps collective operations in step (a sharded model needs every process
+for every forward pass), and evaluation drops its rows.
 
-In training every process needs as many batches of the same size as the others: the last round is completed with
-samples from the beginning of the epoch, in the order in which accelerate takes them.
+In training every process needs the same number of batches of the same size: the last round is completed with samples
+from the beginning of the epoch, in the order in which accelerate takes them.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ class ShardSpec:
     processes: int = 1
 
     def needs_filler(self, count: int) -> bool:
-        """Whether others have one more of `count` batches than this process."""
+        """Whether other processes get one more of `count` batches than this one."""
         left = count % self.processes
         return left > 0 and self.rank >= left
 
 
-#: Of a single process.
+#: The spec of a single process.
 ALL = ShardSpec()
 
 
 class _BatchesOfOne(BatchSampler):
-    """The batches of one process; all else is asked of the sampler that gives those of all.
+    """The batches of one process; other attributes are those of the wrapped sampler.
 
     Args:
-        batch_sampler: gives the indices of all batches, the same in every process.
+        batch_sampler: yields the indices of all batches, the same in every process.
         share: which of them are this process's.
     """
 
@@ -62,7 +62,7 @@ class ShardedBatchSampler(_BatchesOfOne):
     """The batches of one process in an evaluation.
 
     Attributes:
-        count: batches of all processes in the last iteration; complete once that has ended.
+        count: batches of all processes in the last iteration; final once it has ended.
     """
 
     def __init__(self, batch_sampler: Any, share: ShardSpec) -> None:
@@ -94,20 +94,20 @@ class ShardedBatchSampler(_BatchesOfOne):
 
 
 class EvenBatchSampler(_BatchesOfOne):
-    """The batches of one process in training: as many as those of every other, and as large unless `even` is False.
+    """The batches of one process in training: equally many in all processes, and equally large unless `even` is False.
 
-    A sampler without `batch_size` gives batches of any size, and whole ones complete the last round. With `drop_last`
-    an incomplete round is left out.
+    A sampler without `batch_size` yields batches of any size, and whole batches complete the last round. With
+    `drop_last` an incomplete round is dropped.
 
     Args:
-        batch_sampler: gives the indices of all batches, the same in every process.
+        batch_sampler: yields the indices of all batches, the same in every process.
         share: which of them are this process's.
-        split: each batch is shared out to the processes, instead of going to one of them.
+        split: split each batch among the processes, instead of giving it to one of them.
         even: complete the last round with samples from the epoch's beginning.
 
     Raises:
         InvalidArgument: when a batch cannot be split into equal parts.
-        UnsupportedArgument: when without completion some process would have a batch less.
+        UnsupportedArgument: when `even` is False and processes would get different numbers of batches.
     """
 
     def __init__(self, batch_sampler: Any, share: ShardSpec, *, split: bool = False, even: bool = True) -> None:
@@ -117,9 +117,9 @@ class EvenBatchSampler(_BatchesOfOne):
             check_split(self._size, share.processes)
         if not even and not self._drops_last and not self._divides():
             raise UnsupportedArgument(
-                f"accelerator_config['even_batches']=False: the data does not give each of the {share.processes} "
-                "processes as many batches, and those that have one more would wait for ever. Set "
-                "dataloader_drop_last=True, or leave even_batches out."
+                f"accelerator_config['even_batches']=False: the {share.processes} processes would get different "
+                "numbers of batches, and those with one more would wait forever. Set dataloader_drop_last=True, or "
+                "remove even_batches."
             )
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -130,7 +130,7 @@ class EvenBatchSampler(_BatchesOfOne):
         first: list[list[int]] = []
         in_turn: list[list[int]] = []
         for batch in self.batch_sampler:
-            if len(in_turn) == processes:  # its last batch was short, and yet not the last of all
+            if len(in_turn) == processes:  # the round ends with a short batch, but is not the last one
                 yield in_turn[self.share.rank]
                 in_turn = []
             if len(first) < processes:
@@ -155,7 +155,7 @@ class EvenBatchSampler(_BatchesOfOne):
             yield batch[part]
 
     def _divides(self) -> bool:
-        """Whether each process gets as many batches without any completion."""
+        """Whether all processes get equally many batches without completing the last round."""
         if not self.split:
             return has_length(self.batch_sampler) and len(self.batch_sampler) % self.share.processes == 0
         sampler, size = getattr(self.batch_sampler, "sampler", None), self._size
@@ -182,14 +182,14 @@ def check_split(size: int | None, processes: int) -> None:
     """Raise InvalidArgument unless batches of `size` samples can be split into equal parts."""
     if size is None or size % processes:
         raise InvalidArgument(
-            f"accelerator_config['split_batches']=True shares each batch out to {processes} processes, but a batch has "
-            f"{'no known number of' if size is None else size} samples: set per_device_train_batch_size to a multiple "
-            f"of {processes}."
+            f"accelerator_config['split_batches']=True splits each batch among {processes} processes, but a batch has "
+            f"{'an unknown number of' if size is None else size} samples: set per_device_train_batch_size to a "
+            f"multiple of {processes}."
         )
 
 
 def _completed(in_turn: list[Any], first: list[Any], size: int | None, processes: int) -> list[Any]:
-    """The batches of the last round, one for each process, filled up from the epoch's first."""
+    """The batches of the last round, one for each process, completed from the epoch's first."""
     if size is None:
         return [*in_turn, *islice(cycle(first), processes - len(in_turn))]
     samples = cycle(chain.from_iterable(first))
@@ -198,16 +198,16 @@ def _completed(in_turn: list[Any], first: list[Any], size: int | None, processes
 
 
 class ShardedStream(IterableDataset):
-    """The samples of one process out of a stream that every process reads.
+    """The samples of one process from a stream that every process reads.
 
-    A round is `size` samples for each process. The last is completed with samples from the first, or left out.
+    A round is `size` samples for each process. The last is completed with samples from the first, or dropped.
 
     Args:
-        dataset: the stream. Without a `set_epoch` of its own, a torch generator in its attribute `generator` is seeded
-            with the number of the epoch, as in accelerate.
-        share: whose samples these are.
+        dataset: the stream. If it has no `set_epoch`, a torch generator in its attribute `generator` is seeded with
+            the epoch's number, as in accelerate.
+        share: rank and number of processes.
         size: samples of one process in a round.
-        drop_last: leave out a round that is not full.
+        drop_last: drop an incomplete round.
     """
 
     def __init__(self, dataset: Any, share: ShardSpec, size: int, drop_last: bool) -> None:
@@ -223,7 +223,7 @@ class ShardedStream(IterableDataset):
         return getattr(self.dataset, name)
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the stream which epoch the next iteration is."""
+        """Set the epoch of the next iteration in the stream."""
         self.epoch = epoch
         if callable(getattr(self.dataset, "set_epoch", None)):
             self.dataset.set_epoch(epoch)
@@ -251,7 +251,7 @@ class ShardedStream(IterableDataset):
 
 
 def shared_out(batches: Iterable[Any], share: ShardSpec) -> Iterator[tuple[Any, bool]]:
-    """The batches of one process out of those of all, which every process reads, and whether each is a filler."""
+    """The batches of one process, from those of all, which every process reads; and whether each is a filler."""
     first, count = None, 0
     for batch in batches:
         first = batch if first is None else first

@@ -18,16 +18,16 @@ def _warn_once(message: str) -> None:
 
 
 def count_tokens(inputs: Mapping[str, Any], main_input: str, how: str, pad_token_id: int | None) -> torch.Tensor | None:
-    """Tokens in a batch, shape `()`; None when it has no such input.
+    """Tokens in a batch, shape `()`; None if the batch lacks `main_input`.
 
     Args:
         inputs: the batch.
         main_input: the key of the token ids, of shape `(batch, length)`.
-        how: 'all', or 'non_padding' for those that the attention mask or the padding token does not leave out.
+        how: 'all', or 'non_padding' to exclude padding by the attention mask or the padding token.
         pad_token_id: the padding token, if there is one.
     """
     if main_input not in inputs:
-        _warn_once(f"Input tokens are not counted: the batch has no {main_input!r}; set model.main_input_name.")
+        _warn_once(f"Input tokens are not counted: the batch has no {main_input!r}. Set model.main_input_name.")
         return None
     tokens = inputs[main_input]
     if how == "non_padding" and "attention_mask" in inputs:

@@ -1,4 +1,4 @@
-"""Loading processes whose random states are known to the main one, batch by batch."""
+"""Workers that send their random states to the main process with each batch."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from hftrainer.data.randomness import RandomSources
 
 
 class Made(NamedTuple):
-    """What a loading process sends. A named tuple, so that page-locking reaches the batch in it.
+    """What a worker sends. A named tuple, so that `pin_memory` reaches the batch in it.
 
     Attributes:
         batch: the batch.
-        worker: index of the loading process.
+        worker: index of the worker.
         states: its random states after the batch, pickled.
     """
 
@@ -26,7 +26,7 @@ class Made(NamedTuple):
 
 
 class TracedCollator:
-    """Collates in a loading process, and sends that process's random states along.
+    """Collates in a worker, and sends the worker's random states along.
 
     Args:
         collate_fn: makes the batch.
@@ -37,7 +37,7 @@ class TracedCollator:
         self._sources: RandomSources | None = None
 
     def sources(self) -> RandomSources:
-        """What the process draws from."""
+        """The generators that the worker uses."""
         if self._sources is None:
             info = get_worker_info()
             assert info is not None
@@ -53,12 +53,12 @@ class TracedCollator:
 
 
 class RestoredWorker:
-    """A `worker_init_fn` that lets each process go on drawing where it was in the run that is resumed.
+    """A `worker_init_fn` that restores each worker's random states from the run that is resumed.
 
     Args:
         worker_init_fn: the user's, called first.
-        collator: of the same processes.
-        states: random states by index of the process; one without any begins anew.
+        collator: the workers' collator.
+        states: random states by worker index; a worker without one starts with a new seed.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class RestoredWorker:
         self.states = states
 
     def __call__(self, worker: int) -> None:
-        """Begin."""
+        """Initialize one worker."""
         if self.worker_init_fn is not None:
             self.worker_init_fn(worker)
         if worker in self.states:

@@ -1,1 +1,1 @@
-"""What a pass over an evaluation or test set collects, and the metrics it makes of that."""
+"""Passes over evaluation and test sets: what they collect, and the metrics computed from it."""

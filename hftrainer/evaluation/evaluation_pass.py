@@ -1,4 +1,4 @@
-"""One pass over an evaluation or test set: what `Trainer.evaluation_loop` does with each batch, and at the end."""
+"""One pass over an evaluation or test set: what `Trainer.evaluation_loop` does per batch and at the end."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hftrainer.training_args import TrainingArguments
 
 
 class _Drawn(NamedTuple):
-    """What the loader said of a batch when it gave it; Lightning may have drawn the next one before its turn comes."""
+    """The loader's flags when it yielded a batch; Lightning may read the next batch before this one is evaluated."""
 
     at_end: bool
     filler: bool
@@ -32,13 +32,13 @@ class _Drawn(NamedTuple):
     started: int
 
 
-#: What there is to say of a loader that the Trainer has not prepared: each batch counts in full.
+#: For a loader that the Trainer has not prepared: each batch counts in full.
 _NO_LOADER = _Drawn(at_end=False, filler=False, counted=None, started=0)
 
 
 @dataclass
 class EvaluationPass:
-    """Runs batch by batch, driven by one of Lightning's loops.
+    """A pass that one of Lightning's loops runs batch by batch.
 
     Args:
         args: the training arguments.
@@ -46,17 +46,17 @@ class EvaluationPass:
         predict: `Trainer.prediction_step` for one batch of inputs: `(loss, logits, labels)`, each possibly None.
         prepare_input: moves an input to the device.
         announce_batch: called after each batch.
-        num_examples: samples in the loader when its dataset does not say.
-        main_input: the model's main input, for `include_for_metrics`.
-        metrics: what is computed.
+        num_examples: samples in a loader whose dataset has no length.
+        main_input: the name of the model's main input, for `include_for_metrics`.
+        metrics: the metrics to compute.
         preprocess_logits: the Trainer's callable, or None.
-        end_batch: called when a batch has been predicted, before anything of it is read.
-        gather: rows of all processes for those of this one that count: `Trainer.gather_function`.
-        pad: rows padded in their second dimension to the longest of all processes.
-        collect: rows of all processes for the rows of this one.
-        prefix: put before each metric's name, with an underscore.
+        end_batch: called after a batch is predicted, before its results are read.
+        gather: gathers rows from all processes, without fillers: `Trainer.gather_function`.
+        pad: pads rows in their second dimension to the longest of all processes.
+        collect: gathers all rows from all processes.
+        prefix: prefix of each metric's name, followed by an underscore.
         returns_predictions: keep the predictions even if the metrics do not need them.
-        only_finite_losses: whether losses that are nan or infinite are left out of the mean.
+        only_finite_losses: whether nan and infinite losses are excluded from the mean.
         preparation_time: seconds that preparing the model took, for the metrics; measured here if it is NaN.
 
     Attributes:
@@ -110,22 +110,22 @@ class EvaluationPass:
         return isinstance(self.dataloader, PreparedDataLoader)
 
     def __len__(self) -> int:
-        """How many batches the loader says that it gives; a stream's number is never known."""
+        """Batches according to the loader; a stream's number is never known."""
         if isinstance(getattr(self.dataloader, "dataset", None), IterableDataset):
-            raise TypeError("a stream has as many batches as it gives")
+            raise TypeError("the number of batches of a stream is unknown")
         return len(self.dataloader)
 
     @property
     def length_is_sure(self) -> bool:
-        """Whether there are as many batches as that; if not, all that come are evaluated, as in transformers."""
+        """Whether this length is exact; if not, all batches that come are evaluated, as in transformers."""
         return gives_its_length(self.dataloader)
 
     def record_batches(self) -> list[list[int]] | None:
-        """A list that gets the indices of the samples in each batch; None when the loader does not tell them."""
+        """A list that gets the sample indices of each batch; None when the loader does not provide them."""
         return self.dataloader.record_batches() if self._is_prepared else None
 
     def step(self, inputs: Any, last: bool) -> Any:
-        """Predict one batch, keep what is asked for, and return the predictions.
+        """Predict one batch, keep the required outputs, and return the predictions.
 
         Args:
             inputs: the batch.
@@ -135,7 +135,7 @@ class EvaluationPass:
             self.preparation_time = round(time.time() - self._created, 4)
         drawn = self._drawn.popleft()
         self.seen_batches += 1
-        with self._in_hand(drawn):
+        with self._flags_of(drawn):
             rows = self._rows(inputs, drawn)
             self._keep(rows, inputs, last)
         self.announce_batch()
@@ -146,14 +146,14 @@ class EvaluationPass:
         return rows["predictions"]
 
     def _rows(self, inputs: Any, drawn: _Drawn) -> dict[str, Any]:
-        """What a batch gives, before anything is gathered."""
+        """The outputs of a batch, before gathering."""
         loss, logits, labels = self.predict(inputs)
         main = self.prepare_input(inputs[self.main_input]) if "inputs" in self.args.include_for_metrics else None
         if self._keeps_rows or self.metrics.needs_batches:
             main, labels, logits = (each if each is None else self.pad(each) for each in (main, labels, logits))
         if logits is not None and self.preprocess_logits is not None:
             logits = self.preprocess_logits(logits, labels)
-        # A mean counts as often as there are samples in a full batch; gathering corrects that for the last one.
+        # The mean is repeated once per sample of a full batch; gathering corrects that for the last batch.
         losses = None if loss is None else loss.repeat(self.args.eval_batch_size)
         rows = {"losses": losses, "inputs": main, "predictions": logits, "label_ids": labels}
         of_own = None if losses is None else losses[: drawn.counted]
@@ -171,7 +171,7 @@ class EvaluationPass:
         for name, value in gathered.items():
             if name == "losses" or self._keeps_rows:
                 self._kept[name].add(value)
-        if self.metrics.needs_batches:  # the function gets the whole batch of inputs, as in transformers
+        if self.metrics.needs_batches:  # the function gets the complete batch of inputs, as in transformers
             asked = {"inputs": inputs} if "inputs" in gathered else {}
             self.metrics.add_gathered(self._prediction({**gathered, **asked}), last)
 
@@ -184,8 +184,8 @@ class EvaluationPass:
         )
 
     @contextlib.contextmanager
-    def _in_hand(self, drawn: _Drawn) -> Iterator[None]:
-        """Let the loader say of this batch what it said when it gave it, for `accelerator.gather_for_metrics`."""
+    def _flags_of(self, drawn: _Drawn) -> Iterator[None]:
+        """Set the loader's flags to those of this batch, for `accelerator.gather_for_metrics`."""
         if not self._is_prepared:
             yield
             return
@@ -197,7 +197,7 @@ class EvaluationPass:
             vars(self.dataloader).update({name: ahead[name] for name in _Drawn._fields})
 
     def finish(self) -> dict[str, Any]:
-        """Compute the metrics over all batches; `output` then has them and what was kept."""
+        """Compute the metrics over all batches, and set `output`."""
         whole = {name: kept.arrays() for name, kept in self._kept.items()}
         metrics = dict(denumpify_detensorize(self.metrics.compute(self._prediction(whole), self.collect)))
         losses = whole["losses"]
@@ -205,7 +205,7 @@ class EvaluationPass:
             metrics[f"{self.prefix}_loss"] = self._mean(np.concatenate(losses) if isinstance(losses, list) else losses)
         if self.preparation_time is not None:
             metrics[f"{self.prefix}_model_preparation_time"] = self.preparation_time
-        # Log lines list the names that had the prefix first, as those of transformers do.
+        # Log lines list metrics that already had the prefix first, as in transformers.
         start = f"{self.prefix}_"
         prefixed = {name: value for name, value in metrics.items() if name.startswith(start)}
         prefixed |= {start + name: value for name, value in metrics.items() if not name.startswith(start)}

@@ -1,4 +1,4 @@
-"""One host array that grows batch by batch, in place: no list of batches, and no second copy to join them."""
+"""One array in CPU memory that grows in place, batch by batch: no list of batches, and no copy to join them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-#: Elements that are moved at a time when rows become longer; what is held twice is no more than this.
+#: Elements that are moved at a time when rows become longer; at most this many are held twice.
 _BLOCK = 1 << 18
 
 
@@ -16,13 +16,13 @@ class GrowingArray:
     """The rows of many batches as one array of shape `(rows, ...)`.
 
     Batches may differ in their second dimension: shorter ones are padded on the right. Memory is about one copy of the
-    rows at any time. The room for `rows` is reserved at once, but a page takes memory only when it is written.
+    rows at any time. Space for `rows` is reserved at once, but a page takes memory only when it is written.
 
     Args:
-        first: the first batch, shape `(batch, ...)`: it fixes everything but the first two dimensions.
-        rows: rows that are expected in all; more or fewer may come.
-        folder: keep the array in a temporary file there, mapped into memory; None keeps it in memory.
-        padding: what shorter rows are filled with.
+        first: the first batch, shape `(batch, ...)`: it fixes all but the first two dimensions.
+        rows: expected number of rows; the actual number may differ.
+        folder: keep the array in a memory-mapped temporary file there; None keeps it in memory.
+        padding: fill value for shorter rows.
     """
 
     def __init__(self, first: np.ndarray, rows: int = 0, folder: str | None = None, padding: int = -100) -> None:
@@ -46,13 +46,13 @@ class GrowingArray:
         if (batch.ndim > 1) != self._has_width or batch.shape[2:] != self._tail:
             expected = ("batch", *(["length"] if self._has_width else []), *self._tail)
             raise ValueError(
-                f"Outputs of shape {batch.shape} cannot follow those of shape ({', '.join(map(str, expected))}): only "
+                f"Outputs of shape {batch.shape} cannot be appended to shape ({', '.join(map(str, expected))}): only "
                 "the second dimension is padded. Set eval_do_concat_batches=False to get a list of batches."
             )
         if batch.dtype != self._dtype:
             self._promote(np.result_type(self._dtype, batch.dtype))
         width = batch.shape[1] if self._has_width else 1
-        if width > self._stride:  # a little more than needed, so that ever longer batches stay linear in time
+        if width > self._stride:  # a little more than needed, to keep linear time when batches become ever longer
             self._set_stride(max(width, self._stride + self._stride // 8))
         self._width = max(self._width, width)
         stop = self._count + len(batch)
@@ -64,7 +64,7 @@ class GrowingArray:
         self._count = stop
 
     def finish(self) -> np.ndarray:
-        """The array of shape `(rows, longest, ...)`; nothing may be added afterwards."""
+        """The array of shape `(rows, longest, ...)`; no rows may be added afterwards."""
         self._set_stride(self._width)
         self._resize(self._count * self._row_size(self._width))
         shape = (self._count, *([self._width] if self._has_width else []), *self._tail)
@@ -81,7 +81,7 @@ class GrowingArray:
         return np.asarray(self._padding).astype(self._dtype)  # unsigned types wrap around, as in torch
 
     def _set_stride(self, stride: int) -> None:
-        """Lay the rows out anew, in place: from the last backwards when they become longer, else from the first."""
+        """Change the row length in place: from the last row backwards when rows become longer, else from the first."""
         old, longer = self._stride, stride > self._stride
         if stride == old:
             return
@@ -107,12 +107,12 @@ class GrowingArray:
         self._flat[:used] = rows
 
     def _resize(self, size: int) -> None:
-        """Reserve room for `size` elements, keeping what is there: the allocator moves pages, not their contents."""
+        """Reserve space for `size` elements and keep the contents: the allocator moves pages, without copying them."""
         if self._file is None:
             if self._flat.size == 0:
                 self._flat = np.empty(size, self._dtype)
             else:
-                self._flat.resize(size, refcheck=False)  # no view of it outlives the method that made it
+                self._flat.resize(size, refcheck=False)  # views do not outlive the method that made them
             return
         self._file.truncate(max(size, 1) * self._dtype.itemsize)
         self._flat = np.memmap(self._file, self._dtype, "r+", shape=(max(size, 1),))

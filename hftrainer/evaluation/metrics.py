@@ -1,4 +1,4 @@
-"""Metrics of an evaluation: a function over the whole set, a function batch by batch, or torchmetrics on the device."""
+"""Metrics of an evaluation: a function of the whole set, a function per batch, or torchmetrics on the device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hftrainer.trainer_utils import EvalPrediction, denumpify_detensorize
 
 
 class WholeSetMetrics:
-    """A function of everything that evaluation kept, called once at the end; or no metrics at all.
+    """A function of all outputs of an evaluation, called once at the end; or no metrics.
 
     Args:
         function: `EvalPrediction` of arrays → dict of metrics, or None.
@@ -35,10 +35,10 @@ class WholeSetMetrics:
         """Nothing to reset."""
 
     def add_own(self, prediction: EvalPrediction, filler: bool) -> None:
-        """Nothing: only the whole set counts."""
+        """Does nothing: only the whole set is used."""
 
     def add_gathered(self, prediction: EvalPrediction, last: bool) -> None:
-        """Nothing, as above."""
+        """Does nothing, as `add_own`."""
 
     def compute(self, whole: EvalPrediction, gather: Callable[..., Any]) -> dict[str, Any]:
         """The metrics of the whole set, if it has predictions and labels."""
@@ -48,7 +48,7 @@ class WholeSetMetrics:
 
 
 class BatchedMetrics(WholeSetMetrics):
-    """A function called with each batch, which keeps what it needs itself: `batch_eval_metrics` (since v4.42).
+    """A function called with each batch, which keeps its own state: `batch_eval_metrics` (since v4.42).
 
     Args:
         function: `(EvalPrediction of tensors, compute_result)` → the metrics when `compute_result` is True.
@@ -62,30 +62,30 @@ class BatchedMetrics(WholeSetMetrics):
         self.result: Mapping[str, Any] | None = None
 
     def add_gathered(self, prediction: EvalPrediction, last: bool) -> None:
-        """Call the function with the batch of all processes."""
+        """Call the function with the batch gathered from all processes."""
         assert self.function is not None
         if prediction.predictions is not None and prediction.label_ids is not None:
             self.result = self.function(prediction, compute_result=last)  # type: ignore[call-arg]
 
     def compute(self, whole: EvalPrediction, gather: Callable[..., Any]) -> dict[str, Any]:
-        """What the function returned for the last batch."""
+        """The function's result for the last batch."""
         return dict(self.result or {})
 
 
 class TorchMetrics:
-    """Metrics of torchmetrics, updated batch by batch on the device: memory stays flat in the number of samples.
+    """Metrics of torchmetrics, updated batch by batch on the device: memory does not grow with the number of samples.
 
     Pass it as `compute_metrics`. A bare `Metric`, a `MetricCollection` or a dict of them is the same as
-    `TorchMetrics(metric)`. Processes are synchronized by torchmetrics itself.
+    `TorchMetrics(metric)`. torchmetrics itself synchronizes the processes.
 
     Args:
         metrics: a `torchmetrics.Metric`, a `MetricCollection`, or a dict of them by name.
         adapter: `EvalPrediction` of one batch's tensors → `(preds, target)`, or a dict of the keywords of `update`.
-            Default: the predictions and labels as they are.
-        plot: draw each metric after every evaluation, to `{output_dir}/plots-{global_step}/{prefix}_{name}.png`.
+            Default: predictions and labels, unchanged.
+        plot: plot each metric after every evaluation, to `{output_dir}/plots-{global_step}/{prefix}_{name}.png`.
 
     Raises:
-        InvalidArgument: when `metrics` holds something else, or `plot` is asked for and matplotlib is missing.
+        InvalidArgument: when `metrics` holds something else, or with `plot` when matplotlib is missing.
     """
 
     needs_whole_set = False
@@ -100,13 +100,13 @@ class TorchMetrics:
         for name, metric in found:
             if not isinstance(metric, (Metric, MetricCollection)):
                 raise InvalidArgument(
-                    f"compute_metrics[{name!r}] is a {type(metric).__name__}; a dict of metrics holds torchmetrics "
-                    "only. For a function, pass the function itself."
+                    f"compute_metrics[{name!r}] is a {type(metric).__name__}; a dict of metrics may hold only "
+                    "torchmetrics. To use a function, pass the function itself."
                 )
         if not found:
-            raise InvalidArgument("compute_metrics is an empty dict: give at least one metric, or leave it out.")
+            raise InvalidArgument("compute_metrics is an empty dict: add at least one metric, or remove it.")
         if plot and importlib.util.find_spec("matplotlib") is None:
-            raise InvalidArgument("plot=True draws with matplotlib, which is missing: pip install matplotlib")
+            raise InvalidArgument("plot=True needs matplotlib, which is missing: pip install matplotlib")
         is_collection = isinstance(metrics, MetricCollection)
         self.collection = metrics if is_collection else MetricCollection(metrics)
         self.adapter = adapter
@@ -121,7 +121,7 @@ class TorchMetrics:
         self._drawn: dict[str, Any] = {}
 
     def gather_by(self, parts: Callable[..., list[torch.Tensor]]) -> None:
-        """Gather states by a function like torchmetrics' own: a tensor → those of the processes that count."""
+        """Gather states with `parts`, in place of torchmetrics' own function: a tensor → those of distinct ranks."""
         for metric in self.collection.values(copy_state=False):
             metric.dist_sync_fn = parts
 
@@ -147,22 +147,22 @@ class TorchMetrics:
             self.collection.update(*arguments)
 
     def add_gathered(self, prediction: EvalPrediction, last: bool) -> None:
-        """Nothing: torchmetrics gathers states, not batches."""
+        """Does nothing: torchmetrics gathers states, not batches."""
 
     def compute(self, whole: EvalPrediction, gather: Callable[..., Any]) -> dict[str, Any]:
-        """The metrics over all processes, as numbers, or as lists where a metric has several."""
+        """The metrics over all processes: numbers, or lists for metrics with several values."""
         if not self._updates and self._first is None:
             return {}
         if (gather(np.array([self._updates])) > 0).all():
             return self._values()
-        # A process without one batch has no states of the right shapes to gather; there is only one batch each, then.
+        # A process without batches has no states of the right shapes to gather. All others then have only one batch.
         arguments = gather(self._first, objects=True)
         self.collection.reset()
         self._update(arguments)
         asked = {metric: metric.distributed_available_fn for metric in self.collection.values(copy_state=False)}
         try:
             for metric in asked:
-                metric.distributed_available_fn = _never  # every process has everything
+                metric.distributed_available_fn = _never  # every process has all rows
             return self._values()
         finally:
             for metric, is_distributed in asked.items():
@@ -170,12 +170,12 @@ class TorchMetrics:
 
     def _values(self) -> dict[str, Any]:
         values = self.collection.compute()
-        if self.plot:  # in every process: a metric that does not keep its value is synchronized once more
+        if self.plot:  # in every process: a metric that does not cache its value is synchronized again
             self._drawn = {name: metric.compute() for name, metric in self.collection.items()}
         return {name: _plain(value) for name, value in values.items()}
 
     def draw(self, folder: str, prefix: str) -> None:
-        """Write a picture of each metric that was computed last."""
+        """Write a plot of each metric's last value."""
         import matplotlib.pyplot as plt
 
         os.makedirs(folder, exist_ok=True)
@@ -190,14 +190,14 @@ def _never() -> bool:
 
 
 def as_metrics(compute_metrics: Any, *, by_batch: bool = False) -> WholeSetMetrics | TorchMetrics:
-    """What `compute_metrics` means: see `WholeSetMetrics`, `BatchedMetrics` and `TorchMetrics`.
+    """Wrap `compute_metrics` in `WholeSetMetrics`, `BatchedMetrics` or `TorchMetrics`.
 
     Args:
-        compute_metrics: what was given to Trainer.
+        compute_metrics: the Trainer's argument.
         by_batch: `batch_eval_metrics`.
 
     Raises:
-        InvalidArgument: when it is none of these.
+        InvalidArgument: when it fits none of these.
     """
     if isinstance(compute_metrics, TorchMetrics):
         return compute_metrics
@@ -213,8 +213,8 @@ def as_metrics(compute_metrics: Any, *, by_batch: bool = False) -> WholeSetMetri
     called = compute_metrics if inspect.isroutine(compute_metrics) else type(compute_metrics).__call__
     if not accepts(called, "compute_result"):
         raise InvalidArgument(
-            "batch_eval_metrics=True calls compute_metrics(prediction, compute_result=...) with every batch, and yours "
-            "takes no compute_result: add it, or leave batch_eval_metrics out."
+            "batch_eval_metrics=True calls compute_metrics(prediction, compute_result=...) for every batch, but yours "
+            "does not take compute_result: add it, or remove batch_eval_metrics."
         )
     return BatchedMetrics(compute_metrics)
 
@@ -224,8 +224,8 @@ def _pair(prediction: EvalPrediction) -> tuple[Any, Any]:
     for name, given in (("outputs", predictions), ("labels", labels)):
         if not isinstance(given, torch.Tensor):
             raise InvalidArgument(
-                f"torchmetrics takes one tensor of predictions and one of labels, and the model's {name} are a "
-                f"{type(given).__name__}: say which, as in "
+                f"torchmetrics takes one tensor of predictions and one of labels, but the model's {name} are a "
+                f"{type(given).__name__}: select one, as in "
                 "TorchMetrics(metric, adapter=lambda p: (p.predictions[0], p.label_ids))."
             )
     return predictions, labels

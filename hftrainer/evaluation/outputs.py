@@ -1,4 +1,4 @@
-"""Keeping the outputs of many batches, in time linear in their number and in one copy."""
+"""Keeping the outputs of many batches in one copy, in linear time."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class OutputCollector:
 
     Args:
         concatenate: whether `arrays()` joins the batches (right-padded with -100) or lists them.
-        rows: samples that are expected in all, 0 when nobody knows.
-        folder: where arrays are kept in memory-mapped files; None keeps them in memory.
+        rows: expected number of samples, 0 if unknown.
+        folder: folder for arrays in memory-mapped files; None keeps them in memory.
     """
 
     def __init__(self, concatenate: bool = True, rows: int = 0, folder: str | None = None) -> None:
@@ -29,11 +29,11 @@ class OutputCollector:
         self._joined: Any = None
 
     def add(self, outputs: Any) -> None:
-        """Keep the outputs of one batch where they are."""
+        """Keep the outputs of one batch, on their device."""
         self._on_device.append(outputs)
 
     def to_host(self) -> None:
-        """Move what was added to the CPU, as arrays."""
+        """Move the added outputs to the CPU, as arrays."""
         for outputs in self._on_device:
             batch = nested_numpify(outputs)
             if not self.concatenate:
@@ -45,7 +45,7 @@ class OutputCollector:
         self._on_device.clear()
 
     def arrays(self) -> Any:
-        """Everything added, as arrays of shape `(samples, ...)` or as a list of batches; None if nothing was."""
+        """All outputs, as arrays of shape `(samples, ...)` or as a list of batches; None if there are none."""
         self.to_host()
         if not self.concatenate:
             return self._batches or None
@@ -59,7 +59,7 @@ def _as_rows(leaf: Any) -> np.ndarray:
     array = np.atleast_1d(leaf)
     if array.dtype == object:
         raise TypeError(
-            f"Evaluation cannot concatenate a {type(leaf).__name__}, only tensors: leave it out with ignore_keys, or "
+            f"Evaluation cannot concatenate a {type(leaf).__name__}, only tensors: exclude it with ignore_keys, or "
             "set eval_do_concat_batches=False to get a list of batches."
         )
     return array
@@ -69,7 +69,7 @@ def _extend(joined: Any, batch: Any) -> None:
     """Append a batch, leaf by leaf.
 
     Raises:
-        TypeError: when it is nested otherwise than the first batch was.
+        TypeError: when its nesting differs from the first batch's.
     """
     if isinstance(joined, GrowingArray) and not isinstance(batch, (Mapping, list, tuple)):
         joined.add(_as_rows(batch))

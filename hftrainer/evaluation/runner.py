@@ -36,15 +36,15 @@ logger = logging.getLogger(__name__)
 
 
 class EvaluationRunner(Room):
-    """Prepares a Trainer for a pass over a set, and describes that pass to Lightning's loop.
+    """Prepares a Trainer for a pass over a set, and sets up that pass for Lightning's loop.
 
     Args:
-        context: what it works with.
+        context: what the rooms share.
     """
 
     def __init__(self, context: TrainerContext) -> None:
         super().__init__(context)
-        #: Whether the last pass has measured how long preparing the model takes.
+        #: Whether the last pass has measured the time to prepare the model.
         self._preparation_measured = False
 
     def evaluate(self, eval_dataset: Any, ignore_keys: list[str] | None, prefix: str) -> dict[str, float]:
@@ -68,13 +68,13 @@ class EvaluationRunner(Room):
     def evaluate_each(
         self, datasets: Mapping[str, Any], ignore_keys: list[str] | None, prefix: str, *, own: bool
     ) -> dict[str, float]:
-        """Evaluate each of several sets by `Trainer.evaluate`, its name in the prefix of its metrics.
+        """Evaluate each of several sets with `Trainer.evaluate`, with its name in the prefix of its metrics.
 
         Args:
-            datasets: by name.
-            ignore_keys: outputs of the model that are left out.
-            prefix: before the name.
-            own: whether they are those of the Trainer, which are then evaluated by their names.
+            datasets: sets by name.
+            ignore_keys: model outputs to exclude.
+            prefix: prefix before the name.
+            own: whether these are the Trainer's own sets, which are passed by name.
         """
         metrics: dict[str, float] = {}
         with self.context.engine.evaluation_group() as of_all:
@@ -86,7 +86,7 @@ class EvaluationRunner(Room):
         return metrics
 
     def predict(self, test_dataset: Any, ignore_keys: list[str] | None, prefix: str) -> PredictionOutput:
-        """Predict, and compute the metrics when there are labels; see `Trainer.predict`."""
+        """Predict, and compute the metrics if there are labels; see `Trainer.predict`."""
         dataloader = self.trainer.get_test_dataloader(test_dataset)
         start_time = time.time()
         output = self._run(dataloader, "Prediction", ignore_keys=ignore_keys, metric_key_prefix=prefix)
@@ -115,21 +115,21 @@ class EvaluationRunner(Room):
 
         evaluation = self._make_pass(dataloader, predict, prefix, predicting)
         stage = "predict" if predicting else "test" if prefix.startswith("test") else "validate"
-        kept = getattr(run, "past", None), run.logged_metrics  # of training; an evaluation does not change them
+        kept = getattr(run, "past", None), run.logged_metrics  # training's; an evaluation does not change them
         run.past, run.logged_metrics = None, LoggedMetrics()
         try:
             with devices.hinted(), trainer.accelerator.gradient_state.only(dataloader):
                 self.context.engine.evaluate(evaluation, trainer.model, stage)
         finally:
-            # What a subclass's `evaluate` has set was for this pass.
+            # A subclass's `evaluate` may have set another one for this pass only.
             trainer.gather_function = gathering.for_metrics(trainer.accelerator, trainer.args)
             run.past, run.logged_metrics = kept
-            self.context.engine.end_batch()  # Lightning keeps the numbers that it is told on the device
+            self.context.engine.end_batch()  # Lightning keeps logged numbers on the device
         output, evaluation.output = evaluation.output, None
         if output is None or not evaluation.seen_batches:
             raise InvalidArgument(
-                f"{description} found not one batch: the dataset is empty, or smaller than a batch with "
-                "dataloader_drop_last, or lightning_config limits it to none."
+                f"{description} has no batches: the dataset is empty, or smaller than a batch with "
+                "dataloader_drop_last, or lightning_config limits it to 0 batches."
             )
         if evaluation.preparation_time is not None:
             self._preparation_measured |= math.isnan(trainer.model_preparation_time)
@@ -167,13 +167,13 @@ class EvaluationRunner(Room):
         return loss, logits[0] if isinstance(logits, (tuple, list)) and len(logits) == 1 else logits, labels
 
     def _ignored_keys(self) -> list[str]:
-        """Outputs that the model's config leaves out of predictions."""
+        """Outputs that the model's config excludes from predictions."""
         config = getattr(self.trainer.model, "config", None)
         leaves_out = config is not None and self.context.behaviours.leaves_out_past
         return getattr(config, "keys_to_ignore_at_inference", ["past_key_values"] if leaves_out else [])
 
     def _run(self, dataloader: DataLoader, description: str, **settings: Any) -> EvalLoopOutput:
-        """`evaluation_loop`, or `prediction_loop` where the arguments or a subclass of v4.4 and before ask for it."""
+        """`evaluation_loop`, or `prediction_loop` if the arguments or a subclass for v4.4 or earlier need it."""
         trainer = self.trainer
         loop: Callable[..., Any] = trainer.evaluation_loop
         own_old_loop = self.context.is_overridden("prediction_loop")
@@ -184,7 +184,7 @@ class EvaluationRunner(Room):
         own_loop = self.context.is_overridden("evaluation_loop", "prediction_loop")
         with self.context.engine.autocasting(trainer.model) if own_loop else contextlib.nullcontext():
             output: Any = call_with_accepted(loop, dataloader, description, **settings)
-        if isinstance(output, tuple) and len(output) == len(PredictionOutput._fields):  # as overrides of v4.4 return
+        if isinstance(output, tuple) and len(output) == len(PredictionOutput._fields):  # from overrides for v4.4
             predictions, label_ids, metrics = output
             return EvalLoopOutput(predictions, label_ids, metrics, trainer.num_examples(dataloader))
         return cast("EvalLoopOutput", output)
@@ -192,7 +192,7 @@ class EvaluationRunner(Room):
     def _with_speed(self, output: EvalLoopOutput, prefix: str, start_time: float) -> dict[str, float]:
         """The metrics of a pass, and its speed."""
         metrics, samples = output.metrics or {}, output.num_samples or 0
-        if self._preparation_measured:  # by this pass; later ones only report it
+        if self._preparation_measured:  # in this pass; later ones only report it
             start_time += metrics.get(f"{prefix}_model_preparation_time", 0)
             self._preparation_measured = False
         steps = math.ceil(
@@ -207,19 +207,19 @@ class EvaluationRunner(Room):
         log_facts(logger, f"{description} begins.", {"Number of examples": count, "Batch size": batch_size})
 
     def _prepare(self, dataloader: DataLoader) -> nn.Module:
-        """Model and optimizer in evaluation mode; the weights in half precision where the arguments ask for it.
+        """Set model and optimizer to evaluation mode, and cast the weights to half precision if requested.
 
         Returns:
-            The model as it is evaluated.
+            The prepared model.
         """
         trainer, context = self.trainer, self.context
         context.preparation.for_evaluation()
         model = trainer._wrap_model(trainer.model, training=False)
         if not trainer.accelerator._models and model is trainer.model:
             model = trainer.accelerator.prepare_model(model, evaluation_mode=True)
-            trainer.model_preparation_time = math.nan  # this evaluation measures it, and all later ones report it
+            trainer.model_preparation_time = math.nan  # this evaluation measures it, later ones report it
         casts = trainer.args.fp16_full_eval or trainer.args.bf16_full_eval
-        if casts and not trainer.is_in_train and trainer.deepspeed is None:  # whose weights are of that type already
+        if casts and not trainer.is_in_train and trainer.deepspeed is None:  # DeepSpeed's weights have that dtype
             dtype = torch.float16 if trainer.args.fp16_full_eval else torch.bfloat16
             model.to(dtype=dtype, device=trainer.args.device)
         trainer.callback_handler.eval_dataloader = dataloader
@@ -231,7 +231,7 @@ class EvaluationRunner(Room):
     def _make_pass(
         self, dataloader: DataLoader, predict: Callable[..., Any], prefix: str, predicting: bool
     ) -> EvaluationPass:
-        """What Lightning's loop is to drive."""
+        """Make the pass that Lightning's loop will run."""
         trainer = self.trainer
         processes = trainer.accelerator.processes
         metrics = as_metrics(trainer.compute_metrics, by_batch=trainer.args.batch_eval_metrics)
@@ -260,18 +260,18 @@ class EvaluationRunner(Room):
         )
 
     def _announce_step(self) -> None:
-        """Announce a batch, and leave the pass if a signal has come."""
+        """Announce a batch, and stop the pass if a signal has arrived."""
         self.context.announce("on_prediction_step")
         self.run.interruption.check()
 
     def _draw(self, metrics: Any, prefix: str) -> None:
-        """Save the plots of torchmetrics, if they were asked for."""
+        """Save the plots of torchmetrics, if requested."""
         trainer = self.trainer
         if isinstance(metrics, TorchMetrics) and metrics.plot and trainer.is_world_process_zero():
             metrics.draw(os.path.join(str(trainer.args.output_dir), f"plots-{trainer.state.global_step}"), prefix)
 
     def _loss_and_outputs(self, model: nn.Module, inputs: Any, loss_only: bool) -> tuple[torch.Tensor, Any]:
-        """The mean loss of a batch, and the model's outputs; the items of other processes do not count in it."""
+        """The mean loss of a batch, and the model's outputs; items of other processes do not count in the mean."""
         context = self.context
         averages, context.averages_tokens = context.averages_tokens, False
         try:
@@ -289,7 +289,7 @@ class EvaluationRunner(Room):
                 loss, outputs = call_with_accepted(
                     trainer.compute_loss, model, inputs, return_outputs=True, num_items_in_batch=num_items
                 )
-            else:  # an override of v4.1: its loss, and the outputs by a pass of their own
+            else:  # an override for v4.1: its loss, and the outputs from a separate forward pass
                 outputs = () if loss_only else model(**inputs)
                 loss = call_with_accepted(trainer.compute_loss, model, inputs, num_items_in_batch=num_items)
         return split_losses(loss)[0].detach().mean(), outputs

@@ -1,1 +1,1 @@
-"""What is found out about a model, and what arguments change about it."""
+"""Inspecting a model, and the changes that arguments make to it."""

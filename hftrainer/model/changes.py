@@ -1,4 +1,4 @@
-"""What training arguments change about a model before it is trained, and what is changed back afterwards."""
+"""The changes that training arguments make to a model, and undoing them after training."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ logger = logging.getLogger(__name__)
 def changed_for_training(
     model: nn.Module, args: TrainingArguments, read_once: Mapping[str, Any], noisy: Any
 ) -> Iterator[None]:
-    """Apply what the arguments ask for; noise on the embeddings is taken off at the end, as in transformers.
+    """Apply the changes that the arguments request; noise on embeddings is removed at the end, as in transformers.
 
     Args:
         model: the user's model.
-        args: the arguments as they are now.
-        read_once: values of arguments when the Trainer was made; those of torch.compile hold.
-        noisy: has `neftune_noise_alpha`, the scale of NEFTune's noise or None for none, and gets `neftune_hook_handle`,
-            which takes the noise off at the end; a subclass of the Trainer may put another in its place meanwhile.
+        args: the current arguments.
+        read_once: argument values from when the Trainer was made; those for torch.compile still apply.
+        noisy: has `neftune_noise_alpha`, the scale of NEFTune's noise or None, and gets `neftune_hook_handle`, which
+            removes the noise at the end; a subclass of the Trainer may replace the handle.
     """
     if args.use_liger_kernel:
         apply_liger_kernel(model, args.liger_kernel_config)  # type: ignore[arg-type]
@@ -50,25 +50,25 @@ def changed_for_training(
         yield
     finally:
         noise.remove()
-        if (handle := noisy.neftune_hook_handle) is not None:  # one that a script has put in its place
+        if (handle := noisy.neftune_hook_handle) is not None:  # a script may have replaced it
             handle.remove()
 
 
 def add_noise_to_embeddings(model: Any, alpha: float) -> Any:
-    """NEFTune (arXiv 2310.05914): uniform noise on the embeddings while training, on the scale of their size.
+    """NEFTune (arXiv 2310.05914): uniform noise on the embeddings during training, scaled by their size.
 
     Args:
         model: has `get_input_embeddings`, whose output is of shape `(batch, length, hidden)`.
-        alpha: the bound of the noise, before division by the root of `length * hidden`.
+        alpha: the bound of the noise, before division by the square root of `length * hidden`.
 
     Returns:
-        A handle; its `remove()` takes the noise off.
+        A handle; its `remove()` removes the noise.
     """
     bare = peers.without_adapters(model)
     if not hasattr(bare, "get_input_embeddings"):
         raise MissingMethod(
-            f"neftune_noise_alpha={alpha} adds noise to the model's input embeddings, and {type(bare).__name__} has no "
-            "get_input_embeddings(): add it, or leave the argument out."
+            f"neftune_noise_alpha={alpha} adds noise to the model's input embeddings, but {type(bare).__name__} has no "
+            "get_input_embeddings(): add it, or remove the argument."
         )
 
     def add_noise(module: nn.Module, _: Any, output: torch.Tensor) -> torch.Tensor:
@@ -81,12 +81,12 @@ def add_noise_to_embeddings(model: Any, alpha: float) -> Any:
 
 
 def enable_activation_checkpointing(model: Any, kwargs: dict[str, Any] | None) -> None:
-    """Compute activations again in backward instead of keeping them; under the model's newest name for it.
+    """Recompute activations in backward instead of keeping them, with the model's newest method for it.
 
     Args:
         model: the model.
-        kwargs: keywords of `torch.utils.checkpoint`; since v5.23 also 'every_n_layers', which layers, and 'offload',
-            where what is saved lives.
+        kwargs: keywords of `torch.utils.checkpoint`; since v5.23 also 'every_n_layers' (which layers), and 'offload'
+            (where saved tensors are kept).
     """
     options = dict(kwargs or {})
     layers = {name: options.pop(name) for name in ("every_n_layers", "offload") if name in options}
@@ -96,15 +96,15 @@ def enable_activation_checkpointing(model: Any, kwargs: dict[str, Any] | None) -
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options or None, **layers)
     else:
         raise MissingMethod(
-            f"activation_checkpointing=True (gradient_checkpointing before v5.23) needs a model that has "
-            f"gradient_checkpointing_enable(), and {type(model).__name__} has not: add it, with torch.utils.checkpoint."
+            f"activation_checkpointing=True (gradient_checkpointing before v5.23) needs a model with "
+            f"gradient_checkpointing_enable(), which {type(model).__name__} lacks: add it, with torch.utils.checkpoint."
         )
 
 
 def compile_model(model: nn.Module, args: Any) -> None:
     """Compile the model in place, once, so that its weights keep their names.
 
-    What the arguments leave open `accelerate launch` decides; and it alone may ask for it.
+    `accelerate launch` fills in unset arguments, and may also enable compilation by itself.
 
     Args:
         model: the model.
@@ -123,7 +123,7 @@ def compile_model(model: nn.Module, args: Any) -> None:
 
 
 def _dynamo(setting: str) -> str:
-    """What `accelerate launch` was told about torch.compile, and hands on in the environment; '' for nothing."""
+    """A setting for torch.compile that `accelerate launch` passes in the environment; '' if unset."""
     return os.environ.get(f"ACCELERATE_DYNAMO_{setting}", "")
 
 
@@ -131,7 +131,7 @@ def apply_liger_kernel(model: Any, config: dict[str, Any] | None) -> None:
     """Replace parts of a transformers model by Liger's Triton kernels, in place.
 
     Raises:
-        MissingPackage: without the package.
+        MissingPackage: when liger-kernel is not installed.
     """
     try:
         liger = importlib.import_module("liger_kernel.transformers")
@@ -141,22 +141,22 @@ def apply_liger_kernel(model: Any, config: dict[str, Any] | None) -> None:
         ) from error
     bare = peers.without_adapters(model)
     if not peers.is_pretrained(bare):
-        logger.warning("use_liger_kernel: %s is no transformers model, it stays as it is.", type(bare).__name__)
+        logger.warning("use_liger_kernel: %s is not a transformers model and is not changed.", type(bare).__name__)
         return
     liger._apply_liger_kernel_to_instance(model=bare, **(config or {}))
 
 
 def set_tf32(enabled: bool | None) -> None:
-    """Let matrix products on NVIDIA GPUs round their inputs to 10 bits of mantissa, or not; None leaves torch as it is.
+    """Allow, or forbid, TF32 matrix products on NVIDIA GPUs (inputs with 10 bits of mantissa); None changes nothing.
 
     Raises:
-        InvalidArgument: when it is asked for and no GPU here has it.
+        InvalidArgument: when it is enabled and the GPU does not support it.
     """
     if enabled is None:
         return
     capable = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 8
     if enabled and not capable:
-        raise InvalidArgument("tf32=True needs an NVIDIA GPU of the Ampere generation or newer: leave it out.")
+        raise InvalidArgument("tf32=True needs an NVIDIA GPU of the Ampere generation or newer: remove it.")
     if capable:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch 2.9 has newer names for both

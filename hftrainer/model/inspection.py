@@ -1,4 +1,4 @@
-"""What a model's class and signature say about how to call it."""
+"""How to call a model, from its class and signature."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 def find_labels(model_class: type) -> list[str]:
-    """The arguments of `forward` that are labels: those with 'label' in their name, or the spans of an answer."""
+    """The arguments of `forward` that are labels: names with 'label', and the start and end of an answer's span."""
     parameters = inspect.signature(model_class.forward).parameters  # type: ignore[attr-defined]
     spans = ("start_positions", "end_positions") if "QuestionAnswering" in model_class.__name__ else ()
     return [name for name in parameters if "label" in name or name in spans]
@@ -28,7 +28,7 @@ def can_return_loss(model_class: type) -> bool:
 
 
 def accepts_loss_kwargs(model: nn.Module) -> bool:
-    """Whether `forward` takes `num_items_in_batch`: the model says so, or takes any keyword (since v4.46)."""
+    """Whether `forward` takes `num_items_in_batch`: by the model's attribute, or as any keyword (since v4.46)."""
     bare = peers.without_adapters(model)
     if hasattr(bare, "accepts_loss_kwargs"):
         return bool(bare.accepts_loss_kwargs)
@@ -37,28 +37,28 @@ def accepts_loss_kwargs(model: nn.Module) -> bool:
 
 
 def check_quantization(model: Any) -> str | None:
-    """Why a model whose weights are quantized cannot be trained, in the cases that transformers refuses; else None."""
+    """Why a quantized model cannot be trained, in the cases that transformers rejects; else None."""
     if not getattr(model, "is_quantized", False) or getattr(model, "_hf_peft_config_loaded", False):
         return None
     quantizer = getattr(model, "hf_quantizer", None)
     if hasattr(model, "_orig_mod"):
-        return "The model is quantized and compiled: give the model that torch.compile() was called with."
+        return "The model is quantized and compiled: pass the model that torch.compile() was called with."
     if not peers.is_peft(model) and not getattr(quantizer, "is_qat_trainable", False):
         return (
-            "The model's weights are quantized, and integers cannot be trained: train adapters on top, with "
+            "The model's weights are quantized, and integers cannot be trained: train adapters on top of it, with "
             "peft.get_peft_model(model, LoraConfig(...)), or load the model without quantization_config."
         )
     if not getattr(quantizer, "is_trainable", False):
         method = getattr(getattr(quantizer, "quantization_config", None), "quant_method", type(quantizer).__name__)
         return (
-            f"The model is quantized with {getattr(method, 'value', method)}, which cannot be trained through: load it "
+            f"The model is quantized with {getattr(method, 'value', method)}, which does not support training: load it "
             "without quantization, or with another quantization_config, such as BitsAndBytesConfig."
         )
     return None
 
 
 def shifts_labels(model: nn.Module) -> bool:
-    """Whether the model's own loss predicts label `i + 1` at position `i`, so that the first is never predicted."""
+    """Whether the model's own loss predicts label `i + 1` at position `i`, so that the first one is never predicted."""
     bare = peers.without_adapters(model)
     encodes = getattr(getattr(bare, "config", None), "is_encoder_decoder", False)
     if not hasattr(bare, "loss_type") or "transformers" not in sys.modules or encodes:
@@ -69,14 +69,14 @@ def shifts_labels(model: nn.Module) -> bool:
 
 
 def align_special_tokens(model: Any, processing_class: Any, *, all_tokens: bool = False) -> None:
-    """Give the model's configs the tokenizer's special tokens, where it defines them (since v4.56).
+    """Copy the tokenizer's special tokens, where defined, into the model's configs (since v4.56).
 
-    A list of end tokens in a config is only ever added to.
+    Lists of end tokens in a config are only extended.
 
     Args:
         model: the model.
         processing_class: the tokenizer, or a processor that has one.
-        all_tokens: take over what the tokenizer does not define too, as None (until v5.17).
+        all_tokens: also copy tokens that the tokenizer does not define, as None (until v5.17).
     """
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
     generation = getattr(model, "generation_config", None)
@@ -85,7 +85,7 @@ def align_special_tokens(model: Any, processing_class: Any, *, all_tokens: bool 
     else:
         updated = _add_special_tokens(model.config.get_text_config(), generation, tokenizer)
     if updated:
-        logger.warning("The model's configs now have these special tokens of the tokenizer: %s", updated)
+        logger.warning("Copied these special tokens from the tokenizer to the model's configs: %s", updated)
 
 
 def _replace_special_tokens(config: Any, generation: Any, tokenizer: Any) -> dict[str, Any]:

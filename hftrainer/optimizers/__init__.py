@@ -1,1 +1,1 @@
-"""Optimizers and schedules that torch does not have."""
+"""Optimizers and schedules that torch lacks."""

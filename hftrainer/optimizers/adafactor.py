@@ -1,4 +1,4 @@
-"""Adafactor (Shazeer and Stern 2018), in the variant that Hugging Face has: the one in torch computes other numbers."""
+"""Adafactor (Shazeer and Stern 2018), in Hugging Face's variant: torch's computes different numbers."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from hftrainer.optimizers.per_parameter import PerParameterOptimizer
 
 
 class Adafactor(PerParameterOptimizer):
-    """Keeps a row and a column of second moments per matrix, instead of a number per weight.
+    """Keeps a row and a column of second moments per matrix, instead of one number per weight.
 
     Args:
         params: parameters, or groups of them.
         lr: the learning rate; None with `relative_step`.
-        eps: added to the squared gradient, and the least scale of a parameter.
-        clip_threshold: root mean square that an update is cut to.
-        decay_rate: exponent of the step number that sets how fast old second moments fade.
-        beta1: decay of the first moment; None keeps none.
-        weight_decay: share of each weight, times the learning rate, that a step takes off.
+        eps: added to the squared gradient; and the minimum scale of a parameter.
+        clip_threshold: maximum root mean square of an update.
+        decay_rate: exponent of the step number in the decay of second moments.
+        beta1: decay of the first moment; None for no first moment.
+        weight_decay: decoupled weight decay, multiplied by the learning rate.
         scale_parameter: multiply the learning rate by the root mean square of the parameter.
-        relative_step: learning rate from the step number, instead of `lr`.
-        warmup_init: let that learning rate grow from 1e-6 a step.
+        relative_step: compute the learning rate from the step number, instead of `lr`.
+        warmup_init: with `relative_step`, warm up by 1e-6 per step.
 
     Raises:
-        ValueError: for `lr` with `relative_step`, and `warmup_init` without.
+        ValueError: for `lr` with `relative_step`, or `warmup_init` without it.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Adafactor(PerParameterOptimizer):
         warmup_init: bool = False,
     ) -> None:
         if lr is not None and relative_step:
-            raise ValueError("Adafactor(relative_step=True) works its learning rate out itself: leave lr out.")
+            raise ValueError("Adafactor(relative_step=True) computes its learning rate itself: remove lr.")
         if warmup_init and not relative_step:
             raise ValueError("Adafactor(warmup_init=True) needs relative_step=True.")
         super().__init__(
@@ -65,12 +65,12 @@ class Adafactor(PerParameterOptimizer):
     def step_one(
         self, parameter: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
     ) -> None:
-        """Move one parameter."""
+        """Update one parameter."""
         grad = _full(grad)
         if not state:
             _start(state, grad, group)
         for name in ("exp_avg", "exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col"):
-            if name in state:  # a loaded state may be of another type or device
+            if name in state:  # a loaded state may have another dtype or device
                 state[name] = state[name].to(grad)
         weights = _full(parameter)
         state["step"] += 1
@@ -88,7 +88,7 @@ class Adafactor(PerParameterOptimizer):
 
     @staticmethod
     def _second_moment(grad: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> torch.Tensor:
-        """One over the root of the second moment; of a matrix, from its row's and its column's."""
+        """The inverse square root of the second moment; for a matrix, from those of rows and columns."""
         beta2 = 1.0 - math.pow(state["step"], group["decay_rate"])
         square = (grad**2) + group["eps"][0]
         if "exp_avg_sq" in state:
@@ -128,11 +128,11 @@ def _start(state: dict[str, Any], grad: torch.Tensor, group: dict[str, Any]) -> 
 
 
 class AdafactorSchedule(LambdaLR):
-    """Reports the learning rates that `Adafactor(relative_step=True)` works out, for the log; moves nothing.
+    """Reports the learning rates that `Adafactor(relative_step=True)` computes, for the log; changes nothing.
 
     Args:
         optimizer: an `Adafactor`.
-        initial_lr: what is reported before the first step.
+        initial_lr: the rate reported before the first step.
     """
 
     def __init__(self, optimizer: Adafactor, initial_lr: float = 0.0) -> None:

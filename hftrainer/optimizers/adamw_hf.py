@@ -11,7 +11,7 @@ from hftrainer.optimizers.per_parameter import PerParameterOptimizer
 
 
 class AdamW(PerParameterOptimizer):
-    """Adam with decoupled weight decay, in the order of the first BERT code.
+    """Adam with decoupled weight decay, in the order of operations of the first BERT code.
 
     Unlike torch's, epsilon is added before the bias correction, and the decay comes after the step.
 
@@ -19,9 +19,9 @@ class AdamW(PerParameterOptimizer):
         params: parameters, or groups of them.
         lr: the learning rate.
         betas: decay of the first and the second moment.
-        eps: added to the root of the second moment.
-        weight_decay: share of each weight, times the learning rate, that a step takes off.
-        correct_bias: whether the moments are corrected for their start at zero; the first BERT code did not.
+        eps: added to the square root of the second moment.
+        weight_decay: decoupled weight decay, multiplied by the learning rate.
+        correct_bias: whether to apply bias correction to the moments; the first BERT code did not.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class AdamW(PerParameterOptimizer):
     def step_one(
         self, parameter: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
     ) -> None:
-        """Move one parameter."""
+        """Update one parameter."""
         beta1, beta2 = group["betas"]
         if not state:
             state["step"] = 0

@@ -1,4 +1,4 @@
-"""GreedyLR (arXiv 2512.14527, since v5.0): a learning rate that follows the evaluation upwards and downwards."""
+"""GreedyLR (arXiv 2512.14527, since v5.0): raises or lowers the learning rate after evaluations."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 
 class GreedyLR(ReduceLROnPlateau):
-    """Divides the learning rate by `factor` while a metric improves, and multiplies it by that when it does not.
+    """Divides the learning rate by `factor` while a metric improves, and multiplies it by `factor` otherwise.
 
-    All times are in evaluations.
+    All durations are in evaluations.
 
     Args:
-        optimizer: whose learning rates to move.
+        optimizer: the optimizer whose learning rates change.
         mode: 'min' or 'max', the direction in which the metric improves.
         factor: below 1.
-        patience: evaluations in a row, all better or all not, after which the rate moves.
-        threshold: what counts as better.
-        threshold_mode: 'rel' or 'abs', how the threshold is meant.
-        cooldown: evaluations to wait after the rate has fallen.
-        warmup: evaluations to wait after the rate has risen.
-        min_lr: the least rate, or one for each group.
-        max_lr: the greatest rate, or one for each group.
-        eps: smaller changes of the rate are left out.
+        patience: consecutive evaluations, all better or all not, that are tolerated before the rate changes.
+        threshold: minimum improvement that counts as better.
+        threshold_mode: 'rel' or 'abs': whether the threshold is relative or absolute.
+        cooldown: evaluations to wait after the rate was lowered.
+        warmup: evaluations to wait after the rate was raised.
+        min_lr: the minimum rate, or one for each group.
+        max_lr: the maximum rate, or one for each group.
+        eps: smaller changes of the rate are not made.
         verbose: print each change.
-        smooth: follow the mean of the last `window_size` metrics.
-        window_size: of that mean.
-        reset_start: falls in a row at the least rate after which everything starts anew.
+        smooth: use the mean of the last `window_size` metrics.
+        window_size: number of metrics in that mean.
+        reset_start: decreases in a row at the minimum rate after which the schedule restarts.
 
     Raises:
         ValueError: for a factor of 1 or more, unknown modes, or lists of rates of the wrong length.
@@ -72,7 +72,7 @@ class GreedyLR(ReduceLROnPlateau):
         ):
             if given not in allowed:
                 raise ValueError(f"GreedyLR: {name}={given!r}: choose {' or '.join(allowed)}.")
-        self._forget()
+        self._reset_counters()
 
     def _of_each_group(self, name: str, value: float | list[float]) -> list[float]:
         count = len(self.optimizer.param_groups)
@@ -81,7 +81,7 @@ class GreedyLR(ReduceLROnPlateau):
             raise ValueError(f"GreedyLR: {name} has {len(values)} values for {count} groups of parameters.")
         return values
 
-    def _forget(self) -> None:
+    def _reset_counters(self) -> None:
         self.best = math.inf if self.mode == "min" else -math.inf
         self.num_bad_epochs = self.num_good_epochs = 0
         self.cooldown_counter = self.warmup_counter = 0
@@ -89,7 +89,7 @@ class GreedyLR(ReduceLROnPlateau):
         self._sum = 0.0
 
     def step(self, metrics: Any, epoch: int | None = None) -> None:  # type: ignore[override]
-        """Take in the metric of an evaluation, and move the learning rate if it is time."""
+        """Record the metric of an evaluation, and change the learning rate if due."""
         current = self._smoothed(float(metrics)) if self.smooth else float(metrics)
         self.last_epoch = self.last_epoch + 1 if epoch is None else epoch
         if self.cooldown_counter or self.warmup_counter:
@@ -147,7 +147,7 @@ class GreedyLR(ReduceLROnPlateau):
             for group, rate in zip(self.optimizer.param_groups, self._init_lrs, strict=True):
                 group["lr"] = rate
             self.reset_start = self.reset_start_original
-            self._forget()
+            self._reset_counters()
 
     def _set(self, group: dict[str, Any], rate: float) -> None:
         if self.verbose:
@@ -161,7 +161,7 @@ class GreedyLR(ReduceLROnPlateau):
     """.split()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, under the names that transformers gives it."""
+        """The state, under transformers' names."""
         state = {name: getattr(self, name) for name in self._SAVED}
         if self.smooth:
             state["_streaming_avg"] = {
@@ -172,7 +172,7 @@ class GreedyLR(ReduceLROnPlateau):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a state, with its learning rates."""
+        """Load a state, and set its learning rates."""
         for name in self._SAVED:
             if name in state_dict:
                 setattr(self, name, state_dict[name])

@@ -1,4 +1,4 @@
-"""Optimizers that step each parameter in the middle of backward, as soon as its gradient is there, and free it."""
+"""Optimizers that step each parameter during backward, as soon as its gradient is ready, and free the gradient."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ logger = logging.getLogger(__name__)
 
 
 class LayerWiseDummyOptimizer(Optimizer):
-    """Stands for one optimizer a parameter; has nothing left to do when the training loop steps it.
+    """Represents one optimizer per parameter; its own `step` does nothing.
 
-    Its own learning rate is that of all of them, so that a scheduler moves them through it.
+    Its learning rate is copied to all of them, so a scheduler sets theirs through it.
 
     Args:
         optimizer_dict: the optimizer of each parameter.
         lr: the learning rate.
-        kwargs: what the optimizers were made with.
+        kwargs: the keywords of the optimizers.
     """
 
     def __init__(
         self, optimizer_dict: dict[nn.Parameter, Optimizer] | None = None, lr: float = 1e-3, **kwargs: Any
     ) -> None:
         self.optimizer_dict = optimizer_dict or {}
-        # torch wants a parameter; drawn at random, as transformers draws it, so that later draws are the same.
+        # torch needs a parameter; it is random, as in transformers, so that later random draws are the same.
         super().__init__([torch.randn(1, 1)], {"lr": lr})
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._step_one)
@@ -36,7 +36,7 @@ class LayerWiseDummyOptimizer(Optimizer):
         ]
 
     def remove_hooks(self) -> None:
-        """Step no longer: another optimizer takes over."""
+        """Stop stepping: another optimizer takes over."""
         for hook in self._hooks:
             hook.remove()
 
@@ -48,21 +48,21 @@ class LayerWiseDummyOptimizer(Optimizer):
         optimizer.zero_grad()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing: each gradient is cleared right after its step."""
+        """Does nothing: each gradient is cleared right after its step."""
 
     def step(self, closure: Any = None) -> Any:
-        """Nothing: every parameter has stepped."""
+        """Does nothing: every parameter has already stepped."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, with that of each parameter's optimizer in the order of the parameters."""
+        """The state, including that of each parameter's optimizer in the order of the parameters."""
         return {**super().state_dict(), "layers": [own.state_dict() for own in self.optimizer_dict.values()]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a state; one written by transformers has nothing of the parameters' optimizers."""
+        """Load a state; states written by transformers lack those of the parameters' optimizers."""
         layers = state_dict.get("layers")
         super().load_state_dict({name: value for name, value in state_dict.items() if name != "layers"})
         if layers is None:
-            logger.warning("The checkpoint has no state of the layer-wise optimizers: their moments begin anew.")
+            logger.warning("The checkpoint lacks the states of the layer-wise optimizers: their moments start at zero.")
             return
         for own, state in zip(self.optimizer_dict.values(), layers, strict=True):
             own.load_state_dict(state)

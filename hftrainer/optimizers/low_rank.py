@@ -23,10 +23,10 @@ def build(
     projected: dict[str, Any],
     kwargs: dict[str, Any],
 ) -> tuple[Any, dict[str, Any]]:
-    """Class and keywords of a low-rank optimizer, its parameter groups among them.
+    """Class and keywords of a low-rank optimizer, including its parameter groups.
 
     Args:
-        name: the optimizer's name; one that ends in 'layerwise' steps each parameter within backward.
+        name: the optimizer's name; those ending in 'layerwise' step each parameter during backward.
         args: the training arguments; `optim_target_modules` names the layers.
         model: the model.
         kind: the optimizer's class.
@@ -38,7 +38,7 @@ def build(
         UnsupportedArgument: layer-wise in several processes.
     """
     if model is None:
-        raise InvalidArgument(f"optim={name!r} looks for its layers in the model: pass model=.")
+        raise InvalidArgument(f"optim={name!r} needs the model, to find its layers: pass model=.")
     targets = target_parameters(name, args.optim_target_modules, model)
     named = list(model.named_parameters())
     ordinary = [parameter for own, parameter in named if own not in targets]
@@ -48,13 +48,12 @@ def build(
         return kind, {**kwargs, "params": groups}
     if args.gradient_accumulation_steps != 1:
         raise InvalidArgument(
-            f"optim={name!r} steps within each backward pass, so gradient_accumulation_steps="
-            f"{args.gradient_accumulation_steps} cannot be: set it to 1."
+            f"optim={name!r} steps during each backward pass, so gradient_accumulation_steps="
+            f"{args.gradient_accumulation_steps} is not possible: set it to 1."
         )
     if args.world_size > 1:
         raise UnsupportedArgument(
-            f"optim={name!r} steps before the processes have shared the gradients: use optim="
-            f"{name.removesuffix('_layerwise')!r}."
+            f"optim={name!r} steps before the gradients are all-reduced: use optim={name.removesuffix('_layerwise')!r}."
         )
     optimizers = {parameter: kind([{"params": [parameter]}], **kwargs) for parameter in ordinary}
     optimizers |= {parameter: kind([{"params": [parameter], **projected}], **kwargs) for parameter in chosen}
@@ -62,13 +61,13 @@ def build(
 
 
 def target_parameters(name: str, wanted: Any, model: nn.Module) -> set[str]:
-    """Names of the weights of the linear layers that `optim_target_modules` chooses.
+    """Weight names of the linear layers that `optim_target_modules` selects.
 
     Args:
         name: the optimizer's name, for errors.
-        wanted: 'all-linear', a regular expression for a layer's whole name, or a list of parts of names, or of
-            regular expressions.
-        model: where to look.
+        wanted: 'all-linear', a regular expression for a layer's full name, or a list of parts of names or of regular
+            expressions.
+        model: the model to search.
     """
     if not isinstance(wanted, (str, list)) or not wanted:
         raise InvalidArgument(
@@ -82,14 +81,14 @@ def target_parameters(name: str, wanted: Any, model: nn.Module) -> set[str]:
         if isinstance(module, nn.Linear) and (everything or by_name or by_pattern):
             found.add(f"{module_name}.weight")
         elif by_name and not isinstance(module, nn.Linear):
-            logger.warning("optim_target_modules: %s is no linear layer and is left out.", module_name)
+            logger.warning("optim_target_modules: %s is not a linear layer and is ignored.", module_name)
     if not found:
         raise InvalidArgument(f"optim_target_modules={wanted!r} matches no linear layer of {type(model).__name__}.")
     return found
 
 
 def _matches(wanted: str | list[str], name: str) -> tuple[bool, bool]:
-    """Whether a layer's name is meant, as such and as a pattern."""
+    """Whether a layer's name matches literally, and whether it matches as a regular expression."""
     if isinstance(wanted, str):
         return wanted == name, bool(re.fullmatch(wanted, name))
     return any(part in name for part in wanted), any(re.fullmatch(part, name) for part in wanted)

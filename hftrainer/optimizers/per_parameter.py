@@ -1,4 +1,4 @@
-"""Optimizers whose parameters step one after the other, each from its own gradient and state."""
+"""Optimizers that step parameters one after the other, each from its own gradient and state."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class PerParameterOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step; `closure` computes the loss anew."""
+        """One step; `closure` recomputes the loss."""
         loss = closure() if closure is not None else None
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -28,12 +28,12 @@ class PerParameterOptimizer(Optimizer):
     def step_one(
         self, parameter: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
     ) -> None:
-        """Move one parameter, in place.
+        """Update one parameter, in place.
 
         Args:
             parameter: the parameter.
-            grad: its gradient, of its shape.
-            state: what the optimizer keeps of it, empty at the first step.
+            grad: its gradient, of the same shape.
+            state: the optimizer's state of it, empty at the first step.
             group: the settings of its group.
         """
         raise TypeError(f"{type(self).__name__} must define step_one")

@@ -71,9 +71,9 @@ def test_no_eval_dataset(make_args):
 
 
 def test_empty_datasets(make_args):
-    with pytest.raises(InvalidArgument, match="not one batch"):
+    with pytest.raises(InvalidArgument, match="training data has no batches"):
         Trainer(make_plain(), make_args(), train_dataset=SizedEmpty()).train()
-    with pytest.raises(InvalidArgument, match="Evaluation found not one batch"):
+    with pytest.raises(InvalidArgument, match="Evaluation has no batches"):
         Trainer(make_plain(), make_args(), eval_dataset=[]).evaluate()
 
 
@@ -221,11 +221,11 @@ def test_resume_without_checkpoint(make_args, tmp_path):
     (tmp_path / "half" / "checkpoint-5" / "trainer_state.json").write_text("{}")
     for path, message in [
         (True, "has no whole checkpoint-xxx folder"),
-        ("", "there is no such folder"),
-        (str(tmp_path / "absent"), "there is no such folder"),
+        ("", "the folder does not exist"),
+        (str(tmp_path / "absent"), "the folder does not exist"),
         (str(tmp_path / "empty"), "it lacks trainer_state.json"),
         (str(tmp_path / "half"), "it lacks trainer_state.json"),
-        (str(tmp_path / "half" / "checkpoint-5"), "trainer_state.json holds no state"),
+        (str(tmp_path / "half" / "checkpoint-5"), "trainer_state.json does not contain a state"),
     ]:
         with pytest.raises(CheckpointNotFound, match=message):
             trainer.train(resume_from_checkpoint=path)

@@ -364,7 +364,7 @@ def test_shapes_that_do_not_fit(make_trainer):
             return {**super().forward(x, labels), "square": torch.zeros(len(x), 2, len(x))}
 
     trainer = make_trainer(Grows(), trainer={"compute_metrics": lambda p: {}})
-    with pytest.raises(ValueError, match=r"\(3, 2, 3\) cannot follow.*\(batch, length, 4\)"):
+    with pytest.raises(ValueError, match=r"\(3, 2, 3\) cannot be appended to.*\(batch, length, 4\)"):
         trainer.evaluate()
 
 

@@ -378,7 +378,7 @@ def test_a_failed_save_costs_the_checkpoint_only(make_trainer, tmp_path, caplog)
     assert announced == [4, 6]
     assert sorted(os.listdir(tmp_path / "out")) == ["checkpoint-4", "checkpoint-6"]
     assert "checkpoint-2 could not be written (No space left on device)" in caplog.text
-    assert "Training goes on" in caplog.text
+    assert "Training continues" in caplog.text
 
 
 def test_a_save_replaces_an_older_run(make_trainer, tmp_path):

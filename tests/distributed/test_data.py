@@ -65,11 +65,11 @@ def test_shards_of_different_length(found):
     """The epoch ends for all with the shortest, of 3 batches, and whoever leaves samples out says so."""
     for rank in RANKS:
         assert [line["epoch"] for line in found[f"hftrainer-{rank}"]["different lengths"]["logs"]][2:4] == [0.6, 1.2]
-    assert "The epoch ends with the shortest part of the stream" in found.messages
+    assert "The epoch ends with the shortest shard of the stream" in found.messages
 
 
 def test_a_stream_that_goes_on_from_its_state_says_what_it_cannot_know(found):
-    assert "if its last round of this epoch is not full" in found.messages
+    assert "if the last round of this epoch is not full" in found.messages
 
 
 @pytest.mark.parametrize("rank", RANKS)
@@ -78,13 +78,13 @@ def test_refusals(found, rank):
     for sentence, start in zip(
         found[f"hftrainer-{rank}"]["refused"],
         (
-            "accelerator_config['even_batches']=False: the data does not give each of the 2 processes as many",
-            "accelerator_config['even_batches']=False: the data does not give each of the 2 processes as many",
-            "accelerator_config['split_batches']=True shares each batch out to 2 processes, but a batch has 3",
-            "accelerator_config['split_batches']=True shares each batch out to 2 processes, but a batch has 1",
+            "accelerator_config['even_batches']=False: the 2 processes would get different numbers",
+            "accelerator_config['even_batches']=False: the 2 processes would get different numbers",
+            "accelerator_config['split_batches']=True splits each batch among 2 processes, but a batch has 3",
+            "accelerator_config['split_batches']=True splits each batch among 2 processes, but a batch has 1",
             "the stream is broken",
-            "The main process cannot put batches of different shapes together",
-            "The main process can hand out tensors, not a str",
+            "The main process cannot concatenate batches of different shapes",
+            "The main process can scatter tensors, not a str",
         ),
         strict=True,
     ):

@@ -59,7 +59,7 @@ def test_activations_are_computed_again(tmp_path):
     trainer.train()
     assert len(calls) == 2  # forward, and again in backward
     plain, _ = build("hftrainer", "plain", tmp_path, gradient_checkpointing=True)
-    with pytest.raises(InvalidArgument, match=r"Plain has not: add it"):
+    with pytest.raises(InvalidArgument, match=r"which Plain lacks: add it"):
         plain.train()
 
 

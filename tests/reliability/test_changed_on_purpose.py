@@ -86,9 +86,9 @@ PURPOSES = {
     "bin": (to_bin, ["added: pytorch_model.bin", "removed: model.safetensors"]),
     "bin beside": (to_bin_beside, ["added: pytorch_model.bin"]),
     "shards": (to_shards, ["model-00001-of-", "removed: model.safetensors"]),
-    "other types": (to_half, ["of another size: model.safetensors"]),
+    "other types": (to_half, ["different size: model.safetensors"]),
     "there and back": (and_back, ["added: model.safetensors.index.json"]),
-    "config": (edit_config, ["of another size: config.json"]),
+    "config": (edit_config, ["different size: config.json"]),
     "removed": (without_progress, ["removed: progress.pt"]),
     "added": (add_notes, ["added: notes.bin"]),
 }
@@ -143,14 +143,14 @@ def broken_state(folder):
 
 
 DAMAGE = {
-    "half written": (half_written, "pytorch_model.bin is cut off"),
+    "half written": (half_written, "pytorch_model.bin is truncated"),
     "shard lost": (shard_lost, "model-00002-.* is missing"),
     "shard cut": (shard_cut, "model-00002-.* cannot be read"),
-    "no weights": (no_weights, "model.safetensors is missing, and no weights are in its place"),
+    "no weights": (no_weights, "model.safetensors is missing, and no weights replace it"),
     "other bytes": (lambda folder: flip(folder / "model.safetensors"), "contents of .*model.safetensors have changed"),
-    "more bytes": (lambda folder: grow(folder / "optimizer.pt"), "optimizer.pt has something behind its end"),
-    "no pickle": (lambda folder: truncate(folder / "training_args.bin"), "training_args.bin is cut off"),
-    "state": (broken_state, "trainer_state.json holds no state"),
+    "more bytes": (lambda folder: grow(folder / "optimizer.pt"), "optimizer.pt has extra bytes at its end"),
+    "no pickle": (lambda folder: truncate(folder / "training_args.bin"), "training_args.bin is truncated"),
+    "state": (broken_state, "trainer_state.json does not contain a state"),
     "manifest": (lambda folder: flip(folder / "hftrainer_manifest.json"), "hftrainer_manifest.json cannot be read"),
 }
 
@@ -159,7 +159,7 @@ DAMAGE = {
 def test_damage_is_refused(checkpoint, kind):
     harm, reason = DAMAGE[kind]
     harm(checkpoint)
-    with pytest.raises(CheckpointNotFound, match=f"it is damaged, .*{reason}") as refused:
+    with pytest.raises(CheckpointNotFound, match=f"is damaged: .*{reason}") as refused:
         make_trainer(checkpoint.parent, "bert").train(resume_from_checkpoint=str(checkpoint))
     assert ("checkpoint --accept" in str(refused.value)) == (kind in ("other bytes", "manifest"))
 
@@ -192,7 +192,7 @@ def test_forms(tmp_path):
     reasons = {path.name: readable.why_unreadable(path) for path in tmp_path.iterdir()}
     assert "cannot be read" in reasons.pop("old.pt")
     assert reasons.pop("empty.txt") == "is empty"
-    assert set(reasons.values()) == {"is no text, and has no form that could be checked"}
+    assert set(reasons.values()) == {"is not text, and its format cannot be checked"}
 
 
 def test_best_model_that_a_callback_converts(tmp_path, caplog):
@@ -259,14 +259,14 @@ def test_accept_other_bytes(checkpoint):
         make_trainer(checkpoint.parent, "bert").train(resume_from_checkpoint=str(checkpoint))
     done = command("--accept", checkpoint)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "(of the same size with other contents: model.safetensors)" in done.stdout
+    assert "(same size, different contents: model.safetensors)" in done.stdout
     make_trainer(checkpoint.parent, "bert").train(resume_from_checkpoint=True)
 
 
 def test_accept_what_is_none(run, checkpoint):
     for words, code, said in (
-        (["--accept", checkpoint / "missing"], 1, "is no checkpoint: there is no such folder"),
-        (["--accept", checkpoint.parent], 1, "is no checkpoint: it lacks trainer_state.json"),
+        (["--accept", checkpoint / "missing"], 1, "is not a checkpoint: the folder does not exist"),
+        (["--accept", checkpoint.parent], 1, "is not a checkpoint: it lacks trainer_state.json"),
         ([], 2, "the following arguments are required: --accept"),
         (["--accept", checkpoint, "--fast"], 2, "unrecognized arguments: --fast"),
         (["--help"], 0, ""),
@@ -279,4 +279,4 @@ def test_accept_what_is_none(run, checkpoint):
     (checkpoint / "model.safetensors").unlink()
     refused = command("--accept", checkpoint)
     assert refused.returncode == 1
-    assert "model.safetensors is missing, and no weights are in its place: nothing can go on from it" in refused.stderr
+    assert "model.safetensors is missing, and no weights replace it: a run cannot resume from it" in refused.stderr

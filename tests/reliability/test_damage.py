@@ -87,7 +87,7 @@ def test_every_file(run, tmp_path, harm, caplog):
             by_name = make_trainer(folder, model)
             if harm == "deleted" and str(name) not in ("model.safetensors", "trainer_state.json"):  # can be meant
                 by_name.train(resume_from_checkpoint=str(folder / "checkpoint-6"))
-                assert f"was changed since it was written (removed: {name}) and is used as it is" in caplog.text
+                assert f"was changed since it was written (removed: {name}). It is used" in caplog.text
                 continue
             with pytest.raises(CheckpointNotFound, match="(damaged|lacks).*" + str(name).replace(".", r"\.")):
                 by_name.train(resume_from_checkpoint=str(folder / "checkpoint-6"))
@@ -112,7 +112,7 @@ def test_folders_of_transformers(run, tmp_path, harm, caplog):
         resumed = make_trainer(folder, model)
         with caplog.at_level(logging.WARNING):
             resumed.train(resume_from_checkpoint=True)
-        assert name in caplog.text or "holds no weights" in caplog.text or "no optimizer or scheduler" in caplog.text
+        assert name in caplog.text or "holds no weights" in caplog.text or "lacks the optimizer" in caplog.text
         same = all(torch.equal(tensor, expected[key]) for key, tensor in resumed.model.state_dict().items())
         # What save_only_model leaves out may be missing; that is said, and is another run.
         assert same or (harm == "deleted" and name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"))
@@ -166,7 +166,7 @@ def test_a_best_model_that_was_moved(tmp_path, caplog):
     shutil.move(tmp_path / "a", tmp_path / "b")
     resumed = make_trainer(tmp_path / "b", max_steps=12, **settings)
     resumed.train(resume_from_checkpoint=True)
-    assert "is gone" in caplog.text
+    assert "is missing: " in caplog.text
     assert resumed.state.best_model_checkpoint.startswith(str(tmp_path / "b"))
     damaged = make_trainer(tmp_path / "c", learning_rate=1.0, **settings)
 
@@ -223,7 +223,7 @@ def test_full_disk(tmp_path, caplog, background):
         assert trainer.train().global_step == 9
         assert {path.name for path in folder.iterdir()} == {"checkpoint-3", "checkpoint-9"}
         assert "checkpoint-6 could not be written (No space left on device)" in caplog.text
-        assert "Training goes on" in caplog.text
+        assert "Training continues" in caplog.text
         assert get_last_checkpoint(str(folder)) == str(folder / "checkpoint-9")
 
 
@@ -289,4 +289,4 @@ def test_without_renaming_folders(tmp_path, monkeypatch, caplog):
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-9"]
     assert get_last_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-9")
     assert order[-2:] == ["hftrainer_manifest.json", "trainer_state.json"]
-    assert "copied one by one" in caplog.text
+    assert "copying its files one by one" in caplog.text

@@ -71,8 +71,8 @@ def test_bad_files(tmp_path):
         trainer.save_lightning_checkpoint(str(tmp_path / "x.ckpt"))
     with pytest.raises(InvalidArgument, match=r"ends in \.ckpt"):
         trainer.save_lightning_checkpoint(str(tmp_path / "x.pt"))
-    with pytest.raises(CheckpointNotFound, match="no such file"):
+    with pytest.raises(CheckpointNotFound, match="file does not exist"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "absent.ckpt"))
     torch.save({"state_dict": {}}, tmp_path / "other.ckpt")
-    with pytest.raises(CheckpointNotFound, match="no Lightning checkpoint of this Trainer"):
+    with pytest.raises(CheckpointNotFound, match="is not a Lightning checkpoint of this Trainer"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "other.ckpt"))

@@ -1,4 +1,4 @@
-"""A model that DeepSpeed trains: a part from each process, and the weights beside them."""
+"""States under DeepSpeed: a part from each process, and the weights beside them."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ logger = logging.getLogger(__name__)
 
 
 class DeepSpeedStates(PartStates):
-    """What DeepSpeed writes into a checkpoint. Configuration and tokenizer stand beside it, so there is always some.
+    """The states that DeepSpeed writes into a checkpoint, beside configuration and tokenizer.
 
     Args:
-        run: with DeepSpeed's engine.
+        run: has DeepSpeed's engine.
     """
 
     def __init__(self, run: DeepSpeedRun) -> None:
@@ -41,11 +41,11 @@ class DeepSpeedStates(PartStates):
         return self._run.keeps_scheduler
 
     def prepare(self, model: nn.Module, shard: Callable[[], nn.Module], load: Callable[[], None]) -> nn.Module:
-        """Outside training: the engine that a training makes shards and loads the model itself."""
+        """Outside training only: in training, DeepSpeed's engine shards and loads the model itself."""
         return model
 
     def cast(self, batch: Any, model: nn.Module) -> Any:
-        """The batch with its floating-point tensors in the type of the weights, which is DeepSpeed's."""
+        """The batch with floating-point tensors in the dtype of the weights, which DeepSpeed has chosen."""
         dtype = next((weight.dtype for weight in model.parameters() if weight.is_floating_point()), torch.float32)
 
         def converted(value: Any) -> Any:
@@ -54,14 +54,14 @@ class DeepSpeedStates(PartStates):
         return nested_apply(converted, batch)
 
     def gather(self, model: nn.Module, optimizer: MakeOptimizer | None) -> None:
-        """Gather partitioned weights. Without an optimizer no states are written."""
+        """Gather partitioned weights. Without an optimizer, no states are written."""
         self._saves_states = optimizer is not None
         if self._run.config.is_zero3():
             self._weights = self._whole_weights(model)
 
     @contextlib.contextmanager
     def weights_to_save(self, model: nn.Module, *, saves: bool) -> Iterator[dict[str, Any] | None]:
-        """Those that were gathered, or else gathered now; empty where they are to stay in parts."""
+        """The gathered weights, or weights gathered now; empty if they stay in parts."""
         yield dict(self._weights) if self._weights is not None else self._whole_weights(model)
 
     def _whole_weights(self, model: nn.Module) -> dict[str, Any]:
@@ -75,18 +75,18 @@ class DeepSpeedStates(PartStates):
         return iter(())
 
     def write_parts(self, folder: str, processes: Any) -> None:
-        """Write this process's part once the first process has made the folder."""
+        """Write this process's part, once rank 0 has created the folder."""
         if self._folder_is_there(processes) and self._saves_states:
             self._run.save(folder, processes)
 
     def save_beside(self, folder: str, processes: Any) -> None:
-        """Write the parts too where the weights are to stay in parts."""
+        """Write the parts too, if the weights stay in parts."""
         if self._run.gathers or not self._run.is_training:
             return
         self._run.save(folder, processes)
         logger.warning(
-            "stage3_gather_16bit_weights_on_model_save is not set, so %s holds the weights in parts: python "
-            "zero_to_fp32.py . in that folder makes one file of them.",
+            "stage3_gather_16bit_weights_on_model_save is not set, so %s holds partitioned weights: merge them into "
+            "one file by running python zero_to_fp32.py . in that folder.",
             folder,
         )
 
@@ -100,7 +100,7 @@ class DeepSpeedStates(PartStates):
         return load_sharded_weights(model, folder, only_trained=only_trained)
 
     def load_best(self, model: nn.Module, folder: str, *, only_trained: bool) -> Any:
-        """Load the weights, and the copies that DeepSpeed's optimizer has of them."""
+        """Load the weights, and the copies of them in DeepSpeed's optimizer."""
         self._run.load(folder, strict=not peers.is_peft(model))
 
     def load_optimizer_and_scheduler(

@@ -1,4 +1,4 @@
-"""A model that FSDP or tensor parallelism has sharded: gathered by all processes, then written by one or by each."""
+"""States of a model sharded by FSDP or tensor parallelism: gathered by all processes, written by one or by each."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class _Plugin(Protocol):
 
 
 class ShardedStates(PartStates):
-    """What is gathered of a sharded model while a checkpoint is written.
+    """The states of a sharded model, gathered while a checkpoint is written.
 
     Args:
-        plugin: says whether checkpoints hold whole states or parts; that may change during a run. None for whole
-            ones of a model that is sharded by tensor parallelism alone, whose weights nobody expects in a second file.
+        plugin: decides whether checkpoints hold whole states or parts; that may change during a run. None for a model
+            sharded only by tensor parallelism: states are whole, and the weights are not written to a second file.
     """
 
     def __init__(self, plugin: _Plugin | None) -> None:
@@ -38,7 +38,7 @@ class ShardedStates(PartStates):
 
     @property
     def only_parts(self) -> bool:  # type: ignore[override]
-        """Whether checkpoints hold nothing of the model but parts."""
+        """Whether checkpoints hold the model only in parts."""
         return not self.whole
 
     def prepare(self, model: nn.Module, shard: Callable[[], nn.Module], load: Callable[[], None]) -> nn.Module:
@@ -48,7 +48,7 @@ class ShardedStates(PartStates):
         return model
 
     def gather(self, model: nn.Module, optimizer: MakeOptimizer | None) -> None:
-        """Gather weights and, unless it is None, the optimizer's state."""
+        """Gather the weights and, unless `optimizer` is None, its state."""
         distributed.share_buffers(model)
         only_trained = peers.is_peft(getattr(model, "_fsdp_wrapped_module", model))
         self._states = {"model": distributed.model_state(model, whole=self.whole, only_trained=only_trained)}
@@ -56,14 +56,14 @@ class ShardedStates(PartStates):
             self._states["optimizer"] = distributed.optimizer_state(model, optimizer(), whole=self.whole)
 
     def share_buffers(self, model: nn.Module) -> None:
-        """Give all processes the buffers of the first: replicas would have them."""
+        """Broadcast the buffers of rank 0, as replicas would have them."""
         distributed.share_buffers(model)
 
     @contextlib.contextmanager
     def weights_to_save(self, model: nn.Module, *, saves: bool) -> Iterator[dict[str, Any] | None]:
-        """Those that were gathered for the checkpoint in progress, or else gathered now."""
+        """The weights gathered for the current checkpoint, or weights gathered now."""
         gathered = self._states.get("model") if self.whole else None
-        # A copy of the mapping: transformers empties the one that it is given to write.
+        # A copy of the mapping: transformers empties the one that it writes.
         yield dict(gathered) if gathered is not None else distributed.model_state(model, whole=True)
 
     def files(self, optimizer: MakeOptimizer | None) -> Iterator[tuple[str, Any]]:
@@ -75,7 +75,7 @@ class ShardedStates(PartStates):
                 yield distributed.WHOLES[kind], state
 
     def write_parts(self, folder: str, processes: Any) -> None:
-        """Write this process's parts, if checkpoints hold parts, once the first process has made the folder."""
+        """Write this process's parts, if checkpoints hold parts, once rank 0 has created the folder."""
         if not self.whole and self._folder_is_there(processes):
             distributed.save_parts(self._states, folder)
 

@@ -1,4 +1,4 @@
-"""A model that each process has whole: alone, or as a replica."""
+"""States of a model that is whole in each process: a single one, or a replica."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class WholeStates(ModelStates):
     """The states as torch gives them.
 
     Args:
-        saving: a context in which callbacks show the weights under the names that are saved, as the engine's `saving`.
+        saving: a context in which callbacks provide the weights under the names to save, as the engine's `saving`.
     """
 
     spread = False
@@ -26,13 +26,13 @@ class WholeStates(ModelStates):
         self._saving = saving
 
     def prepare(self, model: nn.Module, shard: Callable[[], nn.Module], load: Callable[[], None]) -> nn.Module:
-        """Move the model; its weights were loaded before."""
+        """Move the model to the device; its weights are already loaded."""
         shard()
         return model
 
     @contextlib.contextmanager
     def weights_to_save(self, model: nn.Module, *, saves: bool) -> Iterator[dict[str, Any] | None]:
-        """The model's own, unless a callback such as ModelPruning has them under other names."""
+        """The model's own weights, unless a callback such as ModelPruning has them under other names."""
         if not saves:
             yield None
             return

@@ -1,4 +1,4 @@
-"""A model that torch_xla has sharded over processes: a file of each, beside the whole weights."""
+"""States of a model sharded by torch_xla: a file from each process, beside the whole weights."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from hftrainer.errors import CheckpointNotFound
 
 logger = logging.getLogger(__name__)
 
-#: What a part holds → the end of its file's name.
+#: Kind of state → suffix of a part's file name.
 FILES = {"model": "pytorch_model.bin", "optimizer": "optimizer.pt"}
 
 
-#: What torch_xla puts into the name of a parameter that it shards.
+#: What torch_xla adds to the name of a parameter that it shards.
 _OF_WRAPPERS = re.compile(r"(_fsdp_shard|_fsdp_wrapped_module|_fpw_module)\.")
 _DOT = "_FSDP_SHARD_SEPARATOR_"
 
 
 def _part_name(kind: str, rank: int, size: int) -> str:
-    """As transformers names the file of a process."""
+    """The file name of a process's part, as in transformers."""
     return f"rank{rank}-of-{size}-{FILES[kind]}"
 
 
@@ -45,13 +45,13 @@ def name_in_whole_model(name: str) -> str:
 
 
 class XlaStates(PartStates):
-    """What is gathered of a model on XLA devices while a checkpoint is written.
+    """The states of a model on XLA devices, gathered while a checkpoint is written.
 
     Args:
         processes: the processes of the run.
-        to_cpu: a state in the host's memory.
+        to_cpu: copies a state to CPU memory.
         whole_weights: gathers the whole weights; all processes must call it.
-        decayed: the parameters with weight decay of a model that is still whole.
+        decayed: finds the parameters with weight decay in a model that is not yet sharded.
     """
 
     def __init__(
@@ -62,37 +62,37 @@ class XlaStates(PartStates):
         decayed: Callable[[nn.Module], list[str]],
     ) -> None:
         self._processes = processes
-        self._on_host = to_cpu
+        self._to_cpu = to_cpu
         self._gather = whole_weights
         self._find_decayed = decayed
         self._parts: dict[str, Any] = {}
         self._decayed: set[str] = set()
 
     def prepare(self, model: nn.Module, shard: Callable[[], nn.Module], load: Callable[[], None]) -> nn.Module:
-        """Load first, while the model is whole, and remember the parameters with weight decay by its layers."""
+        """Load and find the parameters with weight decay while the model is whole, then shard."""
         if not is_sharded(model):
             self._decayed = set(self._find_decayed(model))
         load()
         return shard()
 
     def decay_parameter_names(self, model: nn.Module) -> list[str] | None:
-        """Their names in the sharded model; parameters that were joined into one all have weight decay."""
+        """Their names in the sharded model; flattened parameters always have weight decay."""
         if not is_sharded(model):
             return None
         names = [name for name, _ in model.named_parameters()]
         return [name for name in names if "flat_param_" in name or name_in_whole_model(name) in self._decayed]
 
     def gather(self, model: Any, optimizer: MakeOptimizer | None) -> None:
-        """Take this process's part of the weights and, unless it is None, of the optimizer's state."""
+        """Take this process's part of the weights and, unless `optimizer` is None, of its state."""
         metadata = model.get_shard_metadata()
-        self._parts = {"model": {"model": self._on_host(model.state_dict()), "shard_metadata": metadata}}
+        self._parts = {"model": {"model": self._to_cpu(model.state_dict()), "shard_metadata": metadata}}
         if optimizer is not None:
-            state = self._on_host(optimizer().state_dict())
+            state = self._to_cpu(optimizer().state_dict())
             self._parts["optimizer"] = {"optimizer": state, "shard_metadata": metadata}
 
     @contextlib.contextmanager
     def weights_to_save(self, model: nn.Module, *, saves: bool) -> Iterator[dict[str, Any] | None]:
-        """The whole weights, in the first process."""
+        """The whole weights, on rank 0."""
         yield self._gather(model)
 
     def files(self, optimizer: MakeOptimizer | None) -> Iterator[tuple[str, Any]]:
@@ -100,7 +100,7 @@ class XlaStates(PartStates):
         return iter(())
 
     def write_parts(self, folder: str, processes: Any) -> None:
-        """Write this process's parts, once the first process has made the folder."""
+        """Write this process's parts, once rank 0 has created the folder."""
         if not self._folder_is_there(processes):
             return
         for kind, part in self._parts.items():
@@ -117,24 +117,24 @@ class XlaStates(PartStates):
         """Load this process's part of the optimizer's state, and the schedule's."""
         path = os.path.join(folder, names.SCHEDULER_NAME)
         if not os.path.isfile(path):
-            logger.warning("%s holds no optimizer or scheduler state: both start anew.", folder)
+            logger.warning("%s lacks the optimizer or scheduler state: both start from scratch.", folder)
             return
         optimizer().load_state_dict(self._read("optimizer", folder))
         scheduler.load_state_dict(read_torch(path))
 
     def load_weights(self, model: nn.Module, folder: str, *, only_trained: bool) -> Any:
-        """Load the weights: whole ones into a model that is still whole, this process's part into its part."""
+        """Load whole weights into a whole model, or this process's part into its part of a sharded model."""
         if is_sharded(model):
             return model.load_state_dict(self._read("model", folder))
         return load_weights(model, folder)
 
     def _read(self, kind: str, folder: str) -> dict[str, Any]:
-        """What a checkpoint has of this process.
+        """Read the part of this process in a checkpoint.
 
         Raises:
-            CheckpointNotFound: when there is none, or one of another number of processes.
+            CheckpointNotFound: when there is none for this rank and number of processes.
         """
         path = os.path.join(folder, _part_name(kind, self._processes.rank, self._processes.world_size))
         if not os.path.isfile(path):
-            raise CheckpointNotFound(f"There is no {path}: go on with as many processes as have written {folder}.")
+            raise CheckpointNotFound(f"{path} not found: resume with the number of processes that wrote {folder}.")
         return read_torch(path)[kind]
