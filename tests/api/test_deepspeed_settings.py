@@ -198,7 +198,7 @@ def test_contradictions_name_both(config, settings, named):
     ("config", "words"),
     [
         ('{"bf16": {}}', "zero_optimization is missing"),
-        ({"zero_optimisation": {"stage": 3}}, "did you mean it by 'zero_optimisation'"),
+        ({"zero_optimisation": {"stage": 3}}, "is 'zero_optimisation' a typo?"),
         ([1], r"deepspeed=\[1\]: give a dict"),
     ],
 )

@@ -108,14 +108,16 @@ def test_use_mps_device_where_it_is_not(monkeypatch, built, settings, reason):
 
 def test_one_process_on_mps(mac, two_processes):
     (message,) = check_supported(ResolvedArguments(make()))
-    assert message.startswith("2 processes cannot be had on Apple's GPU: it is one device, and neither gloo nor nccl")
+    assert message.startswith(
+        "2 processes are not possible on Apple's GPU: it is one device, and neither gloo nor nccl"
+    )
     assert not check_supported(ResolvedArguments(make(use_cpu=True)))
 
 
 @pytest.mark.parametrize("settings", [{"lightning_config": {"devices": 2}}, {"fsdp": True}])
 def test_one_device_on_mps(mac, settings):
     (message,) = check_supported(ResolvedArguments(make(**settings)))
-    assert "cannot be had on Apple's GPU" in message
+    assert "not possible on Apple's GPU" in message
 
 
 @pytest.mark.parametrize(
@@ -294,7 +296,7 @@ def test_more_processes_than_devices(xpu, two_processes, monkeypatch):
 @pytest.mark.parametrize("name", ["hpu", "sdaa", "neuron"])
 def test_refused_accelerators(monkeypatch, name):
     monkeypatch.setattr(torch, name, SimpleNamespace(is_available=lambda: True), raising=False)
-    with pytest.raises(UnsupportedArgument, match=f"torch.{name} is available, and hftrainer cannot .* use_cpu=True"):
+    with pytest.raises(UnsupportedArgument, match=f"torch.{name} is available, but hftrainer cannot .* use_cpu=True"):
         Trainer(make_plain(), make())
     assert not check_supported(ResolvedArguments(make(use_cpu=True)))
 
@@ -348,7 +350,7 @@ def test_training_on_a_plug_in(tmp_path):
         ("xccl", "has no 'xccl' (it comes with torch for Intel GPUs)"),
         (
             "ccl",
-            "has no 'ccl' (the script has to import oneccl_bindings_for_pytorch, which Intel has ended for 'xccl')",
+            "has no 'ccl' (the script must import oneccl_bindings_for_pytorch, which Intel has replaced by 'xccl')",
         ),
         ("hccl", "has no 'hccl' (it comes with torch_npu)"),
         ("cncl", "has no 'cncl' (it comes with torch_mlu)"),
