@@ -269,7 +269,7 @@ def test_intel(xpu, two_processes):
     assert make_plan(ResolvedArguments(make(ddp_backend="ccl"))).process_group_backend == "ccl"
     assert not check_supported(ResolvedArguments(args))
     (message,) = check_supported(ResolvedArguments(make(fsdp=True)))
-    assert "sharded and split on CUDA and CPU only, and this is xpu: leave out fsdp" in message
+    assert "sharded and split on CUDA and CPU only, and this device is xpu: leave out fsdp" in message
     assert make_plan(ResolvedArguments(make(use_cpu=True))).process_group_backend is None
 
 
@@ -290,7 +290,7 @@ def test_python_alone_starts_a_process_for_each(xpu, monkeypatch):
 def test_more_processes_than_devices(xpu, two_processes, monkeypatch):
     monkeypatch.setattr(torch.xpu, "device_count", lambda: 1)
     (message,) = check_supported(ResolvedArguments(make()))
-    assert "2 processes on this node need a GPU each, and there are 1" in message
+    assert "2 processes on this node need one GPU each, but there are 1" in message
 
 
 @pytest.mark.parametrize("name", ["hpu", "sdaa", "neuron"])

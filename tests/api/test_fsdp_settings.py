@@ -99,7 +99,7 @@ def test_the_launcher():
     [
         ("full_shrd", None, "'full_shrd' is unknown; did you mean 'full_shard'"),
         ("full_shard no_shard", None, "full_shard and no_shard are two strategies"),
-        (True, {"min_num_param": 3}, "'min_num_param' is no key of it; did you mean 'min_num_params'"),
+        (True, {"min_num_param": 3}, "'min_num_param' is not a valid key; did you mean 'min_num_params'"),
         (True, {"version": 3}, "it must be 1 or 2"),
         ("no_shard", {"version": 2}, "only FSDP1 has 'no_shard'"),
         (True, {"version": 2, "forward_prefetch": True}, "only FSDP1 has forward_prefetch"),
