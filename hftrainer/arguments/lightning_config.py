@@ -63,7 +63,7 @@ OWN: dict[str, tuple[Any, ...]] = {
 #: Keywords of hftrainer that `behaviours` checks.
 CHECKED_ELSEWHERE = ("behaviour",)
 #: Keywords that set the number of processes.
-PROCESSES = ("devices", "num_nodes")
+PLACE = ("devices", "num_nodes")
 
 
 def check_keywords(config: Mapping[str, Any]) -> list[str]:
@@ -84,10 +84,8 @@ def check_keywords(config: Mapping[str, Any]) -> list[str]:
             found.append(f"lightning_config[{name!r}]={value!r}: it must be {allowed}.")
         elif name == "profiler" and isinstance(value, str) and value not in PROFILERS:
             found.append(f"lightning_config['profiler']={value!r}: it must be {' or '.join(map(repr, PROFILERS))}.")
-        elif not any(name in known for known in (PASSED, PLANNED, OWN, PROCESSES, CHECKED_ELSEWHERE)):
-            near = difflib.get_close_matches(
-                name, [*PASSED, *RULED, *PLANNED, *OWN, *PROCESSES, *CHECKED_ELSEWHERE], n=1
-            )
+        elif not any(name in known for known in (PASSED, PLANNED, OWN, PLACE, CHECKED_ELSEWHERE)):
+            near = difflib.get_close_matches(name, [*PASSED, *RULED, *PLANNED, *OWN, *PLACE, *CHECKED_ELSEWHERE], n=1)
             hint = f"; did you mean {near[0]!r}?" if near else "."
             found.append(f"lightning_config[{name!r}]: lightning.Trainer has no such keyword{hint}")
     return found

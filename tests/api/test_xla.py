@@ -101,7 +101,7 @@ def test_sharding_without_torch_xla(tmp_path, monkeypatch):
             "this run uses 1 of this machine's cores: start the script with python -m hftrainer run",
         ),
         ({"fp16": True}, "TPUs compute in bfloat16"),
-        ({"torch_compile": True}, "XLA compiles the whole step"),
+        ({"torch_compile": True}, "XLA already compiles the whole step"),
         ({"fsdp": True}, "uses torch_xla: give fsdp_config={'xla': True} too"),
         ({"fsdp": True, "fsdp_config": {"xla": True, "cpu_offload": True}}, "fsdp_config['cpu_offload']"),
     ],

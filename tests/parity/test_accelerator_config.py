@@ -160,7 +160,7 @@ def test_wrong(given, sentence):
     assert sentence in str(caught.value)
 
 
-@pytest.mark.parametrize(("text", "sentence"), [("[1]", "must hold a JSON object"), ("{", "is no valid JSON")])
+@pytest.mark.parametrize(("text", "sentence"), [("[1]", "must hold a JSON object"), ("{", "is not valid JSON")])
 def test_wrong_file(tmp_path, text, sentence):
     path = tmp_path / "config.json"
     path.write_text(text)
