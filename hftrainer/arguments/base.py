@@ -114,7 +114,7 @@ class BaseArguments(
 
     @property
     def _on_cpu(self) -> bool:
-        """Whether the CPU is asked for, by `use_cpu` or by `accelerate launch --cpu`."""
+        """Whether to use the CPU, set by `use_cpu` or by `accelerate launch --cpu`."""
         return self.use_cpu or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "on", "t", "true", "y", "yes")
 
     @property
