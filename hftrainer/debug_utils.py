@@ -1,4 +1,4 @@
-"""Finding the layer where numbers first become infinite or no numbers at all."""
+"""Finds the first layer whose numbers become inf or nan."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class DebugUnderflowOverflow:
 
     Args:
         model: the model to watch.
-        max_frames_to_save: how many of the last layers are shown when it happens.
+        max_frames_to_save: number of last layers shown in the error.
 
     Raises:
-        ValueError: from the forward pass in which it happens; names the layer, and shows the smallest and largest
-            absolute values of the layers before.
+        ValueError: in the forward pass where it happens; names the layer, and shows the smallest and largest absolute
+            values of the layers before it.
     """
 
     def __init__(self, model: nn.Module, max_frames_to_save: int = 21) -> None:
@@ -29,7 +29,7 @@ class DebugUnderflowOverflow:
         self.handles = [module.register_forward_hook(self._look) for module in self.names]
 
     def remove(self) -> None:
-        """Stop watching."""
+        """Remove the hooks."""
         for handle in self.handles:
             handle.remove()
 
@@ -48,7 +48,7 @@ class DebugUnderflowOverflow:
             shown = "\n".join(self.frames)
             raise ValueError(
                 f"{self.names[module]} ({type(module).__name__}): {', '.join(wrong)}. The smallest and largest "
-                f"absolute values, up to there:\n{shown}"
+                f"absolute values of the last layers:\n{shown}"
             )
 
 

@@ -1,6 +1,6 @@
-"""The errors that users meet. Each says what was given, what is allowed, and what to do.
+"""Errors for users. Each message has what was given, what is allowed, and what to do.
 
-Each is also of the class that transformers raises in the same situation, since scripts catch that one.
+Each class also derives from the one that transformers raises in the same situation, since scripts catch that one.
 """
 
 from __future__ import annotations
@@ -9,23 +9,23 @@ import pickle
 
 
 class InvalidArgument(ValueError):
-    """An argument has a value that it cannot have, or contradicts another."""
+    """An argument has an invalid value, or contradicts another argument."""
 
 
 class InvalidSetup(InvalidArgument, RuntimeError):
-    """What a Trainer or a search is given is not enough, or contradicts itself."""
+    """The inputs of a Trainer or a search are incomplete or contradict each other."""
 
 
 class UnknownKey(InvalidArgument, TypeError):
-    """A key within the value of an argument is not known."""
+    """A key in the value of an argument is unknown."""
 
 
 class MissingFile(InvalidArgument, FileNotFoundError):
-    """An argument names a file that is not there."""
+    """An argument names a file that does not exist."""
 
 
 class NotAnObject(InvalidArgument, NotImplementedError):
-    """An argument is a class, and an object of it is needed."""
+    """An argument is a class, but an instance of it is needed."""
 
 
 class MissingMethod(InvalidArgument, AttributeError):
@@ -33,60 +33,60 @@ class MissingMethod(InvalidArgument, AttributeError):
 
 
 class MissingFollowedMetric(InvalidArgument, AssertionError):
-    """A callback follows a metric that the arguments do not name, or that no evaluation brings."""
+    """A callback follows a metric that the arguments do not name, or that evaluations do not return."""
 
 
 class NotACallback(TypeError, AttributeError):
-    """Something is given as a callback that handles none of the events."""
+    """An object is given as a callback but handles none of the events."""
 
 
 class UnsupportedArgument(ValueError):
-    """An argument is known but cannot be honoured; the message says why and what to use instead."""
+    """An argument is known but not supported; the message has the reason and what to use instead."""
 
 
 class UnknownArgument(TypeError):
-    """An argument that no release knows."""
+    """An argument is unknown in all releases."""
 
 
 class MissingPackage(ImportError, ValueError, RuntimeError):
-    """What was asked for comes from a library that is not installed; the message says how to install it.
+    """A feature needs a library that is not installed; the message has the command to install it.
 
-    transformers raises one of the three, by the library: ImportError for optimizers, but ValueError for some, and
-    RuntimeError for trackers and backends of a search.
+    transformers raises one of the three, depending on the library: ImportError for optimizers, ValueError for some of
+    them, and RuntimeError for trackers and search backends.
     """
 
 
 class CheckpointNotFound(ValueError):
-    """There is nothing to resume from where it was looked for."""
+    """There is no checkpoint to resume from in the given place."""
 
 
 class WrongConfig(ValueError):
-    """A configuration that an argument gives cannot be read, or contradicts itself."""
+    """The configuration in an argument cannot be read, or contradicts itself."""
 
 
 class CheckpointNotWritten(RuntimeError):
-    """A checkpoint could not be written, and training was told to stop then."""
+    """A checkpoint could not be written, and training is configured to stop in this case."""
 
 
 class DamagedCheckpoint(ValueError):
-    """A file of a checkpoint is cut off or altered."""
+    """A file of a checkpoint is truncated or modified."""
 
 
 class UnsafeCheckpoint(ValueError, pickle.UnpicklingError):
-    """A file of a checkpoint holds objects that only unpickling could read; the message says how to allow them."""
+    """A file of a checkpoint has objects that only unpickling could read; the message explains how to allow them."""
 
 
 class HubError(RuntimeError):
-    """The Hub cannot be reached, or refuses what it was asked for; the message says what to do."""
+    """The Hub cannot be reached, or refuses a request; the message explains what to do."""
 
 
 class SearchFailed(RuntimeError):
-    """A hyperparameter search has completed no trial; the message says what became of them."""
+    """A hyperparameter search has not completed any trial; the message lists how they ended."""
 
 
 class MetricNotFound(KeyError, ValueError):
     """Evaluation does not return the metric that an argument names."""
 
     def __str__(self) -> str:
-        """The message as it is; KeyError would quote it."""
+        """The plain message; KeyError would quote it."""
         return str(self.args[0])

@@ -1,4 +1,4 @@
-"""`HfArgumentParser`: dataclasses from the command line, for those without transformers."""
+"""`HfArgumentParser`: dataclasses from the command line, for users without transformers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hftrainer.errors import InvalidArgument
 
 
 def string_to_bool(value: str | bool) -> bool:
-    """`true`, `yes`, `t`, `y`, `1` and their opposites, in any case."""
+    """Convert `true`, `yes`, `t`, `y`, `1` and their opposites, in upper or lower case."""
     if isinstance(value, bool):
         return value
     if value.lower() in ("yes", "true", "t", "y", "1"):
@@ -32,11 +32,11 @@ class HfArgumentParser(argparse.ArgumentParser):
     """A parser whose options are the fields of dataclasses.
 
     A field `a_name` becomes `--a_name` and `--a-name`. A boolean whose default is True also gets `--no_a_name`; a list
-    takes several values; enumerations and literals offer their values as choices. The field's metadata may hold
+    takes several values; the choices of enumerations and literals are their values. The field's metadata may hold
     `help`, `aliases` and other keywords of `add_argument`.
 
     Args:
-        dataclass_types: a dataclass or several, in the order in which results are returned.
+        dataclass_types: one or several dataclasses, in the order of the results.
         kwargs: keywords of `argparse.ArgumentParser`.
     """
 
@@ -55,13 +55,13 @@ class HfArgumentParser(argparse.ArgumentParser):
         args_filename: str | None = None,
         args_file_flag: str | None = None,
     ) -> tuple[Any, ...]:
-        """An object of each dataclass, from the command line.
+        """Parse the command line into an instance of each dataclass.
 
         Args:
-            args: the words; default those of the command line.
-            return_remaining_strings: also return the words that belong to no option, instead of refusing them.
-            look_for_args_file: put the words of a file named like the script, with `.args`, before the others.
-            args_filename: a file whose words come first.
+            args: the words; by default those of the command line.
+            return_remaining_strings: also return the words that do not belong to an option, instead of raising.
+            look_for_args_file: read the words of a file with the script's name and the suffix `.args` first.
+            args_filename: a file whose words are read first.
             args_file_flag: an option that names such a file.
         """
         words = list(sys.argv[1:] if args is None else args)
@@ -81,14 +81,14 @@ class HfArgumentParser(argparse.ArgumentParser):
         if return_remaining_strings:
             return (*objects, remaining)
         if remaining:
-            raise ValueError(f"Some words of the command line belong to no option: {remaining}")
+            raise ValueError(f"Some words of the command line do not belong to an option: {remaining}")
         return (*objects,)
 
     def parse_dict(self, args: dict[str, Any], allow_extra_keys: bool = False) -> tuple[Any, ...]:
-        """An object of each dataclass, from a mapping.
+        """Parse a mapping into an instance of each dataclass.
 
         Raises:
-            InvalidArgument: for keys that are no field, unless `allow_extra_keys`.
+            InvalidArgument: for keys that are not fields, unless `allow_extra_keys`.
         """
         unused = set(args)
         objects = []
@@ -101,21 +101,21 @@ class HfArgumentParser(argparse.ArgumentParser):
         return (*objects,)
 
     def parse_json_file(self, json_file: str | os.PathLike[str], allow_extra_keys: bool = False) -> tuple[Any, ...]:
-        """An object of each dataclass, from a JSON file."""
+        """Parse a JSON file into an instance of each dataclass."""
         try:
             values = json.loads(Path(json_file).read_text(encoding="utf-8"))
         except json.JSONDecodeError as error:
-            raise InvalidArgument(f"{json_file} is no valid JSON: {error}") from error
+            raise InvalidArgument(f"{json_file} is not valid JSON: {error}") from error
         return self.parse_dict(values, allow_extra_keys)
 
     def parse_yaml_file(self, yaml_file: str | os.PathLike[str], allow_extra_keys: bool = False) -> tuple[Any, ...]:
-        """An object of each dataclass, from a YAML file."""
-        import yaml  # lightning brings it
+        """Parse a YAML file into an instance of each dataclass."""
+        import yaml  # installed with lightning
 
         try:
             values = yaml.safe_load(Path(yaml_file).read_text(encoding="utf-8"))
         except yaml.YAMLError as error:
-            raise InvalidArgument(f"{yaml_file} is no valid YAML: {error}") from error
+            raise InvalidArgument(f"{yaml_file} is not valid YAML: {error}") from error
         return self.parse_dict(values, allow_extra_keys)
 
     @staticmethod
@@ -163,10 +163,10 @@ def _add_field(group: Any, field: Any, hint: Any) -> None:
 
 
 def _value_type(hint: Any) -> Any:
-    """The one type that a word of the command line is turned into.
+    """The type to which a word of the command line is converted.
 
-    Of `X | str` it is X, and of a union with None the second member or, when that is None, the first: as transformers
-    decides. JSON stays a string, and so does what may be anything.
+    For `X | str` it is X. For a union with None it is the second member, or the first if the second is None, as in
+    transformers. JSON and values of any type stay strings.
     """
     if not (typing.get_origin(hint) is Union or isinstance(hint, types.UnionType)):
         return str if typing.get_origin(hint) is dict or hint in (dict, Any) else hint
@@ -188,6 +188,6 @@ def _choices(value_type: Any) -> list[Any]:
 
 
 def _choice_of(choices: Iterable[Any]) -> Callable[[str], Any]:
-    """Turn a word back into the choice that it spells, which may be a number."""
+    """Convert a word to its choice, which may be a number."""
     spelled = {str(choice): choice for choice in choices}
     return lambda word: spelled.get(word, word)

@@ -1,4 +1,4 @@
-"""Nested outputs, parameter names and readable metrics."""
+"""Utilities for nested outputs, parameter names and readable metrics."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def nested_apply(function: Callable[[Any], Any], data: Any) -> Any:
 
 
 def rebuilt(container: Any, part: Callable[[Any], Any]) -> Any:
-    """A mapping, list or tuple of the same kind, of what `part` makes of each value."""
+    """A container of the same type, with `part` applied to each value of a mapping, list or tuple."""
     if isinstance(container, Mapping):
         return type(container)({key: part(value) for key, value in container.items()})  # type: ignore[call-arg]
     if hasattr(container, "_fields"):  # a named tuple
@@ -32,12 +32,12 @@ def rebuilt(container: Any, part: Callable[[Any], Any]) -> Any:
 
 
 def nested_detach(tensors: Any) -> Any:
-    """Detach every tensor; leaves that are none stay as they are."""
+    """Detach every tensor; other leaves are kept."""
     return nested_apply(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, tensors)
 
 
 def nested_numpify(tensors: Any) -> Any:
-    """Every tensor as an array on the CPU; bfloat16, which NumPy lacks, as float32."""
+    """Convert tensors to NumPy arrays; bfloat16, which NumPy does not have, becomes float32."""
     return nested_apply(_numpify, tensors)
 
 
@@ -49,7 +49,7 @@ def _numpify(leaf: Any) -> Any:
 
 
 def without_rows(data: Any, *, lists_of_samples: bool = False) -> Any:
-    """The same nested outputs with no row in their arrays; with `lists_of_samples`, with no item in their lists."""
+    """The nested outputs with 0 rows in their arrays; with `lists_of_samples`, also with empty lists."""
     if lists_of_samples and isinstance(data, list):
         return []
     if isinstance(data, tuple) and hasattr(data, "_fields"):
@@ -74,11 +74,11 @@ def find_batch_size(tensors: Any) -> int | None:
 
 @dataclass
 class LabelSmoother:
-    """Cross entropy against labels that are a little spread over all classes.
+    """Cross entropy with label smoothing: part of each label's probability is spread over all classes.
 
     Attributes:
-        epsilon: the share that is spread.
-        ignore_index: labels that do not count.
+        epsilon: the fraction that is spread.
+        ignore_index: label that does not count.
     """
 
     epsilon: float = 0.1
@@ -90,10 +90,10 @@ class LabelSmoother:
         """The loss, shape `()`.
 
         Args:
-            model_output: the model's; its logits are of shape `(..., classes)`.
-            labels: of shape `(...)`.
+            model_output: the model's output; its logits have shape `(..., classes)`.
+            labels: labels of shape `(...)`.
             shift_labels: whether position `i` predicts label `i + 1`, as in causal language models.
-            num_items_in_batch: what to divide by; default the labels that count.
+            num_items_in_batch: divisor; by default the number of labels that count.
         """
         logits = model_output["logits"] if isinstance(model_output, Mapping) else model_output[0]
         if shift_labels:
@@ -113,12 +113,12 @@ class LabelSmoother:
 def get_parameter_names(
     model: nn.Module, forbidden_layer_types: Sequence[type], forbidden_layer_names: Sequence[str] | None = None
 ) -> list[str]:
-    """Names of the parameters outside layers of some types, and whose names match none of some patterns.
+    """Names of the parameters that are outside given types of layers and match none of the given patterns.
 
     Args:
         model: the model.
-        forbidden_layer_types: layers whose parameters are left out.
-        forbidden_layer_names: regular expressions, searched in the lower-cased name from the layer downwards.
+        forbidden_layer_types: types of layers whose parameters are excluded.
+        forbidden_layer_names: regular expressions, searched in the lower-case name relative to each parent layer.
     """
     patterns = [re.compile(pattern) for pattern in forbidden_layer_names or ()]
 
@@ -136,7 +136,7 @@ def get_parameter_names(
 
 
 def metrics_format(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Metrics as people read them: memory in MB, run times as h:mm:ss.cc, FLOs in GF, floats to four places."""
+    """Metrics for display: memory in MB, run times as h:mm:ss.cc, FLOs in GF, floats with four decimal places."""
     return {name: _formatted(name, value) for name, value in metrics.items()}
 
 

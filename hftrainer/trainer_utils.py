@@ -1,4 +1,4 @@
-"""The small public names of the Trainer: strategies, outputs, seeds and timings."""
+"""Small public utilities of the Trainer: strategies, outputs, seeds and timings."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ __all__ = [
 
 
 class EvalPrediction:
-    """What `compute_metrics` receives.
+    """The input of `compute_metrics`.
 
     Args:
         predictions: the model's outputs, an array of shape `(samples, ...)` or a tuple of them.
         label_ids: the labels, an array of shape `(samples, ...)` or a tuple of them.
-        inputs: the model's main input, when `include_for_metrics` asks for it.
-        losses: the losses, when `include_for_metrics` asks for them.
+        inputs: the model's main input, if `include_for_metrics` contains 'inputs'.
+        losses: the losses, if `include_for_metrics` contains 'loss'.
 
     Unpacks and indexes as `(predictions, label_ids[, inputs][, losses])`.
     """
@@ -81,12 +81,12 @@ class EvalPrediction:
 
     def __getitem__(self, index: int) -> Any:
         if not 0 <= index < len(self.elements):
-            raise IndexError(f"EvalPrediction has {len(self.elements)} elements, there is none at {index}")
+            raise IndexError(f"EvalPrediction has {len(self.elements)} elements; index {index} is out of range")
         return self.elements[index]
 
 
 class EvalLoopOutput(NamedTuple):
-    """What `Trainer.evaluation_loop` returns."""
+    """The result of `Trainer.evaluation_loop`."""
 
     predictions: Any
     label_ids: Any
@@ -95,7 +95,7 @@ class EvalLoopOutput(NamedTuple):
 
 
 class PredictionOutput(NamedTuple):
-    """What `Trainer.predict` returns."""
+    """The result of `Trainer.predict`."""
 
     predictions: Any
     label_ids: Any
@@ -103,7 +103,7 @@ class PredictionOutput(NamedTuple):
 
 
 class TrainOutput(NamedTuple):
-    """What `Trainer.train` returns: optimizer steps done, mean loss over them, final metrics."""
+    """The result of `Trainer.train`: optimizer steps done, mean loss over them, final metrics."""
 
     global_step: int
     training_loss: float
@@ -115,9 +115,9 @@ class BestRun(NamedTuple):
 
     Attributes:
         run_id: its checkpoints are in the folder `run-{run_id}` of `output_dir`.
-        objective: a number, or one for each direction.
-        hyperparameters: what was chosen.
-        run_summary: the backend's own summary, where it has one: Ray's `ExperimentAnalysis`; of Optuna see
+        objective: a number, or one per direction.
+        hyperparameters: the chosen values.
+        run_summary: the backend's own summary, if it has one: Ray's `ExperimentAnalysis`; for Optuna see
             `trainer.hp_study`.
     """
 
@@ -128,9 +128,9 @@ class BestRun(NamedTuple):
 
 
 def default_compute_objective(metrics: Mapping[str, float]) -> float:
-    """The loss of an evaluation; if it has other metrics, their sum, without times and memory."""
+    """The loss of an evaluation, or the sum of its other metrics if there are any; times and memory do not count."""
     others = [value for name, value in metrics.items() if name not in ("eval_loss", "epoch") and not is_measured(name)]
-    return sum(others) if others else metrics.get("eval_loss")  # type: ignore[return-value]  # None is refused
+    return sum(others) if others else metrics.get("eval_loss")  # type: ignore[return-value]  # callers reject None
 
 
 def default_hp_space_optuna(trial: Any) -> dict[str, Any]:
@@ -143,8 +143,8 @@ def default_hp_space_optuna(trial: Any) -> dict[str, Any]:
     }
 
 
-def default_hp_space_wandb(trial: Any) -> dict[str, Any]:  # noqa: ARG001 - the server has not chosen yet
-    """A sweep at random over learning rate, epochs, seed and batch size."""
+def default_hp_space_wandb(trial: Any) -> dict[str, Any]:  # noqa: ARG001 - the server has not chosen values yet
+    """A random sweep over learning rate, epochs, seed and batch size."""
     return {
         "method": "random",
         "parameters": {
@@ -157,7 +157,7 @@ def default_hp_space_wandb(trial: Any) -> dict[str, Any]:  # noqa: ARG001 - the 
 
 
 def default_hp_space_ray(trial: Any) -> dict[str, Any]:  # noqa: ARG001 - every hp_space gets one
-    """The same as distributions of Ray Tune, which draws from them itself."""
+    """Learning rate, epochs, seed and batch size, as distributions from which Ray Tune draws."""
     from ray import tune
 
     return {
@@ -187,7 +187,7 @@ def speed_metrics(
 
 
 def denumpify_detensorize(metrics: Any) -> Any:
-    """Replace NumPy scalars and one-element tensors by Python numbers, so that metrics can be written as JSON."""
+    """Convert NumPy scalars and one-element tensors to Python numbers, so that metrics can be written as JSON."""
     if isinstance(metrics, (list, tuple)):
         return type(metrics)(denumpify_detensorize(value) for value in metrics)
     if isinstance(metrics, Mapping):
@@ -198,5 +198,5 @@ def denumpify_detensorize(metrics: Any) -> Any:
 
 
 def is_main_process(local_rank: int) -> bool:
-    """Whether this is the process that writes and prints, by its local rank (-1: only one process)."""
+    """Whether this is the process that writes and prints, from its local rank (-1: a single process)."""
     return local_rank in (-1, 0)

@@ -1,7 +1,8 @@
 """`TrainingArguments`: plain data.
 
-Constructing it validates. Outside itself it touches the states of DeepSpeed and accelerate, where there are such; and
-processes that a launcher has started meet, as scripts rely on it that call `torch.distributed` before the Trainer.
+The constructor validates. It also sets the states of DeepSpeed and accelerate, where they are used,
+and starts the process group if a launcher has started the processes, for scripts that call `torch.distributed` before
+the Trainer is made.
 """
 
 from __future__ import annotations
@@ -43,18 +44,18 @@ class TrainingArguments(ChainingSetters, BaseArguments):
     """All settings of a training run, with the names and defaults of `transformers.TrainingArguments`.
 
     The fields are documented in `hftrainer.arguments`, a module per subject. It is a dataclass: subclass it to add
-    fields, or hand it to `HfArgumentParser`.
+    fields, or pass it to `HfArgumentParser`.
 
     Raises:
-        UnknownArgument: for a keyword that is no field, with the nearest name.
-        InvalidArgument: for values out of range or in contradiction; one error names them all.
+        UnknownArgument: for a keyword that is not a field; the message suggests the nearest name.
+        InvalidArgument: for values that are out of range or contradict each other; one error names them all.
     """
 
-    #: The optimizer of a run that names none.
+    #: The default optimizer.
     default_optim = BaseArguments.__dataclass_fields__["optim"].default
 
     def __new__(cls, *args: Any, **kwargs: Any) -> TrainingArguments:
-        """Check the keywords before the generated `__init__` does, to suggest the right one."""
+        """Check the keywords before the generated `__init__`, to suggest the right ones."""
         known = {field.name for field in dataclasses.fields(cls) if field.init}
         unknown = [name for name in kwargs if name not in known]
         if unknown and (unknown := _not_taken(cls.__init__, unknown)):
@@ -77,11 +78,11 @@ class TrainingArguments(ChainingSetters, BaseArguments):
         accelerate_state.begin(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What copies and pickles hold: not what a Trainer has resolved, which belongs to it and to this process."""
+        """Exclude a Trainer's resolved arguments from copies and pickles: they belong to that Trainer and process."""
         return {name: value for name, value in vars(self).items() if name != "_resolved"}
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an argument; the names of v4 that still have a field of their own set that of today too."""
+        """Set an argument; a v4 name with a field of its own also sets the current field."""
         if name == "accelerator_config" and "_legacy_done" in vars(self):
             value = as_object(value)
         object.__setattr__(self, name, value)
@@ -92,7 +93,7 @@ class TrainingArguments(ChainingSetters, BaseArguments):
 
     @property
     def distributed_state(self) -> Any:
-        """Where the process stands: accelerate's `PartialState`, or an object like it where that is not installed."""
+        """Rank and world size: accelerate's `PartialState`; without accelerate, an object with its attributes."""
         given = vars(self).get("_distributed_state")
         return accelerate_state.current(self) if given is None else given
 
@@ -104,7 +105,7 @@ class TrainingArguments(ChainingSetters, BaseArguments):
     def deepspeed_plugin(self) -> Any:
         """DeepSpeed's configuration under accelerate's names; None without DeepSpeed.
 
-        Nothing is kept: `from_pretrained` partitions models as long as there is a reference to `hf_deepspeed_config`.
+        It is not cached: `from_pretrained` partitions models as long as a reference to `hf_deepspeed_config` exists.
         """
         return deepspeed_plugin(self.hf_deepspeed_config)
 
@@ -116,9 +117,9 @@ class TrainingArguments(ChainingSetters, BaseArguments):
             )
 
     def _connect_launched(self) -> None:
-        """Let processes that torchrun or the like has started meet, as scripts rely on it once there are arguments.
+        """Start the process group if a launcher has started the processes: scripts expect it once arguments exist.
 
-        What cannot work is refused when there is a Trainer; nobody waits for it here.
+        Unsupported arguments raise when the Trainer is made; here they only keep the process group from starting.
         """
         rank_info = self._rank_info
         if rank_info.world_size == 1 or "LOCAL_RANK" not in os.environ or rank_info.self_started:
@@ -133,17 +134,17 @@ class TrainingArguments(ChainingSetters, BaseArguments):
 
     @contextlib.contextmanager
     def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:
-        """Let the main process do some work before the others, which then find it done.
+        """Run the block in the main process first, then in the others.
 
-        The processes meet for it, if they have not yet. A script that starts the others itself has done the work when
-        it does, so nobody waits before.
+        Starts the process group if needed. If the script starts the other processes itself, it does so after the block,
+        so no process waits.
 
         Args:
-            local: the main process of each node goes first, instead of that of all nodes.
-            desc: what the work is, for the debug log.
+            local: whether the main process of each node runs first, instead of rank 0 only.
+            desc: name of the work, for the debug log.
 
         Raises:
-            UnsupportedArgument: when a launcher has not said how the processes meet.
+            UnsupportedArgument: if the launcher has not set how the processes connect.
         """
         from hftrainer.arguments.table import check_launch
         from hftrainer.parallel.processes import Processes
@@ -160,7 +161,7 @@ class TrainingArguments(ChainingSetters, BaseArguments):
             yield
 
     def explain(self) -> Explanation:
-        """What becomes of each argument that differs from its default; print it, or take its `to_json()`."""
+        """How each argument that differs from its default is handled; print it, or use its `to_json()`."""
         from hftrainer.arguments.explain import explain
 
         return explain(self)
@@ -178,7 +179,7 @@ annotate(TrainingArguments)
 
 
 def without_tokens(args: Any) -> Any:
-    """A copy of training arguments, ours or transformers', that can be saved: it holds no token of the Hub."""
+    """A copy of training arguments, ours or transformers', without Hub tokens, so that it can be saved."""
     copied = copy.copy(args)
     for name in ("hub_token", "push_to_hub_token"):
         if vars(copied).get(name) is not None:
@@ -187,7 +188,7 @@ def without_tokens(args: Any) -> Any:
 
 
 def _not_taken(initialize: Callable[..., None], names: list[str]) -> list[str]:
-    """The keywords that an `__init__` does not take: a subclass may have one of its own, and `InitVar`s."""
+    """The keywords that `__init__` does not accept: a subclass may have its own `__init__` and `InitVar`s."""
     taken = inspect.signature(initialize).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values()):
         return []

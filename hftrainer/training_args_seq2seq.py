@@ -1,4 +1,4 @@
-"""`Seq2SeqTrainingArguments`: what generating during evaluation needs."""
+"""`Seq2SeqTrainingArguments`: settings for generation during evaluation."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from hftrainer.training_args import TrainingArguments
 
 @dataclass
 class Seq2SeqTrainingArguments(TrainingArguments):
-    """`TrainingArguments` and the settings of generation, for `Seq2SeqTrainer`."""
+    """`TrainingArguments` with settings for generation, for `Seq2SeqTrainer`."""
 
     sortish_sampler: bool = arg(
-        False, "Put training samples of similar length together, as `train_sampling_strategy='group_by_length'` does."
+        False, "Group training samples of similar length, as `train_sampling_strategy='group_by_length'` does."
     )
-    predict_with_generate: bool = arg(False, "Predict by `model.generate` in evaluation, for metrics like BLEU.")
+    predict_with_generate: bool = arg(False, "Predict with `model.generate` in evaluation, for metrics like BLEU.")
     generation_max_length: int | None = arg(
-        None, "Tokens at most in a generated sequence; None asks the model's config."
+        None, "Maximum number of tokens in a generated sequence; None uses the model's config."
     )
-    generation_num_beams: int | None = arg(None, "Beams of the search; None asks the model's config.")
+    generation_num_beams: int | None = arg(None, "Number of beams; None uses the model's config.")
     generation_config: str | Path | Any | None = arg(
         None, "A `GenerationConfig`, or the path or model id to load one from; replaces the model's."
     )

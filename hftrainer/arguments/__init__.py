@@ -1,1 +1,1 @@
-"""What a script asks for: the arguments by subject, their checks, and what they mean once parsed."""
+"""The training arguments by subject, their checks, and their parsed values."""

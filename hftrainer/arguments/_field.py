@@ -1,4 +1,4 @@
-"""How a field of `TrainingArguments` is written down."""
+"""Declares a field of `TrainingArguments`."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ def arg(
     choices: Iterable[str] | None = None,
     bare: Any = None,
 ) -> Any:
-    """A dataclass field whose help text is kept where `HfArgumentParser` looks for it.
+    """A dataclass field with its help text where `HfArgumentParser` reads it.
 
     Args:
         default: the newest documented default.
         help: what the field does, with its unit.
-        factory: builds the default, for mutable ones.
-        choices: the values that are allowed, for the command line.
-        bare: what the flag alone means on the command line, without a value.
+        factory: makes the default, for mutable defaults.
+        choices: the allowed values, for the command line.
+        bare: the value of the flag on the command line when no value follows it.
     """
     metadata: dict[str, Any] = {"help": help}
     if choices is not None:

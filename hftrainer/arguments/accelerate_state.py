@@ -1,8 +1,8 @@
-"""accelerate's global states, `PartialState` and `AcceleratorState`: they say what this run says.
+"""Keeps accelerate's global states, `PartialState` and `AcceleratorState`, equal to this run.
 
-accelerate's loggers and helpers (`gather`, `broadcast_object_list`, ...) ask them, and raise or do nothing without. We
-fill them in. accelerate would write the variables of a launcher, set the number of threads, and decide about devices
-and processes a second time.
+accelerate's loggers and helpers (`gather`, `broadcast_object_list`, ...) read them. Without them they raise or do
+nothing. We fill them in ourselves: accelerate would set a launcher's environment variables and the number of threads,
+and choose devices and processes a second time.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _TRUE = ("1", "on", "t", "true", "y", "yes")
 
 
 def begin(args: Any) -> None:
-    """Set up `PartialState` with the arguments, and let the state of an earlier Trainer go, as transformers does.
+    """Set up `PartialState` from the arguments, and reset the state of an earlier Trainer, as transformers does.
 
-    Before the processes are connected it says that this one is on its own, so that nobody waits for the others.
+    Until the process group starts, the state describes a single process, so that no collective waits for other ranks.
     """
     library = _library()
     if library is None or ResolvedArguments.of(args).accelerator_config.use_configured_state:
@@ -35,7 +35,7 @@ def begin(args: Any) -> None:
 
 
 def _kind(args: Any) -> str:
-    """What accelerate calls the processes, as far as they are connected."""
+    """Accelerate's `DistributedType`; 'NO' until the process group starts."""
     if args.device.type == "xla":
         return "XLA"
     if not torch.distributed.is_initialized():
@@ -47,14 +47,14 @@ def _kind(args: Any) -> str:
 
 
 def follow(args: Any, accelerator: Any) -> None:
-    """Let both states say what the Trainer's accelerator says, before each of its runs.
+    """Copy the settings of the Trainer's accelerator into both states, before each of its runs.
 
     Args:
         args: the Trainer's arguments, ours or transformers'.
-        accelerator: the Trainer's, with the processes connected.
+        accelerator: the Trainer's accelerator; the process group has started.
 
     Raises:
-        InvalidArgument: when a state that the script has configured, and wants to keep, says another precision.
+        InvalidArgument: if `use_configured_state` keeps a state whose precision differs.
     """
     library = _library()
     if library is None:
@@ -76,12 +76,12 @@ def follow(args: Any, accelerator: Any) -> None:
         dynamo_plugin=_dynamo(args),
         _mixed_precision=accelerator.mixed_precision,
     )
-    if accelerator.state.fsdp_plugin is not None:  # an attribute only then
+    if accelerator.state.fsdp_plugin is not None:  # otherwise the attribute is absent
         state._shared_state["fsdp_plugin"] = accelerator.state.fsdp_plugin
 
 
 def current(args: Any) -> Any:
-    """Accelerate's `PartialState`, or where accelerate is not installed, an object with its names."""
+    """Accelerate's `PartialState`; without accelerate, an object with the same attributes."""
     library = _library()
     if library is not None:
         return library.PartialState()
@@ -91,19 +91,19 @@ def current(args: Any) -> Any:
     return ProcessState(Processes.at(args._rank_info), args.device, _kind(args))
 
 
-def wrong(device: Any) -> str | None:
-    """What keeps a run on `device` from taking over the state that accelerate has been set up with, if anything."""
+def check_device(device: Any) -> str | None:
+    """Why a run on `device` cannot use the state that accelerate already has, or None."""
     library = sys.modules.get("accelerate.state")
     if library is None or not library.PartialState._shared_state:
         return "accelerate has no state yet; make an Accelerator or PartialState before TrainingArguments."
     found = library.PartialState().device
     if found.type != device.type:
-        return f"accelerate's state is on {found}, and the run would be on {device}; set use_cpu to match."
+        return f"accelerate's state is on {found}, but the run would be on {device}; set use_cpu to match."
     return None
 
 
 def _library() -> Any:
-    """`accelerate.state`; None where accelerate is not installed, is hidden, or cannot be imported."""
+    """`accelerate.state`; None if accelerate is not installed, is blocked, or cannot be imported."""
     blocked = sys.modules.get("accelerate", ...) is None
     if blocked or ("accelerate" not in sys.modules and importlib.util.find_spec("accelerate") is None):
         return None
@@ -111,7 +111,7 @@ def _library() -> Any:
         return importlib.import_module("accelerate.state")
     except ImportError as error:
         warnings.warn(
-            f"accelerate cannot be imported ({error}): its states and loggers say nothing of this run.", stacklevel=2
+            f"accelerate cannot be imported ({error}): its states and loggers do not know this run.", stacklevel=2
         )
         return None
 
@@ -119,7 +119,7 @@ def _library() -> Any:
 def _fill_partial(library: Any, args: Any, kind: str) -> None:
     connected = args.world_size > 1 and torch.distributed.is_initialized()
     backend = torch.distributed.get_backend() if connected else None
-    found = {  # before the state is cleared, which arguments of transformers read
+    found = {  # read before the state is cleared: transformers' arguments read the state
         "_cpu": args.device.type == "cpu",
         "backend": "xla" if kind == "XLA" else backend,
         "device": args.device,
@@ -131,19 +131,19 @@ def _fill_partial(library: Any, args: Any, kind: str) -> None:
     }
     library.PartialState._reset_state()
     library.PartialState._shared_state.update(found)
-    library.PartialState()  # adds what it reads from the environment each time
+    library.PartialState()  # adds what it reads from the environment at each call
 
 
 def _check_configured(state: Any, accelerator: Any) -> None:
     if state.mixed_precision != accelerator.mixed_precision:
         raise InvalidArgument(
             "accelerator_config['use_configured_state']=True: accelerate's state was set up with mixed_precision="
-            f"{state.mixed_precision!r}, and the arguments ask for {accelerator.mixed_precision!r}: make them the same."
+            f"{state.mixed_precision!r}, but the arguments ask for {accelerator.mixed_precision!r}: make them the same."
         )
 
 
 def _dynamo(args: Any) -> Any:
-    """Accelerate's plugin for `torch.compile`; of a backend that it does not know it says nothing."""
+    """Accelerate's plugin for `torch.compile`; with its defaults if accelerate does not know the backend."""
     from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 
     backend = args.torch_compile_backend if args.torch_compile else None

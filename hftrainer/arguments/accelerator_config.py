@@ -1,4 +1,4 @@
-"""`accelerator_config`: what accelerate is told about data and accumulation, as one object with attributes."""
+"""`accelerator_config`: accelerate's settings for data and accumulation, as one object."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from hftrainer.errors import InvalidArgument, MissingFile, NotAnObject, UnknownK
 _ACCUMULATION = {"num_steps", "adjust_scheduler", "sync_with_dataloader", "sync_each_batch"}
 
 
-#: Says how the arguments are made, and nothing about a run: it is not among the keys that are written down.
+#: Affects how the arguments are made, not the run: this key is not serialized.
 OF_CONSTRUCTION = "use_configured_state"
 
 
 @dataclass
 class AcceleratorConfig:
-    """The keys of `accelerator_config`, with the meaning that they have in transformers.
+    """The keys of `accelerator_config`, with their meaning in transformers.
 
-    Scripts and libraries change its attributes before the Trainer is made, which reads them then.
+    Scripts and libraries may change the attributes until the Trainer is made, which reads them then.
 
     Attributes:
-        split_batches: share each batch of `per_device_train_batch_size` samples out to the processes, rather than
-            giving each process batches of its own.
-        dispatch_batches: only the main process reads the data and hands it to the others; None does so for streams.
-        even_batches: complete the last round of batches with samples from the beginning of the epoch.
-        use_seedable_sampler: random orders that depend on the seed and the epoch alone.
+        split_batches: split each batch of `per_device_train_batch_size` samples across the processes, instead of
+            giving each process its own batches.
+        dispatch_batches: only the main process reads the data and sends it to the others; None does so for streams.
+        even_batches: fill the last round of batches with samples from the beginning of the epoch.
+        use_seedable_sampler: random orders depend on the seed and the epoch only.
         non_blocking: batches move to the device while it computes; needs page-locked memory.
         gradient_accumulation_kwargs: 'num_steps' (micro-batches per optimizer step) and 'sync_each_batch' (average the
             gradients of the processes after each micro-batch); 'adjust_scheduler' and 'sync_with_dataloader' are for
-            loops that accelerate accumulates in, and change nothing in a Trainer.
-        use_configured_state: the script has set up accelerate's state, and the run takes its device.
+            loops in which accelerate accumulates, and have no effect in a Trainer.
+        use_configured_state: the script has set up accelerate's state, and the run uses its device.
     """
 
     split_batches: bool = False
@@ -49,7 +49,7 @@ class AcceleratorConfig:
 
     @property
     def num_steps(self) -> int | None:
-        """Micro-batches per optimizer step, if the config says it."""
+        """Micro-batches per optimizer step, if the config sets it."""
         return (self.gradient_accumulation_kwargs or {}).get("num_steps")
 
     @property
@@ -58,16 +58,16 @@ class AcceleratorConfig:
         return bool((self.gradient_accumulation_kwargs or {}).get("sync_each_batch"))
 
     def of_data(self) -> dict[str, Any]:
-        """The keys that say which samples a process gets, as plain values."""
+        """The keys that decide which samples a process gets, as plain values."""
         names = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler")
         return {name: getattr(self, name) for name in names}
 
     def to_dict(self) -> dict[str, Any]:
-        """The keys and values, copied; `use_configured_state` only where it is asked for, since it is of one use."""
+        """A copy of the keys and values; `use_configured_state` only if it is set, since it is used once."""
         return {name: copy.deepcopy(value) for name, value in vars(self).items() if name != OF_CONSTRUCTION or value}
 
     def pop(self, key: str, default: Any = None) -> Any:
-        """Put an attribute back to its default; returns what it was, or `default` if it has been taken before."""
+        """Reset an attribute to its default; returns its value, or `default` if it was popped before."""
         return vars(self).pop(key, default)
 
     @classmethod
@@ -77,26 +77,26 @@ class AcceleratorConfig:
 
     @classmethod
     def read(cls, given: Any) -> AcceleratorConfig:
-        """A config of its own from None, a dict, the path of a JSON file, or an object of this or transformers' class.
+        """A new config from None, a dict, the path of a JSON file, or an object of this or transformers' class.
 
         Raises:
-            InvalidArgument: for unknown keys, with the nearest, for values of another type, and for files that are
-                missing or malformed.
+            InvalidArgument: for unknown keys (the message suggests the nearest), for values of a wrong type, and for
+                files that are missing or malformed.
         """
         keys = _keys(given)
         known = {field.name for field in dataclasses.fields(cls)}
-        unknown, wrong = _unknown(keys, known, ""), _wrong_values(keys)
+        unknown, wrong = _check_keys(keys, known, ""), _check_values(keys)
         inner = keys.get("gradient_accumulation_kwargs")
         if isinstance(inner, Mapping):
-            unknown += _unknown(inner, _ACCUMULATION, "['gradient_accumulation_kwargs']")
-            wrong += _wrong_inner(inner)
+            unknown += _check_keys(inner, _ACCUMULATION, "['gradient_accumulation_kwargs']")
+            wrong += _check_inner(inner)
         if unknown or wrong:
             raise (UnknownKey if unknown else InvalidArgument)("\n".join([*unknown, *wrong]))
         return cls(**keys)
 
 
 def as_object(given: Any) -> Any:
-    """What `accelerator_config` was given as, with attributes: an object that has them stays the one it is.
+    """`accelerator_config` as an object with attributes; an object that was given is returned itself.
 
     Raises:
         InvalidArgument: as `AcceleratorConfig.read` does.
@@ -109,7 +109,7 @@ def _keys(given: Any) -> dict[str, Any]:
     if given is None or isinstance(given, Mapping):
         return dict(given or {})
     if isinstance(given, type):
-        raise NotAnObject(f"accelerator_config={given.__name__} is a class: give an object of it, or a dict.")
+        raise NotAnObject(f"accelerator_config={given.__name__} is a class: give an instance of it, or a dict.")
     if isinstance(given, AcceleratorConfig):
         return copy.deepcopy(vars(given))
     if callable(getattr(given, "to_dict", None)):
@@ -123,15 +123,15 @@ def _keys(given: Any) -> dict[str, Any]:
         kind = MissingFile if isinstance(error, FileNotFoundError) else InvalidArgument
         raise kind(f"accelerator_config={str(given)!r} cannot be read: {error.strerror}.") from error
     except ValueError as error:
-        raise InvalidArgument(f"accelerator_config: {given} is no valid JSON: {error}") from error
+        raise InvalidArgument(f"accelerator_config: {given} is not valid JSON: {error}") from error
     if not isinstance(keys, dict):
         raise InvalidArgument(
-            f"accelerator_config: {given} must hold a JSON object, and holds a {type(keys).__name__}."
+            f"accelerator_config: {given} must hold a JSON object, but holds a {type(keys).__name__}."
         )
     return keys
 
 
-def _unknown(keys: Mapping[str, Any], known: set[str], where: str) -> list[str]:
+def _check_keys(keys: Mapping[str, Any], known: set[str], where: str) -> list[str]:
     found = []
     for name in keys:
         if name not in known:
@@ -141,7 +141,7 @@ def _unknown(keys: Mapping[str, Any], known: set[str], where: str) -> list[str]:
     return found
 
 
-def _wrong_values(keys: Mapping[str, Any]) -> list[str]:
+def _check_values(keys: Mapping[str, Any]) -> list[str]:
     found = []
     for field in dataclasses.fields(AcceleratorConfig):
         value = keys.get(field.name, field.default)
@@ -153,7 +153,7 @@ def _wrong_values(keys: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def _wrong_inner(inner: Mapping[str, Any]) -> list[str]:
+def _check_inner(inner: Mapping[str, Any]) -> list[str]:
     found = []
     for name, value in inner.items():
         is_bool = isinstance(value, bool)
@@ -164,5 +164,5 @@ def _wrong_inner(inner: Mapping[str, Any]) -> list[str]:
     return found
 
 
-#: The config of a run that is given none.
+#: The config of a run without `accelerator_config`.
 DEFAULT = AcceleratorConfig()

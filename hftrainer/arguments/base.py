@@ -1,6 +1,6 @@
-"""`BaseArguments`: the fields of `TrainingArguments`, and what follows from them alone.
+"""`BaseArguments`: the fields of `TrainingArguments`, and the values that follow from them alone.
 
-Rooms that take arguments take these; a script's are ours or transformers' `TrainingArguments`.
+Functions that take arguments take these; a script passes our `TrainingArguments` or transformers'.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from hftrainer.parallel.environment import RankInfo
 
 
-#: Arguments that may be given as the text of a JSON object.
+#: Arguments that accept a JSON object as text.
 JSON_FIELDS = (
     "lr_scheduler_kwargs",
     "activation_checkpointing_kwargs",
@@ -74,10 +74,10 @@ class BaseArguments(
     ScheduleArguments,
     OutputArguments,
 ):
-    """The fields, a module and a dataclass per subject, and what is derived from them."""
+    """The fields (a module and a dataclass per subject), and the values derived from them."""
 
-    #: Fields in which a JSON object may be given as text. Subclasses extend the list, by its name in transformers.
-    _VALID_DICT_FIELDS = list(JSON_FIELDS)  # without an annotation it is no field
+    #: Fields that accept a JSON object as text. Subclasses extend this list, which has its name in transformers.
+    _VALID_DICT_FIELDS = list(JSON_FIELDS)  # without an annotation it is not a field
 
     # ---- Batch sizes -------------------------------------------------------------------------------------------
 
@@ -91,16 +91,16 @@ class BaseArguments(
         """Samples in an evaluation batch of this process."""
         return self.per_device_eval_batch_size
 
-    # ---- Where this process stands -----------------------------------------------------------------------------
+    # ---- Rank and device of this process -----------------------------------------------------------------------
 
     @property
     def device(self) -> torch.device:
-        """The device that this process trains on: the accelerator torch finds, unless `use_cpu`."""
+        """The device that this process trains on: the accelerator that torch finds, unless `use_cpu`."""
         return self._setup_devices
 
     @property
     def _setup_devices(self) -> torch.device:
-        """What `device` is; subclasses override it."""
+        """The value of `device`; subclasses override it."""
         if self._on_cpu:
             return torch.device("cpu")
         from hftrainer.parallel.xla import devices as xla
@@ -114,12 +114,12 @@ class BaseArguments(
 
     @property
     def _on_cpu(self) -> bool:
-        """Whether the CPU is asked for, by `use_cpu` or by `accelerate launch --cpu`."""
+        """Whether to use the CPU, set by `use_cpu` or by `accelerate launch --cpu`."""
         return self.use_cpu or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "on", "t", "true", "y", "yes")
 
     @property
     def _rank_info(self) -> RankInfo:
-        """Where this process stands among others."""
+        """Rank and world size of this process."""
         return ResolvedArguments.of(self).rank_info
 
     def _count_gpus(self) -> int:
@@ -129,23 +129,25 @@ class BaseArguments(
 
     @property
     def n_gpu(self) -> int:
-        """GPUs that this process uses: one or none, since several mean several processes here, never DataParallel."""
+        """GPUs that this process uses: 1 or 0. Several GPUs need several processes; DataParallel is never used."""
         return self._n_gpu
 
     @property
     def _n_gpu(self) -> int:
-        """What `n_gpu` is. Scripts set it to 1, against DataParallel."""
+        """The value of `n_gpu`. Scripts set it to 1 to avoid DataParallel."""
         return vars(self).get("_n_gpu", int(self.device.type not in ("cpu", "xla")))
 
     @_n_gpu.setter
     def _n_gpu(self, count: int) -> None:
         if count not in (0, 1):
-            raise UnsupportedArgument(f"_n_gpu={count!r}: several GPUs need a process each, by torchrun for example.")
+            raise UnsupportedArgument(
+                f"_n_gpu={count!r}: several GPUs need one process each; start them with torchrun, for example."
+            )
         vars(self)["_n_gpu"] = count
 
     @property
     def mixed_precision(self) -> str:
-        """'bf16', 'fp16' or 'no': what the arguments ask for, or else the launcher, unless a script sets it."""
+        """'bf16', 'fp16' or 'no': set by a script, by the arguments or else by the launcher."""
         asked = "fp16" if self.fp16 else "bf16" if self.bf16 else os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
         return vars(self).get("_mixed_precision", asked)
 
@@ -162,7 +164,7 @@ class BaseArguments(
 
     @property
     def process_index(self) -> int:
-        """Rank of this process among all, from 0."""
+        """Global rank of this process, from 0."""
         return self._rank_info.rank
 
     @property
@@ -189,7 +191,7 @@ class BaseArguments(
 
     @property
     def place_model_on_device(self) -> bool | None:
-        """Override with False in a subclass to keep the Trainer from moving the model; None lets it decide."""
+        """Subclasses return False to keep the Trainer from moving the model; with None the Trainer decides."""
         return None
 
     @property
@@ -198,7 +200,7 @@ class BaseArguments(
         return datetime.timedelta(seconds=self.ddp_timeout)
 
     def get_process_log_level(self) -> int:
-        """The level, as a number, of this process's messages: `log_level` where `should_log`, else the replicas'."""
+        """The log level of this process, as a number: `log_level` if `should_log`, else `log_level_replica`."""
         name = self.log_level if self.should_log else self.log_level_replica
         if name == "passive":
             return logging.getLogger("hftrainer").getEffectiveLevel()
@@ -215,10 +217,10 @@ class BaseArguments(
     # ---- Serialization -----------------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields, enumerations and dtypes as plain values; tokens are replaced by their name.
+        """The fields as plain values, enumerations and dtypes too; tokens are replaced by their name.
 
-        Arguments that `transformers` does not have, ours and older ones, are in it where they say something. A
-        subclass's fields may hold objects without a JSON form. They stay what they are.
+        Arguments that `transformers` does not have, ours and older ones, are included only if they are set. Objects
+        without a JSON form, in a subclass's fields, are kept as they are.
         """
         own = legacy.redeclared(type(self))
         mirrors, silent = legacy.RENAMED.keys() - own, {**_ONLY_HERE, **dict.fromkeys(own, _SHOWN)}
@@ -231,7 +233,7 @@ class BaseArguments(
         }
 
     def to_json_string(self) -> str:
-        """The fields as an indented JSON object; what has no JSON form is written as text."""
+        """The fields as an indented JSON object; values without a JSON form are written as text."""
         return json.dumps(as_json(self.to_dict()), indent=2)
 
     def to_sanitized_dict(self) -> dict[str, Any]:

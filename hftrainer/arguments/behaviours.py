@@ -1,8 +1,8 @@
-"""THE TABLE of dated behaviours: what releases of `transformers` do differently, and whose way a Trainer follows.
+"""THE TABLE of dated behaviours: what releases of `transformers` do differently, and which release a Trainer follows.
 
-A Trainer asks once, when it is made, and keeps the frozen answer. `from hftrainer import Trainer` follows the newest
-release; `install()` and `python -m hftrainer run` follow the one that is installed; and
-`lightning_config={"behaviour": "4.57"}` chooses.
+A Trainer reads it once, when it is made, and keeps the frozen result. `from hftrainer import Trainer` follows the
+newest release; `install()` and `python -m hftrainer run` follow the installed one; and
+`lightning_config={"behaviour": "4.57"}` selects one.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-#: The releases of transformers that were read for the table.
+#: The releases of transformers that the table covers.
 RELEASES = (*(f"4.{minor}" for minor in range(48, 58)), *(f"5.{minor}" for minor in range(24)))
 NEWEST = RELEASES[-1]
 
 
 @dataclass(frozen=True)
 class Change:
-    """What a release has changed.
+    """A change of behaviour in a release.
 
     Attributes:
-        since: the first release that behaves as the newest from then on.
-        now: what it does.
-        before: what the releases before it do.
-        decided_in: our module that asks for the switch.
-        pull_request: its number in huggingface/transformers, where it is known.
-        begun: the first release of `before`, where those before that one behaved as the newest too.
+        since: the first release that behaves as the newest one.
+        now: its behaviour.
+        before: the behaviour of earlier releases.
+        decided_in: our module that reads the switch.
+        pull_request: its number in huggingface/transformers, if known.
+        begun: the first release with `before`; releases before that one behave as the newest.
     """
 
     since: str
@@ -41,7 +41,7 @@ class Change:
     begun: str = RELEASES[0]
 
     def is_in(self, release: str) -> bool:
-        """Whether a release behaves as the newest."""
+        """Whether a release has the newest behaviour."""
         at = RELEASES.index(release)
         return at >= RELEASES.index(self.since) or at < RELEASES.index(self.begun)
 
@@ -69,20 +69,20 @@ class Behaviours:
 
     release: str = NEWEST
 
-    # ---- The loss and what it is divided by --------------------------------------------------------------------
+    # ---- The loss and its divisor ------------------------------------------------------------------------------
 
     counts_shifted_labels: bool = _since(
         "5.10",
         "training.loader_factory",
-        "the first label of a sequence, which a causal model never predicts, is no item of num_items_in_batch",
-        before="every label is an item of num_items_in_batch, the first of a causal sequence too",
+        "the first label of a sequence, which a causal model never predicts, is not counted in num_items_in_batch",
+        before="every label is counted in num_items_in_batch, also the first of a causal sequence",
         pull_request=46204,
     )
     counts_only_for_those_who_ask: bool = _since(
         "4.51",
         "training.steps",
-        "items are counted for a model that takes num_items_in_batch, or for compute_loss_func",
-        before="items are counted for every model, and given to overrides of compute_loss",
+        "items are counted only for models that take num_items_in_batch, or for compute_loss_func",
+        before="items are counted for every model, and passed to overrides of compute_loss",
     )
     counts_items_on_device: bool = _since(
         "4.50",
@@ -99,7 +99,7 @@ class Behaviours:
     divides_by_window: bool = _since(
         "4.55",
         "training.steps",
-        "a loss that is not divided by its items is divided by the micro-batches of the window that it is in",
+        "a loss that is not divided by its items is divided by the number of micro-batches in its window",
         before="a loss that is not divided by its items is always divided by gradient_accumulation_steps",
     )
     divides_uncounted_loss: bool = _since(
@@ -128,22 +128,22 @@ class Behaviours:
     counts_last_window: bool = _since(
         "4.52",
         "training.planner",
-        "a last window of fewer micro-batches is an optimizer step of the epoch",
+        "a last window with fewer micro-batches is an optimizer step of the epoch",
         before="the steps of an epoch are rounded down, so training ends earlier when its last window is not full",
         pull_request=37923,
     )
     leaves_named_norms_undecayed: bool = _since(
         "4.49",
         "trainer_optimizer",
-        "weight decay leaves out parameters with layernorm or rmsnorm in their names",
-        before="weight decay leaves out normalization layers by their class only",
+        "weight decay excludes parameters with layernorm or rmsnorm in their names",
+        before="weight decay excludes normalization layers by their class only",
         pull_request=35927,
     )
     decays_by_name: bool = _since(
         "4.53",
         "trainer_optimizer",
-        "weight decay leaves out nn.LayerNorm, and parameters with bias or norm in their names",
-        before="weight decay leaves out the layers in ALL_LAYERNORM_LAYERS, and not those that are named norm",
+        "weight decay excludes nn.LayerNorm, and parameters with bias or norm in their names",
+        before="weight decay excludes the layers in ALL_LAYERNORM_LAYERS, but not those that are named norm",
         pull_request=38922,
     )
     sets_use_cache: bool = _since(
@@ -162,7 +162,7 @@ class Behaviours:
     aligns_tokens_that_are_set: bool = _since(
         "5.18",
         "training.model_setup",
-        "special tokens that the tokenizer lacks stay in the model's configs; lists of end tokens are added to",
+        "special tokens that the tokenizer lacks stay in the model's configs; lists of end tokens are extended",
         before="the configs lose special tokens that the tokenizer lacks, and lists of end tokens become one token",
         pull_request=48708,
     )
@@ -187,7 +187,7 @@ class Behaviours:
     seeds_workers_by_rank: bool = _since(
         "4.52",
         "training.loader_factory",
-        "a loading process adds its share of the rank to its seed",
+        "a loading process adds dataloader_num_workers * rank to its seed",
         before="loading processes of all ranks have the same seeds",
     )
 
@@ -196,15 +196,15 @@ class Behaviours:
     logs_whole_loss: bool = _since(
         "5.0",
         "training.log_save_evaluate",
-        "the loss is logged with all its digits",
+        "the loss is logged with all digits",
         before="the loss is logged with four decimal places",
         pull_request=42104,
     )
     logs_rate_of_step: bool = _since(
         "4.51",
         "training.loop",
-        "the learning rate is logged that the step had",
-        before="the learning rate is logged that the next step will have",
+        "the logged learning rate is that of the step",
+        before="the logged learning rate is that of the next step",
         pull_request=36973,
     )
     logs_unclipped_norm: bool = _since(
@@ -223,25 +223,25 @@ class Behaviours:
         "5.19",
         "training.runner",
         "train_loss of a resumed run is the mean over the steps of this call",
-        before="train_loss of a resumed run is its sum divided by all steps, those before the checkpoint too",
+        before="train_loss of a resumed run is the sum of this call over all steps, also those before the checkpoint",
     )
     begins_at_epoch_zero: bool = _since(
         "5.3",
         "assembly.construction",
-        "state.epoch is 0 before training, and so logged by evaluate()",
-        before="state.epoch is None before training, and not logged by evaluate()",
+        "state.epoch is 0 before training, and evaluate() logs it",
+        before="state.epoch is None before training, and evaluate() does not log it",
     )
     counts_operations_itself: bool = _since(
         "5.0",
         "training.steps",
         "total_flos is six operations per token and parameter",
-        before="total_flos is what the model's own floating_point_ops returns",
+        before="total_flos is the result of the model's own floating_point_ops",
     )
     prints_four_digits: bool = _since(
         "5.0",
         "callbacks.progress",
-        "numbers of printed log lines have four digits",
-        before="numbers of printed log lines have all their digits",
+        "numbers in printed log lines have four digits",
+        before="numbers in printed log lines have all digits",
     )
 
     # ---- Evaluation and the best model -------------------------------------------------------------------------
@@ -250,7 +250,7 @@ class Behaviours:
         "5.4",
         "callbacks.flow",
         "with eval_strategy='steps' the last step is evaluated, whatever eval_steps is",
-        before="the last step is evaluated only when eval_steps says so",
+        before="the last step is evaluated only if it is a multiple of eval_steps",
         pull_request=44146,
     )
     evaluates_by_items: bool = _since(
@@ -263,20 +263,20 @@ class Behaviours:
     leaves_out_infinite_losses: bool = _since(
         "5.23",
         "evaluation.runner",
-        "with logging_nan_inf_filter, eval_loss leaves out batches whose loss is nan or infinite",
-        before="eval_loss is nan or infinite when the loss of one batch is",
+        "with logging_nan_inf_filter, eval_loss excludes batches whose loss is nan or infinite",
+        before="eval_loss is nan or infinite if the loss of one batch is",
     )
     seeds_order_of_evaluation: bool = _since(
         "5.16",
         "training.loader_factory",
-        "an evaluation grouped by length draws its order from a generator of its own",
-        before="an evaluation grouped by length draws its order from torch's generator, which training goes on with",
+        "an evaluation grouped by length draws its order from its own generator",
+        before="an evaluation grouped by length draws its order from torch's generator, which training uses too",
     )
     leaves_out_past: bool = _since(
         "4.49",
         "evaluation.runner",
-        "past_key_values are left out of predictions also where the config does not name what to leave out",
-        before="only what the config names is left out of predictions",
+        "past_key_values are excluded from predictions, also if the config has no list of keys to exclude",
+        before="only the keys in the config's list are excluded from predictions",
     )
     loads_best_after_logging: bool = _since(
         "5.3",
@@ -290,8 +290,8 @@ class Behaviours:
     saves_last_step_by_steps: bool = _since(
         "4.50",
         "callbacks.flow",
-        "the last step is saved at once with save_strategy='steps' only",
-        before="the last step is saved at once with save_strategy='epoch' too, and again at the end of the epoch",
+        "the last step is saved immediately only with save_strategy='steps'",
+        before="the last step is saved immediately with save_strategy='epoch' too, and again at the end of the epoch",
     )
     keeps_best_step: bool = _since(
         "4.50",
@@ -308,36 +308,36 @@ class Behaviours:
     saves_scaler: bool = _since(
         "4.49",
         "trainer",
-        "the scale of the loss is saved, with fp16",
-        before="the scale of the loss is not saved, and begins again",
+        "the loss scale is saved, with fp16",
+        before="the loss scale is not saved; a resumed run starts with the initial scale",
     )
 
-    # ---- What overrides are given ------------------------------------------------------------------------------
+    # ---- Arguments and return values of overrides --------------------------------------------------------------
 
     returns_steps_in_epoch: bool = _since(
         "5.3",
         "training.planner",
-        "set_initial_training_values returns total_train_batch_size and steps_in_epoch as its fifth and sixth value",
-        before="set_initial_training_values returns epoch_based and len_dataloader as its fifth and sixth value",
+        "set_initial_training_values returns total_train_batch_size and steps_in_epoch as its fifth and sixth values",
+        before="set_initial_training_values returns epoch_based and len_dataloader as its fifth and sixth values",
     )
 
     def differences(self) -> dict[str, Change]:
-        """The changes that the followed release does not have yet, by the name of their switch."""
+        """Switch → its change, for the changes that the followed release does not have yet."""
         return {name: change for name, change in TABLE.items() if not getattr(self, name)}
 
 
-#: Name of a switch → what it switches.
+#: Switch → its change.
 TABLE: dict[str, Change] = {
     field.name: field.metadata["change"] for field in dataclasses.fields(Behaviours) if "change" in field.metadata
 }
-#: Argument → (the first release with today's default, the default before it). `install()` sets them.
+#: Argument → (the first release with the current default, the default before it). `install()` sets them.
 EARLIER_DEFAULTS: dict[str, tuple[str, Any]] = {
     "average_tokens_across_devices": ("4.54", False),
     "optim": ("4.54", "adamw_torch"),
     "report_to": ("5.0", "all"),
     "trackio_space_id": ("5.6", "trackio"),
 }
-#: The release whose way Trainers of this process follow when their arguments choose none.
+#: The release that Trainers of this process follow if their arguments choose none.
 _followed = NEWEST
 
 
@@ -348,24 +348,24 @@ def of(release: str) -> Behaviours:
         release: such as '4.57' or '4.57.6'.
 
     Raises:
-        ValueError: for what is no release in the table, naming those that are.
+        ValueError: if the release is not in the table; the message names the known ones.
     """
     if isinstance(release, (int, float)):
-        raise ValueError(f"{release!r}: give the release as text, such as '5.10', which as a number would be 5.1.")
+        raise ValueError(f"{release!r}: give the release as text: the number 5.10 would be read as 5.1.")
     if not isinstance(release, str):
         raise ValueError(f"{release!r}: give a release as text, such as '{NEWEST}'.")
     name = ".".join(release.split(".")[:2])
     if name not in RELEASES:
         near = _nearest(name) if re.fullmatch(r"\d+\.\d+", name) else None
         raise ValueError(
-            f"{release!r} is no release of transformers whose behaviour is known, from {RELEASES[0]} to {NEWEST}"
+            f"{release!r} is not a release of transformers whose behaviour is known, from {RELEASES[0]} to {NEWEST}"
             + (f"; the nearest is {near!r}." if near else ".")
         )
     return _of(name)
 
 
 def _nearest(version: str) -> str:
-    """The last known release that is not after a version; the first known one when all are after it."""
+    """The latest known release up to a version; the first known one if all are later."""
     major, minor = (int(part) for part in version.split(".")[:2])
     known = [tuple(int(part) for part in release.split(".")) for release in RELEASES]
     earlier = [release for release, parts in zip(RELEASES, known, strict=True) if parts <= (major, minor)]
@@ -393,8 +393,8 @@ def of_arguments(args: Any) -> Behaviours:
     return chosen(ResolvedArguments.of(args).readable_config)
 
 
-def wrong_choice(config: Mapping[str, Any]) -> list[str]:
-    """What is wrong with the 'behaviour' in `lightning_config`."""
+def check_choice(config: Mapping[str, Any]) -> list[str]:
+    """An error message if the 'behaviour' in `lightning_config` is not a known release."""
     try:
         chosen(config)
     except ValueError as error:
@@ -403,13 +403,13 @@ def wrong_choice(config: Mapping[str, Any]) -> list[str]:
 
 
 def follow(release: str) -> None:
-    """Let the Trainers that are made from now on follow a release, where their arguments choose none."""
+    """Set the release that Trainers made from now on follow, if their arguments choose none."""
     global _followed
     _followed = of(release).release
 
 
 def installed_release() -> str:
-    """The installed release of transformers; the nearest in the table, or the newest when there is none."""
+    """The release in the table nearest to the installed transformers; the newest if none is installed."""
     try:
         version = importlib.metadata.version("transformers")
     except importlib.metadata.PackageNotFoundError:
@@ -418,6 +418,6 @@ def installed_release() -> str:
 
 
 def earlier_defaults(release: str) -> dict[str, Any]:
-    """Defaults of arguments that a release has, where they are not today's."""
+    """The defaults of arguments in a release that differ from the current ones."""
     at = RELEASES.index(release)
     return {name: value for name, (since, value) in EARLIER_DEFAULTS.items() if at < RELEASES.index(since)}

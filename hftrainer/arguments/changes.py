@@ -1,4 +1,4 @@
-"""Arguments that a script changes after its Trainer was made: what takes effect, and what is warned of or refused."""
+"""Arguments that a script changes after its Trainer was made: which take effect, warn, or raise."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Read once, and too much depends on them to go on by the old value with a warning.
+#: Read once. Too much depends on them to continue with the old value and a warning.
 _REFUSED = ("lightning_config", "deepspeed")
 
 
 def take_changes(engine: Any, args: BaseArguments, behaviours: Behaviours, *, own_loader: bool) -> None:
-    """Let a run go by what the arguments say now, as far as transformers does.
+    """Apply the current values of the arguments to a run, as far as transformers does.
 
-    Most arguments are read when they are needed. Those that the engine keeps are handed to it. Those that are read
-    once, when the Trainer is made, stay what they were, and a warning names them.
+    Most arguments are read when they are needed. Those that the engine stores are passed to it. Those that are read
+    once, when the Trainer is made, keep their first value, and a warning names them.
 
     Args:
-        engine: the engine of the Trainer, with the plan that was made of the arguments.
-        args: the arguments as they are now.
-        behaviours: of the release that is followed.
-        own_loader: the script makes the training loader, and may read the batch size again.
+        engine: the engine of the Trainer, with the plan that was made from the arguments.
+        args: the arguments with their current values.
+        behaviours: the behaviours of the release that is followed.
+        own_loader: whether the script makes the training loader, and so may read the batch size again.
 
     Raises:
         InvalidArgument: for a change that needs another engine, and for numbers out of range.
@@ -42,12 +42,12 @@ def take_changes(engine: Any, args: BaseArguments, behaviours: Behaviours, *, ow
     changed = {name: value for name, value in once.items() if not _is_same(value, now[name])}
     if refused := _refused(plan, args, changed):
         raise InvalidArgument(
-            f"{', '.join(refused)} changed after the Trainer was made, which is built by it: make another Trainer."
+            f"{', '.join(refused)} changed after the Trainer was made, which depends on it: make another Trainer."
         )
     if changed and changed != engine.ignored_changes:
         logger.warning(
-            "Changed after the Trainer was made, which reads it once, as in transformers: %s. The first value holds; "
-            "make another Trainer for the second.",
+            "Changed after the Trainer was made, which reads it once, as in transformers: %s. The first value stays in "
+            "use; make another Trainer for the second.",
             ", ".join(f"{name} ({_shown(value)} → {_shown(now[name])})" for name, value in changed.items()),
         )
     engine.ignored_changes = changed
@@ -60,7 +60,7 @@ def _refused(plan: Any, args: BaseArguments, changed: dict[str, Any]) -> list[st
         refused.append(f"use_cpu={args.use_cpu} (the device, {plan.device} → {args.device})")
     before, now = plan.accumulate_grad_batches, args.gradient_accumulation_steps
     if plan.deepspeed is not None and now != before:
-        refused.append(f"gradient_accumulation_steps ({before} → {now}), which DeepSpeed's configuration says too,")
+        refused.append(f"gradient_accumulation_steps ({before} → {now}), which is in DeepSpeed's configuration too,")
     return refused
 
 

@@ -1,4 +1,4 @@
-"""The choices that arguments offer by name, and the backends of a search."""
+"""Enumerations: the named values of arguments, and the backends of a search."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hftrainer.errors import InvalidArgument
 class ExplicitEnum(str, enum.Enum):
     """A string enumeration whose error names the allowed values and the nearest one.
 
-    Members equal their plain string, and so the members of transformers' enumerations too. `str()` of one gives what it
-    gives in transformers, with the name of the class: `spelled` gives the string alone.
+    Members equal their plain string, and therefore the members of transformers' enumerations. `str()` of a member
+    contains the name of the class, as in transformers; `spelled` returns the string alone.
     """
 
     @classmethod
@@ -123,7 +123,7 @@ class OptimizerNames(ExplicitEnum):
 class ParallelMode(enum.Enum):
     """How many processes and devices one training uses.
 
-    The members named after SageMaker are there for scripts that compare with them: no run here is of that kind.
+    The members named after SageMaker exist for scripts that compare with them; no run here uses them.
     """
 
     NOT_PARALLEL = "not_parallel"
@@ -144,7 +144,7 @@ class HPSearchBackend(ExplicitEnum):
 
 
 class DebugOption(ExplicitEnum):
-    """Aids that the argument `debug` names."""
+    """Debugging aids: the values of the argument `debug`."""
 
     UNDERFLOW_OVERFLOW = "underflow_overflow"
     TPU_METRICS_DEBUG = "tpu_metrics_debug"

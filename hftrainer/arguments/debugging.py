@@ -1,4 +1,4 @@
-"""Switches for scripts and for finding faults."""
+"""Debugging aids, and switches for scripts."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ class DebuggingArguments:
 
     debug: str | list[str] = arg("", "Debugging aids, separated by spaces: 'underflow_overflow'.")
     skip_memory_metrics: bool = arg(True, "Leave memory use out of the metrics.")
-    do_train: bool = arg(False, "For your script to read; the Trainer itself does not.")
-    do_eval: bool = arg(False, "For your script to read; True whenever `eval_strategy` is not 'no'.")
-    do_predict: bool = arg(False, "For your script to read; the Trainer itself does not.")
+    do_train: bool = arg(False, "For your script; the Trainer does not read it.")
+    do_eval: bool = arg(False, "For your script; True whenever `eval_strategy` is not 'no'.")
+    do_predict: bool = arg(False, "For your script; the Trainer does not read it.")

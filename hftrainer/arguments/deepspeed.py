@@ -11,10 +11,10 @@ from hftrainer.arguments.base import BaseArguments
 from hftrainer.errors import WrongConfig
 from hftrainer.parallel.deepspeed.settings import AUTO, DeepSpeedConfig, read_deepspeed
 
-#: Keys of v4.1's documentation → where DeepSpeed has them now.
+#: Keys of v4.1's documentation → DeepSpeed's current keys.
 _RENAMED = {"cpu_offload": "offload_optimizer", "cpu_offload_params": "offload_param"}
 _GATHER = "stage3_gather_16bit_weights_on_model_save"
-#: Keys that hold others.
+#: Keys whose values are sections with keys of their own.
 _SECTIONS = (
     "zero_optimization",
     "optimizer",
@@ -28,10 +28,10 @@ _SECTIONS = (
 
 
 def configure(args: BaseArguments) -> DeepSpeedConfig | None:
-    """The configuration completed from the arguments, with what contradicts them; None without DeepSpeed.
+    """The configuration completed from the arguments, with its contradictions to them; None without DeepSpeed.
 
     Raises:
-        WrongConfig: when it cannot be read.
+        WrongConfig: if it cannot be read.
     """
     raw = read_deepspeed(args.deepspeed)
     if raw is None:
@@ -67,7 +67,7 @@ def configure(args: BaseArguments) -> DeepSpeedConfig | None:
 
 
 def _rename_old(config: DeepSpeedConfig) -> None:
-    """Keys of older documents and releases, in the words of today."""
+    """Rename keys of older documents and releases to the current ones."""
     if "bfloat16" in config.config:
         config.config.setdefault("bf16", config.config.pop("bfloat16"))
     zero = config.config.get("zero_optimization")
@@ -83,7 +83,7 @@ def _rename_old(config: DeepSpeedConfig) -> None:
 
 
 def _check_sections(raw: dict[str, Any]) -> None:
-    """Raise for what is misspelled or of another shape than DeepSpeed's, with all that is wrong."""
+    """Raise one error for all sections that are missing, misspelled or malformed."""
     found = [
         f"deepspeed: {name}={raw[name]!r}: it must hold keys and values."
         for name in _SECTIONS
@@ -91,7 +91,7 @@ def _check_sections(raw: dict[str, Any]) -> None:
     ]
     if "zero_optimization" not in raw:
         near = difflib.get_close_matches("zero_optimization", raw, n=1)
-        hint = f" (did you mean it by {near[0]!r}?)" if near else ""
+        hint = f" (is {near[0]!r} a typo?)" if near else ""
         found.append(
             f"deepspeed: zero_optimization is missing{hint}: write at least {{'stage': 0}}, which partitions nothing."
         )
@@ -101,13 +101,13 @@ def _check_sections(raw: dict[str, Any]) -> None:
             found.append(f"deepspeed: zero_optimization.stage={stage!r}: it must be 0, 1, 2 or 3.")
     for name in ("optimizer", "scheduler"):
         if isinstance(raw.get(name), dict) and "type" not in raw[name]:
-            found.append(f"deepspeed: {name} has no 'type', which names it.")
+            found.append(f"deepspeed: {name} has no 'type': set it to the name of the {name}.")
     if found:
         raise WrongConfig("\n".join(found))
 
 
 def _fill_in_batches(config: DeepSpeedConfig, args: BaseArguments) -> None:
-    """Batch sizes are the Trainer's: DeepSpeed counts with them."""
+    """Fill in the batch sizes of the Trainer, from which DeepSpeed counts steps."""
     steps, size = args.gradient_accumulation_steps, args.per_device_train_batch_size
     whole = args.world_size * size * steps
     for key, value, names in (
@@ -120,9 +120,9 @@ def _fill_in_batches(config: DeepSpeedConfig, args: BaseArguments) -> None:
 
 
 def _fill_in_precision(config: DeepSpeedConfig, args: BaseArguments) -> None:
-    """Half precision is asked for by the configuration, the arguments, or the launcher."""
+    """Fill in half precision, which the configuration, the arguments or the launcher may set."""
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    chosen = vars(args).get("_mixed_precision")  # set by the script, in the place of the arguments
+    chosen = vars(args).get("_mixed_precision")  # set by the script; overrides the arguments
     asked = {
         name: bool(getattr(args, name) if chosen is None else chosen == name) or getattr(args, f"{name}_full_eval")
         for name in ("bf16", "fp16")

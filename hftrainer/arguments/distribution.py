@@ -16,7 +16,7 @@ class DistributionArguments:
     local_rank: int = arg(-1, "Rank of this process on its node; launchers set it in the environment.")
     accelerator_config: dict[str, Any] | str | Any | None = arg(
         None,
-        "How data reaches the processes: an `AcceleratorConfig`, a dict of its keys, or the path of a JSON file.",
+        "How data is distributed to processes: an `AcceleratorConfig`, a dict of its keys, or the path of a JSON file.",
     )
     parallelism_config: dict[str, Any] | str | Any | None = arg(
         None,
@@ -27,7 +27,7 @@ class DistributionArguments:
     ddp_broadcast_buffers: bool | None = arg(None, "`broadcast_buffers` of DDP.")
     ddp_static_graph: bool | None = arg(None, "`static_graph` of DDP.")
     ddp_backend: str | None = arg(None, "Communication backend: 'nccl', 'gloo', ...")
-    ddp_timeout: int = arg(1800, "Seconds before a collective operation is given up.")
+    ddp_timeout: int = arg(1800, "Seconds until a collective operation times out.")
     fsdp: str | None = arg(None, "FSDP options, separated by spaces.", bare=True)
     fsdp_config: dict[str, Any] | str | None = arg(None, "FSDP settings, as a dict or as the path of a JSON file.")
     lightning_config: dict[str, Any] | str | None = arg(

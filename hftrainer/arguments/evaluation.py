@@ -1,4 +1,4 @@
-"""When the model is evaluated, and what evaluation keeps."""
+"""When to evaluate the model, and what evaluation returns."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from hftrainer.arguments.choices import IntervalStrategy
 
 @dataclass(kw_only=True)
 class EvaluationArguments:
-    """Evaluation during training and alone."""
+    """Evaluation, during training and on its own."""
 
     eval_strategy: IntervalStrategy | str = arg("no", "When to evaluate: 'no', 'steps' or 'epoch'.")
     eval_steps: float | None = arg(
-        None, "Optimizer steps between evaluations; below 1 a share of all steps; None takes `logging_steps`."
+        None, "Optimizer steps between evaluations; below 1 a fraction of all steps; None uses `logging_steps`."
     )
     eval_delay: float = arg(0, "Epochs or optimizer steps, after `eval_strategy`, before the first evaluation.")
     eval_on_start: bool = arg(False, "Evaluate once before the first optimizer step.")
@@ -25,12 +25,12 @@ class EvaluationArguments:
     )
     eval_do_concat_batches: bool = arg(True, "Concatenate the outputs of all batches; False returns a list.")
     eval_use_gather_object: bool = arg(
-        False, "Gather lists of anything from all processes, one item a sample; without it, tensors only."
+        False, "Gather lists of any objects from all processes, one item per sample; otherwise only tensors."
     )
     eval_memmap_dir: str | None = arg(
         None,
-        "Folder where predictions are kept in memory-mapped temporary files; None keeps them in memory. An argument of "
-        "hftrainer's own.",
+        "Folder for predictions in memory-mapped temporary files; None keeps them in memory. Only hftrainer has this "
+        "argument.",
     )
     include_for_metrics: list[str] = arg(
         help="What `compute_metrics` gets besides predictions and labels: 'inputs', 'loss'.", factory=list
@@ -41,5 +41,5 @@ class EvaluationArguments:
     )
     metric_for_best_model: str | None = arg(None, "Metric that compares models, with or without 'eval_'.")
     greater_is_better: bool | None = arg(
-        None, "Whether a greater metric is a better one; None: unless its name ends in 'loss'."
+        None, "Whether a greater metric is better; None: yes, unless its name ends in 'loss'."
     )

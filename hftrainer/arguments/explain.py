@@ -18,7 +18,7 @@ WIDTH = 80
 TITLES = {
     "mapped": "Settings of Lightning",
     "handled": "Done by hftrainer",
-    "inert": "Accepted, and nothing follows",
+    "inert": "Accepted, without effect",
     "planned": "Refused: not in this release yet",
     "refused": "Refused for good",
 }
@@ -26,7 +26,7 @@ TITLES = {
 
 @dataclass(frozen=True)
 class Line:
-    """One argument that was given: its value, what kind of row the table has for it, and what the row says."""
+    """One given argument: its value, and the kind and detail of its row in the table."""
 
     argument: str
     value: Any
@@ -40,8 +40,8 @@ class Explanation:
 
     Attributes:
         lines: the arguments that differ from their defaults.
-        call: the `lightning.Trainer(...)` that they amount to.
-        behaviours: those of the release that is followed.
+        call: the equivalent `lightning.Trainer(...)`.
+        behaviours: of the release that is followed.
     """
 
     lines: tuple[Line, ...]
@@ -49,7 +49,7 @@ class Explanation:
     behaviours: Behaviours
 
     def to_json(self) -> str:
-        """For programs."""
+        """The explanation as JSON, for programs."""
         shown = {
             "arguments": [dataclasses.asdict(line) for line in self.lines],
             "call": self.call,

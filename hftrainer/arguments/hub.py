@@ -10,14 +10,17 @@ from hftrainer.arguments.choices import HubStrategy
 
 @dataclass(kw_only=True)
 class HubArguments:
-    """Uploading what is saved."""
+    """Uploads of checkpoints and models."""
 
     push_to_hub: bool = arg(False, "Upload each save.")
     hub_model_id: str | None = arg(None, "Repository to upload to.")
     hub_strategy: HubStrategy | str = arg(
-        "every_save", "'end', 'every_save', or with the last 'checkpoint' or 'all_checkpoints' besides."
+        "every_save",
+        "'end' or 'every_save'; 'checkpoint' and 'all_checkpoints' also upload the last or all of them at every save.",
     )
-    hub_token: str | None = arg(None, "Token for the upload; None takes the one of `hf auth login`.")
+    hub_token: str | None = arg(None, "Token for the upload; None uses the token of `hf auth login`.")
     hub_private_repo: bool | None = arg(None, "Whether a new repository is private.")
-    hub_always_push: bool = arg(False, "Let saves wait for the upload under way, instead of leaving them out.")
-    hub_revision: str | None = arg(None, "Branch to upload to, which must be there.")
+    hub_always_push: bool = arg(
+        False, "Upload every save, waiting for a running upload; otherwise a save during an upload is not uploaded."
+    )
+    hub_revision: str | None = arg(None, "Branch to upload to; it must exist.")

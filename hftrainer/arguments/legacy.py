@@ -1,4 +1,4 @@
-"""Spellings of older releases: accepted, translated once, and readable ever after."""
+"""Argument names of older releases: accepted, translated once, and still readable afterwards."""
 
 from __future__ import annotations
 
@@ -42,35 +42,35 @@ class LegacyArguments:
     split_batches: bool | None = arg(None, "Now `accelerator_config['split_batches']` (v4.35-v4.48).")
     tpu_metrics_debug: bool = arg(False, "Now `debug='tpu_metrics_debug'` (v4.0-v4.57).")
 
-    overwrite_output_dir: bool = arg(False, "For your script to read; the Trainer itself does not (v4.0-v4.57).")
+    overwrite_output_dir: bool = arg(False, "For your script; the Trainer does not read it (v4.0-v4.57).")
     logging_dir: str | None = arg(None, "Folder of the trackers' files (v4.0-v5.0).")
-    use_mps_device: bool = arg(False, "Train on Apple's GPU, which is now taken by itself (v4.21-v4.57).")
-    save_safetensors: bool = arg(True, "Write safetensors, not torch's pickles (v4.28-v4.57).")
+    use_mps_device: bool = arg(False, "Train on Apple's GPU, which is now used automatically (v4.21-v4.57).")
+    save_safetensors: bool = arg(True, "Write safetensors instead of torch's pickles (v4.28-v4.57).")
     fp16_backend: str | None = arg(None, "Library of mixed precision (v4.0-v4.57).")
     half_precision_backend: str | None = arg(None, "Library of mixed precision (v4.15-v4.57).")
     fp16_opt_level: str | None = arg(None, "Optimization level of Apex (v4.0-v4.57).")
-    past_index: int | None = arg(None, "Index of the output that is given to the next step, -1 for none (v4.0-v4.57).")
+    past_index: int | None = arg(None, "Index of the output that is passed to the next step; -1 for none (v4.0-v4.57).")
     use_legacy_prediction_loop: bool = arg(False, "Evaluate by `prediction_loop` (v4.4-v4.57).")
     include_tokens_per_second: bool = arg(False, "Report tokens per second (v4.35-v4.57).")
     jit_mode_eval: bool = arg(False, "Trace the model for evaluation (v4.23-v4.57).")
     use_ipex: bool = arg(False, "Optimize with Intel's extension (v4.23-v4.48).")
     ray_scope: str | None = arg(None, "Scope of Ray Tune's best trial (v4.30-v4.57).")
-    tpu_num_cores: int | None = arg(None, "TPU cores, which launchers give now (v4.0-v4.57).")
+    tpu_num_cores: int | None = arg(None, "Number of TPU cores, which launchers now set (v4.0-v4.57).")
     mp_parameters: str | None = arg(None, "SageMaker's model parallelism (v4.5-v4.57).")
     model_parallel: bool = arg(False, "Naive model parallelism of GPT-2 and T5 (v4.0-v4.1).")
 
 
 @dataclass(frozen=True)
 class Rename:
-    """How an old argument is written today.
+    """How an old argument is translated to the current one.
 
     Attributes:
-        new: the argument of today.
-        spelled: its value, as a warning shows it.
+        new: the current argument.
+        spelled: the current spelling, as a warning shows it.
         write: `(new value, old value) → new value`.
-        read: `new value → old value`, what the old name reads as.
-        merges: the old value is added to the new one, instead of taking its place.
-        takes_false: False asks for something, and is not what is read when nothing is given.
+        read: `new value → old value`, for reading the old name.
+        merges: whether the old value is added to the new one, instead of replacing it.
+        takes_false: whether False is a value that was given; otherwise it means "not given".
     """
 
     new: str
@@ -86,7 +86,7 @@ def _same(new: str) -> Rename:
 
 
 def _value(new: str, value: str, otherwise: str | None = None) -> Rename:
-    """An old switch that asks for one of the values; without `otherwise`, switching it off changes nothing."""
+    """An old switch for one of the new argument's values; without `otherwise`, switching it off has no effect."""
 
     def write(now: Any, old: Any) -> Any:
         if old:
@@ -121,7 +121,7 @@ def _words(value: Any) -> list[Any]:
     return value.split() if isinstance(value, str) else list(value or [])
 
 
-#: FairScale's words → FSDP's.
+#: FairScale's options → FSDP's.
 SHARDED_DDP = {
     "simple": "shard_grad_op",
     "zero_dp_2": "shard_grad_op",
@@ -136,7 +136,7 @@ def _fsdp_of(_: Any, old: str | None) -> str:
     words = (old or "").split()
     unknown = [word for word in words if word not in SHARDED_DDP]
     if unknown:
-        raise InvalidArgument(f"sharded_ddp={old!r}: {unknown} unknown, it takes {', '.join(SHARDED_DDP)}.")
+        raise InvalidArgument(f"sharded_ddp={old!r}: unknown {unknown}; it takes {', '.join(SHARDED_DDP)}.")
     return " ".join(SHARDED_DDP[word] for word in words)
 
 
@@ -172,7 +172,7 @@ RENAMED: dict[str, Rename] = {
     "split_batches": _key("accelerator_config", "split_batches"),
     "tpu_metrics_debug": _item("debug", "tpu_metrics_debug"),
 }
-#: Old arguments that have no new name → what they read as when not given.
+#: Old arguments without a new name → their values when not given.
 KEPT: dict[str, Any] = {
     "save_safetensors": True,
     "fp16_backend": "auto",
@@ -185,7 +185,7 @@ KEPT: dict[str, Any] = {
 
 
 class _Reading(threading.local):
-    """Whose old names were read last, in this thread."""
+    """The arguments whose old names this thread has read last."""
 
     def __init__(self) -> None:
         self.last: Callable[[], BaseArguments | None] = lambda: None
@@ -195,7 +195,7 @@ _reading = _Reading()
 
 
 def mirror(name: str) -> property:
-    """A property that reads an old name from the new one, and writes it there."""
+    """A property for an old name, which reads and writes the new one."""
     rename = RENAMED[name]
 
     def get(self: BaseArguments) -> Any:
@@ -210,61 +210,61 @@ def mirror(name: str) -> property:
             vars(self)[name] = value
         elif vars(self).get("_legacy_done"):
             setattr(self, rename.new, rename.write(getattr(self, rename.new), value))
-        else:  # the generated __init__ is at work
+        else:  # the generated __init__ is running
             vars(self).setdefault("_pending_legacy", {})[name] = value
 
     return property(get, set_, doc=f"Old name of `{rename.spelled}`.")
 
 
 def value(args: Any, name: str) -> Any:
-    """An argument that has no new name; of the newest transformers' arguments, which lack it, its default."""
+    """An old argument without a new name; its default if the arguments (of the newest transformers) lack it."""
     found = getattr(args, name, None)
     return KEPT.get(name, False) if found is None else found
 
 
 @dataclass
 class Copied:
-    """Keywords that are all fields of a finished object, as `dataclasses.replace` gives them.
+    """Keywords that are all fields of an existing object, as `dataclasses.replace` passes them.
 
-    An old name then only repeats what the new one says, unless it was the one to be replaced.
+    An old name then only repeats the value of the new one, unless the old name is what was replaced.
 
     Attributes:
-        source: the object; None where it is not known, as when somebody keeps the fields and lets the object go.
+        source: the object; None if it is not known, for example if the fields were kept and the object deleted.
     """
 
     source: BaseArguments | None
 
 
 def copied(given: dict[str, Any]) -> Copied | None:
-    """What these keywords are a copy of; None for those that a script has written."""
+    """The object that these keywords copy; None if a script wrote them."""
     if not all(given.get(name) is not None for name in KEPT):
         return None
     last = _reading.last()
-    # Each object has lists of its own, and its own accelerator_config.
+    # Each object has its own lists and its own accelerator_config.
     shared = (name for name, value in given.items() if isinstance(value, list) or name == "accelerator_config")
     is_source = last is not None and any(given[name] is getattr(last, name, None) for name in shared)
     return Copied(last if is_source else None)
 
 
 def redeclared(kind: type) -> list[str]:
-    """Old names that a subclass has as fields of its own, as libraries do which support several releases.
+    """Old names that a subclass declares as fields of its own, as libraries do that support several releases.
 
-    What it gives there counts like any old name, and reads as the subclass has left it: no new name changes it.
+    A value given there counts like any old name. It reads as the subclass set it: new names do not change it.
     """
     ours, theirs = LegacyArguments.__dataclass_fields__, kind.__dataclass_fields__  # type: ignore[attr-defined]
     return [name for name in RENAMED if theirs[name] is not ours[name]]
 
 
 def translate(args: BaseArguments, defaults: dict[str, Any], copy: Copied | None) -> None:
-    """Write what was given by old names to the new ones, with one FutureWarning for all.
+    """Write the values given by old names to the new ones, with one FutureWarning for all.
 
     Args:
         args: freshly initialized.
         defaults: the fields' defaults.
-        copy: what `args` is a copy of, if it is one.
+        copy: set if `args` is a copy of an object.
 
     Raises:
-        InvalidArgument: when an old and a new name are given with different values.
+        InvalidArgument: if an old and a new name are given with different values.
     """
     pending = vars(args).pop("_pending_legacy", {})
     vars(args)["_legacy_done"] = True
@@ -298,7 +298,7 @@ def _translate_one(args: BaseArguments, name: str, value: Any, before: dict[str,
     now = getattr(args, rename.new)
     if name == "warmup_ratio":
         if not 0 <= value < 1:
-            raise InvalidArgument(f"warmup_ratio={value!r}: give a share of all steps, at least 0 and below 1.")
+            raise InvalidArgument(f"warmup_ratio={value!r}: give a fraction of all steps, at least 0 and below 1.")
         if now >= 1 or (now and now != before[rename.new]):  # documented since v4.2: warmup_steps overrides it
             return
     wanted = rename.write(now, value)

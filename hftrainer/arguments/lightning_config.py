@@ -1,4 +1,4 @@
-"""`lightning_config`: keywords of `lightning.Trainer` given directly, and those that the Trainer's arguments rule."""
+"""`lightning_config`: keywords passed to `lightning.Trainer`, and those that the Trainer's own arguments set."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 from hftrainer.parallel.environment import LAUNCHERS, check_choices
 
-#: Keywords that go to `lightning.Trainer` as they are.
+#: Keywords that are passed to `lightning.Trainer` unchanged.
 PASSED = frozenset(
     """
     benchmark detect_anomaly deterministic default_root_dir enable_autolog_hparams limit_predict_batches
     limit_test_batches limit_val_batches max_time model_registry plugins precision profiler
     """.split()
 )
-#: Keywords that the Trainer's own arguments rule → what to use instead.
+#: Keywords that the Trainer's own arguments set → what to use instead.
 RULED = {
     "accelerator": "use_cpu",
     "accumulate_grad_batches": "gradient_accumulation_steps",
@@ -41,7 +41,7 @@ RULED = {
     "use_distributed_sampler": "_get_train_sampler",
     "val_check_interval": "eval_strategy and eval_steps",
 }
-#: Keywords that this release cannot honour yet → the values that ask for what happens anyway.
+#: Keywords that this release does not support yet → the values that change nothing.
 PLANNED = {
     "barebones": (False, None),
     "inference_mode": (True, False),
@@ -54,20 +54,20 @@ PRECISIONS = ("32-true", "32", 32, "bf16-mixed", "16-mixed")
 ALSO_SET_BY = {"precision": ("bf16", "fp16"), "deterministic": ("full_determinism",)}
 
 
-#: Keywords that are ours, not Lightning's → the values that they take.
+#: Keywords of hftrainer, not of Lightning → their allowed values.
 OWN: dict[str, tuple[Any, ...]] = {
     "async_checkpoint": (False, True),
     "environment": tuple(LAUNCHERS),
     "on_save_error": ("continue", "stop"),
 }
-#: Keywords that hftrainer reads and checks itself.
-OF_THE_HOST = ("behaviour",)
-#: Keywords that decide which processes there are.
+#: Keywords of hftrainer that `behaviours` checks.
+CHECKED_ELSEWHERE = ("behaviour",)
+#: Keywords that set the number of processes.
 PLACE = ("devices", "num_nodes")
 
 
 def check_keywords(config: Mapping[str, Any]) -> list[str]:
-    """A sentence for each keyword that cannot be honoured."""
+    """A sentence for each keyword that is unknown or not supported."""
     found = check_choices(config)
     for name, value in config.items():
         if name in RULED:
@@ -84,20 +84,20 @@ def check_keywords(config: Mapping[str, Any]) -> list[str]:
             found.append(f"lightning_config[{name!r}]={value!r}: it must be {allowed}.")
         elif name == "profiler" and isinstance(value, str) and value not in PROFILERS:
             found.append(f"lightning_config['profiler']={value!r}: it must be {' or '.join(map(repr, PROFILERS))}.")
-        elif not any(name in known for known in (PASSED, PLANNED, OWN, PLACE, OF_THE_HOST)):
-            near = difflib.get_close_matches(name, [*PASSED, *RULED, *PLANNED, *OWN, *PLACE, *OF_THE_HOST], n=1)
+        elif not any(name in known for known in (PASSED, PLANNED, OWN, PLACE, CHECKED_ELSEWHERE)):
+            near = difflib.get_close_matches(name, [*PASSED, *RULED, *PLANNED, *OWN, *PLACE, *CHECKED_ELSEWHERE], n=1)
             hint = f"; did you mean {near[0]!r}?" if near else "."
             found.append(f"lightning_config[{name!r}]: lightning.Trainer has no such keyword{hint}")
     return found
 
 
 def passed_on(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The keywords that are handed to `lightning.Trainer`."""
+    """The keywords that are passed to `lightning.Trainer`."""
     return {name: value for name, value in config.items() if name in PASSED and name != "precision"}
 
 
 def brings_async_checkpoints(plugins: Any) -> bool:
-    """Whether Lightning's `AsyncCheckpointIO` is among the plugins; it can only be when Lightning is imported."""
+    """Whether Lightning's `AsyncCheckpointIO` is among the plugins; only possible if Lightning is imported."""
     module = sys.modules.get("lightning.pytorch.plugins.io")
     kind = getattr(module, "AsyncCheckpointIO", None)
     given = plugins if isinstance(plugins, (list, tuple)) else [plugins]

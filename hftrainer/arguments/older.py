@@ -1,4 +1,4 @@
-"""`TrainingArguments` of a transformers that is older than the newest: what they lack is filled in."""
+"""Completes `TrainingArguments` of older releases of transformers with the fields that they lack."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _LEGACY = LegacyArguments.__dataclass_fields__
 
 
 def complete(args: BaseArguments, known: type[BaseArguments]) -> None:
-    """Set what `args` lack, on the object that the script has: what their older names say, or else our defaults.
+    """Set the fields that `args` lack, in place: from their older names, or else our defaults.
 
-    Their own fields stay as they are, and so does what their `to_dict` returns.
+    Their own fields and the result of their `to_dict` do not change.
 
     Args:
-        args: the training arguments; of `known`, they lack nothing.
+        args: the training arguments; instances of `known` lack nothing.
         known: our class, with all fields.
     """
     if isinstance(args, known):

@@ -1,7 +1,7 @@
 """The release that first had each argument, and the defaults that have changed.
 
-Read off the releases v4.1, v4.15, v4.30, v4.40, v4.48, v4.57, v5.0 and v5.23, so an argument may be a little older than
-it says here. The arguments of older releases say in their own help which had them.
+Taken from the releases v4.1, v4.15, v4.30, v4.40, v4.48, v4.57, v5.0 and v5.23, so an argument may be a little older
+than stated here. The help of each legacy argument names the releases that had it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ SINCE = {
         train_sampling_strategy
     """.split(),
 }
-#: The newest documented default holds; these had others.
+#: The newest documented default is used; these had other defaults.
 EARLIER_DEFAULTS = {
     "average_tokens_across_devices": "False until v4.53",
     "hub_private_repo": "False until v4.40",
@@ -64,7 +64,7 @@ _RELEASE = {name: release for release, names in SINCE.items() for name in names}
 
 
 def annotate(arguments: type) -> None:
-    """Add to the help of a dataclass's fields since when they are there, and which defaults they had before."""
+    """Add to the help of each field the release that added it, and its earlier defaults."""
     for field in dataclasses.fields(arguments):
         note = f"Since {_RELEASE.get(field.name)}"
         if field.name in _RELEASE and note not in field.metadata["help"]:

@@ -1,4 +1,4 @@
-"""What training arguments mean: all that is parsed or looked up for them, once for a Trainer and once for a trial."""
+"""Parsed training arguments: everything parsed or looked up for them, once per Trainer and once per trial."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 
 class ResolvedArguments:
-    """Training arguments, ours or transformers', with each configuration parsed when it is first asked for.
+    """Training arguments, ours or transformers', with each configuration parsed at first access.
 
-    What was parsed stays as it was when the arguments change. A configuration that cannot be parsed raises
-    `WrongConfig`, and one of accelerate's raises `InvalidArgument`, whenever it is asked for.
+    Parsed values do not change when the arguments change. Each access to a configuration that cannot be parsed raises
+    `WrongConfig`, or `InvalidArgument` for `accelerator_config`.
 
     Args:
         args: the training arguments.
-        model: the model, which may have been split while it was loaded; a Trainer sets it before it asks for `layout`.
+        model: the model, which may have been split while it was loaded; a Trainer sets it before it reads `layout`.
     """
 
     def __init__(self, args: BaseArguments, model: Any = None) -> None:
@@ -37,7 +37,7 @@ class ResolvedArguments:
 
     @classmethod
     def of(cls, args: BaseArguments) -> ResolvedArguments:
-        """What the last Trainer that was made with these arguments has resolved; new without one."""
+        """The resolved arguments of the last Trainer made with `args`; new ones if there is none."""
         return vars(args).get("_resolved") or cls(args)
 
     @functools.cached_property
@@ -49,7 +49,7 @@ class ResolvedArguments:
 
     @property
     def readable_config(self) -> Mapping[str, Any]:
-        """The keywords in `lightning_config`; none when it cannot be read, which the checks report."""
+        """The keywords in `lightning_config`; empty if it cannot be read, which the checks report."""
         from hftrainer.errors import WrongConfig
 
         try:
@@ -59,14 +59,14 @@ class ResolvedArguments:
 
     @functools.cached_property
     def rank_info(self) -> RankInfo:
-        """Where this process stands among others."""
+        """Rank and world size of this process."""
         from hftrainer.parallel.environment import find_rank_info
 
-        # Arguments of transformers count no GPUs: several would mean DataParallel.
+        # Arguments of transformers do not count GPUs: several would mean DataParallel.
         return find_rank_info(self.readable_config, gpus=getattr(self.args, "_count_gpus", lambda: 1))
 
     def forget_rank_info(self) -> None:
-        """Forget `rank_info`: the other processes have been started since."""
+        """Clear `rank_info`: the other processes have been started since."""
         vars(self).pop("rank_info", None)
 
     @functools.cached_property
@@ -81,21 +81,21 @@ class ResolvedArguments:
 
     @functools.cached_property
     def layout(self) -> Layout:
-        """How `parallelism_config`, and the model, let the processes share the model and the batches."""
+        """How the processes share the model and the batches, by `parallelism_config` or the loaded model."""
         from hftrainer.parallel.layout import read_layout
 
         return read_layout(self.args.parallelism_config, self.model)
 
     @functools.cached_property
     def fsdp(self) -> FsdpSettings | None:
-        """What `fsdp` and `fsdp_config`, or the launcher, ask for."""
+        """FSDP's settings, from `fsdp` and `fsdp_config` or from the launcher; None without FSDP."""
         from hftrainer.parallel.fsdp.settings import read_fsdp
 
         return read_fsdp(self.args.fsdp, self.args.fsdp_config)
 
     @property
     def sharding(self) -> FsdpSettings | None:
-        """How the model is sharded: `dp_shard_size` asks for FSDP2 with what `fsdp_config` would begin with."""
+        """How the model is sharded; `dp_shard_size` alone means FSDP2 with the defaults of `fsdp_config`."""
         from hftrainer.parallel.fsdp.settings import FsdpSettings
 
         return self.fsdp or (FsdpSettings() if self.layout.shards else None)
@@ -109,17 +109,17 @@ class ResolvedArguments:
 
     @functools.cached_property
     def precision(self) -> str:
-        """Lightning's precision: that of DeepSpeed, of `lightning_config`, of the arguments, or the launcher's."""
+        """Lightning's precision, from DeepSpeed, `lightning_config`, the arguments or the launcher, in this order."""
         if self.deepspeed is not None:
             return self.deepspeed.precision
         return self.lightnings_precision
 
     @functools.cached_property
     def lightnings_precision(self) -> str:
-        """The same without DeepSpeed."""
+        """Lightning's precision, without DeepSpeed's configuration."""
         if (given := self.lightning_config.get("precision")) is not None:
             return "32-true" if str(given) == "32" else str(given)
         args, launchers = self.args, os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
         asked = "bf16" if args.bf16 else "fp16" if args.fp16 else launchers
-        asked = vars(args).get("_mixed_precision", asked)  # set by the script, in the place of the arguments
+        asked = vars(args).get("_mixed_precision", asked)  # set by the script; overrides the arguments
         return {"bf16": "bf16-mixed", "fp16": "16-mixed"}.get(asked, "32-true")

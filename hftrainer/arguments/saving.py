@@ -1,4 +1,4 @@
-"""What is written to `output_dir`, and how a run goes on from it."""
+"""What is written to `output_dir`, and how a run resumes from it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hftrainer.arguments.choices import SaveStrategy
 
 @dataclass
 class OutputArguments:
-    """The folder, which may be given by position. A base of its own keeps it the first field of every subclass."""
+    """The folder, which may be a positional argument. A separate base keeps it the first field of every subclass."""
 
     output_dir: str | None = arg(None, "Folder for checkpoints and the final model; default 'trainer_output'.")
 
@@ -20,23 +20,27 @@ class SavingArguments:
     """The `checkpoint-xxx` folders."""
 
     save_strategy: SaveStrategy | str = arg("steps", "When to save: 'no', 'steps', 'epoch' or 'best'.")
-    save_steps: float = arg(500, "Optimizer steps between checkpoints; below 1 it is a share of all steps.")
+    save_steps: float = arg(500, "Optimizer steps between checkpoints; below 1 a fraction of all steps.")
     save_total_limit: int | None = arg(
-        None, "Checkpoints kept at most; the newest and the best are never deleted. None keeps all."
+        None, "Maximum number of checkpoints; the newest and the best are never deleted. None keeps all."
     )
-    save_only_model: bool = arg(False, "Leave optimizer, scheduler and random states out: smaller, not resumable.")
-    save_on_each_node: bool = arg(False, "With several nodes, write on each one's own disk.")
+    save_only_model: bool = arg(
+        False, "Save without optimizer, scheduler and random states: smaller, but not resumable."
+    )
+    save_on_each_node: bool = arg(False, "With several nodes, write on the disk of each node.")
     save_on_interrupt: bool = arg(
         True,
-        "When SIGTERM, SIGUSR1 or Ctrl-C comes, or an error ends the run, save the last whole optimizer step first. "
-        "Nothing is saved with save_strategy='no'.",
+        "On SIGTERM, SIGUSR1, Ctrl-C or an error, save the last complete optimizer step before the run ends. Nothing "
+        "is saved with save_strategy='no'.",
     )
-    enable_jit_checkpoint: bool = arg(False, "Save once when SIGTERM announces the end; train() then returns.")
+    enable_jit_checkpoint: bool = arg(False, "On SIGTERM, save once and return from train().")
     load_best_model_at_end: bool = arg(False, "Load the best checkpoint's weights when training ends.")
     resume_from_checkpoint: str | None = arg(
-        None, "For your script to pass to `train()`; the Trainer itself does not read it."
+        None, "For your script to pass to `train()`; the Trainer does not read it."
     )
-    ignore_data_skip: bool = arg(False, "On resume, start the epoch's data anew instead of where it stopped.")
+    ignore_data_skip: bool = arg(
+        False, "On resume, start the epoch's data from the beginning instead of skipping the batches already used."
+    )
     restore_callback_states_from_checkpoint: bool = arg(
         False, "On resume, restore the callbacks that export their state."
     )

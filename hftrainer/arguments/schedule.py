@@ -1,4 +1,4 @@
-"""How long training runs, and how the learning rate moves meanwhile."""
+"""Length of training, and the learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -22,6 +22,6 @@ class ScheduleArguments:
         None, "Further keywords of the chosen scheduler, as a dict or as a JSON object."
     )
     warmup_steps: float = arg(
-        0, "Optimizer steps of linear warm-up from 0; below 1 it is a share of all steps (since v5.0)."
+        0, "Optimizer steps of linear warm-up from 0; below 1 a fraction of all steps (since v5.0)."
     )
     auto_find_batch_size: bool = arg(False, "Retry with a smaller micro-batch after running out of memory.")

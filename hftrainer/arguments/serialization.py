@@ -16,13 +16,13 @@ _DTYPE_KEYS = ("dtype", "torch_dtype")
 
 
 def plain_field(name: str, value: Any) -> Any:
-    """The value of a field as `to_dict` gives it: enumerations, dtypes and configurations are plain, tokens are hidden.
+    """The value of a field for `to_dict`: enumerations, dtypes and configurations are plain, tokens are hidden.
 
-    Other objects stay what they are, so that arguments can be made from the dict again, as in transformers.
+    Other objects are kept, so that arguments can be made from the dict again, as in transformers.
 
     Args:
         name: the field.
-        value: its value, which is not changed.
+        value: its value, which is not modified.
     """
     if name.endswith("_token"):
         return f"<{name.upper()}>"
@@ -42,7 +42,7 @@ def plain_field(name: str, value: Any) -> Any:
 
 
 def as_json(value: Any) -> Any:
-    """The value in a form that JSON has; an object without one becomes its `to_dict()` or its text."""
+    """The value in a form that JSON supports; other objects become their `to_dict()` or their text."""
     if isinstance(value, enum.Enum):
         return as_json(value.value)
     if value is None or isinstance(value, (bool, int, float, str)):

@@ -11,10 +11,10 @@ Self = TypeVar("Self", bound="ChainingSetters")
 
 
 class ChainingSetters:
-    """Methods that set the arguments of one subject at a time, and return the arguments.
+    """Methods that set the arguments of one subject, and return the arguments object.
 
-    Each sets all arguments of its subject: what is not given takes the method's default. Contradictions between
-    subjects are found when the Trainer is built.
+    Each sets all arguments of its subject: those not given get the method's default. Contradictions between subjects
+    are found when the Trainer is built.
     """
 
     def _set(self: Self, **values: Any) -> Self:
@@ -35,7 +35,7 @@ class ChainingSetters:
         activation_checkpointing: bool = False,
         gradient_checkpointing: bool | None = None,
     ) -> Self:
-        """Set what training itself needs; batch size in samples per device, lengths in epochs or optimizer steps."""
+        """Set the main training arguments; batch size in samples per device, lengths in epochs or optimizer steps."""
         checkpointing = activation_checkpointing if gradient_checkpointing is None else gradient_checkpointing
         return self._set(
             do_train=True,
@@ -96,7 +96,7 @@ class ChainingSetters:
         on_each_node: bool = False,
         replica_level: str = "passive",
     ) -> Self:
-        """Set what to log, when, in optimizer steps, and to whom."""
+        """Set what to log, when (in optimizer steps), and where."""
         return self._set(
             logging_strategy=strategy,
             logging_steps=steps,
@@ -117,7 +117,7 @@ class ChainingSetters:
         always_push: bool = False,
         revision: str | None = None,
     ) -> Self:
-        """Turn uploading on, and set where to and when."""
+        """Turn uploads on, and set their repository and times."""
         return self._set(
             push_to_hub=True,
             hub_model_id=model_id,
@@ -157,7 +157,7 @@ class ChainingSetters:
         warmup_steps: float = 0,
         warmup_ratio: float | None = None,
     ) -> Self:
-        """Set the schedule and its length; `warmup_ratio` is the spelling of v4, a share of all optimizer steps."""
+        """Set the schedule and its length; `warmup_ratio` is the name in v4, a fraction of all optimizer steps."""
         return self._set(
             lr_scheduler_type=name,
             num_train_epochs=num_epochs,

@@ -1,4 +1,4 @@
-"""THE TABLE: what becomes of each training argument, and the plan that follows from it."""
+"""THE TABLE: how each training argument is handled, and the plan made from the arguments."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Row:
-    """What becomes of one argument.
+    """How one argument is handled.
 
     Attributes:
-        kind: 'mapped' (to a Lightning setting), 'handled' (by a module of hftrainer), 'inert' (nothing to do, and
-            why), 'planned' (only its neutral value is accepted in this release), 'refused' (for good, and why).
-        detail: the setting, the module, the reason, or what to use meanwhile.
+        kind: 'mapped' (to a Lightning setting), 'handled' (by a module of hftrainer), 'inert' (accepted without
+            effect), 'planned' (only its neutral value is accepted in this release), 'refused' (permanently).
+        detail: the setting, the module, the reason, or what to use instead for now.
     """
 
     kind: str
@@ -60,7 +60,7 @@ TABLE: dict[str, Row] = {
         "mapped",
         gradient_accumulation_steps="accumulate_grad_batches",
         bf16="precision plugin: bf16-mixed",
-        fp16="precision plugin: 16-mixed, with a scaled loss",
+        fp16="precision plugin: 16-mixed, with loss scaling",
         use_cpu="accelerator",
         full_determinism="deterministic",
         output_dir="default_root_dir",
@@ -69,12 +69,12 @@ TABLE: dict[str, Row] = {
         fsdp="strategy: FSDPStrategy or ModelParallelStrategy",
         deepspeed="strategy: DeepSpeedStrategy",
         fsdp_config="parallel.fsdp: how the model is sharded",
-        parallelism_config="strategy: ModelParallelStrategy; FSDP2 by dp_shard_size, also without fsdp",
+        parallelism_config="strategy: ModelParallelStrategy; dp_shard_size means FSDP2, also without fsdp",
         ddp_find_unused_parameters="strategy: find_unused_parameters",
         ddp_bucket_cap_mb="strategy: bucket_cap_mb",
         ddp_broadcast_buffers="strategy: broadcast_buffers",
         ddp_static_graph="strategy: static_graph",
-        lightning_config="keywords of lightning.Trainer, which win over what the arguments say, and of hftrainer",
+        lightning_config="keywords of lightning.Trainer, which override the arguments, and of hftrainer",
     ),
     **_rows(
         "handled",
@@ -122,7 +122,7 @@ TABLE: dict[str, Row] = {
         log_on_each_node="training_args: should_log",
         debug="debug_utils: underflow_overflow; xla: tpu_metrics_debug",
         skip_memory_metrics="reporting.memory",
-        log_level="trainer: level of the logs of hftrainer, and of transformers if it is there",
+        log_level="trainer: log level of hftrainer, and of transformers if it is imported",
         log_level_replica="training_args: get_process_log_level",
         disable_tqdm="trainer_callback",
         eval_strategy="trainer_callback",
@@ -184,7 +184,7 @@ TABLE: dict[str, Row] = {
     ),
 }
 
-#: Old spellings. What each is today stands in `hftrainer.arguments.legacy`, which translates them.
+#: Old names. `hftrainer.arguments.legacy` translates them to the current ones.
 TABLE |= _rows(
     "handled",
     evaluation_strategy="old name of eval_strategy",
@@ -206,15 +206,15 @@ TABLE |= _rows(
     dispatch_batches="accelerator_config['dispatch_batches']",
     split_batches="accelerator_config['split_batches']",
     tpu_metrics_debug="debug='tpu_metrics_debug'",
-    tpu_num_cores="xla: the cores in use; python -m hftrainer run --tpu starts one for each. The extra tpu brings "
-    "torch_xla, whose newest release, 2.9.0, is for torch 2.9",
+    tpu_num_cores="xla: number of cores; python -m hftrainer run --tpu starts a process for each. The extra tpu "
+    "installs torch_xla, whose newest release, 2.9.0, is for torch 2.9",
     use_legacy_prediction_loop="trainer: prediction_loop",
     save_safetensors="checkpointing.weights",
     past_index="trainer: compute_loss",
-    ray_scope="search.ray_search: which of a trial's objectives count; RAY_SCOPE in the environment does the same",
+    ray_scope="search.ray_search: which objectives of a trial are compared; also set by RAY_SCOPE in the environment",
     include_tokens_per_second="trainer: the metrics of train()",
     logging_dir="trackers: folder of tensorboard and csv",
-    use_mps_device="parallel.devices: Apple's GPU is taken by itself; refused where there is none",
+    use_mps_device="parallel.devices: Apple's GPU is used automatically; an error if there is none",
 )
 TABLE |= _rows(
     "inert",
@@ -222,13 +222,13 @@ TABLE |= _rows(
 )
 TABLE |= _rows(
     "refused",
-    fp16_backend=(_APEX := "NVIDIA Apex is archived and no precision plugin of Lightning; torch's autocast is used"),
+    fp16_backend=(_APEX := "NVIDIA Apex is archived and not a precision plugin of Lightning; torch's autocast is used"),
     half_precision_backend=_APEX,
     fp16_opt_level="it is a level of NVIDIA Apex, which is archived; leave it out",
-    jit_mode_eval="torch has ended TorchScript; use torch_compile",
-    use_ipex="Intel has ended the extension and moved it into torch; leave it out",
-    mp_parameters="SageMaker's model parallelism is a library of its own; use fsdp",
-    model_parallel="naive model parallelism ended with v4.1; load the model with device_map, or use fsdp",
+    jit_mode_eval="torch has discontinued TorchScript; use torch_compile",
+    use_ipex="Intel has discontinued the extension and moved it into torch; leave it out",
+    mp_parameters="SageMaker's model parallelism is a separate library; use fsdp",
+    model_parallel="naive model parallelism was removed after v4.1; load the model with device_map, or use fsdp",
 )
 #: The fields of Seq2SeqTrainingArguments.
 TABLE |= _rows(
@@ -239,16 +239,16 @@ TABLE |= _rows(
     generation_config="trainer_seq2seq",
     sortish_sampler="trainer_seq2seq: _get_train_sampler",
 )
-#: Values of refused arguments that ask for nothing else than what happens anyway.
+#: Values of refused arguments that change nothing, and are accepted.
 HARMLESS = frozenset({"auto", "amp", "cuda_amp", "cpu_amp", "O0", "O1"})
 
-#: Values of handled arguments that are planned all the same.
+#: Values of handled arguments that are not supported yet.
 PLANNED_VALUES: dict[str, frozenset[str]] = {
     "train_sampling_strategy": frozenset({"batch_rebalance"}),
 }
 
 
-#: Arguments that transformers reads when the Trainer is made, and never again. Changes come too late for them.
+#: Arguments that transformers reads once, when the Trainer is made. Later changes have no effect.
 READ_ONCE = (
     *("use_cpu", "bf16", "fp16", "full_determinism", "ddp_backend", "ddp_timeout", "ddp_find_unused_parameters"),
     *("ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph", "fsdp", "fsdp_config", "deepspeed"),
@@ -258,7 +258,7 @@ READ_ONCE = (
     *("log_level_replica", "skip_memory_metrics", "enable_jit_checkpoint", "per_device_train_batch_size"),
 )
 
-#: What arguments with the default None read as when they are not given.
+#: Arguments with the default None → their value when not given.
 _KEPT = {
     "save_safetensors": True,
     "past_index": -1,
@@ -269,19 +269,19 @@ _KEPT = {
     "output_dir": "trainer_output",
 }
 
-#: What `accelerate launch` puts into the environment that this release cannot honour → its neutral values.
+#: Variables of `accelerate launch` that this release does not fully support → their accepted values.
 LAUNCHER = {
     "ACCELERATE_MIXED_PRECISION": ("", "no", "fp32", "bf16", "fp16"),
     "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": ("", "0", "f", "false", "n", "no", "off"),
 }
 
 
-#: Keywords of `DistributedDataParallel` that are arguments, with ddp_ before them.
+#: Keywords of `DistributedDataParallel` that are arguments with the prefix ddp_.
 _DDP = ("find_unused_parameters", "bucket_cap_mb", "broadcast_buffers", "static_graph")
 
 
 def row_of(args: BaseArguments, field: dataclasses.Field[Any]) -> tuple[Row, bool]:
-    """What becomes of one argument with the value that it has, and whether that value asks for anything."""
+    """The row of one argument with its value, and whether that value differs from a neutral one."""
     row, value = TABLE[field.name], getattr(args, field.name)
     if isinstance(value, str) and value in PLANNED_VALUES.get(field.name, ()):
         row = Row("planned", f"leave it at {field.default!r}")
@@ -293,10 +293,10 @@ def row_of(args: BaseArguments, field: dataclasses.Field[Any]) -> tuple[Row, boo
 
 
 def check_supported(resolved: ResolvedArguments, *, own_optimizer: bool = False) -> list[str]:
-    """A sentence for each argument that asks for what this release cannot do yet.
+    """A sentence for each argument that this release does not support.
 
     Args:
-        resolved: the training arguments, with the model if there is one yet: how it was loaded has to fit.
+        resolved: the training arguments, with the model if it exists: the way it was loaded is checked too.
         own_optimizer: whether the script has made the optimizer.
     """
     args, found = resolved.args, []
@@ -312,7 +312,7 @@ def check_supported(resolved: ResolvedArguments, *, own_optimizer: bool = False)
             found.append(f"The launcher asks for {name}={value}, which is not supported yet: launch without it.")
     try:
         found += check_keywords(resolved.lightning_config)
-        found += _wrong_sharding(resolved, own_optimizer)
+        found += _check_sharding(resolved, own_optimizer)
         if resolved.deepspeed is not None:
             found += check_deepspeed(args, resolved.deepspeed, resolved.lightning_config)
         found += check_layout(resolved.layout, resolved.fsdp, args.world_size)
@@ -324,22 +324,22 @@ def check_supported(resolved: ResolvedArguments, *, own_optimizer: bool = False)
 
 
 def check_launch(resolved: ResolvedArguments) -> list[str]:
-    """A sentence for each reason why the processes, as the launcher has started them, cannot train."""
+    """A sentence for each reason why the processes that the launcher has started cannot train."""
     args, rank_info = resolved.args, resolved.rank_info
     of_xla = check_xla(args, rank_info, getattr(args, "tpu_num_cores", None))
     return [*check_rank_info(rank_info, resolved.readable_config, count_of(args.device)), *of_xla]
 
 
-def _wrong_sharding(resolved: ResolvedArguments, own_optimizer: bool) -> list[str]:
+def _check_sharding(resolved: ResolvedArguments, own_optimizer: bool) -> list[str]:
     args, settings, config = resolved.args, resolved.fsdp, resolved.lightning_config
-    if settings is None or args.device.type in ("mps", *OTHERS):  # where `check_device` refuses it altogether
+    if settings is None or args.device.type in ("mps", *OTHERS):  # `check_device` reports these
         return []
     launched = resolved.rank_info.launcher != "lightning"
     return list(check_fsdp(args, settings, config, launched=launched, own_optimizer=own_optimizer))
 
 
 def _is_neutral(value: Any, default: Any) -> bool:
-    """Whether `value` asks for nothing: the default, or an empty one. `transformers` fills in accelerate's defaults."""
+    """Whether `value` is the default or empty. `transformers` fills in accelerate's defaults."""
     if type(value).__name__ == "AcceleratorConfig":
         return value == type(value)()
     nothing = value is None or (not value and not isinstance(value, (bool, int, float)))
@@ -347,7 +347,7 @@ def _is_neutral(value: Any, default: Any) -> bool:
 
 
 def process_group_backend(resolved: ResolvedArguments) -> str | None:
-    """How the processes communicate; parameters that are kept in the host's memory are clipped there too."""
+    """The backend of the process group; with offloading, gradients are clipped in CPU memory, which needs gloo too."""
     kind = resolved.device.type
     offloads = resolved.sharding is not None and resolved.sharding.cpu_offload and kind == "cuda"
     own = "cpu:gloo,cuda:nccl" if offloads else own_backend(kind) if kind in OTHERS else None
@@ -355,7 +355,7 @@ def process_group_backend(resolved: ResolvedArguments) -> str | None:
 
 
 def make_plan(resolved: ResolvedArguments) -> LightningPlan:
-    """The plan for these arguments, and for a model that may have been split while it was loaded."""
+    """The plan for these arguments and the model, which may have been split while it was loaded."""
     args, device, config = resolved.args, resolved.device, resolved.lightning_config
     return LightningPlan(
         accelerator="tpu" if device.type == "xla" else device.type,
@@ -381,7 +381,7 @@ def make_plan(resolved: ResolvedArguments) -> LightningPlan:
 
 
 def overridden(resolved: ResolvedArguments) -> list[str]:
-    """A sentence for each wish that is overridden: an argument's by `lightning_config`, or the launcher's."""
+    """A sentence for each setting without effect: overridden by `lightning_config` or an argument, or unused."""
     args, config, found = resolved.args, resolved.lightning_config, []
     steps = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "")
     if steps.isdecimal() and int(steps) != args.gradient_accumulation_steps:  # as transformers decides
@@ -391,15 +391,19 @@ def overridden(resolved: ResolvedArguments) -> list[str]:
         )
     gpus = 1 if "devices" in config else count_of(args.device) or 1
     if gpus > resolved.rank_info.world_size == 1 and not can_start_again():
-        found.append(f"One of {gpus} GPUs is used: the others need a script, or a launcher, to start processes.")
+        found.append(
+            f"Only one of {gpus} GPUs is used: the others need processes, which a script or a launcher can start."
+        )
     if resolved.deepspeed is not None:
         found += resolved.deepspeed.notes
     if "tpu_metrics_debug" in args.debug and args.device.type != "xla":
-        found.append(f"debug='tpu_metrics_debug' prints nothing: training is on {args.device}, which is no XLA device.")
+        found.append(
+            f"debug='tpu_metrics_debug' prints nothing: training is on {args.device}, which is not an XLA device."
+        )
     if args.fsdp_config and not args.fsdp:
-        found.append("fsdp_config changes nothing without fsdp=True.")
+        found.append("fsdp_config has no effect without fsdp=True.")
     if args.fsdp and (given := [f"ddp_{name}" for name in _DDP if getattr(args, f"ddp_{name}", None) is not None]):
-        found.append(f"{' and '.join(given)} change nothing with fsdp: there are no replicas.")
+        found.append(f"{' and '.join(given)} have no effect with fsdp: there are no replicas.")
     return found + [
         f"lightning_config[{name!r}]={config[name]!r} overrides {argument}={getattr(args, argument)!r}."
         for name, arguments in ALSO_SET_BY.items()

@@ -1,4 +1,4 @@
-"""What a trial of a hyperparameter search has chosen."""
+"""The hyperparameters of a trial."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from hftrainer.errors import InvalidArgument
 
 
 def hyperparameters(trial: Any) -> Mapping[str, Any]:
-    """What a trial has chosen.
+    """The hyperparameters that a trial of a search has chosen.
 
     Raises:
-        InvalidArgument: for something that is neither a trial nor a mapping.
+        InvalidArgument: if `trial` is neither a trial nor a mapping.
     """
     chosen = trial if isinstance(trial, Mapping) else getattr(trial, "params", None)
     if not isinstance(chosen, Mapping):

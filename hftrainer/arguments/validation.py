@@ -1,4 +1,4 @@
-"""From the values that users give to the values that the rest of the library reads, and what is wrong with them."""
+"""Normalizes and checks the values that users give."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ ENUMS: dict[str, Any] = {
     "lr_scheduler_type": SchedulerType,
     "optim": OptimizerNames,
 }
-#: Names of v4 → those of today, which mirror each other.
+#: Names of v4 → current names; both always have the same value.
 ALIASES = {
     "gradient_checkpointing": "activation_checkpointing",
     "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
 }
-#: Fields that must be at least this, with the unit for the error.
+#: Field → (its minimum, its unit for the error message).
 MINIMA: dict[str, tuple[float, str]] = {
     "per_device_train_batch_size": (1, "samples"),
     "per_device_eval_batch_size": (1, "samples"),
@@ -54,10 +54,10 @@ MINIMA: dict[str, tuple[float, str]] = {
 
 
 def normalize(args: BaseArguments) -> None:
-    """Bring the fields to their one form: enums, parsed JSON, lists, and the defaults that depend on others.
+    """Convert the fields to their normal form: enums, parsed JSON, lists, and defaults that depend on other fields.
 
     Raises:
-        InvalidArgument: for values that have no such form; one error names them all, with those out of range.
+        InvalidArgument: for values that cannot be converted; one error names them all, and those out of range.
     """
     wrong = [*_parse_enums(args), *(problem for name in _json_fields(args) if (problem := _parse_json(args, name)))]
     if wrong:
@@ -85,7 +85,7 @@ def normalize(args: BaseArguments) -> None:
         args.do_eval = True
     if args.eval_strategy == IntervalStrategy.STEPS and not args.eval_steps:
         args.eval_steps = args.logging_steps
-        logger.info("eval_steps is not given, and takes the value of logging_steps, %s.", args.logging_steps)
+        logger.info("eval_steps is not given: the value of logging_steps, %s, is used.", args.logging_steps)
     _choose_best_metric(args)
     _normalize_accelerator_config(args)
     for name in ("logging_steps", "eval_steps", "save_steps"):
@@ -95,23 +95,23 @@ def normalize(args: BaseArguments) -> None:
 
 
 def choose_start_method(args: BaseArguments) -> None:
-    """Let the processes that load data be forked beside an Apple GPU, unless the script has chosen."""
+    """Choose fork for loading processes if there is an Apple GPU, unless the script has chosen."""
     if args.dataloader_num_workers > 1 and args.dataloader_multiprocessing_context is None:
         args.dataloader_multiprocessing_context = "fork" if torch.backends.mps.is_available() else None
 
 
 def check_values(resolved: ResolvedArguments) -> list[str]:
-    """Everything wrong with the normalized arguments, a sentence each."""
+    """A sentence for each error in the normalized arguments."""
     args = resolved.args
     return [
         *out_of_range(args),
-        *_wrong_choices(args),
-        *_wrong_intervals(args),
-        *_wrong_best_model(args),
-        *_wrong_precision(args),
+        *_check_choices(args),
+        *_check_intervals(args),
+        *_check_best_model(args),
+        *_check_precision(args),
         *check_accelerator_config(resolved),
-        *_wrong_deepspeed(resolved),
-        *behaviours.wrong_choice(resolved.readable_config),
+        *_check_deepspeed(resolved),
+        *behaviours.check_choice(resolved.readable_config),
     ]
 
 
@@ -124,28 +124,28 @@ def _parse_enums(args: BaseArguments) -> Iterator[str]:
 
 
 def _json_fields(args: BaseArguments) -> list[str]:
-    """Fields that hold JSON objects; subclasses, such as TRL's, add theirs to `_VALID_DICT_FIELDS`."""
+    """Fields that accept JSON objects; subclasses, such as TRL's, add theirs to `_VALID_DICT_FIELDS`."""
     return list(dict.fromkeys([*JSON_FIELDS, *args._VALID_DICT_FIELDS]))
 
 
 def _parse_json(args: BaseArguments, name: str) -> str | None:
-    """Parse a field that holds a JSON object; returns what is wrong with it, if anything."""
+    """Parse a field that holds a JSON object; returns an error message, or None."""
     value = getattr(args, name)
     if not (isinstance(value, str) and value.lstrip().startswith("{")):
         return None
     try:
         setattr(args, name, _typed(json.loads(value)))
     except json.JSONDecodeError as error:
-        return f"{name} is no valid JSON object: {error}"
+        return f"{name} is not a valid JSON object: {error}"
     return None
 
 
 def _typed(value: Any) -> Any:
-    """Numbers and booleans that a command line has made strings of, as what they are."""
+    """Convert numbers and booleans that are strings, as a command line gives them."""
     if isinstance(value, dict):
         return {
             name: item if name == "behaviour" else _typed(item) for name, item in value.items()
-        }  # '5.10' is no number
+        }  # '5.10' is not a number
     if not isinstance(value, str):
         return value
     if value.lower() in ("true", "false"):
@@ -156,7 +156,7 @@ def _typed(value: Any) -> Any:
 
 
 def _debug_options(given: Any) -> list[Any]:
-    """The options as members of their enumeration; unknown ones stay, and are refused with everything else."""
+    """The options as members of their enumeration; unknown ones are kept, and `check_values` reports them."""
     known = {option.value: option for option in DebugOption}
     words = given.split() if isinstance(given, str) else given or []
     return [known.get(spelled(word), word) for word in words]
@@ -180,16 +180,16 @@ def _choose_best_metric(args: BaseArguments) -> None:
 
 
 def _normalize_accelerator_config(args: BaseArguments) -> None:
-    """The config as an object with attributes; and the accumulation that it says, as the argument's value."""
+    """Convert the config to an object with attributes, and take `gradient_accumulation_steps` from it."""
     args.accelerator_config = as_object(args.accelerator_config)
     take_accumulation(ResolvedArguments(args))
 
 
 def take_accumulation(resolved: ResolvedArguments) -> None:
-    """Let `accelerator_config` say `gradient_accumulation_steps`, where the argument itself says nothing.
+    """Set `gradient_accumulation_steps` from `accelerator_config`, if the argument has its default.
 
     Raises:
-        InvalidArgument: for a config that cannot be read.
+        InvalidArgument: if the config cannot be read.
     """
     args, steps = resolved.args, resolved.accelerator_config.num_steps
     if steps is not None and args.gradient_accumulation_steps == 1:
@@ -197,7 +197,7 @@ def take_accumulation(resolved: ResolvedArguments) -> None:
 
 
 def check_accelerator_config(resolved: ResolvedArguments) -> Iterator[str]:
-    """What is wrong with `accelerator_config`; of transformers' arguments too, which nobody has normalized."""
+    """A sentence for each error in `accelerator_config`; transformers' arguments are checked without `normalize`."""
     args = resolved.args
     try:
         config = resolved.accelerator_config
@@ -209,12 +209,12 @@ def check_accelerator_config(resolved: ResolvedArguments) -> Iterator[str]:
             f"gradient_accumulation_steps={args.gradient_accumulation_steps} and accelerator_config"
             f"['gradient_accumulation_kwargs']['num_steps']={config.num_steps} contradict each other: give one of them."
         )
-    if config.use_configured_state and (reason := accelerate_state.wrong(args.device)):
+    if config.use_configured_state and (reason := accelerate_state.check_device(args.device)):
         yield f"accelerator_config['use_configured_state']=True: {reason}"
 
 
-def _wrong_deepspeed(resolved: ResolvedArguments) -> list[str]:
-    """What is wrong with `deepspeed`, as far as the arguments tell."""
+def _check_deepspeed(resolved: ResolvedArguments) -> list[str]:
+    """Errors in `deepspeed` that the arguments alone show."""
     from hftrainer.arguments.checks.deepspeed import check_deepspeed
     from hftrainer.errors import WrongConfig
 
@@ -226,7 +226,7 @@ def _wrong_deepspeed(resolved: ResolvedArguments) -> list[str]:
 
 
 def out_of_range(args: BaseArguments) -> Iterator[str]:
-    """A sentence for each number that is too small, and for settings of loading processes where there are none."""
+    """A sentence for each number that is too small, and for settings of loading processes if there are none."""
     for name, (least, unit) in MINIMA.items():
         value = getattr(args, name)
         if not isinstance(value, (int, float)) or value < least:
@@ -237,7 +237,7 @@ def out_of_range(args: BaseArguments) -> Iterator[str]:
                 yield f"{name}={getattr(args, name)!r} needs dataloader_num_workers of at least 1; it is 0."
 
 
-def _wrong_choices(args: BaseArguments) -> Iterator[str]:
+def _check_choices(args: BaseArguments) -> Iterator[str]:
     every = args.torch_empty_cache_steps
     if every is not None and not (isinstance(every, int) and every > 0):
         yield f"torch_empty_cache_steps={every!r}: give a whole number of optimizer steps, at least 1, or None."
@@ -246,13 +246,13 @@ def _wrong_choices(args: BaseArguments) -> Iterator[str]:
             yield f"{name}={getattr(args, name)!r}: choose one of {', '.join(LOG_LEVELS)}."
     if unknown := [option for option in args.debug if option not in list(DebugOption)]:
         allowed = " and ".join(option.value for option in DebugOption)
-        yield f"debug: {sorted(map(str, unknown))} unknown, it takes {allowed}."
+        yield f"debug: unknown {sorted(map(str, unknown))}; it takes {allowed}."
     sampling = ("random", "sequential", "group_by_length", "batch_rebalance")
     if args.train_sampling_strategy not in sampling:
         yield f"train_sampling_strategy={args.train_sampling_strategy!r}: choose one of {', '.join(sampling)}."
 
 
-def _wrong_intervals(args: BaseArguments) -> Iterator[str]:
+def _check_intervals(args: BaseArguments) -> Iterator[str]:
     for kind in ("logging", "eval", "save"):
         if getattr(args, f"{kind}_strategy") != "steps":
             continue
@@ -260,12 +260,12 @@ def _wrong_intervals(args: BaseArguments) -> Iterator[str]:
         if steps is None or steps < 0 or (steps == 0 and kind != "save"):
             yield f"{kind}_steps={steps!r}: {kind}_strategy='steps' needs a number above 0."
         elif steps > 1 and steps != int(steps):
-            yield f"{kind}_steps={steps!r}: give whole optimizer steps, or a share of all steps below 1."
+            yield f"{kind}_steps={steps!r}: give whole optimizer steps, or a fraction of all steps, below 1."
 
 
-def _wrong_best_model(args: BaseArguments) -> Iterator[str]:
+def _check_best_model(args: BaseArguments) -> Iterator[str]:
     if args.save_strategy == SaveStrategy.BEST and args.metric_for_best_model is None:
-        yield "save_strategy='best' needs metric_for_best_model, the metric that says which model is the best."
+        yield "save_strategy='best' needs metric_for_best_model, the metric that decides which model is best."
     if not args.load_best_model_at_end or args.save_strategy == SaveStrategy.BEST:
         return
     if args.eval_strategy != args.save_strategy:
@@ -285,12 +285,12 @@ def _is_multiple(args: BaseArguments) -> bool:
     save, evaluate = args.save_steps, args.eval_steps
     assert evaluate
     if (save < 1) != (evaluate < 1):
-        return False  # a share and a count: whether they meet is only known once training has a length
+        return False  # a fraction and a count: comparable only when the number of steps is known
     scale = 1_000_000 if save < 1 else 1  # whole numbers, since 0.4 % 0.2 is not 0 in floating point
     return round(save * scale) % round(evaluate * scale) == 0
 
 
-def _wrong_precision(args: BaseArguments) -> Iterator[str]:
+def _check_precision(args: BaseArguments) -> Iterator[str]:
     for suffix in ("", "_full_eval"):
         if getattr(args, f"fp16{suffix}") and getattr(args, f"bf16{suffix}"):
             yield f"fp16{suffix} and bf16{suffix} are both set: choose one."

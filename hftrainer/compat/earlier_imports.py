@@ -1,4 +1,4 @@
-"""What has taken transformers' Trainer before `install()`, or changed it: found, and named with the line to move."""
+"""Finds modules that imported or changed transformers' Trainer before `install()`, and the lines to move."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
-#: Module of transformers → the class in it that is swapped, and that others derive from.
+#: Module of transformers → the class in it that is swapped.
 _TRAINERS = {"transformers.trainer": "Trainer", "transformers.trainer_seq2seq": "Seq2SeqTrainer"}
-#: Whose classes and functions are no concern: transformers' own, and what it decorates its methods with.
+#: Packages to ignore: transformers itself, and those whose decorators are on its methods.
 _OWN = ("transformers", "hftrainer", "torch", "contextlib", "functools", "huggingface_hub")
 _SHOWN = 5
 
 
 def warnings_of_earlier_imports(caller: FrameType) -> Iterator[str]:
-    """A sentence for those who will go on using transformers' Trainer, and one for what has been changed about it.
+    """A sentence about modules that still use transformers' Trainer, and one about its replaced methods.
 
     Args:
-        caller: the frame that calls `install()`; imports above that line are what can be moved.
+        caller: the frame that calls `install()`; the imports above that line can be moved.
     """
     loaded = [(sys.modules.get(module), name) for module, name in _TRAINERS.items()]
     originals = [vars(module)[name] for module, name in loaded if module is not None and name in vars(module)]
@@ -31,7 +31,7 @@ def warnings_of_earlier_imports(caller: FrameType) -> Iterator[str]:
     holders = sorted(modules | {name for name, module in list(sys.modules.items()) if _holds(name, module, originals)})
     if holders:
         yield (
-            f"{_listed(holders)} imported transformers.Trainer before hftrainer.install(), and will go on using it"
+            f"{_listed(holders)} imported transformers.Trainer before hftrainer.install(), and will continue to use it"
             + (f" ({_listed([_full_name(kind) for kind in derived])})" if derived else "")
             + f": {_remedy(holders, caller)}, or run the script with `python -m hftrainer run`."
         )
@@ -58,7 +58,7 @@ def _listed(names: list[str]) -> str:
 
 
 def _derived(kind: type) -> Iterator[type]:
-    """The classes of others that derive from `kind`."""
+    """The classes outside `_OWN` that derive from `kind`."""
     subclasses: list[type] = type.__subclasses__(kind)
     for each in subclasses:
         if _root(each.__module__) not in _OWN:
@@ -67,14 +67,14 @@ def _derived(kind: type) -> Iterator[type]:
 
 
 def _holds(name: str, module: Any, originals: list[type]) -> bool:
-    """Whether a module of others has a name for one of these. By identity: some objects warn when asked anything."""
-    if module is None or _root(name) in _OWN or name == "__mp_main__":  # which is __main__ once more
+    """Whether a module outside `_OWN` holds one of these. Compared by identity: some objects warn on any access."""
+    if module is None or _root(name) in _OWN or name == "__mp_main__":  # a second copy of __main__
         return False
     return any(value is original for value in list(vars(module).values()) for original in originals)
 
 
 def _changed(kind: type) -> Iterator[tuple[str, str]]:
-    """The methods of a class that others have replaced, and the module that has."""
+    """The replaced methods of a class, each with the module that replaced it."""
     for name, value in vars(kind).items():
         function = getattr(value, "__func__", value)
         module = getattr(function, "__globals__", {}).get("__name__")
@@ -83,7 +83,7 @@ def _changed(kind: type) -> Iterator[tuple[str, str]]:
 
 
 def _remedy(modules: list[str], caller: FrameType) -> str:
-    """What to move where: the lines above the call that import one of these modules, or transformers itself."""
+    """The lines to move: those above the call that import one of these modules, or transformers itself."""
     own = caller.f_globals.get("__name__")
     wanted = {_root(module) for module in modules} | ({"transformers"} if own in modules else set())
     path = caller.f_code.co_filename
@@ -98,11 +98,11 @@ def _remedy(modules: list[str], caller: FrameType) -> str:
 
 
 def _imports(path: str, module: dict[str, Any], before: int) -> Iterator[tuple[int, str, set[str]]]:
-    """The import statements of a file above a line: number, text, and the packages that they import."""
+    """The import statements of a file above a line: number, text, and imported packages."""
     lines = linecache.getlines(path, module)
     try:
         tree = ast.parse("".join(lines))
-    except SyntaxError:  # a notebook's cell with commands in it
+    except SyntaxError:  # a notebook cell with commands
         return
     for node in ast.walk(tree):
         if not isinstance(node, (ast.Import, ast.ImportFrom)) or node.lineno >= before:

@@ -1,4 +1,4 @@
-"""What is asked of a function or a data set that somebody else wrote."""
+"""Questions about functions, datasets and metrics of users."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ def has_length(dataset: Any) -> bool:
 
 
 def number_of_arguments(function: Callable[..., Any]) -> int:
-    """How many arguments `function` takes by position; `*args` counts as one, what a `partial` has bound as none."""
+    """Number of positional arguments of `function`; `*args` counts as one, those bound by `partial` do not count."""
     kind = inspect.Parameter
     by_position = (kind.POSITIONAL_ONLY, kind.POSITIONAL_OR_KEYWORD, kind.VAR_POSITIONAL)
     return sum(parameter.kind in by_position for parameter in inspect.signature(function).parameters.values())
 
 
 def is_measured(name: str) -> bool:
-    """Whether a metric tells what something cost in time or memory."""
+    """Whether a metric is a measurement of time or memory."""
     return (
         name.endswith(("_runtime", "_per_second", "_model_preparation_time"))
         or "_mem_cpu" in name

@@ -1,9 +1,8 @@
-"""Where our messages go, and from which level on: wherever those of transformers go, if it is loaded.
+"""Routes our log messages: same level and same handlers as those of transformers, if it is loaded.
 
-Scripts say how much they want to see by transformers' switches (`set_verbosity_info`, `TRANSFORMERS_VERBOSITY`,
-`add_handler`, `enable_explicit_format`, ...), and by handlers of their own on the root logger. Both count: a message is
-handed to the root logger, as that of any library, and else to the handlers of transformers' logger; a terminal shows it
-once.
+Scripts configure logging with transformers' switches (`set_verbosity_info`, `TRANSFORMERS_VERBOSITY`, `add_handler`,
+`enable_explicit_format`, ...), and with their own handlers on the root logger. Both work: a message goes to the root
+logger, as that of any library, or otherwise to the handlers of transformers' logger; a terminal shows it once.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-#: What `TRANSFORMERS_VERBOSITY` may be; 'detail' also has a format of its own in transformers.
+#: Values of `TRANSFORMERS_VERBOSITY`; in transformers 'detail' also has its own format.
 LEVELS = {
     "detail": logging.DEBUG,
     "debug": logging.DEBUG,
@@ -27,7 +26,7 @@ _PACKAGES = ("hftrainer", "hftrainer_lightning")
 
 
 def _of_transformers() -> logging.Logger | None:
-    """The logger of transformers, once it is set up."""
+    """The logger of transformers, or None if it is not set up."""
     if "transformers.utils.logging" not in sys.modules:
         return None
     theirs = logging.getLogger("transformers")
@@ -35,43 +34,42 @@ def _of_transformers() -> logging.Logger | None:
 
 
 class _Switches(logging.Logger):
-    """The parent of our loggers: its level and whether it propagates are what transformers' logger says now.
+    """The parent of our loggers; its `level` and `propagate` are the current ones of transformers' logger.
 
-    `logging` asks a logger's parents for both whenever a message comes; levels that it remembers are forgotten when any
-    level is set.
+    `logging` reads both from a logger's parents for each message; its cache of levels is cleared when any level is set.
     """
 
     @property
     def level(self) -> int:
-        """The level of transformers; without transformers that of the environment, or else the root logger's."""
+        """The level of transformers; without it, that of the environment variable, or else the root logger's."""
         theirs = _of_transformers()
         return LEVELS.get(os.environ.get("TRANSFORMERS_VERBOSITY", ""), 0) if theirs is None else theirs.level
 
     @level.setter
     def level(self, value: int) -> None:
-        """`logging` sets it when a logger is made."""
+        """Ignored; `logging` sets it when a logger is made."""
 
     @property
     def propagate(self) -> bool:
-        """Not where a script has taken transformers' handler away, which silences it."""
+        """False if a script has removed transformers' handler, to silence it."""
         theirs = _of_transformers()
         return theirs is None or bool(theirs.handlers) or theirs.propagate
 
     @propagate.setter
     def propagate(self, value: bool) -> None:
-        """`logging` sets it when a logger is made."""
+        """Ignored; `logging` sets it when a logger is made."""
 
     def shown_by_root(self, record: logging.LogRecord) -> bool:
-        """Whether a handler of the root logger shows a message to somebody; a file is nobody."""
+        """Whether a handler of the root logger displays a message; writing to a file does not count."""
         unseen = (logging.FileHandler, logging.NullHandler)
         seen = (each for each in logging.getLogger().handlers if not isinstance(each, unseen))
         return self.propagate and any(record.levelno >= each.level for each in seen)
 
 
 class _Terminal(logging.Handler):
-    """Shows a message that no handler of the root logger shows, by those of transformers' logger.
+    """Passes messages that no handler of the root logger displays to the handlers of transformers' logger.
 
-    What the script has added to transformers' logger gets all messages, unless it writes to a terminal as well.
+    Handlers that the script has added to transformers' logger get all messages, unless they write to a terminal too.
     """
 
     def __init__(self, switches: _Switches) -> None:
@@ -79,7 +77,7 @@ class _Terminal(logging.Handler):
         self._switches = switches
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Show the message."""
+        """Pass the message on."""
         shown = self._switches.shown_by_root(record)
         theirs = _of_transformers()
         if theirs is None:
@@ -102,7 +100,7 @@ def _writes_to_terminal(handler: logging.Handler) -> bool:
 
 
 class _Stderr(logging.StreamHandler):
-    """Writes to what `sys.stderr` is when a message comes."""
+    """Writes to the current `sys.stderr`."""
 
     @property
     def stream(self) -> Any:
@@ -111,7 +109,7 @@ class _Stderr(logging.StreamHandler):
 
     @stream.setter
     def stream(self, value: Any) -> None:
-        """`StreamHandler` sets it when it is made."""
+        """Ignored; the constructor of `StreamHandler` sets it."""
 
 
 _to_stderr = _Stderr()
@@ -119,7 +117,7 @@ _to_stderr.setFormatter(logging.Formatter("[hftrainer] %(message)s"))
 
 
 def connect() -> None:
-    """Put our loggers below the switches; once."""
+    """Make `_Switches` the parent of our loggers, once."""
     ours = [logging.getLogger(name) for name in _PACKAGES]
     if any(isinstance(logger.parent, _Switches) for logger in ours):
         return
@@ -128,15 +126,15 @@ def connect() -> None:
     switches.addHandler(_Terminal(switches))
     ours[0].parent = switches
     ours[1].parent = ours[0]  # one level for both
-    ours[0].setLevel(ours[0].level)  # makes `logging` forget what it remembers
+    ours[0].setLevel(ours[0].level)  # clears the cache of `logging`
 
 
 def log_facts(logger: logging.Logger, title: str, facts: Mapping[str, Any]) -> None:
-    """Log a title and a line for each fact below it, at info; whole numbers with commas.
+    """Log a title, and below it one line per fact, at level info; integers with thousands separators.
 
     Args:
-        logger: of the module that calls.
-        title: what the facts are about.
+        logger: the logger of the calling module.
+        title: the title line.
         facts: name → value.
     """
     if not logger.isEnabledFor(logging.INFO):

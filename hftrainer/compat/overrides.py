@@ -1,4 +1,4 @@
-"""What users put in the place of our methods: whether they have, and calling it by its own signature."""
+"""Overrides of our methods: detects them, and calls them by their own signatures."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ K = TypeVar("K", bound=type)
 
 
 def _chain(function: Any) -> Iterator[Any]:
-    """A function, and what it wraps by `functools.wraps`."""
+    """A function, and the functions that it wraps with `functools.wraps`."""
     while function is not None:
         yield function
         function = getattr(function, "__wrapped__", None)
@@ -22,7 +22,7 @@ def _chain(function: Any) -> Iterator[Any]:
 
 @functools.lru_cache(maxsize=256)
 def _keywords(function: Callable[..., Any]) -> frozenset[str] | None:
-    """Names of the parameters of `function` and of all that it wraps, or None when they take any keyword."""
+    """Parameter names that `function` and all functions it wraps accept; None if they accept any keyword."""
     accepted: frozenset[str] | None = None
     for each in _chain(function):
         parameters = inspect.signature(each, follow_wrapped=False).parameters.values()
@@ -33,18 +33,18 @@ def _keywords(function: Callable[..., Any]) -> frozenset[str] | None:
 
 
 def accepts(method: Callable[..., Any], keyword: str) -> bool:
-    """Whether `method` can be called with `keyword`."""
+    """Whether `method` accepts `keyword`."""
     names = _keywords(getattr(method, "__func__", method))
     return names is None or keyword in names
 
 
 def call_with_accepted(method: Callable[..., Any], *args: Any, **optional: Any) -> Any:
-    """Call `method` with `args`, and with those of `optional` that its signature has."""
+    """Call `method` with `args`, and with those of `optional` that it accepts."""
     return method(*args, **{name: value for name, value in optional.items() if accepts(method, name)})
 
 
 def with_accepted(method: Callable[..., Any], *keywords: str) -> Callable[..., Any]:
-    """`method` itself if it takes all keywords, else a function that drops those it lacks: for hot loops."""
+    """`method` itself if it accepts all keywords, else a function that drops the others; for hot loops."""
     lacking = [keyword for keyword in keywords if not accepts(method, keyword)]
     if not lacking:
         return method
@@ -57,11 +57,11 @@ def with_accepted(method: Callable[..., Any], *keywords: str) -> Callable[..., A
 
 
 def positional_count(method: Callable[..., Any]) -> int | None:
-    """How many arguments a bound method, or a function in its place, takes by position; None for any number."""
+    """Number of positional arguments of a bound method, or a function in its place; None for any number."""
     return _positional_count(getattr(method, "__func__", method), inspect.ismethod(method))
 
 
-@functools.lru_cache(maxsize=64)  # it is asked at every optimizer step
+@functools.lru_cache(maxsize=64)  # called at every optimizer step
 def _positional_count(function: Callable[..., Any], bound: bool) -> int | None:
     counts: list[int] = []
     for each in _chain(function):
@@ -77,9 +77,9 @@ _RECORDED: dict[type, dict[str, Any]] = {}
 
 
 def recorded(kind: K) -> K:
-    """Remember the methods of a class of ours, as a decorator: what is put in their place later is an override too.
+    """Class decorator that records the methods of our class, so that methods replaced later count as overrides.
 
-    Those that it inherits are remembered as they were in the base: a library may have replaced some by then.
+    Inherited methods are taken from the record of the base: a library may already have replaced them there.
     """
     if kind not in _RECORDED:
         inherited = next((_RECORDED[base] for base in kind.__mro__ if base in _RECORDED), None)
@@ -90,14 +90,14 @@ def recorded(kind: K) -> K:
 
 @functools.lru_cache(maxsize=64)
 def _record_of(kind: Any) -> dict[str, Any]:
-    """The methods that the class of ours nearest to `kind` was written with."""
+    """The recorded methods of the first of our classes in the MRO of `kind`."""
     return next((_RECORDED[base] for base in kind.__mro__ if base in _RECORDED), {})
 
 
 def make_scheduler(trainer: Any, num_training_steps: int) -> None:
-    """Call `create_scheduler`, with the optimizer where an override takes it: v4 gives it, and v5 does not."""
+    """Call `create_scheduler`, with the optimizer if the override accepts it: v4 passes it, v5 does not."""
     step = vars(trainer.optimizer).get("step")
-    # A plain function of a script's, which torch's schedules cannot wrap; what they have wrapped stays.
+    # torch's schedules cannot wrap a plain function of a script; functions that they have wrapped are kept.
     if step is not None and not inspect.ismethod(step) and not hasattr(step, "_wrapped_by_lr_sched"):
         trainer.optimizer.step = types.MethodType(lambda _, *args, **kwargs: step(*args, **kwargs), trainer.optimizer)
     given = {"optimizer": trainer.optimizer} if accepts(trainer.create_scheduler, "optimizer") else {}
@@ -105,7 +105,7 @@ def make_scheduler(trainer: Any, num_training_steps: int) -> None:
 
 
 def is_overridden(instance: Any, *names: str) -> bool:
-    """Whether one of these methods is not the one that our classes were written with.
+    """Whether one of these methods differs from the recorded one.
 
     Libraries replace methods on an instance, in a subclass, or on our own class.
     """
@@ -118,7 +118,7 @@ _NOT_OURS = object()
 
 
 def runs_backward(trainer: Any) -> bool:
-    """Whether the training step itself is to run backward, under Lightning's manual optimization.
+    """Whether the training step itself runs backward, under Lightning's manual optimization.
 
     Automatic optimization calls neither `training_step` nor the accelerator's methods.
     """
@@ -127,7 +127,7 @@ def runs_backward(trainer: Any) -> bool:
     )
 
 
-#: Values that `_maybe_log_save_evaluate` got by position, by how many they are: until v4.4, v4.37, v4.45, v4.49; since.
+#: Number of positional values of `_maybe_log_save_evaluate` → their names: until v4.4, v4.37, v4.45, v4.49; newer.
 _LOG_SAVE_EVALUATE = {
     4: "tr_loss model trial epoch",
     5: "tr_loss model trial epoch ignore_keys_for_eval",
@@ -138,7 +138,7 @@ _LOG_SAVE_EVALUATE = {
 
 
 def call_log_save_evaluate(method: Callable[..., Any], values: dict[str, Any]) -> None:
-    """Call `_maybe_log_save_evaluate` with the values that the release knew whose signature it has."""
+    """Call `_maybe_log_save_evaluate` with the values of the release whose signature it has."""
     count = positional_count(method)
     by_position = 7 if count is None else count
     names = _LOG_SAVE_EVALUATE[min(max(by_position, 4), 8)].split() if by_position else []
@@ -146,10 +146,10 @@ def call_log_save_evaluate(method: Callable[..., Any], values: dict[str, Any]) -
     call_with_accepted(method, *(values[name] for name in names), **further)
 
 
-#: Methods of transformers' Trainer that are never called here → what a subclass does instead of overriding them.
+#: Methods of transformers' Trainer that are never called here → what to do instead of overriding them.
 _INSTEAD = {
     "_build_accelerator_args": (
-        "there is no Accelerator to be built: set the training arguments (accelerator_config, fsdp, deepspeed, "
+        "no Accelerator is built: set the training arguments (accelerator_config, fsdp, deepspeed, "
         "ddp_...), or override create_accelerator_and_postprocess and change self.accelerator after super()"
     ),
     "_defer_fsdp_gradient_reduction": "the engine exchanges gradients: use accelerator.no_sync",
@@ -159,27 +159,27 @@ _INSTEAD = {
 
 
 def refuse_uncalled(kind: type, *names: str) -> None:
-    """Refuse a subclass of the Trainer with methods that transformers would call now, and that nothing calls here.
+    """Refuse a subclass of the Trainer with methods that transformers calls but hftrainer never calls.
 
     Args:
         kind: the class.
         names: methods that `Trainer` does not have.
 
     Raises:
-        UnsupportedArgument: naming each, and what to do instead.
+        UnsupportedArgument: names each method, and what to do instead.
     """
     if found := [f"{kind.__name__}.{name} is never called: {_INSTEAD[name]}." for name in names if hasattr(kind, name)]:
         raise UnsupportedArgument("\n".join(found))
 
 
 def refuse_rewritten(trainer: Any) -> None:
-    """Refuse methods that a tool has made out of the source text of ours: it lacks the names of our modules.
+    """Refuse methods that a tool has made from the source text of ours: they lack the names in our modules.
 
     Args:
-        trainer: whose methods, of its class or its own.
+        trainer: the Trainer whose methods, of the class or the instance, are checked.
 
     Raises:
-        UnsupportedArgument: naming each, and the module that has made it.
+        UnsupportedArgument: names each method, and the module that made it.
     """
     kind: Any = type(trainer)
     own, found = vars(trainer), []
@@ -189,19 +189,19 @@ def refuse_rewritten(trainer: Any) -> None:
             found.append(f"{name} (by {maker})")
     if found:
         raise UnsupportedArgument(
-            f"{kind.__name__} has methods that were made out of the source text of hftrainer's: {', '.join(found)}. "
+            f"{kind.__name__} has methods that were made from the source text of hftrainer's: {', '.join(found)}. "
             "Tools that rewrite the text of the Trainer's private loop, as Unsloth does, cannot work with another "
-            "engine: turn that patch off, or train with transformers' own Trainer. What a patch is to do can be done "
-            "by overriding training_step, get_batch_samples, compute_loss or _run_epoch and calling super()."
+            "engine: turn that patch off, or train with transformers' own Trainer. Instead of a patch, override "
+            "training_step, get_batch_samples, compute_loss or _run_epoch and call super()."
         )
 
 
 def _rewriter(name: str, method: Any, ours: Any) -> str | None:
-    """The module that has made a function of the text of ours; None for any other function.
+    """The module that has made a function from our source text; None for any other function.
 
-    Ours mention what only they have; an override that does so too still calls what it overrides.
+    Our methods use `_hftrainer`, which only they have; an override that uses it too still calls the original.
     """
-    method = getattr(method, "func", method)  # of a functools.partial
+    method = getattr(method, "func", method)  # a functools.partial
     code = getattr(getattr(method, "__func__", method), "__code__", None)
     if code is None or "_hftrainer" not in code.co_names or "super" in code.co_names:
         return None
@@ -213,7 +213,7 @@ def _rewriter(name: str, method: Any, ours: Any) -> str | None:
 
 
 class shadowable:  # used as a decorator, as `property` is
-    """A read-only property that a subclass or an instance may take the name of, for a purpose of its own."""
+    """A read-only property whose name a subclass or an instance may use for its own purpose."""
 
     def __init__(self, getter: Callable[[Any], Any]) -> None:
         self.getter = getter

@@ -1,6 +1,6 @@
-"""Other libraries, recognized when they are there and hardly ever imported for it.
+"""Recognizes objects of other libraries, mostly without importing these.
 
-An object of a library can only reach us when that library has been imported, so `sys.modules` answers.
+An object of a library can exist only if the library has been imported, so `sys.modules` is enough.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ def _is_instance(value: Any, module: str, *class_names: str) -> bool:
     return isinstance(value, classes)
 
 
-# Of transformers the modules that define the classes are asked: the package would import them, which takes seconds, and
-# torchmetrics has always imported the package.
+# For transformers, look in the modules that define the classes: the package would import them, which takes seconds, and
+# the package itself is always imported, by torchmetrics.
 
 
 def is_pretrained(model: Any) -> bool:
@@ -34,14 +34,14 @@ def is_peft(model: Any) -> bool:
 
 
 def is_torchmetric(value: Any) -> bool:
-    """Whether `value` is a metric of torchmetrics, or a collection of them."""
+    """Whether `value` is a torchmetrics metric, or a collection of them."""
     return _is_instance(value, "torchmetrics", "Metric", "MetricCollection")
 
 
 def announce_deepspeed(config: Any) -> None:
-    """Tell transformers, if it is installed, by which configuration of DeepSpeed models are made.
+    """Pass the DeepSpeed configuration for loading models to transformers, if it is installed.
 
-    With ZeRO-3 `from_pretrained` then partitions a model while it is loaded. It keeps no reference of its own.
+    With ZeRO-3 `from_pretrained` then partitions models while it loads them. transformers keeps only a weak reference.
     """
     if importlib.util.find_spec("transformers") is not None:
         from transformers.integrations.deepspeed import set_hf_deepspeed_config
@@ -68,7 +68,7 @@ def _causal_lm_names() -> frozenset[str]:
 
 
 def is_greedy_scheduler(scheduler: Any) -> bool:
-    """Whether `scheduler` is the GreedyLR of transformers, which is no scheduler of torch's."""
+    """Whether `scheduler` is the GreedyLR of transformers, which is not a torch scheduler."""
     return _is_instance(scheduler, "transformers.optimization", "GreedyLR")
 
 
@@ -78,12 +78,12 @@ def is_dataset(dataset: Any) -> bool:
 
 
 def is_any_dataset(dataset: Any) -> bool:
-    """Whether `dataset` is of the datasets library, map-style or a stream."""
+    """Whether `dataset` is from the datasets library, map-style or a stream."""
     return _is_instance(dataset, "datasets", "Dataset", "IterableDataset")
 
 
 def loses_shuffle_buffer(dataset: Any) -> bool:
-    """Whether `dataset` is a stream of the datasets library whose state leaves out the samples in a shuffle buffer."""
+    """Whether `dataset` is a stream of the datasets library whose state lacks the samples in a shuffle buffer."""
     return _is_instance(dataset, "datasets", "IterableDataset") and _is_buffered(dataset._ex_iterable)
 
 
@@ -95,7 +95,7 @@ def _is_buffered(stream: Any) -> bool:
 
 
 def shard_of(dataset: Any, rank: int, processes: int) -> Any | None:
-    """The part of a stream of the datasets library that lies in a process's own shards; None when they are too few."""
+    """The shards of a rank in a stream of the datasets library; None if there are fewer shards than processes."""
     if not _is_instance(dataset, "datasets", "IterableDataset") or dataset.num_shards < processes:
         return None
     return dataset.shard(num_shards=processes, index=rank)
@@ -127,7 +127,7 @@ def without_adapters(model: Any) -> Any:
 
 
 def xla_in_use() -> Any | None:
-    """torch_xla's module of devices and generators, once a device of it is in use."""
+    """torch_xla's module for devices and generators, or None if its runtime is not initialized."""
     library = sys.modules.get("torch_xla")
     if library is None or not library._XLAC._xla_runtime_is_initialized():
         return None

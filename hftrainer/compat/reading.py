@@ -1,4 +1,4 @@
-"""Reading a checkpoint's files: tensors and plain values only, so that nothing in them is run."""
+"""Reads files of a checkpoint: only tensors and plain values, so that no code in them is run."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ import torch
 
 from hftrainer.errors import DamagedCheckpoint, UnsafeCheckpoint
 
-#: How torch names the class or function that it refuses.
+#: The class or function that torch refuses, in its message.
 _REFUSED = re.compile(r"GLOBAL ([\w.]+)")
 
 
 def read_torch(path: str, *, mmap: bool = False) -> Any:
-    """What `torch.save` wrote to `path`, on the CPU.
+    """Load a file of `torch.save`, on the CPU.
 
     Args:
         path: the file.
-        mmap: leave tensors on the disk until they are used; for those that are then copied.
+        mmap: read tensors from disk only when they are used; for tensors that are then copied.
 
     Raises:
-        UnsafeCheckpoint: when it holds an object of a class that `torch.serialization.add_safe_globals` does not allow.
-        DamagedCheckpoint: when it is no whole file of `torch.save`.
+        UnsafeCheckpoint: if it holds an object of a class that `torch.serialization.add_safe_globals` does not allow.
+        DamagedCheckpoint: if it is not a complete file of `torch.save`.
     """
-    try:  # the format before torch 1.6 is no zip file and cannot be mapped
+    try:  # the format before torch 1.6 is not a zip file and cannot be mapped
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap and zipfile.is_zipfile(path))
     except (OSError, MemoryError):
         raise
@@ -34,13 +34,13 @@ def read_torch(path: str, *, mmap: bool = False) -> Any:
         if refused := _REFUSED.search(str(error)):
             raise UnsafeCheckpoint(
                 f"{path} holds a pickled {refused[1]}, which is not read, since unpickling can run any code. If you "
-                "trust who wrote the file, import that class and call torch.serialization.add_safe_globals([it]) first."
+                "trust the file's author, import that class and call torch.serialization.add_safe_globals([it]) first."
             ) from error
         raise _damaged(path) from error
 
 
 def read_weights(path: str) -> dict[str, torch.Tensor]:
-    """The tensors of a .safetensors or .bin file by name, left on the disk until they are used.
+    """The tensors of a .safetensors or .bin file by name, read from disk only when they are used.
 
     Raises:
         UnsafeCheckpoint, DamagedCheckpoint: as `read_torch`.

@@ -1,7 +1,7 @@
-"""What `install()` does to the modules of `transformers`: from then on, what it calls Trainer is ours.
+"""`install()`: replaces the Trainer and related names in the modules of `transformers` by ours.
 
-`transformers` loads its modules when they are first used. Modules that are loaded already are changed at once; an
-import hook changes the others as they load. Importing `transformers` here would cost seconds, so nothing here does.
+`transformers` loads its modules when they are first used. Loaded modules are changed immediately; an import hook
+changes the others when they load. Nothing here imports `transformers`, which takes seconds.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
-#: Module of transformers → the names that become ours. The package that it is in offers all of them.
+#: Module of transformers → the names to replace. Its package exports all of them.
 NAMES: dict[str, tuple[str, ...]] = {
     "transformers.trainer": ("Trainer", "DEFAULT_CALLBACKS", "DEFAULT_PROGRESS_CALLBACK"),
     "transformers.debug_utils": ("DebugOption",),
@@ -57,12 +57,12 @@ NAMES: dict[str, tuple[str, ...]] = {
         "WandbLogModel",
     ),
 }
-#: Modules of ours that do not have the name of transformers'.
+#: Module of transformers → our module, if the names differ.
 _OURS = {"transformers.integrations.integration_utils": "hftrainer.reporting.tracker_callbacks"}
 _PACKAGES = ("transformers", "transformers.integrations")
-#: Tables in these modules, whose values are such classes.
+#: Module → tables in it whose values are such classes.
 _TABLES = {"transformers.integrations.integration_utils": ("INTEGRATION_TO_CALLBACK",)}
-#: Names that other modules of transformers take over from those above.
+#: Module of transformers → names that it imports from those above.
 ALSO_IN: dict[str, tuple[str, ...]] = {
     "transformers.trainer": (
         "TrainingArguments",
@@ -81,13 +81,13 @@ ALSO_IN: dict[str, tuple[str, ...]] = {
     "transformers.training_args": ("DebugOption", "HubStrategy", "IntervalStrategy", "SaveStrategy", "SchedulerType"),
     "transformers.optimization": ("SchedulerType",),
 }
-#: Module, name, and what it was.
+#: Module, name, and original value.
 _originals: list[tuple[ModuleType, str, Any]] = []
 _ABSENT = object()
 
 
 def begin() -> None:
-    """Change the modules of transformers that are loaded, and let the others change as they load."""
+    """Change the loaded modules of transformers, and install the hook that changes the others."""
     sys.meta_path.insert(0, _Finder())
     for name in [*NAMES, *ALSO_IN.keys() - NAMES.keys()]:
         if name in sys.modules:
@@ -97,7 +97,7 @@ def begin() -> None:
 
 
 def end() -> None:
-    """Give transformers its own names back."""
+    """Restore the original names of transformers."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
     for module, name, original in reversed(_originals):
         if original is _ABSENT:
@@ -108,21 +108,21 @@ def end() -> None:
 
 
 def is_installed() -> bool:
-    """Whether `install()` is in force."""
+    """Whether `install()` is active."""
     return any(isinstance(finder, _Finder) for finder in sys.meta_path)
 
 
 def rebound(module_name: str, name: str, ours: Any) -> Any:
-    """What a loaded module of transformers has under a name while `install()` is in force, else `ours`.
+    """The value of a name in a loaded module of transformers while `install()` is active, else `ours`.
 
-    Scripts put their own into some modules, and compare with the classes of others.
+    Scripts assign their own values in some modules, and compare with the classes in others.
     """
     module = sys.modules.get(module_name) if is_installed() else None
     return vars(module).get(name, ours) if module is not None else ours
 
 
 def _names_in(module_name: str) -> Iterator[tuple[str, str]]:
-    """Names to change in a module, each with our module that defines it."""
+    """Names to replace in a module, each with our module that defines it."""
     for source, names in NAMES.items():
         for name in names:
             if module_name in (source.rpartition(".")[0], source) or name in ALSO_IN.get(module_name, ()):
@@ -132,10 +132,10 @@ def _names_in(module_name: str) -> Iterator[tuple[str, str]]:
 def _swap(module: ModuleType) -> None:
     replaced: list[tuple[Any, Any]] = []
     for name, ours in _names_in(module.__name__):
-        # The package fetches a name when it is first asked for: what was not asked for yet must not be fetched now.
+        # The package loads a name at its first access: names not accessed yet must not be loaded now.
         before = vars(module).get(name, _ABSENT)
         if before is _ABSENT and module.__name__ not in _PACKAGES:
-            continue  # a release that has no such name
+            continue  # this release does not have the name
         replaced.append((before, _put(module, name, getattr(importlib.import_module(ours), name))))
     for table in _TABLES.get(module.__name__, ()):
         ours_of = {before: ours for before, ours in replaced if isinstance(before, type)}
@@ -149,7 +149,7 @@ def _put(module: ModuleType, name: str, value: Any) -> Any:
 
 
 def _packages() -> list[ModuleType]:
-    """The packages, as often as they are there: each executes itself again while loading; scripts hold the first."""
+    """All objects of the packages: each replaces itself while loading, and scripts may hold the first object."""
     values = [value for module in list(sys.modules.values()) if module is not None for value in vars(module).values()]
     held = [value for value in values if issubclass(type(value), ModuleType) and value.__name__ in _PACKAGES]
     loaded = [sys.modules[name] for name in _PACKAGES if name in sys.modules]
@@ -157,7 +157,7 @@ def _packages() -> list[ModuleType]:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Lets the ordinary finders find a module of transformers, and changes it once it is executed."""
+    """Finds modules of transformers with the other finders, and changes each after its code has run."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -183,7 +183,7 @@ class _Loader(importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self.inner.exec_module(module)
-        # transformers puts another object in its own place while it is executed.
+        # transformers replaces itself in sys.modules while it is executed.
         _swap(sys.modules.get(module.__name__, module))
 
     def __getattr__(self, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""The one door to the Lightning adapter, which is imported when it is first asked for: that takes seconds."""
+"""The only entry to the Lightning adapter, which is imported at the first call, since that takes seconds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def adapter() -> Any:
-    """The module `hftrainer_lightning.engine`, which has all that the adapter offers."""
+    """The module `hftrainer_lightning.engine`, which contains the API of the adapter."""
     from hftrainer_lightning import engine
 
     return engine

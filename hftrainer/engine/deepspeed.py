@@ -1,4 +1,4 @@
-"""What DeepSpeed needs as soon as there are arguments, before there is a Trainer."""
+"""Sets up DeepSpeed when the arguments are made, before there is a Trainer."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from hftrainer.parallel.processes import Processes
 
 
 def begin_deepspeed(args: BaseArguments) -> Any:
-    """The completed configuration, for models that are made before there is a Trainer; None without DeepSpeed.
+    """The completed configuration, for models that are made before the Trainer; None without DeepSpeed.
 
-    With ZeRO-3 the processes meet now, and `from_pretrained` partitions a model while it is loaded, as long as these
-    arguments live.
+    With ZeRO-3 the process group starts now, and `from_pretrained` partitions models while it loads them, as long as
+    these arguments exist.
     """
     config = configure(args)
     if config is None:

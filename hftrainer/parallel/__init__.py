@@ -1,1 +1,1 @@
-"""Ranks and launchers, the process group, devices, and how a model is spread over them."""
+"""Ranks and launchers, the process group, devices, and how a model is sharded over them."""

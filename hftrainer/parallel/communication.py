@@ -1,10 +1,10 @@
-"""Errors of communication between processes, which torch's backends tell in different ways."""
+"""Recognizes errors of communication between processes, which differ by torch's backend."""
 
 from __future__ import annotations
 
 import torch
 
-#: What gloo says, in plain RuntimeErrors, when another process is gone or late.
+#: Messages of gloo's plain RuntimeErrors when another process has exited or is late.
 _OF_GLOO = ("gloo", "Connection closed by peer", "Connection reset by peer", "Timed out waiting", "Application timeout")
 
 

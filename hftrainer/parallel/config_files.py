@@ -1,4 +1,4 @@
-"""Reading a configuration that an argument gives as a dict, or as the path of a file."""
+"""Reads a configuration that an argument gives as a dict or as the path of a file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def read_config(given: Any, argument: str = "lightning_config") -> dict[str, Any
     """The keywords in an argument: a dict, or the path of a JSON or YAML file.
 
     Raises:
-        WrongConfig: when the file is missing or malformed, with its path and the position.
+        WrongConfig: if the file is missing or malformed; the message has its path and the position.
     """
     if given is None or isinstance(given, dict):
         return dict(given or {})
@@ -27,12 +27,12 @@ def read_config(given: Any, argument: str = "lightning_config") -> dict[str, Any
     except ValueError as error:
         raise WrongConfig(f"{argument}: {path} is malformed: {error}") from error
     if not isinstance(values, dict):
-        raise WrongConfig(f"{argument}: {path} must hold keywords and values, and holds a {type(values).__name__}.")
+        raise WrongConfig(f"{argument}: {path} must hold keywords and values, but holds a {type(values).__name__}.")
     return values
 
 
 def _read_yaml(text: str) -> Any:
-    import yaml  # lightning brings it
+    import yaml  # installed with lightning
 
     try:
         return yaml.safe_load(text)

@@ -1,4 +1,4 @@
-"""Devices: which one torch finds, and what its modules for them have in common."""
+"""Devices: the one that torch finds, and functions that work alike on all of them."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-#: Accelerators in the order in which they are looked for. Some of torch's plug-ins pose as CUDA, so it comes last.
+#: Accelerators in search order. CUDA is last, since some of torch's plug-ins imitate it.
 ACCELERATORS = ("mps", "xpu", "mlu", "musa", "npu", "cuda")
-#: Devices that Lightning does not know, whose modules in torch follow `torch.cuda`.
+#: Devices that Lightning does not support; their modules in torch have the API of `torch.cuda`.
 OTHERS = ("xpu", "mlu", "musa", "npu")
-#: Backends that take only what is on their accelerator.
+#: Backends that accept only tensors on their accelerator.
 ON_DEVICE = {"nccl": "cuda", "xccl": "xpu", "hccl": "npu", "cncl": "mlu", "mccl": "musa"}
-#: Devices that torch has no page-locked memory for.
+#: Devices for which torch has no page-locked memory.
 UNPINNED = ("cpu", "mps", "xla")
-#: What errors of a device say → what to do.
+#: Text in an error of a device → what to do.
 HINTS = {
     "not currently implemented for the MPS device": (
         "Set PYTORCH_ENABLE_MPS_FALLBACK=1 before Python starts (torch reads it when it is imported): operators that "
         "Apple's GPU lacks then run on the CPU, with a warning. Or train on the CPU: use_cpu=True."
     ),
     "MPS framework doesn't support float64": (
-        "Apple's GPU has no float64: give float32, from the dataset or the data_collator (numpy's default is float64). "
+        "Apple's GPU has no float64: use float32 in the dataset or the data_collator (numpy's default is float64). "
         "Or train on the CPU: use_cpu=True."
     ),
 }
 
 
 def found() -> str:
-    """The kind of accelerator that torch finds here, or 'cpu'. ROCm's GPUs are 'cuda', as torch has them."""
+    """The type of accelerator that torch finds, or 'cpu'. ROCm's GPUs are 'cuda', as in torch."""
     return next((kind for kind in ACCELERATORS if _is_available(kind)), "cpu")
 
 
@@ -45,22 +45,22 @@ def _is_available(kind: str) -> bool:
 
 
 def count(kind: str) -> int:
-    """Accelerators of a kind that this process sees; the CPU is none, and a Mac has one."""
+    """Number of accelerators of a type that this process sees; 0 for the CPU, 1 on a Mac."""
     return 0 if kind == "cpu" else 1 if kind == "mps" else torch.get_device_module(kind).device_count()
 
 
 def count_of(device: torch.device) -> int | None:
-    """How many of a device this process sees; None for those that have no number."""
+    """Number of devices of this type that the process sees; None for types without an index."""
     return torch.get_device_module(device).device_count() if device.type in ("cuda", *OTHERS) else None
 
 
 def own_backend(kind: str) -> str:
-    """The backend that is made for a device."""
+    """The native backend of a device."""
     return next((name for name, device in ON_DEVICE.items() if device == kind), "gloo")
 
 
 def empty_cache() -> None:
-    """Give memory that torch keeps for later back to the device."""
+    """Release the memory that torch caches on the device."""
     if (module := _module()) is not None:
         module.empty_cache()
 
@@ -74,13 +74,13 @@ def memory_used() -> int | None:
 
 
 def memory_peak() -> int | None:
-    """The most that `memory_used` has been since `reset_memory_peak`; None where torch does not measure it."""
+    """Peak of `memory_used` since `reset_memory_peak`, in bytes; None if torch does not measure it."""
     module = _module()
     return None if module is None or module is torch.mps else module.max_memory_allocated()
 
 
 def reset_memory_peak() -> None:
-    """Measure the peak anew."""
+    """Start a new measurement of the peak."""
     module = _module()
     if module is not None and module is not torch.mps:
         module.reset_peak_memory_stats()
@@ -92,7 +92,7 @@ def _module() -> Any:
 
 
 def _add_note(error: Exception, hint: str) -> None:
-    """Add a note to an error; before Python 3.11, which shows them, it is logged too."""
+    """Add a note to an error; before Python 3.11, which does not show notes, it is logged too."""
     if hasattr(error, "add_note"):
         error.add_note(hint)
         return
@@ -102,11 +102,11 @@ def _add_note(error: Exception, hint: str) -> None:
 
 @contextlib.contextmanager
 def hinted() -> Iterator[None]:
-    """Add what to do to an error that says what a device cannot do."""
+    """Add a hint to an error about something that a device does not support."""
     try:
         yield
     except Exception as error:
-        for said, hint in HINTS.items():
-            if said in str(error) and hint not in getattr(error, "__notes__", ()):
+        for text, hint in HINTS.items():
+            if text in str(error) and hint not in getattr(error, "__notes__", ()):
                 _add_note(error, hint)
         raise

@@ -1,4 +1,4 @@
-"""Where this process stands among others: read from the environment in one place, in the words of each launcher."""
+"""Rank and world size of this process, read in one place from the environment variables of each launcher."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-#: Chooses the launcher whose words are read, where `lightning_config` does not.
+#: Selects the launcher whose variables are read, if `lightning_config` does not.
 CHOICE = "HFTRAINER_ENVIRONMENT"
-#: Set in processes that a script has started itself: the process id of the one that started them.
+#: Set in processes that the script itself has started: the process id of the starting process.
 STARTED_BY = "HFTRAINER_STARTED_BY"
-#: What the names of Open MPI, MVAPICH and Intel MPI or MPICH are: rank, size, local rank, local size.
+#: Variables of Open MPI, MVAPICH, and Intel MPI or MPICH: rank, size, local rank, local size.
 _MPI = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
-#: Names of jobs that are shells, in which a script is started by hand.
+#: Names of SLURM jobs that are shells, in which scripts are started by hand.
 _INTERACTIVE = ("bash", "interactive")
 _PORT = 29500
 
@@ -30,19 +30,19 @@ class WrongEnvironment(ValueError):
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Where this process stands.
+    """Rank and world size of this process.
 
     Attributes:
-        world_size: processes in all.
-        rank: number of this process among all.
-        local_rank: number of this process on its node.
+        world_size: number of processes.
+        rank: global rank of this process.
+        local_rank: rank of this process on its node.
         local_world_size: processes on this node.
-        nodes: machines.
-        launcher: who has said so: a name in `LAUNCHERS`.
-        address: host of the first process; None while it is not known.
-        port: its port.
+        nodes: number of machines.
+        launcher: where the values come from: a name in `LAUNCHERS`.
+        address: hostname of rank 0; None if it is not known yet.
+        port: port of rank 0.
         started: whether the other processes run; False in a script that starts them with its first Trainer.
-        missing: variables that the launcher should have set and has not.
+        missing: variables that the launcher should have set but has not.
     """
 
     world_size: int = 1
@@ -58,19 +58,19 @@ class RankInfo:
 
     @property
     def self_started(self) -> bool:
-        """Whether the first process of the run is a script that starts, or has started, the others."""
+        """Whether rank 0 is a script that starts, or has started, the other processes itself."""
         return not self.started or STARTED_BY in os.environ
 
     def device_index(self, visible: int) -> int:
-        """Which of the visible GPUs is this process's: SLURM and MPI may show each process its own alone."""
+        """Index of this process's GPU; SLURM and MPI may make only that GPU visible to each process."""
         return 0 if visible == 1 and self.launcher in ("slurm", "mpi") else self.local_rank
 
 
 def _number(*names: str, default: int = 0) -> int:
-    """The first of some variables that is set.
+    """The value of the first variable that is set.
 
     Raises:
-        WrongEnvironment: when it is no number from 0.
+        WrongEnvironment: if it is not a number from 0.
     """
     for name in names:
         if (value := os.environ.get(name)) is not None:
@@ -116,7 +116,7 @@ def _by_kubeflow() -> RankInfo:
 
 
 def _by_lightning(nodes: int = 1) -> RankInfo:
-    """Processes of a script that starts them itself, or started by hand with the variables that Lightning names."""
+    """Processes that a script starts itself, or that were started by hand with Lightning's variables."""
     size = _number("WORLD_SIZE", default=1)
     local = _number("LOCAL_WORLD_SIZE", default=max(size // nodes, 1))
     return RankInfo(
@@ -173,7 +173,7 @@ def _by_slurm() -> RankInfo:
 
 
 def _by_xla() -> RankInfo:
-    """A process of torch_xla.launch, which alone knows where it stands."""
+    """A process of torch_xla.launch; torch_xla knows its rank."""
     from hftrainer.parallel.xla import devices as xla
 
     return xla.rank_info()
@@ -190,11 +190,11 @@ def tasks_per_node(text: str) -> list[int]:
 
 
 def first_host(hosts: str) -> str:
-    """The first of SLURM's list of nodes: 'gpu-[03-07,9],cpu1' begins with gpu-03."""
+    """The first node in SLURM's list: gpu-03 in 'gpu-[03-07,9],cpu1'."""
     return re.sub(r"^([^\[,\s]*)\[(\d+)[^\]]*\]([^,\s]*).*", r"\1\2\3", hosts, flags=re.DOTALL).split(",")[0].strip()
 
 
-#: Launchers → how their variables are read, and how their processes are started.
+#: Launcher → (the function that reads its variables, how to start processes with it).
 LAUNCHERS: Mapping[str, tuple[Callable[[], RankInfo], str]] = {
     "torchrun": (_by_torchrun, "start the script with torchrun"),
     "slurm": (_by_slurm, "start the script with srun"),
@@ -203,7 +203,7 @@ LAUNCHERS: Mapping[str, tuple[Callable[[], RankInfo], str]] = {
     "lightning": (_by_lightning, "start the script with torchrun"),
     "xla": (_by_xla, "start the script with python -m hftrainer run --tpu"),
 }
-#: Lightning's environments, given as a plugin → the launcher that they stand for.
+#: Lightning's environment, given as a plugin → its launcher.
 _PLUGINS = {
     "TorchElasticEnvironment": "torchrun",
     "SLURMEnvironment": "slurm",
@@ -213,10 +213,9 @@ _PLUGINS = {
 
 
 def detect() -> str:
-    """The launcher that has started this process; 'lightning' when none has.
+    """The launcher that has started this process; 'lightning' if there is none.
 
-    Launchers inside others come first: torch_xla's in any, torchrun started by srun or mpirun, mpirun within a job of
-    SLURM.
+    The inner launcher wins: torch_xla's in any other, torchrun in srun or mpirun, mpirun in a SLURM job.
     """
     if "PJRT_LOCAL_PROCESS_COUNT" in os.environ:
         return "xla"
@@ -226,7 +225,7 @@ def detect() -> str:
         return "lightning" if "LOCAL_RANK" in os.environ and "NODE_RANK" in os.environ else "torchrun"
     if any(names[0] in os.environ and names[2] in os.environ for names in _MPI):
         return "mpi"
-    # Only a step of srun counts its tasks; a batch script or a shell in an allocation has the job's variables alone.
+    # Only an srun step sets its number of tasks; a batch script or shell in an allocation has the job's variables only.
     in_step = "SLURM_PROCID" in os.environ and _number("SLURM_STEP_NUM_TASKS", default=1) > 1
     if in_step and os.environ.get("SLURM_JOB_NAME") not in _INTERACTIVE:
         return "slurm"
@@ -234,14 +233,14 @@ def detect() -> str:
 
 
 def find_rank_info(config: Mapping[str, Any], gpus: Callable[[], int]) -> RankInfo:
-    """Where this process stands.
+    """Rank and world size of this process.
 
     Args:
-        config: `lightning_config`; 'environment' or an environment among 'plugins' chooses the launcher.
-        gpus: counts the GPUs that this process may use, none when it trains on the CPU.
+        config: `lightning_config`; 'environment' or an environment among 'plugins' selects the launcher.
+        gpus: counts the GPUs that this process may use; 0 if it trains on the CPU.
 
     Raises:
-        WrongEnvironment: when a variable of the launcher cannot be read.
+        WrongEnvironment: if a variable of the launcher cannot be read.
     """
     plugin = cluster_environment(config.get("plugins"))
     chosen = _PLUGINS.get(type(plugin).__name__) or config.get("environment") or os.environ.get(CHOICE)
@@ -250,12 +249,12 @@ def find_rank_info(config: Mapping[str, Any], gpus: Callable[[], int]) -> RankIn
     launcher = str(chosen) if chosen in LAUNCHERS else detect()
     if launcher == "lightning":
         rank_info = _by_lightning(_as_count(config.get("num_nodes")) or 1)
-        return rank_info if "LOCAL_RANK" in os.environ else _by_the_script(config.get("devices"), gpus)
+        return rank_info if "LOCAL_RANK" in os.environ else _by_script(config.get("devices"), gpus)
     return LAUNCHERS[launcher][0]()
 
 
 def _by_plugin(plugin: Any, nodes: int) -> RankInfo:
-    """What an environment of the user's own says."""
+    """The values of a user-defined `ClusterEnvironment`."""
     size = plugin.world_size()
     return RankInfo(
         size,
@@ -269,25 +268,25 @@ def _by_plugin(plugin: Any, nodes: int) -> RankInfo:
     )
 
 
-def _by_the_script(devices: Any, gpus: Callable[[], int]) -> RankInfo:
-    """Plain python: one process, or one for each device, which the script starts itself."""
+def _by_script(devices: Any, gpus: Callable[[], int]) -> RankInfo:
+    """Plain python: one process, or one per device, which the script starts itself."""
     wanted = _as_count(devices)
     if wanted is None:
-        # accelerate launch has started one process, and means it.
+        # accelerate launch has started one process on purpose.
         alone = "ACCELERATE_MIXED_PRECISION" in os.environ or not can_start_again()
         wanted = 1 if alone else max(gpus(), 1)
     return RankInfo(wanted, local_world_size=wanted, started=wanted == 1)
 
 
 def _as_count(value: Any) -> int | None:
-    """A number of devices or nodes; None for 'auto', -1 and what is no number."""
+    """A number of devices or nodes; None for 'auto', -1 and anything that is not a number."""
     if isinstance(value, bool) or not str(value).isdecimal():
         return None
     return int(value) or None
 
 
 def can_start_again() -> bool:
-    """Whether the command line of this process can be run once more; not in notebooks, shells, and child processes."""
+    """Whether the command line of this process can be run again; not in notebooks, shells and child processes."""
     ipython = sys.modules.get("IPython")
     interactive = hasattr(sys, "ps1") or sys.flags.interactive or (ipython is not None and ipython.get_ipython())
     multiprocessing = sys.modules.get("multiprocessing")
@@ -297,7 +296,7 @@ def can_start_again() -> bool:
 
 
 def cluster_environment(plugins: Any) -> Any:
-    """The `ClusterEnvironment` among Lightning's plugins, or None; it can only be there when Lightning is imported."""
+    """The `ClusterEnvironment` among Lightning's plugins, or None; only possible if Lightning is imported."""
     module = sys.modules.get("lightning.fabric.plugins.environments.cluster_environment")
     kind = getattr(module, "ClusterEnvironment", None)
     given = plugins if isinstance(plugins, (list, tuple)) else [plugins]
@@ -310,7 +309,7 @@ def check_choices(config: Mapping[str, Any]) -> list[str]:
     devices, nodes, chosen = config.get("devices"), config.get("num_nodes"), os.environ.get(CHOICE)
     if isinstance(devices, (list, tuple)):
         found.append(
-            f"lightning_config['devices']={devices!r}: give their number, and choose with CUDA_VISIBLE_DEVICES."
+            f"lightning_config['devices']={devices!r}: give their number, and select them with CUDA_VISIBLE_DEVICES."
         )
     elif devices not in (None, "auto", -1, "-1") and _as_count(devices) is None:
         found.append(f"lightning_config['devices']={devices!r}: it must be a number from 1, -1 or 'auto'.")
@@ -322,12 +321,12 @@ def check_choices(config: Mapping[str, Any]) -> list[str]:
 
 
 def check_rank_info(rank_info: RankInfo, config: Mapping[str, Any], gpus: int | None) -> list[str]:
-    """A sentence for each reason why training cannot begin in this place.
+    """A sentence for each reason why training cannot start with these processes.
 
     Args:
-        rank_info: where this process stands.
+        rank_info: rank and world size of this process.
         config: `lightning_config`.
-        gpus: GPUs that this process sees; None when it trains on something else.
+        gpus: number of GPUs that this process sees; None if it trains on another device.
     """
     found = []
     start = LAUNCHERS.get(rank_info.launcher, LAUNCHERS["torchrun"])[1]
@@ -339,15 +338,15 @@ def check_rank_info(rank_info: RankInfo, config: Mapping[str, Any], gpus: int | 
         found.append(f"{who} for several processes, but {' and '.join(rank_info.missing)} {verb} not set: {start}.")
     elif rank_info.rank >= rank_info.world_size or rank_info.local_rank >= rank_info.local_world_size:
         found.append(
-            f"The launcher says that this is process {rank_info.rank} of {rank_info.world_size}, and "
-            f"{rank_info.local_rank} of {rank_info.local_world_size} on its node: numbers must be below their count; "
+            f"The launcher sets rank {rank_info.rank} of {rank_info.world_size}, and local rank "
+            f"{rank_info.local_rank} of {rank_info.local_world_size}: a rank must be below the number of processes; "
             f"{start}."
         )
-    shared = gpus == 1 and rank_info.launcher in ("slurm", "mpi")  # each process may see its own
+    shared = gpus == 1 and rank_info.launcher in ("slurm", "mpi")  # each process may see only its own GPU
     if gpus is not None and rank_info.local_world_size > gpus and not shared:
         found.append(
-            f"{rank_info.local_world_size} processes on this node need a GPU each, and there are {gpus}: start as many "
-            "processes, or set use_cpu=True."
+            f"{rank_info.local_world_size} processes on this node need one GPU each, but there are {gpus}: start at "
+            "most as many processes, or set use_cpu=True."
         )
     devices, nodes = _as_count(config.get("devices")), _as_count(config.get("num_nodes"))
     if not rank_info.started or (rank_info.launcher == "lightning" and rank_info.world_size == 1):
@@ -355,14 +354,14 @@ def check_rank_info(rank_info: RankInfo, config: Mapping[str, Any], gpus: int | 
             found.append(f"lightning_config['num_nodes']={nodes} needs a launcher on each node: use torchrun.")
         if not rank_info.started and not can_start_again():
             found.append(
-                f"lightning_config['devices']={devices} needs a script that can be started again for each device, "
-                "which a notebook or shell is not: leave it out, or run a script."
+                f"lightning_config['devices']={devices} needs a script that can be started once per device, "
+                "which is not possible in a notebook or shell: leave it out, or run a script."
             )
         return found
     for name, wanted, have in (("devices", devices, rank_info.local_world_size), ("num_nodes", nodes, rank_info.nodes)):
         if wanted is not None and wanted != have:
             found.append(
-                f"lightning_config[{name!r}]={wanted}, and the launcher has started {have}: leave it out, or launch as "
+                f"lightning_config[{name!r}]={wanted}, but the launcher has started {have}: leave it out, or launch as "
                 "many."
             )
     return found

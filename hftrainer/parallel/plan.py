@@ -1,4 +1,4 @@
-"""The plan: all that is needed to build a `lightning.Trainer`, and nothing more."""
+"""The plan: exactly what is needed to build a `lightning.Trainer`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LightningPlan:
-    """What the training arguments mean to Lightning.
+    """The training arguments, translated for Lightning.
 
     Attributes:
         accelerator: name of Lightning's accelerator.
@@ -27,16 +27,16 @@ class LightningPlan:
         deterministic: whether torch is restricted to deterministic kernels.
         default_root_dir: where Lightning callbacks write by default.
         processes: the processes of the run.
-        process_group_backend: how they communicate; None takes the device's own way.
-        timeout: seconds that a collective operation may take.
-        ddp: keywords of `DistributedDataParallel` that were given.
+        process_group_backend: backend of the process group; None uses the device's default.
+        timeout: timeout of a collective operation, in seconds.
+        ddp: the given keywords of `DistributedDataParallel`.
         sharding: how the model is sharded; None for a replica in each process.
         layout: how the processes share the model and the batches.
-        deepspeed: DeepSpeed's configuration; None when Lightning's own strategies train.
+        deepspeed: DeepSpeed's configuration; None with Lightning's own strategies.
         async_checkpoint: whether checkpoints are written in the background.
-        stop_on_save_error: whether training stops when a checkpoint cannot be written.
+        stop_on_save_error: whether training stops if a checkpoint cannot be written.
         read_once: argument → its value when the plan was made, for those that are not read again.
-        config: further keywords of `lightning.Trainer`, from `lightning_config`; they win.
+        config: further keywords of `lightning.Trainer`, from `lightning_config`; they override the others.
     """
 
     accelerator: str
@@ -59,18 +59,18 @@ class LightningPlan:
 
     @property
     def mixed_precision(self) -> str:
-        """The precision in accelerate's words."""
+        """The precision, under accelerate's name."""
         return {"32-true": "no", "bf16-mixed": "bf16", "16-mixed": "fp16"}[self.precision]
 
     @property
     def shows_its_own_device(self) -> bool:
-        """Whether the launcher shows each process its own GPU alone."""
+        """Whether the launcher makes only its own GPU visible to each process."""
         processes = self.processes
         return torch.device(self.device).index not in (None, processes.local_rank)
 
     @property
     def limits_by_share(self) -> bool:
-        """Whether `lightning_config` limits an evaluation to a share of its batches."""
+        """Whether `lightning_config` limits an evaluation to a fraction of its batches."""
         limits = [value for name, value in self.config.items() if name.startswith("limit_")]
         return any(isinstance(value, float) and value < 1 for value in limits)
 
@@ -81,13 +81,13 @@ class LightningPlan:
 
     @property
     def spreads_model(self) -> bool:
-        """Whether each process has a part only of the model, or of what its optimizer keeps."""
+        """Whether each process has only a part of the model or of the optimizer's state."""
         sharded = self.sharding is not None and not self.by_spmd
         return sharded or self.layout.tp_size > 1 or self.deepspeed is not None
 
     @property
     def by_spmd(self) -> bool:
-        """Whether one process drives several XLA devices, which share the model's tensors."""
+        """Whether one process drives several XLA devices, which shard the model's tensors (SPMD)."""
         xla = None if self.sharding is None else self.sharding.xla
         return xla is not None and xla.spmd
 

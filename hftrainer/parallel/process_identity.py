@@ -1,4 +1,4 @@
-"""Which process has made something, and whether it is still there: what killed ones have left can be told by that."""
+"""Identifies the process that made a file, and whether it still runs: this finds what killed processes left behind."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 
 
 def this_process() -> str:
-    """Name this process, so that others can find out whether it is still there."""
+    """An identifier of this process, with which other processes can find out whether it still runs."""
     return f"{socket.gethostname()} {os.getpid()} {_began(os.getpid())}"
 
 
 def _began(process: int) -> str:
-    """When a process began, in ticks since the machine started; ids are used again. Empty where nobody tells."""
+    """Start time of a process, in ticks since boot, since process ids are reused; empty if it is not known."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:
@@ -21,7 +21,7 @@ def _began(process: int) -> str:
 
 
 def is_gone(owner: str) -> bool:
-    """Whether a process of this machine has ended; of those on others nothing is known."""
+    """Whether a process of this machine has ended; False for processes of other machines."""
     host, process, began = f"{owner} ".split(" ")[:3]
     if host != socket.gethostname() or os.name != "posix":
         return False
@@ -29,6 +29,6 @@ def is_gone(owner: str) -> bool:
         os.kill(int(process), 0)
     except ProcessLookupError:
         return True
-    except PermissionError:  # it runs, as another user
+    except PermissionError:  # it runs as another user
         return False
     return _began(int(process)) != began

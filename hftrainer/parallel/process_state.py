@@ -14,12 +14,12 @@ from hftrainer.parallel.processes import Processes
 
 @dataclass
 class LoaderConfig:
-    """`accelerator.dataloader_config`: what is set here holds for loaders that are prepared from then on.
+    """`accelerator.dataloader_config`: changes take effect for loaders prepared afterwards.
 
     Attributes:
         split_batches, dispatch_batches, even_batches, use_seedable_sampler, non_blocking: as in `accelerator_config`.
-        data_seed: seed of the order of samples; None takes torch's initial seed.
-        use_stateful_dataloader: accelerate's own way to restore the place in the data; only False is possible.
+        data_seed: seed of the order of samples; None uses torch's initial seed.
+        use_stateful_dataloader: accelerate's own way to restore the position in the data; only False is supported.
     """
 
     split_batches: bool = False
@@ -32,12 +32,12 @@ class LoaderConfig:
 
 
 class ProcessState:
-    """The processes of a run, and this one among them.
+    """The processes of a run, seen from this one.
 
     Args:
-        processes: where this process stands.
-        device: what it computes on.
-        distributed_type: what accelerate calls the kind of processes: 'NO', 'MULTI_GPU', 'FSDP', ...
+        processes: rank and world size of this process.
+        device: the device of this process.
+        distributed_type: accelerate's name for the kind of processes: 'NO', 'MULTI_GPU', 'FSDP', ...
         more: further attributes, such as plugins.
     """
 
@@ -70,11 +70,11 @@ class ProcessState:
         self._processes.barrier()
 
     def main_process_first(self) -> Any:
-        """Let the main process of all go first."""
+        """Run the block in rank 0 first."""
         return self._processes.in_turn(self.is_main_process)
 
     def local_main_process_first(self) -> Any:
-        """Let the main process of each node go first."""
+        """Run the block in the main process of each node first."""
         return self._processes.in_turn(self.is_local_main_process)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
@@ -84,11 +84,11 @@ class ProcessState:
 
     @contextlib.contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """The part of this process in a sequence, tensor, or dict of them; the first processes get one more.
+        """The part of this process of a sequence, tensor, or dict of them; the first ranks get one item more.
 
         Args:
-            inputs: of the same length, in a dict.
-            apply_padding: repeat the last item, so that all parts are as long.
+            inputs: what to split; the values of a dict have the same length.
+            apply_padding: repeat the last item, so that all parts have the same length.
 
         Raises:
             ValueError: for a dict of different lengths.

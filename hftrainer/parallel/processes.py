@@ -1,4 +1,4 @@
-"""The processes of one run: where this one stands among them, and what they tell each other."""
+"""The processes of one run: the process group, and collective operations between them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hftrainer.parallel.devices import ON_DEVICE, count_of
 from hftrainer.parallel.environment import RankInfo
 
 T = TypeVar("T")
-#: Seconds after which a main process at work is heard from.
+#: Seconds between two messages of a busy rank 0 to the other ranks.
 _HEARTBEAT = 10.0
 
 
@@ -32,14 +32,14 @@ class Processes(RankInfo):
     """The processes of a run, seen from one of them.
 
     Attributes:
-        tp_size: neighbouring processes that get the same batches, since they share each layer's computation.
+        tp_size: neighbouring ranks that get the same batches, since they split each layer's computation.
     """
 
     tp_size: int = 1
 
     @classmethod
     def at(cls, rank_info: RankInfo, tp_size: int = 1) -> Processes:
-        """The processes seen from a place, in groups of `tp_size`."""
+        """The processes seen from a rank, in groups of `tp_size`."""
         return cls(**vars(rank_info), tp_size=tp_size)
 
     @property
@@ -49,12 +49,12 @@ class Processes(RankInfo):
 
     @property
     def data_rank(self) -> int:
-        """Number of this process's batches among those of all."""
+        """Rank of this process in the distribution of batches."""
         return self.rank // self.tp_size
 
     @property
     def data_processes(self) -> int:
-        """In how many parts the batches are shared out."""
+        """Number of parts into which the batches are split."""
         return self.world_size // self.tp_size
 
     def connect(
@@ -63,16 +63,16 @@ class Processes(RankInfo):
         """Join the process group, unless the script already has.
 
         Args:
-            device: what this process computes on.
-            backend: 'gloo', 'nccl', ...; None takes the device's own.
-            timeout: how long a collective operation may take.
-            even_alone: make a group of one process too, as sharding needs it.
+            device: the device of this process.
+            backend: 'gloo', 'nccl', ...; None uses the device's default.
+            timeout: timeout of a collective operation.
+            even_alone: also make a group for a single process, which sharding needs.
         """
         if not (self.several or even_alone) or distributed.is_initialized():
             return
         if count_of(device) is not None:
             torch.get_device_module(device).set_device(device)
-        if device.type == "xla":  # gradients aside, processes talk through the host's memory
+        if device.type == "xla":  # except for gradients, processes communicate through CPU memory
             backend = "gloo"
         chosen = backend or distributed.get_default_backend_for_device(device)
         meeting: dict[str, Any] = {"init_method": f"tcp://{self.address}:{self.port}"}
@@ -92,18 +92,18 @@ class Processes(RankInfo):
             distributed.barrier()
 
     def highest(self, values: list[int], timeout: timedelta) -> list[int]:
-        """The highest of all processes for each of a few numbers, without waiting for an accelerator.
+        """The maximum over all processes of each number, without waiting for an accelerator.
 
         Args:
-            values: as many in every process.
-            timeout: how long it may take, where the accelerators have a backend of their own.
+            values: the numbers; the same count in every process.
+            timeout: timeout of the gloo group, if the default group has another backend.
         """
         numbers = torch.tensor(values)
-        distributed.all_reduce(numbers, op=distributed.ReduceOp.MAX, group=_group_on_host(timeout))
+        distributed.all_reduce(numbers, op=distributed.ReduceOp.MAX, group=_cpu_group(timeout))
         return numbers.tolist()
 
     def from_main(self, decide: Callable[[], T]) -> T:
-        """What the main process finds by calling `decide`; the others wait for it, and raise what it raises."""
+        """The result of `decide` in rank 0, broadcast to all ranks; if it raises, all ranks raise."""
         if not self.several:
             return decide()
         found: list[Any] = [None, None]
@@ -118,11 +118,11 @@ class Processes(RankInfo):
         return found[0]
 
     def scatter(self, make: Callable[[], list[T]], timeout: timedelta) -> T:
-        """One item for this process of those that the main process makes, through the host's memory.
+        """Scatter the items that rank 0 makes, through CPU memory; returns this rank's item.
 
         Args:
-            make: called by the main process alone; an item for each process. What it raises, all raise.
-            timeout: how long it may take, where the accelerators have a backend of their own.
+            make: called in rank 0 only; returns one item per process. If it raises, all ranks raise.
+            timeout: timeout of the gloo group, if the default group has another backend.
         """
         items: list[Any] | None = None
         if self.rank == 0:
@@ -131,24 +131,24 @@ class Processes(RankInfo):
             except Exception as error:
                 items = [(None, error)] * self.world_size
         received: list[Any] = [None]
-        distributed.scatter_object_list(received, items, group=_group_on_host(timeout))
+        distributed.scatter_object_list(received, items, group=_cpu_group(timeout))
         item, raised = received[0]
         if raised is not None:
             raise raised
         return item
 
     def gather(self, data: Any, pad_index: int = -100, *, objects: bool = False, distinct: bool = False) -> Any:
-        """The rows of all processes for those of this one, in the order of the ranks.
+        """Gather the rows of all processes, in the order of ranks.
 
         Args:
-            data: tensors or arrays of shape `(rows, length, ...)` in nested containers; numbers count as one row. The
-                processes may differ in `rows`, and in `length`, which is padded on the right.
-            pad_index: what shorter rows are padded with.
-            objects: take each list as a sequence of samples, which may be anything, and join the lists.
-            distinct: take one of those processes that have the same batches.
+            data: tensors or arrays of shape `(rows, length, ...)` in nested containers; a number is one row.
+                `rows` and `length` may differ between processes; `length` is padded on the right.
+            pad_index: value with which shorter rows are padded.
+            objects: treat each list as a sequence of samples of any type, and concatenate the lists.
+            distinct: use one of the processes that have the same batches.
 
         Raises:
-            TypeError: for other things than tensors, unless they are in lists and `objects` is set.
+            TypeError: for anything but tensors, unless it is in lists and `objects` is set.
         """
         if not self.several:
             return data
@@ -161,30 +161,32 @@ class Processes(RankInfo):
         return apply_to_collection(data, (list, *_LEAVES), gathered)
 
     def distinct_parts(self, tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
-        """The tensors of all processes, of one of those that have the same batches; for torchmetrics."""
+        """The tensors of all processes, one per group with the same batches; for torchmetrics."""
         from torchmetrics.utilities.distributed import gather_all_tensors
 
-        return [part.to(tensor.device) for part in gather_all_tensors(_reachable(tensor), group)[:: self.tp_size]]
+        return [
+            part.to(tensor.device) for part in gather_all_tensors(_on_backend_device(tensor), group)[:: self.tp_size]
+        ]
 
     def _gather_list(self, items: list[Any], pad_index: int, distinct: bool) -> list[Any]:
-        """A list of outputs, of the same length in every process; a list of samples would be mixed up."""
+        """Gather a list of outputs, of the same length in every process; a list of samples raises."""
         lengths = set(self.gather_objects([len(items)]))
         if len(lengths) > 1 or any(isinstance(item, Mapping) for item in items):
             raise TypeError(
-                "Processes cannot gather a list with one item a sample as tensors: set eval_use_gather_object=True, "
+                "Lists with one item per sample cannot be gathered as tensors: set eval_use_gather_object=True, "
                 "and eval_do_concat_batches=False to get a list of batches."
             )
         return [self.gather(item, pad_index, distinct=distinct) for item in items]
 
     @staticmethod
     def first_rows(data: Any, count: int, *, objects: bool = False) -> Any:
-        """The first rows of tensors in nested containers, or with `objects` of lists; what has no rows stays."""
+        """The first rows of tensors in nested containers, or with `objects` of lists; scalars are kept."""
         if objects and not isinstance(data, torch.Tensor):
             return apply_to_collection(data, list, lambda items: items[:count])
         return apply_to_collection(data, (torch.Tensor, np.ndarray), lambda rows: rows[:count] if rows.ndim else rows)
 
     def gather_objects(self, items: Any, distinct: bool = False) -> Any:
-        """The items of all processes' sequences in one list, whatever can be pickled; `distinct` as in `gather`."""
+        """Gather sequences of picklable items from all processes into one list; `distinct` as in `gather`."""
         if not self.several:
             return items
         gathered: list[Any] = [None] * self.world_size
@@ -192,7 +194,7 @@ class Processes(RankInfo):
         return [item for part in gathered[:: self.tp_size if distinct else 1] for item in part]
 
     def reduce(self, data: Any, reduction: str = "sum") -> Any:
-        """Tensors in nested containers, reduced over all processes: 'sum', 'mean', 'max', or 'none' for as they are.
+        """All-reduce tensors in nested containers: 'sum', 'mean', 'max', or 'none' for no change.
 
         Raises:
             ValueError: for another reduction.
@@ -203,26 +205,26 @@ class Processes(RankInfo):
             return data
 
         def reduced(tensor: torch.Tensor) -> torch.Tensor:
-            result = _reachable(tensor).clone()
+            result = _on_backend_device(tensor).clone()
             distributed.all_reduce(result, distributed.ReduceOp.MAX if reduction == "max" else distributed.ReduceOp.SUM)
             return (result / self.world_size if reduction == "mean" else result).to(tensor.device)
 
         return apply_to_collection(data, torch.Tensor, reduced)
 
     def pad(self, data: Any, dim: int, pad_index: int, pad_first: bool) -> Any:
-        """Tensors in nested containers, padded in one dimension to the longest of all processes."""
+        """Pad tensors in nested containers, in one dimension, to the longest of all processes."""
 
         def pad(tensor: torch.Tensor) -> torch.Tensor:
             if not -tensor.ndim <= dim < tensor.ndim:
                 return tensor
-            longest = _reachable(torch.tensor(tensor.shape[dim], device=tensor.device))
+            longest = _on_backend_device(torch.tensor(tensor.shape[dim], device=tensor.device))
             distributed.all_reduce(longest, op=distributed.ReduceOp.MAX)
             return _padded(tensor, dim % tensor.ndim, int(longest), pad_index, pad_first)
 
         return apply_to_collection(data, torch.Tensor, pad) if self.several else data
 
     def part_of(self, items: Any, padded: bool) -> Any:
-        """The part of this process in a sequence or tensor; the first get one more, unless all are padded."""
+        """The part of this process of a sequence or tensor; the first ranks get one item more, unless `padded`."""
         least, extra = divmod(len(items), self.world_size)
         start = self.rank * least + min(self.rank, extra)
         part = items[start : start + least + (self.rank < extra)]
@@ -234,7 +236,7 @@ class Processes(RankInfo):
         return part + type(part)([items[-1]]) * missing
 
     def while_main_works(self, work: Callable[[], None]) -> None:
-        """Call `work` in the main process, however long it takes; the others hear from it meanwhile."""
+        """Call `work` in rank 0, however long it takes; messages keep the other ranks from timing out."""
         if not self.several:
             work()
             return
@@ -244,7 +246,7 @@ class Processes(RankInfo):
 
     @contextlib.contextmanager
     def in_turn(self, first: bool) -> Iterator[None]:
-        """Run a block in the processes that go first, then in the others."""
+        """Run a block in the processes with `first`, then in the others."""
         if not first:
             self.barrier()
         try:
@@ -255,7 +257,7 @@ class Processes(RankInfo):
 
 
 def _begun(work: Callable[[], None]) -> Future[None]:
-    """Call `work` in a thread that Python does not wait for when it is interrupted."""
+    """Call `work` in a daemon thread, for which Python does not wait when it is interrupted."""
     job: Future[None] = Future()
 
     def run() -> None:
@@ -270,7 +272,7 @@ def _begun(work: Callable[[], None]) -> Future[None]:
 
 
 def _has_ended(job: Future[None] | None) -> bool:
-    """Whether the main process is done, asked for some seconds; what went wrong there is raised."""
+    """Whether the job has ended, after waiting some seconds; raises its error."""
     assert job is not None
     ended = futures.wait([job], _HEARTBEAT).done
     for each in ended:
@@ -279,8 +281,8 @@ def _has_ended(job: Future[None] | None) -> bool:
 
 
 @functools.cache
-def _group_on_host(timeout: timedelta) -> Any:
-    """A group of all processes for tensors in the host's memory; None is the default one."""
+def _cpu_group(timeout: timedelta) -> Any:
+    """A process group for tensors in CPU memory; None means the default group."""
     backends = distributed.get_backend()
     return None if "gloo" in backends else distributed.new_group(backend="gloo", timeout=timeout)
 
@@ -288,36 +290,36 @@ def _group_on_host(timeout: timedelta) -> Any:
 def _disconnect() -> None:
     """Leave the group while Python still runs.
 
-    Gloo's threads let go of tensors late, which takes Python's lock; a process that ends meanwhile is aborted. They are
-    waited for when the group is destroyed, which needs that nothing holds it any more.
+    Gloo's threads free tensors late and need Python's lock for it; a process that exits during that time is aborted.
+    Destroying the group waits for these threads, but only if nothing else holds a reference to the group.
     """
     if distributed.is_initialized():
-        _group_on_host.cache_clear()  # another Trainer may join one anew
+        _cpu_group.cache_clear()  # another Trainer may join a new group
         gc.collect()
         distributed.destroy_process_group()
 
 
-#: What ends a nested structure; of these only tensors and arrays can be gathered.
+#: Leaves of a nested structure; only tensors and arrays can be gathered.
 _LEAVES = (torch.Tensor, np.ndarray, np.generic, str, bytes, bool, int, float, complex)
 
 
 def _gathered(leaf: Any, pad_index: int, every: int) -> Any:
-    from torchmetrics.utilities.distributed import gather_all_tensors  # seconds of imports, for several processes only
+    from torchmetrics.utilities.distributed import gather_all_tensors  # takes seconds to import
 
     if isinstance(leaf, np.ndarray):
         return _gathered(torch.from_numpy(leaf), pad_index, every).cpu().numpy()
     if not isinstance(leaf, torch.Tensor):
         raise TypeError(
-            f"Processes can only gather tensors, got a {type(leaf).__name__}: put it into a list with one item a "
+            f"Processes can only gather tensors, not {type(leaf).__name__}: return a list with one item per "
             "sample, and set eval_use_gather_object=True."
         )
-    return _joined(gather_all_tensors(torch.atleast_1d(_reachable(leaf)))[::every], pad_index).to(leaf.device)
+    return _joined(gather_all_tensors(torch.atleast_1d(_on_backend_device(leaf)))[::every], pad_index).to(leaf.device)
 
 
-def _reachable(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor where the other processes can have it.
+def _on_backend_device(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor on a device that the backend supports.
 
-    Most backends take what is on their accelerator only, and gloo takes nothing of XLA's.
+    Most backends accept only tensors on their accelerator, and gloo does not accept XLA tensors.
     """
     kind = next((device for name, device in ON_DEVICE.items() if name in distributed.get_backend()), None)
     if kind is not None:
@@ -327,7 +329,7 @@ def _reachable(tensor: torch.Tensor) -> torch.Tensor:
 
 def _joined(parts: list[torch.Tensor], pad_index: int) -> torch.Tensor:
     if parts[0].ndim > 1 and len({part.shape[1] for part in parts}) > 1:
-        longest = max((part.shape[1] for part in parts if part.shape[0]), default=0)  # fillers do not count
+        longest = max((part.shape[1] for part in parts if part.shape[0]), default=0)  # ignore empty parts
         parts = [_padded(part[:, :longest], 1, longest, pad_index, False) for part in parts]
     return torch.cat(parts)
 

@@ -21,7 +21,7 @@ def set_seed(seed: int, deterministic: bool = False) -> None:
 def enable_full_determinism(seed: int, warn_only: bool = False) -> None:
     """Seed everything and allow deterministic kernels only.
 
-    Sets the environment variables that CUDA and flash attention read for it.
+    Sets the environment variables that CUDA and flash attention read.
 
     Args:
         seed: seed of all generators.
@@ -36,6 +36,6 @@ def enable_full_determinism(seed: int, warn_only: bool = False) -> None:
     torch.backends.cudnn.benchmark = False
 
 
-def seed_worker(worker_id: int, num_workers: int, rank: int) -> None:  # noqa: ARG001 - torch gives the id
-    """Seed a loading process: the `worker_init_fn` of the training loader."""
+def seed_worker(worker_id: int, num_workers: int, rank: int) -> None:  # noqa: ARG001 - torch passes the id
+    """Seed a loading process; the `worker_init_fn` of the training loader."""
     set_seed(num_workers * rank + torch.initial_seed() % 2**32)

@@ -120,7 +120,7 @@ def test_files(tmp_path, monkeypatch):
     (tmp_path / "settings.yaml").write_text("needed: 5\nitems: [7, 8]\n")
     assert parser.parse_yaml_file(tmp_path / "settings.yaml")[0].items == [7, 8]
     path.write_text('{"needed": 4,')
-    with pytest.raises(InvalidArgument, match=r"settings.json is no valid JSON: .*line 1 column"):
+    with pytest.raises(InvalidArgument, match=r"settings.json is not valid JSON: .*line 1 column"):
         parser.parse_json_file(path)
     with pytest.raises(InvalidArgument, match="'wrong'"):
         parser.parse_dict({"needed": 1, "wrong": 2})

@@ -64,11 +64,12 @@ def test_a_release_is_chosen_once_for_a_trainer(tmp_path):
     [
         (
             "4.30",
-            "'4.30' is no release of transformers whose behaviour is known, from 4.48 to 5.23; the nearest is '4.48'",
+            "'4.30' is not a release of transformers whose behaviour is known, from 4.48 to 5.23; "
+            "the nearest is '4.48'",
         ),
         ("5.99", "the nearest is '5.23'."),
         ("newest", "from 4.48 to 5.23."),
-        (5.10, "give the release as text, such as '5.10', which as a number would be 5.1"),
+        (5.10, "give the release as text: the number 5.10 would be read as 5.1"),
         (None, "give a release as text"),
     ],
 )

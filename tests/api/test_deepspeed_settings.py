@@ -198,7 +198,7 @@ def test_contradictions_name_both(config, settings, named):
     ("config", "words"),
     [
         ('{"bf16": {}}', "zero_optimization is missing"),
-        ({"zero_optimisation": {"stage": 3}}, "did you mean it by 'zero_optimisation'"),
+        ({"zero_optimisation": {"stage": 3}}, "is 'zero_optimisation' a typo?"),
         ([1], r"deepspeed=\[1\]: give a dict"),
     ],
 )
@@ -241,7 +241,7 @@ def test_all_contradictions_are_named_at_once():
 def test_defaults_give_way_and_it_is_said():
     config = arguments({**ZERO_2, "gradient_clipping": 0.1}).hf_deepspeed_config
     assert config.config["gradient_clipping"] == 0.1
-    assert config.notes == ["deepspeed: gradient_clipping=0.1 is used, and not the default max_grad_norm=1.0."]
+    assert config.notes == ["deepspeed: gradient_clipping=0.1 is used instead of the default max_grad_norm=1.0."]
 
 
 def test_read_from_anywhere(tmp_path):
@@ -257,7 +257,7 @@ def test_read_from_anywhere(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [(None, "no such file"), ("{", "malformed"), ("[]", "must hold keywords")],
+    [(None, "neither an existing file nor"), ("{", "malformed"), ("[]", "must hold keywords")],
 )
 def test_unreadable_files_are_named(tmp_path, text, words):
     path = tmp_path / "ds_config.json"
@@ -302,7 +302,7 @@ def test_sizes_follow_the_model():
     keys = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
     config = DeepSpeedConfig({"zero_optimization": {"stage": 3, **dict.fromkeys(keys, "auto")}})
     model = torch.nn.Linear(1, 1)
-    with pytest.raises(WrongConfig, match="reduce_bucket_size='auto' follows from the hidden_size"):
+    with pytest.raises(WrongConfig, match="reduce_bucket_size='auto' depends on hidden_size"):
         config.completed(model, 10, 0, warmup_is_default=True)
     model.config = type("Config", (), {"hidden_sizes": [8, 10]})()
     completed = config.completed(model, 10, 0, warmup_is_default=True)

@@ -108,14 +108,16 @@ def test_use_mps_device_where_it_is_not(monkeypatch, built, settings, reason):
 
 def test_one_process_on_mps(mac, two_processes):
     (message,) = check_supported(ResolvedArguments(make()))
-    assert message.startswith("2 processes cannot be had on Apple's GPU: it is one device, and neither gloo nor nccl")
+    assert message.startswith(
+        "2 processes are not possible on Apple's GPU: it is one device, and neither gloo nor nccl"
+    )
     assert not check_supported(ResolvedArguments(make(use_cpu=True)))
 
 
 @pytest.mark.parametrize("settings", [{"lightning_config": {"devices": 2}}, {"fsdp": True}])
 def test_one_device_on_mps(mac, settings):
     (message,) = check_supported(ResolvedArguments(make(**settings)))
-    assert "cannot be had on Apple's GPU" in message
+    assert "not possible on Apple's GPU" in message
 
 
 @pytest.mark.parametrize(
@@ -267,7 +269,7 @@ def test_intel(xpu, two_processes):
     assert make_plan(ResolvedArguments(make(ddp_backend="ccl"))).process_group_backend == "ccl"
     assert not check_supported(ResolvedArguments(args))
     (message,) = check_supported(ResolvedArguments(make(fsdp=True)))
-    assert "sharded and split on CUDA and CPU only, and this is xpu: leave out fsdp" in message
+    assert "sharded and split on CUDA and CPU only, and this device is xpu: leave out fsdp" in message
     assert make_plan(ResolvedArguments(make(use_cpu=True))).process_group_backend is None
 
 
@@ -288,13 +290,13 @@ def test_python_alone_starts_a_process_for_each(xpu, monkeypatch):
 def test_more_processes_than_devices(xpu, two_processes, monkeypatch):
     monkeypatch.setattr(torch.xpu, "device_count", lambda: 1)
     (message,) = check_supported(ResolvedArguments(make()))
-    assert "2 processes on this node need a GPU each, and there are 1" in message
+    assert "2 processes on this node need one GPU each, but there are 1" in message
 
 
 @pytest.mark.parametrize("name", ["hpu", "sdaa", "neuron"])
 def test_refused_accelerators(monkeypatch, name):
     monkeypatch.setattr(torch, name, SimpleNamespace(is_available=lambda: True), raising=False)
-    with pytest.raises(UnsupportedArgument, match=f"torch.{name} is available, and hftrainer cannot .* use_cpu=True"):
+    with pytest.raises(UnsupportedArgument, match=f"torch.{name} is available, but hftrainer cannot .* use_cpu=True"):
         Trainer(make_plain(), make())
     assert not check_supported(ResolvedArguments(make(use_cpu=True)))
 
@@ -348,7 +350,7 @@ def test_training_on_a_plug_in(tmp_path):
         ("xccl", "has no 'xccl' (it comes with torch for Intel GPUs)"),
         (
             "ccl",
-            "has no 'ccl' (the script has to import oneccl_bindings_for_pytorch, which Intel has ended for 'xccl')",
+            "has no 'ccl' (the script must import oneccl_bindings_for_pytorch, which Intel has replaced by 'xccl')",
         ),
         ("hccl", "has no 'hccl' (it comes with torch_npu)"),
         ("cncl", "has no 'cncl' (it comes with torch_mlu)"),

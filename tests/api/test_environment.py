@@ -231,8 +231,10 @@ def test_notebooks_use_one(make, monkeypatch, caplog):
     assert args.world_size == 1
     from hftrainer.arguments.table import overridden
 
-    assert "One of 4 GPUs is used" in overridden(ResolvedArguments(args))[0]
-    with pytest.raises(UnsupportedArgument, match=r"\['devices'\]=2 needs a script that can be started again"):
+    assert "Only one of 4 GPUs is used" in overridden(ResolvedArguments(args))[0]
+    with pytest.raises(
+        UnsupportedArgument, match=r"\['devices'\]=2 needs a script that can be started once per device"
+    ):
         Trainer(make_plain(), make(config={"devices": 2}))
 
 
@@ -255,19 +257,19 @@ def test_the_second_of_several_gpus(make, monkeypatch):
 
 WRONG = {
     "no address": ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, {}, "MASTER_ADDR and MASTER_PORT are not set"),
-    "rank": ({**TORCHRUN, "RANK": "8"}, {}, "this is process 8 of 8, and 1 of 4 on its node"),
-    "local rank": ({**TORCHRUN, "LOCAL_RANK": "4"}, {}, "this is process 5 of 8, and 4 of 4 on its node"),
+    "rank": ({**TORCHRUN, "RANK": "8"}, {}, "sets rank 8 of 8, and local rank 1 of 4"),
+    "local rank": ({**TORCHRUN, "LOCAL_RANK": "4"}, {}, "sets rank 5 of 8, and local rank 4 of 4"),
     "MPI on two nodes": (OPEN_MPI, {}, "'mpi' asks for several processes, but MASTER_ADDR is not set.*mpirun"),
     "not by srun": ({}, {"environment": "slurm"}, "SLURM_PROCID and SLURM_LOCALID are not set.*srun"),
-    "devices": (TORCHRUN, {"devices": 2}, r"\['devices'\]=2, and the launcher has started 4"),
-    "nodes": (TORCHRUN, {"num_nodes": 3}, r"\['num_nodes'\]=3, and the launcher has started 2"),
+    "devices": (TORCHRUN, {"devices": 2}, r"\['devices'\]=2, but the launcher has started 4"),
+    "nodes": (TORCHRUN, {"num_nodes": 3}, r"\['num_nodes'\]=3, but the launcher has started 2"),
     "nodes without a launcher": (
         {},
         {"num_nodes": 2},
         r"\['num_nodes'\]=2 needs a launcher on each node: use torchrun",
     ),
     "no devices": ({}, {"devices": 0}, r"\['devices'\]=0: it must be a number from 1, -1 or 'auto'"),
-    "devices by name": ({}, {"devices": [0, 2]}, "give their number, and choose with CUDA_VISIBLE_DEVICES"),
+    "devices by name": ({}, {"devices": [0, 2]}, "give their number, and select them with CUDA_VISIBLE_DEVICES"),
     "no nodes": ({}, {"num_nodes": 0}, r"\['num_nodes'\]=0: it must be a number from 1"),
     "launcher": ({}, {"environment": "slrum"}, r"\['environment'\]='slrum': it must be 'torchrun' or 'slurm' or"),
     "launcher in the environment": ({"HFTRAINER_ENVIRONMENT": "x"}, {}, "HFTRAINER_ENVIRONMENT='x': it must be"),
@@ -285,7 +287,7 @@ def test_wrong(make, name):
 
 def test_more_processes_than_gpus(make, monkeypatch):
     gpus(monkeypatch, 2)
-    with pytest.raises(UnsupportedArgument, match="4 processes on this node need a GPU each, and there are 2"):
+    with pytest.raises(UnsupportedArgument, match="4 processes on this node need one GPU each, but there are 2"):
         Trainer(make_plain(), make(TORCHRUN, use_cpu=False))
 
 

@@ -168,7 +168,7 @@ def test_every_kind_of_wrong_value_is_named():
         "optim: 'adamm'",
         "lr_scheduler_type: 'liner'",
         "'linear'?",
-        "fsdp_config is no valid",
+        "fsdp_config is not a valid",
         "batch_size=0",
     ):
         assert words in str(caught.value)

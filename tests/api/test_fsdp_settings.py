@@ -99,7 +99,7 @@ def test_the_launcher():
     [
         ("full_shrd", None, "'full_shrd' is unknown; did you mean 'full_shard'"),
         ("full_shard no_shard", None, "full_shard and no_shard are two strategies"),
-        (True, {"min_num_param": 3}, "'min_num_param' is no key of it; did you mean 'min_num_params'"),
+        (True, {"min_num_param": 3}, "'min_num_param' is not a valid key; did you mean 'min_num_params'"),
         (True, {"version": 3}, "it must be 1 or 2"),
         ("no_shard", {"version": 2}, "only FSDP1 has 'no_shard'"),
         (True, {"version": 2, "forward_prefetch": True}, "only FSDP1 has forward_prefetch"),
@@ -134,7 +134,7 @@ def test_malformed_files(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"fsdp": True}, "fsdp=True shards the model over processes, and there is one"),
+        ({"fsdp": True}, "fsdp=True shards the model over processes, but there is one"),
         ({"fsdp": True, "deepspeed": True}, "fsdp and deepspeed both shard the model"),
         ({"fsdp": "full_shrd"}, "did you mean 'full_shard'"),
         (
@@ -159,7 +159,7 @@ def test_refusals(settings, message):
         ({"optim": "lomo"}, "optim='lomo' needs whole parameters"),
         ({"optim": "adamw_bnb_8bit"}, "optim='adamw_bnb_8bit' needs whole parameters"),
         ({"optim": "adafactor", "fsdp_config": {"version": 1}}, "FSDP1 flattens them: use FSDP2"),
-        ({"bf16_full_eval": True}, "bf16_full_eval=True would round weights"),
+        ({"bf16_full_eval": True}, "bf16_full_eval=True would round sharded weights"),
         ({"activation_checkpointing": True, "fsdp_config": {"activation_checkpointing": True}}, "a third time"),
         ({"report_to": "wandb"}, "WANDB_LOG_MODEL=end saves the model in the main process alone"),
     ],

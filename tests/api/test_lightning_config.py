@@ -166,5 +166,5 @@ def test_malformed(tmp_path):
         (tmp_path / name).write_text(text)
         with pytest.raises(UnsupportedArgument, match=message):
             make_trainer(tmp_path, str(tmp_path / name))
-    with pytest.raises(InvalidArgument, match="lightning_config is no valid JSON object"):
+    with pytest.raises(InvalidArgument, match="lightning_config is not a valid JSON object"):
         TrainingArguments("x", lightning_config="{broken")

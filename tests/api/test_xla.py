@@ -101,8 +101,8 @@ def test_sharding_without_torch_xla(tmp_path, monkeypatch):
             "this run uses 1 of this machine's cores: start the script with python -m hftrainer run",
         ),
         ({"fp16": True}, "TPUs compute in bfloat16"),
-        ({"torch_compile": True}, "XLA compiles the whole step"),
-        ({"fsdp": True}, "is torch_xla's: give fsdp_config={'xla': True} too"),
+        ({"torch_compile": True}, "XLA already compiles the whole step"),
+        ({"fsdp": True}, "uses torch_xla: give fsdp_config={'xla': True} too"),
         ({"fsdp": True, "fsdp_config": {"xla": True, "cpu_offload": True}}, "fsdp_config['cpu_offload']"),
     ],
 )
@@ -181,7 +181,7 @@ def test_wrong_options(options, message, monkeypatch, capsys):
 
 def test_metrics_of_no_tpu(tmp_path):
     said = overridden(ResolvedArguments(TrainingArguments(str(tmp_path), debug="tpu_metrics_debug", use_cpu=True)))
-    assert said == ["debug='tpu_metrics_debug' prints nothing: training is on cpu, which is no XLA device."]
+    assert said == ["debug='tpu_metrics_debug' prints nothing: training is on cpu, which is not an XLA device."]
 
 
 class _FakeTensor:

@@ -71,7 +71,7 @@ def test_goes_on_from_one_process(found):
 
 
 REFUSED = {
-    "2x2 of 1": ({"dp_shard_size": 2, "dp_replicate_size": 2}, {}, "needs 4 processes, and there are 1"),
+    "2x2 of 1": ({"dp_shard_size": 2, "dp_replicate_size": 2}, {}, "needs 4 processes, but there are 1"),
     "unknown": ({"tp_sizes": 2}, {}, "did you mean 'tp_size'?"),
     "no size": ({"dp_shard_size": 0}, {}, "parallelism_config['dp_shard_size']=0: it must be a number of processes"),
     "cp": ({"cp_size": 2}, {}, "parallelism_config['cp_size'] is not supported"),
@@ -104,7 +104,7 @@ def test_models_that_do_not_fit():
     )
     assert "set parallelism_config to the former" in str(check_model_layout(Layout(), loaded(tp_size=2)))
     assert check_model_layout(Layout(tp_size=2), loaded(tp_size=2)) is None
-    with pytest.raises(WrongConfig, match="asks for dp_shard_size=2, and the model was loaded with tp_size=2"):
+    with pytest.raises(WrongConfig, match="sets dp_shard_size=2, but the model was loaded with tp_size=2"):
         read_layout({"dp_shard_size": 2}, loaded(tp_size=2))
     with pytest.raises(WrongConfig, match="pipeline parallelism is not supported yet"):
         read_layout(None, loaded(pp_size=2))

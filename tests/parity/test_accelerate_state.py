@@ -106,7 +106,7 @@ def test_a_state_of_the_script_is_kept_when_asked(tmp_path, library):
 def test_a_kept_state_of_another_precision(tmp_path):
     accelerate.Accelerator(cpu=True, mixed_precision="bf16")
     args = arguments(hftrainer, tmp_path, accelerator_config={"use_configured_state": True})
-    with pytest.raises(InvalidArgument, match="mixed_precision='bf16', and the arguments ask for 'no'"):
+    with pytest.raises(InvalidArgument, match="mixed_precision='bf16', but the arguments ask for 'no'"):
         hftrainer.Trainer(make_plain(), args, train_dataset=plain_data())
 
 
@@ -167,7 +167,7 @@ def test_one_gpu_as_scripts_ask_for_it(tmp_path):
     assert args._n_gpu == args.n_gpu == 0
     args._n_gpu = 1
     assert args.n_gpu == 1 and args.train_batch_size == args.per_device_train_batch_size
-    with pytest.raises(UnsupportedArgument, match="several GPUs need a process each"):
+    with pytest.raises(UnsupportedArgument, match="several GPUs need one process each"):
         args._n_gpu = 2
 
 

@@ -147,7 +147,7 @@ WRONG = [
     ({"gradient_accumulation_kwargs": {"num_steps": 0}}, "['num_steps']=0: give a number of micro-batches"),
     ({"gradient_accumulation_kwargs": {"num_steps": True}}, "['num_steps']=True: give a number of micro-batches"),
     ({"gradient_accumulation_kwargs": {"sync_each_batch": 1}}, "['sync_each_batch']=1: give True or False"),
-    (TheirConfig, "AcceleratorConfig is a class: give an object of it"),
+    (TheirConfig, "AcceleratorConfig is a class: give an instance of it"),
     (7, "accelerator_config=7: give a dict, or the path of a JSON file"),
     ("missing.json", "accelerator_config='missing.json' cannot be read: No such file"),
 ]
@@ -160,7 +160,7 @@ def test_wrong(given, sentence):
     assert sentence in str(caught.value)
 
 
-@pytest.mark.parametrize(("text", "sentence"), [("[1]", "must hold a JSON object"), ("{", "is no valid JSON")])
+@pytest.mark.parametrize(("text", "sentence"), [("[1]", "must hold a JSON object"), ("{", "is not valid JSON")])
 def test_wrong_file(tmp_path, text, sentence):
     path = tmp_path / "config.json"
     path.write_text(text)

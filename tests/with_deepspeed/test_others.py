@@ -108,7 +108,7 @@ def test_what_scripts_give(found, rank):
         ("two optimizers", "optimizers=(...) and the optimizer and scheduler of the deepspeed configuration"),
         ("a wrong key", "stge"),
         ("accumulation", "set gradient_accumulation_steps instead"),
-        ("another stage", "a checkpoint belongs to the model, the stage and the optimizer"),
+        ("another stage", "model, stage and optimizer must be those of the checkpoint"),
     ],
 )
 def test_refusals(found, name, words):
@@ -125,7 +125,7 @@ def test_fewer_processes(tmp_path):
         assert run.returncode == 0, run.stderr[-3000:]
     (both,) = (pickle.loads(path.read_bytes())["stage 2"]["logs"] for path in tmp_path.glob("hftrainer-0.pkl"))
     one = pickle.loads((tmp_path / "one-0.pkl").read_bytes())
-    assert "holds the parts of 2 processes, and there are 1" in one["parts"]
+    assert "holds the parts of 2 processes, but there are 1" in one["parts"]
     assert "ds_to_universal" in one["parts"]
     written = load_file(tmp_path / "hftrainer" / "stage 2" / "checkpoint-4" / "model.safetensors")
     assert_same(one["loaded, weights"], written)
@@ -189,7 +189,7 @@ def test_wrong_device_is_named(tmp_path):
     script.write_text(text)
     run = python(str(script))
     assert run.returncode != 0
-    assert "DeepSpeed computes on 'cpu' and the Trainer on 'cuda': set DS_ACCELERATOR=cuda" in run.stderr
+    assert "DeepSpeed uses 'cpu' but the Trainer uses 'cuda': set DS_ACCELERATOR=cuda" in run.stderr
 
 
 def test_explain_names_the_strategy(tmp_path):

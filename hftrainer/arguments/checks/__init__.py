@@ -1,1 +1,1 @@
-"""What arguments ask for and cannot get: a sentence for each, before anything runs."""
+"""Checks for unsupported combinations of arguments, before anything runs; each yields sentences."""

@@ -1,4 +1,4 @@
-"""What DeepSpeed cannot do as the arguments ask for it."""
+"""Checks of the arguments against DeepSpeed."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 from hftrainer.arguments.base import BaseArguments
 from hftrainer.parallel.deepspeed.settings import AUTO, BY_HIDDEN_SIZE, INSTALL, OF_SCHEDULE, DeepSpeedConfig
 
-#: Optimizers that need whole parameters or modes of their own, and are given flat parts: parts of their names.
+#: Optimizers that need whole parameters or their own modes, but would get flat parts: parts of their names.
 _NEED_WHOLE = ("galore", "apollo", "lomo", "schedule_free", "grokadamw", "layerwise")
 
 
 def check_deepspeed(args: BaseArguments, config: DeepSpeedConfig, lightning_config: Mapping[str, Any]) -> Iterator[str]:
-    """A sentence for each way in which DeepSpeed cannot be used as it is asked for."""
+    """A sentence for each setting that DeepSpeed does not support."""
     if importlib.util.find_spec("deepspeed") is None:
         asked = f"deepspeed={args.deepspeed!r}" if args.deepspeed else "ACCELERATE_USE_DEEPSPEED=true"
         yield f"{asked} needs DeepSpeed, which is not installed: {INSTALL}."
@@ -31,20 +31,20 @@ def check_deepspeed(args: BaseArguments, config: DeepSpeedConfig, lightning_conf
             )
     optim = str(getattr(args.optim, "value", args.optim))
     if "optimizer" not in config.config and any(part in optim for part in _NEED_WHOLE):
-        yield f"optim={optim!r} needs whole parameters, and deepspeed gives it flat parts: use 'adamw_torch'."
+        yield f"optim={optim!r} needs whole parameters, but deepspeed gives it flat parts: use 'adamw_torch'."
     if args.save_only_model and args.load_best_model_at_end:
-        yield "save_only_model=True leaves nothing that deepspeed can load: set load_best_model_at_end=False."
+        yield "save_only_model=True writes nothing that deepspeed can load: set load_best_model_at_end=False."
     if args.auto_find_batch_size:
-        yield "auto_find_batch_size=True cannot start DeepSpeed's engine again: set per_device_train_batch_size."
+        yield "auto_find_batch_size=True cannot restart DeepSpeed's engine: set per_device_train_batch_size."
     if "precision" in lightning_config:
         yield (
-            f"lightning_config['precision']={lightning_config['precision']!r} is not DeepSpeed's: set bf16 or fp16, or "
-            "their sections in the configuration."
+            f"lightning_config['precision']={lightning_config['precision']!r} does not apply to DeepSpeed: set bf16 or "
+            "fp16, or their sections in the configuration."
         )
     if lightning_config.get("async_checkpoint"):
         yield (
-            "lightning_config['async_checkpoint']=True writes from one process, and deepspeed from all: leave one of "
-            "them out."
+            "lightning_config['async_checkpoint']=True writes from one process, but deepspeed writes from all: leave "
+            "one of them out."
         )
 
 

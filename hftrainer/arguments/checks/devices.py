@@ -1,4 +1,4 @@
-"""What the device cannot do of what the arguments ask for."""
+"""Checks of the arguments against the device."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torch import distributed
 from hftrainer.arguments.base import BaseArguments
 from hftrainer.parallel.devices import OTHERS, own_backend
 
-#: Devices that a run cannot be planned for → why.
+#: Devices that are not supported → why.
 REFUSED = {
-    "hpu": "Gaudi needs operators of torch replaced and its graphs marked in the loop, which optimum-habana does",
-    "sdaa": "transformers does not choose it for its Trainer either",
-    "neuron": "it compiles whole graphs, which the loop is not made for; optimum-neuron is",
+    "hpu": "Gaudi needs replaced torch operators and graph marks in the loop; optimum-habana has both",
+    "sdaa": "the Trainer of transformers does not use it either",
+    "neuron": "it compiles whole graphs, which the loop does not support; use optimum-neuron",
 }
-#: Documented backends → the devices that they connect, and where torch has them from.
+#: Documented backends → the devices that they connect, and where they come from.
 BACKENDS = {
     "nccl": (("cuda",), "it comes with torch for CUDA or ROCm"),
     "gloo": (("cpu", "cuda"), "it comes with torch"),
     "mpi": (("cpu", "cuda"), "it needs torch built from source with MPI"),
-    "ccl": (("cpu", "xpu"), "the script has to import oneccl_bindings_for_pytorch, which Intel has ended for 'xccl'"),
+    "ccl": (("cpu", "xpu"), "the script must import oneccl_bindings_for_pytorch, which Intel has replaced by 'xccl'"),
     "xccl": (("xpu",), "it comes with torch for Intel GPUs"),
     "hccl": (("npu",), "it comes with torch_npu"),
     "cncl": (("mlu",), "it comes with torch_mlu"),
@@ -31,13 +31,13 @@ BACKENDS = {
 
 
 def check_device(args: BaseArguments, precision: str, processes: int, spreads: bool) -> Iterator[str]:
-    """A sentence for each wish that the device cannot fulfil.
+    """A sentence for each setting that the device does not support.
 
     Args:
         args: the arguments.
-        precision: Lightning's.
-        processes: in all.
-        spreads: whether each is to have a part of the model only.
+        precision: Lightning's precision.
+        processes: world size.
+        spreads: whether each process has only a part of the model.
     """
     kind = args.device.type
     if getattr(args, "use_mps_device", False) and kind != "mps":
@@ -45,15 +45,15 @@ def check_device(args: BaseArguments, precision: str, processes: int, spreads: b
     here = [name for name in REFUSED if hasattr(torch, name) and getattr(torch, name).is_available()]
     if kind == "cpu" and here and not _asks_for_cpu(args):
         yield (
-            f"torch.{here[0]} is available, and hftrainer cannot train on it: {REFUSED[here[0]]}. Set use_cpu=True to "
+            f"torch.{here[0]} is available, but hftrainer cannot train on it: {REFUSED[here[0]]}. Set use_cpu=True to "
             "train on the CPU."
         )
     if kind == "mps":
-        yield from _wrong_on_mps(precision, processes, spreads)
+        yield from _check_mps(precision, processes, spreads)
     elif kind in OTHERS and spreads:
-        yield f"Models are sharded and split on CUDA and CPU only, and this is {kind}: leave out fsdp."
+        yield f"Models can be sharded and split on CUDA and CPU only, and this device is {kind}: leave out fsdp."
     several = processes > 1 and kind not in ("mps", "xla")
-    if args.ddp_backend and (reason := _wrong_backend(args.ddp_backend.lower(), kind, several)):
+    if args.ddp_backend and (reason := _check_backend(args.ddp_backend.lower(), kind, several)):
         yield f"ddp_backend={args.ddp_backend!r}{reason}: use {own_backend(kind)!r}, or leave it out."
 
 
@@ -69,21 +69,21 @@ def _why_no_mps(args: BaseArguments) -> str:
     return "there is no Apple GPU, or macOS is too old for it"
 
 
-def _wrong_on_mps(precision: str, processes: int, spreads: bool) -> Iterator[str]:
+def _check_mps(precision: str, processes: int, spreads: bool) -> Iterator[str]:
     if processes > 1 or spreads:
-        what = f"{processes} processes" if processes > 1 else "A sharded or split model"
+        what = f"{processes} processes are" if processes > 1 else "A sharded or split model is"
         yield (
-            f"{what} cannot be had on Apple's GPU: it is one device, and neither gloo nor nccl works on mps. Start one "
+            f"{what} not possible on Apple's GPU: it is one device, and neither gloo nor nccl works on mps. Start one "
             "process, without fsdp and devices; gradient_accumulation_steps makes larger batches. Or set use_cpu=True."
         )
     if precision == "16-mixed" and torch.__version__ < "2.8":  # https://github.com/pytorch/pytorch/pull/150255
-        yield f"fp16=True on Apple's GPU needs torch 2.8, whose GradScaler knows mps, and this is {torch.__version__}."
+        yield f"fp16=True on Apple's GPU needs torch 2.8, whose GradScaler supports mps; this is {torch.__version__}."
     if precision == "bf16-mixed" and not torch.backends.mps.is_macos_or_newer(14, 0):
         yield "bf16=True on Apple's GPU needs macOS 14: use fp16=True, or use_cpu=True."
 
 
-def _wrong_backend(given: str, kind: str, several: bool) -> str | None:
-    """What is wrong with a backend, or with one of several as in 'cpu:gloo,cuda:nccl'; one process needs none."""
+def _check_backend(given: str, kind: str, several: bool) -> str | None:
+    """Why a backend, or one of several as in 'cpu:gloo,cuda:nccl', cannot be used; one process needs none."""
     registered = distributed.Backend.backend_capability
     known = {*registered, *BACKENDS}
     serves: set[str] = set()

@@ -1,4 +1,4 @@
-"""What an XLA device cannot do of what the arguments ask for."""
+"""Checks of the arguments against XLA devices."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ from hftrainer.parallel.xla.devices import INSTALL, cores_in_this_process, insta
 
 
 def check_xla(args: BaseArguments, here: RankInfo, cores: int | None) -> Iterator[str]:
-    """A sentence for each wish about XLA that cannot be met.
+    """A sentence for each setting that XLA devices do not support.
 
     Args:
         args: the training arguments.
-        here: where this process stands.
+        here: rank of this process.
         cores: `tpu_num_cores`.
     """
     on_xla = args.device.type == "xla"
     if cores is not None and not on_xla and not args.use_cpu:
         reason = f"torch_xla is missing: {INSTALL}" if not installed() else "there is none: set PJRT_DEVICE=TPU"
-        yield f"tpu_num_cores={cores} needs a TPU, and {reason}."
+        yield f"tpu_num_cores={cores} needs a TPU, but {reason}."
     if not on_xla:
         return
     if cores is not None and cores != here.local_world_size:
         yield (
-            f"tpu_num_cores={cores}, and this run uses {here.local_world_size} of this machine's cores: start "
+            f"tpu_num_cores={cores}, but this run uses {here.local_world_size} of this machine's cores: start "
             "the script with python -m hftrainer run --tpu, which starts a process for each."
         )
     if here.world_size > 1 and here.launcher != "xla":
         yield (
-            f"{here.launcher!r} has started {here.world_size} processes, which find no TPU core of their own: start "
+            f"{here.launcher!r} has started {here.world_size} processes, which have no TPU core of their own: start "
             "the script with python -m hftrainer run --tpu."
         )
     if here.launcher == "xla" and cores_in_this_process() > 1:
         yield (
-            "On TPU v2 and v3 two cores share a process, which the Trainer cannot: use one core, or shard over all "
+            "On TPU v2 and v3 two cores share a process, which is not supported: use one core, or shard over all "
             "with fsdp_config={'xla': True, 'xla_fsdp_v2': True} in one process."
         )
     if args.fp16 or args.fp16_full_eval:
-        yield "fp16: TPUs compute in bfloat16, and torch_xla scales no losses: use bf16."
+        yield "fp16: TPUs compute in bfloat16, and torch_xla does not scale losses: use bf16."
     if args.torch_compile:
-        yield "torch_compile=True: XLA compiles the whole step by itself; leave it out."
+        yield "torch_compile=True: XLA already compiles the whole step; leave it out."

@@ -1,1 +1,1 @@
-"""DeepSpeed: its configuration, its start, its engine in a run."""
+"""DeepSpeed: its configuration, initialization, and engine."""

@@ -13,24 +13,24 @@ from hftrainer.parallel.deepspeed.settings import DeepSpeedConfig
 
 
 class Configured(Protocol):
-    """What has a configuration of DeepSpeed: a run, or the arguments."""
+    """An object with a DeepSpeed configuration: a run, or the arguments."""
 
     config: DeepSpeedConfig
 
     @property
     def gathers(self) -> bool:
-        """Whether checkpoints are to hold whole weights too."""
+        """Whether checkpoints also hold whole weights."""
 
 
 @dataclass
 class Planned:
-    """The configuration of arguments, before there is a run."""
+    """The configuration in the arguments, before a run."""
 
     config: DeepSpeedConfig
 
     @property
     def gathers(self) -> bool:
-        """Whether checkpoints are to hold whole weights too."""
+        """Whether checkpoints also hold whole weights."""
         return self.config.is_true("zero_optimization.stage3_gather_16bit_weights_on_model_save")
 
 
@@ -38,7 +38,7 @@ class DeepSpeedPlugin:
     """`accelerator.state.deepspeed_plugin`: the configuration under accelerate's names.
 
     Args:
-        run: whose configuration it is; complete once training has begun.
+        run: the object with the configuration, which is complete once training has started.
     """
 
     def __init__(self, run: Configured) -> None:
@@ -48,17 +48,17 @@ class DeepSpeedPlugin:
 
     @property
     def hf_ds_config(self) -> DeepSpeedConfig:
-        """The configuration, with the questions that it answers."""
+        """The configuration with its methods."""
         return self._run.config
 
     @property
     def deepspeed_config(self) -> dict[str, Any]:
-        """The configuration itself."""
+        """The configuration as a dict."""
         return self.hf_ds_config.config
 
     @property
     def zero_stage(self) -> int:
-        """ZeRO's stage."""
+        """The ZeRO stage."""
         return self.hf_ds_config.stage
 
     @property
@@ -68,22 +68,22 @@ class DeepSpeedPlugin:
 
     @property
     def gradient_clipping(self) -> float:
-        """The norm to which gradients are clipped; 0 leaves them alone."""
+        """The norm to which gradients are clipped; 0 disables clipping."""
         return self.get_value("gradient_clipping")
 
     @property
     def offload_optimizer_device(self) -> str:
-        """Where the optimizer's states are: 'none' for beside the parameters, 'cpu' or 'nvme'."""
+        """Where the optimizer states are: 'none' (with the parameters), 'cpu' or 'nvme'."""
         return self.get_value("zero_optimization.offload_optimizer.device", "none")
 
     @property
     def offload_param_device(self) -> str:
-        """Where the parameters are: 'none' for on the device, 'cpu' or 'nvme'."""
+        """Where the parameters are: 'none' (on the device), 'cpu' or 'nvme'."""
         return self.get_value("zero_optimization.offload_param.device", "none")
 
     @property
     def zero3_save_16bit_model(self) -> bool:
-        """Whether checkpoints hold whole weights too."""
+        """Whether checkpoints also hold whole weights."""
         return self._run.gathers
 
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
@@ -91,16 +91,16 @@ class DeepSpeedPlugin:
         return self.hf_ds_config.get_value(ds_key_long, default)
 
     def is_auto(self, ds_key_long: str) -> bool:
-        """Whether a key is left to the arguments."""
+        """Whether a key is 'auto', to be filled in from the arguments."""
         return self.hf_ds_config.is_auto(ds_key_long)
 
     def is_zero3_init_enabled(self) -> bool:
-        """Whether models are partitioned while they are made."""
+        """Whether models are partitioned while they are created."""
         return self.zero3_init_flag
 
     @contextlib.contextmanager
     def zero3_init_context_manager(self, enable: bool = False) -> Iterator[None]:
-        """Partition models that transformers makes in the block, or do not."""
+        """Turn partitioning of models that transformers creates in the block on or off."""
         before, self.zero3_init_flag = self.zero3_init_flag, enable
         peer = sys.modules.get("transformers.integrations.deepspeed")
         announced = getattr(peer, "_hf_deepspeed_config_weak_ref", None)

@@ -1,4 +1,4 @@
-"""DeepSpeed at work: its engine around the model, the steps that it takes, and its part of checkpoints."""
+"""DeepSpeed in a run: its engine around the model, its steps, and its part of checkpoints."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hftrainer.parallel.processes import Processes
 
 
 def is_engine(model: Any) -> bool:
-    """Whether a model is DeepSpeed's engine around one."""
+    """Whether a model is wrapped in DeepSpeed's engine."""
     library = sys.modules.get("deepspeed")
     return library is not None and isinstance(model, library.DeepSpeedEngine)
 
@@ -27,13 +27,13 @@ def is_partitioned(model: torch.nn.Module) -> bool:
 
 
 class DeepSpeedRun:
-    """DeepSpeed's engine for one model, made anew by each training run.
+    """DeepSpeed's engine for one model; each training run makes a new one.
 
     Args:
-        plan: whose `deepspeed` says how.
+        plan: the plan, with DeepSpeed's configuration.
 
     Attributes:
-        config: the configuration, as far as it is known.
+        config: the configuration, as complete as it is at present.
         engine: the `DeepSpeedEngine`, or None.
     """
 
@@ -44,22 +44,22 @@ class DeepSpeedRun:
         self._trains = False
 
     def complete(self, model: torch.nn.Module, steps: int, warmup_steps: int, *, warmup_is_default: bool) -> None:
-        """Fill in what only a run knows; the arguments are those of `DeepSpeedConfig.completed`."""
+        """Fill in values that are known only in a run; arguments as in `DeepSpeedConfig.completed`."""
         self.config = self._given.completed(model, steps, warmup_steps, warmup_is_default=warmup_is_default)
 
     @property
     def brings_optimizer(self) -> bool:
-        """Whether the configuration chooses the optimizer."""
+        """Whether the configuration defines the optimizer."""
         return "optimizer" in self.config.config
 
     @property
     def brings_scheduler(self) -> bool:
-        """Whether the configuration chooses the schedule."""
+        """Whether the configuration defines the schedule."""
         return "scheduler" in self.config.config
 
     @property
     def keeps_scheduler(self) -> bool:
-        """Whether the engine moves the schedule on, and has it in its checkpoints."""
+        """Whether the engine steps the schedule, and saves it in its checkpoints."""
         return self.brings_scheduler or self.brings_optimizer
 
     def initialize(
@@ -71,13 +71,14 @@ class DeepSpeedRun:
         """Make the engine that trains a model.
 
         Args:
-            model: the user's.
-            optimizer: the Trainer's, unless the configuration brings one.
+            model: the user's model.
+            optimizer: the Trainer's optimizer; None if the configuration defines one.
             make_scheduler: makes the Trainer's schedule for the configuration's optimizer. DeepSpeed keeps it then, as
-                it does for transformers, so that either can go on from the other's checkpoints.
+                with transformers, so that each can resume from the other's checkpoints.
 
         Returns:
-            The optimizer as the others see it, and the schedule that the engine moves on, None when the Trainer does.
+            The optimizer for callbacks and schedules, and the schedule that the engine steps, or None if the Trainer
+            steps it.
         """
         import deepspeed
 
@@ -86,7 +87,7 @@ class DeepSpeedRun:
         if optimizer is not None:
             config["zero_allow_untested_optimizer"] = True
             if self.config.offloads("optimizer") and config.get("zero_force_ds_cpu_optimizer", True):
-                optimizer = _on_the_host(optimizer)
+                optimizer = _cpu_optimizer(optimizer)
         self.engine, _, _, scheduler = deepspeed.initialize(
             model=model,
             optimizer=optimizer,
@@ -97,11 +98,11 @@ class DeepSpeedRun:
         )
         self._trains = True
         _configure_activation_checkpointing(config)
-        self.engine.checkpoint_engine = _Telling(self.engine.checkpoint_engine)
+        self.engine.checkpoint_engine = _DeferredErrors(self.engine.checkpoint_engine)
         return EngineOptimizer(self.engine.optimizer), None if scheduler is None else SteppedByEngine(scheduler)
 
     def initialize_inference(self, model: torch.nn.Module) -> Any:
-        """An engine that only computes, with partitioned parameters; unless there is one."""
+        """The engine; if there is none, one for inference only, with partitioned parameters."""
         import deepspeed
 
         if self.engine is None:
@@ -111,7 +112,7 @@ class DeepSpeedRun:
         return self.engine
 
     def destroy(self) -> None:
-        """Take the engine of an earlier run out of the model."""
+        """Remove the engine of an earlier run from the model."""
         if self.engine is not None:
             self.engine.destroy()
         self.engine = None
@@ -119,46 +120,46 @@ class DeepSpeedRun:
 
     @property
     def is_training(self) -> bool:
-        """Whether there is an engine that trains."""
+        """Whether there is an engine for training."""
         return self._trains
 
     # ---- Steps -------------------------------------------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor, *, closes: bool, **kwargs: Any) -> None:
-        """Run backward; at the end of an accumulation window, clip and step too, which the engine does in one."""
+        """Run backward; at the end of a window (`closes`), also clip and step, which is one call of the engine."""
         self.engine.set_gradient_accumulation_boundary(is_boundary=closes)
-        self.engine.backward(loss, scale_wrt_gas=False, **kwargs)  # the Trainer has divided the loss
+        self.engine.backward(loss, scale_wrt_gas=False, **kwargs)  # the Trainer has already divided the loss
         if closes:
             self.engine.step()
 
     def grad_norm(self) -> Any:
-        """The norm of the gradients of the last step, before they were clipped."""
+        """The norm of the last step's gradients before clipping."""
         norm = self.engine.get_global_grad_norm()
         return norm.item() if isinstance(norm, torch.Tensor) else norm
 
     @property
     def skipped(self) -> bool:
-        """Whether the last step was left out, since the scaled gradients were not finite."""
+        """Whether the last step was skipped because the scaled gradients were not finite."""
         return bool(getattr(self.engine.optimizer, "overflow", False))
 
     # ---- Checkpoints ---------------------------------------------------------------------------------------------
 
     @property
     def gathers(self) -> bool:
-        """Whether whole weights are to be saved; else they stay in the parts that a training engine writes."""
+        """Whether to save whole weights; otherwise only the parts that the training engine writes."""
         key = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
         return not (self.config.is_zero3() and self.is_training) or self.config.is_true(key)
 
     def whole_weights(self, model: torch.nn.Module, *, only_trained: bool = False) -> dict[str, Any]:
-        """The weights by name; only the first process can count on them.
+        """The weights by name; they are complete only in rank 0.
 
         Args:
             model: any model, partitioned or not.
-            only_trained: leave out what is frozen, of partitioned weights.
+            only_trained: leave out frozen weights, if the weights are partitioned.
         """
         if not is_partitioned(model):
             return model.state_dict()
-        if self.engine is not None and self.engine.module is model:  # a layer at a time
+        if self.engine is not None and self.engine.module is model:  # gathers one layer at a time
             return self.engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=only_trained) or {}
         import deepspeed
 
@@ -166,10 +167,10 @@ class DeepSpeedRun:
             return {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
 
     def save(self, folder: str, processes: Processes) -> None:
-        """Write the engine's states; all processes must call it.
+        """Write the engine's states; a collective call.
 
         Raises:
-            OSError: the first that one of the processes ran into.
+            OSError: the first error of any rank.
         """
         from deepspeed.checkpoint import constants
 
@@ -177,7 +178,9 @@ class DeepSpeedRun:
         universal = {constants.UNIVERSAL_CHECKPOINT_VERSION_KEY: constants.UNIVERSAL_CHECKPOINT_VERSION_VALUE}
         self.engine.save_checkpoint(
             folder,
-            client_state={constants.UNIVERSAL_CHECKPOINT_INFO: universal},  # or no universal one can be made of it
+            client_state={
+                constants.UNIVERSAL_CHECKPOINT_INFO: universal
+            },  # needed to convert it to a universal checkpoint
             exclude_frozen_parameters=hasattr(self.engine.module, "peft_config"),
         )
         errors = [error for error in processes.gather_objects([writer.take_error()]) if error is not None]
@@ -185,10 +188,10 @@ class DeepSpeedRun:
             raise errors[0]
 
     def load(self, folder: str, *, strict: bool) -> None:
-        """Load the engine's states, and the model with them; all processes must call it.
+        """Load the engine's states, which include the model; a collective call.
 
         Raises:
-            WrongConfig: when there are none, or they are of another number of processes.
+            WrongConfig: if the folder has no states, or those of another number of processes.
         """
         universal = self.config.is_true("checkpoint.load_universal")
         if not has_states(folder, universal=universal):
@@ -196,31 +199,31 @@ class DeepSpeedRun:
         written = len(glob.glob(os.path.join(folder, _tag(folder), "*zero_pp_rank_*_optim_states.pt")))
         if not universal and written not in (0, torch.distributed.get_world_size()):
             raise WrongConfig(
-                f"{folder} holds the parts of {written} processes, and there are {torch.distributed.get_world_size()}. "
-                "Make a universal checkpoint of it with python -m deepspeed.checkpoint.ds_to_universal --input_folder "
+                f"{folder} holds the parts of {written} processes, but there are {torch.distributed.get_world_size()}. "
+                "Make it a universal checkpoint with python -m deepspeed.checkpoint.ds_to_universal --input_folder "
                 f"{os.path.join(folder, _tag(folder))} --output_folder {os.path.join(folder, 'universal')}, and set "
                 "'checkpoint': {'load_universal': true} in the configuration."
             )
         try:
             loaded, _ = self.engine.load_checkpoint(folder, load_module_strict=strict)
-        except (AssertionError, KeyError, RuntimeError) as error:  # it checks little by itself
+        except (AssertionError, KeyError, RuntimeError) as error:  # DeepSpeed itself checks little
             raise WrongConfig(
-                f"DeepSpeed cannot go on from {folder} ({error!r}): a checkpoint belongs to the model, the stage and "
-                "the optimizer that wrote it."
+                f"DeepSpeed cannot resume from {folder} ({error!r}): model, stage and optimizer must be those of the "
+                "checkpoint."
             ) from error
         if loaded is None:
-            raise WrongConfig(f"DeepSpeed cannot go on from {folder}; its messages above say why.")
+            raise WrongConfig(f"DeepSpeed cannot resume from {folder}; see its messages above.")
 
 
 def has_states(folder: str, *, universal: bool = False) -> bool:
-    """Whether a checkpoint holds states of DeepSpeed's."""
+    """Whether a checkpoint holds DeepSpeed states."""
     return os.path.isfile(os.path.join(folder, "latest_universal" if universal else "latest"))
 
 
 def _why_unreadable(folder: str, universal: bool) -> str:
     if universal:
         return (
-            f"checkpoint.load_universal is set, and {folder} has no file latest_universal: make one with python -m "
+            f"checkpoint.load_universal is set, but {folder} has no file latest_universal: make one with python -m "
             "deepspeed.checkpoint.ds_to_universal, or leave the key out."
         )
     return (
@@ -237,11 +240,11 @@ def _tag(folder: str) -> str:
         return file.read().strip()
 
 
-def _on_the_host(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer of DeepSpeed's that computes in the host's memory, for one of torch's.
+def _cpu_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """DeepSpeed's CPU version of a torch optimizer.
 
     Raises:
-        WrongConfig: for one that has no counterpart.
+        WrongConfig: for an optimizer without a CPU version.
     """
     from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
     from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -249,19 +252,19 @@ def _on_the_host(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     given: dict[str, Any] = {
         name: optimizer.defaults[name] for name in ("lr", "weight_decay") if name in optimizer.defaults
     }
-    kind = type(optimizer)  # a subclass may step in its own way
+    kind = type(optimizer)  # exact type: a subclass may step differently
     if kind in (torch.optim.Adam, torch.optim.AdamW):
         return DeepSpeedCPUAdam(optimizer.param_groups, adamw_mode=kind is torch.optim.AdamW, **given)
     if kind is torch.optim.Adagrad:
         return DeepSpeedCPUAdagrad(optimizer.param_groups, **given)
     raise WrongConfig(
-        f"deepspeed: with offload_optimizer DeepSpeed steps with its own Adam, AdamW or Adagrad, and the optimizer is "
-        f"{type(optimizer).__name__}: choose one of them, or use it as it is with 'zero_force_ds_cpu_optimizer': false."
+        f"deepspeed: with offload_optimizer DeepSpeed steps with its own Adam, AdamW or Adagrad, but the optimizer is "
+        f"{type(optimizer).__name__}: choose one of them, or keep it with 'zero_force_ds_cpu_optimizer': false."
     )
 
 
 def _configure_activation_checkpointing(config: dict[str, Any]) -> None:
-    """Hand the section to `deepspeed.checkpointing`, for models that call it."""
+    """Pass the section to `deepspeed.checkpointing`, for models that call it."""
     import deepspeed
 
     section = config.get("activation_checkpointing")
@@ -278,13 +281,13 @@ def _configure_activation_checkpointing(config: dict[str, Any]) -> None:
 
 
 class EngineOptimizer(torch.optim.Optimizer):
-    """What callbacks and schedules see of an optimizer that the engine steps.
+    """An optimizer that the engine steps, as callbacks and schedules see it.
 
-    DeepSpeed's own are none of torch's, or free what they hold when Lightning lets go of its copy of them. There is no
-    attribute `optimizer`, behind which Lightning's callbacks would look.
+    DeepSpeed's optimizers are not torch optimizers, or free their tensors when Lightning deletes its copy of them.
+    There is no attribute `optimizer`, since Lightning's callbacks would unwrap it.
 
     Args:
-        optimizer: DeepSpeed's.
+        optimizer: DeepSpeed's optimizer.
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -294,57 +297,57 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Its groups; with ZeRO their parameters are flat parts."""
+        """The parameter groups; with ZeRO their parameters are flat parts."""
         return self._of_engine.param_groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """Its state by parameter."""
+        """The state by parameter."""
         return self._of_engine.state
 
     def state_dict(self) -> dict[str, Any]:
-        """Its state, of this process's part."""
+        """The state of this process's part."""
         return self._of_engine.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load such a state."""
+        """Load a state of `state_dict`."""
         self._of_engine.load_state_dict(state_dict)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Nothing: the engine has done it."""
+        """Do nothing: the engine has done it."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing: the engine has done it."""
+        """Do nothing: the engine has done it."""
 
 
 class SteppedByEngine:
-    """A schedule of DeepSpeed's, which the engine moves on as it steps.
+    """A DeepSpeed schedule, which the engine steps.
 
     Args:
-        scheduler: DeepSpeed's.
+        scheduler: DeepSpeed's schedule.
     """
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: the engine has done it."""
+        """Do nothing: the engine has done it."""
 
     def get_last_lr(self) -> list[float]:
-        """The learning rates; 0 before the first step that was not left out."""
+        """The learning rates; 0 before the first step that was not skipped."""
         return list(getattr(self._scheduler, "_last_lr", [0.0]))
 
     def __getattr__(self, name: str) -> Any:
-        """All else is the schedule's own."""
+        """Other attributes are those of the schedule."""
         if name == "_scheduler":
             raise AttributeError(name)
         return getattr(self._scheduler, name)
 
 
-class _Telling:
-    """Writes for DeepSpeed, and keeps an error of the storage until all processes can be told.
+class _DeferredErrors:
+    """DeepSpeed's writer, but storage errors are kept until all ranks can raise them.
 
-    DeepSpeed's processes wait for each other after writing: one that raises at once would leave the others there.
+    DeepSpeed's ranks wait for each other after writing: if one raised immediately, the others would hang.
     """
 
     def __init__(self, writer: Any) -> None:
@@ -352,7 +355,7 @@ class _Telling:
         self._error: OSError | RuntimeError | None = None
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Write a file, or remember why not."""
+        """Write a file, or keep the error."""
         try:
             self._writer.save(state_dict, path)
         except (OSError, RuntimeError) as error:  # torch's own writer raises the latter when a disk is full
@@ -364,7 +367,7 @@ class _Telling:
         return error
 
     def __getattr__(self, name: str) -> Any:
-        """All else is the writer's own."""
+        """Other attributes are those of the writer."""
         if name == "_writer":
             raise AttributeError(name)
         return getattr(self._writer, name)

@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration: read, and asked about."""
+"""Reads DeepSpeed's configuration."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from hftrainer.errors import WrongConfig
 from hftrainer.parallel.config_files import read_config
 
 AUTO = "auto"
-#: How much of a model is gathered at a time, by ZeRO's key → the share of its hidden size, squared or not.
+#: ZeRO's keys for sizes of buckets and thresholds → their value for a hidden size.
 BY_HIDDEN_SIZE = {
     "zero_optimization.reduce_bucket_size": lambda hidden: hidden * hidden,
     "zero_optimization.stage3_prefetch_bucket_size": lambda hidden: int(0.9 * hidden * hidden),
     "zero_optimization.stage3_param_persistence_threshold": lambda hidden: 10 * hidden,
 }
-#: Keys that are completed when the length of the run is known.
+#: Keys that are filled in when the number of steps is known.
 OF_SCHEDULE = ("scheduler.params.total_num_steps", "scheduler.params.warmup_num_steps")
 INSTALL = "install it with pip install 'hftrainer[deepspeed]'"
 
 
 class DeepSpeedConfig:
-    """A configuration of DeepSpeed, with the questions that transformers' `HfDeepSpeedConfig` answers.
+    """A DeepSpeed configuration, with the methods of transformers' `HfDeepSpeedConfig`.
 
     Args:
         config: the configuration; it is completed in place.
 
     Attributes:
-        config: the same.
-        notes: sentences on values that win over an argument's default, for the log.
-        mismatches: sentences on values that contradict an argument.
+        config: the configuration.
+        notes: sentences about values that override an argument's default, for the log.
+        mismatches: sentences about values that contradict an argument.
     """
 
     def __init__(self, config: dict[str, Any]) -> None:
@@ -57,21 +57,21 @@ class DeepSpeedConfig:
         return default if node is None else node.get(key, default)
 
     def is_true(self, ds_key_long: str) -> bool:
-        """Whether a key is set, and true."""
+        """Whether a key is set and true."""
         return bool(self.get_value(ds_key_long)) and not self.is_auto(ds_key_long)
 
     def is_false(self, ds_key_long: str) -> bool:
-        """Whether a key is set, and false."""
+        """Whether a key is set and false."""
         value = self.get_value(ds_key_long)
         return value is not None and not value
 
     def is_auto(self, ds_key_long: str) -> bool:
-        """Whether a key is left to the arguments."""
+        """Whether a key is 'auto', to be filled in from the arguments."""
         return self.get_value(ds_key_long) == AUTO
 
     @property
     def stage(self) -> int:
-        """ZeRO's stage; 0 without it."""
+        """The ZeRO stage; 0 without ZeRO."""
         return int(self.get_value("zero_optimization.stage", 0))
 
     def is_zero2(self) -> bool:
@@ -83,32 +83,32 @@ class DeepSpeedConfig:
         return self.stage == 3
 
     def is_offload(self) -> bool:
-        """Whether optimizer or parameters are kept in the host's memory or on its disks."""
+        """Whether optimizer states or parameters are kept in CPU memory or on disk."""
         return any(self.offloads(what) for what in ("optimizer", "param"))
 
     def offloads(self, what: str) -> bool:
-        """Whether the 'optimizer' or the 'param' are."""
+        """Whether the 'optimizer' states or the parameters ('param') are offloaded."""
         return self.get_value(f"zero_optimization.offload_{what}.device") in ("cpu", "nvme")
 
     def dtype(self) -> torch.dtype:
-        """What the model computes in."""
+        """The dtype in which the model computes."""
         if self.is_true("bf16.enabled"):
             return torch.bfloat16
         return torch.float16 if self.is_true("fp16.enabled") else torch.float32
 
     @property
     def precision(self) -> str:
-        """The same, in Lightning's words."""
+        """Lightning's name for the precision."""
         return {torch.bfloat16: "bf16-mixed", torch.float16: "16-mixed"}.get(self.dtype(), "32-true")
 
     def fill_in(self, ds_key_long: str, value: Any, arguments: str, *, is_default: bool = False) -> None:
-        """Fill 'auto', and compare what is there.
+        """Replace 'auto' by a value, and compare any other value with it.
 
         Args:
-            ds_key_long: the key; nothing happens when it is not there.
-            value: what the arguments say.
-            arguments: their names.
-            is_default: whether nobody has given them, so that the configuration's value is taken.
+            ds_key_long: the key; nothing happens if it is missing.
+            value: the value from the arguments.
+            arguments: names of the arguments.
+            is_default: whether the arguments have their defaults, so that the configuration overrides them.
         """
         node, key = self.find_config_node(ds_key_long)
         if node is None or key not in node:
@@ -121,7 +121,7 @@ class DeepSpeedConfig:
             )
         elif node[key] != value and is_default:
             self.notes.append(
-                f"deepspeed: {ds_key_long}={node[key]!r} is used, and not the default {arguments}={value!r}."
+                f"deepspeed: {ds_key_long}={node[key]!r} is used instead of the default {arguments}={value!r}."
             )
         elif node[key] != value:
             self.mismatches.append(
@@ -132,20 +132,20 @@ class DeepSpeedConfig:
     def completed(
         self, model: torch.nn.Module, steps: int, warmup_steps: int, *, warmup_is_default: bool
     ) -> DeepSpeedConfig:
-        """A copy with what only a run knows.
+        """A copy, completed with values that are known only in a run.
 
         Args:
-            model: the model, whose hidden size decides how much is gathered at a time.
+            model: the model, whose hidden size determines the sizes of buckets.
             steps: optimizer steps of the run.
-            warmup_steps: those of the warm-up.
-            warmup_is_default: whether nobody has asked for a warm-up.
+            warmup_steps: optimizer steps of the warm-up.
+            warmup_is_default: whether the arguments for the warm-up have their defaults.
 
         Raises:
-            WrongConfig: for values that contradict an argument, or that nothing can fill in.
+            WrongConfig: for values that contradict an argument, or that cannot be filled in.
         """
         copied = DeepSpeedConfig(copy.deepcopy(self.config))
         copied.fill_in(OF_SCHEDULE[0], steps, "the optimizer steps of this run")
-        # DeepSpeed takes no warm-up of 0 steps.
+        # DeepSpeed does not accept a warm-up of 0 steps.
         copied.fill_in(OF_SCHEDULE[1], max(1, warmup_steps), "warmup_steps", is_default=warmup_is_default)
         if copied.mismatches:
             raise WrongConfig("\n".join(copied.mismatches))
@@ -154,15 +154,14 @@ class DeepSpeedConfig:
         for key in asked:
             if hidden is None:
                 raise WrongConfig(
-                    f"deepspeed: {key}='auto' follows from the hidden_size in model.config, and there is none: give a "
-                    "number."
+                    f"deepspeed: {key}='auto' depends on hidden_size in model.config, which is missing: give a number."
                 )
             copied.fill_in(key, BY_HIDDEN_SIZE[key](hidden), "hidden_size")
         return copied
 
 
 def _hidden_size(config: Any) -> int | None:
-    """The model's hidden size, or its largest."""
+    """The model's hidden size; the largest if there are several."""
     for part in (config, getattr(config, "text_config", None)):
         for name in ("hidden_size", "hidden_sizes"):
             if (size := getattr(part, name, None)) is not None:
@@ -174,15 +173,15 @@ def _hidden_size(config: Any) -> int | None:
 
 
 def read_deepspeed(given: Any, environment: Mapping[str, str] = os.environ) -> dict[str, Any] | None:
-    """The configuration that the argument gives, or without it the launcher; None when neither asks for DeepSpeed.
+    """The configuration from the argument, or else from the launcher; None without DeepSpeed.
 
     Args:
-        given: a dict; the path of a JSON or YAML file; JSON, also in base64; or True, for ZeRO-2 with all from the
-            arguments.
-        environment: where `accelerate launch --use_deepspeed` leaves its settings.
+        given: a dict; the path of a JSON or YAML file; JSON, also in base64; or True, for ZeRO-2 with all values from
+            the arguments.
+        environment: the environment variables, which hold the settings of `accelerate launch --use_deepspeed`.
 
     Raises:
-        WrongConfig: when it cannot be read.
+        WrongConfig: if it cannot be read.
     """
     if given in (None, "", False):
         return _of_launcher(environment)
@@ -200,12 +199,12 @@ def read_deepspeed(given: Any, environment: Mapping[str, str] = os.environ) -> d
         if isinstance(config, dict):
             return config
     raise WrongConfig(
-        f"deepspeed={given!r}: there is no such file, and it is no JSON object: give one of them, or a dict."
+        f"deepspeed={given!r} is neither an existing file nor a JSON object: give one of them, or a dict."
     )
 
 
 def _of_launcher(environment: Mapping[str, str]) -> dict[str, Any] | None:
-    """What `accelerate launch --use_deepspeed` asks for."""
+    """The configuration from `accelerate launch --use_deepspeed`."""
     if environment.get("ACCELERATE_USE_DEEPSPEED", "false").lower() not in ("true", "1"):
         return None
     values = {

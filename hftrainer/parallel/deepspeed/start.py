@@ -1,4 +1,4 @@
-"""What DeepSpeed needs before there is a model: its process group."""
+"""Initializes DeepSpeed's communication, before there is a model."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from hftrainer.parallel.processes import Processes
 
 
 def connect(processes: Processes, device: torch.device, timeout: timedelta, config: DeepSpeedConfig) -> None:
-    """Let DeepSpeed use the process group that there is.
+    """Let DeepSpeed use the existing process group.
 
     Raises:
-        WrongConfig: when DeepSpeed has chosen another kind of device, or does not know a key of ZeRO's.
+        WrongConfig: if DeepSpeed has chosen another type of device, or does not know a key of `zero_optimization`.
     """
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
     if (chosen := get_accelerator().device_name()) != device.type:
         raise WrongConfig(
-            f"deepspeed: DeepSpeed computes on {chosen!r} and the Trainer on {device.type!r}: set DS_ACCELERATOR="
+            f"deepspeed: DeepSpeed uses {chosen!r} but the Trainer uses {device.type!r}: set DS_ACCELERATOR="
             f"{device.type} in the environment before Python starts, or choose the device with use_cpu."
         )
     check_keys(config)
-    os.environ.setdefault("LOCAL_RANK", str(processes.local_rank))  # which DeepSpeed wants of a launcher
+    os.environ.setdefault("LOCAL_RANK", str(processes.local_rank))  # DeepSpeed expects it from a launcher
     if not deepspeed.comm.is_initialized():
         deepspeed.init_distributed(timeout=timeout, verbose=False)
 
 
 def check_keys(config: DeepSpeedConfig) -> None:
-    """Let DeepSpeed say what it does not know among ZeRO's keys, before there is a model.
+    """Let DeepSpeed check the keys of `zero_optimization`, before there is a model.
 
     Raises:
-        WrongConfig: with its words.
+        WrongConfig: with DeepSpeed's message.
     """
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     try:
         DeepSpeedZeroConfig(**config.config["zero_optimization"])
-    except ValueError as error:  # pydantic's is one
+    except ValueError as error:  # pydantic's error is a ValueError
         raise WrongConfig(f"deepspeed: zero_optimization: {error}") from None

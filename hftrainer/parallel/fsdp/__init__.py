@@ -1,1 +1,1 @@
-"""FSDP: its settings, their limits, and sharding a model with torch."""
+"""FSDP: its settings, and sharding a model with torch."""

@@ -1,4 +1,4 @@
-"""How to shard a model: by `fsdp` and `fsdp_config`, or by what `accelerate launch --use_fsdp` tells its processes."""
+"""Settings of FSDP, from `fsdp` and `fsdp_config` or from `accelerate launch --use_fsdp`."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Any
 from hftrainer.errors import WrongConfig
 from hftrainer.parallel.config_files import read_config
 
-#: What `fsdp` and `reshard_after_forward` may name, in the order of the numbers that accelerate gives them from 1.
+#: Strategies for `fsdp` and `reshard_after_forward`, in the order of accelerate's numbers, from 1.
 STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
-#: The strategies of FSDP2, by whether parameters are given back after the forward pass.
+#: Strategy of FSDP2 → whether parameters are resharded after the forward pass.
 _RESHARDS = {"full_shard": True, "shard_grad_op": False}
 POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 STATE_DICTS = ("FULL_STATE_DICT", "SHARDED_STATE_DICT")
 PREFETCHES = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
 #: Keys that only FSDP1 has.
-_ONLY_FIRST = ("backward_prefetch", "forward_prefetch", "use_orig_params", "limit_all_gathers")
+_ONLY_FSDP1 = ("backward_prefetch", "forward_prefetch", "use_orig_params", "limit_all_gathers")
 #: Names in accelerate's files and environment → those of `fsdp_config`.
 _ALIASES = {
     "offload_params": "cpu_offload",
@@ -30,7 +30,7 @@ _ALIASES = {
     "sharding_strategy": "reshard_after_forward",
 }
 _OF_XLA = ("xla", "xla_fsdp_settings", "xla_fsdp_grad_ckpt", "xla_fsdp_v2")
-#: What the launcher leaves to its own defaults, which are not those of `fsdp_config`.
+#: Defaults of the launcher, which differ from those of `fsdp_config`.
 _OF_LAUNCHER = {
     "version": "1",
     "auto_wrap_policy": "NO_WRAP",
@@ -44,9 +44,9 @@ class XlaSettings:
     """How a model is sharded over TPU cores.
 
     Attributes:
-        spmd: one process drives all cores, and each tensor says how it lies on them; else a process for each core.
-        grad_ckpt: compute the activations of each unit again in the backward pass.
-        settings: keywords of torch_xla's `XlaFullyShardedDataParallel`, types by their names.
+        spmd: one process drives all cores, with tensors sharded over them; otherwise one process per core.
+        grad_ckpt: recompute the activations of each unit in the backward pass.
+        settings: keywords of torch_xla's `XlaFullyShardedDataParallel`; dtypes by name.
     """
 
     spmd: bool = False
@@ -61,20 +61,20 @@ class FsdpSettings:
     Attributes:
         version: 1 for torch's FullyShardedDataParallel, 2 for `fully_shard`.
         strategy: one of `STRATEGIES`; FSDP2 has the first two.
-        cpu_offload: keep parameters, and with them optimizer states, in the host's memory.
-        auto_wrap_policy: what becomes a unit of its own: 'TRANSFORMER_BASED_WRAP', 'SIZE_BASED_WRAP' or 'NO_WRAP'.
-        wrap_classes: names of the classes of such units; None for the model's `_no_split_modules`.
-        min_num_params: parameters that make a module large enough for such a unit.
-        activation_checkpointing: compute the activations within the units again in the backward pass.
-        activation_checkpointing_offload: keep what that needs in the host's memory.
-        state_dict_type: how checkpoints hold weights and optimizer, one of `STATE_DICTS`.
-        sync_module_states: let all processes begin with the weights of the first.
-        cpu_ram_efficient_loading: only the first process has weights, the others take them from it.
-        use_orig_params: whether the optimizer sees parameters or flat ones (FSDP1).
-        limit_all_gathers: hold back gathering, for the sake of memory (FSDP1).
+        cpu_offload: keep parameters, and therefore optimizer states, in CPU memory.
+        auto_wrap_policy: how units are chosen: 'TRANSFORMER_BASED_WRAP', 'SIZE_BASED_WRAP' or 'NO_WRAP'.
+        wrap_classes: names of the classes that become units; None for the model's `_no_split_modules`.
+        min_num_params: number of parameters from which a module becomes a unit.
+        activation_checkpointing: recompute the activations within the units in the backward pass.
+        activation_checkpointing_offload: keep the inputs of the units in CPU memory.
+        state_dict_type: format of weights and optimizer states in checkpoints, one of `STATE_DICTS`.
+        sync_module_states: broadcast the weights of rank 0 at the start.
+        cpu_ram_efficient_loading: only rank 0 loads weights, and the others receive them from it.
+        use_orig_params: whether the optimizer gets the original parameters or flat ones (FSDP1).
+        limit_all_gathers: limit concurrent all-gathers, to save memory (FSDP1).
         forward_prefetch: gather the next unit's parameters early in the forward pass (FSDP1).
         backward_prefetch: the same in the backward pass, one of `PREFETCHES` (FSDP1).
-        xla: how it is done on TPUs; None for torch's FSDP.
+        xla: settings for TPUs; None for torch's FSDP.
     """
 
     version: int = 2
@@ -96,7 +96,7 @@ class FsdpSettings:
 
 
 class FsdpPlugin:
-    """`accelerator.state.fsdp_plugin`: the settings by accelerate's names, and what checkpoints are to hold.
+    """`accelerator.state.fsdp_plugin`: the settings under accelerate's names, and the format of checkpoints.
 
     Args:
         settings: how the model is sharded.
@@ -114,7 +114,7 @@ class FsdpPlugin:
         self.set_state_dict_type(settings.state_dict_type)
 
     def set_state_dict_type(self, state_dict_type: str) -> None:
-        """Choose what checkpoints hold: 'FULL_STATE_DICT' or 'SHARDED_STATE_DICT'.
+        """Set the format of checkpoints: 'FULL_STATE_DICT' or 'SHARDED_STATE_DICT'.
 
         Raises:
             WrongConfig: for anything else.
@@ -126,26 +126,26 @@ class FsdpPlugin:
 
     @property
     def whole(self) -> bool:
-        """Whether checkpoints hold whole states, rather than parts."""
+        """Whether checkpoints hold whole states instead of shards."""
         return self.state_dict_type.name == STATE_DICTS[0]
 
     def __getattr__(self, name: str) -> Any:
-        """The other settings, under the names that they have in accelerate too."""
+        """The other settings, which have the same names in accelerate."""
         if name == "_settings":
             raise AttributeError(name)
         return getattr(self._settings, name)
 
 
 def read_fsdp(fsdp: Any, fsdp_config: Any, environment: Mapping[str, str] = os.environ) -> FsdpSettings | None:
-    """The settings that the arguments give, or without them the launcher; None when neither asks for FSDP.
+    """The settings from the arguments, or else from the launcher; None without FSDP.
 
     Args:
         fsdp: True, or words: a strategy, 'offload', 'auto_wrap'.
-        fsdp_config: a dict, or the path of a JSON or YAML file; keys with or without `fsdp_` before them.
-        environment: where `accelerate launch` leaves its settings.
+        fsdp_config: a dict, or the path of a JSON or YAML file; keys with or without the prefix `fsdp_`.
+        environment: the environment variables, which hold the settings of `accelerate launch`.
 
     Raises:
-        WrongConfig: for words, keys or values that there are not, with the nearest.
+        WrongConfig: for unknown words, keys or values; the message suggests the nearest.
     """
     if not fsdp or fsdp in ("no", "false", "False"):
         if environment.get("ACCELERATE_USE_FSDP", "false").lower() not in ("true", "1"):
@@ -155,19 +155,21 @@ def read_fsdp(fsdp: Any, fsdp_config: Any, environment: Mapping[str, str] = os.e
         given.pop("sharding_strategy" if version == "2" else "reshard_after_forward", None)  # it sets both
         keys = _named({**_OF_LAUNCHER, **given}, "the launcher's FSDP_")
         if version == "2":
-            keys = {name: value for name, value in keys.items() if name not in _ONLY_FIRST}
+            keys = {name: value for name, value in keys.items() if name not in _ONLY_FSDP1}
             keys.setdefault("state_dict_type", "SHARDED_STATE_DICT")
         return _settings(keys)
     keys = _named(read_config(fsdp_config, "fsdp_config"), "fsdp_config")
     for name, value in _of_words(fsdp).items():
         if name == "reshard_after_forward" and _strategy_name(keys.get(name, value)) != value:
-            raise WrongConfig(f"fsdp={fsdp!r} and fsdp_config[{name!r}]={keys[name]!r} are two strategies: give one.")
+            raise WrongConfig(
+                f"fsdp={fsdp!r} and fsdp_config[{name!r}]={keys[name]!r} are two strategies: give only one."
+            )
         keys.setdefault(name, value)
     return _settings(keys)
 
 
 def _of_words(fsdp: Any) -> dict[str, Any]:
-    """The keys that the words in `fsdp` stand for; 'auto_wrap' asks for what happens anyway."""
+    """The keys that the words in `fsdp` set; 'auto_wrap' sets none, since it is the default."""
     if fsdp is True or str(fsdp).lower() == "true":
         return {}
     words = fsdp.replace(",", " ").split() if isinstance(fsdp, str) else [str(getattr(w, "value", w)) for w in fsdp]
@@ -183,7 +185,7 @@ def _of_words(fsdp: Any) -> dict[str, Any]:
 
 
 def _named(given: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The values under the names of the settings; unknown names are errors."""
+    """The values by the names of the settings; unknown names raise."""
     known = {field.name for field in dataclasses.fields(FsdpSettings)} - {"strategy", "wrap_classes", "xla"}
     known |= {"transformer_layer_cls_to_wrap", "reshard_after_forward", *_OF_XLA}
     keys: dict[str, Any] = {}
@@ -191,8 +193,8 @@ def _named(given: Mapping[str, Any], where: str) -> dict[str, Any]:
         bare = given_name.removeprefix("fsdp_")
         name = _ALIASES.get(bare, bare)
         if name not in known:
-            raise WrongConfig(f"{where}: {given_name!r} is no key of it{nearest(bare, [*known, *_ALIASES])}")
-        if name not in keys or bare == name:  # an alias does not win over the name itself
+            raise WrongConfig(f"{where}: {given_name!r} is not a valid key{nearest(bare, [*known, *_ALIASES])}")
+        if name not in keys or bare == name:  # the name itself overrides its aliases
             keys[name] = value
     return keys
 
@@ -206,7 +208,7 @@ def _settings(keys: dict[str, Any]) -> FsdpSettings:
     by_size = least > 0 and not classes
     policy = _one_of(
         "auto_wrap_policy", keys.pop("auto_wrap_policy", POLICIES[by_size]), POLICIES
-    )  # v4 had no policies: a size meant to wrap by size
+    )  # v4 had no policies: min_num_params meant size-based wrapping
     state_dicts = _one_of("state_dict_type", keys.pop("state_dict_type", STATE_DICTS[0]), STATE_DICTS)
     prefetch = _one_of("backward_prefetch", keys.pop("backward_prefetch", None) or "NO_PREFETCH", PREFETCHES)
     flags = {name: _truth(name, value) for name, value in keys.items()}
@@ -228,7 +230,7 @@ def _settings(keys: dict[str, Any]) -> FsdpSettings:
 
 
 def _xla(keys: dict[str, Any]) -> XlaSettings | None:
-    """What the keys for TPUs ask for; without `xla` they ask for nothing."""
+    """The settings from the keys for TPUs; None without `xla`."""
     flags = {name: _truth(name, value) for name, value in keys.items() if name != "xla_fsdp_settings"}
     if not flags.get("xla"):
         asked = [name for name, given in flags.items() if given] + ["xla_fsdp_settings"] * bool(
@@ -242,22 +244,22 @@ def _xla(keys: dict[str, Any]) -> XlaSettings | None:
         raise WrongConfig(f"fsdp_config['xla_fsdp_settings']={settings!r}: give a dict of keywords.")
     if settings and flags.get("xla_fsdp_v2"):
         raise WrongConfig(
-            "fsdp_config['xla_fsdp_settings'] are of torch_xla's FSDP by processes, and 'xla_fsdp_v2' shards without: "
+            "fsdp_config['xla_fsdp_settings'] are for torch_xla's FSDP with processes, but 'xla_fsdp_v2' uses SPMD: "
             "give one of them."
         )
     return XlaSettings(flags.get("xla_fsdp_v2", False), flags.get("xla_fsdp_grad_ckpt", False), tuple(settings.items()))
 
 
 def _strategy(keys: dict[str, Any]) -> tuple[int, str]:
-    """FSDP's version and the strategy; FSDP2 unless something asks for what only FSDP1 has."""
+    """FSDP's version and the strategy; FSDP2 unless a key or strategy exists only in FSDP1."""
     given = keys.pop("reshard_after_forward", True)
     strategy = _strategy_name(given)
-    asked = [name for name in _ONLY_FIRST if name in keys]
+    asked = [name for name in _ONLY_FSDP1 if name in keys]
     version = str(keys.pop("version", 1 if asked or strategy not in _RESHARDS else 2))
     if version not in ("1", "2"):
         raise WrongConfig(f"fsdp_config['version']={version}: it must be 1 or 2.")
     if version == "2" and strategy not in _RESHARDS:
-        raise WrongConfig(f"fsdp: only FSDP1 has {strategy!r}; set fsdp_config['version']=1, or take 'full_shard'.")
+        raise WrongConfig(f"fsdp: only FSDP1 has {strategy!r}; set fsdp_config['version']=1, or use 'full_shard'.")
     if version == "2" and asked:
         raise WrongConfig(
             f"fsdp_config: only FSDP1 has {' and '.join(asked)}; leave that out, or set fsdp_config['version']=1."
@@ -266,7 +268,7 @@ def _strategy(keys: dict[str, Any]) -> tuple[int, str]:
 
 
 def _strategy_name(value: Any) -> str:
-    """A strategy by its name, by accelerate's number, or by whether parameters are given back after forward."""
+    """A strategy from its name, accelerate's number, or whether parameters are resharded after the forward pass."""
     word = str(getattr(value, "name", value)).lower().lstrip("_")
     if word in ("true", "false"):
         return STRATEGIES[word == "false"]
@@ -298,6 +300,6 @@ def _truth(name: str, value: Any) -> bool:
 
 
 def nearest(word: str, allowed: Any) -> str:
-    """The end of a sentence about an unknown word: the one that was meant, or all that there are."""
+    """The end of a sentence about an unknown word: the nearest allowed word, or all of them."""
     near = difflib.get_close_matches(word, list(allowed), n=1)
     return f"; did you mean {near[0]!r}?" if near else f": it may be {', '.join(sorted(allowed))}."

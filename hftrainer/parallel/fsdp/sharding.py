@@ -1,4 +1,4 @@
-"""Sharding a model over processes with torch's FSDP, before there is an optimizer."""
+"""Shards a model over processes with torch's FSDP, before the optimizer is created."""
 
 from __future__ import annotations
 
@@ -42,22 +42,22 @@ _HALF = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
 def is_sharded(model: Any) -> bool:
-    """Whether a model is in FSDP's hands."""
+    """Whether a model is sharded by FSDP."""
     return isinstance(model, (FullyShardedDataParallel, FSDPModule))
 
 
 def shard(model: nn.Module, plan: LightningPlan) -> nn.Module:
-    """Shard a model, unless it is; FSDP2 does it in place, FSDP1 returns a wrapper.
+    """Shard a model, unless it is sharded already; FSDP2 works in place, FSDP1 returns a wrapper.
 
     Args:
-        model: on any device; with `cpu_ram_efficient_loading` only the first process needs its weights.
-        plan: whose `sharding` says how; None leaves a model with tensor parallelism alone as it was loaded.
+        model: on any device; with `cpu_ram_efficient_loading` only rank 0 needs its weights.
+        plan: the plan with `sharding`; with None, a model with tensor parallelism stays as it was loaded.
 
     Raises:
         WrongConfig: for classes to wrap that the model does not have.
     """
     settings = plan.sharding
-    if settings is None or is_sharded(model):  # loaded in parts
+    if settings is None or is_sharded(model):  # already sharded while it was loaded
         reshard(model)
         return model
     device = torch.device(plan.device)
@@ -67,8 +67,8 @@ def shard(model: nn.Module, plan: LightningPlan) -> nn.Module:
     if plan.precision in _HALF:
         _keep_trained_in_float32(model)
     try:
-        sharded = _shard_first(model, units, plan) if settings.version == 1 else _shard_second(model, units, plan)
-    except ValueError as error:  # of torch, which names neither the argument nor the parameter
+        sharded = _shard_fsdp1(model, units, plan) if settings.version == 1 else _shard_fsdp2(model, units, plan)
+    except ValueError as error:  # torch's message names neither the argument nor the parameter
         raise _explained(error, model, settings) from error
     logger.info(
         "The model is sharded by FSDP%d (%s) over %d processes, in %d units.",
@@ -83,9 +83,9 @@ def shard(model: nn.Module, plan: LightningPlan) -> nn.Module:
 
 
 def reshard(model: nn.Module) -> None:
-    """Let each process have its part alone again: after a forward pass without a backward pass FSDP2 keeps the whole.
+    """Reshard all parameters: after a forward pass without a backward pass FSDP2 keeps the gathered ones.
 
-    The parameters that the model names, and the optimizer has, are those of the parts.
+    Only the sharded parameters are those that the optimizer has.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -93,39 +93,39 @@ def reshard(model: nn.Module) -> None:
 
 
 def whole_model_state(model: nn.Module, device: torch.device) -> dict[str, Any]:
-    """The whole weights by name, gathered by all processes; off the CPU only the first gets them."""
+    """Gather the whole weights by name, a collective call; on devices other than the CPU only rank 0 gets them."""
     reshard(model)
     return get_model_state_dict(model, options=_whole_on(device))
 
 
 def whole_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> dict[str, Any]:
-    """The optimizer's whole state by the names of the parameters, gathered as the weights."""
+    """Gather the optimizer's whole state by parameter name, in the same way as the weights."""
     reshard(model)
     return get_optimizer_state_dict(model, optimizer, options=_whole_on(device))
 
 
 def _whole_on(device: torch.device) -> StateDictOptions:
-    # On the CPU there is nothing to move, and FSDP1 crashes when it is asked to.
+    # On the CPU there is nothing to offload, and FSDP1 crashes with cpu_offload.
     return StateDictOptions(full_state_dict=True, cpu_offload=device.type != "cpu")
 
 
 def _explained(error: ValueError, model: nn.Module, settings: FsdpSettings) -> WrongConfig:
-    """Why torch cannot shard a model, with the names of the parameters that it may be about."""
+    """Explain torch's error, with the names of the parameters that may cause it."""
     if isinstance(error, WrongConfig):
         return error
     scalars = [name for name, parameter in model.named_parameters() if not parameter.ndim]
     text = str(error).rstrip(".")
     advice = f" Give {' and '.join(scalars)} the shape (1,), or train without fsdp." if scalars else ""
     if settings.version == 1 and not scalars:
-        advice = " fsdp_config={'version': 2} takes such models."
+        advice = " fsdp_config={'version': 2} supports such models."
     return WrongConfig(f"fsdp: the model cannot be sharded: {text}.{advice}")
 
 
 def clip_grad_norm(model: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-    """Clip the gradients of a sharded model, and return their norm before, over all processes."""
+    """Clip the gradients of a sharded model; returns their norm before clipping, over all processes."""
     if isinstance(model, FullyShardedDataParallel):
         return model.clip_grad_norm_(max_norm, norm_type)
-    by_mesh: dict[Any, list[Any]] = {}  # torch cannot take the norm of tensors on different ones
+    by_mesh: dict[Any, list[Any]] = {}  # torch cannot compute a norm across meshes
     for parameter in model.parameters():
         if parameter.grad is not None:
             by_mesh.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter)
@@ -143,12 +143,12 @@ def _whole_norm(gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor
 
 @contextlib.contextmanager
 def without_sync(model: Any) -> Iterator[None]:
-    """Keep the gradients of backward passes in the block to this process, until one outside of it."""
+    """Accumulate gradients locally in the block; the next backward pass outside it reduces them."""
     if isinstance(model, FullyShardedDataParallel):
         with model.no_sync():
             yield
         return
-    if not isinstance(model, FSDPModule):  # tensor parallelism has gradients of the same batch only
+    if not isinstance(model, FSDPModule):  # with tensor parallelism alone all ranks have the same batch
         yield
         return
     model.set_requires_gradient_sync(False)
@@ -160,9 +160,9 @@ def without_sync(model: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def whole_parameters(model: Any) -> Iterator[None]:
-    """Let methods of the user's model be called in the block.
+    """Make whole parameters available to methods of the user's model in the block.
 
-    FSDP1 gathers all parameters for it; FSDP2 gathers as the model computes.
+    FSDP1 gathers all parameters; FSDP2 gathers them as the model computes.
     """
     if not isinstance(model, FullyShardedDataParallel):
         yield
@@ -172,7 +172,7 @@ def whole_parameters(model: Any) -> Iterator[None]:
 
 
 def mesh_of(plan: LightningPlan) -> DeviceMesh:
-    """The processes that share a model's parts: all, those of a copy, or with a hybrid strategy those of each node."""
+    """The device mesh: shards over all processes, over those of a copy, or (hybrid) over those of a node."""
     kind, processes, layout = torch.device(plan.device).type, plan.processes, plan.layout
     assert plan.sharding is not None
     if "hybrid" in plan.sharding.strategy:
@@ -188,11 +188,11 @@ def _made_mesh(kind: str, shape: tuple[int, ...]) -> DeviceMesh:
     return init_device_mesh(kind, shape, mesh_dim_names=("dp_replicate", "dp_shard")[-len(shape) :])
 
 
-# ---- What is a unit -------------------------------------------------------------------------------------------------
+# ---- Units ----------------------------------------------------------------------------------------------------------
 
 
 def units_of(model: nn.Module, settings: FsdpSettings) -> list[nn.Module]:
-    """The modules that are gathered one at a time, inner ones first."""
+    """The modules whose parameters are gathered one module at a time, inner ones first."""
     if settings.auto_wrap_policy == "NO_WRAP":
         return []
     if settings.auto_wrap_policy == "SIZE_BASED_WRAP":
@@ -208,14 +208,14 @@ def units_of(model: nn.Module, settings: FsdpSettings) -> list[nn.Module]:
     units = [module for module in reversed(list(model.modules())) if type(module).__name__ in wanted]
     if not units:
         logger.warning(
-            "fsdp: the model names no class that is to be gathered by itself, so all of it is gathered at once. Name "
-            "classes in fsdp_config['transformer_layer_cls_to_wrap'], or give a size, 'min_num_params'."
+            "fsdp: the model does not name classes to wrap, so all parameters are gathered at once. Name classes in "
+            "fsdp_config['transformer_layer_cls_to_wrap'], or set 'min_num_params'."
         )
     return units
 
 
 def _large_modules(model: nn.Module, least: int) -> list[nn.Module]:
-    """Modules with so many parameters that are in no unit below them, and that no other module shares."""
+    """Modules with at least `least` parameters, not counting inner units, and without shared parameters."""
     found: list[nn.Module] = []
     taken: set[int] = set()
     uses: dict[int, int] = {}
@@ -232,11 +232,11 @@ def _large_modules(model: nn.Module, least: int) -> list[nn.Module]:
     return found
 
 
-# ---- Before ---------------------------------------------------------------------------------------------------------
+# ---- Before sharding ------------------------------------------------------------------------------------------------
 
 
 def take_from_first(model: nn.Module, device: torch.device) -> None:
-    """Give all processes the weights of the first; tensors without data are made first."""
+    """Broadcast the weights of rank 0; tensors on the meta device are allocated first."""
     empty = [module for module in model.modules() if any(tensor.is_meta for tensor in _own_tensors(module))]
     for module in empty:
         module.to_empty(device=device, recurse=False)
@@ -255,7 +255,7 @@ def _own_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _keep_trained_in_float32(model: nn.Module) -> None:
-    """With mixed precision the units compute in half precision, and the optimizer steps in full."""
+    """Convert trained parameters to float32: units compute in half precision, but the optimizer steps in float32."""
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.is_floating_point():
             parameter.data = parameter.data.float()
@@ -264,11 +264,11 @@ def _keep_trained_in_float32(model: nn.Module) -> None:
 # ---- FSDP1 and FSDP2 ------------------------------------------------------------------------------------------------
 
 
-def _shard_first(model: nn.Module, units: list[nn.Module], plan: LightningPlan) -> nn.Module:
+def _shard_fsdp1(model: nn.Module, units: list[nn.Module], plan: LightningPlan) -> nn.Module:
     settings, device, dtype = plan.sharding, torch.device(plan.device), _HALF.get(plan.precision)
     assert settings is not None
     if settings.cpu_offload and device.type == "cpu":
-        raise WrongConfig("fsdp='offload' moves what is on a GPU, and training is on the CPU already: leave it out.")
+        raise WrongConfig("fsdp='offload' moves parameters from a GPU, but training is on the CPU: leave it out.")
     members = set(units)
     prefetch = None if settings.backward_prefetch == "NO_PREFETCH" else BackwardPrefetch[settings.backward_prefetch]
     name = settings.strategy.upper()
@@ -290,7 +290,7 @@ def _shard_first(model: nn.Module, units: list[nn.Module], plan: LightningPlan) 
     return wrapped
 
 
-def _shard_second(model: nn.Module, units: list[nn.Module], plan: LightningPlan) -> nn.Module:
+def _shard_fsdp2(model: nn.Module, units: list[nn.Module], plan: LightningPlan) -> nn.Module:
     settings, dtype = plan.sharding, _HALF.get(plan.precision)
     assert settings is not None
     if settings.activation_checkpointing:
@@ -299,19 +299,19 @@ def _shard_second(model: nn.Module, units: list[nn.Module], plan: LightningPlan)
     keywords: dict[str, Any] = {
         "mesh": mesh_of(plan),
         "offload_policy": CPUOffloadPolicy(pin_memory=pinned) if settings.cpu_offload else OffloadPolicy(),
-        # Outputs stay in float32: a loss in half precision is logged in steps of 0.02, and overflows when it is scaled.
+        # Outputs stay in float32: a half-precision loss has a resolution of 0.02 in logs, and overflows when scaled.
         "mp_policy": MixedPrecisionPolicy() if dtype is None else MixedPrecisionPolicy(dtype, dtype),
     }
     reshards = settings.strategy == "full_shard"
     for unit in units:
         fully_shard(unit, reshard_after_forward=reshards, **keywords)
-    # The outermost unit is needed first in the backward pass, so torch's default keeps it.
+    # The outermost unit is needed first in the backward pass, so torch's default keeps it gathered.
     fully_shard(model, reshard_after_forward=None if reshards else False, **keywords)
     return model
 
 
 def _checkpoint_activations(model: nn.Module, units: set[nn.Module], settings: FsdpSettings) -> list[nn.Module]:
-    """Wrap the units; returns the wrappers. FSDP belongs around them, or computing again would gather again."""
+    """Wrap the units; returns the wrappers. FSDP must wrap these, or recomputation would gather again."""
     wrappers: list[nn.Module] = []
 
     def wrap(module: nn.Module) -> nn.Module:

@@ -1,1 +1,1 @@
-"""XLA devices: finding them, and sharding a model over them."""
+"""XLA devices: detection, and sharding a model over them."""

@@ -1,4 +1,4 @@
-"""XLA devices, TPUs above all: whether this process uses one, and where it stands; until then torch_xla stays out."""
+"""XLA devices, mainly TPUs: whether this process uses one, and its rank. torch_xla is imported only when needed."""
 
 from __future__ import annotations
 
@@ -11,40 +11,40 @@ import torch
 from hftrainer.parallel.environment import RankInfo
 
 INSTALL = "pip install 'hftrainer[tpu]', which brings torch_xla; its newest release is 2.9.0, for torch 2.9"
-#: Variables that machines with a TPU have.
+#: Environment variables of machines with a TPU.
 _OF_TPUS = ("TPU_NAME", "TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES", "TPU_ACCELERATOR_TYPE", "CLOUD_TPU_TASK_ID")
 _TPU_DEVICE = "/dev/accel0"
 _FALSE = ("0", "f", "false", "n", "no", "off")
 
 
 def wanted() -> bool:
-    """Whether the machine or the user says that there is an XLA device; `USE_TORCH_XLA=0` says that there is none."""
+    """Whether the machine or the user indicates an XLA device; `USE_TORCH_XLA=0` means no."""
     if os.environ.get("USE_TORCH_XLA", "1").lower() in _FALSE:
         return False
     return bool(os.environ.get("PJRT_DEVICE")) or any(map(os.environ.get, _OF_TPUS)) or os.path.exists(_TPU_DEVICE)
 
 
 def installed() -> bool:
-    """Whether torch_xla can be imported; it is not."""
+    """Whether torch_xla can be imported; does not import it."""
     return importlib.util.find_spec("torch_xla") is not None
 
 
 def available() -> bool:
-    """Whether training runs on XLA, unless the CPU is asked for."""
+    """Whether training runs on XLA, unless `use_cpu` is set."""
     return wanted() and installed()
 
 
 def device() -> torch.device:
-    """The XLA device of this process; nothing is begun on it, or SPMD could not be chosen any more."""
-    import torch_xla  # noqa: F401 - makes torch know such devices
+    """The XLA device of this process; does not initialize it, since SPMD could then no longer be enabled."""
+    import torch_xla  # noqa: F401 - registers the device type in torch
 
     return torch.device("xla", 0)
 
 
 def sync() -> None:
-    """Compile and run what has been recorded so far, without waiting for it.
+    """Compile and run the recorded operations, without waiting for them.
 
-    XLA records operations, and what is recorded in one piece is compiled in one piece: a step ends here.
+    XLA records operations, and compiles as one graph those recorded between two calls: this ends a step.
     """
     import torch_xla
 
@@ -59,14 +59,14 @@ def seed(number: int) -> None:
 
 
 def print_metrics() -> None:
-    """Print what torch_xla has counted: compilations, executions, transfers."""
+    """Print torch_xla's counters: compilations, executions, transfers."""
     from torch_xla.debug import metrics
 
     print(metrics.metrics_report())
 
 
 def rank_info() -> RankInfo:
-    """A process that torch_xla has started, one for each core, on one host or several."""
+    """A process that torch_xla has started, one per core, on one machine or several."""
     from torch_xla import runtime
 
     size, local = runtime.world_size(), runtime.local_device_count()
@@ -84,14 +84,14 @@ def rank_info() -> RankInfo:
 
 
 def cores_in_this_process() -> int:
-    """How many cores this process drives: two on TPU v2 and v3."""
+    """Number of cores that this process drives: two on TPU v2 and v3."""
     from torch_xla import runtime
 
     return runtime.addressable_device_count()
 
 
 def move_model(model: torch.nn.Module, target: torch.device) -> None:
-    """Move a model to an XLA device; weights that are tied stay so, which `nn.Module.to` alone would undo."""
+    """Move a model to an XLA device and keep its weights tied, which `nn.Module.to` alone would undo."""
     places: dict[int, list[tuple[torch.nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -103,9 +103,9 @@ def move_model(model: torch.nn.Module, target: torch.device) -> None:
 
 
 def to_host(data: Any) -> Any:
-    """The same nested containers with their XLA tensors in the host's memory; each tensor moves once.
+    """Copy the XLA tensors in nested containers to CPU memory; each tensor is copied once.
 
-    What has one storage on the device, such as tied weights, has one storage on the host too.
+    Tensors that share storage on the device, such as tied weights, share it on the CPU too.
     """
     moved: dict[int, torch.Tensor] = {}
 
@@ -119,7 +119,7 @@ def to_host(data: Any) -> Any:
             return moved[key]
         if isinstance(item, dict):
             copied = type(item)((name, move(value)) for name, value in item.items())
-            if hasattr(item, "_metadata"):  # of a state dict
+            if hasattr(item, "_metadata"):  # it is a state dict
                 copied._metadata = item._metadata  # type: ignore[attr-defined]
             return copied
         if type(item) in (list, tuple):

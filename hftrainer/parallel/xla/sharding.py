@@ -1,4 +1,4 @@
-"""Sharding a model over XLA devices with torch_xla: a process for each device, or one process for all (SPMD)."""
+"""Shards a model over XLA devices with torch_xla: one process per device, or one process for all (SPMD)."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from hftrainer.parallel.xla import devices as xla
 
 logger = logging.getLogger(__name__)
 
-#: Models whose tensors are laid over the devices already.
+#: Models whose tensors are already sharded over the devices.
 _annotated: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def use_spmd() -> None:
-    """Let this process drive all devices, before any tensor is on one.
+    """Let this process drive all devices; must be called before any tensor is on one.
 
     Raises:
-        WrongConfig: on several hosts, each of which would read all the data.
+        WrongConfig: with several machines, since each would read all the data.
     """
     from torch_xla import runtime
     from torch_xla.distributed import spmd
@@ -37,17 +37,17 @@ def use_spmd() -> None:
     if not runtime.is_spmd():
         runtime.use_spmd()
     if runtime.process_count() > 1:
-        raise WrongConfig("fsdp_config['xla_fsdp_v2'] works on one host, and this is one of several: leave it out.")
+        raise WrongConfig("fsdp_config['xla_fsdp_v2'] works on one machine, but there are several: leave it out.")
     devices = runtime.global_runtime_device_count()
     spmd.set_global_mesh(spmd.Mesh(np.arange(devices), (devices, 1), ("fsdp", "tensor")))
 
 
 def shard(model: nn.Module, plan: LightningPlan) -> nn.Module:
-    """Shard a model, unless it is: by SPMD in place, else in a wrapper.
+    """Shard a model, unless it is sharded already: SPMD works in place, otherwise it returns a wrapper.
 
     Args:
         model: the model.
-        plan: whose `sharding` says how.
+        plan: the plan with `sharding`.
 
     Raises:
         WrongConfig: for classes to wrap that the model does not have, and for unknown settings.
@@ -76,7 +76,7 @@ def _units(model: nn.Module, settings: FsdpSettings) -> list[nn.Module]:
     return units_of(model, settings)
 
 
-# ---- A process for each device --------------------------------------------------------------------------------------
+# ---- One process per device -----------------------------------------------------------------------------------------
 
 
 def _wrapped(model: nn.Module, settings: FsdpSettings, of_xla: XlaSettings) -> nn.Module:
@@ -95,7 +95,7 @@ def _wrapped(model: nn.Module, settings: FsdpSettings, of_xla: XlaSettings) -> n
 
 
 def _keywords(of_xla: XlaSettings) -> dict[str, Any]:
-    """The keywords of torch_xla's class; types by their names, as JSON can hold them."""
+    """The keywords of torch_xla's class; converts names of dtypes, since JSON has no dtypes."""
     from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel
 
     allowed = [name for name in inspect.signature(XlaFullyShardedDataParallel).parameters if not name.startswith("_")]
@@ -112,23 +112,23 @@ def _keywords(of_xla: XlaSettings) -> dict[str, Any]:
 
 
 def clip_grad_norm(model: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-    """Clip the gradients of a sharded model, and return their norm before, over all processes."""
+    """Clip the gradients of a sharded model; returns their norm before clipping, over all processes."""
     return model.clip_grad_norm_(max_norm, norm_type)
 
 
 def without_sync(model: Any) -> contextlib.AbstractContextManager[None]:
-    """Keep the gradients of backward passes in the block to this process."""
+    """Accumulate gradients locally in the block."""
     return model.no_sync()
 
 
 @contextlib.contextmanager
 def whole_parameters(_: Any) -> Iterator[None]:
-    """Let methods of the user's model be called in the block: each unit gathers as it computes."""
+    """Do nothing: each unit gathers its parameters as it computes."""
     yield
 
 
 def whole_model_state(model: Any, _: torch.device) -> dict[str, Any]:
-    """The whole weights by name, in the host's memory; all processes must ask for them, and the first has them."""
+    """Gather the whole weights by name, in CPU memory; a collective call, whose result only rank 0 gets."""
     from torch_xla.distributed.fsdp.state_dict_utils import consolidate_sharded_state_dicts
 
     part = xla.to_host(model.state_dict())
@@ -139,17 +139,17 @@ def whole_model_state(model: Any, _: torch.device) -> dict[str, Any]:
     if parts is None:
         return {}
     whole = consolidate_sharded_state_dicts(parts, model.get_shard_metadata())
-    return {name: value.clone() for name, value in whole.items()}  # without what the parts were padded with
+    return {name: value.clone() for name, value in whole.items()}  # without the padding of the shards
 
 
 # ---- One process for all devices ------------------------------------------------------------------------------------
 
 
 def _annotate(model: nn.Module, settings: FsdpSettings, of_xla: XlaSettings) -> None:
-    """Lay parameters, inputs and outputs over the devices; the compiler does the rest.
+    """Shard parameters, inputs and outputs over the devices; the compiler does the rest.
 
-    torch_xla's wrapper is made for what it does to a module when it is made. It is not kept, so the names of the
-    weights stay those of the model; hooks do what its `forward` would.
+    torch_xla's wrapper annotates a module in its constructor. The wrapper is then dropped, so that the names of the
+    weights do not change; hooks do the work of its `forward`.
     """
     import torch_xla
     from torch_xla.distributed import spmd
@@ -159,15 +159,15 @@ def _annotate(model: nn.Module, settings: FsdpSettings, of_xla: XlaSettings) -> 
     units = [unit for unit in _units(model, settings) if unit is not model]
     for unit in units:
         SpmdFullyShardedDataParallel(checkpoint_module(unit) if of_xla.grad_ckpt else unit, shard_output=_nothing)
-        unit.register_forward_hook(_spread_output)
+        unit.register_forward_hook(_shard_output)
     for parameter in model.parameters():
-        if not torch_xla._XLAC._get_xla_sharding_spec(parameter):  # in no unit
+        if not torch_xla._XLAC._get_xla_sharding_spec(parameter):  # outside all units
             longest = max(range(parameter.ndim), key=parameter.shape.__getitem__, default=None)
             axes = tuple("fsdp" if dim == longest else None for dim in range(parameter.ndim))
             spmd.mark_sharding(parameter, _mesh(), axes)
-    model.register_forward_pre_hook(_spread_inputs, with_kwargs=True)
-    model.register_forward_hook(_spread_output)
-    logger.info("The model lies on %d XLA devices, in %d units.", _mesh().size(), len(units) + 1)
+    model.register_forward_pre_hook(_shard_inputs, with_kwargs=True)
+    model.register_forward_hook(_shard_output)
+    logger.info("The model is sharded over %d XLA devices, in %d units.", _mesh().size(), len(units) + 1)
 
 
 def _nothing(*_: Any) -> None:
@@ -180,28 +180,28 @@ def _mesh() -> Any:
     return spmd.get_global_mesh()
 
 
-def _spread(tensor: torch.Tensor) -> None:
-    """Give each device some of the rows."""
+def _shard_rows(tensor: torch.Tensor) -> None:
+    """Shard the rows of a tensor over the devices."""
     from torch_xla.distributed import spmd
 
     spmd.mark_sharding(tensor, _mesh(), ("fsdp", *(None,) * (tensor.ndim - 1)))
 
 
-def _spread_inputs(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _shard_inputs(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     tensors = [tensor for tensor in _tensors((args, kwargs)) if tensor.device.type == "xla"]
     for tensor in tensors:
         if tensor.shape[0] == tensors[0].shape[0]:  # the samples of the batch
-            _spread(tensor)
+            _shard_rows(tensor)
 
 
-def _spread_output(_: nn.Module, __: Any, output: Any) -> None:
+def _shard_output(_: nn.Module, __: Any, output: Any) -> None:
     first = next(_tensors(output), None)
     if first is not None:
-        _spread(first)
+        _shard_rows(first)
 
 
 def _tensors(data: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested containers that have rows."""
+    """The tensors in nested containers, except scalars."""
     if isinstance(data, torch.Tensor):
         if data.ndim:
             yield data
