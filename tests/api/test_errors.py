@@ -88,7 +88,7 @@ class SizedEmpty(Stream):
 def test_stream_that_ends_at_once_stops_training(make_args, caplog):
     trainer = Trainer(make_plain(), make_args(), train_dataset=Stream(0))
     assert trainer.train().global_step == 0
-    assert "not one batch" in caplog.text
+    assert "yielded no batch" in caplog.text
 
 
 def test_unsized_without_max_steps(make_args):

@@ -122,7 +122,7 @@ def test_callback_draws_when_training_ends(tmp_path):
 
 def test_callback_of_a_run_that_logged_nothing(tmp_path, caplog):
     make_plotted(tmp_path, logging_strategy="no").train()
-    assert "PlotCallback: the run has logged nothing" in caplog.text
+    assert "PlotCallback: the log of the run has nothing" in caplog.text
     assert not (tmp_path / "out" / "training.png").exists()
 
 
