@@ -47,7 +47,7 @@ def test_two_optimizers(make_args):
     model = make_plain()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     kwargs = {"optimizers": (optimizer, None), "optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.1})}
-    with pytest.raises(InvalidArgument, match="both choose the optimizer"):
+    with pytest.raises(InvalidArgument, match="both set the optimizer"):
         Trainer(model, make_args(), **kwargs)
 
 

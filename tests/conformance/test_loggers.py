@@ -414,7 +414,7 @@ def test_wrong_loggers(tmp_path):
         make_trainer("hftrainer", tmp_path, "plain", trainer={"loggers": [Recorder]})
     with pytest.raises(InvalidArgument, match=r"loggers=True \(bool\): give a list"):
         make_trainer("hftrainer", tmp_path, "plain", trainer={"loggers": True})
-    with pytest.raises(InvalidArgument, match=r"Recorder is a Lightning logger, no callback: .*loggers="):
+    with pytest.raises(InvalidArgument, match=r"Recorder is a Lightning logger, not a callback: .*loggers="):
         make_trainer("hftrainer", tmp_path, "plain", trainer={"callbacks": [Recorder()]})
     with pytest.raises(UnsupportedArgument, match=r"use report_to or Trainer\(loggers="):
         make_trainer("hftrainer", tmp_path, "plain", lightning_config={"logger": Recorder()})
