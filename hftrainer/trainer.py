@@ -319,7 +319,7 @@ class Trainer:
         return self._hftrainer.loaders.training_sampler(self.train_dataset if train_dataset is None else train_dataset)
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Sampler | None:
-        """The order of the evaluation samples: by length if arguments ask for it, as in training; None: the dataset's."""
+        """The order of the evaluation samples: by length if arguments ask for it, as in training; None: unchanged."""
         return self._hftrainer.loaders.evaluation_sampler(eval_dataset)
 
     def _set_signature_columns_if_needed(self) -> None:
@@ -436,7 +436,7 @@ class Trainer:
         """Train.
 
         Args:
-            resume_from_checkpoint: a checkpoint folder to resume from; True for the last whole one in `output_dir`; or a
+            resume_from_checkpoint: a checkpoint folder to resume; True for the last whole one in `output_dir`; or a
                 Lightning checkpoint of this Trainer, `x.ckpt`; or "hub:owner/name" or "hub:owner/name@revision" for the
                 `last-checkpoint` of a repository on the Hub, or else its newest checkpoint-xxx.
             trial: a hyperparameter trial, or a dict of hyperparameters: passed to `model_init`, and its values set in
