@@ -51,7 +51,7 @@ class TrainerSetup(Room):
     """Builds the parts of a Trainer.
 
     Args:
-        context: what it works with.
+        context: the shared parts of the Trainer.
         own: receives the parts.
     """
 

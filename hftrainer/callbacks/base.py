@@ -24,7 +24,7 @@ class TrainerCallback:
         """Training begins."""
 
     def on_train_end(self, args, state, control, **kwargs):
-        """Training has ended; the best model is loaded if it was asked for."""
+        """Training has ended; the best model is loaded with `load_best_model_at_end`."""
 
     def on_epoch_begin(self, args, state, control, **kwargs):
         """A pass over the data begins."""

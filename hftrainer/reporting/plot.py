@@ -75,7 +75,7 @@ def _panel_of(name: str) -> str:
 
 @dataclass(frozen=True)
 class Line:
-    """One curve of one run, as it is drawn."""
+    """One curve of one run."""
 
     panel: str
     label: str

@@ -98,7 +98,7 @@ class Room:
     """A part of a Trainer's work, on one subject.
 
     Args:
-        context: what it works with.
+        context: the shared parts of the Trainer.
     """
 
     def __init__(self, context: TrainerContext) -> None:

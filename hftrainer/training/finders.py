@@ -19,7 +19,7 @@ class Finders(Room):
     """Lets Lightning's finders among the callbacks choose batch size and learning rate.
 
     Args:
-        context: what it works with.
+        context: the shared parts of the Trainer.
         steps: computes the losses.
     """
 

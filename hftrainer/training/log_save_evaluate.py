@@ -24,7 +24,7 @@ class LogSaveEvaluate(Room):
     """Logs, evaluates and saves as the control flags request.
 
     Args:
-        context: what it works with.
+        context: the shared parts of the Trainer.
         saver: announces checkpoints.
     """
 

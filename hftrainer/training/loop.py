@@ -41,7 +41,7 @@ class TrainingLoop(Room):
     """One call of `train()`, from its first event to its last.
 
     Args:
-        context: what it works with.
+        context: the shared parts of the Trainer.
         schedule: the lengths of the run.
         train_dataloader: the batches.
         steps: computes the losses.

@@ -15,7 +15,7 @@ class Preparation(Room):
     """Prepares for Lightning's strategies; `training.deepspeed` has the subclass for DeepSpeed.
 
     Args:
-        context: what it works with.
+        context: the shared parts of the Trainer.
         loaders: counts the model's operations before it is sharded.
     """
 

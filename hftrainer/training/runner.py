@@ -47,7 +47,7 @@ class TrainingRunner(Room):
     """Runs a training, restarts it with smaller batches when memory runs out, and releases its objects.
 
     Args:
-        context: what it works with.
+        context: the shared parts of the Trainer.
         settings: applies changes of the arguments.
         model_setup: makes the model.
         loaders: makes the loaders.

@@ -28,7 +28,7 @@ class TrainingSteps(Room):
     """Prepares micro-batches, computes their losses, and counts their tokens and operations.
 
     Args:
-        context: what it works with.
+        context: the shared parts of the Trainer.
         loaders: counts labels and operations.
     """
 
