@@ -28,12 +28,12 @@ def make_args(tmp_path):
 
 
 def test_no_model():
-    with pytest.raises(InvalidArgument, match="either a model or a model_init, and got neither"):
+    with pytest.raises(InvalidArgument, match="either a model or a model_init; it got neither"):
         Trainer(args=TrainingArguments("unused"))
 
 
 def test_model_and_model_init(make_args):
-    with pytest.raises(InvalidArgument, match="either a model or a model_init, and got both"):
+    with pytest.raises(InvalidArgument, match="either a model or a model_init; it got both"):
         Trainer(make_plain(), make_args(), model_init=make_plain)
 
 
