@@ -11,7 +11,7 @@ from hftrainer.compat.version import __version__
 
 
 def main() -> None:
-    """Read the command line and do what it says."""
+    """Parse the command line and run the subcommand."""
     parser = argparse.ArgumentParser(
         prog="python -m hftrainer", description="The Hugging Face Trainer API, with PyTorch Lightning as its engine."
     )
@@ -29,7 +29,7 @@ def main() -> None:
     run.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
     explain = commands.add_parser(
         "explain",
-        help="say what becomes of training arguments",
+        help="show how training arguments are used",
         usage="%(prog)s [--json] [any training arguments …]",
         add_help=False,
     )
@@ -43,18 +43,18 @@ def main() -> None:
     )
     plot.add_argument("folders", metavar="OUTPUT_DIR", nargs="*", help="output folder of a run; several are compared")
     plot.add_argument("--html", action="store_true", help="write interactive pages too")
-    plot.add_argument("--out", metavar="FILE.png", help="of runs; default: training.png in the first folder")
+    plot.add_argument("--out", metavar="FILE.png", help="the file for runs; default: training.png in the first folder")
     plot.add_argument(
         "--study", metavar="STORAGE", help="a search: sqlite:///search.db, another URL, or a journal file"
     )
-    plot.add_argument("--study-name", metavar="NAME", help="which study, where there are several")
-    plot.add_argument("--output", metavar="DIR", help="of a study; default: this folder")
+    plot.add_argument("--study-name", metavar="NAME", help="the study's name, if the storage holds several")
+    plot.add_argument("--output", metavar="DIR", help="the folder for a study's plots; default: the current one")
     checkpoint = commands.add_parser(
         "checkpoint",
-        help="accept a checkpoint whose files were changed on purpose",
-        description="Read the files of a checkpoint that was changed since it was written, as when its weights were "
-        "converted, and take it for whole from then on: its manifest is written again. Exits with 1 when a file cannot "
-        "be read, and changes nothing then.",
+        help="accept a checkpoint whose files were changed intentionally",
+        description="Read the files of a checkpoint that was changed after it was written (for example, its weights "
+        "were converted), and write a new manifest, so that it counts as whole. If a file cannot be read, exits with 1 "
+        "and changes nothing.",
         allow_abbrev=False,
     )
     checkpoint.add_argument("--accept", metavar="FOLDER", required=True, help="the checkpoint-xxx folder")
@@ -81,7 +81,7 @@ def _plot(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     from hftrainer.search.plots import plot_study
 
     if bool(options.folders) == (options.study is not None):
-        parser.error("give the output folders of runs, or the --study of a search")
+        parser.error("give the output folders of runs, or --study for a search")
     others = ("--out",) if options.study is not None else ("--study-name", "--output")
     for option in others:
         if getattr(options, option.strip("-").replace("-", "_")) is not None:
@@ -104,7 +104,7 @@ def _accept(parser: argparse.ArgumentParser, folder: str) -> None:
         found = accept(folder)
     except (CheckpointNotFound, DamagedCheckpoint, OSError) as error:
         parser.exit(1, f"{parser.prog}: error: {error}\n")
-    print(f"{folder} is accepted as it is" + (f" ({found})." if found else ", all its files can be read."))
+    print(f"{folder} is accepted" + (f" ({found})." if found else ", all its files can be read."))
 
 
 def _explain(words: list[str], *, as_json: bool) -> None:
@@ -119,7 +119,7 @@ def _explain(words: list[str], *, as_json: bool) -> None:
     if unknown:
         options = [f"--{field.name}" for field in dataclasses.fields(TrainingArguments)]
         near = difflib.get_close_matches(unknown[0], options, n=1)
-        parser.error(f"there is no argument {unknown[0]}" + (f"; did you mean {near[0]}?" if near else ""))
+        parser.error(f"unknown argument {unknown[0]}" + (f"; did you mean {near[0]}?" if near else ""))
     explanation = args.explain()
     print(explanation.to_json() if as_json else explanation)
 

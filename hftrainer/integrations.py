@@ -1,4 +1,4 @@
-"""`report_to` and `loggers`: which trackers a run is written to, and at which events."""
+"""`report_to` and `loggers`: the trackers that a run is written to."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hftrainer.engine import adapter
 from hftrainer.errors import InvalidArgument, MissingPackage, UnsupportedArgument
 from hftrainer.reporting import tracker_callbacks
 from hftrainer.reporting.tracker_callbacks import (
-    ReportingCallback as ReportingCallback,  # of 'csv' and the script's loggers
+    ReportingCallback as ReportingCallback,  # for 'csv' and the script's loggers
 )
 
 if TYPE_CHECKING:
@@ -28,11 +28,11 @@ class Integration:
     """A tracker that `report_to` may name.
 
     Attributes:
-        modules: what must be importable, each with alternatives behind a bar.
-        install: what to install for it.
-        on_lightning: written to by a Lightning logger; otherwise by the callback that transformers has for it.
-        in_all: one of those that `report_to='all'` means, when it is installed.
-        switch: an environment variable that takes the tracker out.
+        modules: modules that must be importable; alternatives are separated by '|'.
+        install: the package to install.
+        on_lightning: whether a Lightning logger writes to it; otherwise transformers' callback does.
+        in_all: whether `report_to='all'` includes it, when it is installed.
+        switch: an environment variable that disables the tracker.
     """
 
     modules: tuple[str, ...]
@@ -42,7 +42,7 @@ class Integration:
     switch: str | None = None
 
 
-#: In the order in which transformers goes through them for 'all'.
+#: In the order in which transformers uses them for 'all'.
 INTEGRATIONS = {
     "azure_ml": Integration(("azureml.core.run",), "azureml-core"),
     "comet_ml": Integration(("comet_ml",), "comet-ml", on_lightning=True),
@@ -59,21 +59,21 @@ INTEGRATIONS = {
     "flyte": Integration(("flytekit",), "flytekit", in_all=False),
     "csv": Integration((), "", on_lightning=True, in_all=False),
 }
-#: What Kubeflow sets in its jobs; without it there is nobody to report to.
+#: Set by Kubeflow in its jobs; without it there is no server to report to.
 KUBEFLOW = "KUBEFLOW_TRAINER_SERVER_URL"
-#: The values of COMET_MODE, unset and 'disabled' aside; the last two are those of v4.
+#: The values of COMET_MODE besides unset and 'disabled'; the last two are from v4.
 COMET_MODES = ("", "get_or_create", "create", "get", "online", "offline")
 _NEPTUNE = (
-    "report_to='neptune' cannot be honoured: Neptune's service has ended, and Lightning has no logger for it any more. "
+    "report_to='neptune' is not supported: Neptune's service has ended, and Lightning has removed its logger. "
     "Use 'tensorboard', 'wandb', 'mlflow', 'comet_ml' or 'csv'."
 )
 
 
 def chosen(report_to: str | Sequence[str] | None) -> list[str]:
-    """The names of the trackers that `report_to` means, in order, without those that the environment takes out.
+    """The names of the trackers that `report_to` selects, in order, without those that the environment disables.
 
     Raises:
-        InvalidArgument: for a name that is not known.
+        InvalidArgument: for an unknown name.
         UnsupportedArgument: for Neptune.
         MissingPackage: for a tracker whose package is not installed.
     """
@@ -81,13 +81,13 @@ def chosen(report_to: str | Sequence[str] | None) -> list[str]:
     if wrong := [name for name in given if not isinstance(name, str)]:
         raise InvalidArgument(f"report_to={wrong[0]!r}: give 'all', 'none', the name of a tracker, or a list of them.")
     if len(given) > 1 and (alone := {"all", "none"} & set(given)):
-        raise InvalidArgument(f"report_to={given!r}: {min(alone)!r} stands alone, or leave it out.")
+        raise InvalidArgument(f"report_to={given!r}: {min(alone)!r} cannot be combined with other names.")
     if given == ["all"]:
         return [name for name, kind in INTEGRATIONS.items() if kind.in_all and _is_available(name)]
     names = [{"comet": "comet_ml"}.get(name, name) for name in given if name != "none"]
     for name in names:
         _check(name)
-    if _is_available("kubeflow"):  # its jobs are always reported on
+    if _is_available("kubeflow"):  # its jobs always report
         names.append("kubeflow")
     return [name for name in dict.fromkeys(names) if not _is_switched_off(name)]
 
@@ -99,7 +99,7 @@ def _check(name: str) -> None:
         near = difflib.get_close_matches(str(name), INTEGRATIONS, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise InvalidArgument(
-            f"report_to={name!r} is no tracker: {hint}Known are 'all', 'none', {', '.join(map(repr, INTEGRATIONS))}."
+            f"report_to={name!r} is not a tracker: {hint}Known are 'all', 'none', {', '.join(map(repr, INTEGRATIONS))}."
         )
     if _is_switched_off(name):
         return
@@ -107,19 +107,19 @@ def _check(name: str) -> None:
         raise InvalidArgument(f"COMET_MODE={_comet_mode()!r} must be one of {', '.join(map(repr, COMET_MODES[1:]))}.")
     missing = missing_packages(name)
     if missing:
-        by = "" if INTEGRATIONS[name].on_lightning else ", written to by transformers' own callback,"
+        by = "" if INTEGRATIONS[name].on_lightning else ", which uses transformers' own callback,"
         raise MissingPackage(f"report_to={name!r}{by} needs a package that is not installed: pip install {missing}")
     if name == "kubeflow" and KUBEFLOW not in os.environ:
-        raise InvalidArgument(f"report_to='kubeflow' is for Kubeflow's training jobs, which set {KUBEFLOW}.")
+        raise InvalidArgument(f"report_to='kubeflow' works in Kubeflow's training jobs only, which set {KUBEFLOW}.")
     if not _is_written_to(name):
         raise MissingPackage(
-            f"report_to={name!r} is written to by transformers' own callback, which the installed release does not "
+            f"report_to={name!r} uses transformers' own callback, which the installed release does not "
             "have: pip install --upgrade transformers"
         )
 
 
 def missing_packages(name: str) -> str:
-    """What is to be installed for a tracker; empty when all is there."""
+    """The packages to install for a tracker; empty when all are installed."""
     kind = INTEGRATIONS[name]
     there = all(any(map(_is_installed, module.split("|"))) for module in kind.modules)
     needed = [] if there else [kind.install]
@@ -148,7 +148,7 @@ def _is_available(name: str) -> bool:
     """Whether 'all' includes a tracker."""
     if missing_packages(name) or _is_switched_off(name):
         return False
-    if name == "azure_ml":  # Azure's callback is for those who do not use MLflow, which writes there too
+    if name == "azure_ml":  # skipped if MLflow is used, which writes to Azure too
         return not _is_available("mlflow")
     if name == "comet_ml":
         return _comet_is_configured()
@@ -156,7 +156,7 @@ def _is_available(name: str) -> bool:
 
 
 def _is_written_to(name: str) -> bool:
-    """Whether a tracker has a callback: transformers' own, if there is no Lightning logger for it."""
+    """Whether a tracker has a callback: ours with a Lightning logger, else transformers' own."""
     if INTEGRATIONS[name].on_lightning:
         return True
     from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
@@ -165,14 +165,14 @@ def _is_written_to(name: str) -> bool:
 
 
 def _comet_is_configured() -> bool:
-    """Whether Comet has a key; it would ask for one."""
+    """Whether Comet has an API key; without one it would prompt for it."""
     from comet_ml.config import get_config  # type: ignore[attr-defined]
 
     return get_config("comet.api_key") is not None
 
 
 def callback_classes(names: Sequence[str]) -> list[Any]:
-    """The classes of the callbacks for trackers, in order: ours where a Lightning logger writes, else transformers'."""
+    """The callback classes for trackers, in order: ours where a Lightning logger writes, else transformers'."""
     ours = {kind.name: kind for kind in tracker_callbacks.CALLBACKS}
     found = []
     for name in names:
@@ -188,16 +188,16 @@ def callback_classes(names: Sequence[str]) -> list[Any]:
 def further_trackers(
     names: Sequence[str], loggers: Any, args: TrainingArguments, folder: Callable[[], Any]
 ) -> list[Any]:
-    """What this process writes to besides: the table of 'csv', and the loggers of the script; on the main process only.
+    """The trackers without a callback class: the table of 'csv', and the script's loggers; on the main process only.
 
     Args:
-        names: of trackers.
-        loggers: what the script has given.
-        args: of the run.
-        folder: gives the folder in which trackers write files.
+        names: names of trackers.
+        loggers: the script's `loggers`.
+        args: the run's arguments.
+        folder: returns the folder in which trackers write files.
 
     Raises:
-        InvalidArgument: for something in `loggers` that is no Lightning logger.
+        InvalidArgument: for an object in `loggers` that is not a Lightning logger.
     """
     if loggers is not None and not isinstance(loggers, (list, tuple)):
         raise InvalidArgument(f"loggers={loggers!r} ({type(loggers).__name__}): give a list of Lightning loggers.")

@@ -1,4 +1,4 @@
-"""`Trainer`: the documented API in one place. Each method is short; the work is in the modules it delegates to."""
+"""`Trainer`: the documented API in one place. Each method is short; the work is in the rooms that it calls."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: The class of the bar, by its name in transformers; in a notebook another one takes its place.
+#: The class of the progress bar, by its name in transformers; in a notebook another class replaces it.
 DEFAULT_PROGRESS_CALLBACK = ProgressCallback
 
 
@@ -69,38 +69,38 @@ class Trainer:
         data_collator: makes a batch of a list of samples. Default: `DataCollatorWithPadding` with a tokenizer or
             sequence feature extractor as `processing_class`, else `default_data_collator`.
         train_dataset: map-style, iterable, or `datasets.Dataset`.
-        eval_dataset: likewise, or a dict of them: each is then evaluated, its name in its metrics' names.
+        eval_dataset: likewise, or a dict of them: each is evaluated, and metrics' names contain its name.
         processing_class: tokenizer or processor, saved with the model (named `tokenizer` before v4.46).
-        model_init: makes the model, given a hyperparameter trial or nothing; called anew by each `train()`.
+        model_init: makes the model; takes a hyperparameter trial or nothing. Each `train()` calls it again.
         compute_loss_func: `(outputs, labels, num_items_in_batch=...)` → loss; gets the labels instead of the model.
         compute_metrics: `EvalPrediction` → dict of metrics; or a torchmetrics `Metric`, a `MetricCollection`, a dict of
             these, or `TorchMetrics` around them, updated batch by batch on the device.
         callbacks: Trainer callbacks and Lightning callbacks, as classes or instances.
         optimizers: `(optimizer, scheduler)`, either None.
         optimizer_cls_and_kwargs: `(class, keywords)`; overrides `args.optim`.
-        preprocess_logits_for_metrics: `(logits, labels)` → what to keep of the logits, batch by batch.
+        preprocess_logits_for_metrics: `(logits, labels)` → the values to keep, batch by batch.
         loggers: Lightning loggers, besides those that `report_to` names; they get the hyperparameters once, and each
-            log line under names such as `train/loss`, at the optimizer step.
+            log line with names such as `train/loss`, at the optimizer step.
 
     Attributes:
         model: the user's model.
-        model_wrapped: the outermost module around it, if any wraps it.
+        model_wrapped: the outermost wrapper around the model, or the model itself.
         is_in_train: whether `train()` is running.
-        gather_function: gathers what an evaluation keeps from all processes; `accelerator.gather_for_metrics` again
-            after each. With `accelerator.gather` a last batch that is not full counts as a full one in the loss.
+        gather_function: gathers an evaluation's results from all ranks; reset to `accelerator.gather_for_metrics`
+            after each. With `accelerator.gather`, an incomplete last batch counts as a full one in the loss.
         loss_is_scaled_for_ga: set it in a subclass to say whether its loss is already scaled for accumulation.
         hp_study: the study of the last hyperparameter search.
-        hub_model_id: the repository that is uploaded to, once there is one; in the main process.
+        hub_model_id: the repository for uploads, once there is one; in the main process.
 
     Raises:
         InvalidArgument: for arguments that contradict each other.
-        UnsupportedArgument: for settings that cannot be honoured, all in one error.
+        UnsupportedArgument: for unsupported settings, all in one error.
         MissingPackage: for a tracker whose package is not installed.
         HubError: with push_to_hub, when its repository cannot be written to.
     """
 
     loss_is_scaled_for_ga: bool | None = None
-    model_preparation_time: float  # seconds; there once an evaluation without training has measured it
+    model_preparation_time: float  # seconds; set by an evaluation without training
     # Set while a Trainer is constructed, by `construction.TrainerSetup`.
     model: nn.Module
     model_wrapped: nn.Module
@@ -126,7 +126,7 @@ class Trainer:
     current_flos = OfRun("flos")
     current_gradient_accumulation_steps = OfRun("accumulation")
     neftune_noise_alpha: float | None
-    neftune_hook_handle: Any  # of the noise in a run; it stays when the noise is taken off
+    neftune_hook_handle: Any  # the NEFTune hook of a run; kept after the hook is removed
     hp_name: Callable[[Any], str] | None
     hp_search_backend: HPSearchBackend | None
     hp_space: Callable[[Any], dict[str, Any]]
@@ -191,13 +191,13 @@ class Trainer:
         self.data_collator = data_collator if data_collator is not None else own.setup.default_collator()
         if (model is None) == (model_init is None):
             given = "neither" if model is None else "both"
-            raise InvalidSetup(f"Trainer needs either a model or a model_init, and got {given}.")
+            raise InvalidSetup(f"Trainer needs either a model or a model_init; it got {given}.")
         self._validate_args()
         reports = integrations.chosen(self.args.report_to)
         trackers = integrations.further_trackers(reports, loggers, self.args, own.log_folder)
         self.model = model  # type: ignore[assignment]  # None until model_init is called
         self.create_accelerator_and_postprocess()
-        own.model_setup.seed()  # not before: libraries of the engine draw random numbers when they are imported
+        own.model_setup.seed()  # not before: the engine's libraries draw random numbers on import
         own.model_setup.set_model(model if model is not None else self.call_model_init())
         own.setup.init_attributes()
         if not isinstance(callbacks, (list, tuple, type(None))):
@@ -216,7 +216,7 @@ class Trainer:
     # ---- Construction ------------------------------------------------------------------------------------------
 
     def _validate_args(self) -> None:
-        """Refuse what cannot work before anything is built; arguments may have been changed since they were made."""
+        """Refuse invalid arguments before anything is built; they may have changed since they were made."""
         self._hftrainer.setup.validate_args()
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -224,16 +224,16 @@ class Trainer:
         self._hftrainer.setup.build_engine()
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Move the model, unless it is spread over devices already."""
+        """Move the model, unless it is on several devices already."""
         self._hftrainer.model_setup.move(model, device)
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
-        """A new model from `model_init`, given the trial if it takes an argument."""
+        """A new model from `model_init`, which gets the trial if it takes an argument."""
         return self._hftrainer.model_setup.call_model_init(trial)
 
     @property
     def tokenizer(self) -> Any:
-        """Old name of `processing_class` (before v4.46), or what was assigned to it."""
+        """Old name of `processing_class` (before v4.46), or the value that was assigned to `tokenizer`."""
         if "tokenizer" in vars(self):
             return vars(self)["tokenizer"]
         warnings.warn("Trainer.tokenizer is now Trainer.processing_class", FutureWarning, stacklevel=2)
@@ -241,7 +241,7 @@ class Trainer:
 
     @tokenizer.setter
     def tokenizer(self, value: Any) -> None:
-        # An attribute like any other, as in v5: subclasses set it, some of them before they call __init__.
+        # A normal attribute, as in v5: subclasses set it, some before they call __init__.
         vars(self)["tokenizer"] = value
 
     @shadowable
@@ -256,7 +256,7 @@ class Trainer:
 
     @shadowable
     def loggers(self) -> list[Any]:
-        """The Lightning loggers that this process writes to, of `report_to` and `loggers`; this opens their runs."""
+        """The Lightning loggers that this process writes to, from `report_to` and `loggers`; this opens their runs."""
         return self._hftrainer.loggers()
 
     @shadowable
@@ -269,7 +269,7 @@ class Trainer:
     def add_callback(self, callback: Any) -> None:
         """Add a Trainer callback or a Lightning callback, given as a class or as an instance.
 
-        A progress bar of Lightning takes the place of the Trainer's own, whichever came first.
+        One of Lightning's progress bars replaces the Trainer's own, in whichever order they are added.
         """
         self._hftrainer.setup.add_callback(callback)
 
@@ -295,7 +295,7 @@ class Trainer:
         """The evaluation loader.
 
         Args:
-            eval_dataset: a dataset, or the name of one in the dict given to Trainer; None is Trainer's own.
+            eval_dataset: a dataset, or the name of one in Trainer's dict; default Trainer's own.
         """
         return self._hftrainer.loaders.evaluation_loader(eval_dataset)
 
@@ -319,7 +319,7 @@ class Trainer:
         return self._hftrainer.loaders.training_sampler(self.train_dataset if train_dataset is None else train_dataset)
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Sampler | None:
-        """The order of the evaluation samples, by length as in training if that is asked for; None: the dataset's."""
+        """The order of the evaluation samples: by length if arguments ask for it, as in training; None: unchanged."""
         return self._hftrainer.loaders.evaluation_sampler(eval_dataset)
 
     def _set_signature_columns_if_needed(self) -> None:
@@ -336,31 +336,31 @@ class Trainer:
     def _get_collator_with_removed_columns(
         self, data_collator: Callable[[list[Any]], Any], description: str | None = None
     ) -> Callable[[list[Any]], Any]:
-        """The collator, behind one that drops the keys that the model does not take."""
+        """The collator, in a wrapper that drops keys that the model does not take."""
         if not self.args.remove_unused_columns:
             return data_collator
         return self._hftrainer.loaders.without_unused_keys(data_collator, description)
 
     def num_examples(self, dataloader: DataLoader) -> int:
-        """Samples behind a loader; estimated from its batches when its dataset has no length."""
+        """Number of samples of a loader; estimated from its batches when its dataset has no length."""
         return self._hftrainer.loaders.num_examples(dataloader)
 
     @staticmethod
     def num_tokens(train_dl: DataLoader, max_steps: int | None = None) -> int:
-        """Input tokens in a loader, or in its first batch times `max_steps`; reads the data."""
+        """Number of input tokens in a loader, or in its first batch times `max_steps`; reads the data."""
         return number_of_tokens(train_dl, max_steps)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
-        """The micro-batches of one optimizer step, and the number of items that its loss is averaged over."""
+        """The micro-batches of one optimizer step, and the number of items over which its loss is averaged."""
         samples = [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)]
         return samples, self._get_num_items_in_batch(samples, device)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> torch.Tensor | int | None:
-        """Labels that are not -100, over all micro-batches; None when nobody asks for it.
+        """Number of labels that are not -100, over all micro-batches; None when nothing uses it.
 
-        Those of all processes with `average_tokens_across_devices`, but for an evaluation's, whose loss is a batch's.
+        Summed over all ranks with `average_tokens_across_devices`; not in evaluations, whose loss is that of a batch.
         """
         return self._hftrainer.steps.num_items(batch_samples, device)
 
@@ -369,13 +369,13 @@ class Trainer:
         return self._hftrainer.steps.prepare_inputs(inputs)
 
     def _prepare_input(self, data: Any) -> Any:
-        """A part of the batch on the device; each part of a container is prepared by this method too."""
+        """A part of the batch on the device; for containers, this method is called for each part."""
         return self._hftrainer.steps.prepare_input(data)
 
     # ---- Optimizer and scheduler -------------------------------------------------------------------------------
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
-        """Make both. Override this, or one of the two below, for your own.
+        """Make both. Override this, or one of the two methods below, for your own.
 
         Args:
             num_training_steps: optimizer steps of the run.
@@ -394,7 +394,7 @@ class Trainer:
 
         Args:
             num_training_steps: optimizer steps of the run.
-            optimizer: whose learning rates to move; default the Trainer's.
+            optimizer: the optimizer whose learning rates it sets; default the Trainer's.
         """
         if self.lr_scheduler is None:
             optimizer = self.optimizer if optimizer is None else optimizer
@@ -411,7 +411,7 @@ class Trainer:
         return self._hftrainer.optimizers.decay_parameter_names(model)
 
     def get_num_trainable_parameters(self) -> int:
-        """Numbers in the parameters that are trained."""
+        """Number of trained parameters (elements)."""
         return sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
 
     def get_learning_rates(self) -> list[float]:
@@ -419,7 +419,7 @@ class Trainer:
         return [group["lr"] for group in self._hftrainer.made_optimizer().param_groups]
 
     def get_optimizer_group(self, param: Any = None) -> Any:
-        """The parameter group that holds `param`; without one, the parameters of each group."""
+        """The parameter group that holds `param`; without `param`, the parameters of each group."""
         return self._hftrainer.optimizers.group_of(param)
 
     def _get_learning_rate(self) -> float:
@@ -436,12 +436,12 @@ class Trainer:
         """Train.
 
         Args:
-            resume_from_checkpoint: a checkpoint folder to go on from; True for the last whole one in `output_dir`; or a
+            resume_from_checkpoint: a checkpoint folder to resume; True for the last whole one in `output_dir`; or a
                 Lightning checkpoint of this Trainer, `x.ckpt`; or "hub:owner/name" or "hub:owner/name@revision" for the
                 `last-checkpoint` of a repository on the Hub, or else its newest checkpoint-xxx.
-            trial: a hyperparameter trial, or a dict of hyperparameters: given to `model_init`, and its values to the
-                arguments.
-            ignore_keys_for_eval: outputs of the model that evaluation leaves out.
+            trial: a hyperparameter trial, or a dict of hyperparameters: passed to `model_init`, and its values set in
+                the arguments.
+            ignore_keys_for_eval: the model's outputs that evaluation leaves out.
 
         Returns:
             Optimizer steps done, mean training loss, and the final metrics.
@@ -472,20 +472,20 @@ class Trainer:
     def set_initial_training_values(
         self, args: TrainingArguments, dataloader: Any, total_train_batch_size: int | None = None
     ) -> TrainingSchedule | EarlierSchedule:
-        """How long the run is, from the arguments and the loader's length.
+        """The lengths of the run, from the arguments and the loader's length.
 
         Args:
             args: the training arguments.
             dataloader: the batches.
-            total_train_batch_size: samples per optimizer step over all processes; given until v5.2.
+            total_train_batch_size: samples per optimizer step over all processes; passed until v5.2.
 
         Returns:
-            Seven values, of which the fifth and sixth are others when a release before v5.3 is followed.
+            Seven values; the fifth and sixth have another meaning when a release before v5.3 is followed.
         """
         return self._hftrainer.runner.planner.lengths(args, dataloader, total_train_batch_size)
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
-        """Samples of an optimizer step, over all processes that have batches of their own."""
+        """Samples of an optimizer step, over all ranks with distinct batches."""
         processes = args.world_size // self.get_tp_size() // self.get_cp_size() // self.get_sp_size()
         return self._train_batch_size * self._hftrainer.engine.accumulation_at(0) * processes
 
@@ -502,14 +502,14 @@ class Trainer:
         return 1
 
     def _update_auto_batch_size(self, batch_size: int) -> None:
-        """Take over the batch size of an attempt with `auto_find_batch_size`."""
+        """Set the batch size of an attempt with `auto_find_batch_size`."""
         self._train_batch_size = batch_size
         self.model_wrapped = self.model
 
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
     ) -> tuple[nn.Module, Any]:
-        """Make what the model is trained with; returns the model as it is trained, and the loader."""
+        """Prepare the model, and make optimizer and schedule; returns the model to train, and the loader."""
         model = self._hftrainer.preparation.for_training(max_steps, resume_from_checkpoint)
         handler = self.callback_handler
         handler.model, handler.optimizer, handler.lr_scheduler = self.model, self.optimizer, self.lr_scheduler
@@ -517,11 +517,11 @@ class Trainer:
         return model, train_dataloader
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
-        """The model as it is: Lightning's strategies spread it over devices. Override it to wrap the model yourself.
+        """The model, unchanged: Lightning's strategies distribute it. Override it to wrap the model yourself.
 
         Args:
             model: the model.
-            training: whether it is to be trained, or evaluated.
+            training: whether the model will be trained, rather than evaluated.
             dataloader: the batches of an evaluation.
         """
         return model
@@ -534,7 +534,7 @@ class Trainer:
         resume_from_checkpoint: str | None,
         trial: Any,
     ) -> tuple[int, int]:
-        """A fresh state, or the checkpoint's. Returns epochs done, and micro-batches done in the next."""
+        """Make a new state, or load the checkpoint's. Returns epochs done, and micro-batches done in the next."""
         return self._hftrainer.runner.planner.init_state(max_steps, num_train_epochs, resume_from_checkpoint, trial)
 
     def _run_epoch(
@@ -551,24 +551,24 @@ class Trainer:
         epochs_trained: int,
         steps_trained_in_current_epoch: int,
     ) -> None:
-        """One pass over the data, by Lightning's loop. Overrides may do something before and after it.
+        """Run one pass over the data, by Lightning's loop. Overrides may add code before and after it.
 
         Raises:
-            UnsupportedArgument: for other arguments than those of this epoch: the run is planned by then.
+            UnsupportedArgument: for other arguments than those of this epoch: the run is already planned.
         """
         given = {name: value for name, value in locals().items() if name != "self"}
         self._hftrainer.current_loop.run_epoch(given)
 
     def _finalize_training(self, trial: Any, num_train_samples: float, start_time: float) -> TrainOutput:
-        """The last log line, the best model, and the end of the run."""
+        """Write the last log line, load the best model, and end the run."""
         return self._hftrainer.runner.finish(trial, num_train_samples, start_time)
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Forward and backward of one micro-batch; returns the detached loss.
+        """Run forward and backward of one micro-batch; returns the detached loss.
 
-        Override it to run your own; it must run backward itself, by `self.accelerator.backward(loss)`. Training then
+        An override must run backward itself, by `self.accelerator.backward(loss)`. Training then
         uses Lightning's manual optimization.
 
         Args:
@@ -586,17 +586,17 @@ class Trainer:
     def _prepare_context_parallel_inputs(
         self, model: nn.Module, inputs: dict[str, Any]
     ) -> tuple[Callable[[], contextlib.AbstractContextManager], dict[str, Any]]:
-        """A context for the step on a batch, and the batch: nothing, since each process has whole sequences."""
+        """A context for the step on a batch, and the batch. The context is empty: each process has whole sequences."""
         return contextlib.nullcontext, inputs
 
     def log_metric(self, name: str, value: Any) -> None:
         """Log the mean of a value over the training steps until the next log line; call it from anywhere in a step.
 
-        What is given during an evaluation is left out: `compute_loss` runs there too.
+        Values given during an evaluation are ignored: `compute_loss` runs there too.
 
         Args:
             name: its name in the log line.
-            value: a number, or a tensor of shape `()`, which stays on its device until then.
+            value: a number, or a tensor of shape `()`, which stays on its device until the log line.
 
         Raises:
             InvalidArgument: for a tensor of another shape.
@@ -614,9 +614,9 @@ class Trainer:
 
         Args:
             model: the model.
-            inputs: the batch; without its labels when `compute_loss_func` gets them.
+            inputs: the batch; labels are removed from it when `compute_loss_func` gets them.
             return_outputs: whether to return the model's outputs too.
-            num_items_in_batch: items that the loss is to be averaged over, given to models that take it.
+            num_items_in_batch: number of items over which the loss is averaged, passed to models that take it.
 
         Returns:
             The loss, or `(loss, outputs)`.
@@ -625,7 +625,7 @@ class Trainer:
         return (loss, outputs) if return_outputs else loss
 
     def compute_loss_context_manager(self) -> contextlib.ExitStack:
-        """Context of `compute_loss`: that of `autocast_smart_context_manager`. Override it for one of your own."""
+        """Context of `compute_loss`: that of `autocast_smart_context_manager`. Override it for your own."""
         stack = contextlib.ExitStack()
         context = self.autocast_smart_context_manager()
         if not isinstance(context, contextlib.nullcontext):
@@ -633,11 +633,11 @@ class Trainer:
         return stack
 
     def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> contextlib.AbstractContextManager:
-        """Context of the loss; nothing, as in v4.30 and later, since the model's forward pass brings its autocast."""
+        """Context of the loss; empty, as in v4.30 and later, since the model's forward pass has its own autocast."""
         return contextlib.nullcontext()
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
-        """Clip the gradients to `max_grad_norm`; returns their norm before."""
+        """Clip the gradients to `max_grad_norm`; returns their norm before clipping."""
         if self._has_mixed_mesh_grads(model):
             return self._mixed_mesh_grad_norm(model, self.args.max_grad_norm)
         return self.accelerator.clip_grad_norm_(model.parameters(), self.args.max_grad_norm)
@@ -651,13 +651,13 @@ class Trainer:
         return self.accelerator.clip_grad_norm_(model.parameters(), math.inf)
 
     def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
-        """Whether gradients are spread over several meshes that cannot be clipped together: the strategy can."""
+        """Whether gradients are on several device meshes that cannot be clipped together: no, the strategy can."""
         if self._mixed_mesh_grads is None:  # a subclass may have set it
             self._mixed_mesh_grads = False
         return self._mixed_mesh_grads
 
     def _mixed_mesh_grad_norm(self, model: nn.Module, max_norm: float) -> torch.Tensor:
-        """Clip the gradients of several meshes; returns their norm before. Only called by an override of the above."""
+        """Clip gradients on several meshes; returns their norm before. Called only by overrides of the above."""
         return self.accelerator.clip_grad_norm_(model.parameters(), max_norm)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
@@ -665,7 +665,7 @@ class Trainer:
         return self._hftrainer.steps.floating_point_ops(inputs)
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
-        """Count the input tokens of a micro-batch, of all processes, for the arguments that ask for it."""
+        """Count the input tokens of a micro-batch over all ranks, if an argument asks for it."""
         self._hftrainer.steps.track_tokens(inputs)
 
     def store_flos(self) -> None:
@@ -683,9 +683,9 @@ class Trainer:
         start_time: float | None = None,
         learning_rate: float | None = None,
     ) -> None:
-        """Do what the callbacks have asked for at this point.
+        """Log, save and evaluate by the control flags of the callbacks.
 
-        Overrides of v4.37 and before, which know no `grad_norm`, pass the others on by position.
+        Overrides of v4.37 and before do not have `grad_norm`, and pass the others by position.
         """
         if isinstance(grad_norm, nn.Module):
             grad_norm, model, trial, epoch, ignore_keys_for_eval = None, grad_norm, model, trial, epoch
@@ -698,7 +698,7 @@ class Trainer:
     def _evaluate(
         self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False
     ) -> dict[str, float]:
-        """Evaluate within training; a scheduler that follows the metric steps on it."""
+        """Evaluate within training; a metric-driven scheduler steps on the metric."""
         return self._hftrainer.log_save_evaluate.evaluate(
             trial, ignore_keys_for_eval, steps_schedule=not skip_scheduler
         )
@@ -710,9 +710,9 @@ class Trainer:
 
         Args:
             eval_dataset: a dataset, the name of one in Trainer's dict, or a dict of them; default Trainer's own.
-            ignore_keys: outputs of the model that are left out of the predictions.
-            metric_key_prefix: put before each metric's name, with an underscore. Outside training, one that begins
-                with 'test' runs Lightning's test loop instead of its validation loop.
+            ignore_keys: the model's outputs to leave out of the predictions.
+            metric_key_prefix: prefix of each metric's name, joined by an underscore. Outside training, a prefix that
+                begins with 'test' runs Lightning's test loop instead of its validation loop.
 
         Returns:
             The loss, the metrics of `compute_metrics`, and run time in seconds with samples and batches per second.
@@ -733,8 +733,8 @@ class Trainer:
 
         Args:
             test_dataset: the dataset.
-            ignore_keys: outputs of the model that are left out.
-            metric_key_prefix: put before each metric's name, with an underscore.
+            ignore_keys: the model's outputs to leave out.
+            metric_key_prefix: prefix of each metric's name, joined by an underscore.
 
         Returns:
             Predictions and labels of shape `(samples, ...)`, padded on the right with -100, and the metrics.
@@ -752,7 +752,7 @@ class Trainer:
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """The name of `evaluation_loop` until v4.4, asked for by `use_legacy_prediction_loop` until v4.57."""
+        """The name of `evaluation_loop` until v4.4, used with `use_legacy_prediction_loop` until v4.57."""
         return self.evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
 
     def evaluation_loop(
@@ -763,15 +763,15 @@ class Trainer:
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """One pass over a loader, with or without labels, by one of Lightning's loops.
+        """Run one pass over a loader, with or without labels, by one of Lightning's loops.
 
         Args:
             dataloader: the batches.
             description: 'Evaluation' or 'Prediction'; the latter runs Lightning's prediction loop, and returns the
                 predictions even when the metrics are computed batch by batch.
-            prediction_loss_only: keep no predictions; None asks the arguments.
-            ignore_keys: outputs of the model that are left out.
-            metric_key_prefix: put before each metric's name, with an underscore.
+            prediction_loss_only: whether to drop the predictions; None uses the argument's value.
+            ignore_keys: the model's outputs to leave out.
+            metric_key_prefix: prefix of each metric's name, joined by an underscore.
         """
         if not self.is_in_train:
             self._hftrainer.settings.take_changes_in(self.args)
@@ -786,31 +786,31 @@ class Trainer:
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[torch.Tensor | None, Any, Any]:
-        """Loss, logits and labels of one batch, each None where there is none. Override it for your own.
+        """Loss, logits and labels of one batch, each None if missing. Override it for your own.
 
         Args:
             model: the model.
             inputs: the batch.
             prediction_loss_only: return the loss only.
-            ignore_keys: outputs of the model that are left out; default those that its config names.
+            ignore_keys: the model's outputs to leave out; default those that its config names.
         """
         return self._hftrainer.evaluation.step(model, inputs, prediction_loss_only, ignore_keys)
 
     def _nested_gather(self, tensors: Any, name: str | None = None) -> Any:
-        """Rows of all processes (until v5.0); None for None.
+        """Rows gathered from all ranks (until v5.0); None for None.
 
         Args:
-            tensors: in nested containers.
-            name: what they are, for messages.
+            tensors: tensors in nested containers.
+            name: their name, for messages.
         """
         return None if tensors is None else self.accelerator.gather(tensors)
 
     def _gather_and_numpify(self, tensors: Any, name: str | None = None) -> Any:
-        """Rows of all processes as arrays (until v4.57); the arguments are those of `_nested_gather`."""
+        """Rows gathered from all ranks, as arrays (until v4.57); the arguments are those of `_nested_gather`."""
         return nested_numpify(self._nested_gather(tensors, name))
 
     def _pad_across_processes(self, tensor: Any, pad_index: int = -100) -> Any:
-        """Rows as long as the longest of all processes (until v4.30), padded with `pad_index`."""
+        """Rows padded with `pad_index` to the longest of all ranks (until v4.30)."""
         return self.accelerator.pad_across_processes(tensor, dim=1, pad_index=pad_index)
 
     # ---- Saving and loading ------------------------------------------------------------------------------------
@@ -818,7 +818,7 @@ class Trainer:
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write weights, config, processing class and arguments, so that `from_pretrained` can load them.
 
-        With `push_to_hub`, upload the model too; if that fails, it is said.
+        With `push_to_hub`, upload the model too; a failed upload is logged.
 
         Args:
             output_dir: the folder; default `args.output_dir`.
@@ -839,7 +839,7 @@ class Trainer:
         """Write a checkpoint as Lightning does, in one file, during or after `train()`.
 
         Args:
-            path: the file, ending in '.ckpt'; `train(resume_from_checkpoint=path)` goes on from it.
+            path: the file, ending in '.ckpt'; `train(resume_from_checkpoint=path)` resumes from it.
 
         Raises:
             InvalidArgument: for another ending, or before the first `train()`.
@@ -847,7 +847,7 @@ class Trainer:
         if not str(path).endswith(".ckpt"):
             raise InvalidArgument(f"save_lightning_checkpoint({str(path)!r}): give a file that ends in .ckpt.")
         if not self._hftrainer.engine.save_lightning_checkpoint(str(path)):
-            raise InvalidArgument("save_lightning_checkpoint() needs a run: call train() first, or it from a callback.")
+            raise InvalidArgument("save_lightning_checkpoint() needs a run: call train() first, or use a callback.")
 
     def save_state(self) -> None:
         """Write `trainer_state.json` to the output folder."""
@@ -855,22 +855,22 @@ class Trainer:
             self._hftrainer.saver.write_state(str(self.args.output_dir))
 
     def _get_output_dir(self, trial: Any) -> str:
-        """Where checkpoints are: in `output_dir`, or in a folder there for each trial of a search."""
+        """The folder of the checkpoints: `output_dir`, or a folder in it for each trial of a search."""
         if self._hftrainer.search is None or trial is None:
             return str(self.args.output_dir)
         name = self.hp_name(trial) if self.hp_name is not None else f"run-{self._hftrainer.search.run_id(trial)}"
         return os.path.join(str(self.args.output_dir), name)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any, metrics: dict[str, float] | None = None) -> None:
-        """Write `checkpoint-{step}`, whole or not at all, and delete what `save_total_limit` no longer allows.
+        """Write `checkpoint-{step}`, whole or not at all, and delete checkpoints beyond `save_total_limit`.
 
         If the storage fails (full, read-only), the checkpoint is skipped, an error is logged, and training continues.
-        What an override has put into that folder before is part of the checkpoint.
+        Files that an override has written to that folder before become part of the checkpoint.
 
         Args:
-            model: the model as it is trained.
+            model: the model in training.
             trial: the hyperparameter trial, if any.
-            metrics: of an evaluation, of which the best is remembered; until v4.46.
+            metrics: of an evaluation, compared for the best model; until v4.46.
         """
         loop = self._hftrainer.run.loop
         if metrics is not None and (loop is None or metrics is not loop.evaluated):
@@ -878,11 +878,11 @@ class Trainer:
         self._hftrainer.saver.save_checkpoint(trial)
 
     def _rotate_checkpoints(self, use_mtime: bool = False, output_dir: str | None = None) -> None:
-        """Delete what `save_total_limit` no longer allows (until v5.0). Called where it is overridden.
+        """Delete checkpoints beyond `save_total_limit` (until v5.0). The Trainer calls it only if it is overridden.
 
         Args:
-            use_mtime: whether the oldest is the one that was written first, rather than that of the fewest steps.
-            output_dir: where they are; default `args.output_dir`.
+            use_mtime: order by time of writing, rather than by steps.
+            output_dir: the folder of the checkpoints; default `args.output_dir`.
         """
         folder = output_dir if output_dir is not None else str(self.args.output_dir)
         newest, best = self._hftrainer.run.checkpoints_written[-1:], self.state.best_model_checkpoint
@@ -907,12 +907,12 @@ class Trainer:
             self._hftrainer.checkpoint_writer.save(self.lr_scheduler.state_dict(), path)
 
     def _save_scaler(self, output_dir: str) -> None:
-        """Write the scale of the loss, with fp16."""
+        """Write the loss scaler's state, with fp16."""
         if self.accelerator.scaler is not None and self._hftrainer.behaviours.saves_scaler:
             torch.save(self.accelerator.scaler.state_dict(), os.path.join(output_dir, names.SCALER_NAME))
 
     def _load_scaler(self, checkpoint: str | None) -> None:
-        """Load the scale of the loss, if the checkpoint has it."""
+        """Load the loss scaler's state, if the checkpoint has it."""
         if checkpoint is not None and self.accelerator.scaler is not None:
             resume.load_scaler(checkpoint, self.accelerator.scaler)
 
@@ -931,7 +931,7 @@ class Trainer:
         self._hftrainer.saver.load_best(self.model, str(best))
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Log which weights did not fit when a checkpoint was loaded.
+        """Log missing and unexpected weights after loading a checkpoint.
 
         Args:
             load_result: with `missing_keys` and `unexpected_keys`, as `load_state_dict` returns it.
@@ -970,15 +970,15 @@ class Trainer:
     # ---- The Hub and the model card ----------------------------------------------------------------------------
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
-        """Make the repository `hub_model_id`, unless it is there, and see that it can be written to.
+        """Create the repository `hub_model_id`, unless it exists, and check that it can be written to.
 
         Args:
-            token: with the right to write; default `hub_token`.
-            private: whether a new repository is; default `hub_private_repo`.
+            token: a token with write access; default `hub_token`.
+            private: whether a new repository is private; default `hub_private_repo`.
 
         Raises:
-            InvalidArgument: for a name that no repository can have.
-            HubError: when it cannot be written to, and why.
+            InvalidArgument: for an invalid name of a repository.
+            HubError: when it cannot be written to; the error says why.
         """
         if self.is_world_process_zero():
             self._hftrainer.publisher.open_repository(token, private)
@@ -1002,22 +1002,22 @@ class Trainer:
     ) -> None:
         """Write `README.md` and `training.png` to the output folder, on the main process.
 
-        The card tells where the model and its data come from, the results, the hyperparameters and the versions. It can
-        be written at any time, during training too. The picture needs `hftrainer[plot]`.
+        The card lists the origin of model and data, the results, the hyperparameters and the versions. It can be
+        written at any time, during training too. The plot needs `hftrainer[plot]`.
 
         Args:
             language: of the data, as ISO codes; the Hub checks them, and the licence, when the card is uploaded.
-            license: such as 'apache-2.0'; default that of the model that training began with, if the Hub says it.
-            tags: besides those of the model, of a card that is there already, and `generated_from_trainer`.
+            license: such as 'apache-2.0'; default that of the model that training began with, if the Hub has it.
+            tags: added to those of the model, of an existing card, and `generated_from_trainer`.
             model_name: the heading; default the name of the output folder.
-            finetuned_from: the repository of the model that training began with; default what its config says.
+            finetuned_from: the repository of the model that training began with; default that in its config.
             tasks: such as 'text-classification'; default by the model's class.
             dataset_tags: identifiers of datasets on the Hub; default those of the evaluation or training data.
             dataset: their names; default the tags.
-            dataset_args: for each tag the arguments that it was loaded with.
+            dataset_args: for each tag, the arguments with which it was loaded.
 
         Raises:
-            InvalidArgument: for values of another type, naming them.
+            InvalidArgument: for values of another type; the error names them.
         """
         create_model_card(
             self,
@@ -1041,32 +1041,32 @@ class Trainer:
         private: bool | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Save the model in `output_dir`, write its card, and upload all there but the checkpoints.
+        """Save the model in `output_dir`, write its card, and upload the folder without the checkpoints.
 
         Args:
-            commit_message: of the commit.
-            blocking: wait for it; otherwise return a future.
-            token: with the right to write; default `hub_token`.
+            commit_message: the message of the commit.
+            blocking: wait for the upload; otherwise return a future.
+            token: a token with write access; default `hub_token`.
             revision: the branch; default `hub_revision`, or main.
-            private: whether a new repository is; default `hub_private_repo`.
+            private: whether a new repository is private; default `hub_private_repo`.
             **kwargs: for `create_model_card`.
 
         Returns:
             A `CommitInfo`, or a `Future` of it; None in all processes but the main one.
 
         Raises:
-            HubError: when it could not be uploaded; the model is in `output_dir`.
+            HubError: when the upload fails; the model is in `output_dir`.
         """
         return self._hftrainer.publisher.push(
             commit_message, blocking=blocking, token=token, revision=revision, private=private, card=kwargs
         )
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Begin to upload what `hub_strategy` wants of a checkpoint."""
+        """Start uploading the parts of a checkpoint that `hub_strategy` selects."""
         self._hftrainer.publisher.push_checkpoint(checkpoint_folder)
 
     def _finish_current_push(self) -> None:
-        """Wait for the uploads, try again what has failed, and say what is up and what is missing."""
+        """Wait for the uploads, retry failed ones, and log which succeeded and which are missing."""
         self._hftrainer.publisher.finish()
 
     # ---- Hyperparameter search ---------------------------------------------------------------------------------
@@ -1084,23 +1084,23 @@ class Trainer:
         """Train with many choices of arguments, each with a new model, and return the best choice.
 
         Optuna's study stays in `hp_study`, in the main process. With `storage`, `study_name` and `load_if_exists=True`
-        a search that was ended goes on where it was, and several processes or machines share one.
+        an interrupted search continues, and several processes or machines share one.
 
-        Ray trains each trial in a process of its own, in the working directory of this one, with a copy of this
-        Trainer. A search that was ended goes on by `name` and `resume="AUTO"`; its trials and those of population based
-        training go on from the last evaluation whose step was saved too.
+        Ray trains each trial in its own process, in the working directory of this one, with a copy of this Trainer. An
+        interrupted search continues with `name` and `resume="AUTO"`. Its trials, and those of population based
+        training, resume from the last evaluation whose step was saved too.
 
         Args:
             hp_space: trial → the arguments of the trial, as a dict; with Ray None → a dict of Ray's distributions, and
                 with W&B None → the configuration of the sweep. Default: `default_hp_space_optuna`, `_ray`, `_wandb`.
             compute_objective: metrics of an evaluation → a number, or one for each direction; default
                 `default_compute_objective`.
-            n_trials: trials that the study holds at the end, those that it held before included; None with a `timeout`.
-                For 'wandb' the runs that this process trains.
+            n_trials: number of trials in the study at the end, including earlier ones; None with a `timeout`. For
+                'wandb', the number of runs that this process trains.
             direction: 'minimize' or 'maximize'; a list of these for several objectives.
-            backend: 'optuna', which is the default, 'ray' or 'wandb'.
-            hp_name: trial → the name of its folder and of its runs in trackers; default `run-{number}`, and none.
-                With Ray the trial is the dict that was chosen, and the default is `run-{trial_id}` in both.
+            backend: 'optuna' (default), 'ray' or 'wandb'.
+            hp_name: trial → the name of its folder and of its runs in trackers; default: folder `run-{number}`, and no
+                name in trackers. With Ray the trial is the chosen dict, and the default is `run-{trial_id}` for both.
             kwargs: keywords of `optuna.create_study` (sampler, pruner, storage, study_name, load_if_exists) and of
                 `Study.optimize` (timeout in seconds, n_jobs, catch, callbacks, gc_after_trial, show_progress_bar).
                 `n_jobs` processes train trials: the script is started again for all but the first, so it should
@@ -1108,13 +1108,13 @@ class Trainer:
                 default, and a GPU where there is one; with W&B those of `search.wandb_search.WandbSearch.run`.
 
         Returns:
-            The best trial, for 'wandb' of those trained here; with several objectives a list of those that no other is
-            better than in all.
+            The best trial (for 'wandb', of those trained here); with several objectives, a list of the Pareto-optimal
+            trials.
 
         Raises:
-            InvalidArgument: without a `model_init`, and for values that cannot be.
-            UnknownArgument: for a name in the space that is no argument.
-            UnsupportedArgument: for a backend that cannot be had.
+            InvalidArgument: without a `model_init`, and for invalid values.
+            UnknownArgument: for a name in the space that is not an argument.
+            UnsupportedArgument: for an unsupported backend.
             MissingPackage: for a backend that is not installed.
             SearchFailed: when no trial was completed.
         """
@@ -1126,7 +1126,7 @@ class Trainer:
             self._finish_current_push()
 
     def _hp_search_setup(self, trial: Any) -> None:
-        """Take over the arguments of a trial, and build anew what follows from arguments."""
+        """Set the arguments of a trial, and rebuild what follows from arguments."""
         self._trial = trial
         if trial is not None:
             hyperparameter_search.set_trial_arguments(self._hftrainer, trial)
@@ -1135,7 +1135,7 @@ class Trainer:
         self._hftrainer.setup.begin_again()
 
     def _report_to_hp_search(self, trial: Any, step: int, metrics: dict[str, float]) -> None:
-        """Tell the search about an evaluation within a trial, which may end it."""
+        """Report an evaluation within a trial to the search, which may end the trial."""
         if self._hftrainer.search is not None and trial is not None:
             self.objective = self._hftrainer.search.checked(self.compute_objective(dict(metrics)))
             self._hftrainer.search.report(self, trial, step, self.objective, metrics)
@@ -1146,10 +1146,10 @@ class Trainer:
         """Add a line to `state.log_history` and announce it. Override it to do more.
 
         Args:
-            logs: the values; gets the epoch added.
+            logs: the values; the epoch is added to them.
             start_time: when training began, in seconds.
         """
-        if self.state.epoch is not None:  # until v5.2 before training
+        if self.state.epoch is not None:  # None before training, until v5.2
             logs["epoch"] = self.state.epoch
         logs |= self._hftrainer.steps.token_metrics(start_time)
         self.state.log_history.append({**logs, "step": self.state.global_step})
@@ -1157,7 +1157,7 @@ class Trainer:
 
     @staticmethod
     def metrics_format(metrics: Mapping[str, Any]) -> dict[str, Any]:
-        """Metrics as people read them."""
+        """Metrics in a readable format."""
         return metrics_format(metrics)
 
     def log_metrics(self, split: str, metrics: Mapping[str, Any]) -> None:
@@ -1184,9 +1184,9 @@ class Trainer:
     # ---- Processes ---------------------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """Leave the process group, at the very end of a script: what needs other processes fails from then on.
+        """Leave the process group, at the end of a script: operations that need other processes fail afterwards.
 
-        A checkpoint and uploads in the background are complete before.
+        Waits for a checkpoint and uploads in the background first.
         """
         self._hftrainer.checkpoint_writer.close()
         self._finish_current_push()

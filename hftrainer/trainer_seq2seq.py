@@ -1,4 +1,4 @@
-"""`Seq2SeqTrainer`: evaluation and prediction by generating."""
+"""`Seq2SeqTrainer`: evaluation and prediction with `generate`."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class Seq2SeqTrainer(Trainer):
 
     @staticmethod
     def load_generation_config(gen_config_arg: Any) -> Any:
-        """The generation config that an argument means: itself, or loaded from a file, a folder or a model id.
+        """The generation config for an argument: the argument itself, or loaded from a file, a folder or a model id.
 
         Raises:
-            InvalidArgument: when it could not be saved with the model, with transformers' reasons.
+            InvalidArgument: when it cannot be saved with the model; the error has transformers' reasons.
         """
         from transformers import GenerationConfig
 
@@ -62,7 +62,9 @@ class Seq2SeqTrainer(Trainer):
         **gen_kwargs: Any,
     ) -> dict[str, float]:
         """Evaluate as `Trainer.evaluate`; further keywords go to `model.generate`."""
-        self.gather_function = gathering.of_all(self.accelerator, self.args)  # a last batch counts as a full one
+        self.gather_function = gathering.of_all(
+            self.accelerator, self.args
+        )  # an incomplete last batch counts as a full one
         self._gen_kwargs = _with_arguments(gen_kwargs, self.args)
         return super().evaluate(eval_dataset, ignore_keys=ignore_keys, metric_key_prefix=metric_key_prefix)
 
@@ -106,7 +108,7 @@ class Seq2SeqTrainer(Trainer):
         """`(batch, length)` tokens, padded on the right to `(batch, max_length)`.
 
         Raises:
-            InvalidArgument: when neither tokenizer nor model says what to pad with.
+            InvalidArgument: when neither tokenizer nor model has a padding token.
         """
         tokenizer, config = self.processing_class, getattr(self.model, "config", None)
         if tokenizer is not None and hasattr(tokenizer, "pad_token_id"):
@@ -118,12 +120,12 @@ class Seq2SeqTrainer(Trainer):
         return nn.functional.pad(tensor, (0, max_length - tensor.shape[-1]), value=pad)
 
 
-#: Keywords of `generate` for which None means: as the model's config says.
+#: Keywords of `generate` for which None means the value of the model's config.
 _OPTIONAL = ("num_beams", "max_length")
 
 
 def _with_arguments(gen_kwargs: dict[str, Any], args: Any) -> dict[str, Any]:
-    """The keywords of `generate`, completed by the training arguments."""
+    """The keywords of `generate`, completed from the training arguments."""
     completed = dict(gen_kwargs)
     unlimited = completed.get("max_length") is None and completed.get("max_new_tokens") is None
     if unlimited and args.generation_max_length is not None:
@@ -137,7 +139,7 @@ def _generate(trainer: Seq2SeqTrainer, inputs: dict[str, Any], gen_kwargs: dict[
     """The generated tokens, and the length that sequences are padded to."""
     model: Any = trainer._hftrainer.bare_model
     wanted = {name: value for name, value in gen_kwargs.items() if value is not None or name not in _OPTIONAL}
-    # Processes with a part of the model each need one another until the longest sequence is through.
+    # Ranks with shards of the model must all run until the longest sequence is complete.
     wanted.setdefault("synced_gpus", trainer.is_fsdp_enabled)
     made_of_labels = (
         "labels" in inputs
@@ -148,8 +150,8 @@ def _generate(trainer: Seq2SeqTrainer, inputs: dict[str, Any], gen_kwargs: dict[
     with trainer._hftrainer.engine.whole_parameters():
         tokens = model.generate(**{name: value for name, value in inputs.items() if name not in hidden}, **wanted)
     config = model.generation_config
-    config._from_model_config = False  # or each batch would build the config anew
-    if hasattr(config, "_get_default_generation_params"):  # v5 keeps the defaults elsewhere until they are needed
+    config._from_model_config = False  # else each batch would rebuild the config
+    if hasattr(config, "_get_default_generation_params"):  # v5 stores the defaults separately
         config.update(**config._get_default_generation_params(), defaults_only=True)
     if tokens.shape[-1] < config.max_length or config.max_new_tokens is None:
         return tokens, config.max_length

@@ -53,7 +53,7 @@ __all__ = [
 
 #: Lightning's loops over an evaluation or test set.
 Stage = Literal["validate", "test", "predict"]
-#: Lightning validates every so many epochs by itself: never, since the Trainer's callbacks decide.
+#: Epochs between Lightning's own validations: never, since the Trainer's callbacks decide when to evaluate.
 NEVER = sys.maxsize
 
 
@@ -61,14 +61,14 @@ class LightningEngine:
     """Runs a model on Lightning.
 
     Args:
-        plan: what the training arguments mean to Lightning.
+        plan: the training arguments, translated for Lightning.
         callbacks: the user's Lightning callbacks; the list may change between runs.
-        loggers: makes or finds the loggers, when a run begins.
-        receive: takes what the callbacks log when there are no loggers.
+        loggers: returns the loggers, when a run begins.
+        receive: receives what the callbacks log when there are no loggers.
 
     Attributes:
-        ignored_changes: argument → its first value, for those whose change came too late; a warning has named them.
-        scaler: scales the loss, with float16, else None.
+        ignored_changes: argument → its first value, for changes that came too late; a warning has named them.
+        scaler: the loss scaler with float16, else None.
         trainer: the `lightning.Trainer` of the last run, or None.
         module: the `LightningModule` of the last run, or None.
     """
@@ -89,7 +89,7 @@ class LightningEngine:
         self.module: TrainerModule | None = None
         self.fitting = self.evaluating = False
         if plan.by_spmd:
-            self._of_sharding.use_spmd()
+            self._sharding.use_spmd()
         self.scaler = make_scaler(plan)
         self._group: private_api.ValidationGroup | None = None
         self._prepared: torch.nn.Module | None = None
@@ -118,19 +118,18 @@ class LightningEngine:
             model: the model to train.
             optimizer: its optimizer.
             scheduler: the optimizer's learning-rate scheduler.
-            max_epochs: epochs after which training ends; `sys.maxsize` when only the host ends it.
-            global_step: optimizer steps that are done.
+            max_epochs: epochs after which training ends; `sys.maxsize` when only the hooks end it.
+            global_step: optimizer steps done.
             log_every_n_steps: optimizer steps between two values that Lightning's callbacks log.
-            resumed_from: what `saving` gave to the checkpoint that the run goes on from; None for a fresh run.
-            automatic_optimization: False when the host's training step runs backward itself.
-            find_unused_parameters: whether several processes look for parameters that a step has not used, unless the
-                plan says it.
-            sync_each_batch: whether they average their gradients after each micro-batch, rather than once a step.
+            resumed_from: what `saving` yielded for the checkpoint that the run resumes from; None for a new run.
+            automatic_optimization: False when the hooks' training step runs backward itself.
+            find_unused_parameters: whether DDP looks for parameters that a step has not used, unless the plan sets it.
+            sync_each_batch: whether ranks average gradients after each micro-batch, rather than once a step.
         """
         with private_api.quiet():
             self.trainer = trainer = self._build_trainer(
                 max_epochs=-1 if max_epochs == sys.maxsize else max_epochs,
-                # Under manual optimization the module itself accumulates, and Lightning refuses to.
+                # Under manual optimization the module accumulates itself; Lightning refuses this argument.
                 accumulate_grad_batches=self.plan.accumulate_grad_batches if automatic_optimization else 1,
                 logger=self._found_loggers(),
                 log_every_n_steps=log_every_n_steps,
@@ -153,7 +152,7 @@ class LightningEngine:
         rates = [group.get("initial_lr") for group in optimizer.param_groups]
         try:
             with private_api.keyboard_interrupts_restored(), private_api.quiet():
-                # The empty validation set stands for the ones that `evaluate` brings.
+                # The empty validation set is a placeholder for the sets that `evaluate` passes.
                 trainer.fit(module, train_dataloaders=hooks.micro_batches, val_dataloaders=[])
         except Exception as error:
             hooks.failed(error)
@@ -165,11 +164,11 @@ class LightningEngine:
             private_api.release_callbacks(self.callbacks)
             for group, rate in zip(optimizer.param_groups, rates, strict=False):
                 group["initial_lr"] = (
-                    rate  # StochasticWeightAveraging leaves its own, which a next run would begin with
+                    rate  # StochasticWeightAveraging leaves its own rate, with which the next run would begin
                 )
 
     def take(self, *, accumulate_grad_batches: int, default_root_dir: str) -> None:
-        """Take over what arguments say now that may change between runs and within one.
+        """Update the arguments that may change between runs and within one.
 
         Args:
             accumulate_grad_batches: micro-batches per optimizer step.
@@ -180,7 +179,7 @@ class LightningEngine:
         )
 
     def release(self) -> None:
-        """Let go of the last run's model and of all that was built around it."""
+        """Release the last run's model and everything built around it."""
         self.trainer = self.module = self._prepared = None
         if self.deepspeed is not None:
             self.deepspeed.destroy()
@@ -191,17 +190,17 @@ class LightningEngine:
             xla.seed(seed)
 
     def end_batch(self) -> None:
-        """Run what has been recorded, on devices that record operations first."""
+        """Run the recorded operations, on devices that record them first (XLA)."""
         if self.plan.on_xla:
             xla.sync()
 
     def to_cpu(self, state: Any) -> Any:
-        """A state as it is written: any process can read it then, whatever devices it has."""
+        """A state on the CPU, so that any process can read the file, whatever devices it has."""
         return xla.to_host(state) if self.plan.on_xla else state
 
     @contextlib.contextmanager
     def autocasting(self, model: torch.nn.Module) -> Iterator[None]:
-        """Run the model's forward pass in the precision of a run, for loops of the script's own outside Lightning's."""
+        """Run the model's forward pass in the run's precision, for a script's own loops outside Lightning's."""
         if self.fitting or self.deepspeed is not None or self.plan.on_xla:
             yield
             return
@@ -214,27 +213,27 @@ class LightningEngine:
 
     @property
     def shards(self) -> bool:
-        """Whether each process has a part of the model only."""
+        """Whether each rank holds only a shard of the model."""
         return self.plan.spreads_model
 
     def placement_error(self, model: torch.nn.Module) -> str | None:
-        """Why a model does not fit the layout of the processes, and how to load it; None when it does."""
+        """Why a model does not match the layout of the ranks, and how to load it; None when it matches."""
         return check_model_layout(self.plan.layout, model)
 
     def prepare(self, model: torch.nn.Module) -> torch.nn.Module:
-        """The model as it is trained: sharded, if that is asked for."""
+        """The model to train: sharded if the plan asks for it."""
         if self.deepspeed is not None:
             return model
         if self.plan.by_spmd:
-            self._of_sharding.shard(model, self.plan)
+            self._sharding.shard(model, self.plan)
         if not self.shards:
             return model
-        self._prepared = self._of_sharding.shard(model, self.plan)
+        self._prepared = self._sharding.shard(model, self.plan)
         return self._prepared
 
     @property
-    def _of_sharding(self) -> Any:
-        """The module that shards: torch's FSDP is a second of imports."""
+    def _sharding(self) -> Any:
+        """The sharding module, imported late: torch's FSDP takes a second to import."""
         if self.plan.on_xla:
             from hftrainer.parallel.xla import sharding as xla_sharding
 
@@ -244,58 +243,58 @@ class LightningEngine:
         return sharding
 
     def whole_weights(self, model: torch.nn.Module) -> dict[str, Any]:
-        """The whole weights of a sharded model, gathered by all processes."""
+        """The full weights of a sharded model; all ranks take part in the gather."""
         if self.deepspeed is not None:
             return self.deepspeed.whole_weights(model)
-        return self._of_sharding.whole_model_state(model, torch.device(self.plan.device))
+        return self._sharding.whole_model_state(model, torch.device(self.plan.device))
 
     def clip_grad_norm(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Clip the gradients, over all processes; returns their norm before."""
-        if self.deepspeed is not None and self.deepspeed.is_training:  # which has clipped them
+        """Clip the gradients over all ranks; returns their norm before clipping."""
+        if self.deepspeed is not None and self.deepspeed.is_training:  # its engine has clipped them
             return self.deepspeed.grad_norm()
         if self._prepared is None:
             return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
-        return self._of_sharding.clip_grad_norm(self._prepared, max_norm, norm_type)
+        return self._sharding.clip_grad_norm(self._prepared, max_norm, norm_type)
 
     def no_sync(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
-        """Keep gradients of backward passes in the block to this process."""
+        """Do not all-reduce the gradients of backward passes in the block."""
         if self._prepared is not None:
-            return self._of_sharding.without_sync(self._prepared)
+            return self._sharding.without_sync(self._prepared)
         strategy: Any = self.trainer.strategy if self.trainer is not None and self.fitting else None
         block = getattr(strategy, "block_backward_sync", None)
         return contextlib.nullcontext() if block is None else block()
 
     def whole_parameters(self) -> contextlib.AbstractContextManager[None]:
-        """Let the model's own methods, such as `generate`, be called in the block, where it is sharded too."""
+        """Make the model's own methods, such as `generate`, callable in the block, for sharded models too."""
         if self._prepared is None:
             return contextlib.nullcontext()
-        return self._of_sharding.whole_parameters(self._prepared)
+        return self._sharding.whole_parameters(self._prepared)
 
     def evaluate(self, evaluation: EvaluationHooks, model: torch.nn.Module, stage: Stage = "validate") -> None:
         """Drive a pass over an evaluation or test set, alone or within `fit`.
 
         Args:
-            evaluation: the pass.
+            evaluation: the evaluation pass.
             model: the model to evaluate.
-            stage: which of Lightning's loops to run; within `fit` there is only the validation loop.
+            stage: which of Lightning's loops to run; within `fit` always the validation loop.
         """
         batches = _Batches(evaluation, limited=self.plan.limits_by_share)
-        if of_callbacks.first_of(self._taking_part, BasePredictionWriter) is not None:
+        if of_callbacks.first_of(self._training_callbacks, BasePredictionWriter) is not None:
             seen = evaluation.record_batches()
             batches.batch_sampler = None if seen is None else private_api.SeenBatches(seen)
         if self.fitting:
             assert self.trainer is not None and self.module is not None
-            all_batches = stage == "predict"  # limit_val_batches is for evaluations
+            all_batches = stage == "predict"  # limit_val_batches does not limit predictions
             private_api.validate_in_fit(self.trainer, self.module, batches, evaluation, self._group, all_batches)
             return
         outer = self.trainer, self.module, self.evaluating
         with private_api.keyboard_interrupts_restored(), private_api.quiet():
-            if self.trainer is None or self.evaluating:  # metrics may evaluate something else meanwhile
+            if self.trainer is None or self.evaluating:  # compute_metrics may start another evaluation
                 self.trainer = self._build_trainer(max_epochs=1)
             self.trainer.callbacks = [  # type: ignore[attr-defined]
-                callback for callback in self._taking_part if not isinstance(callback, of_callbacks.OF_TRAINING)
+                callback for callback in self._training_callbacks if not isinstance(callback, of_callbacks.OF_TRAINING)
             ]
-            # Lightning opens the loggers that it gets, which begins a run; only callbacks need them here.
+            # Lightning opens the loggers that it gets, which starts a run; only callbacks need them here.
             self.trainer.loggers = loggers = self._found_loggers() if self.callbacks else []
             self.module = module = TrainerModule(model)
             module.evaluate_with(evaluation, getattr(self.trainer, f"{stage}_loop"))
@@ -313,10 +312,10 @@ class LightningEngine:
 
     @contextlib.contextmanager
     def evaluation_group(self) -> Iterator[dict[str, float]]:
-        """Make the evaluations in the block one validation to Lightning's callbacks, within `fit`.
+        """Present the evaluations in the block to Lightning's callbacks as one validation, within `fit`.
 
         Yields:
-            Metrics, to be filled with what callbacks are to find besides those of each evaluation.
+            A dict to fill with metrics that callbacks should see besides those of each evaluation.
         """
         metrics: dict[str, float] = {}
         if not self.fitting or self._group is not None:
@@ -332,19 +331,19 @@ class LightningEngine:
 
     @contextlib.contextmanager
     def saving(self, model: torch.nn.Module) -> Iterator[tuple[dict[str, torch.Tensor] | None, dict[str, Any]]]:
-        """Let Lightning's callbacks have their say to a checkpoint that is written in the block, within `fit`.
+        """Let Lightning's callbacks contribute to a checkpoint that is written in the block, within `fit`.
 
-        Weights that callbacks want saved instead of the model's are in the model meanwhile.
+        Weights that callbacks want saved instead of the model's are in the model during the block.
 
         Yields:
-            Such weights if they do not fit into the model, else None; and what is to be kept for a run that goes on
-            from the checkpoint, empty when there is nothing. Within such a block, what that one yields.
+            Such weights if their names differ from the model's, else None; and the state to save for a run that resumes
+            from the checkpoint, empty when there is none. A nested block yields the same as the outer one.
         """
         if self._saving is not None or not self.fitting:
             yield self._saving or (None, {})
             return
         assert self.trainer is not None and self.module is not None
-        weights, kept = of_callbacks.save(self.trainer, self.module, self._taking_part)
+        weights, kept = of_callbacks.save(self.trainer, self.module, self._training_callbacks)
         kept = of_callbacks.detached(kept) if weights is not None else kept
         with of_callbacks.in_place(model, weights) as left:
             self._saving = left, kept
@@ -354,24 +353,24 @@ class LightningEngine:
                 self._saving = None
 
     def save_lightning_checkpoint(self, path: str) -> bool:
-        """Write a Lightning checkpoint of the run in progress or of the last one; False when there is none."""
+        """Write a Lightning checkpoint of the current or last run; False when there was no run."""
         if self.trainer is None or self.module is None or not self.module.was_fitted:
             return False
         self.trainer.save_checkpoint(path)
         return True
 
     @property
-    def _taking_part(self) -> list[Callback]:
-        """The callbacks but for those whose work is done before training begins."""
+    def _training_callbacks(self) -> list[Callback]:
+        """The callbacks, without the finders, which run before training."""
         return [callback for callback in self.callbacks if not isinstance(callback, of_callbacks.FINDERS)]
 
     @property
     def finds_batch_size(self) -> bool:
-        """Whether a callback looks for the batch size."""
+        """Whether a callback searches for the batch size."""
         return of_callbacks.first_of(self.callbacks, BatchSizeFinder) is not None
 
     def check_callbacks(self, **run: bool) -> list[str]:
-        """A sentence for each callback that cannot work; the keywords are those of `callbacks.check_callbacks`."""
+        """An error message for each callback that cannot work; keywords as in `callbacks.check_callbacks`."""
         return of_callbacks.check_callbacks(
             self.callbacks,
             accumulate_grad_batches=self.plan.accumulate_grad_batches,
@@ -382,8 +381,8 @@ class LightningEngine:
         )
 
     def agree(self, values: list[int]) -> list[int]:
-        """The highest of all processes for each value; whether Lightning is to stop is agreed on beside them."""
-        trainer = self.trainer if self.fitting else None  # none to resume a run that was complete
+        """The maximum over all ranks of each value; Lightning's stop flag is synchronized in the same call."""
+        trainer = self.trainer if self.fitting else None  # None when the resumed run was already complete
         wanted = [*values, int(trainer is not None and trainer.should_stop)]
         *agreed, stops = self.plan.processes.highest(wanted, timedelta(seconds=self.plan.timeout))
         if trainer is not None:
@@ -391,31 +390,31 @@ class LightningEngine:
         return agreed
 
     def accumulation_at(self, epoch: int, now: int | None = None) -> int:
-        """Micro-batches per optimizer step in an epoch, by a callback or else by the arguments.
+        """Micro-batches per optimizer step in an epoch: a callback's value, or else that of the arguments.
 
         Args:
             epoch: passes over the data that are done.
-            now: what the arguments say at this moment; None takes what they said when the run began.
+            now: the arguments' current value; None takes their value when the run began.
         """
         by_arguments = self.plan.accumulate_grad_batches if now is None else now
         return of_callbacks.accumulation_at(self.callbacks, epoch, by_arguments)
 
     def freeze_before_training(self, model: torch.nn.Module) -> bool:
-        """Let callbacks that unfreeze parts of the model by and by freeze them now; whether there are any."""
+        """Let callbacks that unfreeze the model gradually freeze it now; returns whether there are any."""
         return of_callbacks.freeze_before_training(self.callbacks, TrainerModule(model))
 
     def find_batch_size(self, hooks: TuningHooks, model: torch.nn.Module) -> int | None:
-        """The batch size that a `BatchSizeFinder` among the callbacks finds; None without one."""
+        """The batch size that a `BatchSizeFinder` among the callbacks finds; None without such a callback."""
         finder = of_callbacks.first_of(self.callbacks, BatchSizeFinder)
         return None if finder is None else tuning.find_batch_size(self._build_trainer, finder, hooks, model)
 
     def find_learning_rate(self, hooks: TuningHooks, model: torch.nn.Module) -> float | None:
-        """The learning rate that a `LearningRateFinder` among the callbacks suggests; None without one."""
+        """The learning rate that a `LearningRateFinder` among the callbacks suggests; None without such a callback."""
         finder = of_callbacks.first_of(self.callbacks, LearningRateFinder)
         return None if finder is None else tuning.find_learning_rate(self._build_trainer, finder, hooks, model)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Run backward: through Lightning's strategy within `fit`, plainly outside."""
+        """Run backward: through Lightning's strategy within `fit`, else `loss.backward()`."""
         if self.fitting:
             assert self.module is not None
             self.module.manual_backward(loss, **kwargs)
@@ -430,7 +429,7 @@ class LightningEngine:
         return PartitionedByDeepSpeed(self.plan, self.deepspeed)
 
     def _found_loggers(self) -> list[Logger]:
-        """The loggers, or what stands in for them where Lightning's callbacks would refuse to run without one."""
+        """The loggers, or a substitute where Lightning's callbacks would refuse to run without one."""
         return self._loggers() or ([self._values] if self.callbacks else [])
 
     def _build_trainer(
@@ -441,8 +440,8 @@ class LightningEngine:
         **settings: Any,
     ) -> pl.Trainer:
         keywords = {"logger": False, **self.plan.trainer_keywords(), **settings}
-        callbacks = self._taking_part if callbacks is None else callbacks
-        del keywords["precision"]  # the strategy carries the precision plugin
+        callbacks = self._training_callbacks if callbacks is None else callbacks
+        del keywords["precision"]  # the strategy has the precision plugin
         keywords["accelerator"] = accelerator(self.plan.accelerator)
         given = keywords.pop("plugins", None) or []
         plugins = given if isinstance(given, list) else [given]
@@ -478,14 +477,14 @@ def _deepspeed_run(plan: LightningPlan) -> Any:
 
 
 class _Batches:
-    """Batches that Lightning iterates as they are: it would rebuild a `DataLoader`, with other samplers.
+    """An iterable that Lightning leaves as it is: it would rebuild a `DataLoader` with other samplers.
 
-    The iterator is made when the first batch is asked for. Lightning calls `iter()` once more, to check that it can,
+    The iterator is made when the first batch is requested. Lightning calls `iter()` once more, to check that it can,
     and a `DataLoader` draws from torch's generator each time.
 
     Args:
-        evaluation: gives them.
-        limited: whether a share of them is wanted, which needs a length, be it a guess.
+        evaluation: yields the batches.
+        limited: whether only a fraction of them is used, which needs a length, even an estimated one.
     """
 
     #: Where prediction writers look for the indices of the samples in each batch.
@@ -506,5 +505,5 @@ class _Batches:
 
     def __len__(self) -> int:
         if not (self._limited or self.evaluation.length_is_sure):
-            raise TypeError("the length is a guess, and Lightning would stop there")
+            raise TypeError("the length is an estimate, and Lightning would stop there")
         return len(self.evaluation)

@@ -1,4 +1,4 @@
-"""What the engine needs of its host: the points of a training run and of an evaluation, as Lightning reaches them."""
+"""The protocols that the engine calls: the events of a training run, an evaluation and trial steps."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class MicroBatches(Protocol):
 
 
 class RunHooks(Protocol):
-    """A training run, told by Lightning's hooks where it stands.
+    """A training run, driven by Lightning's hooks.
 
     Order, with the hook of the generated module that calls each:
 
     load_optimizer         on_fit_start
     begin                  on_train_start
     begin_epoch            on_train_epoch_start
-    around_epoch           (none: what follows, up to end_epoch, is called within it)
+    around_epoch           (none: all calls below, up to end_epoch, run within it)
     begin_micro_batch      on_train_batch_start
     loss / training_step   training_step (automatic / manual optimization)
     end_micro_batch        on_after_backward
@@ -35,10 +35,10 @@ class RunHooks(Protocol):
     end_epoch              on_train_epoch_end
     """
 
-    micro_batches: Any  # a FeedLike; a protocol's attribute would have to match to the letter
+    micro_batches: Any  # a MicroBatches; an attribute of a protocol would need exactly that type
     first_epoch: int
     position: int
-    backward_divisor: int  # of what backward runs from, besides what the loss was divided by
+    backward_divisor: int  # divides the loss before backward, in addition to the loss's own divisor
 
     @property
     def should_stop(self) -> bool: ...
@@ -77,12 +77,12 @@ class EvaluationHooks(Protocol):
 
 
 class TuningHooks(Protocol):
-    """What trial steps need of the Trainer.
+    """What the finders' trial steps need from the Trainer.
 
     Attributes:
-        batch_size: samples in a micro-batch of one process, to begin with.
+        batch_size: initial number of samples in a micro-batch of one process.
         learning_rate: the learning rate of the arguments.
-        max_grad_norm: what gradients are clipped to; 0 for not at all.
+        max_grad_norm: the norm to which gradients are clipped; 0 for no clipping.
     """
 
     batch_size: int

@@ -1,4 +1,4 @@
-"""The generated LightningModule: the user's model, and the training run that Lightning's hooks drive."""
+"""The generated LightningModule: wraps the user's model and forwards Lightning's hooks to the training run."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from hftrainer_lightning.callbacks import running as callbacks
 from hftrainer_lightning.hooks import EvaluationHooks, RunHooks
 from hftrainer_lightning.strategies.precision import PlainSteps
 
-#: Attributes that change with every hook and are no parameters, buffers or modules.
-_PLAIN = frozenset({private_api.CURRENT_HOOK, "_last_loss", "_last_batch"})
-#: Attributes that belong to the run, not to the model: copies of the module, which callbacks make, are without them.
-_OF_THE_RUN = ("_hooks", "_own_state", "_optimizer", "_scheduler", "_resumed_from", "_last_loss", "_last_batch")
+#: Attributes that change with every hook and are not parameters, buffers or modules.
+_PLAIN_ATTRIBUTES = frozenset({private_api.CURRENT_HOOK, "_last_loss", "_last_batch"})
+#: Attributes of the run, not of the model: copies of the module, which callbacks make, leave them out.
+_RUN_ATTRIBUTES = ("_hooks", "_own_state", "_optimizer", "_scheduler", "_resumed_from", "_last_loss", "_last_batch")
 
 
 class TrainerModule(private_api.KeepsBatches):
-    """Hosts a model for the Trainer.
+    """Wraps a model for the Trainer.
 
-    Automatic optimization is the default, and every Lightning callback works with it. Manual optimization is for hosts
-    whose own training step runs backward itself, as the Trainer documents that it may.
+    Automatic optimization is the default, and every Lightning callback works with it. Manual optimization is for a
+    `training_step` override that runs backward itself, which the Trainer's documentation allows.
 
     Args:
         model: the user's model.
@@ -43,8 +43,8 @@ class TrainerModule(private_api.KeepsBatches):
         self._last_batch: Any = None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; `nn.Module` would ask each time whether it is a parameter, which costs 2 µs a hook."""
-        if name in _PLAIN:
+        """Set an attribute without `nn.Module`'s check for parameters, which costs 2 µs a hook."""
+        if name in _PLAIN_ATTRIBUTES:
             object.__setattr__(self, name, value)
         else:
             super().__setattr__(name, value)
@@ -58,7 +58,7 @@ class TrainerModule(private_api.KeepsBatches):
         *,
         automatic_optimization: bool,
     ) -> None:
-        """Connect the training run that `fit` will drive, and what its callbacks go on from."""
+        """Connect the training run that `fit` will drive, and the state that its callbacks resume from."""
         self._hooks = hooks
         self._own_state = hooks.own_state
         self._resumed_from = resumed_from
@@ -67,13 +67,13 @@ class TrainerModule(private_api.KeepsBatches):
         self.automatic_optimization = automatic_optimization
 
     def detach(self) -> None:
-        """Let go of the training run, and of the model's gradients' last batch."""
+        """Release the training run, and the last loss and batch."""
         self._hooks = self._optimizer = self._scheduler = self._resumed_from = None
         self.evaluating = None, None
         self._last_loss = self._last_batch = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), **dict.fromkeys(_OF_THE_RUN), "evaluating": (None, None)}
+        return {**super().__getstate__(), **dict.fromkeys(_RUN_ATTRIBUTES), "evaluating": (None, None)}
 
     @property
     def was_fitted(self) -> bool:
@@ -100,7 +100,7 @@ class TrainerModule(private_api.KeepsBatches):
         return self.model(*args, **kwargs)
 
     def setup(self, stage: str) -> None:
-        """Give the callbacks what the checkpoint has kept for them."""
+        """Restore the callbacks' states from the checkpoint."""
         if self._resumed_from is not None:
             callbacks.restore(self.trainer, self, self._resumed_from)
 
@@ -112,7 +112,7 @@ class TrainerModule(private_api.KeepsBatches):
             self.hooks.load_optimizer()
 
     def teardown(self, stage: str) -> None:
-        """Take the loggers out of Lightning's hands, which would close them now: the run's last line is to come."""
+        """Detach the loggers: Lightning would close them now, before the run's last log line."""
         self.trainer.loggers = []
 
     # ---- Optimizer ---------------------------------------------------------------------------------------------
@@ -128,13 +128,13 @@ class TrainerModule(private_api.KeepsBatches):
 
     @property
     def _shows_scheduler(self) -> bool:
-        """Lightning is shown the scheduler for its callbacks' sake; it does not take all that the Trainer does."""
+        """Whether Lightning gets the scheduler, for its callbacks; it accepts fewer kinds than the Trainer."""
         shown = isinstance(self._scheduler, LRScheduler) and not isinstance(self._scheduler, ReduceLROnPlateau)
-        # With DeepSpeed a schedule of the script's moves the optimizer that the engine has inside.
+        # With DeepSpeed, a schedule from the script acts on the optimizer inside the engine.
         return shown and self._scheduler.optimizer is self._optimizer
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-        """Run the closure (forward, backward, clipping) and the step, then tell the run."""
+        """Run the closure (forward, backward, clipping) and the step, then notify the run."""
         optimizer.step(closure=optimizer_closure)
         self._after_optimizer_step()
 
@@ -146,11 +146,11 @@ class TrainerModule(private_api.KeepsBatches):
     def configure_gradient_clipping(
         self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
     ) -> None:
-        """Let the run clip: it also needs the norm for its log line."""
+        """Clip through the run, which also needs the norm for its log line."""
         self.hooks.before_optimizer_step(self.model)
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
-        """Move on a schedule that a callback has put in place of the run's, which moves on by itself."""
+        """Step a schedule by which a callback has replaced the run's; the run steps its own itself."""
         if scheduler is not self._scheduler:
             super().lr_scheduler_step(scheduler, metric)
 
@@ -163,7 +163,7 @@ class TrainerModule(private_api.KeepsBatches):
         Args:
             loss: the loss.
             args: for `loss.backward`.
-            learning_rate: of such a step; default the scheduler's.
+            learning_rate: for that optimizer step; default the scheduler's.
             kwargs: for `loss.backward`.
         """
         loss = loss / self.hooks.backward_divisor if self.hooks.backward_divisor > 1 else loss
@@ -177,12 +177,12 @@ class TrainerModule(private_api.KeepsBatches):
     # ---- Training ----------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add to a Lightning checkpoint what the Trainer needs to go on from it."""
+        """Add to a Lightning checkpoint what the Trainer needs to resume from it."""
         if self._own_state is not None:
             checkpoint["hftrainer"] = self._own_state()
 
     def on_train_start(self) -> None:
-        """Begin the run; resumed within an epoch, Lightning does not announce that epoch, so it is done here."""
+        """Begin the run. When it resumes within an epoch, Lightning does not announce that epoch, so this does."""
         if self._resumed_from is not None and not self._resumed_from.get("epoch_ended", True):
             callbacks.end_epoch_before(self.trainer, self)
         self.hooks.begin()
@@ -195,7 +195,7 @@ class TrainerModule(private_api.KeepsBatches):
         self.hooks.begin_epoch(self.current_epoch)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Begin a micro-batch; who runs backward may change from one optimizer step to the next."""
+        """Begin a micro-batch; automatic or manual optimization may change from one optimizer step to the next."""
         self.hooks.begin_micro_batch()
         if self.hooks.micro_batches.window.opens and self.automatic_optimization is self.hooks.runs_backward:
             private_api.switch_optimization(self.trainer, self)
@@ -213,7 +213,7 @@ class TrainerModule(private_api.KeepsBatches):
         return loss
 
     def on_after_backward(self) -> None:
-        """Account for the micro-batch, under automatic optimization."""
+        """End the micro-batch, under automatic optimization."""
         if self.automatic_optimization:
             loss, batch = self._last_loss, self._last_batch
             assert loss is not None
@@ -251,13 +251,13 @@ class TrainerModule(private_api.KeepsBatches):
             self.trainer.should_stop = True
 
     def on_train_end(self) -> None:
-        """Finish what callbacks have done to the model."""
+        """Complete what callbacks have done to the model."""
         callbacks.update_batch_norm(self.trainer, self, self.hooks)
 
     # ---- Evaluation and prediction -----------------------------------------------------------------------------
 
     def evaluate_with(self, evaluation: EvaluationHooks | None, loop: Any) -> None:
-        """Connect the pass that one of Lightning's loops will drive, and that loop."""
+        """Connect the evaluation pass that one of Lightning's loops will drive, and that loop."""
         self.evaluating = evaluation, loop
 
     @property
@@ -284,17 +284,17 @@ class TrainerModule(private_api.KeepsBatches):
             return self.evaluation.step(batch, self.evaluating[1].batch_progress.is_last_batch)
 
     def on_validation_epoch_start(self) -> None:
-        """Remember that callbacks have been told."""
+        """Remember that the start of validation has been announced to callbacks."""
         self.in_validation = True
 
     def on_validation_epoch_end(self) -> None:
-        """Compute the metrics, and log the numbers among them where Lightning's callbacks look for them."""
+        """Compute the metrics, and log the numeric ones where Lightning's callbacks look for them."""
         self.in_validation = False
         with torch.enable_grad():
             metrics = self.evaluation.finish()
         numbers = {name: float(value) for name, value in metrics.items() if private_api.can_be_logged(name, value)}
         if numbers:
-            # Every process has the metrics of all, so there is nothing to synchronize.
+            # Each rank already has the metrics of all ranks, so there is nothing to synchronize.
             self.log_dict(numbers, logger=False, batch_size=1)
 
     def on_test_epoch_end(self) -> None:

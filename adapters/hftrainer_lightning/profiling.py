@@ -1,7 +1,7 @@
-"""A profiler's report in the words of the Trainer.
+"""A profiler's report with the Trainer's names.
 
-Lightning names what it measures by its own hooks. The report says which step of the Trainer each of them is, and prints
-once; what a profiler records stays as it is.
+Lightning names measurements after its own hooks. The report translates them to the Trainer's steps, and is printed
+once; the recorded data does not change.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfi
 
 from hftrainer_lightning import private_api
 
-#: Lightning's name → ours. Each measures all that happens within it.
+#: Lightning's name → ours. Each includes everything that runs within it.
 WORDS = {
     "run_training_epoch": "epoch",
     "run_training_batch": "micro-batch (all but its data and its end)",
@@ -37,7 +37,7 @@ WORDS = {
         ("on_validation_epoch_end", "on_test_epoch_end", "on_predict_epoch_end"), "compute_metrics, end of evaluation"
     ),
 }
-#: Other actions that take a smaller share of all recorded time than this are shown as one.
+#: Other actions that take a smaller fraction of the recorded time than this are shown as one row.
 SMALL = 0.001
 REST = "all else"
 
@@ -45,26 +45,26 @@ REST = "all else"
 def translated(action: str) -> str:
     """Our name of an action: '[Strategy]SingleDevice.backward' is 'backward'."""
     owner, _, hook = action.rpartition(".")
-    if owner.startswith("[Callback]"):  # its key may go on with its settings, in braces
+    if owner.startswith("[Callback]"):  # its settings may follow in braces
         return f"{owner.removeprefix('[Callback]').partition('{')[0]}.{hook}"
     return WORDS.get(hook, hook)
 
 
 def detached(profiler: Any) -> Any:
-    """A profiler that records into the same place, for Lightning to attach to a module.
+    """A copy of the profiler that shares its records, for Lightning to attach to a module.
 
-    The user's own belongs to the training arguments, which are saved with each checkpoint and are to hold no module.
+    The user's own belongs to the training arguments, which are saved with each checkpoint and must not hold a module.
     """
     if not isinstance(profiler, Profiler):
         return profiler
-    copied = object.__new__(type(profiler))  # copy.copy leaves settings of AdvancedProfiler out
+    copied = object.__new__(type(profiler))  # copy.copy would drop settings of AdvancedProfiler
     vars(copied).update(vars(profiler))
     return copied
 
 
 def report_in_our_words(profiler: Profiler) -> None:
-    """Make `profiler` say our names, and print its report unless it writes it to a file."""
-    if type(profiler).summary is Profiler.summary:  # it reports nothing
+    """Make `profiler` report our names, and print its report unless it writes it to a file."""
+    if type(profiler).summary is Profiler.summary:  # it has no report
         return
     summary = functools.partial(_summary, profiler)
     vars(profiler).update(summary=summary, describe=functools.partial(_describe, profiler))
@@ -78,7 +78,7 @@ def _describe(profiler: Profiler) -> None:
     text = profiler.summary()
     if text and getattr(profiler, "local_rank", 0) == 0:
         print(text)
-    with _replaced(profiler, "summary", str):  # an empty one: Lightning would log it once more
+    with _replaced(profiler, "summary", str):  # empty, because Lightning would log the summary again
         describe(profiler)
 
 
@@ -95,7 +95,7 @@ def _summary(profiler: Profiler) -> str:
 
 
 def _names(seconds: dict[str, float]) -> dict[str, str]:
-    """Our names of the actions, the longest first; REST for those that matter to nobody."""
+    """Our names of the actions, longest duration first; REST for negligible ones."""
     least = SMALL * math.fsum(seconds.values())
     names = {action: translated(action) for action in sorted(seconds, key=seconds.__getitem__, reverse=True)}
     steps = WORDS.values()
@@ -111,7 +111,7 @@ def _durations(recorded: dict[str, list[float]]) -> dict[str, list[float]]:
 
 
 def _profiles(recorded: dict[str, Any]) -> dict[str, Any]:
-    """The profile of each action by our names, where two have the same that with the longer time."""
+    """The profile of each action by our names; of two with the same name, the longer one."""
     seconds = {action: math.fsum(call.inlinetime for call in it.getstats()) for action, it in recorded.items()}
     found: dict[str, Any] = {}
     for action, name in _names(seconds).items():
@@ -120,7 +120,7 @@ def _profiles(recorded: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-#: Kind of profiler → where it keeps what it has recorded, and how that is brought to our names.
+#: Kind of profiler → the attribute with its records, and the function that translates their names.
 _TRANSLATIONS: dict[type[Profiler], tuple[str, Callable[[Any], Any]]] = {
     SimpleProfiler: ("recorded_durations", _durations),
     AdvancedProfiler: ("profiled_actions", _profiles),

@@ -1,1 +1,1 @@
-"""How a Trainer is put together: engine, accelerator, callbacks, and the rooms behind `_hftrainer`."""
+"""Builds a Trainer: engine, accelerator, callbacks, and the rooms behind `_hftrainer`."""

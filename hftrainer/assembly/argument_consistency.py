@@ -1,4 +1,4 @@
-"""Arguments that all processes of a run must have in common."""
+"""Arguments that must be equal on all ranks."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any, Protocol
 from hftrainer.errors import InvalidArgument
 from hftrainer.training_args_seq2seq import Seq2SeqTrainingArguments
 
-_PLACE = "nodes may keep their files elsewhere"
-_SHOWN = "what a process shows and reports is its own affair"
-_LOADING = "how a process loads its samples is its own affair, and nodes may differ"
+_PLACE = "nodes may use different folders"
+_SHOWN = "logs and reports of a process do not affect training"
+_LOADING = "how a process loads its samples does not affect training, and nodes may differ"
 _SCRIPT = "only the script reads it"
 _MAIN = "only the main process reads it"
-#: Argument → why processes may differ in it; in all others they must agree, or they would train different models.
+#: Argument → why ranks may differ in it. All others must be equal, or ranks would train different models.
 OWN = {
     **dict.fromkeys(("output_dir", "logging_dir", "eval_memmap_dir"), _PLACE),
     **dict.fromkeys(
@@ -47,7 +47,7 @@ OWN = {
         ),
         _MAIN,
     ),
-    "local_rank": "it says which process this is",
+    "local_rank": "it identifies the process",
 }
 
 
@@ -58,10 +58,10 @@ class _Processes(Protocol):
 
 
 def check_consistency(args: Any, processes: _Processes) -> None:
-    """Compare the arguments of all processes, which must all call this; fields of the user's own may differ.
+    """Compare the arguments of all ranks, which must all call this; a subclass's own fields may differ.
 
     Raises:
-        InvalidArgument: in every process, with each argument that differs and the ranks that have each value.
+        InvalidArgument: on every rank, with each argument that differs and the ranks that have each value.
     """
     if not processes.several:
         return
@@ -78,7 +78,7 @@ def check_consistency(args: Any, processes: _Processes) -> None:
         if len(ranks) > 1:
             said = "; ".join(f"{value} in rank {', '.join(having)}" for value, having in ranks.items())
             found.append(f"{name} is {said}.")
-    raise InvalidArgument("\n".join(["The processes disagree on arguments; give all of them the same:", *found]))
+    raise InvalidArgument("\n".join(["The arguments differ between ranks; they must be the same on all:", *found]))
 
 
 def _comparable(args: Any) -> dict[str, str]:
@@ -87,5 +87,5 @@ def _comparable(args: Any) -> dict[str, str]:
 
 
 def _shown(value: Any) -> str:
-    """A value as text; objects, whose addresses differ, by what they are."""
+    """A value as text; without the addresses of objects, which differ between processes."""
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value.value if isinstance(value, enum.Enum) else value))

@@ -1,4 +1,4 @@
-"""What the arguments and the model decide before anything runs: checks, the engine, callbacks, the model's place."""
+"""Builds a Trainer from arguments and model before anything runs: checks, engine, callbacks, model placement."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ logger = logging.getLogger(__name__)
 
 
 class TrainerSetup(Room):
-    """Builds what a Trainer consists of.
+    """Builds the parts of a Trainer.
 
     Args:
-        context: what it works with.
-        own: gets what is built.
+        context: the shared parts of the Trainer.
+        own: receives the parts.
     """
 
     def __init__(self, context: TrainerContext, own: Internals) -> None:
@@ -60,7 +60,7 @@ class TrainerSetup(Room):
         self.own = own
 
     def begin_again(self) -> None:
-        """Build anew what follows from arguments, for a trial or after a search."""
+        """Rebuild everything that follows from the arguments, for a trial or after a search."""
         trainer, own = self.trainer, self.own
         own.args_have_changed = False
         self.resolve_arguments()
@@ -70,24 +70,24 @@ class TrainerSetup(Room):
         set_tf32(trainer.args.tf32)
         own.settings.follow_arguments()
         trainer.create_accelerator_and_postprocess()
-        if trainer.model is not None:  # a trial that makes its model afterwards, as until v5.2, has none yet
+        if trainer.model is not None:  # None if the trial makes its model afterwards, as until v5.2
             own.model_setup.set_model(trainer.model)
 
     def resolve_arguments(self) -> None:
-        """Parse the arguments anew, for a Trainer or a trial that begins with them."""
+        """Parse the arguments again, for a new Trainer or a new trial."""
         args = self.trainer.args
         resolved = self.own.resolved = ResolvedArguments(args)
         if isinstance(args, TrainingArguments):
             args._resolved = resolved
 
     def default_collator(self) -> Callable[[list[Any]], Any]:
-        """The collator of a Trainer that is given none."""
+        """The default collator."""
         if peers.pads(self.trainer.processing_class):
             return DataCollatorWithPadding(self.trainer.processing_class)
         return default_data_collator
 
     def init_attributes(self) -> None:
-        """Set the attributes that transformers documents and that a run, a search or an upload fills."""
+        """Set the attributes of transformers' documentation that a run, a search or an upload fills later."""
         trainer = self.trainer
         trainer.is_in_train = False
         trainer.hp_name = trainer.hp_search_backend = trainer.objective = trainer._mixed_mesh_grads = None
@@ -107,7 +107,7 @@ class TrainerSetup(Room):
             config.use_cache = args.use_cache
 
     def init_callbacks(self, callbacks: list[Any], trackers: list[Any]) -> None:
-        """Make the handler with all callbacks, and the first state."""
+        """Make the handler with all callbacks, and the initial state."""
         trainer = self.trainer
         defaults = swap.rebound("transformers.trainer", "DEFAULT_CALLBACKS", DEFAULT_CALLBACKS)
         trainer.callback_handler = CallbackHandler(
@@ -128,7 +128,7 @@ class TrainerSetup(Room):
         )
 
     def add_callback(self, callback: Any) -> None:
-        """Add a callback of either kind; a progress bar of Lightning takes the place of the Trainer's own."""
+        """Add a callback of either kind; one of Lightning's progress bars replaces the Trainer's own."""
         target = self.callbacks_like(callback)
         if target is self.own.lightning_callbacks:
             target.append(make_callback(callback))
@@ -137,7 +137,7 @@ class TrainerSetup(Room):
             self.attach(target.callbacks[-1])
         if adapter().has_progress_bar(self.own.lightning_callbacks) and self.trainer.callback_handler.drop_bars():
             logger.warning(
-                "Lightning's progress bar takes the place of the Trainer's own. Its log lines are in "
+                "Lightning's progress bar replaces the Trainer's own. Its log lines are in "
                 "state.log_history; disable_tqdm=True prints them too."
             )
 
@@ -155,10 +155,10 @@ class TrainerSetup(Room):
             )
 
     def callbacks_like(self, callback: Any) -> Any:
-        """The list that `callback` belongs to: Lightning's, or the handler of the Trainer's own."""
+        """The container for `callback`: the list of Lightning's, or the handler of the Trainer's own."""
         if adapter().is_lightning_logger(callback):
             name = (callback if isinstance(callback, type) else type(callback)).__name__
-            raise InvalidArgument(f"{name} is a Lightning logger, no callback: pass it as Trainer(loggers=[...]).")
+            raise InvalidArgument(f"{name} is a Lightning logger, not a callback: pass it as Trainer(loggers=[...]).")
         return (
             self.own.lightning_callbacks if adapter().is_lightning_callback(callback) else self.trainer.callback_handler
         )
@@ -167,7 +167,7 @@ class TrainerSetup(Room):
         """Build the engine from the arguments, and the Trainer's `accelerator` over it.
 
         Raises:
-            UnsupportedArgument: for what the arguments ask for and cannot get, all in one error.
+            UnsupportedArgument: for unsupported arguments, all in one error.
         """
         trainer, own = self.trainer, self.own
         refuse_rewritten(trainer)
@@ -202,7 +202,7 @@ class TrainerSetup(Room):
         trainer.deepspeed = None
 
     def _check_supported(self) -> None:
-        """Refuse what cannot be honoured; log what `lightning_config` overrides, and what has no effect."""
+        """Refuse unsupported arguments; log those that `lightning_config` overrides, and those without effect."""
         trainer, resolved = self.trainer, self.own.resolved
         resolved.model = trainer.model
         if found := check_supported(resolved, own_optimizer=trainer.optimizer is not None):
@@ -211,12 +211,12 @@ class TrainerSetup(Room):
             logger.warning(sentence)
         if resolved.accelerator_config.non_blocking and not trainer.args.dataloader_pin_memory:
             logger.warning(
-                "accelerator_config['non_blocking']=True changes nothing with dataloader_pin_memory=False: only from "
-                "page-locked memory do batches move beside the computation."
+                "accelerator_config['non_blocking']=True has no effect with dataloader_pin_memory=False: only batches "
+                "in page-locked memory are copied during computation."
             )
 
     def _connect(self) -> LightningPlan:
-        """Start the other processes where no launcher has, connect all, and return the plan of this one."""
+        """Start the other processes if no launcher has, connect all, and return this process's plan."""
         args, resolved = self.trainer.args, self.own.resolved
         adapter().start_others(resolved.rank_info, args.ddp_timeout)
         if not resolved.rank_info.started:
@@ -232,7 +232,7 @@ class TrainerSetup(Room):
         return plan
 
     def validate_args(self) -> None:
-        """Refuse what cannot work before anything is built; arguments may have been changed since they were made."""
+        """Refuse invalid arguments before anything is built; they may have changed since they were made."""
         trainer = self.trainer
         args = trainer.args
         resolved = self.own.resolved
@@ -250,10 +250,10 @@ class TrainerSetup(Room):
         for name, given in chosen.items():
             if given is not None and spelled(args.optim) not in (default, "adamw_torch"):
                 raise InvalidArgument(
-                    f"optim={spelled(args.optim)!r} and {name} both choose the optimizer: give one of them."
+                    f"optim={spelled(args.optim)!r} and {name} both set the optimizer: use only one of them."
                 )
         if trainer.optimizer is not None and trainer.optimizer_cls_and_kwargs is not None:
-            raise InvalidSetup("optimizers and optimizer_cls_and_kwargs both choose the optimizer: pass one.")
+            raise InvalidSetup("optimizers and optimizer_cls_and_kwargs both set the optimizer: pass only one.")
         if trainer.model_init is not None and (trainer.optimizer is not None or trainer.lr_scheduler is not None):
             raise InvalidSetup(
                 "optimizers would hold the parameters of a model that model_init replaces: pass "
@@ -262,28 +262,28 @@ class TrainerSetup(Room):
         as_metrics(trainer.compute_metrics, by_batch=args.batch_eval_metrics)
         if (folder := getattr(args, "eval_memmap_dir", None)) is not None:
             if not os.path.isdir(folder):
-                raise InvalidArgument(f"eval_memmap_dir={folder!r} is no folder: make it, or give another.")
+                raise InvalidArgument(f"eval_memmap_dir={folder!r} is not a folder: create it, or use another.")
             if not args.eval_do_concat_batches:
                 raise InvalidArgument(
-                    "eval_memmap_dir keeps one file for all batches, and eval_do_concat_batches=False wants one each: "
-                    "give one of them."
+                    "eval_memmap_dir writes one file for all batches, and eval_do_concat_batches=False needs one each: "
+                    "use only one of them."
                 )
         if args.max_steps > 0 and args.num_train_epochs > 0:
-            logger.info("max_steps=%d is given, and takes the place of num_train_epochs.", args.max_steps)
+            logger.info("max_steps=%d is given and overrides num_train_epochs.", args.max_steps)
         if isinstance(trainer.train_dataset, IterableDataset):
             logger.info(
-                "train_sampling_strategy=%r changes nothing: train_dataset is a stream, in its own order.",
+                "train_sampling_strategy=%r has no effect: train_dataset is iterable and has its own order.",
                 str(args.train_sampling_strategy),
             )
         if not callable(trainer.data_collator):
             raise InvalidArgument(f"data_collator must be callable, got {type(trainer.data_collator).__name__}.")
         if trainer.train_dataset is not None and not has_length(trainer.train_dataset) and args.max_steps <= 0:
             raise InvalidArgument(
-                "max_steps must be set: train_dataset has no length, so the number of optimizer steps cannot be worked "
-                "out from num_train_epochs."
+                "max_steps must be set: train_dataset has no length, so the number of optimizer steps cannot be "
+                "computed from num_train_epochs."
             )
 
 
 def _run_folder(trainer: TrainerApi, run: Run) -> str:
-    """Where the checkpoints of the run in progress are."""
+    """The folder of the current run's checkpoints."""
     return trainer._get_output_dir(run.trial)

@@ -1,7 +1,7 @@
-"""What a Trainer keeps for itself, behind the one attribute `Trainer._hftrainer`.
+"""A Trainer's private parts, behind the one attribute `Trainer._hftrainer`.
 
-Subclasses set attributes and define methods for purposes of their own. A name that no release of transformers has is
-therefore never looked up on the Trainer: it is here, or in one of the rooms that are reached from here.
+Subclasses define their own attributes and methods. A name that no release of transformers has is therefore never looked
+up on the Trainer: it is here, or in one of the rooms that are attributes of this object.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from hftrainer.training.settings import Settings
 from hftrainer.training.steps import TrainingSteps
 from hftrainer.training.trainer_api import TrainerApi
 
-#: What belongs to a process: another process makes its own.
+#: Attributes that belong to a process: another process makes its own.
 _OF_THE_PROCESS = ("resolved", "engine", "checkpoint_writer", "states", "preparation", "uploads", "hp_study")
 
-#: Attributes of the Trainer itself of which the same is true.
+#: Attributes of the Trainer itself that belong to a process.
 _OF_THE_TRAINERS_PROCESS = ("accelerator", "gather_function", "_memory_tracker", "deepspeed", "push_in_progress")
 
 
@@ -36,19 +36,19 @@ class Internals(TrainerContext):
     """The rooms of a Trainer, and what they share.
 
     Args:
-        trainer: whose they are.
+        trainer: the Trainer.
         optimizers: the optimizer and the scheduler that the script has passed, either None.
 
     Attributes:
-        settings: follows the arguments.
-        model_setup: takes the model.
-        setup: builds what the arguments decide.
+        settings: applies the arguments, and changes of them.
+        model_setup: sets up the model.
+        setup: builds the parts that follow from the arguments.
         loaders: makes data loaders.
         optimizers: makes optimizer and schedule.
         steps: prepares micro-batches and computes their losses.
         saver: writes checkpoints and restores from them.
         runner: runs `train()`.
-        log_save_evaluate: does what is due at the end of a step.
+        log_save_evaluate: logs, saves and evaluates when due.
         evaluation: runs a pass over an evaluation or test set.
         publisher: uploads to the Hub.
     """
@@ -79,11 +79,11 @@ class Internals(TrainerContext):
         return {**vars(self), **dict.fromkeys(_OF_THE_PROCESS)}
 
     def state_of_trainer(self) -> dict[str, Any]:
-        """What a copy of the Trainer keeps, by `copy.deepcopy` or by pickling; `rebuild` makes the rest."""
+        """The state for a copy of the Trainer, by `copy.deepcopy` or by pickling; `rebuild` makes the rest."""
         return {**vars(self.trainer), **dict.fromkeys(_OF_THE_TRAINERS_PROCESS), "_eval_dataloaders": {}}
 
     def rebuild(self) -> None:
-        """Make what a copy of a Trainer has of its own: an engine, an accelerator, and uploads."""
+        """Make a copied Trainer's own engine, accelerator, and uploads."""
         trainer = self.trainer
         trainer._memory_tracker = TrainerMemoryTracker(trainer.args.skip_memory_metrics)
         self.setup.resolve_arguments()
@@ -102,7 +102,7 @@ class Internals(TrainerContext):
         return [*named, *(one for each, loggers in found if not isinstance(each, TrackerCallback) for one in loggers)]
 
     def log_folder(self) -> Any:
-        """Where trackers write files, the same for all of this Trainer."""
+        """The folder where trackers write files; the same for all trackers of this Trainer."""
         if self._log_folder is None:
             self._log_folder = adapter().LogFolder(self.trainer.args)
         return self._log_folder

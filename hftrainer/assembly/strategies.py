@@ -1,4 +1,4 @@
-"""THE TABLE of strategies: the objects that stand for what one does differently from another."""
+"""THE TABLE of strategies: the objects that implement their differences."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hftrainer.training.preparation import Preparation
 
 
 def make_states(context: TrainerContext, plan: LightningPlan) -> ModelStates:
-    """How the strategy gathers, saves and loads the states of model and optimizer."""
+    """The object that gathers, saves and loads the states of model and optimizer for the strategy."""
     engine = context.engine
     if not plan.spreads_model:
         return WholeStates(engine.saving)
@@ -29,13 +29,13 @@ def make_states(context: TrainerContext, plan: LightningPlan) -> ModelStates:
 
 
 def make_preparation(context: TrainerContext, loaders: LoaderFactory, plan: LightningPlan) -> Preparation:
-    """How the strategy makes model, optimizer and schedule ready."""
+    """The object that prepares model, optimizer and schedule for the strategy."""
     kind = Preparation if plan.deepspeed is None else DeepSpeedPreparation
     return kind(context, loaders)
 
 
 def flags(plan: LightningPlan) -> dict[str, bool]:
-    """What transformers calls the strategy, in attributes of its Trainer; scripts ask them."""
+    """Attributes by which transformers' Trainer names its strategy; scripts read them."""
     shards_on_xla = plan.on_xla and plan.sharding is not None
     return {
         "is_deepspeed_enabled": plan.deepspeed is not None,

@@ -1,1 +1,1 @@
-"""The state of a run, the switches of its callbacks, and the callbacks themselves."""
+"""The state of a run, the control flags of callbacks, and the callbacks themselves."""

@@ -1,4 +1,4 @@
-"""`TrainerCallback`, and telling callbacks apart."""
+"""`TrainerCallback`, and functions that identify and make callbacks."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from typing import Any
 
 
 class TrainerCallback:
-    """Base of callbacks: override the events you need.
+    """Base class of callbacks: override the events you need.
 
     Every event receives `args`, `state` and `control`, and as keywords `model`, `processing_class`, `optimizer`,
     `lr_scheduler`, `train_dataloader` and `eval_dataloader`; `on_log` also `logs`, `on_evaluate` and `on_predict`
     also `metrics`. An event that changes `control` may return it.
 
-    An `on_step_end` that names them among its parameters also receives `loss` (a tensor of shape `()` on the device:
-    the step's, as it is logged), `inputs` (the step's last micro-batch) and `outputs` (the model's, of that
-    micro-batch).
+    An `on_step_end` with parameters of these names also receives `loss` (a tensor of shape `()` on the device: the
+    step's, as it is logged), `inputs` (the step's last micro-batch) and `outputs` (the model's, for that micro-batch).
     """
 
     def on_init_end(self, args, state, control, **kwargs):
@@ -25,7 +24,7 @@ class TrainerCallback:
         """Training begins."""
 
     def on_train_end(self, args, state, control, **kwargs):
-        """Training has ended; the best model is loaded if it was asked for."""
+        """Training has ended; the best model is loaded with `load_best_model_at_end`."""
 
     def on_epoch_begin(self, args, state, control, **kwargs):
         """A pass over the data begins."""
@@ -43,7 +42,7 @@ class TrainerCallback:
         """The optimizer has stepped; gradients are still there (since v4.46)."""
 
     def on_substep_end(self, args, state, control, **kwargs):
-        """A micro-batch has run that does not end an optimizer step."""
+        """A micro-batch has run, and it was not the last of its optimizer step."""
 
     def on_step_end(self, args, state, control, **kwargs):
         """An optimizer step is complete."""
@@ -68,7 +67,7 @@ class TrainerCallback:
 
 
 def is_kind(callback: Any, *names: str) -> bool:
-    """Whether the callback is of a class of one of these names, or of a subclass: ours or transformers'."""
+    """Whether the callback's class, or a base class of it, has one of these names: ours or transformers'."""
     kinds = type(callback).__mro__
     return any(kind.__name__ in names and library_of(kind) in ("hftrainer", "transformers") for kind in kinds)
 
@@ -81,14 +80,14 @@ def library_of(kind: type) -> str:
 def _is_wanted(present: Any, wanted: Any) -> bool:
     if not isinstance(wanted, type):
         return bool(present == wanted)
-    # Scripts remove transformers' ProgressCallback: here that is ours.
+    # Scripts remove transformers' ProgressCallback: remove ours then.
     return isinstance(present, wanted) or (library_of(wanted) == "transformers" and is_kind(present, wanted.__name__))
 
 
 def pop_from(callbacks: list[Any], callback: Any) -> Any:
-    """Remove the first of `callbacks` that is `callback`, or of that class, and return it; None when there is none.
+    """Remove and return the first of `callbacks` that is `callback`, or an instance of it; None when there is none.
 
-    A class of transformers also stands for ours of the same name.
+    A class of transformers also matches ours of the same name.
     """
     for number, present in enumerate(callbacks):
         if _is_wanted(present, callback):
@@ -97,7 +96,7 @@ def pop_from(callbacks: list[Any], callback: Any) -> Any:
 
 
 def make_callback(callback: Any) -> Any:
-    """The callback itself, or one of the given class.
+    """The callback itself, or an instance of the given class.
 
     Raises:
         TypeError: for a class whose constructor needs arguments.

@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class DefaultFlowCallback(TrainerCallback):
-    """Logs, evaluates, saves and stops as the arguments say, in the way of the release that they follow."""
+    """Requests logging, evaluation, saving and stopping by the arguments, as the followed release does."""
 
     def on_step_end(self, args, state, control, **kwargs):
         """Decide what is due at this optimizer step."""
@@ -33,7 +33,9 @@ class DefaultFlowCallback(TrainerCallback):
             if evaluates and follows.evaluates_at_last_step:
                 control.should_evaluate = True
             by_epochs = args.save_strategy == SaveStrategy.EPOCH and not follows.saves_last_step_by_steps
-            if args.save_strategy == SaveStrategy.STEPS or by_epochs:  # even off the beat (since v4.47)
+            if (
+                args.save_strategy == SaveStrategy.STEPS or by_epochs
+            ):  # also at a step that is not a multiple of save_steps (since v4.47)
                 control.should_save = True
         return control
 
@@ -48,7 +50,7 @@ class DefaultFlowCallback(TrainerCallback):
         return control
 
 
-#: What every Trainer begins with. A script may change the list, or put another under `transformers.trainer`.
+#: The callbacks of every Trainer. A script may change the list, or replace it in `transformers.trainer`.
 DEFAULT_CALLBACKS: list[Any] = [DefaultFlowCallback]
 
 
@@ -57,11 +59,11 @@ def _due(strategy: IntervalStrategy | SaveStrategy, step: int, interval: float) 
 
 
 class EarlyStoppingCallback(TrainerCallback, ExportableState):
-    """Stops training when `metric_for_best_model` no longer improves.
+    """Stops training when `metric_for_best_model` has stopped improving.
 
     Args:
         early_stopping_patience: evaluations in a row without improvement before training stops.
-        early_stopping_threshold: how much better than the best so far counts as an improvement, in metric units.
+        early_stopping_threshold: smallest difference to the best value that counts as an improvement, in metric units.
     """
 
     def __init__(self, early_stopping_patience: int = 1, early_stopping_threshold: float | None = 0.0) -> None:
@@ -70,32 +72,36 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
         self.early_stopping_patience_counter = 0
 
     def on_train_begin(self, args, state, control, **kwargs):
-        """Check that there will be a metric to follow.
+        """Check that training will report the metric.
 
         Raises:
             MissingFollowedMetric: without `metric_for_best_model`, or without evaluation.
         """
         if args.metric_for_best_model is None:
-            raise MissingFollowedMetric("EarlyStoppingCallback follows metric_for_best_model: name a metric there.")
+            raise MissingFollowedMetric("EarlyStoppingCallback needs metric_for_best_model: set it to a metric's name.")
         if args.eval_strategy == IntervalStrategy.NO:
             raise MissingFollowedMetric("EarlyStoppingCallback needs evaluation during training: set eval_strategy.")
         if not args.load_best_model_at_end:
             logger.warning(
-                "EarlyStoppingCallback without load_best_model_at_end: the last model is kept, not the best."
+                "EarlyStoppingCallback without load_best_model_at_end: the final model is the last one, not the best."
             )
 
     def check_metric_value(self, args, state, control, metric_value):
-        """Count an evaluation without improvement, or begin to count again. Override it for another rule."""
+        """Count an evaluation without improvement, or reset the count. Override it for another rule."""
         if self._improves(args, state, metric_value):
             self.early_stopping_patience_counter = 0
         else:
             self.early_stopping_patience_counter += 1
 
     def on_evaluate(self, args, state, control, metrics=None, **kwargs):
-        """Count the evaluations without improvement, and stop when there were too many."""
+        """Count evaluations without improvement, and stop training when `early_stopping_patience` is reached."""
         value = (metrics or {}).get(evaluation_key(args.metric_for_best_model))
         if value is None:
-            logger.warning("Early stopping found no %s among %s.", args.metric_for_best_model, sorted(metrics or {}))
+            logger.warning(
+                "Early stopping is skipped: no %s among the metrics %s.",
+                args.metric_for_best_model,
+                sorted(metrics or {}),
+            )
             return
         self.check_metric_value(args, state, control, value)
         if self.early_stopping_patience_counter >= self.early_stopping_patience:
@@ -119,5 +125,5 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
 
 
 def evaluation_key(metric: str) -> str:
-    """The name under which evaluation reports a metric: with its 'eval_'."""
+    """The name under which evaluation reports a metric: with the prefix 'eval_'."""
     return metric if metric.startswith("eval_") else f"eval_{metric}"

@@ -32,33 +32,37 @@ class CallbackHandler(TrainerCallback):
         self.train_dataloader = None
         self.eval_dataloader = None
         if not any(isinstance(callback, DefaultFlowCallback) for callback in self.callbacks):
-            logger.warning("Without DefaultFlowCallback nothing will be logged, evaluated or saved by itself.")
+            logger.warning("Without DefaultFlowCallback, the Trainer does not log, evaluate or save automatically.")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "train_dataloader": None, "eval_dataloader": None}  # of a run, with its worker processes
+        return {
+            **vars(self),
+            "train_dataloader": None,
+            "eval_dataloader": None,
+        }  # loaders of a run, with worker processes
 
     def add_callback(self, callback: Any) -> None:
-        """Add a callback, given as a class or as an instance. A progress bar takes the place of the one that was there.
+        """Add a callback, as a class or as an instance. A progress bar replaces the existing one.
 
         Raises:
-            NotACallback: for something that handles none of the events.
+            NotACallback: for an object that handles none of the events.
         """
         kind = callback if isinstance(callback, type) else type(callback)
-        if issubclass(kind, nn.Module):  # Lightning's have hooks of the same names
-            raise TypeError(f"callbacks: {kind.__name__} is a module, no callback.")
+        if issubclass(kind, nn.Module):  # LightningModules have hooks of the same names
+            raise TypeError(f"callbacks: {kind.__name__} is a module, not a callback.")
         if any(library_of(base) == "pytorch_lightning" for base in kind.__mro__):
             raise TypeError(
-                f"callbacks: {kind.__name__} is of the package pytorch_lightning, which is another one: import it from "
+                f"callbacks: {kind.__name__} comes from pytorch_lightning, which is another package: import it from "
                 "lightning.pytorch."
             )
         if not any(callable(getattr(callback, event, None)) for event in EVENTS):
             given = f"{reprlib.repr(callback)} ({type(callback).__name__})"
-            raise NotACallback(f"callbacks: {given} is no callback: it handles none of the events")
+            raise NotACallback(f"callbacks: {given} is not a callback: it handles none of the events")
         instance = make_callback(callback)
         if is_kind(instance, *BARS):
             self.drop_bars()
         if type(instance) in {type(present) for present in self.callbacks}:
-            logger.warning("There already is a %s among the callbacks: %s", type(instance).__name__, self.callback_list)
+            logger.warning("The callbacks contain a %s already: %s", type(instance).__name__, self.callback_list)
         self.callbacks.append(instance)
 
     def drop_bars(self) -> bool:
@@ -77,13 +81,13 @@ class CallbackHandler(TrainerCallback):
 
     @property
     def callback_list(self) -> str:
-        """The class names, a line each."""
+        """The class names, one per line."""
         return "\n".join(type(callback).__name__ for callback in self.callbacks)
 
     def call_event(
         self, event: str, args: BaseArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
-        """Announce an event to every callback; returns the control object that the last of them left."""
+        """Call an event of every callback; returns the control object after the last of them."""
         for callback in self.callbacks:
             handler = getattr(callback, event, None)
             if handler is None or getattr(handler, "__func__", None) is _NOTHING[event]:
@@ -105,12 +109,12 @@ class CallbackHandler(TrainerCallback):
         return control
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        """Announce a log line, which is due no more."""
+        """Announce a log line, and clear `should_log`."""
         control.should_log = False
         return self.call_event("on_log", args, state, control, logs=logs, **kwargs)
 
     def on_evaluate(self, args, state, control, metrics=None, **kwargs):
-        """Announce an evaluation, which is due no more."""
+        """Announce an evaluation, and clear `should_evaluate`."""
         control.should_evaluate = False
         return self.call_event("on_evaluate", args, state, control, metrics=metrics, **kwargs)
 
@@ -120,18 +124,18 @@ class CallbackHandler(TrainerCallback):
 
 
 def _by_its_names(handler: Any, processing_class: Any) -> dict[str, Any]:
-    """The processing class by its name, and by that of before v4.46, `tokenizer`, for a handler that asks for it.
+    """`processing_class`, and also as `tokenizer` (its name before v4.46) for a handler that uses that name.
 
-    Others must not get it: it would be one keyword more than transformers gives, and than they may take.
+    Other handlers must not get it: they may not accept a keyword that transformers does not pass.
     """
     given = {"processing_class": processing_class}
     return {**given, "tokenizer": processing_class} if _names_tokenizer(handler) else given
 
 
 def _names_tokenizer(handler: Any) -> bool:
-    """Whether a handler has a parameter `tokenizer`, or looks it up in its keywords: `kwargs["tokenizer"]`."""
+    """Whether a handler has a parameter `tokenizer`, or reads `kwargs["tokenizer"]`."""
     code = getattr(inspect.unwrap(getattr(handler, "__func__", handler)), "__code__", None)
-    if code is None:  # a function of C, or an object that is called
+    if code is None:  # a C function, or a callable object
         return False
     parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     return "tokenizer" in parameters or bool(code.co_flags & inspect.CO_VARKEYWORDS and "tokenizer" in code.co_consts)
@@ -151,10 +155,10 @@ def _announcer(event: str):
     return announce
 
 
-#: The callbacks that show a bar. One is enough.
+#: The callbacks that show a progress bar; only one is kept.
 BARS = ("ProgressCallback", "NotebookProgressCallback")
 EVENTS = tuple(name for name in vars(TrainerCallback) if name.startswith("on_"))
-#: Switches that an event clears before it is announced.
+#: Event → the control flag that is cleared before it is announced.
 CLEARS = {
     "on_train_begin": ("should_training_stop",),
     "on_epoch_begin": ("should_epoch_stop",),

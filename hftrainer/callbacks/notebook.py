@@ -17,10 +17,10 @@ UPDATE_EVERY = 0.2
 
 
 class _Bar:
-    """A bar as HTML, with the time gone by and the time to go.
+    """A progress bar as HTML, with elapsed and remaining time.
 
     Args:
-        total: how much there is to do.
+        total: the value at which the bar is full.
     """
 
     def __init__(self, total: int) -> None:
@@ -33,7 +33,7 @@ class _Bar:
         return self._html
 
     def draw(self, value: int, comment: str = "") -> None:
-        """Draw the bar at `value`; the first value is where it starts, and counts for no time."""
+        """Draw the bar at `value`; the first value is where it starts, and is left out of the speed."""
         self.start = value if self.start is None else self.start
         elapsed = time.monotonic() - self.start_time
         parts = [_clock(elapsed)]
@@ -55,14 +55,14 @@ def _clock(seconds: float) -> str:
 
 
 class _Table:
-    """Rows of named values. A row with the first column's value of the last one is written over it."""
+    """Rows of named values. A row with the same first column as the last row replaces it."""
 
     def __init__(self, columns: list[str]) -> None:
         self.columns = columns
         self.rows: list[dict[str, Any]] = []
 
     def write(self, values: dict[str, Any]) -> None:
-        """Add a row; names that are new become columns."""
+        """Add a row; new names become columns."""
         self.columns += [name for name in values if name not in self.columns]
         first = self.columns[0]
         if self.rows and self.rows[-1][first] == values[first]:
@@ -83,7 +83,7 @@ def _shown(value: Any) -> str:
 
 
 class _Display:
-    """An output of the notebook that is shown once and then written over."""
+    """A notebook output that is displayed once and then updated."""
 
     def __init__(self) -> None:
         self._handle: Any = None
@@ -98,10 +98,10 @@ class _Display:
 
 
 class NotebookProgressCallback(TrainerCallback):
-    """Shows a run in a notebook: what the Trainer uses there instead of `ProgressCallback`. Needs IPython.
+    """Shows a run in a notebook; the Trainer uses it there instead of `ProgressCallback`. Needs IPython.
 
-    The table has the step or epoch, the training loss, with evaluation the validation loss and the metrics; a row for
-    each evaluation, or without evaluation for each log line with a loss.
+    The table has the step or epoch, the training loss, and with evaluation the validation loss and the metrics. There
+    is a row for each evaluation, or without evaluation for each log line with a loss.
 
     Raises:
         MissingPackage: without IPython, when it is made.
@@ -109,7 +109,7 @@ class NotebookProgressCallback(TrainerCallback):
 
     def __init__(self) -> None:
         if importlib.util.find_spec("IPython") is None:
-            raise MissingPackage("NotebookProgressCallback shows through IPython: pip install ipython")
+            raise MissingPackage("NotebookProgressCallback needs IPython: pip install ipython")
         self._training: _Bar | None = None
         self._evaluation: _Bar | None = None
         self._batches = 0
@@ -118,7 +118,7 @@ class NotebookProgressCallback(TrainerCallback):
         self._next_update = 0.0
 
     def on_train_begin(self, args, state, control, **kwargs):
-        """Show the bar, and the table's head."""
+        """Show the bar, and the table's header."""
         if not state.is_world_process_zero:
             return
         columns = [_first_column(args), "Training Loss"]
@@ -130,7 +130,7 @@ class NotebookProgressCallback(TrainerCallback):
         self._draw_training(state)
 
     def on_step_end(self, args, state, control, **kwargs):
-        """Move the bar on."""
+        """Advance the bar."""
         if self._training is not None and self._is_due(state.global_step >= state.max_steps):
             self._draw_training(state)
 
@@ -155,7 +155,7 @@ class NotebookProgressCallback(TrainerCallback):
         self._display.show("".join(str(part) for part in parts if part is not None))
 
     def on_prediction_step(self, args, state, control, eval_dataloader=None, **kwargs):
-        """Move the bar of the evaluation on, opening it at the first batch."""
+        """Advance the evaluation bar, opening it at the first batch."""
         if not state.is_world_process_zero or not has_length(eval_dataloader):
             return
         if self._evaluation is None:
@@ -170,16 +170,16 @@ class NotebookProgressCallback(TrainerCallback):
         self._evaluation = None
         self._show()
         if self._training is None:
-            self._display = None  # the next evaluation is shown below this one
+            self._display = None  # the next evaluation gets its own output below this one
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        """Add a row, when no evaluation will."""
+        """Add a row, if the run has no evaluations."""
         if self._table is not None and args.eval_strategy == IntervalStrategy.NO and "loss" in (logs or {}):
             self._table.write({"Step": state.global_step, "Training Loss": logs["loss"]})
             self._show()
 
     def on_evaluate(self, args, state, control, metrics=None, **kwargs):
-        """Add a row; outside training, show it by itself."""
+        """Add a row; outside training, show it alone."""
         if not state.is_world_process_zero:
             return
         first = _first_column(args)
@@ -199,12 +199,12 @@ class NotebookProgressCallback(TrainerCallback):
             self._table = None
 
     def on_predict(self, args, state, control, metrics=None, **kwargs):
-        """Take the bar of the prediction away."""
+        """Remove the prediction bar."""
         if self._evaluation is not None:
             self._close_evaluation()
 
     def on_train_end(self, args, state, control, **kwargs):
-        """Show where the run ended."""
+        """Show the final step."""
         if self._training is not None:
             self._draw_training(state)
         self._training = self._table = self._display = None
@@ -215,7 +215,7 @@ def _first_column(args: Any) -> str:
 
 
 def _named(metrics: dict[str, Any]) -> dict[str, Any]:
-    """Metrics by the names of columns: 'eval_f1_macro' is 'F1 Macro', the loss 'Validation Loss'."""
+    """Metrics by column name: 'eval_f1_macro' → 'F1 Macro', 'eval_loss' → 'Validation Loss'."""
     columns = {}
     for name, value in metrics.items():
         if name in ("epoch", "total_flos") or is_measured(name):

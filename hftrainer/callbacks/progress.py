@@ -1,4 +1,4 @@
-"""What shows a run while it runs: the progress bar, or the log lines alone."""
+"""The display of a run: a progress bar, or only the log lines."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def in_notebook() -> bool:
     shell = get_ipython() if get_ipython is not None else None
     if shell is None or "IPKernelApp" not in shell.config:
         return False
-    release = os.environ.get("DATABRICKS_RUNTIME_VERSION")  # before 11.0 its notebooks had no kernel of IPython
+    release = os.environ.get("DATABRICKS_RUNTIME_VERSION")  # before 11.0 its notebooks did not run IPython
     return release is None or float(release.split(".")[0]) >= 11
 
 
 def own_progress(args: BaseArguments, callbacks: list[Any]) -> type[TrainerCallback] | None:
-    """What a Trainer adds to these callbacks to show its runs; None when one of them does it."""
+    """The callback that shows a Trainer's runs; None when one of `callbacks` does."""
     if args.disable_tqdm:
         return None if any(is_kind(callback, "PrinterCallback") for callback in callbacks) else PrinterCallback
     if any(is_kind(callback, *BARS) for callback in callbacks):
@@ -49,7 +49,7 @@ class ProgressCallback(TrainerCallback):
     """A progress bar in optimizer steps, one in evaluation batches below it, and the log lines above both.
 
     Args:
-        max_str_len: longest string value shown in a log line, in characters.
+        max_str_len: length of the longest string shown in a log line, in characters.
     """
 
     def __init__(self, max_str_len: int = 100) -> None:
@@ -59,7 +59,7 @@ class ProgressCallback(TrainerCallback):
         self.current_step = 0
 
     def on_train_begin(self, args, state, control, **kwargs):
-        """Open the bar, at the step that training resumes from."""
+        """Open the bar at the step from which training resumes."""
         if state.is_world_process_zero:
             self.training_bar = _bar(total=state.max_steps)
         self.current_step = 0
@@ -113,7 +113,7 @@ class ProgressCallback(TrainerCallback):
 
 
 class PrinterCallback(TrainerCallback):
-    """Prints the log lines: what the Trainer uses instead of the progress bar with `disable_tqdm`."""
+    """Prints the log lines; the Trainer uses it instead of the progress bar with `disable_tqdm`."""
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         """Print the line."""
@@ -122,7 +122,7 @@ class PrinterCallback(TrainerCallback):
 
 
 def _shown(logs: dict[str, Any] | None, args: BaseArguments) -> dict[str, Any]:
-    """A log line as it is printed: without the operations, and with short numbers where the release has them."""
+    """A log line as printed: without `total_flos`, and with short numbers if the followed release prints them."""
     shown = {name: value for name, value in (logs or {}).items() if name != "total_flos"}
     if not of_arguments(args).prints_four_digits:
         return shown
@@ -132,5 +132,5 @@ def _shown(logs: dict[str, Any] | None, args: BaseArguments) -> dict[str, Any]:
 def _bar(**kwargs: Any) -> Any:
     from tqdm.auto import tqdm
 
-    # None: no bar where the output is no terminal. The output of a kernel is none and shows bars.
+    # None: no bar unless the output is a terminal. A notebook kernel's output is not one, but can show bars.
     return tqdm(dynamic_ncols=True, disable=False if in_notebook() else None, **kwargs)

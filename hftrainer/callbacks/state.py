@@ -1,4 +1,4 @@
-"""The state of a training run, and the switches that callbacks set."""
+"""The state of a training run, and the control flags that callbacks set."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from hftrainer.arguments.trials import hyperparameters
 
 
 class ExportableState:
-    """Something whose state goes into `trainer_state.json` and comes back on resume (since v4.42).
+    """An object whose state is saved in `trainer_state.json` and restored on resume (since v4.42).
 
-    `state()` returns `{"args": constructor arguments, "attributes": what to set afterwards}`, JSON values only.
+    `state()` returns `{"args": constructor arguments, "attributes": attributes to set afterwards}`, JSON values only.
     """
 
     def state(self) -> dict[str, Any]:
@@ -34,17 +34,17 @@ class ExportableState:
 
 @dataclass
 class TrainerState:
-    """Where a training run stands; what `trainer_state.json` holds.
+    """The progress of a training run; the contents of `trainer_state.json`.
 
-    A step is an optimizer step, whatever the number of micro-batches behind it.
+    A step is an optimizer step, for any number of micro-batches.
 
     Attributes:
         epoch: passes over the data done so far, with the fraction of the current one.
         global_step: optimizer steps done.
         max_steps: optimizer steps that the whole run will do.
-        logging_steps, eval_steps, save_steps: optimizer steps between two of each, shares already resolved.
+        logging_steps, eval_steps, save_steps: optimizer steps between two of each; fractions are already resolved.
         train_batch_size: samples in a micro-batch of one process.
-        num_train_epochs: passes over the data that the run begins, the last possibly cut short.
+        num_train_epochs: passes over the data that the run begins; the last may be incomplete.
         num_input_tokens_seen: input tokens over all processes, when they are counted.
         total_flos: floating-point operations done.
         log_history: every log line, in order.
@@ -86,24 +86,24 @@ class TrainerState:
 
     @classmethod
     def load_from_json(cls, json_path: str) -> TrainerState:
-        """Read a state; fields that other releases wrote and this one does not know are left out."""
+        """Read a state; unknown fields, written by other releases, are ignored."""
         with open(json_path, encoding="utf-8") as file:
             values = json.load(file)
         known = {field.name for field in dataclasses.fields(cls)}
         return cls(**{name: value for name, value in values.items() if name in known})
 
     def compute_steps(self, args: BaseArguments, max_steps: int) -> None:
-        """Resolve the intervals given as shares of `max_steps` into optimizer steps."""
+        """Convert intervals that are fractions of `max_steps` into optimizer steps."""
         for name in ("logging_steps", "eval_steps", "save_steps"):
             steps = getattr(args, name)
             if steps is not None:
                 setattr(self, name, math.ceil(max_steps * steps) if steps < 1 else steps)
 
     def init_training_references(self, trainer: Any, max_steps: int, num_train_epochs: int, trial: Any) -> None:
-        """Take over how long a run is, which process this is, and the hyperparameter trial (since v4.52).
+        """Set the length of the run, the rank of this process, and the hyperparameter trial (since v4.52).
 
         Args:
-            trainer: whose run it is.
+            trainer: the Trainer that runs.
             max_steps: optimizer steps of the run.
             num_train_epochs: passes over the data that it begins.
             trial: the trial, or None.
@@ -118,7 +118,7 @@ class TrainerState:
 
 
 def drop_from_json(path: str, name: str) -> None:
-    """Take a value out of a JSON file that holds an object."""
+    """Remove a key from a JSON file that holds an object."""
     with open(path, encoding="utf-8") as file:
         values = json.load(file)
     values.pop(name, None)
@@ -141,18 +141,18 @@ def export_states(callbacks: Sequence[Any]) -> dict[str, Any]:
 
 
 def is_exportable(callback: Any) -> bool:
-    """Whether the callback exports a state: ours, or transformers' by the same protocol."""
+    """Whether the callback exports a state; true for transformers' callbacks with the same protocol."""
     return callable(getattr(callback, "state", None)) and callable(getattr(type(callback), "from_state", None))
 
 
 @dataclass
 class TrainerControl(ExportableState):
-    """The switches by which callbacks steer training.
+    """The flags with which callbacks control training.
 
     Attributes:
         should_training_stop: end training; stays set.
         should_epoch_stop: end this epoch; cleared when the next begins.
-        should_save, should_evaluate, should_log: do so at this step; cleared when the next begins.
+        should_save, should_evaluate, should_log: save, evaluate or log at this step; cleared when the next begins.
     """
 
     should_training_stop: bool = False
@@ -162,17 +162,17 @@ class TrainerControl(ExportableState):
     should_log: bool = False
 
     def _new_training(self) -> None:
-        """Clear what holds for a whole run. This and the next two are for loops of scripts, as in transformers."""
+        """Clear the flags of a run. This and the next two are for scripts' own loops, as in transformers."""
         self.should_training_stop = False
 
     def _new_epoch(self) -> None:
-        """Clear what holds for an epoch."""
+        """Clear the flags of an epoch."""
         self.should_epoch_stop = False
 
     def _new_step(self) -> None:
-        """Clear what holds for an optimizer step."""
+        """Clear the flags of an optimizer step."""
         self.should_save = self.should_evaluate = self.should_log = False
 
     def state(self) -> dict[str, Any]:
-        """The switches as they stand."""
+        """The current flags."""
         return {"args": dataclasses.asdict(self), "attributes": {}}

@@ -1,4 +1,4 @@
-"""`install()`: scripts that import from `transformers` get what is here."""
+"""`install()`: scripts that import from `transformers` get hftrainer's classes."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from hftrainer.compat.earlier_imports import warnings_of_earlier_imports
 from hftrainer.training_args import TrainingArguments
 from hftrainer.training_args_seq2seq import Seq2SeqTrainingArguments
 
-#: Argument → the default that `install()` has taken away.
+#: Argument → its original default, which `install()` has replaced.
 _todays_defaults: dict[str, Any] = {}
 
 
 def install() -> None:
-    """Make `Trainer`, `TrainingArguments`, the callbacks and their helpers in `transformers` ours.
+    """Replace `Trainer`, `TrainingArguments`, the callbacks and their helpers in `transformers` by ours.
 
     Trainers then behave as those of the installed release (`hftrainer.arguments.behaviours`), and arguments have its
     defaults.
 
-    Works before and after `import transformers`. A module that took the original `Trainer` before, or derived a class
-    from it, keeps it: a warning names it, and the line to move. So does one for methods that were replaced before.
+    Works before and after `import transformers`. A module that imported or subclassed the original `Trainer` before
+    keeps it: a warning names the module, and the line to move. Another warning names methods that were replaced before.
     """
     if swap.is_installed():
         return
@@ -45,7 +45,7 @@ def uninstall() -> None:
 
 
 def _set_defaults(values: Mapping[str, Any]) -> None:
-    """Give arguments other defaults, for scripts that say nothing about them."""
+    """Set other defaults for arguments that scripts do not pass."""
     for name, value in values.items():
         _todays_defaults.setdefault(name, TrainingArguments.__dataclass_fields__[name].default)
         for kind in (TrainingArguments, Seq2SeqTrainingArguments):

@@ -1,4 +1,4 @@
-"""`python -m hftrainer run --nproc N script.py …`: the options of torchrun, and what it starts."""
+"""`python -m hftrainer run --nproc N script.py …`: torchrun's options, and launching through torchrun."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ import os
 import re
 from typing import Any, NoReturn
 
-#: Values of --nproc that torchrun counts itself.
+#: Values of --nproc that torchrun resolves to a number.
 _COUNTED = ("auto", "cpu", "gpu")
-#: What is handed on to torchrun where it is given: name in the options → torchrun's option, and what it is.
+#: Options passed on to torchrun: name → help text and metavar.
 _PASSED = {
     "nnodes": ("machines, 'N' or 'LEAST:MOST'; with the same command on each (default 1)", "N"),
-    "node_rank": ("number of this machine, from 0, where the machines do not agree on it themselves", "N"),
+    "node_rank": ("rank of this machine, from 0, if the machines do not determine it themselves", "N"),
     "rdzv_id": ("name of the run, the same on all machines", "NAME"),
     "rdzv_backend": ("how machines find each other: 'c10d', 'etcd-v2', 'static' ...", "NAME"),
-    "rdzv_endpoint": ("where they do: HOST:PORT", "HOST:PORT"),
-    "master_addr": ("host of machine 0, where --node-rank is given", "HOST"),
-    "master_port": ("a free port there", "PORT"),
+    "rdzv_endpoint": ("where machines find each other: HOST:PORT", "HOST:PORT"),
+    "master_addr": ("host of machine 0, with --node-rank", "HOST"),
+    "master_port": ("a free port on that host", "PORT"),
 }
-#: What tells machines where to meet.
+#: Options for how machines find each other.
 _MEETING = ("rdzv_endpoint", "master_addr")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add what decides how many processes there are; each option may be written with '_' for '-', as for torchrun."""
+    """Add the options for the number of processes. Each may be written with '_' for '-', as for torchrun."""
     group = parser.add_argument_group("several processes", "The options of torchrun, which starts them.")
     spellings = ("--nproc", "--nproc-per-node", "--nproc_per_node")
     group.add_argument(*spellings, type=_processes, metavar="N", help="processes on this machine, or auto, cpu, gpu")
@@ -33,15 +33,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         options = [f"--{name.replace('_', '-')}"] + ([f"--{name}"] if "_" in name else [])
         group.add_argument(*options, type=kinds.get(name, str), metavar=metavar, help=text)
     on_tpu = parser.add_argument_group("TPUs", "torch_xla starts the processes, on each host of a pod that runs this.")
-    on_tpu.add_argument("--tpu", action="store_true", help="a process for each TPU core of this machine")
+    on_tpu.add_argument("--tpu", action="store_true", help="one process for each TPU core of this machine")
     on_tpu.add_argument(
-        "--num-cores", "--num_cores", type=_at_least(1), metavar="N", help="how many there must be, or 1"
+        "--num-cores", "--num_cores", type=_at_least(1), metavar="N", help="number of cores: 1, or all of this machine"
     )
-    group.add_argument("--standalone", action="store_true", help="one machine, at a free port (the default for one)")
+    group.add_argument(
+        "--standalone", action="store_true", help="one machine, at a free port (the default for one machine)"
+    )
 
 
 def is_launch(options: argparse.Namespace) -> bool:
-    """Whether any of the options asks for processes."""
+    """Whether any of the options starts processes."""
     return _is_torchrun(options) or options.tpu or options.num_cores is not None
 
 
@@ -52,7 +54,7 @@ def _is_torchrun(options: argparse.Namespace) -> bool:
 
 
 def launch(parser: argparse.ArgumentParser, options: argparse.Namespace) -> NoReturn:
-    """Start the processes and wait for them; signals are handed on to them.
+    """Start the processes and wait for them; forward signals to them.
 
     Raises:
         SystemExit: with 0, with the status of the first process that failed, or with 128 + the number of a signal.
@@ -84,15 +86,15 @@ def _contradiction(options: argparse.Namespace) -> str | None:
     if options.node_rank is not None and options.node_rank >= machines[-1]:
         return f"--node-rank {options.node_rank} must be below --nnodes {options.nnodes or 1}"
     if machines[-1] > 1 and options.standalone:
-        return f"--standalone is for one machine, and --nnodes {options.nnodes} asks for more: leave one of them out"
+        return f"--standalone is for one machine, and --nnodes {options.nnodes} asks for more: leave out one of them"
     if machines[-1] > 1 and not meeting:
         return f"--nnodes {options.nnodes} needs --rdzv-endpoint HOST:PORT, or --master-addr HOST and --node-rank N"
     if options.num_cores is not None and not options.tpu:
-        return "--num-cores is for TPUs: give --tpu too, or --nproc for processes on GPUs and CPUs"
+        return "--num-cores is for TPUs: add --tpu, or use --nproc for processes on GPUs and CPUs"
     if options.tpu and _is_torchrun(options):
-        return "--tpu lets torch_xla start the processes, and the other options torchrun: give the one or the others"
+        return "--tpu starts processes by torch_xla, the other options by torchrun: use --tpu or the others"
     if not options.as_module and not os.path.isfile(options.script):
-        return f"there is no script {options.script!r}"
+        return f"the script {options.script!r} does not exist"
     return None
 
 
@@ -111,21 +113,21 @@ def _words(options: argparse.Namespace) -> list[str]:
 
 def _processes(text: str) -> str:
     if text not in _COUNTED and not re.fullmatch("[1-9][0-9]*", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a number from 1 nor {', '.join(_COUNTED)}")
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number >= 1 nor {', '.join(_COUNTED)}")
     return text
 
 
 def _nodes(text: str) -> str:
     least, _, most = text.partition(":")
     if not re.fullmatch("[1-9][0-9]*(:[1-9][0-9]*)?", text) or int(least) > int(most or least):
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a number from 1 nor LEAST:MOST")
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number >= 1 nor LEAST:MOST")
     return text
 
 
 def _at_least(least: int) -> Any:
     def read(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is no number from {least}")
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number >= {least}")
         return int(text)
 
     return read

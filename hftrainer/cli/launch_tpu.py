@@ -1,4 +1,4 @@
-"""`python -m hftrainer run --tpu [--num-cores N] script.py …`: torch_xla's launcher, and what it starts."""
+"""`python -m hftrainer run --tpu [--num-cores N] script.py …`: launching through torch_xla."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import os
 
 
 def launch_on_tpu(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Start a process for each core of this machine and wait for them; one core is used by this process itself.
+    """Start a process for each core of this machine and wait for them; a single core is used by this process.
 
     Raises:
-        SystemExit: of a script that ends with one.
+        SystemExit: when the script ends with it.
     """
     from hftrainer.parallel.xla import devices as xla
 
@@ -24,13 +24,13 @@ def launch_on_tpu(parser: argparse.ArgumentParser, options: argparse.Namespace) 
 
 
 def _run_on_core(_: int, script: str, arguments: list[str], as_module: bool, cores: int | None) -> None:
-    """The script on one core."""
+    """Run the script on one core."""
     from torch_xla import runtime
 
     from hftrainer.cli.run import run_script
 
     if cores not in (None, 1, runtime.local_device_count()):
         raise SystemExit(
-            f"--num-cores {cores}: torch_xla uses one core or all, and there are {runtime.local_device_count()}."
+            f"--num-cores {cores}: torch_xla uses one core or all, and this machine has {runtime.local_device_count()}."
         )
     run_script(script, arguments, as_module=as_module)

@@ -18,7 +18,7 @@ def run_script(target: str, arguments: list[str], *, as_module: bool = False) ->
 
     Args:
         target: path of the script, or with `as_module` the name of a module.
-        arguments: what the script finds in `sys.argv` behind its name.
+        arguments: the script's arguments, in `sys.argv` after its name.
         as_module: run it as `python -m` would.
     """
     install()
@@ -29,7 +29,7 @@ def run_script(target: str, arguments: list[str], *, as_module: bool = False) ->
         runpy.run_module(target, run_name="__main__", alter_sys=True)
     else:
         if not os.path.isfile(target):
-            raise SystemExit(f"hftrainer run: there is no script {target!r}")
+            raise SystemExit(f"hftrainer run: the script {target!r} does not exist")
         sys.path[0] = os.path.dirname(os.path.abspath(target))
         runpy.run_path(target, run_name="__main__")
 

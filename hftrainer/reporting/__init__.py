@@ -1,1 +1,1 @@
-"""What a run tells: log lines, progress bars, trackers, memory, plots."""
+"""Reports of a run: metrics, trackers, memory, plots."""

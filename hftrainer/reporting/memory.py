@@ -10,7 +10,7 @@ from typing import Any
 from hftrainer.errors import MissingPackage
 from hftrainer.parallel import devices
 
-#: Method that starts or ends a stage → the stage's name in the metrics.
+#: Method that is a stage → the stage's name in the metrics.
 STAGES = {
     "__init__": "init",
     "train": "train",
@@ -23,11 +23,11 @@ STAGES = {
 
 
 class TrainerMemoryTracker:
-    """Measures the resident memory of this process, and torch's memory on a GPU, over the stages of a Trainer.
+    """Measures this process's resident memory, and torch's GPU memory, over the stages of a Trainer.
 
-    Metrics are in bytes: `{stage}_mem_cpu_alloc_delta` is what a stage added, `{stage}_mem_cpu_peaked_delta` what it
-    needed beyond that for a while; `gpu` likewise. A stage within another (evaluation within training) is counted with
-    the outer one. The peak of the CPU is sampled by a thread, so a short one may be missed.
+    Metrics are in bytes: `{stage}_mem_cpu_alloc_delta` is the memory that a stage added, `{stage}_mem_cpu_peaked_delta`
+    its peak above that; `gpu` likewise. A stage within another (evaluation within training) counts with the outer one.
+    A thread samples the CPU peak, so a short one may be missed.
 
     Args:
         skip_memory_metrics: measure nothing.
@@ -76,7 +76,7 @@ class TrainerMemoryTracker:
             measured[f"{stage}_mem_{kind}_alloc_delta"] = used - self._begin[kind]
             if (peak := peaks[kind]) is not None:
                 measured[f"{stage}_mem_{kind}_peaked_delta"] = max(0, peak - used)
-        if stage == "init":  # it has no metrics of its own: the first stage that has reports it
+        if stage == "init":  # it has no metrics of its own: the first stage with metrics reports it
             self._init = measured, {f"before_init_mem_{kind}": self._begin[kind] for kind in end}
         elif metrics is not None:
             (init, before), self._init = self._init, ({}, {})
@@ -85,7 +85,7 @@ class TrainerMemoryTracker:
     def _calling_stage(self) -> str:
         caller = inspect.currentframe().f_back.f_back.f_code.co_name  # type: ignore[union-attr]
         if caller not in STAGES:
-            raise ValueError(f"{caller} is no stage of the memory report: call it from one of {', '.join(STAGES)}")
+            raise ValueError(f"{caller} is not a stage of the memory report: call this from one of {', '.join(STAGES)}")
         return STAGES[caller]
 
     def _used(self) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Metrics as a table on the screen, and as JSON files."""
+"""Printing metrics as a table, and writing them to JSON files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hftrainer.errors import MetricNotFound
 
 
 def mean_loss(metrics: Mapping[str, Any], names: Iterable[str], prefix: str) -> dict[str, float]:
-    """The mean of several sets' losses as `{prefix}_loss`, for callbacks that follow one; empty if a set has none."""
+    """The mean of the sets' losses as `{prefix}_loss`, for callbacks that monitor it; empty if a set has no loss."""
     keys = [f"{prefix}_{name}_loss" for name in names]
     if not keys or not all(key in metrics for key in keys):
         return {}
@@ -43,19 +43,19 @@ def write_metrics(folder: str, split: str, metrics: Mapping[str, Any], *, combin
 
 
 def comparable_names(metrics: Mapping[str, Any]) -> list[str]:
-    """What can compare models among an evaluation's results: everything but what it cost, and when it was."""
+    """Names of an evaluation's results that can compare models: all but run time, speed, memory and epoch."""
     return sorted(name for name in metrics if not name.endswith("epoch") and not is_measured(name))
 
 
 def write_whole(path: str, write: Callable[[str], Any]) -> None:
-    """Write a file beside, then rename it: whoever reads meanwhile, an upload for one, never finds a part of it.
+    """Write a temporary file, then rename it, so that a concurrent reader (an upload) never sees a partial file.
 
     Args:
         path: the file.
-        write: path → writes it.
+        write: writes to the path that it is given.
     """
     folder, name = os.path.split(path)
-    beside = os.path.join(folder, f"_{name}")  # uploads leave out what begins so
+    beside = os.path.join(folder, f"_{name}")  # uploads skip names with this prefix
     write(beside)
     os.replace(beside, path)
 
@@ -69,22 +69,22 @@ def _write(path: str, values: Mapping[str, Any]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Numbers of torch's or NumPy's as Python's."""
+    """Convert torch's and NumPy's numbers to Python's."""
     if not hasattr(value, "tolist"):
-        raise TypeError(f"save_metrics: {value!r} is no number or text, nor a list or dict of them.")
+        raise TypeError(f"save_metrics: {value!r} is not a number or text, nor a list or dict of them.")
     return value.tolist()
 
 
 def metric_named(metrics: Mapping[str, float], name: str) -> float:
-    """The metric that an argument names.
+    """The value of the metric that `metric_for_best_model` names.
 
     Raises:
-        MetricNotFound: when evaluation returns no such metric, naming those that it does.
+        MetricNotFound: when evaluation does not return the metric; the error names those that it returns.
     """
     key = evaluation_key(name)
     if key not in metrics:
         raise MetricNotFound(
-            f"metric_for_best_model={name!r}: evaluation returns no {key!r}, only "
+            f"metric_for_best_model={name!r}: evaluation does not return {key!r}, only "
             f"{', '.join(comparable_names(metrics))}."
         )
     return metrics[key]

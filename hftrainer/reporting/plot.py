@@ -1,4 +1,4 @@
-"""`python -m hftrainer plot OUTPUT_DIR ...`: a picture of one run, or of several beside each other."""
+"""`python -m hftrainer plot OUTPUT_DIR ...`: plots of one run, or of several in comparison."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hftrainer.errors import InvalidArgument, MissingPackage
 
 logger = logging.getLogger(__name__)
 
-#: Panel → the entries of log lines that it shows; 'metrics' shows all that are left.
+#: Panel → the entries of log lines that it shows; 'metrics' shows all others.
 PANELS = {"loss": ("loss",), "metrics": (), "learning rate": ("learning_rate",), "gradient norm": ("grad_norm",)}
 COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22", "#17becf")
 
@@ -32,10 +32,10 @@ def read_run(folder: str) -> TrainerState:
     """The state of the run in `folder`: the final one, or else that of the newest checkpoint.
 
     Raises:
-        InvalidArgument: when there is neither, or nothing in it to draw.
+        InvalidArgument: when there is neither, or its log has nothing to draw.
     """
     if not Path(folder).is_dir():
-        raise InvalidArgument(f"{folder}: there is no such folder; give the output_dir of a run.")
+        raise InvalidArgument(f"{folder}: the folder does not exist; give the output_dir of a run.")
     places = [folder, get_last_checkpoint(folder)]
     files = [Path(place) / names.TRAINER_STATE_NAME for place in places if place is not None]
     file = next((file for file in files if file.is_file()), None)
@@ -43,7 +43,7 @@ def read_run(folder: str) -> TrainerState:
         raise InvalidArgument(f"{folder}: neither it nor a checkpoint-xxx in it holds {names.TRAINER_STATE_NAME}.")
     state = TrainerState.load_from_json(str(file))
     if not any(curves(state).values()):
-        raise InvalidArgument(f"{file}: the run has logged nothing that could be drawn.")
+        raise InvalidArgument(f"{file}: the log of the run has nothing to draw.")
     return state
 
 
@@ -75,7 +75,7 @@ def _panel_of(name: str) -> str:
 
 @dataclass(frozen=True)
 class Line:
-    """One curve of one run, as it is drawn."""
+    """One curve of one run."""
 
     panel: str
     label: str
@@ -86,9 +86,9 @@ class Line:
 
 
 def lines(folders: list[str]) -> Iterator[Line]:
-    """The curves of runs: of one, a colour each; of several, a colour a run and a dash for each of its curves."""
+    """The curves of runs: one run has a colour per curve; several have a colour per run and a dash per curve."""
     parts = [Path(folder).resolve().parts for folder in folders]
-    # The shortest end of each path that tells it from the others.
+    # The shortest suffix of each path that is unique.
     depth = next((n for n in range(1, 9) if len({path[-n:] for path in parts}) == len(parts)), 8)
     for number, (path, folder) in enumerate(zip(parts, folders, strict=True)):
         state = read_run(folder)
@@ -96,7 +96,7 @@ def lines(folders: list[str]) -> Iterator[Line]:
 
 
 def lines_of(state: TrainerState, label: str = "", number: int | None = None) -> Iterator[Line]:
-    """The curves of one run; as one of several, its `number` gives all of them one colour."""
+    """The curves of one run; if it is one of several, its `number` sets one colour for all."""
     for panel, found in curves(state).items():
         for order, (name, (steps, values)) in enumerate(found.items()):
             colour = COLOURS[(order if number is None else number) % len(COLOURS)]
@@ -104,9 +104,9 @@ def lines_of(state: TrainerState, label: str = "", number: int | None = None) ->
 
 
 def draw_png(drawn: list[Line], path: str) -> None:
-    """Write the panels as a PNG. Without pyplot: a window or a notebook never sees the figure."""
+    """Write the panels as a PNG, without pyplot, so that no window or notebook shows the figure."""
     figure = load("matplotlib.figure").Figure(figsize=(11, 7))
-    figure.subplots_adjust(left=0.08, right=0.98, bottom=0.08, top=0.95, wspace=0.2, hspace=0.3)  # measuring takes long
+    figure.subplots_adjust(left=0.08, right=0.98, bottom=0.08, top=0.95, wspace=0.2, hspace=0.3)  # tight_layout is slow
     of_panel = dict(zip(PANELS, figure.subplots(2, 2).flat, strict=True))
     for line in drawn:
         style = {"linestyle": ["-", "--", ":", "-."][line.dash], "color": line.colour, "linewidth": 1.3}
@@ -124,7 +124,7 @@ def draw_png(drawn: list[Line], path: str) -> None:
 
 
 def draw_html(drawn: list[Line], path: str) -> None:
-    """Write the panels as a page that can be zoomed and hovered over, and needs no network."""
+    """Write the panels as an interactive HTML page that works offline."""
     subplots, objects = load("plotly.subplots"), load("plotly.graph_objects")
     figure = subplots.make_subplots(rows=2, cols=2, subplot_titles=list(PANELS), vertical_spacing=0.12)
     for line in drawn:
@@ -139,7 +139,7 @@ def draw_html(drawn: list[Line], path: str) -> None:
 
 
 def load(module: str) -> Any:
-    """A module of what draws.
+    """Import a module of a plotting library.
 
     Raises:
         MissingPackage: when it is not installed.
@@ -156,12 +156,12 @@ def plot(folders: list[str], *, html: bool = False, out: str | None = None) -> l
 
     Args:
         folders: output folders, each with a `trainer_state.json` or a checkpoint.
-        html: write a page too.
+        html: also write an HTML page.
         out: the PNG to write; the page has its name with '.html'. Default: `training.png` in the first folder.
 
     Raises:
-        InvalidArgument: for a folder without a run, naming it.
-        MissingPackage: without matplotlib, or plotly for the page.
+        InvalidArgument: for a folder without a run; the error names it.
+        MissingPackage: when matplotlib is missing, or plotly for the page.
     """
     png = Path(out) if out is not None else Path(folders[0]) / "training.png"
     if png.suffix.lower() != ".png":
@@ -187,12 +187,12 @@ class PlotCallback(TrainerCallback):
         load("matplotlib.figure")
 
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Draw what the run has logged."""
+        """Draw the run's log."""
         if not state.is_world_process_zero:
             return
         drawn = list(lines_of(state))
         if not drawn:
-            logger.warning("PlotCallback: the run has logged nothing that could be drawn; see logging_steps.")
+            logger.warning("PlotCallback: the log of the run has nothing to draw; see logging_steps.")
             return
         os.makedirs(args.output_dir, exist_ok=True)
         path = os.path.join(args.output_dir, "training.png")

@@ -1,7 +1,7 @@
 """The callbacks that write a run to trackers, with the names, attributes and methods of transformers' own.
 
-Scripts look for them in `callback_handler.callbacks`, take their writer, subclass them, or take them out. What they
-write, and when, is in `hftrainer_lightning.trackers.tracker`: a Lightning logger each, made when it is first needed.
+Scripts find them in `callback_handler.callbacks`, use their writer, subclass them, or remove them. What they write, and
+when, is in `hftrainer_lightning.trackers.tracker`: each has a Lightning logger, made when it is first needed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ReportingCallback(TrainerCallback):
     """Writes a run to trackers.
 
     Args:
-        trackers: what to write to.
+        trackers: the trackers to write to.
     """
 
     def __init__(self, trackers: Sequence[Any] = ()) -> None:
@@ -47,13 +47,13 @@ class ReportingCallback(TrainerCallback):
 
         Args:
             save_model: writes the model into a folder, for trackers that upload it.
-            run_folder: where the checkpoints of the run are.
-            log_folder: where trackers write files, the same for all of a Trainer.
+            run_folder: returns the folder of the run's checkpoints.
+            log_folder: where trackers write files; the same for all trackers of a Trainer.
         """
         self._save_model, self._run_folder, self._log_folder = save_model, run_folder, log_folder
 
     def trackers(self, args: TrainingArguments) -> list[Any]:
-        """What this process writes to, if it is the main one."""
+        """The trackers that this process writes to: none but on the main process."""
         for tracker in self._trackers:
             tracker.args = args
         return self._trackers
@@ -63,12 +63,12 @@ class ReportingCallback(TrainerCallback):
         return [tracker.logger for tracker in self.trackers(args)]
 
     def start_trial(self, args: TrainingArguments, name: str | None) -> None:
-        """Go on with a run of its own for a hyperparameter trial."""
+        """Start a new run for a hyperparameter trial."""
         for tracker in self.trackers(args):
             tracker.start_trial(name)
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
-        """Write the hyperparameters, if they are not written yet."""
+        """Write the hyperparameters, unless they were written before."""
         if state.is_world_process_zero:
             for tracker in self.trackers(args):
                 tracker.begin(model, state)
@@ -80,13 +80,13 @@ class ReportingCallback(TrainerCallback):
                 tracker.log(logs, model, state)
 
     def on_predict(self, args, state, control, metrics, model=None, **kwargs):
-        """Write the metrics, where transformers does."""
+        """Write the metrics, to the trackers to which transformers writes them."""
         if state.is_world_process_zero:
             for tracker in self.trackers(args):
                 tracker.predicted(metrics, model, state)
 
     def on_save(self, args, state, control, **kwargs):
-        """Upload the checkpoint, where that is asked for."""
+        """Upload the checkpoint, if the tracker's settings ask for it."""
         if state.is_world_process_zero:
             folder = str(args.output_dir) if self._run_folder is None else self._run_folder()
             for tracker in self.trackers(args):
@@ -110,10 +110,10 @@ class ReportingCallback(TrainerCallback):
 
 
 class TrackerCallback(ReportingCallback):
-    """Writes a run to the one tracker that its class is for.
+    """Writes a run to one tracker.
 
     Attributes:
-        name: what `report_to` calls it.
+        name: its name in `report_to`.
     """
 
     name = ""
@@ -126,16 +126,16 @@ class TrackerCallback(ReportingCallback):
             raise MissingPackage(f"{type(self).__name__} needs a package that is not installed: pip install {missing}")
 
     def trackers(self, args: TrainingArguments) -> list[Any]:
-        """The tracker, made when it is first asked for: until then there are no arguments."""
+        """The tracker, made on first use: before that there are no arguments."""
         if not self._trackers:
             self._trackers = [adapter().make_tracker(self.name, args, self._log_folder)]
         return super().trackers(args)
 
 
 class _SetUpCallback(TrackerCallback):
-    """A tracker that is set up once: its run is opened and described. Subclasses may extend or replace `setup`."""
+    """A tracker with a `setup` that opens its run and writes the hyperparameters. Subclasses may override it."""
 
-    #: Attribute → the module that it is, which a copy of the callback finds by itself.
+    #: Attribute → the module that it holds, which a copy of the callback imports itself.
     _modules: dict[str, str] = {}
 
     def __init__(self) -> None:
@@ -155,13 +155,13 @@ class _SetUpCallback(TrackerCallback):
         self._find_modules()
 
     def trackers(self, args: TrainingArguments) -> list[Any]:
-        """The tracker; nothing where a script has taken its module away, as transformers' callbacks allow."""
+        """The tracker; none if a script has set its module to None, as transformers' callbacks allow."""
         if any(getattr(self, attribute) is None for attribute in self._modules):
             return []
         return super().trackers(args)
 
     def setup(self, args: Any, state: TrainerState, model: Any, **kwargs: Any) -> None:
-        """Open the run, and write the hyperparameters: once, before anything else is written."""
+        """Open the run, and write the hyperparameters. Called once, before anything else is written."""
         self._initialized = True
         if state.is_world_process_zero:
             for tracker in self.trackers(args):
@@ -171,15 +171,15 @@ class _SetUpCallback(TrackerCallback):
         if not self._initialized:
             self.setup(args, state, model)
         for tracker in self._trackers:
-            tracker.described = True  # or by what a subclass does instead
+            tracker.described = True  # or a subclass has done so
 
     def loggers(self, args: TrainingArguments, state: TrainerState, model: Any) -> list[Any]:
-        """The Lightning logger; this sets up."""
+        """The Lightning logger; this calls `setup`."""
         self._set_up_once(args, state, model)
         return super().loggers(args, state, model)
 
     def start_trial(self, args: TrainingArguments, name: str | None) -> None:
-        """Go on with a run of its own for a hyperparameter trial."""
+        """Start a new run for a hyperparameter trial."""
         super().start_trial(args, name)
         self._initialized = False
 
@@ -201,8 +201,8 @@ class TensorBoardCallback(TrackerCallback):
         tb_writer: a `SummaryWriter` to write with; default one for `logging_dir`.
 
     Attributes:
-        tb_writer: the writer, from the beginning of training until its end; it may be set.
-        logging_dir: the folder: `TENSORBOARD_LOGGING_DIR`, or from the beginning of training on one below `output_dir`.
+        tb_writer: the writer, during training; it may be set.
+        logging_dir: the folder: `TENSORBOARD_LOGGING_DIR`, or once training begins one below `output_dir`.
     """
 
     name = "tensorboard"
@@ -228,24 +228,24 @@ class TensorBoardCallback(TrackerCallback):
         return [tracker]
 
     def loggers(self, args: TrainingArguments, state: TrainerState, model: Any) -> list[Any]:
-        """The Lightning logger; none where a script has taken the class of writers away."""
+        """The Lightning logger; none if a script has set the writer class to None."""
         there = self.tb_writer is not None or self._SummaryWriter is not None
         return super().loggers(args, state, model) if there else []
 
     def _writer(self, args: TrainingArguments, *, make: bool = True) -> Any:
-        """The writer, made if there is none; None where a script has taken the class of writers away."""
+        """The writer, made if there is none; None if a script has set the writer class to None."""
         if self.tb_writer is None and make:
             self._init_summary_writer(args)
         return self.tb_writer
 
     def _init_summary_writer(self, args: TrainingArguments) -> None:
-        """Make the writer. Subclasses may make another."""
+        """Make the writer. Subclasses may override it."""
         if self._SummaryWriter is not None:
             (tracker,) = self.trackers(args)
             self.tb_writer = self._SummaryWriter(log_dir=tracker.path())
 
     def start_trial(self, args: TrainingArguments, name: str | None) -> None:
-        """Write to a folder of its own for a hyperparameter trial."""
+        """Write to a separate folder for a hyperparameter trial."""
         super().start_trial(args, name)
         self.tb_writer = self.logging_dir = None
 
@@ -264,7 +264,7 @@ class TensorBoardCallback(TrackerCallback):
             super().on_log(args, state, control, logs=logs, model=model, **kwargs)
 
     def on_train_end(self, args, state, control, model=None, processing_class=None, **kwargs):
-        """Close the writer; what follows is written with a new one."""
+        """Close the writer; later values get a new one."""
         if self.tb_writer is not None:
             super().on_train_end(args, state, control, model=model, processing_class=processing_class, **kwargs)
             self.tb_writer.close()
@@ -272,7 +272,7 @@ class TensorBoardCallback(TrackerCallback):
 
 
 class WandbLogModel(str, enum.Enum):
-    """What `WANDB_LOG_MODEL` may be: which models are uploaded to W&B."""
+    """Values of `WANDB_LOG_MODEL`: which models are uploaded to W&B."""
 
     CHECKPOINT = "checkpoint"
     END = "end"
@@ -286,10 +286,10 @@ class WandbLogModel(str, enum.Enum):
     @classmethod
     def _missing_(cls, value: object) -> WandbLogModel:
         if not isinstance(value, str):
-            raise TypeError(f"WANDB_LOG_MODEL={value!r} ({type(value).__name__}): give a text.")
+            raise TypeError(f"WANDB_LOG_MODEL={value!r} ({type(value).__name__}): give a string.")
         if value.lower() in ("end", "checkpoint", "false"):
             return cls(value.lower())
-        logger.warning("WANDB_LOG_MODEL=%r is none of 'end', 'checkpoint', 'false': no uploads.", value)
+        logger.warning("WANDB_LOG_MODEL=%r is not 'end', 'checkpoint' or 'false': models are not uploaded.", value)
         return cls.FALSE
 
 
@@ -304,7 +304,7 @@ class WandbCallback(_SetUpCallback):
         self._log_model = WandbLogModel(os.environ.get("WANDB_LOG_MODEL", "false"))
 
     def trackers(self, args: TrainingArguments) -> list[Any]:
-        """The tracker, which uploads what `_log_model` says."""
+        """The tracker, which uploads models as `_log_model` sets."""
         found = super().trackers(args)
         for tracker in found:
             tracker.uploads = str(self._log_model.value)
@@ -322,18 +322,18 @@ class MLflowCallback(_SetUpCallback):
         self._auto_end_run = self._log_artifacts = False
 
     def setup(self, args: Any, state: TrainerState, model: Any, **kwargs: Any) -> None:
-        """Open the run, or take the active one, and write the hyperparameters."""
+        """Open a run, or use the active one, and write the hyperparameters."""
         self._log_artifacts = os.environ.get("HF_MLFLOW_LOG_ARTIFACTS", "").upper() in _TRUE
         super().setup(args, state, model, **kwargs)
         self._auto_end_run = any(tracker.has_begun for tracker in self._trackers)
 
     def on_save(self, args, state, control, **kwargs):
-        """Log the checkpoint as a model, with HF_MLFLOW_LOG_ARTIFACTS."""
+        """Log the checkpoint as a model if HF_MLFLOW_LOG_ARTIFACTS is set."""
         if self._log_artifacts:
             super().on_save(args, state, control, **kwargs)
 
     def on_train_end(self, args, state, control, model=None, processing_class=None, **kwargs):
-        """End the run, unless the script began it."""
+        """End the run, unless the script started it."""
         if self._auto_end_run:
             super().on_train_end(args, state, control, model=model, processing_class=processing_class, **kwargs)
 
@@ -354,21 +354,21 @@ class CometCallback(_SetUpCallback):
         return opened[0].experiment if opened else None
 
     def setup(self, args: Any, state: TrainerState, model: Any, **kwargs: Any) -> None:
-        """Start the experiment, or go on with one, and write the hyperparameters."""
+        """Start or continue an experiment, and write the hyperparameters."""
         self._log_assets = os.environ.get("COMET_LOG_ASSETS", "").upper() in _TRUE
         super().setup(args, state, model, **kwargs)
 
     def on_train_end(self, args, state, control, model=None, processing_class=None, **kwargs):
-        """Upload the output folder, with COMET_LOG_ASSETS."""
+        """Upload the output folder if COMET_LOG_ASSETS is set."""
         for tracker in self._trackers:
             tracker.uploads = self._log_assets
         super().on_train_end(args, state, control, model=model, processing_class=processing_class, **kwargs)
 
 
-#: Those that `report_to` means.
+#: The callback classes for names in `report_to`.
 CALLBACKS: tuple[type[TrackerCallback], ...] = (CometCallback, MLflowCallback, TensorBoardCallback, WandbCallback)
 
 
 def reporting_callbacks(callbacks: Sequence[Any]) -> list[ReportingCallback]:
-    """Those of the callbacks that write to trackers."""
+    """The callbacks that write to trackers."""
     return [each for each in callbacks if isinstance(each, ReportingCallback)]

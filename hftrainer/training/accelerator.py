@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from hftrainer.engine import LightningEngine
 
 
-#: What the loaders have of `accelerator_config`.
+#: The loaders' keys of `accelerator_config`.
 _OF_LOADERS = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler", "non_blocking")
 
 
 def _of_loaders(name: str) -> Any:
-    """An attribute of `dataloader_config`, under the name that it has on the accelerator too."""
+    """A property for an attribute of `dataloader_config`, which accelerate has on the accelerator too."""
 
     def get(self: EngineAccelerator) -> Any:
         return getattr(self.dataloader_config, name)
@@ -36,23 +36,23 @@ def _of_loaders(name: str) -> Any:
     def set_(self: EngineAccelerator, value: Any) -> None:
         setattr(self.dataloader_config, name, value)
 
-    return property(get, set_, doc=f"`dataloader_config.{name}`; what is set holds for loaders prepared from then on.")
+    return property(get, set_, doc=f"`dataloader_config.{name}`; a new value applies to loaders prepared later.")
 
 
 class EngineAccelerator:
-    """The processes of a run, each on one device, with accelerate's vocabulary.
+    """The processes of a run, each on one device, with the names of accelerate.
 
     Args:
-        engine: what runs backward.
+        engine: runs backward.
         device: the device that training runs on.
-        plan: what the arguments mean to Lightning.
+        plan: the arguments, translated for Lightning.
         prepare_loader: prepares a `DataLoader` as the Trainer's own loaders are.
-        is_own: whether a model is the Trainer's, which training itself prepares.
+        is_own: whether a model is the Trainer's own, which `train()` prepares.
         config: the keys of `accelerator_config`.
 
     Attributes:
-        gradient_state: whether this micro-batch ends an optimizer step, and how far the active loader is.
-        dataloader_config: how the loaders that are prepared from now on read the data.
+        gradient_state: whether this micro-batch ends an optimizer step, and the active loader's position.
+        dataloader_config: settings for loaders that are prepared from now on.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class EngineAccelerator:
         self._is_own = is_own
         self._triggered = False
         self._loaders: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._models: list[torch.nn.Module] = []  # as in accelerate, where scripts look whether there are any
+        self._models: list[torch.nn.Module] = []  # as in accelerate; scripts check whether it is empty
         self.dataloader_config = LoaderConfig(
             **{name: config[name] for name in _OF_LOADERS}, data_seed=plan.read_once["data_seed"]
         )
@@ -96,7 +96,7 @@ class EngineAccelerator:
         self.parallelism_config = plan.layout if plan.layout.total_size > 1 else None
         self.is_fsdp2 = plan.sharding is not None and plan.sharding.version == 2
         self.use_distributed = self.multi_device = processes.several
-        self.gradient_accumulation_steps = 1  # the Trainer accumulates by itself, as in transformers
+        self.gradient_accumulation_steps = 1  # the Trainer accumulates, as in transformers
         self.gradient_state = GradientState(
             self._loaders, processes.data_processes, config["gradient_accumulation_kwargs"]
         )
@@ -112,9 +112,9 @@ class EngineAccelerator:
         )
 
     def __getattr__(self, name: str) -> Any:
-        """Names of accelerate that have their place elsewhere in the Trainer."""
+        """Raise for accelerate's other names, with what to use instead."""
         instead = _ELSEWHERE.get(name)
-        raise AttributeError(f"accelerator.{name} is not there" + (f": {instead}." if instead else "."))
+        raise AttributeError(f"accelerator.{name} does not exist" + (f": {instead}." if instead else "."))
 
     split_batches = _of_loaders("split_batches")
     dispatch_batches = _of_loaders("dispatch_batches")
@@ -138,11 +138,11 @@ class EngineAccelerator:
         return self.state.deepspeed_plugin
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Run backward, as the precision and strategy need it."""
+        """Run backward through the precision plugin and the strategy."""
         self._engine.backward(loss, **kwargs)
 
     def prepare(self, *objects: Any) -> Any:
-        """Prepare loaders and models; optimizers and schedulers need nothing."""
+        """Prepare loaders and models; optimizers and schedulers are returned unchanged."""
         prepared = tuple(self._prepare(item) for item in objects)
         return prepared[0] if len(prepared) == 1 else prepared
 
@@ -166,12 +166,12 @@ class EngineAccelerator:
     def prepare_model(
         self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
-        """The model on the device, and spread over the processes as the Trainer's own is.
+        """The model on the device, wrapped in DDP or sharded as the Trainer's own is.
 
         Args:
-            model: the Trainer's own stays as it is: it has been moved, and training spreads it.
+            model: the Trainer's own is returned unchanged: it is on its device, and `train()` wraps it.
             device_placement: False leaves the model where it is.
-            evaluation_mode: whether it is not trained, and needs no exchange of gradients.
+            evaluation_mode: whether it is not trained, so that its gradients need no all-reduce.
         """
         if not any(known is model for known in self._models):
             self._models.append(model)
@@ -191,26 +191,26 @@ class EngineAccelerator:
         return torch.nn.parallel.DistributedDataParallel(model, **self._plan.ddp)
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
-        """The optimizer: it needs nothing, on any device."""
+        """The optimizer, unchanged, on any device."""
         return optimizer
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """The scheduler: it needs nothing."""
+        """The scheduler, unchanged."""
         return scheduler
 
     def unwrap_model(
         self, model: torch.nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> Any:
-        """The user's model, without what spreads it over processes.
+        """The user's model, without the wrappers of DDP, FSDP or DeepSpeed.
 
         Args:
             model: wrapped or not.
-            keep_fp32_wrapper: False takes autocast off the `forward` of a model that is being trained.
-            keep_torch_compile: False gives the original of a compiled model.
+            keep_fp32_wrapper: False removes autocast from the `forward` of a model that is being trained.
+            keep_torch_compile: False returns the original of a compiled model.
         """
         compiled = model if hasattr(model, "_orig_mod") else None
         bare: Any = model if compiled is None else compiled._orig_mod
-        # The last but one is what torch_xla's FSDP has around each unit.
+        # The last but one is the wrapper of torch_xla's FSDP around each unit.
         while (
             isinstance(bare, _WRAPPERS)
             or hasattr(bare, "_fsdp_wrapped_module")
@@ -226,18 +226,18 @@ class EngineAccelerator:
         return compiled
 
     def gather(self, tensor: Any) -> Any:
-        """Tensors of all processes, concatenated in the first dimension."""
+        """Tensors of all ranks, concatenated in the first dimension."""
         return self.processes.gather(tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As `gather`, but for the rows of the loader's last batch that stand for no sample.
+        """As `gather`, without rows of the loader's last batch that are padding.
 
-        They are those of a batch that only keeps step with the other processes, those that complete the last round of
-        training, and those beyond a last batch that is not full: a loss that is repeated by the nominal batch size
-        counts by the true one then.
+        Padding rows are those of a batch that only keeps this rank in step with the others, those that fill the last
+        batches of training, and those beyond an incomplete last batch: a loss that is repeated by the nominal batch
+        size then counts by the true size.
 
         Args:
-            input_data: tensors in nested containers, or with `use_gather_object` a sequence of anything.
+            input_data: tensors in nested containers, or with `use_gather_object` a sequence of any objects.
             use_gather_object: pickle the data instead.
         """
         loader = self.gradient_state.active_dataloader
@@ -252,22 +252,22 @@ class EngineAccelerator:
         return self.processes.first_rows(gathered, loader.remainder, objects=use_gather_object)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Tensors of all processes, reduced.
+        """Tensors, reduced over all ranks.
 
         Args:
             tensor: tensors in nested containers.
             reduction: 'sum', 'mean', 'max' or 'none'.
-            scale: what accelerate multiplies by on TPUs, and nowhere else.
+            scale: the factor that accelerate applies on TPUs only.
 
         Raises:
-            WrongConfig: for a scale.
+            WrongConfig: for a scale other than 1.
         """
         if scale != 1.0:
             raise WrongConfig(f"reduce(scale={scale}) is for TPUs only: multiply the result instead.")
         return self.processes.reduce(tensor, reduction)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-        """Tensors padded to the longest of all processes in one dimension."""
+        """Tensors padded to the longest of all ranks in one dimension."""
         return self.processes.pad(tensor, dim, pad_index, pad_first)
 
     def wait_for_everyone(self) -> None:
@@ -275,27 +275,27 @@ class EngineAccelerator:
         self.processes.barrier()
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Clip the gradients; returns their norm before."""
+        """Clip the gradients; returns their norm before clipping."""
         self.unscale_gradients()
         return self._engine.clip_grad_norm(parameters, max_norm, norm_type)
 
     def autocast(self) -> Any:
-        """Autocast as the training arguments ask for, for computations outside the model."""
+        """Autocast by the training arguments, for computations outside the model."""
         if self.mixed_precision == "no":
             return contextlib.nullcontext()
         dtype = torch.bfloat16 if self.mixed_precision == "bf16" else torch.float16
         return torch.autocast(self.device.type, dtype=dtype)
 
     def no_sync(self, model: Any = None) -> Any:
-        """Keep gradients of backward passes in the block to this process."""
+        """Do not all-reduce the gradients of backward passes in the block."""
         return self._engine.no_sync(model)
 
     def main_process_first(self) -> Any:
-        """Let the main process of all go first."""
+        """Run the block first on rank 0, then on the others."""
         return self.processes.in_turn(self.is_main_process)
 
     def local_main_process_first(self) -> Any:
-        """Let the main process of each node go first."""
+        """Run the block first on local rank 0 of each node, then on the others."""
         return self.processes.in_turn(self.is_local_main_process)
 
     @contextlib.contextmanager
@@ -304,17 +304,17 @@ class EngineAccelerator:
         yield
 
     def on_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Decorate a function to run on the main process only; the others get None."""
+        """Decorate a function to run on the main process only; it returns None on others."""
         return function if self.is_main_process else _nothing
 
     def on_last_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Decorate a function to run on the last process only; the others get None."""
+        """Decorate a function to run on the last process only; it returns None on others."""
         return function if self.is_last_process else _nothing
 
     def on_process(
         self, function: Callable[..., Any] | None = None, process_index: int | None = None
     ) -> Callable[..., Any]:
-        """Decorate a function to run on one process of all only, also as `@on_process(process_index=1)`."""
+        """Decorate a function to run on one process only, also as `@on_process(process_index=1)`."""
         if function is None:
             return functools.partial(self.on_process, process_index=process_index)
         return function if self.process_index == process_index else _nothing
@@ -328,27 +328,27 @@ class EngineAccelerator:
         return function if self.local_process_index == local_process_index else _nothing
 
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Any:
-        """The part of this process in some inputs; see `ProcessState.split_between_processes`."""
+        """The inputs' part for this process; see `ProcessState.split_between_processes`."""
         return self.state.split_between_processes(inputs, apply_padding)
 
     def set_trigger(self) -> None:
-        """Let `check_trigger` return True in all processes, once."""
+        """Make `check_trigger` return True on all ranks, once."""
         self._triggered = True
 
     def check_trigger(self) -> bool:
-        """Whether any process has called `set_trigger` since the last check; all must ask."""
+        """Whether any rank has called `set_trigger` since the last check; all ranks must call this."""
         flag = self.processes.reduce(torch.tensor(int(self._triggered), device=self.device), "max")
         self._triggered = self._triggered and not bool(flag)
         return bool(flag)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """A prepared loader whose next iteration passes over some batches, at its sampler if it has one."""
+        """A prepared loader whose next iteration skips some batches, in its sampler if it has one."""
         prepared = self.prepare_data_loader(dataloader)
         prepared.skip_first(num_batches)
         return prepared
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Nothing: with float16 the engine unscales them before they are clipped."""
+        """Nothing: with float16 the engine unscales gradients before they are clipped."""
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clip each gradient.
@@ -364,7 +364,7 @@ class EngineAccelerator:
         """Write an object, or tensors by name, on the main process.
 
         Args:
-            obj: what `torch.save` takes, or with `safe_serialization` a dict of tensors.
+            obj: any object for `torch.save`, or with `safe_serialization` a dict of tensors.
             f: the file.
             safe_serialization: as safetensors.
         """
@@ -384,12 +384,12 @@ class EngineAccelerator:
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Write a model's whole weights to a folder, on the main process; all must call it.
+        """Write a model's full weights to a folder, on the main process; all ranks must call it.
 
         Args:
             model: any model, sharded or not.
             save_directory: the folder.
-            max_shard_size: size of a file, in bytes or as '10GB'.
+            max_shard_size: largest size of a file, in bytes or as '10GB'.
             safe_serialization: as safetensors; else as `torch.save` does.
         """
         from huggingface_hub import save_torch_state_dict
@@ -402,17 +402,17 @@ class EngineAccelerator:
             )
 
     def on_local_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Decorate a function to run on each node's main process only; the others get None."""
+        """Decorate a function to run on each node's main process only; it returns None on others."""
         return function if self.is_local_main_process else _nothing
 
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The model's weights; of a sharded model gathered, which all processes must ask for."""
+        """The model's weights; a sharded model's are gathered, so all ranks must call this."""
         if not self._engine.shards:
             return model.state_dict()
         return self._engine.whole_weights(model if self._engine.deepspeed is None else self.unwrap_model(model))
 
     def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
-        """Write to the trackers: there are none, `Trainer.log` keeps the history."""
+        """Nothing: the accelerator has no trackers; `Trainer.log` keeps the history."""
 
     def clear(self, *objects: Any) -> Any:
         """As `free_memory`."""
@@ -421,12 +421,12 @@ class EngineAccelerator:
     def free_memory(self, *objects: Any) -> Any:
         """Release objects, prepared models and cached device memory; returns a None for each object."""
         self._models.clear()
-        if self.device.type not in ("cpu", "xla"):  # torch keeps no memory of theirs
+        if self.device.type not in ("cpu", "xla"):  # torch does not cache memory of these devices
             torch.get_device_module(self.device).empty_cache()
         return [None for _ in objects]
 
     def end_training(self) -> None:
-        """Leave the process group, if there is one; trackers are the Trainer's, and are closed when training ends."""
+        """Leave the process group, if there is one. The Trainer closes its trackers itself when training ends."""
         self.processes.disconnect()
 
     def print(self, *args: Any, **kwargs: Any) -> None:
@@ -435,12 +435,12 @@ class EngineAccelerator:
             print(*args, **kwargs)
 
 
-#: What spreads a model over processes or devices, besides FSDP1.
+#: Wrappers that distribute a model over processes or devices, besides FSDP1.
 _WRAPPERS = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
 _CHECKPOINTS = (
-    "checkpoints are the Trainer's: save_strategy writes them, and train(resume_from_checkpoint=...) reads them"
+    "the Trainer handles checkpoints: save_strategy writes them, train(resume_from_checkpoint=...) reads them"
 )
-_TRACKING = "trackers are the Trainer's: report_to or Trainer(loggers=[...]) opens them, and Trainer.log writes to them"
+_TRACKING = "the Trainer handles trackers: report_to or Trainer(loggers=[...]) opens them, Trainer.log writes to them"
 #: Names of accelerate → what to use instead.
 _ELSEWHERE = {
     **dict.fromkeys(("save_state", "load_state", "save_iteration"), _CHECKPOINTS),
@@ -448,9 +448,9 @@ _ELSEWHERE = {
     "register_for_checkpointing": "a callback that exports its state is saved with checkpoints",
     **dict.fromkeys(("init_trackers", "get_tracker", "trackers", "log_with"), _TRACKING),
     "profile": "use lightning_config={'profiler': ...}",
-    "join_uneven_inputs": "the Trainer's loaders give all processes as many batches",
+    "join_uneven_inputs": "the Trainer's loaders give all processes the same number of batches",
     "maybe_context_parallel": "context parallelism is not supported; use fsdp",
-    "trigger_sync_in_backward": "gradients are exchanged at the end of each accumulation window",
+    "trigger_sync_in_backward": "gradients are all-reduced at the end of each accumulation window",
     "lomo_backward": "optim='lomo' steps in accelerator.backward",
 }
 

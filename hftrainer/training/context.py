@@ -20,17 +20,17 @@ class TrainerContext:
     """The parts of a Trainer that its rooms work with. A trial of a search replaces those that depend on arguments.
 
     Args:
-        trainer: whose they are.
+        trainer: the Trainer.
         optimizers: the optimizer and the scheduler that the script has passed, either None.
 
     Attributes:
-        behaviours: those of the release of transformers that is followed.
-        resolved: what the arguments mean, parsed for this Trainer or for the current trial.
+        behaviours: those of the followed release of transformers.
+        resolved: the parsed arguments, for this Trainer or for the current trial.
         engine: the Lightning engine, built from the arguments.
         states: how the strategy gathers, saves and loads the states of model and optimizer.
         checkpoint_writer: writes checkpoint folders, at once or in the background.
         run: the state of the current or last `train()`.
-        preparation: makes model and optimizer ready, in the way of the strategy.
+        preparation: prepares model and optimizer for the strategy.
         uploads: to the repository on the Hub, once there is one; in the main process.
         search: the backend of the current hyperparameter search, if any.
         hp_study: the study of the last search, if its backend has such.
@@ -63,7 +63,7 @@ class TrainerContext:
 
     @property
     def bare_model(self) -> Any:
-        """The user's own model, without what shards it."""
+        """The user's own model, without the modules that shard it."""
         return self.trainer.accelerator.unwrap_model(self.trainer.model)
 
     @property
@@ -73,7 +73,7 @@ class TrainerContext:
         return self.run.loop
 
     def announce(self, event: str, *payload: Any, **kwargs: Any) -> None:
-        """Call an event of all callbacks by the handler's method, and keep the control that they return."""
+        """Call an event of all callbacks through the handler, and keep the control that they return."""
         trainer = self.trainer
         handle = getattr(trainer.callback_handler, event)
         trainer.control = handle(trainer.args, trainer.state, trainer.control, *payload, **kwargs)
@@ -95,10 +95,10 @@ class TrainerContext:
 
 
 class Room:
-    """A part of a Trainer's work, by its subject.
+    """A part of a Trainer's work, on one subject.
 
     Args:
-        context: what it works with.
+        context: the shared parts of the Trainer.
     """
 
     def __init__(self, context: TrainerContext) -> None:

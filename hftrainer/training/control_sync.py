@@ -1,4 +1,4 @@
-"""What all ranks do together when one is asked to: by a callback, a signal, or Lightning."""
+"""Synchronizes requests on one rank (from a callback, a signal, or Lightning) to all ranks."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class ControlSync(Room):
         self._stop = False
 
     def begin_epoch(self) -> None:
-        """Forget that an epoch was to stop."""
+        """Clear the flag that stops an epoch."""
         self._stop = False
 
     def sync_control_flags(self) -> None:
-        """Set the flags that one rank has on all; nothing in one process.
+        """Set on all ranks the flags that one rank has; does nothing in one process.
 
-        Called at the end of each optimizer step, and again after what takes long.
+        Called at the end of each optimizer step, and again after long operations.
         """
         if not self.several:
             return
@@ -47,15 +47,15 @@ class ControlSync(Room):
 
     @property
     def may_stop(self) -> bool:
-        """Whether all ranks stop: not before they are in step, at the end of the optimizer step."""
+        """Whether all ranks stop: only at the end of an optimizer step, when they are synchronized."""
         return self._stop or not self.several
 
     def abandoning(self) -> contextlib.AbstractContextManager[Any]:
-        """Leave evaluations when a signal comes; not with other ranks, which would wait for this one."""
+        """Abort evaluations when a signal arrives; not in distributed runs: other ranks would wait for this one."""
         return contextlib.nullcontext() if self.several else self.run.interruption.abandoning()
 
     def stop_if_signalled(self, save: Callable[[], None]) -> None:
-        """Save and stop, if a signal has come.
+        """Save and stop, if a signal has arrived.
 
         Args:
             save: writes a checkpoint of this step, unless there is one.
@@ -69,7 +69,7 @@ class ControlSync(Room):
             return
         save()
         if interruption.received == signal.SIGTERM and self.trainer.args.enable_jit_checkpoint:
-            self.trainer.control.should_training_stop = True  # as in transformers, train() then returns
+            self.trainer.control.should_training_stop = True  # as in transformers, train() returns normally then
             interruption.received, self._signal = None, 0
         else:
             interruption.leave()

@@ -1,4 +1,4 @@
-"""DeepSpeed's engine in a run: made with the Trainer's optimizer and schedule, and loaded."""
+"""DeepSpeed's engine in a run: makes it with the Trainer's optimizer and schedule, and loads its checkpoint."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ logger = logging.getLogger(__name__)
 
 
 def check_given(run: DeepSpeedRun, optimizer: Any, scheduler: Any) -> None:
-    """Refuse an optimizer or a schedule of the script's where the configuration brings its own.
+    """Refuse the script's optimizer or schedule if the DeepSpeed configuration has its own.
 
     Raises:
-        UnsupportedArgument: naming the section.
+        UnsupportedArgument: the error names the section.
     """
     sections = [
         name for name, there in (("optimizer", run.brings_optimizer), ("scheduler", run.brings_scheduler)) if there
     ]
     if (optimizer is not None and run.brings_optimizer) or (scheduler is not None and sections):
         raise UnsupportedArgument(
-            f"optimizers=(...) and the {' and '.join(sections)} of the deepspeed configuration choose the same: give "
-            "one of them. A schedule of the script's needs the script's or the Trainer's optimizer."
+            f"optimizers=(...) and the {' and '.join(sections)} of the deepspeed configuration set the same: use "
+            "only one. A schedule from the script needs the script's or the Trainer's optimizer."
         )
 
 
@@ -38,28 +38,28 @@ class DeepSpeedPreparation(Preparation):
     """Makes DeepSpeed's engine around the model, the optimizer and the schedule."""
 
     def for_training(self, max_steps: int, folder: str | None) -> nn.Module:
-        """Make the engine with optimizer and schedule, each by the configuration or by the Trainer; then load it.
+        """Make the engine, with optimizer and schedule from the configuration or the Trainer; then load its checkpoint.
 
         Args:
             max_steps: optimizer steps of the run.
             folder: the checkpoint that the run resumes from, if any.
 
         Raises:
-            UnsupportedArgument: when an engine has used the script's own optimizer before.
+            UnsupportedArgument: when an earlier engine has used the script's own optimizer.
         """
         trainer, engine = self.trainer, self.context.engine.deepspeed
-        if self.run.made_scheduler:  # its shape belongs to the previous call's number of steps
+        if self.run.made_scheduler:  # its length is that of the previous call
             trainer.lr_scheduler = None
             self.run.made_scheduler = False
         self._complete(max_steps)
         if trainer.deepspeed is not None and engine.is_training:
             if self.context.optimizers_given[0] is not None:
                 raise UnsupportedArgument(
-                    "optimizers: DeepSpeed's engine has taken the parameters out of the optimizer in an earlier "
+                    "optimizers: DeepSpeed's engine has removed the parameters from the optimizer in an earlier "
                     "train(): pass optimizer_cls_and_kwargs, or make a new Trainer."
                 )
             trainer.optimizer = None
-        self.loaders.flos_per_token_of(trainer.model)  # of the whole model, before its parameters are partitioned
+        self.loaders.flos_per_token_of(trainer.model)  # counted before the parameters are partitioned
         self._make_optimizer(max_steps)
         logger.info(
             "DeepSpeed trains with this configuration:\n%s", json.dumps(engine.config.config, indent=2, default=str)
@@ -70,7 +70,7 @@ class DeepSpeedPreparation(Preparation):
         return trainer.model
 
     def _complete(self, max_steps: int) -> None:
-        """Fill in what the configuration leaves to the length of the run."""
+        """Fill in the configuration's values that depend on the length of the run."""
         args = self.trainer.args
         self.context.engine.deepspeed.complete(
             self.context.bare_model,
@@ -94,11 +94,11 @@ class DeepSpeedPreparation(Preparation):
         trainer.model_wrapped = trainer.deepspeed = engine.engine
         if scheduler is not None:
             trainer.lr_scheduler = scheduler
-        else:  # not before: DeepSpeed leaves out empty groups of parameters
+        else:  # not before: DeepSpeed drops empty parameter groups
             trainer.create_scheduler(num_training_steps=max_steps)
 
     def for_evaluation(self) -> None:
-        """Outside training: an engine for partitioned parameters, else the model on its device."""
+        """Prepare for evaluation: an engine for partitioned parameters, else move the model to its device."""
         trainer, engine = self.trainer, self.context.engine.deepspeed
         if engine.is_training:
             return
@@ -109,14 +109,14 @@ class DeepSpeedPreparation(Preparation):
             trainer._move_model_to_device(trainer.model, trainer.args.device)
 
     def check_accumulation(self, steps: int) -> None:
-        """Refuse another number than the configuration has.
+        """Refuse a number that differs from the configuration's.
 
         Raises:
-            InvalidArgument: naming both.
+            InvalidArgument: the error names both.
         """
         planned = self.context.engine.plan.accumulate_grad_batches
         if steps != planned:
             raise InvalidArgument(
-                f"gradient_accumulation_steps was changed to {steps} in a run with deepspeed, whose configuration says "
+                f"gradient_accumulation_steps was changed to {steps} in a run with deepspeed, whose configuration has "
                 f"{planned}: change it before the Trainer is made."
             )

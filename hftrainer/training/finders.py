@@ -1,4 +1,4 @@
-"""What trial steps before training need of the Trainer: those of Lightning's finders."""
+"""Lightning's finders: searches for batch size and learning rate by trial steps before training."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Finders(Room):
     """Lets Lightning's finders among the callbacks choose batch size and learning rate.
 
     Args:
-        context: what it works with.
+        context: the shared parts of the Trainer.
         steps: computes the losses.
     """
 
@@ -28,17 +28,17 @@ class Finders(Room):
         self.steps = steps
 
     def find_batch_size(self) -> None:
-        """Let a `BatchSizeFinder` among the callbacks look for the batch size."""
+        """Run a `BatchSizeFinder`, if there is one among the callbacks."""
         trainer = self.trainer
         given = trainer.optimizer
         found = self.context.engine.find_batch_size(Tuning(self.context, self.steps), trainer.model)
-        trainer.optimizer = given  # what the trial steps used was for them alone
+        trainer.optimizer = given  # the trial steps' optimizer is discarded
         if found is not None:
             self.run.train_batch_size = found
             logger.info("BatchSizeFinder: training with %d samples in a batch.", found)
 
     def find_learning_rate(self, max_steps: int) -> None:
-        """Let a `LearningRateFinder` among the callbacks look for the learning rate.
+        """Run a `LearningRateFinder`, if there is one among the callbacks.
 
         Args:
             max_steps: optimizer steps of the run.
@@ -47,7 +47,7 @@ class Finders(Room):
         found = self.context.engine.find_learning_rate(Tuning(self.context, self.steps), trainer.model)
         if found is None:
             return
-        logger.info("LearningRateFinder: %g takes the place of learning_rate=%g.", found, trainer.args.learning_rate)
+        logger.info("LearningRateFinder: %g replaces learning_rate=%g.", found, trainer.args.learning_rate)
         for group in self.context.made_optimizer().param_groups:
             group["lr"] = group["initial_lr"] = found
         if self.run.made_scheduler:
@@ -58,12 +58,12 @@ class Finders(Room):
 
 
 class Tuning(Room):
-    """A Trainer's data, optimizer and loss, for steps that are not part of a run.
+    """A Trainer's data, optimizer and loss, for trial steps outside a run.
 
     Attributes:
-        batch_size: samples in a micro-batch of one process, to begin with.
+        batch_size: initial number of samples in a micro-batch of one process.
         learning_rate: the learning rate of the arguments.
-        max_grad_norm: what gradients are clipped to; 0 for not at all.
+        max_grad_norm: the norm to which gradients are clipped; 0 for no clipping.
     """
 
     def __init__(self, context: TrainerContext, steps: TrainingSteps) -> None:
@@ -86,7 +86,7 @@ class Tuning(Room):
         return self.trainer.create_optimizer()
 
     def loss(self, model: torch.nn.Module, inputs: Any) -> torch.Tensor:
-        """The loss of one batch that is an optimizer step by itself."""
+        """The loss of one batch that is a complete optimizer step."""
         self.run.accumulation = 1
         items = self.trainer._get_num_items_in_batch([inputs], self.trainer.args.device)
         loss = self.steps.loss(model, inputs, items)

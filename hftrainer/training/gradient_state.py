@@ -1,4 +1,4 @@
-"""`accelerator.gradient_state`: where accelerate tells whether gradients are exchanged, and how far a loader is."""
+"""`accelerator.gradient_state`, as in accelerate: whether gradients are synchronized, and a loader's position."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-#: What accelerate's plugin for accumulation does unless it is told otherwise.
+#: The defaults of accelerate's plugin for accumulation.
 _ASSUMED = {"adjust_scheduler": True, "sync_with_dataloader": True, "sync_each_batch": False}
 
 
 class GradientState:
-    """What accelerate's `GradientState` tells, of the loaders that were prepared.
+    """Has the attributes of accelerate's `GradientState`, for the prepared loaders.
 
     Args:
-        loaders: those that are still there.
-        processes: those with batches of their own.
+        loaders: the prepared loaders that still exist.
+        processes: number of processes with their own batches.
         accumulation: the config's `gradient_accumulation_kwargs`.
 
     Attributes:
-        plugin_kwargs: what accelerate's plugin for accumulation is told and does not assume anyway. `num_steps` is 1:
+        plugin_kwargs: the values of accelerate's accumulation plugin that differ from its defaults. `num_steps` is 1:
             the Trainer accumulates, not accelerate.
         sync_gradients: whether this micro-batch ends an optimizer step.
     """
@@ -33,7 +33,7 @@ class GradientState:
         self.plugin_kwargs = {name: value for name, value in given.items() if value != _ASSUMED.get(name)}
 
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
-        """Say whether this micro-batch ends an optimizer step; loops that scripts have copied call this."""
+        """Set whether this micro-batch ends an optimizer step; scripts' copies of transformers' loop call this."""
         self.sync_gradients = sync_gradients
 
     @property
@@ -43,23 +43,23 @@ class GradientState:
 
     @property
     def adjust_scheduler(self) -> bool:
-        """What accelerate says of adjusting a schedule: True is not among `plugin_kwargs`. It changes nothing here."""
+        """The plugin's flag for adjusting schedules. Its default, True, is not in `plugin_kwargs`. Not used here."""
         return self.plugin_kwargs.get("adjust_scheduler", False)
 
     @property
     def sync_with_dataloader(self) -> bool:
-        """Whether accelerate would step at the end of a loader. It changes nothing here."""
+        """Whether accelerate would step at the end of a loader. Has no effect here."""
         return self.plugin_kwargs.get("sync_with_dataloader", True)
 
     @property
     def active_dataloader(self) -> Any:
-        """The loader whose iteration began last, of those that go on; None when there is none."""
+        """Of the loaders being iterated, the one that began last; None when there is none."""
         loaders = self._loaders if self._shown is None else self._shown
         return max((loader for loader in loaders if loader.started), key=lambda each: each.started, default=None)
 
     @contextlib.contextmanager
     def only(self, loader: Any) -> Iterator[None]:
-        """Take no other loader for the active one: a training loader goes on while an evaluation's is read."""
+        """Let only `loader` be the active one in the block: evaluations run while the training loader is open."""
         before, self._shown = self._shown, [known for known in self._loaders if known is loader]
         try:
             yield
@@ -73,16 +73,16 @@ class GradientState:
 
     @property
     def end_of_dataloader(self) -> bool:
-        """Whether the active loader has given its last batch."""
+        """Whether the active loader has yielded its last batch."""
         loader = self.active_dataloader
         return loader is not None and loader.at_end
 
     @property
     def remainder(self) -> int:
-        """Samples in the last round of all processes, 0 when it is full; -1 when that is not known."""
+        """Samples in the last batches of all processes, 0 when they are full; -1 when unknown."""
         loader = self.active_dataloader
         size = None if loader is None else loader.samples_per_batch
         try:
             return -1 if size is None else len(loader.dataset) % (size * self._processes)
-        except TypeError:  # a stream
+        except TypeError:  # a dataset without a length
             return -1

@@ -1,4 +1,4 @@
-"""Being told to stop: a signal becomes a checkpoint and an exit at the end of the optimizer step."""
+"""Signals: save a checkpoint and exit at the end of the optimizer step."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from typing import Any, NoReturn
 
 logger = logging.getLogger(__name__)
 
-#: SIGUSR1 is what SLURM is asked to send before the time is up (`--signal=USR1@90`).
+#: SIGUSR1 is commonly requested from SLURM before the time limit (`--signal=USR1@90`).
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name))
-#: Within which a launcher sends a signal on.
+#: Seconds within which a launcher forwards a signal.
 _SECONDS_OF_ECHO = 3.0
-#: Handlers that are nobody's choice; any other is the script's own, and stays.
+#: Python's default handlers; any other handler is the script's own, and stays.
 _DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
 
 
 class EvaluationAbandoned(BaseException):
-    """Leaves an evaluation that would outlast the time there is to stop."""
+    """Aborts an evaluation that would take longer than the time left to stop."""
 
 
 class Interruption:
-    """Notices the signals that ask to stop, while it listens.
+    """Records signals that ask to stop, while it listens.
 
-    The first signal is remembered. The second ends the process at once, as it would have without us; not so soon after
-    the first that a launcher may have sent on to its processes what they got themselves, as with Ctrl-C.
+    The first signal is recorded. The second ends the process at once, as without this class. A second signal shortly
+    after the first is ignored: with Ctrl-C, a launcher forwards a signal that its processes have got already.
 
     Args:
-        saves: whether a signal is to become a checkpoint; if not, signals are left as they are.
-        launched: whether a launcher sends signals on.
+        saves: whether a signal saves a checkpoint; if not, signals are not handled.
+        launched: whether a launcher forwards signals.
 
     Attributes:
-        received: the number of the signal that came, or None.
-        may_abandon: whether an evaluation in progress is one that may be left.
+        received: the number of the received signal, or None.
+        may_abandon: whether the evaluation in progress may be aborted.
     """
 
     def __init__(self, saves: bool, *, launched: bool = False) -> None:
@@ -52,7 +52,7 @@ class Interruption:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Listen in the block. Python lets only the main thread do it; in others nothing changes."""
+        """Listen in the block. Python allows it in the main thread only; in other threads this does nothing."""
         if not self._saves or threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -73,12 +73,12 @@ class Interruption:
 
     @contextlib.contextmanager
     def abandoning(self) -> Iterator[None]:
-        """Leave the evaluations in the block when a signal comes."""
+        """Abort evaluations in the block when a signal arrives."""
         self.may_abandon = True
         try:
             yield
         except EvaluationAbandoned:
-            logger.warning("The evaluation was left.")
+            logger.warning("The evaluation was aborted.")
         finally:
             self.may_abandon = False
 
@@ -86,21 +86,21 @@ class Interruption:
         """Called after each batch of an evaluation.
 
         Raises:
-            EvaluationAbandoned: when it is to be left.
+            EvaluationAbandoned: when a signal has arrived and the evaluation may be aborted.
         """
         if self.received is not None and self.may_abandon:
             raise EvaluationAbandoned
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._process:  # a process that was forked off, as the loaders' workers are
-            if number != signal.SIGINT:  # with Ctrl-C they go on, so that the step can be finished
+        if os.getpid() != self._process:  # a forked process, such as a loader's worker
+            if number != signal.SIGINT:  # with Ctrl-C they continue, so that the step can be completed
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)
             return
         if self.received is None:
             self.received, self._received_at = number, time.monotonic()
             name = signal.Signals(number).name
-            logger.warning("%s: saving after this optimizer step, then stopping. Once more stops at once.", name)
+            logger.warning("%s: saving after this optimizer step, then stopping. A second signal stops at once.", name)
             return
         if time.monotonic() - self._received_at < self._echo:
             return

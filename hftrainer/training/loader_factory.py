@@ -1,4 +1,4 @@
-"""The loaders of a Trainer: prepared for this process, and what is counted in their batches."""
+"""The loaders of a Trainer: makes and prepares them for this process, and counts their samples and labels."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from hftrainer.training.context import Room, TrainerContext
 
 
 class LoaderFactory(Room):
-    """Makes data loaders, and counts what is in their batches.
+    """Makes data loaders, and counts their samples, labels and operations.
 
     Attributes:
-        flos_per_token: a model, and its floating-point operations for a token.
+        flos_per_token: a model, and its floating-point operations per token.
     """
 
     def __init__(self, context: TrainerContext) -> None:
         super().__init__(context)
         self.flos_per_token: tuple[Any, int] | None = None
-        #: A dataset without the columns that the model does not take, and the dataset it was made of.
+        #: A dataset without the columns that the model does not take, and the original dataset.
         self._with_all_columns: tuple[Any, Any] = None, None
         self._prepares_training_data = False
 
@@ -54,7 +54,7 @@ class LoaderFactory(Room):
         size = trainer.args.eval_batch_size
         loader = trainer._get_dataloader(dataset, "evaluation", size, trainer._get_eval_sampler)
         if trainer.args.dataloader_persistent_workers and key is not ...:
-            trainer._eval_dataloaders[key] = loader  # or each evaluation would start workers that stay
+            trainer._eval_dataloaders[key] = loader  # else each evaluation would start new persistent workers
             progress = None if self.run.loop is None else self.run.loop.progress
             if progress is not None and key in progress.evaluation_workers and isinstance(loader, PreparedDataLoader):
                 loader.spare_seed()
@@ -108,7 +108,7 @@ class LoaderFactory(Room):
         args = self.trainer.args
         if dataset is None or not has_length(dataset):
             return None
-        # `sortish_sampler` is the old way to ask for it.
+        # `sortish_sampler` is the old argument for it.
         if args.train_sampling_strategy == "group_by_length" or getattr(args, "sortish_sampler", False):
             return self._length_grouped_sampler(dataset, self.run.train_batch_size * args.gradient_accumulation_steps)
         return SequentialSampler(dataset) if args.train_sampling_strategy == "sequential" else RandomSampler(dataset)
@@ -126,7 +126,7 @@ class LoaderFactory(Room):
         return SequentialSampler(dataset)
 
     def num_examples(self, dataloader: DataLoader) -> int:
-        """Samples behind a loader; estimated from its batches when its dataset has no length."""
+        """Number of samples of a loader; estimated from its batches when its dataset has no length."""
         prepared = isinstance(dataloader, PreparedDataLoader)
         dataset: Any = dataloader.source if prepared else getattr(dataloader, "dataset", None)  # type: ignore[attr-defined]
         if has_length(dataset):
@@ -152,7 +152,7 @@ class LoaderFactory(Room):
 
     @contextlib.contextmanager
     def preparing_training_data(self) -> Iterator[None]:
-        """Loaders that are prepared in the block are for training."""
+        """Treat loaders that are prepared in the block as training loaders."""
         before, self._prepares_training_data = self._prepares_training_data, True
         try:
             yield
@@ -174,8 +174,8 @@ class LoaderFactory(Room):
         dispatched = isinstance(loader.dataset, IterableDataset) or config.dispatch_batches
         if training and dispatched and processes.tp_size > 1:
             raise UnsupportedArgument(
-                "tp_size gives neighbouring processes the same batches, which streams and dispatch_batches do not: "
-                "give a dataset with a length, without dispatch_batches."
+                "tp_size gives neighbouring ranks the same batches; iterable datasets and dispatch_batches do not: "
+                "use a dataset with a length, without dispatch_batches."
             )
         return PreparedDataLoader.from_loader(
             loader,
@@ -187,17 +187,17 @@ class LoaderFactory(Room):
         )
 
     def config(self) -> AcceleratorConfig:
-        """How loaders are prepared: by `accelerator_config`, and what has been set on the accelerator since.
+        """The settings for preparing loaders: `accelerator_config`, with later changes on the accelerator.
 
         Raises:
-            InvalidArgument: for values that cannot be.
+            InvalidArgument: for invalid values.
             UnsupportedArgument: for stateful loaders.
         """
         given = self.trainer.accelerator.dataloader_config
         if getattr(given, "use_stateful_dataloader", False):
             raise UnsupportedArgument(
                 "accelerator.dataloader_config.use_stateful_dataloader=True is not supported: leave it out, the "
-                "Trainer finds its place in the data by its checkpoints."
+                "Trainer restores its position in the data from its checkpoints."
             )
         keys = self.context.resolved.accelerator_config.to_dict()
         keys |= {name: getattr(given, name) for name in keys if hasattr(given, name)}
@@ -206,12 +206,12 @@ class LoaderFactory(Room):
     def _length_grouped_sampler(
         self, dataset: Any, batch_size: int, generator: torch.Generator | None = None
     ) -> LengthGroupedSampler:
-        """Samples of similar length together; their lengths from `length_column_name`, or else counted once.
+        """A sampler that groups samples by length; lengths come from `length_column_name`, or are counted once.
 
         Args:
             dataset: the samples.
-            batch_size: samples that are used together.
-            generator: draws the order.
+            batch_size: samples in a group.
+            generator: the random generator of the order.
         """
         column = self.trainer.args.length_column_name
         without_columns, source = self._with_all_columns
@@ -227,7 +227,7 @@ class LoaderFactory(Room):
         )
 
     def counted_labels(self, batch: Any) -> Any:
-        """The labels of a batch that its loss is made of."""
+        """The labels of a batch that count for its loss."""
         labels = batch["labels"]
         if not self.context.behaviours.counts_shifted_labels:
             return labels
@@ -236,11 +236,11 @@ class LoaderFactory(Room):
         return labels[..., 1:] if self.trainer._loss_shifts_labels and isinstance(labels, torch.Tensor) else labels
 
     def sum_over_data(self, count: torch.Tensor) -> torch.Tensor:
-        """The sum over all processes of what each has counted in its batches."""
+        """The sum of a count over all ranks with distinct batches."""
         return self.trainer.accelerator.processes.gather(count.to(self.trainer.args.device), distinct=True).sum()
 
     def flos_per_token_of(self, model: Any) -> int:
-        """Floating-point operations of forward and backward on a token; counted once for each model."""
+        """Floating-point operations of forward and backward per token; counted once for each model."""
         if self.flos_per_token is None or self.flos_per_token[0] is not model:
             count = model.num_parameters(exclude_embeddings=True) if hasattr(model, "num_parameters") else 0
             self.flos_per_token = (model, 6 * count)
@@ -248,7 +248,7 @@ class LoaderFactory(Room):
 
 
 def _call_sampler(sampler_fn: Callable[..., Any] | None, dataset: Any) -> Any:
-    """Overrides of v4.54 and before take no dataset."""
+    """Call a sampler method; overrides of v4.54 and before take no dataset."""
     if sampler_fn is None:
         return None
     return sampler_fn(dataset) if number_of_arguments(sampler_fn) else sampler_fn()

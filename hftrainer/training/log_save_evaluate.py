@@ -1,4 +1,4 @@
-"""What is due at the end of an optimizer step or an epoch: a log line, an evaluation, a checkpoint."""
+"""Logging, evaluating and saving at the end of an optimizer step or an epoch, when due."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from hftrainer.training.saver import CheckpointSaver
 
 
 class LogSaveEvaluate(Room):
-    """Does what the callbacks have asked for.
+    """Logs, evaluates and saves as the control flags request.
 
     Args:
-        context: what it works with.
+        context: the shared parts of the Trainer.
         saver: announces checkpoints.
     """
 
@@ -42,7 +42,7 @@ class LogSaveEvaluate(Room):
         start_time: float | None,
         learning_rate: float | None,
     ) -> None:
-        """Log, evaluate and save, as the control says; the arguments are those of `_maybe_log_save_evaluate`."""
+        """Log, evaluate and save by the control flags; the arguments are those of `_maybe_log_save_evaluate`."""
         trainer, loop = self.trainer, self.run.loop
         if loop is not None:
             grad_norm = loop.grad_norm if grad_norm is None else grad_norm
@@ -67,14 +67,14 @@ class LogSaveEvaluate(Room):
             self._sync_control_flags()
 
     def _sync_control_flags(self) -> None:
-        """Let all ranks do next what one of them is asked to."""
+        """Set on all ranks the control flags that one rank has."""
         if self.run.loop is not None:
             self.run.loop.control_sync.sync_control_flags()
 
     def _log_training_loss(
         self, tr_loss: torch.Tensor, grad_norm: Any, learning_rate: float | None, start_time: float | None
     ) -> None:
-        """Log the mean loss since the last log line, and begin the next sum."""
+        """Log the mean loss since the last log line, and reset the sum."""
         trainer, run = self.trainer, self.run
         steps = trainer.state.global_step - run.last_logged
         of_all = trainer.accelerator.gather(tr_loss).mean() if trainer.args.world_size > 1 else tr_loss
@@ -93,7 +93,7 @@ class LogSaveEvaluate(Room):
         call_with_accepted(trainer.log, logs, start_time=start_time)
 
     def evaluate(self, trial: Any, ignore_keys: list[str] | None, *, steps_schedule: bool) -> dict[str, float]:
-        """Evaluate within training; a schedule that follows the metric steps on it, if `steps_schedule`."""
+        """Evaluate within training; with `steps_schedule`, a metric-driven schedule steps on the metric."""
         trainer, loop = self.trainer, self.run.loop
         if loop is not None:
             loop.owes_evaluation = True
@@ -107,7 +107,7 @@ class LogSaveEvaluate(Room):
             if not (trainer.args.auto_find_batch_size and is_out_of_memory(error)):
                 raise
             raise InvalidArgument(
-                "The evaluation did not fit into memory, and auto_find_batch_size is about training batches: reduce "
+                "The evaluation did not fit into memory; auto_find_batch_size changes training batches only: reduce "
                 f"per_device_eval_batch_size={trainer.args.per_device_eval_batch_size}."
             ) from error
         if loop is not None:
@@ -121,7 +121,7 @@ class LogSaveEvaluate(Room):
         """Remember the metric if it is the best so far; returns whether it is.
 
         Raises:
-            MetricNotFound: when evaluation returns no such metric, naming those that it does.
+            MetricNotFound: when evaluation does not return the metric; the error names those that it returns.
         """
         args, state = self.trainer.args, self.trainer.state
         if args.metric_for_best_model is None:

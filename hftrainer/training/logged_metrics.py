@@ -1,4 +1,4 @@
-"""Numbers that a step gives besides its loss, for the next log line, without waiting for the device."""
+"""Metrics of training steps for the next log line, besides the loss, collected without waiting for the device."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class LoggedMetrics:
         self._last: dict[str, float] = {}
 
     def set(self, values: Mapping[str, float]) -> None:
-        """Note numbers of which only the last is wanted."""
+        """Set numbers of which only the last value is logged."""
         self._last |= values
 
     def add(self, name: str, value: Any, count: int = 1) -> None:
-        """Add a value, a number or a tensor of shape `()`; `count` is how many values it stands for in the mean.
+        """Add a value, a number or a tensor of shape `()`, which counts as `count` values in the mean.
 
         Raises:
             InvalidArgument: for a tensor of another shape.
@@ -31,7 +31,7 @@ class LoggedMetrics:
         if isinstance(value, torch.Tensor) and value.ndim:
             raise InvalidArgument(
                 f"{name!r} cannot be logged: it is a tensor of shape {tuple(value.shape)}, and a log line holds "
-                "numbers. Of a dict of losses, every entry is logged; return other outputs beside it."
+                "numbers. Every entry of a dict of losses is logged; return other outputs separately."
             )
         value = value.detach().float() if isinstance(value, torch.Tensor) else torch.tensor(float(value))
         before = self._sums.get(name)
@@ -43,16 +43,16 @@ class LoggedMetrics:
         return {name: (value.cpu(), self._counts[name]) for name, value in self._sums.items()}
 
     def load_state_dict(self, state: Mapping[str, tuple[torch.Tensor, int]], device: torch.device) -> None:
-        """Go on with what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
         self._sums = {name: value.to(device) for name, (value, _) in state.items()}
         self._counts = {name: count for name, (_, count) in state.items()}
 
     def read(self, loss: torch.Tensor, steps: int) -> tuple[float, dict[str, float]]:
-        """The loss, the means and the last values as numbers, in one transfer from the device; then begin anew.
+        """The loss, the means and the last values as numbers, in one transfer from the device; then reset.
 
         Args:
             loss: the loss summed so far, shape `()`.
-            steps: optimizer steps since the last time; what has no count of its own is divided by them.
+            steps: optimizer steps since the last call; values without their own count are divided by it.
         """
         last, self._last = self._last, {}
         if not self._sums:
@@ -67,7 +67,7 @@ class LoggedMetrics:
 
 
 def split_losses(loss: Any) -> tuple[Any, Mapping[str, Any]]:
-    """The loss to run backward from, and its parts: of a mapping, its 'loss' or the sum, and all else in it."""
+    """The loss for backward, and its parts: of a mapping its 'loss', or else the sum, and the other entries."""
     if not isinstance(loss, Mapping):
         return loss, {}
     parts = {name: value for name, value in loss.items() if name != "loss"}

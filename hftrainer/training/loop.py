@@ -1,4 +1,4 @@
-"""The order in which a training run happens. Lightning's loops drive it: each method is one point of theirs.
+"""The order of events in a training run. Lightning's loops drive it: each method is one point in them.
 
 The order of events, log lines and random draws is that of `transformers.Trainer` v5.23.
 """
@@ -41,17 +41,17 @@ class TrainingLoop(Room):
     """One call of `train()`, from its first event to its last.
 
     Args:
-        context: what it works with.
+        context: the shared parts of the Trainer.
         schedule: the lengths of the run.
         train_dataloader: the batches.
         steps: computes the losses.
         saver: writes checkpoints.
         trial: the hyperparameter trial, if any.
         ignore_keys: outputs of the model that evaluation leaves out.
-        resume_folder: the checkpoint that the run goes on from, if any.
+        resume_folder: the checkpoint that the run resumes from, if any.
         first_epoch: passes over the data that are done.
         position: micro-batches of the next pass that are done.
-        progress: what else the checkpoint tells of how far its run was; None in those of transformers.
+        progress: the checkpoint's further progress data; None for checkpoints of transformers.
     """
 
     def __init__(
@@ -88,12 +88,12 @@ class TrainingLoop(Room):
         self.control_sync = ControlSync(context)
         self.details = StepDetails(asked_for(trainer.callback_handler.callbacks))
         self._stepping = False  # the optimizer may have changed the weights, and the step is not counted yet
-        self._stepped = False  # it has, and the step is not counted yet
+        self._stepped = False  # the optimizer has stepped, and the step is not counted yet
         self._run_epoch: Callable[[], None] | None = None
         self._ran = False
-        self.evaluated: dict[str, float] | None = None  # the last metrics of which the best is remembered
-        self.owes_evaluation = False  # one has begun, and is not complete
-        self.between_steps = True  # nothing has been read or drawn for the next step
+        self.evaluated: dict[str, float] | None = None  # the last evaluation's metrics, compared for the best model
+        self.owes_evaluation = False  # an evaluation has begun, and is not complete
+        self.between_steps = True  # no data read and no random number drawn for the next step
         self.micro_batches = MicroBatchIterator(
             schedule,
             planned=lambda: self.context.engine.accumulation_at(self.epoch),
@@ -106,20 +106,20 @@ class TrainingLoop(Room):
         self.micro_batches.position = position
         once = self.context.behaviours.divides_gradients_once
         self.backward_divisor = 1 if once else trainer.args.gradient_accumulation_steps
-        # Overrides are asked once which keywords they take.
+        # The keywords that overrides accept are looked up once.
         self._get_batch_samples = with_accepted(trainer.get_batch_samples, "device")
 
     # ---- Training and epochs -----------------------------------------------------------------------------------
 
     def load_optimizer(self) -> None:
-        """Load the state of optimizer and scheduler, into the parameter groups of the run so far."""
+        """Load the state of optimizer and scheduler, into the parameter groups that exist by now."""
         optimizer, scheduler = self.context.made_optimizer(), self.trainer.lr_scheduler
         keep_pace(scheduler, optimizer)
         with contextlib.nullcontext() if self.trial is None else keeping_settings(optimizer, scheduler):
             self.trainer._load_optimizer_and_scheduler(self.resume_folder)
 
     def begin(self) -> None:
-        """Announce the start, and evaluate if that is asked for."""
+        """Announce the start, and evaluate with `eval_on_start`."""
         trainer = self.trainer
         trainer.model_wrapped.zero_grad()
         self.context.engine.end_batch()
@@ -151,22 +151,22 @@ class TrainingLoop(Room):
         self._close_epoch()
 
     def around_epoch(self, run: Callable[[], None]) -> None:
-        """Let `Trainer._run_epoch` run an epoch.
+        """Call `Trainer._run_epoch` for an epoch.
 
         Args:
-            run: runs it, with Lightning's loop.
+            run: runs the epoch, with Lightning's loop.
 
         Raises:
-            UnsupportedArgument: when an override does not.
+            UnsupportedArgument: when an override does not run it.
         """
         self._run_epoch, self._ran = run, False
         try:
             self.trainer._run_epoch(**self._of_epoch())
         finally:
-            self._run_epoch = None  # which holds Lightning's trainer, and with it the optimizer
+            self._run_epoch = None  # it references Lightning's trainer, and so the optimizer
         if not self._ran:
             raise UnsupportedArgument(
-                "_run_epoch: Lightning's loop runs the epochs here, so an override must call super()._run_epoch(...) "
+                "_run_epoch: Lightning's loop runs the epochs, so an override must call super()._run_epoch(...) "
                 "with the arguments that it gets. Override training_step, get_batch_samples or compute_loss instead, "
                 "or use a callback."
             )
@@ -178,7 +178,7 @@ class TrainingLoop(Room):
             name for name, value in given.items() if not (value is expected[name] or value == expected[name])
         ]:
             raise UnsupportedArgument(
-                f"_run_epoch: {', '.join(changed)} cannot be changed for an epoch, since the run is planned by then: "
+                f"_run_epoch: {', '.join(changed)} cannot be changed for an epoch, since the run is already planned: "
                 "override get_train_dataloader, set_initial_training_values or train instead."
             )
         assert self._run_epoch is not None
@@ -201,7 +201,7 @@ class TrainingLoop(Room):
         }
 
     def begin_epoch(self, epoch: int) -> None:
-        """Announce an epoch, before its data is opened."""
+        """Announce an epoch, before its data iterator is made."""
         self.epoch = epoch
         self._epoch_ended = False
         self.control_sync.begin_epoch()
@@ -223,7 +223,7 @@ class TrainingLoop(Room):
             self._restore_random()
 
     def _restore_random_once(self) -> None:
-        """Restore the random states, unless that was done for the end of the epoch before."""
+        """Restore the random states, unless that was done at the end of the previous epoch."""
         if not self._random_restored:
             self._restore_random()
 
@@ -236,9 +236,9 @@ class TrainingLoop(Room):
         return self.resume_folder is not None and self.epoch == self.first_epoch
 
     def end_epoch(self) -> None:
-        """Announce the end of an epoch, then log, evaluate and save what is due."""
+        """Announce the end of an epoch, then log, evaluate and save if due."""
         if self.micro_batches.window is None and not (self._resumes_here() and self.position):
-            logger.warning("The training data gave not one batch in epoch %d: training stops.", self.epoch)
+            logger.warning("The training data yielded no batch in epoch %d: training stops.", self.epoch)
             self.trainer.control.should_training_stop = True
         self._close_epoch()
 
@@ -255,7 +255,7 @@ class TrainingLoop(Room):
         self.saver.save_if_needed(self.trial)
 
     def _accumulation(self) -> int:
-        """Micro-batches per optimizer step, by the argument as it is now or by a callback."""
+        """Micro-batches per optimizer step: a callback's value, or else the argument's current one."""
         now = self.trainer.args.gradient_accumulation_steps
         self.context.preparation.check_accumulation(now)
         return self.context.engine.accumulation_at(self.epoch, now)
@@ -275,12 +275,12 @@ class TrainingLoop(Room):
             self.context.announce("on_step_begin")
 
     def loss(self, model: torch.nn.Module, inputs: Any) -> torch.Tensor:
-        """The loss to run backward from, divided as accumulation needs it."""
+        """The loss for backward, divided for accumulation."""
         assert self.micro_batches.window is not None
         return self.steps.loss(model, inputs, self.micro_batches.window.num_items)
 
     def training_step(self, model: torch.nn.Module, inputs: Any) -> torch.Tensor:
-        """A training step that runs backward itself; gradients are exchanged in the window's last."""
+        """A training step that runs backward itself; gradients are all-reduced in the window's last micro-batch."""
         window, trainer = self.micro_batches.window, self.trainer
         assert window is not None
         local = not window.closes and not self.context.resolved.accelerator_config.sync_each_batch
@@ -289,17 +289,17 @@ class TrainingLoop(Room):
 
     @property
     def runs_backward(self) -> bool:
-        """Whether `training_step` is to be called for the next optimizer step, rather than `loss`."""
+        """Whether the next optimizer step calls `training_step`, rather than `loss`."""
         return runs_backward(self.trainer)
 
     def end_micro_batch(self, loss: torch.Tensor, inputs: Any) -> None:
-        """Account for a micro-batch after its backward pass."""
+        """Count a micro-batch after its backward pass, and add its loss."""
         self.losses.add(loss)
         if self.details.asked:
             self.details.add(loss, inputs)
         trainer = self.trainer
         self.run.flos += float(trainer.floating_point_ops(inputs))
-        trainer._track_num_input_tokens(inputs)  # asks the arguments, which a callback may have changed
+        trainer._track_num_input_tokens(inputs)  # reads the arguments, which a callback may have changed
 
     def end_substep(self) -> None:
         """Announce a micro-batch after which the optimizer does not step."""
@@ -319,11 +319,11 @@ class TrainingLoop(Room):
         self.context.announce("on_pre_optimizer_step")
 
     def after_optimizer_step(self, skipped: bool, *, schedule_replaced: bool) -> None:
-        """Announce the step, and move the learning rate on.
+        """Announce the step, and step the learning-rate schedule.
 
         Args:
-            skipped: the gradients were infinite, and the step was left out; the learning rate stays.
-            schedule_replaced: a Lightning callback moves the learning rate now.
+            skipped: the gradients were infinite, and the step was skipped; the learning rate does not change.
+            schedule_replaced: a Lightning callback sets the learning rate now.
         """
         trainer = self.trainer
         trainer.accelerator.optimizer_step_was_skipped = skipped
@@ -332,18 +332,18 @@ class TrainingLoop(Room):
         if schedule_replaced:
             self.learning_rate = float(trainer.get_learning_rates()[0])
             return
-        # Else the log line asks for it, once the schedule has moved.
+        # Else the log line reads it, after the schedule has stepped.
         if self.context.behaviours.logs_rate_of_step:
             self.learning_rate = trainer._get_learning_rate()
-        if not skipped and not follows_metric(trainer.lr_scheduler):  # those step on evaluations
+        if not skipped and not follows_metric(trainer.lr_scheduler):  # metric-driven schedules step after evaluations
             trainer.lr_scheduler.step()
 
     def current_learning_rate(self) -> float:
-        """The learning rate of the step in hand."""
+        """The learning rate of the current step."""
         return self.trainer._get_learning_rate()
 
     def end_step(self, model: torch.nn.Module) -> None:
-        """Count the step, announce it, then log, evaluate and save what is due; stop if a signal asks for it."""
+        """Count the step, announce it, then log, evaluate and save if due; stop if a signal requests it."""
         state = self.trainer.state
         model.zero_grad()
         self.context.engine.end_batch()
@@ -361,7 +361,7 @@ class TrainingLoop(Room):
         return self.epoch + (self.micro_batches.window.sample + 1) / self.schedule.steps_in_epoch
 
     def own_state(self) -> dict[str, Any]:
-        """What the Trainer needs besides what Lightning keeps, for a Lightning checkpoint."""
+        """The Trainer's own state in a Lightning checkpoint."""
         trainer = self.trainer
         trainer.store_flos()
         trainer.state.stateful_callbacks = export_states(self.context.stateful_callbacks())
@@ -378,15 +378,15 @@ class TrainingLoop(Room):
         }
 
     def failed(self, error: Exception) -> None:
-        """Save what has been done before an error ends the run, if the weights are those after a whole step.
+        """Save a checkpoint before an error ends the run, if the weights are those after a complete step.
 
-        Not with other processes: they are elsewhere, and end when this one does.
+        Not in distributed runs: other ranks may be at a different step, and exit with this one.
         """
         trainer = self.trainer
         if self.control_sync.several and is_of_communication(error):
             logger.error(
-                "Process %d has lost the others: one of them has ended or did not answer within ddp_timeout=%d s, and "
-                "its own messages say why. train(resume_from_checkpoint=True) goes on from the last checkpoint.",
+                "Rank %d has lost the other ranks: one has ended or did not answer within ddp_timeout=%d s; see its "
+                "own messages. train(resume_from_checkpoint=True) resumes from the last checkpoint.",
                 trainer.args.process_index,
                 trainer.args.ddp_timeout,
             )
@@ -400,9 +400,9 @@ class TrainingLoop(Room):
         try:
             self.saver.save_if_needed(self.trial)
             if not self.between_steps:
-                logger.warning("The error came within a step: a run resumed from here draws other random numbers.")
+                logger.warning("The error occurred within a step: a run resumed from here draws other random numbers.")
         except Exception:
-            logger.exception("The error below ends the run, and its last state could not be saved.")
+            logger.exception("The error below ends the run; its last state could not be saved.")
 
     def _log_save_evaluate(self) -> None:
         self.control_sync.sync_control_flags()
@@ -430,7 +430,7 @@ class TrainingLoop(Room):
             self.losses.resume(self.progress)
 
     def current_progress(self) -> RunProgress:
-        """What a checkpoint written now must hold, besides the trainer's state."""
+        """The progress for a checkpoint written now, besides the trainer's state."""
         trainer = self.trainer
         begun = self.micro_batches.window is not None
         return RunProgress(
@@ -455,7 +455,7 @@ class TrainingLoop(Room):
             data=self.reader.state_dict() if begun else None,
         )
 
-    # ---- A pass over the data beside the run -------------------------------------------------------------------
+    # ---- A separate pass over the data -------------------------------------------------------------------------
 
     def batches(self) -> Any:
         """The training data, from the start."""

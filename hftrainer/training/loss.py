@@ -1,4 +1,4 @@
-"""The loss among a model's outputs, and whether it is one that can be trained on."""
+"""The loss in a model's outputs, and the check that training can use it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ REMEDY = "let the model return (loss, ...) or {'loss': loss, ...}, pass compute_
 def first_output(outputs: Any, inputs: Mapping[str, Any]) -> Any:
     """The loss: under 'loss' in a mapping, first in a tuple, and the first number of a tensor of shape `(n,)`.
 
-    Such a tensor is rarely meant as a loss. `transformers` trains on it, and so does this, with a warning.
+    Such a tensor is rarely meant as a loss. `transformers` trains on it; so does this, with a warning.
 
     Raises:
-        InvalidArgument: when there is none, naming what the model returned.
+        InvalidArgument: when there is none; the error names what the model returned.
     """
     if isinstance(outputs, Mapping):
         if "loss" in outputs:
@@ -59,7 +59,7 @@ def check_loss(loss: Any) -> torch.Tensor:
 
 
 def outputs_without(outputs: Any, ignored: list[str], *, skip_first: bool) -> Any:
-    """A model's predictions: its outputs but for some keys, and but for the loss that comes first in a tuple."""
+    """A model's predictions: its outputs without some keys, and without the loss that comes first in a tuple."""
     if isinstance(outputs, Mapping):
         return tuple(value for name, value in outputs.items() if name not in ignored)
     return outputs[1:] if skip_first else outputs

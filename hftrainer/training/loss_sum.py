@@ -15,19 +15,19 @@ logger = logging.getLogger(__name__)
 
 
 class LossSum(Room):
-    """Sums the losses on the device; reads them one by one only where that costs nothing."""
+    """Sums the losses on the device; reads each loss at once only where that does not wait for the device."""
 
     def __init__(self, context: TrainerContext) -> None:
         super().__init__(context)
         device = self.trainer.args.device
         self.run.loss = torch.tensor(0.0, device=device)
         self._readable_at_once = device.type == "cpu"
-        #: Whether a loss since the last log line was infinite; kept on the device.
+        #: Whether a loss since the last log line was not finite; kept on the device.
         self._infinite = torch.zeros((), dtype=torch.bool, device=device)
         self._warned = False
 
     def add(self, loss: torch.Tensor) -> None:
-        """Add the loss of a micro-batch; in the place of one that is not finite, the mean of those before."""
+        """Add the loss of a micro-batch; one that is not finite is replaced by the mean of those before."""
         run = self.run
         if loss.device != run.loss.device:
             raise ValueError(f"The loss is on {loss.device}, training runs on {run.loss.device}: move the loss there.")
@@ -36,11 +36,13 @@ class LossSum(Room):
             return
         state = self.trainer.state
         steps = 1 + state.global_step - run.last_logged
-        if not self._readable_at_once:  # stay on the device: reading the loss would wait for it
+        if not self._readable_at_once:  # keep it on the device: reading it would wait for the device
             finite = loss.isfinite()
             self._infinite = self._infinite | ~finite
             divisor: Any = steps
-            if loss.device.type == "xla":  # 1 as a number would be compiled in, and the step once more for 2
+            if (
+                loss.device.type == "xla"
+            ):  # the number 1 would be compiled in as a constant, and 2 would recompile the step
                 divisor = torch.tensor([float(steps)], device=loss.device).reshape(())
             run.loss = torch.where(finite, run.loss + loss, run.loss + run.loss / divisor)
         elif math.isfinite(loss):
@@ -50,7 +52,7 @@ class LossSum(Room):
             run.loss += run.loss / steps
 
     def check_before_log(self) -> None:
-        """Warn of infinite losses since the last log line; a log line reads from the device anyway."""
+        """Warn of losses that were not finite since the last log line, which reads from the device anyway."""
         if self._readable_at_once or not self.trainer.control.should_log:
             return
         if bool(self._infinite):
@@ -58,11 +60,11 @@ class LossSum(Room):
         self._infinite = torch.zeros_like(self._infinite)
 
     def _warn_of_infinite_loss(self, what: str, step: int) -> None:
-        """Warn once: the mean in the log leaves such losses out, so nobody would see them."""
+        """Warn once: the logged mean leaves such losses out, so the log does not show them."""
         if not self._warned:
             logger.warning(
-                "The loss %s at optimizer step %d; logging_nan_inf_filter leaves it out of the mean that is logged. "
-                "Find where it comes from with debug='underflow_overflow'; a lower learning_rate, a smaller "
+                "The loss %s at optimizer step %d; logging_nan_inf_filter leaves it out of the logged mean. "
+                "Find its origin with debug='underflow_overflow'; a lower learning_rate, a smaller "
                 "max_grad_norm or bf16 instead of fp16 often help.",
                 what,
                 step,
@@ -70,7 +72,7 @@ class LossSum(Room):
             self._warned = True
 
     def resume(self, progress: RunProgress) -> None:
-        """Resume the sums for the next log line; the mean loss at the end is of this call's steps alone."""
+        """Resume the sums for the next log line; the final mean loss covers only the steps of this call."""
         run = self.run
         run.loss = progress.loss.to(run.loss.device)
         run.total_loss = -float(self.trainer.accelerator.processes.reduce(run.loss, "mean"))

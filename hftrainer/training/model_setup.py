@@ -1,4 +1,4 @@
-"""The model of a Trainer: placed, and asked what it accepts and returns."""
+"""The model of a Trainer: moves it to its device, and finds out what it accepts and returns."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from hftrainer.training.context import Room, TrainerContext
 
 
 class ModelSetup(Room):
-    """Takes the model that the script passes, or that `model_init` makes.
+    """Sets up the model that the script passes, or that `model_init` makes.
 
     Attributes:
-        found: attributes of the Trainer that follow from its model, as they were when they were set.
+        found: attributes of the Trainer that follow from its model, with the values first set.
     """
 
     def __init__(self, context: TrainerContext) -> None:
@@ -30,7 +30,7 @@ class ModelSetup(Room):
         self.found: dict[str, Any] = {}
 
     def seed(self) -> None:
-        """Seed every generator, as the arguments say."""
+        """Seed all random generators from the arguments."""
         args = self.trainer.args
         if args.full_determinism:
             enable_full_determinism(args.seed)
@@ -39,7 +39,7 @@ class ModelSetup(Room):
         self.context.engine.seed(args.seed)
 
     def call_model_init(self, trial: Any) -> nn.Module:
-        """A new model from `model_init`, given the trial if it takes an argument."""
+        """A new model from `model_init`, which gets the trial if it takes an argument."""
         make = self.trainer.model_init
         assert make is not None
         count = number_of_arguments(make)
@@ -59,7 +59,7 @@ class ModelSetup(Room):
             trainer.optimizer = trainer.lr_scheduler = None
 
     def align_special_tokens(self) -> None:
-        """Give the model's configs the special tokens of the processing class, as the followed release does."""
+        """Set the processing class's special tokens in the model's configs, as the followed release does."""
         trainer, follows = self.trainer, self.context.behaviours
         tokenizes = peers.is_tokenizing(trainer.processing_class) and hasattr(trainer.model, "config")
         if follows.aligns_special_tokens and tokenizes:
@@ -68,7 +68,7 @@ class ModelSetup(Room):
             )
 
     def set_model(self, model: nn.Module) -> None:
-        """Take a model: place it, and find out what it accepts and returns."""
+        """Set the model: move it to its device, and find out what it accepts and returns."""
         trainer = self.trainer
         for reason in (self.context.engine.placement_error(model), inspection.check_quantization(model)):
             if reason is not None:
@@ -85,7 +85,7 @@ class ModelSetup(Room):
 
     @staticmethod
     def move(model: nn.Module, device: Any) -> None:
-        """Move the model, unless it is spread over devices already."""
+        """Move the model, unless it is on several devices already."""
         if getattr(model, "hf_device_map", None) is not None:
             return
         if device.type == "xla":
@@ -94,7 +94,7 @@ class ModelSetup(Room):
             model.to(device)
 
     def _inspect(self, model: nn.Module) -> dict[str, Any]:
-        """The attributes of a Trainer that follow from its model, by their names."""
+        """The attributes of a Trainer that follow from its model, by name."""
         args = self.trainer.args
         inspected = type(peers.without_adapters(model))
         names = args.label_names
@@ -111,14 +111,14 @@ class ModelSetup(Room):
         }
 
     def set_found(self, name: str, value: Any) -> None:
-        """Set an attribute, unless a subclass or the script has set another value than was found before."""
+        """Set an attribute, unless a subclass or the script has changed the value that was set before."""
         known = vars(self.trainer)
         if name not in self.found or (name in known and _is_same(known[name], self.found[name])):
             setattr(self.trainer, name, value)
         self.found[name] = list(value) if isinstance(value, list) else value  # scripts extend lists in place
 
     def _refuse_disconnected(self) -> None:
-        """Refuse an optimizer whose parameters the model would leave behind: on XLA devices it gets new ones."""
+        """Refuse an optimizer of parameters that are replaced: a model that moves to an XLA device gets new ones."""
         trainer = self.trainer
         if trainer.optimizer is None or trainer.args.device.type != "xla":
             return
@@ -130,13 +130,13 @@ class ModelSetup(Room):
             )
 
     def _make_label_smoother(self) -> LabelSmoother | None:
-        """What smooths the labels, if the arguments ask for it."""
+        """The label smoother, if the arguments ask for one."""
         trainer = self.trainer
         if trainer.args.label_smoothing_factor == 0:
             return None
         if getattr(getattr(trainer.model, "config", None), "problem_type", None) == "multi_label_classification":
             warnings.warn(
-                "label_smoothing_factor is for one label a sample and is left out: this model has several.",
+                "label_smoothing_factor is ignored: it needs one label a sample, and this model has several.",
                 stacklevel=4,
             )
             return None
@@ -144,5 +144,5 @@ class ModelSetup(Room):
 
 
 def _is_same(value: Any, before: Any) -> bool:
-    """Whether two values are equal; arrays and tensors, which compare element by element, only if they are one."""
+    """Whether two values are equal; for arrays and tensors, which compare element by element, by identity."""
     return value is before or (type(value) is type(before) and (value == before) is True)

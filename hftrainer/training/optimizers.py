@@ -17,7 +17,7 @@ class OptimizerFactory(Room):
     """Makes optimizer and schedule from the arguments, and reads their learning rates."""
 
     def create_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """A new optimizer of the model's parameters."""
+        """A new optimizer for the model's parameters."""
         trainer = self.trainer
         decayed = trainer.get_decay_parameter_names(model)
         groups = trainer_optimizer.parameter_groups(model, decayed, trainer.args.weight_decay)
@@ -27,7 +27,11 @@ class OptimizerFactory(Room):
             kind, kwargs = call_with_accepted(trainer.get_optimizer_cls_and_kwargs, trainer.args, model=model)
         if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):  # a factory, since v5.0
             return kind()(model, **kwargs)
-        for name in ("params", "model", "optimizer_dict"):  # GaLore, LOMO and layer-wise ones bring their own
+        for name in (
+            "params",
+            "model",
+            "optimizer_dict",
+        ):  # GaLore, LOMO and layer-wise optimizers pass their own parameters
             groups = kwargs.pop(name, groups)
         optimizer = kind(groups, **kwargs)
         trainer_optimizer.keep_embeddings_precise(model, kind, kwargs)
@@ -58,7 +62,7 @@ class OptimizerFactory(Room):
         return next((group for group in groups if any(param is held for held in group["params"])), None)
 
     def learning_rate(self) -> float:
-        """The learning rate that is logged: that of the first group."""
+        """The logged learning rate: that of the first group."""
         if follows_metric(self.trainer.lr_scheduler):
             rate = self.context.made_optimizer().param_groups[0]["lr"]
         else:

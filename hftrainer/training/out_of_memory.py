@@ -1,4 +1,4 @@
-"""Running out of memory: recognizing it, and starting over with smaller batches (`auto_find_batch_size`)."""
+"""Out-of-memory errors: recognizing them, and restarting with smaller batches (`auto_find_batch_size`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from hftrainer.data.random_states import restore_rng_state, rng_state
 from hftrainer.trainer_pt_utils import nested_apply
 
-#: What errors say that are not `torch.OutOfMemoryError`.
+#: Words in out-of-memory errors that are not `torch.OutOfMemoryError`.
 _SIGNS = (
     " out of memory",
     "CUDNN_STATUS_NOT_SUPPORTED",
@@ -20,21 +20,21 @@ _SIGNS = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether `error` says that a device or this machine ran out of memory."""
+    """Whether `error` means that a device or this machine ran out of memory."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
 
 
 class StartingPoint:
-    """Where a run begins, kept on the CPU: trained weights, buffers, random states, and what else has a state.
+    """The state in which a run begins, kept on the CPU: trained weights, buffers, random states, and `stateful`.
 
     Frozen weights, most of a model with adapters, are not copied.
 
     Args:
         model: the model.
-        scaler: scales the loss, if anything does.
-        stateful: an optimizer and a scheduler of the user's; None among them is passed over.
+        scaler: the loss scaler, or None.
+        stateful: the user's optimizer and scheduler; None is ignored.
     """
 
     def __init__(self, model: nn.Module, scaler: torch.amp.GradScaler | None, *stateful: Any) -> None:
@@ -44,7 +44,7 @@ class StartingPoint:
         self._scale = None if scaler is None else scaler.state_dict()
         self._others = [(thing, nested_apply(_copied, thing.state_dict())) for thing in stateful if thing is not None]
         self._random = rng_state()
-        if torch.cuda.is_available():  # the model may be spread over several
+        if torch.cuda.is_available():  # the model may be on several devices
             self._random["cuda"] = torch.cuda.get_rng_state_all()
 
     def _changing(self) -> dict[str, torch.Tensor]:
@@ -52,7 +52,7 @@ class StartingPoint:
         return {**trained, **dict(self._model.named_buffers())}
 
     def restore(self) -> None:
-        """Go back there."""
+        """Restore the state."""
         with torch.no_grad():
             for name, tensor in self._changing().items():
                 tensor.copy_(self._tensors[name])
@@ -60,8 +60,10 @@ class StartingPoint:
         for thing, state in self._others:
             thing.load_state_dict(nested_apply(_copied, state))
         if self._scaler is not None and self._scale is not None:
-            self._scaler.scale(next(self._model.parameters()).new_zeros(()))  # or it may not have begun yet
-            self._scaler.update(self._scale["scale"])  # forgets what it knows of a step that has failed
+            self._scaler.scale(
+                next(self._model.parameters()).new_zeros(())
+            )  # initializes the scaler, if that has not been done yet
+            self._scaler.update(self._scale["scale"])  # discards the state of the failed step
             self._scaler.load_state_dict(self._scale)
         restore_rng_state(self._random)
 

@@ -1,4 +1,4 @@
-"""How long a run is, and where it starts."""
+"""The length of a run, and the position at which it starts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Planner(Room):
     """Plans a run from its arguments and its training loader."""
 
     def plan(self, args: TrainingArguments, dataloader: Any) -> TrainingSchedule:
-        """How long the run is, by `set_initial_training_values` with the signature of any release."""
+        """The lengths of the run, by `set_initial_training_values` with the signature of any release."""
         trainer = self.trainer
         size = trainer.get_total_train_batch_size(args)
         count = positional_count(trainer.set_initial_training_values)
@@ -54,18 +54,18 @@ class Planner(Room):
         """The schedule of the run, and the progress of the checkpoint that it resumes from.
 
         Raises:
-            UnsupportedArgument: when a subclass has brought a training loop of its own.
+            UnsupportedArgument: when a subclass has its own training loop.
         """
         if self.run.schedule is None:
             raise UnsupportedArgument(
                 "_inner_training_loop: a copy of transformers' own loop cannot run, since Lightning's loop trains. "
-                "Do what is to come before or after it around super()._inner_training_loop(...), and override "
+                "Put code for before or after it around super()._inner_training_loop(...), and override "
                 "training_step, get_batch_samples or _maybe_log_save_evaluate for the rest."
             )
         return self.run.schedule, self.run.progress
 
     def init_state(self, max_steps: int, epochs: int, folder: str | None, trial: Any) -> tuple[int, int]:
-        """A fresh state, or the checkpoint's. Returns epochs done, and micro-batches done in the next."""
+        """Make a new state, or load the checkpoint's. Returns epochs done, and micro-batches done in the next."""
         trainer, (schedule, progress) = self.trainer, self._planned()
         trainer.state = TrainerState(stateful_callbacks=self.context.stateful_callbacks())
         trainer.state.is_hyper_param_search = trial is not None
@@ -86,7 +86,7 @@ class Planner(Room):
         return first_epoch, position
 
     def steps_between_logs(self, schedule: TrainingSchedule) -> int:
-        """Optimizer steps after which Lightning's callbacks log: as often as the Trainer itself."""
+        """Optimizer steps between two logs of Lightning's callbacks: the same as the Trainer's."""
         trainer = self.trainer
         if trainer.args.logging_strategy == IntervalStrategy.EPOCH:
             return schedule.num_update_steps_per_epoch
@@ -124,16 +124,16 @@ class Planner(Room):
         """Log where a resumed run continues.
 
         Args:
-            epochs: that are done.
-            micro_batches: of the next epoch that are done.
+            epochs: epochs done.
+            micro_batches: micro-batches of the next epoch done.
         """
         position = {"Optimizer steps done": self.trainer.state.global_step, "Epochs done": epochs}
         if not self.trainer.args.ignore_data_skip:
-            position["Batches of the next epoch that are passed over"] = micro_batches
+            position["Batches of the next epoch that are skipped"] = micro_batches
         log_facts(logger, f"Training resumes from {self.run.resumed_from}.", position)
 
     def _warn_of_ragged_batches(self, schedule: TrainingSchedule) -> None:
-        """On XLA devices each shape of a batch is compiled by itself, which takes minutes for a large model."""
+        """Warn on XLA devices, where each batch shape is compiled separately, in minutes for a large model."""
         trainer = self.trainer
         if trainer.args.device.type != "xla" or trainer.args.dataloader_drop_last:
             return
@@ -141,7 +141,7 @@ class Planner(Room):
         if has_length(trainer.train_dataset) and schedule.num_examples % batch:
             logger.warning(
                 "%d samples leave a last batch that is smaller than %d: XLA compiles the step for it too. "
-                "dataloader_drop_last=True leaves it out.",
+                "dataloader_drop_last=True drops that batch.",
                 schedule.num_examples,
                 batch,
             )

@@ -1,4 +1,4 @@
-"""Model, optimizer and schedule, made ready for a run or an evaluation."""
+"""Prepares model, optimizer and schedule for a run or an evaluation."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from hftrainer.training.loader_factory import LoaderFactory
 
 
 class Preparation(Room):
-    """Prepares with Lightning's strategies; `training.deepspeed` has the way of DeepSpeed.
+    """Prepares for Lightning's strategies; `training.deepspeed` has the subclass for DeepSpeed.
 
     Args:
-        context: what it works with.
-        loaders: counts the operations of a model while it is whole.
+        context: the shared parts of the Trainer.
+        loaders: counts the model's operations before it is sharded.
     """
 
     def __init__(self, context: TrainerContext, loaders: LoaderFactory) -> None:
@@ -24,14 +24,14 @@ class Preparation(Room):
         self.loaders = loaders
 
     def for_training(self, max_steps: int, folder: str | None) -> nn.Module:
-        """Shard or wrap the model, and make optimizer and schedule for it; returns the model as it is trained.
+        """Shard or wrap the model, and make optimizer and schedule for it; returns the model to train.
 
         Args:
             max_steps: optimizer steps of the run.
             folder: the checkpoint that the run resumes from, if any.
         """
         trainer = self.trainer
-        if self.run.made_scheduler:  # its shape belongs to the previous call's number of steps
+        if self.run.made_scheduler:  # its length is that of the previous call
             trainer.lr_scheduler = None
             self.run.made_scheduler = False
         self._prepare_model(folder)
@@ -41,7 +41,7 @@ class Preparation(Room):
         return trainer.model_wrapped
 
     def for_evaluation(self) -> None:
-        """Shard the model if that is asked for, and give all processes the same buffers."""
+        """Shard the model if the arguments ask for it, and give all ranks the same buffers."""
         self._prepare_model()
         self.context.states.share_buffers(self.trainer.model)
 
@@ -49,13 +49,13 @@ class Preparation(Room):
         """Refuse a new number of micro-batches per optimizer step where it cannot change in a run."""
 
     def _prepare_model(self, folder: str | None = None) -> None:
-        """Shard the model, if that is asked for, before there is an optimizer; and load it then."""
+        """Shard the model, if the arguments ask for it, before the optimizer is made; then load the checkpoint."""
         trainer, context = self.trainer, self.context
 
         def shard() -> nn.Module:
             if not context.states.spread:
                 return context.engine.prepare(trainer.model)
-            per_token = self.loaders.flos_per_token_of(trainer.model)  # of the whole model
+            per_token = self.loaders.flos_per_token_of(trainer.model)  # counted before sharding
             trainer.model = trainer.model_wrapped = context.engine.prepare(trainer.model)
             self.loaders.flos_per_token = (trainer.model, per_token)
             return trainer.model
@@ -78,21 +78,21 @@ class Preparation(Room):
         model = trainer._wrap_model(trainer.model_wrapped)
         if model is trainer.model:
             model, trainer.optimizer = trainer.accelerator.prepare(model, trainer.optimizer)
-        else:  # an override has wrapped it
+        else:  # an override of _wrap_model has wrapped it
             trainer.optimizer = trainer.accelerator.prepare(trainer.optimizer)
         trainer.model_wrapped = model
         if freezes and not any(parameter.requires_grad for parameter in trainer.model.parameters()):
             raise UnsupportedArgument(
-                "A callback that unfreezes by and by (BackboneFinetuning) has frozen all that is trained: with "
-                "adapters, write a BaseFinetuning that freezes what you choose."
+                "A callback that unfreezes gradually (BackboneFinetuning) has frozen all trained parameters: with "
+                "adapters, write a BaseFinetuning that freezes the layers you choose."
             )
-        if freezes:  # groups of what is unfrozen later are given no weight_decay, and take torch's default
+        if freezes:  # Lightning adds unfrozen groups without weight_decay, so they get torch's default
             self.context.made_optimizer().defaults["weight_decay"] = trainer.args.weight_decay
         if trainer.lr_scheduler is None or not makes_both:
             make_scheduler(trainer, max_steps)
 
     def finds_unused_parameters(self) -> bool:
-        """Whether processes look for parameters that a step has not used, unless an argument says it."""
+        """Whether DDP looks for parameters that a step has not used, unless an argument sets it."""
         model = self.trainer.model
         if not peers.is_pretrained(model):
             return True

@@ -54,7 +54,7 @@ class Publisher(Room):
         )
 
     def push_checkpoint(self, folder: str) -> None:
-        """Begin to upload what `hub_strategy` asks for of a checkpoint."""
+        """Start uploading the parts of a checkpoint that `hub_strategy` selects."""
         trainer, uploads = self.trainer, self.context.uploads
         if uploads is None or trainer.args.hub_strategy == HubStrategy.END:
             return
@@ -73,6 +73,6 @@ class Publisher(Room):
         trainer.push_in_progress = PushInProgress(jobs if done else [*trainer.push_in_progress.jobs, *jobs])
 
     def finish(self) -> None:
-        """Wait for the uploads, retry those that failed, and log what is uploaded and what is missing."""
+        """Wait for the uploads, retry failed ones, and log which succeeded and which are missing."""
         if self.context.uploads is not None:
             self.context.uploads.finish(is_urgent=lambda: self.run.interruption.received is not None)

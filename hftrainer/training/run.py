@@ -1,4 +1,4 @@
-"""`Run`: the state of one `train()`, which a Trainer keeps until the next."""
+"""`Run`: the state of one `train()`, kept until the next."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from hftrainer.training.logged_metrics import LoggedMetrics
 
 
 class RunningLoop(Protocol):
-    """The training loop, as those see it who are called while it runs.
+    """The training loop, as seen by code that it calls while it runs.
 
     Attributes:
-        progress: what one of our checkpoints says about the position, when the run resumes from one.
+        progress: the position in our checkpoint that the run resumes from, or None.
         reader: reads the training data.
         control_sync: synchronizes the control flags of all ranks.
-        start_time: of the run, in seconds since the epoch.
-        grad_norm: norm of the gradients of the last step, if it was measured.
+        start_time: start of the run, in seconds since the Unix epoch.
+        grad_norm: norm of the last step's gradients, if measured.
         learning_rate: that of the last step, if it is logged.
-        evaluated: the last metrics of which the best is remembered.
-        owes_evaluation: whether an evaluation has begun that is not complete.
-        between_steps: whether nothing has been read or drawn for the next step.
+        evaluated: the last evaluation's metrics, compared for the best model.
+        owes_evaluation: whether an evaluation has begun and is not complete.
+        between_steps: whether no data was read and no random number drawn for the next step.
     """
 
     progress: RunProgress | None
@@ -40,7 +40,7 @@ class RunningLoop(Protocol):
     between_steps: bool
 
     def current_progress(self) -> RunProgress:
-        """What a checkpoint written now must hold, besides the state."""
+        """The progress for a checkpoint written now, besides the state."""
 
     def run_epoch(self, given: dict[str, Any]) -> None:
         """Run the epoch, with the arguments that `Trainer._run_epoch` got."""
@@ -53,12 +53,12 @@ class Run:
     Attributes:
         train_batch_size: samples in a training micro-batch of this process.
         accumulation: micro-batches in the current optimizer step.
-        made_scheduler: whether the Trainer made the schedule, whose length is that of the run.
+        made_scheduler: whether the Trainer made the schedule, for the length of the run.
         trial: the hyperparameter trial, if any.
         loop: the training loop while it runs.
         interruption: the signals that ask this run to stop.
         schedule: the lengths of the run.
-        progress: what one of our checkpoints says about the position, when the run resumes from one.
+        progress: the position in our checkpoint that the run resumes from, or None.
         resumed_from: the checkpoint that the run resumes from, if any.
         loss: the sum of the losses since the last log line, of shape (), on the device; set when training begins.
         total_loss: the sum of the losses up to the last log line.
@@ -95,21 +95,21 @@ class Run:
     checkpoints_written: list[str] = field(default_factory=list)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy keeps: another process has signals and a loop of its own."""
+        """The state for a copy, without signals and loop, which belong to this process."""
         return {**vars(self), "interruption": Interruption(saves=False), "loop": None}
 
     def begin(self) -> None:
-        """Reset what belongs to one attempt at training."""
+        """Reset the state of one attempt at training."""
         self.logged_metrics = LoggedMetrics()
         self.checkpoints_written = []
         self.flos = 0.0
 
     def start_at(self, step: int, tokens: int) -> None:
-        """Count from the state that the run starts with.
+        """Set the counts at which the run starts.
 
         Args:
-            step: optimizer steps that are done.
-            tokens: input tokens that were seen.
+            step: optimizer steps done.
+            tokens: input tokens seen.
         """
         self.total_loss = 0.0
         self.last_saved_step = self.initial_step = self.last_logged = step
@@ -117,7 +117,7 @@ class Run:
 
 
 class OfRun:
-    """An attribute of the Trainer, by its name in transformers, that is kept in its `Run`."""
+    """An attribute of the Trainer, under its name in transformers, that is stored in its `Run`."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -130,4 +130,4 @@ class OfRun:
         setattr(trainer._hftrainer.run, self.name, value)
 
     def __delete__(self, trainer: Any) -> None:
-        vars(trainer._hftrainer.run).pop(self.name, None)  # the default of the class stands in
+        vars(trainer._hftrainer.run).pop(self.name, None)  # the class's default applies then

@@ -44,11 +44,11 @@ logger = logging.getLogger(__name__)
 
 
 class TrainingRunner(Room):
-    """Runs a training, starts it again with smaller batches when memory runs out, and releases what it made.
+    """Runs a training, restarts it with smaller batches when memory runs out, and releases its objects.
 
     Args:
-        context: what it works with.
-        settings: follows changes of the arguments.
+        context: the shared parts of the Trainer.
+        settings: applies changes of the arguments.
         model_setup: makes the model.
         loaders: makes the loaders.
         steps: computes the losses.
@@ -74,13 +74,13 @@ class TrainingRunner(Room):
     # ---- Before the first attempt ------------------------------------------------------------------------------
 
     def refuse_alone(self, resume_from_checkpoint: str | bool | None) -> None:
-        """Refuse what only one process can do."""
+        """Refuse arguments that work in one process only."""
         if self.context.search is None:
             refuse_in_worker()
         if self.trainer.args.world_size == 1:
             return
         asked = {
-            f"resume_from_checkpoint={str(resume_from_checkpoint)!r} holds the random states of one process: give a "
+            f"resume_from_checkpoint={str(resume_from_checkpoint)!r} holds the random states of one process: use a "
             "checkpoint folder": str(resume_from_checkpoint).endswith(".ckpt"),
             "auto_find_batch_size=True would start again in the one process whose memory ran out: set "
             "per_device_train_batch_size": self.trainer.args.auto_find_batch_size,
@@ -107,7 +107,7 @@ class TrainingRunner(Room):
         return folder
 
     def _find_folder(self, resume_from_checkpoint: str | bool | None) -> str | None:
-        """The checkpoint that all processes resume from, once nothing half-written is left."""
+        """The checkpoint that all ranks resume from, after incomplete folders were completed or removed."""
         trainer = self.trainer
         output_dir, processes = str(trainer.args.output_dir), trainer.accelerator.processes
         if trainer.args.should_save:
@@ -117,7 +117,7 @@ class TrainingRunner(Room):
             return processes.from_main(lambda: resume.find_folder(resume_from_checkpoint, output_dir))
         from hftrainer.hub.download import download_checkpoint
 
-        with processes.in_turn(first=trainer.is_local_process_zero()):  # the others of a node find it in the cache
+        with processes.in_turn(first=trainer.is_local_process_zero()):  # the other ranks of a node find it in the cache
             folder = download_checkpoint(
                 str(resume_from_checkpoint),
                 trainer.args.hub_token,
@@ -128,10 +128,10 @@ class TrainingRunner(Room):
         return folder
 
     def _refuse_callbacks(self) -> None:
-        """Refuse Lightning callbacks that cannot do their work in this run.
+        """Refuse Lightning callbacks that cannot work in this run.
 
         Raises:
-            UnsupportedArgument: naming each.
+            UnsupportedArgument: the error names each.
         """
         args = self.trainer.args
         if refused := self.context.engine.check_callbacks(
@@ -143,11 +143,11 @@ class TrainingRunner(Room):
             raise UnsupportedArgument("\n".join(refused))
 
     def _load_before(self, folder: str | None) -> None:
-        """Load what a run needs of the checkpoint before it begins: a whole model, and the size of its batches."""
+        """Load from the checkpoint what the run needs first: an unsharded model's weights, and the batch size."""
         self.run.resumed_from = folder
         if folder is None:
             return
-        if not self.context.states.spread:  # a sharded model loads its parts later
+        if not self.context.states.spread:  # a sharded model loads its shards later
             self.trainer._load_from_checkpoint(folder)
         finds = self.trainer.args.auto_find_batch_size or self.context.engine.finds_batch_size
         if finds or not self.context.behaviours.takes_given_batch_size:
@@ -157,7 +157,7 @@ class TrainingRunner(Room):
     # ---- Attempts ----------------------------------------------------------------------------------------------
 
     def train(self, folder: str | None, trial: Any, ignore_keys: list[str] | None) -> TrainOutput:
-        """Train from `folder`, if any, with the model changed as the arguments ask, until the end or a signal."""
+        """Train from `folder`, if any, with the model modified by the arguments, until the end or a signal."""
         trainer, context = self.trainer, self.context
         watcher = DebugUnderflowOverflow(trainer.model) if "underflow_overflow" in trainer.args.debug else None
         trainer.is_in_train = True
@@ -170,13 +170,15 @@ class TrainingRunner(Room):
                 self.run.interruption.listening(),
             ):
                 output = self._train_with_fitting_batches(folder, trial, ignore_keys)
-                if self.run.interruption.received is not None:  # after the last step: all is saved
+                if (
+                    self.run.interruption.received is not None
+                ):  # the signal came after the last step: everything is saved
                     self.run.interruption.leave()
                 return output
         except BaseException as error:
             context.checkpoint_writer.wait_ignoring_errors()
             if context.uploads is not None and (context.search is None or not isinstance(error, Exception)):
-                context.uploads.finish(is_urgent=lambda: True)  # in a search, the next trial goes on
+                context.uploads.finish(is_urgent=lambda: True)  # in a search, the next trial starts
             raise
         finally:
             if self.run.loop is not None:
@@ -187,7 +189,7 @@ class TrainingRunner(Room):
                 watcher.remove()
 
     def _train_with_fitting_batches(self, folder: str | None, trial: Any, ignore_keys: list[str] | None) -> TrainOutput:
-        """Train; with `auto_find_batch_size`, from the start again with half the batch when memory runs out."""
+        """Train; with `auto_find_batch_size`, restart with half the batch size when memory runs out."""
         trainer = self.trainer
         keywords: dict[str, Any] = {
             "args": trainer.args,
@@ -199,7 +201,7 @@ class TrainingRunner(Room):
             return trainer._inner_training_loop(batch_size=self.run.train_batch_size, **keywords)
         if (optim := spelled(trainer.args.optim)) in ("lomo", "adalomo"):
             raise InvalidArgument(
-                f"optim={optim!r} leaves hooks in the model that cannot be taken out to start again: "
+                f"optim={optim!r} leaves hooks in the model that cannot be removed for a restart: "
                 "set per_device_train_batch_size yourself instead of auto_find_batch_size."
             )
         given = trainer.optimizer, trainer.lr_scheduler
@@ -211,9 +213,11 @@ class TrainingRunner(Room):
                 if not is_out_of_memory(error):
                     raise
                 if self.run.train_batch_size == 1:
-                    raise RuntimeError("auto_find_batch_size: one sample does not fit into memory.") from error
+                    raise RuntimeError(
+                        "auto_find_batch_size: a batch of one sample does not fit into memory."
+                    ) from error
             self.run.train_batch_size //= 2
-            logger.warning("Memory ran out: starting again with %d samples in a batch.", self.run.train_batch_size)
+            logger.warning("Out of memory: restarting with %d samples in a batch.", self.run.train_batch_size)
             self._forget_attempt()
             trainer.optimizer, trainer.lr_scheduler = given
             start.restore()
@@ -223,10 +227,10 @@ class TrainingRunner(Room):
     def attempt(
         self, args: TrainingArguments, batch_size: int | None, folder: str | None, trial: Any, ignore_keys: Any
     ) -> TrainOutput:
-        """What `Trainer._inner_training_loop` does: plan, prepare, run Lightning's loop, and end."""
+        """Implements `Trainer._inner_training_loop`: plan, prepare, run Lightning's loop, and finish."""
         trainer = self.trainer
         self._begin_attempt(args, batch_size, folder)
-        with self.loaders.preparing_training_data():  # overrides prepare loaders of their own
+        with self.loaders.preparing_training_data():  # overrides prepare their own loaders
             dataloader = trainer.get_train_dataloader()
         self.run.schedule = schedule = self.planner.plan(args, dataloader)
         self.run.progress = self.saver.load_progress(folder, schedule)
@@ -264,7 +268,7 @@ class TrainingRunner(Room):
     def _begin_attempt(self, args: TrainingArguments, batch_size: int | None, folder: str | None) -> None:
         """Take the arguments and the batch size of this attempt."""
         trainer = self.trainer
-        self.settings.take_changes_in(args)  # of an override too
+        self.settings.take_changes_in(args)  # an override may pass its own
         trainer.accelerator.free_memory()
         if args.auto_find_batch_size and batch_size is not None:
             trainer._update_auto_batch_size(batch_size)
@@ -273,7 +277,7 @@ class TrainingRunner(Room):
             self.finders.find_batch_size()
 
     def _begin_reports(self, trial: Any) -> None:
-        """Tell trackers and the checkpoint writer that a run begins."""
+        """Notify trackers and the checkpoint writer that a run begins."""
         trainer = self.trainer
         if trainer.state.is_hyper_param_search and trainer.is_world_process_zero():
             for callback in reporting_callbacks(trainer.callback_handler.callbacks):
@@ -284,7 +288,7 @@ class TrainingRunner(Room):
             self.context.checkpoint_writer.added.begin_run(run_dir, trainer.state.global_step)
 
     def _fit(self, loop: TrainingLoop, schedule: TrainingSchedule, model: Any, folder: str | None) -> None:
-        """Let Lightning's loop run."""
+        """Run Lightning's loop."""
         trainer, context = self.trainer, self.context
         with loop.details.watching(trainer.model), devices.hinted():
             context.engine.fit(
@@ -302,7 +306,7 @@ class TrainingRunner(Room):
             )
 
     def _repeat_end(self, loop: TrainingLoop, folder: str | None, trial: Any) -> None:
-        """Resume from the checkpoint of a complete run: there is nothing left to train."""
+        """Resume from the checkpoint of a complete run: load and announce it, without training."""
         trainer = self.trainer
         loop.load_optimizer()
         loop.begin()
@@ -313,7 +317,7 @@ class TrainingRunner(Room):
     # ---- The end -----------------------------------------------------------------------------------------------
 
     def finish(self, trial: Any, num_train_samples: float, start_time: float) -> TrainOutput:
-        """The last log line, the best model, and the end of the run."""
+        """Write the last log line, load the best model, and end the run."""
         trainer, writer, follows = self.trainer, self.context.checkpoint_writer, self.context.behaviours
         assert self.run.loop is not None
         if not follows.loads_best_after_logging:
@@ -334,7 +338,7 @@ class TrainingRunner(Room):
         else:
             trainer._finish_current_push()
         if getattr(trainer, "neftune_hook_handle", None) is not None:
-            trainer.neftune_hook_handle.remove()  # a `train` that was copied leaves both of these to this method
+            trainer.neftune_hook_handle.remove()  # copies of transformers' `train` rely on this method for both
         trainer.is_in_train = False
         return TrainOutput(trainer.state.global_step, metrics["train_loss"], metrics)
 
@@ -356,9 +360,9 @@ class TrainingRunner(Room):
     # ---- Releasing ---------------------------------------------------------------------------------------------
 
     def _forget_attempt(self) -> None:
-        """Drop everything that a failed run has made: its optimizer, its hooks and its checkpoints."""
+        """Discard everything that a failed attempt has made: its optimizer, its hooks and its checkpoints."""
         self._release()
-        for folder in filter(os.path.isdir, self.run.checkpoints_written):  # rotation may have taken some
+        for folder in filter(os.path.isdir, self.run.checkpoints_written):  # rotation may have deleted some
             shutil.rmtree(folder)
 
     def _release(self) -> None:
@@ -371,7 +375,7 @@ class TrainingRunner(Room):
         self.context.checkpoint_writer.wait_ignoring_errors()
 
     def release_trial(self) -> None:
-        """Release a trial's model and all that was made for it."""
+        """Release a trial's model and everything made for it."""
         trainer, context, handler = self.trainer, self.context, self.trainer.callback_handler
         self._release()
         context.engine.release()
@@ -381,6 +385,6 @@ class TrainingRunner(Room):
         handler.train_dataloader = None
         self.loaders.flos_per_token = None
         if trainer.args.torch_compile:
-            torch.compiler.reset()  # what was compiled for this model is held until then
+            torch.compiler.reset()  # else the code compiled for this model stays in memory
         gc.collect()
         devices.empty_cache()

@@ -1,4 +1,4 @@
-"""What a Trainer writes into a checkpoint, and when it announces it."""
+"""The contents of a checkpoint, and when a Trainer announces it."""
 
 from __future__ import annotations
 
@@ -32,28 +32,28 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointSaver(Room):
-    """Fills checkpoints, announces them, and reads back what `trainer_state.json` does not hold."""
+    """Fills checkpoints, announces them, and reads the progress that `trainer_state.json` does not hold."""
 
     @contextlib.contextmanager
     def writing_together(self) -> Iterator[None]:
-        """Write a checkpoint that all processes have gathered for, and release what they have gathered."""
+        """Write a checkpoint with states gathered from all ranks; release the gathered states afterwards."""
         try:
             yield
         finally:
             self.context.states.finish(self.trainer.accelerator.processes)
 
     def write_parts(self, folder: str) -> None:
-        """Write this process's part of a sharded model, if checkpoints hold parts, once the folder is there."""
+        """Write this rank's shard of the model, if checkpoints hold shards, once the folder exists."""
         self.context.states.write_parts(folder, self.trainer.accelerator.processes)
 
     def states_of_others(self) -> dict[str, Any]:
-        """File name → contents, of what the other processes have to say to a checkpoint."""
+        """File name → contents, for the other ranks' files in a checkpoint: random states and progress."""
         trainer = self.trainer
         rank, size = trainer.args.process_index, trainer.args.world_size
         if size == 1:
             return {}
         if trainer.args.save_only_model:
-            trainer.accelerator.processes.barrier()  # what overrides of the others have added is there
+            trainer.accelerator.processes.barrier()  # wait for files that overrides on other ranks write
             return {}
         own = {names.rng_name(rank, size): rng_state()}
         if self.run.loop is not None:
@@ -62,7 +62,7 @@ class CheckpointSaver(Room):
         return {name: state for other, states in enumerate(of_all) if other != rank for name, state in states.items()}
 
     def fill(self, of_others: Mapping[str, Any], folder: str) -> None:
-        """Write everything that a run needs to go on into `folder`."""
+        """Write everything that a run needs to resume into `folder`."""
         trainer, context = self.trainer, self.context
         self.write_parts(folder)
         with context.engine.saving(trainer.model) as (_, kept):
@@ -76,20 +76,22 @@ class CheckpointSaver(Room):
                 torch.save(state, os.path.join(folder, name))
             if kept:
                 context.checkpoint_writer.save(kept, os.path.join(folder, names.LIGHTNING_CALLBACKS_NAME))
-        elif context.states.spread and peers.is_peft(self.context.bare_model):  # which can load no adapters
+        elif context.states.spread and peers.is_peft(
+            self.context.bare_model
+        ):  # the sharded formats cannot load adapters alone
             self.save_files(None, folder)
         trainer.state.stateful_callbacks = export_states(self.context.stateful_callbacks())
         self.write_state(folder)
 
     def write_state(self, folder: str) -> None:
-        """Write `trainer_state.json`, with the fields that the followed release knows."""
+        """Write `trainer_state.json`, with only the fields of the followed release."""
         path = os.path.join(folder, names.TRAINER_STATE_NAME)
         self.trainer.state.save_to_json(path)
-        if not self.context.behaviours.keeps_best_step:  # which such a release could not read
+        if not self.context.behaviours.keeps_best_step:  # a release without this field could not read it
             drop_from_json(path, "best_global_step")
 
     def load_best_at_end(self) -> None:
-        """Load the best model if that is asked for, there is one, and its checkpoint is whole."""
+        """Load the best model if `load_best_model_at_end` is set, there is one, and its checkpoint is whole."""
         trainer = self.trainer
         best = trainer.state.best_model_checkpoint
         if not trainer.args.load_best_model_at_end or best is None:
@@ -101,7 +103,7 @@ class CheckpointSaver(Room):
             logger.error("The best model cannot be loaded, and the last one is kept: %s.", reason)
 
     def wait(self) -> None:
-        """Wait for a checkpoint in the background; all processes know then alike whether it is there."""
+        """Wait for a background checkpoint; afterwards all ranks know whether it was written."""
         trainer = self.trainer
         writer, from_main = self.context.checkpoint_writer, trainer.accelerator.processes.from_main
         if not writer.in_background:
@@ -127,12 +129,14 @@ class CheckpointSaver(Room):
         return asked and (trainer.args.save_strategy != SaveStrategy.NO or trainer.args.enable_jit_checkpoint)
 
     def announce(self) -> None:
-        """Announce the checkpoint once it is there, with the state that it holds."""
+        """Announce the checkpoint once it is written, with the state that it holds."""
         trainer = self.trainer
         state = dataclasses.replace(trainer.state) if self.context.checkpoint_writer.in_background else trainer.state
 
         def announce() -> None:
-            due = trainer.control.should_save  # the next one, if this one was written in the background
+            due = (
+                trainer.control.should_save
+            )  # a next checkpoint may be due already, if this one was written in the background
             trainer.control = trainer.callback_handler.on_save(trainer.args, state, trainer.control)
             trainer.control.should_save |= due
 
@@ -140,13 +144,15 @@ class CheckpointSaver(Room):
         self.context.checkpoint_writer.when_done(announce)
 
     def save_files(self, optimizer: MakeOptimizer | None, output_dir: str) -> None:
-        """Write the optimizer's state, unless it is None, and what else one process writes of the states."""
+        """Write the optimizer's state, unless it is None, and the other state files of one process."""
         for name, state in self.context.states.files(optimizer):
             self.context.checkpoint_writer.save(state, os.path.join(output_dir, name))
 
     def save_progress(self, output_dir: str) -> None:
-        """Write what `trainer_state.json` does not tell of how far training is."""
-        if self.run.loop is not None and self.run.loop.between_steps:  # else the place follows from the steps alone
+        """Write the progress that `trainer_state.json` does not hold."""
+        if (
+            self.run.loop is not None and self.run.loop.between_steps
+        ):  # within a step, resuming uses the step count alone
             name = names.progress_name(self.trainer.args.process_index, self.trainer.args.world_size)
             save_progress(self.run.loop.current_progress(), os.path.join(output_dir, name))
 
@@ -161,12 +167,12 @@ class CheckpointSaver(Room):
     def _has_adapters(self) -> bool:
         return peers.is_peft(self.context.bare_model)
 
-    def _warn_of(self, misfits: Any) -> None:
-        if misfits is not None:
-            self.trainer._issue_warnings_after_load(misfits)
+    def _warn_of(self, incompatible: Any) -> None:
+        if incompatible is not None:
+            self.trainer._issue_warnings_after_load(incompatible)
 
     def load_progress(self, folder: str | None, schedule: TrainingSchedule) -> RunProgress | None:
-        """What a checkpoint of ours tells besides the state; changed arguments are warned about."""
+        """The progress in a checkpoint of ours; logs a warning for changed arguments."""
         trainer = self.trainer
         if folder is None:
             return None
@@ -178,13 +184,13 @@ class CheckpointSaver(Room):
             progress.adapt(now, skips_data=not trainer.args.ignore_data_skip)
         return progress
 
-    # ---- What the methods of the Trainer do --------------------------------------------------------------------
+    # ---- Implementations of the Trainer's methods --------------------------------------------------------------
 
     def save_model(self, folder: str, *, internal: bool) -> None:
         """Write weights, config, processing class and arguments; see `Trainer.save_model`."""
         trainer, states, saves = self.trainer, self.context.states, self.trainer.args.should_save
         if internal and states.only_parts:
-            return  # checkpoints hold a part from each process
+            return  # checkpoints hold a shard from each rank
         with states.weights_to_save(trainer.model, saves=saves) as weights:
             if saves and weights is None:
                 trainer._save(folder)
@@ -197,28 +203,28 @@ class CheckpointSaver(Room):
         """Write the files of a model; see `Trainer._save`.
 
         Args:
-            folder: where to.
-            weights: the whole weights; None for those of the model itself, empty where they stay in parts.
+            folder: the folder to write to.
+            weights: the full weights; None: read them from the model; empty: they stay in shards.
         """
         trainer, writer = self.trainer, self.context.checkpoint_writer
         os.makedirs(folder, exist_ok=True)
         model = self.context.bare_model
         logger.info("Saving the model to %s.", staging.final_folder(folder))
         write = functools.partial(save_weights, model, folder, safe=legacy.value(trainer.args, "save_safetensors"))
-        on_device = trainer.args.device.type == "xla"  # where no file can be written from
-        if weights == {}:  # DeepSpeed's weights stay in parts
+        on_device = trainer.args.device.type == "xla"  # files cannot be written from there
+        if weights == {}:  # DeepSpeed's weights stay in shards
             save_configs(model, folder)
-        elif peers.is_peft(model):  # adapters are small: at once
+        elif peers.is_peft(model):  # adapters are small: not in the background
             write(self.context.engine.to_cpu(trainer.model.state_dict()) if on_device else weights)
         else:
             if (writer.collects or on_device) and weights is None:
-                weights = trainer.model.state_dict()  # training changes the model's own while it is written
+                weights = trainer.model.state_dict()  # a copy: training changes the model's own during writing
             writer.call(write, weights)
         processing_class = trainer.processing_class
         if processing_class is None and self.context.behaviours.saves_tokenizer_of_collator:
             processing_class = getattr(trainer.data_collator, "tokenizer", None)
             if processing_class is not None:
-                logger.info("There is no processing_class: the tokenizer of data_collator is saved.")
+                logger.info("Without a processing_class, the tokenizer of data_collator is saved.")
         if processing_class is not None:
             processing_class.save_pretrained(folder)
         torch.save(without_tokens(trainer.args), os.path.join(folder, names.TRAINING_ARGS_NAME))
@@ -257,11 +263,11 @@ class CheckpointSaver(Room):
             if_failed()
         if trainer.args.push_to_hub:
             writer.when_done(functools.partial(trainer._push_from_checkpoint, path))
-        if self.context.is_overridden("_save_checkpoint"):  # which may write into the folder when this returns
+        if self.context.is_overridden("_save_checkpoint"):  # the override may write into the folder after this returns
             self.wait()
 
     def _note_best(self, run_dir: str) -> None:
-        """Note the folder of the best checkpoint, if it is this one or is still there."""
+        """Record the folder of the best checkpoint, if it is this one or still exists."""
         state = self.trainer.state
         best = os.path.join(run_dir, f"{names.PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
         there = self.trainer.accelerator.processes.from_main(lambda: os.path.isdir(best))
@@ -269,11 +275,11 @@ class CheckpointSaver(Room):
             state.best_model_checkpoint = best
 
     def _rotation(self, run_dir: str, path: str) -> Callable[[], None]:
-        """Deletes what `save_total_limit` no longer allows once `path` is written, by the limits as they are now."""
+        """A function that deletes checkpoints beyond `save_total_limit`, for use once `path` is written."""
         trainer, run = self.trainer, self.run
         if self.context.is_overridden("_rotate_checkpoints", "_sorted_checkpoints"):
             return lambda: trainer._rotate_checkpoints(use_mtime=True, output_dir=run_dir)
-        # An attempt with smaller batches begins with that checkpoint again.
+        # A restart with smaller batches resumes from that checkpoint again.
         needed = [run.resumed_from] if run.resumed_from and trainer.args.auto_find_batch_size else []
         limit, best = trainer.args.save_total_limit, trainer.state.best_model_checkpoint
         return functools.partial(rotate_checkpoints, run_dir, limit, best, [path, *needed])

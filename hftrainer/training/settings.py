@@ -1,4 +1,4 @@
-"""What a Trainer keeps of its arguments, and arguments that change after it was made."""
+"""Settings that follow from the arguments, and arguments that change after a Trainer was made."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ class Settings(Room):
     """Follows the arguments: when a Trainer is made, for each trial, and before each run."""
 
     def set_log_level(self) -> None:
-        """Set the level that the arguments ask for; 'passive' leaves all as it is."""
+        """Set the log level of the arguments; 'passive' changes nothing."""
         args = self.trainer.args
         if (args.log_level if args.should_log else args.log_level_replica) != "passive":
             level = args.get_process_log_level()
-            followed = peers.set_verbosity(level)  # our level is then that of transformers, which a script may change
+            followed = peers.set_verbosity(
+                level
+            )  # our logger then follows transformers' level, which a script may change
             logging.getLogger("hftrainer").setLevel(logging.NOTSET if followed else level)
 
     def follow_arguments(self) -> None:
-        """Set what is kept of the arguments; a hyperparameter trial changes them."""
+        """Set everything that follows from the arguments, which a hyperparameter trial changes."""
         trainer = self.trainer
         self.run.accumulation = trainer.args.gradient_accumulation_steps
         self.run.train_batch_size = trainer.args.train_batch_size
@@ -33,18 +35,18 @@ class Settings(Room):
         self._follow_changes()
 
     def _follow_changes(self) -> None:
-        """Set what is kept of the arguments and may be changed between two runs."""
+        """Set what follows from arguments that may change between two runs."""
         args, context = self.trainer.args, self.context
         context.past_index = legacy.value(args, "past_index")
         context.averages_tokens = args.average_tokens_across_devices and args.world_size > 1
 
     def take_changes_in(self, args: TrainingArguments) -> None:
-        """Let what follows go by `args`, which may not be those of the Trainer."""
+        """Use the values of `args`, which may be another object than the Trainer's arguments."""
         own_loader = is_overridden(self.trainer, "get_train_dataloader")
         take_changes(self.context.engine, args, self.context.behaviours, own_loader=own_loader)
 
     def take_changes(self) -> None:
-        """Let the run that begins go by what the script has changed in the arguments since the Trainer was made."""
+        """Apply to the next run the arguments that the script has changed since the Trainer was made."""
         trainer, context = self.trainer, self.context
         refuse_rewritten(trainer)
         if not context.behaviours.keeps_batch_size:

@@ -1,4 +1,4 @@
-"""What `on_step_end` may ask for besides its documented arguments: the step's loss, inputs and outputs."""
+"""Optional arguments of `on_step_end`: the step's loss, inputs and outputs."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ NAMES = ("loss", "inputs", "outputs")
 
 
 def asked_for(callbacks: Sequence[Any]) -> frozenset[str]:
-    """Those of `NAMES` that some callback's `on_step_end` has among its parameters, by name."""
+    """The names in `NAMES` that are parameters of some callback's `on_step_end`."""
     handlers = [callback.on_step_end for callback in callbacks if callable(getattr(callback, "on_step_end", None))]
     return frozenset(name for handler in handlers for name in inspect.signature(handler).parameters if name in NAMES)
 
 
 class StepDetails:
-    """Keeps what the callbacks ask for until the step ends; nothing, at no cost, when nobody asks.
+    """Keeps what callbacks ask for until the step ends; costs nothing when no callback asks.
 
-    Callbacks that are there when training begins are asked.
+    Only callbacks that exist when training begins are considered.
     """
 
     def __init__(self, asked: frozenset[str]) -> None:
@@ -31,7 +31,7 @@ class StepDetails:
 
     @contextlib.contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
-        """Keep the outputs of the model's forward passes in training, if they are asked for."""
+        """Keep the outputs of the model's forward passes in training, if a callback asks for them."""
         if "outputs" not in self.asked:
             yield
             return
@@ -48,7 +48,7 @@ class StepDetails:
             self._kept.clear()
 
     def add(self, loss: torch.Tensor, inputs: Any) -> None:
-        """Account for a micro-batch: losses of a step are summed, as they are scaled; its last inputs are kept."""
+        """Add a micro-batch: sum the step's scaled losses, and keep the last inputs."""
         if "loss" in self.asked:
             before = self._kept.get("loss")
             self._kept["loss"] = loss if before is None else before + loss
@@ -56,6 +56,6 @@ class StepDetails:
             self._kept["inputs"] = inputs
 
     def take(self) -> dict[str, Any]:
-        """What is asked for, for the step that ends; then begin anew."""
+        """The requested values of the step that ends; then reset."""
         kept, self._kept = self._kept, {}
         return kept

@@ -1,4 +1,4 @@
-"""Micro-batches: on the device, counted, and their loss."""
+"""Micro-batches: moves them to the device, computes their loss, and counts tokens and operations."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from hftrainer.training.loss import check_loss, first_output
 
 
 class TrainingSteps(Room):
-    """Prepares micro-batches, computes their losses, and counts what is in them.
+    """Prepares micro-batches, computes their losses, and counts their tokens and operations.
 
     Args:
-        context: what it works with.
+        context: the shared parts of the Trainer.
         loaders: counts labels and operations.
     """
 
@@ -37,11 +37,11 @@ class TrainingSteps(Room):
         self.loaders = loaders
 
     def prepare_inputs(self, inputs: Any) -> Any:
-        """The batch on the device, with the model's memory of earlier batches."""
+        """The batch on the device; with `past_index` also the model's memory of earlier batches."""
         trainer = self.trainer
         if len(inputs) == 0:
             raise InvalidArgument(
-                "The batch is empty: none of the samples' keys is an argument of the model's forward "
+                "The batch is empty: none of the samples' keys is a parameter of the model's forward "
                 f"({', '.join(trainer._signature_columns or [])})."
             )
         inputs = trainer._prepare_input(inputs)
@@ -50,7 +50,7 @@ class TrainingSteps(Room):
         return inputs
 
     def prepare_input(self, data: Any) -> Any:
-        """A part of the batch on the device; the method of the Trainer prepares each part of a container."""
+        """A part of the batch on the device; for containers, `Trainer._prepare_input` prepares each part."""
         trainer = self.trainer
         if isinstance(data, (Mapping, list, tuple)):
             return rebuilt(data, trainer._prepare_input)
@@ -62,7 +62,7 @@ class TrainingSteps(Room):
         """The loss of one micro-batch, divided for accumulation unless it already is."""
         trainer = self.trainer
         _set_training_mode(model)
-        if callable(getattr(trainer.optimizer, "train", None)):  # schedule-free optimizers have modes too
+        if callable(getattr(trainer.optimizer, "train", None)):  # schedule-free optimizers have a training mode too
             trainer.optimizer.train()  # type: ignore[union-attr]
         inputs = trainer._prepare_inputs(inputs)
         with trainer.compute_loss_context_manager():
@@ -87,12 +87,12 @@ class TrainingSteps(Room):
         if trainer.loss_is_scaled_for_ga is not None:
             return trainer.loss_is_scaled_for_ga
         if not accepts(trainer.compute_loss, "num_items_in_batch"):
-            return False  # an override from before v4.46 cannot know them
+            return False  # an override from before v4.46 does not get them
         counted = num_items_in_batch is not None or not self.context.behaviours.divides_uncounted_loss
         return (trainer.model_accepts_loss_kwargs and counted) or trainer.compute_loss_func is not None
 
     def loss_and_outputs(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any) -> tuple[Any, Any]:
-        """What `Trainer.compute_loss` computes: by `compute_loss_func`, the label smoother, or the model itself."""
+        """Implements `Trainer.compute_loss`: by `compute_loss_func`, the label smoother, or the model itself."""
         trainer = self.trainer
         takes_labels = trainer.compute_loss_func is not None or trainer.label_smoother is not None
         labels = inputs.pop("labels", None) if takes_labels else None
@@ -111,13 +111,13 @@ class TrainingSteps(Room):
             loss = first_output(outputs, inputs)
         takes_items = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
         if self.context.averages_tokens and takes_items and num_items_in_batch is not None:
-            loss = loss * trainer.accelerator.processes.data_processes  # the mean of the gradients divides by it
+            loss = loss * trainer.accelerator.processes.data_processes  # averaging the gradients divides by it
         return loss, outputs
 
     # ---- Counting ----------------------------------------------------------------------------------------------
 
     def num_items(self, batch_samples: list[Any], device: torch.device) -> torch.Tensor | int | None:
-        """Labels that are not -100, over all micro-batches; None when nobody asks for it."""
+        """Number of labels that are not -100, over all micro-batches; None when nothing uses it."""
         trainer, follows = self.trainer, self.context.behaviours
         asked = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
         counted = asked or not follows.counts_only_for_those_who_ask
@@ -134,7 +134,7 @@ class TrainingSteps(Room):
         return count / 1 if follows.counts_items_as_float else count
 
     def track_tokens(self, inputs: dict[str, Any]) -> None:
-        """Count the input tokens of a micro-batch, of all processes, for the arguments that ask for it."""
+        """Count the input tokens of a micro-batch over all ranks, if an argument asks for it."""
         trainer = self.trainer
         if legacy.value(trainer.args, "include_tokens_per_second") and "input_ids" in inputs:
             self.run.tokens += inputs["input_ids"].numel() * trainer.accelerator.processes.data_processes
@@ -147,7 +147,7 @@ class TrainingSteps(Room):
             trainer.state.num_input_tokens_seen += int(self.loaders.sum_over_data(count))
 
     def token_metrics(self, start_time: float | None) -> dict[str, float]:
-        """The input tokens seen so far, and since `start_time` how many a second, for the arguments that ask for it."""
+        """Input tokens seen so far, and tokens per second since `start_time`, if arguments ask for them."""
         trainer = self.trainer
         if which_tokens(trainer.args.include_num_input_tokens_seen) == "no":
             return {}
@@ -168,14 +168,14 @@ class TrainingSteps(Room):
     def store_flos(self) -> None:
         """Add the operations counted since the last call to `state.total_flos`."""
         flos = self.run.flos
-        if self.trainer.args.world_size > 1:  # in float32, as transformers adds them
+        if self.trainer.args.world_size > 1:  # summed in float32, as in transformers
             flos = self.loaders.sum_over_data(torch.tensor([flos])).item()
         self.trainer.state.total_flos += flos
         self.run.flos = 0.0
 
 
 def _set_training_mode(model: nn.Module) -> None:
-    """Call `model.train()` as before every micro-batch; asking all modules first is cheaper than setting all."""
+    """Call `model.train()` before each micro-batch, if needed: checking all modules is cheaper than setting them."""
     if not _in_training_mode(model):
         model.train()
 

@@ -1,4 +1,4 @@
-"""What rooms see of a Trainer: names of transformers, so that every override of a subclass stays on the call path."""
+"""The Trainer as rooms see it: only transformers' names, so that a subclass's overrides stay on the call path."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from hftrainer.training_args import TrainingArguments
 class TrainerApi(Protocol):
     """The attributes and methods that rooms use. `trainer.py` documents each.
 
-    Methods take any arguments here, since overrides have the signatures of their own release: `compat.overrides` calls
-    them by those.
+    Methods take any arguments here, since overrides have the signatures of their own release; `compat.overrides` calls
+    them with those.
     """
 
     args: TrainingArguments

@@ -1,4 +1,4 @@
-"""What torch_xla has counted."""
+"""torch_xla's metrics."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hftrainer.training.trainer_api import TrainerApi
 
 
 def print_xla_metrics(trainer: TrainerApi) -> None:
-    """Print what torch_xla has counted, with `debug="tpu_metrics_debug"`, on the main process."""
+    """Print torch_xla's metrics on the main process, if `debug="tpu_metrics_debug"`."""
     args = trainer.args
     if "tpu_metrics_debug" in args.debug and args.device.type == "xla" and trainer.is_world_process_zero():
         print_metrics()

@@ -259,7 +259,7 @@ def test_memory_mapped_predictions(make_trainer, tmp_path):
     assert np.array_equal(mapped.predictions, plain.predictions)
     assert np.array_equal(mapped.label_ids, plain.label_ids)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]  # temporary files have no name
-    with pytest.raises(InvalidArgument, match=r"eval_memmap_dir=.*is no folder"):
+    with pytest.raises(InvalidArgument, match=r"eval_memmap_dir=.*is not a folder"):
         make_trainer(eval_memmap_dir=str(tmp_path / "none"))
     with pytest.raises(InvalidArgument, match="eval_do_concat_batches=False"):
         make_trainer(eval_memmap_dir=str(tmp_path), eval_do_concat_batches=False)

@@ -75,7 +75,7 @@ def test_command_line(runs, tmp_path):
     assert done.stdout.strip() == str(tmp_path / "a.png")
     failed = command(str(tmp_path / "none"))
     assert failed.returncode == 2
-    assert "there is no such folder; give the output_dir of a run" in failed.stderr
+    assert "the folder does not exist; give the output_dir of a run" in failed.stderr
     assert "Traceback" not in failed.stderr
 
 
@@ -83,7 +83,7 @@ def test_nothing_to_draw(tmp_path):
     with pytest.raises(InvalidArgument, match=r"neither it nor a checkpoint-xxx in it holds trainer_state\.json"):
         plot([str(tmp_path)])
     (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": [{"step": 1, "epoch": 1.0}]}))
-    with pytest.raises(InvalidArgument, match="logged nothing that could be drawn"):
+    with pytest.raises(InvalidArgument, match="has nothing to draw"):
         plot([str(tmp_path)])
     with pytest.raises(InvalidArgument, match=r"ends in \.png"):
         plot([str(tmp_path)], out="picture.gif")
@@ -122,7 +122,7 @@ def test_callback_draws_when_training_ends(tmp_path):
 
 def test_callback_of_a_run_that_logged_nothing(tmp_path, caplog):
     make_plotted(tmp_path, logging_strategy="no").train()
-    assert "PlotCallback: the run has logged nothing" in caplog.text
+    assert "PlotCallback: the log of the run has nothing" in caplog.text
     assert not (tmp_path / "out" / "training.png").exists()
 
 

@@ -169,7 +169,7 @@ def test_lightning_bar_replaces_ours(tmp_path, bar, later, caplog, capfd):
     trainer.add_callback(hftrainer.EarlyStoppingCallback)
     trainer.pop_callback(hftrainer.EarlyStoppingCallback)
     assert kinds(trainer) == ["DefaultFlowCallback"]
-    assert caplog.text.count("takes the place of the Trainer's own") == 1
+    assert caplog.text.count("replaces the Trainer's own") == 1
     trainer.train()
     assert trainer.lightning_trainer.progress_bar_callback is not None
     assert "Epoch 0" in capfd.readouterr().out
@@ -178,7 +178,7 @@ def test_lightning_bar_replaces_ours(tmp_path, bar, later, caplog, capfd):
 def test_lightning_bar_with_disable_tqdm(tmp_path, caplog, capfd):
     trainer = make_trainer(tmp_path, TQDMProgressBar(), disable_tqdm=True)
     assert kinds(trainer) == ["DefaultFlowCallback", "PrinterCallback"]
-    assert "takes the place" not in caplog.text
+    assert "replaces the Trainer's own" not in caplog.text
     trainer.train()
     out = capfd.readouterr()
     assert "'train_loss'" in out.out

@@ -162,9 +162,9 @@ def test_settings(config, expected):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--num-cores", "8"], "--num-cores is for TPUs: give --tpu too"),
-        (["--tpu", "--nproc", "2"], "give the one or the others"),
-        (["--tpu", "--num-cores", "0"], "is no number from 1"),
+        (["--num-cores", "8"], "--num-cores is for TPUs: add --tpu"),
+        (["--tpu", "--nproc", "2"], "use --tpu or the others"),
+        (["--tpu", "--num-cores", "0"], "is not a number >= 1"),
         (["--tpu"], "--tpu needs torch_xla: pip install 'hftrainer[tpu]'"),
     ],
 )

@@ -242,7 +242,7 @@ CASES = {
 }
 REFUSED = {
     ("GradientAccumulationScheduler", "accumulation 2"): "gradient_accumulation_steps=2 and Gradient",
-    ("EarlyStopping", "fit"): "looks at evaluations, and there are none",
+    ("EarlyStopping", "fit"): "reads evaluations, and the run has none",
 }
 
 

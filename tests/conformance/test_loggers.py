@@ -392,11 +392,11 @@ def test_trackers_that_the_installed_transformers_does_not_know(monkeypatch, onl
 
 def test_refused(tmp_path, only):
     only()
-    with pytest.raises(InvalidArgument, match=r"report_to='wanbd' is no tracker: did you mean 'wandb'\? Known are"):
+    with pytest.raises(InvalidArgument, match=r"report_to='wanbd' is not a tracker: did you mean 'wandb'\? Known are"):
         make_trainer("hftrainer", tmp_path, "plain", report_to="wanbd")
     with pytest.raises(MissingPackage, match=r"report_to='comet_ml' needs .* pip install comet-ml"):
         make_trainer("hftrainer", tmp_path, "plain", report_to=["csv", "comet"])
-    with pytest.raises(MissingPackage, match=r"'clearml', written to by .* pip install clearml transformers"):
+    with pytest.raises(MissingPackage, match=r"'clearml', which uses .* pip install clearml transformers"):
         make_trainer("hftrainer", tmp_path, "plain", report_to="clearml")
     with pytest.raises(UnsupportedArgument, match="Neptune's service has ended"):
         make_trainer("hftrainer", tmp_path, "plain", report_to="neptune")
@@ -414,7 +414,7 @@ def test_wrong_loggers(tmp_path):
         make_trainer("hftrainer", tmp_path, "plain", trainer={"loggers": [Recorder]})
     with pytest.raises(InvalidArgument, match=r"loggers=True \(bool\): give a list"):
         make_trainer("hftrainer", tmp_path, "plain", trainer={"loggers": True})
-    with pytest.raises(InvalidArgument, match=r"Recorder is a Lightning logger, no callback: .*loggers="):
+    with pytest.raises(InvalidArgument, match=r"Recorder is a Lightning logger, not a callback: .*loggers="):
         make_trainer("hftrainer", tmp_path, "plain", trainer={"callbacks": [Recorder()]})
     with pytest.raises(UnsupportedArgument, match=r"use report_to or Trainer\(loggers="):
         make_trainer("hftrainer", tmp_path, "plain", lightning_config={"logger": Recorder()})

@@ -78,7 +78,7 @@ FACTS = {
     "loading": (r"Loading model from \S*checkpoint-6", r"Loading the model from \S*checkpoint-6"),
     "steps done": (r"global step 6\b", r"Optimizer steps done: 6\b"),
     "epochs done": (r"epoch 1\b", r"Epochs done: 1\b"),
-    "batches done": (r"1 epochs and\D* 2 batches|first 1 epochs then the first 2 b", r"that are passed over: 2\b"),
+    "batches done": (r"1 epochs and\D* 2 batches|first 1 epochs then the first 2 b", r"that are skipped: 2\b"),
 }
 BOTH = """
 trainer = make({settings})

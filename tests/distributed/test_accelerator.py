@@ -27,7 +27,7 @@ BOTH = {
     "gather": [1.0, 5.0, 2.0, 4.0],
     "trigger": [False, True, False],
     "files": ["model.safetensors", "saved.pt", "saved.safetensors"],
-    "unheard of": "accelerator.make_coffee is not there.",
+    "unheard of": "accelerator.make_coffee does not exist.",
     **dict.fromkeys(("own", "wrapped", "unwrapped", "compiled", "kept"), True),
     "not trained": "Plain",
     "outside": [False, False, -1],

@@ -270,7 +270,7 @@ def test_the_other_ends_within_the_timeout_and_says_why(tmp_path, undisturbed, n
     pair.jobs[1].kill()
     assert pair.jobs[0].process.exitcode not in (None, 0)
     assert took < 15
-    assert "Process 0 has lost the others" in pair.printed()[0]
+    assert "Rank 0 has lost the other ranks" in pair.printed()[0]
     finish(tmp_path / "out")
     assert_same(weights(tmp_path / "out"), undisturbed)
 

@@ -70,4 +70,4 @@ def test_texts_and_what_cannot_be_written(folders, monkeypatch, caplog):
     assert ours["train/flag"] == [(0, 1.0)]
     assert texts(folders["hftrainer"]) == texts(folders["transformers"])
     assert texts(folders["hftrainer"])["eval/note/text_summary"] == [(0, "words")]
-    assert "train/other=[1, 2] (list) is no number" in caplog.text
+    assert "train/other=[1, 2] (list) is not a number" in caplog.text

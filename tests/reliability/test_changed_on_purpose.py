@@ -239,7 +239,7 @@ def test_accept(run, checkpoint, caplog):
     manifest = (checkpoint / "hftrainer_manifest.json").read_text()
     done = command("--accept", checkpoint)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "is accepted as it is (added: pytorch_model.bin; removed: model.safetensors)." in done.stdout
+    assert "is accepted (added: pytorch_model.bin; removed: model.safetensors)." in done.stdout
     assert (checkpoint / "hftrainer_manifest.json").read_text() != manifest
     assert get_last_checkpoint(str(checkpoint.parent)) == str(checkpoint)
     resumed = make_trainer(checkpoint.parent, "bert")

@@ -36,7 +36,7 @@ def test_too_many_cores(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("raise AssertionError")
     done = run_script("-m", "hftrainer", "run", "--tpu", "--num-cores", "4", str(script))
-    assert done.returncode == 1 and "one core or all, and there are 1" in done.stderr
+    assert done.returncode == 1 and "one core or all, and this machine has 1" in done.stderr
 
 
 @pytest.fixture(scope="module")

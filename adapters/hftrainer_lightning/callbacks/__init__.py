@@ -1,1 +1,1 @@
-"""What Lightning's callbacks need beyond hooks."""
+"""Support for Lightning's callbacks beyond their hooks: checkpoints, schedules, finders, pruning."""

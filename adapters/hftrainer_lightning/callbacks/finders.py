@@ -1,4 +1,4 @@
-"""`LearningRateFinder` and `BatchSizeFinder`: trial steps before training, of which nothing stays but the number."""
+"""`LearningRateFinder` and `BatchSizeFinder`: trial steps before training, of which only the result is kept."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hftrainer_lightning.hooks import TuningHooks
 
 
 class _Trial(pl.LightningModule):
-    """The model as Lightning's finders want it: with attributes that they can change, and loaders that follow them."""
+    """The model as Lightning's finders need it: with attributes that they change, and loaders that read them."""
 
     def __init__(self, model: torch.nn.Module, hooks: TuningHooks, size_name: str, rate_name: str) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class _Trial(pl.LightningModule):
         setattr(self, rate_name, hooks.learning_rate)
 
     def train_dataloader(self) -> Any:
-        """The Trainer's loader with the batch size in question."""
+        """The Trainer's loader, with the batch size to try."""
         return self._hooks.loader(getattr(self, self._size_name))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -41,12 +41,12 @@ class _Trial(pl.LightningModule):
 
 
 _LIGHTNING = logging.getLogger("lightning.pytorch")
-#: Builds a `lightning.Trainer` from the plan; keywords win.
+#: Builds a `lightning.Trainer` from the plan; keywords take precedence over it.
 Build = Callable[..., pl.Trainer]
 
 
 def find_batch_size(build: Build, finder: BatchSizeFinder, hooks: TuningHooks, model: torch.nn.Module) -> int:
-    """The largest batch that fits into memory, in samples, as `finder` looks for it."""
+    """The largest batch that fits into memory, in samples, found by `finder`."""
     name = private_api.name_of_batch_size(finder)
     trial = _Trial(model, hooks, name, "learning_rate")
     _run(build, finder, hooks, trial)
@@ -56,7 +56,7 @@ def find_batch_size(build: Build, finder: BatchSizeFinder, hooks: TuningHooks, m
 def find_learning_rate(
     build: Build, finder: LearningRateFinder, hooks: TuningHooks, model: torch.nn.Module
 ) -> float | None:
-    """The learning rate that `finder` suggests; None when it finds none, or is told to suggest only.
+    """The learning rate that `finder` suggests; None when it finds none, or with `update_attr=False`.
 
     The curve is in `finder.optimal_lr` afterwards.
     """
@@ -68,13 +68,13 @@ def find_learning_rate(
 def _run(
     build: Build, finder: BatchSizeFinder | LearningRateFinder, hooks: TuningHooks, trial: pl.LightningModule
 ) -> None:
-    """Fit until the finder has found; Lightning puts model and optimizer back, this the random numbers."""
+    """Fit until the finder is done. Lightning restores model and optimizer; this restores the random states."""
     private_api.end_when_found(finder)
     with isolate_rng(), private_api.quiet(), private_api.keyboard_interrupts_restored(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The 'train_dataloader' does not have many workers")
         trainer = build(max_epochs=-1, callbacks=[finder], gradient_clip_val=hooks.max_grad_norm or None)
         level = _LIGHTNING.level
-        _LIGHTNING.setLevel(logging.WARNING)  # what was found is said by the Trainer
+        _LIGHTNING.setLevel(logging.WARNING)  # the Trainer logs the result
         try:
             trainer.fit(trial)
         finally:

@@ -1,4 +1,4 @@
-"""`ModelPruning` in a checkpoint: the saved weights are pruned, and training goes on with those below the masks."""
+"""`ModelPruning` in a checkpoint: the saved weights are pruned, training continues with the unmasked ones."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from hftrainer_lightning import private_api
 
 
 def keep_pruning(pruning: ModelPruning, module: torch.nn.Module) -> dict[str, Any]:
-    """What a resumed run needs: masks with the values below them, and the values that training began with."""
+    """The state for a resumed run: masks, the values that they hide, and the values before training."""
     first_values = [layer["data"].state_dict() for layer in private_api.first_layers(pruning)]
     return {"masks": _masks(module), "first_values": first_values}
 
 
 def restore_pruning(pruning: ModelPruning, module: torch.nn.Module, kept: Mapping[str, Any]) -> None:
-    """Bring back what `keep_pruning` kept, after the callback's `setup`."""
+    """Restore what `keep_pruning` returned, after the callback's `setup`."""
     _put_masks(module, kept["masks"])
     _restore_first_values(pruning, kept["first_values"])
 
@@ -31,12 +31,12 @@ def _restore_first_values(pruning: ModelPruning, first_values: Sequence[Any]) ->
             first = getattr(layer["data"], name)
             live = getattr(private_api.pruned_module(pruning, index), f"{name}_orig", None)
             if live is not None and torch.equal(first, live):
-                # Once it has returned to them, Lightning trains on that very storage, so that they follow the training.
+                # After Lightning has reset weights to them, it trains on their storage, so training changes them too.
                 first.data = live.data
 
 
 def _masks(module: torch.nn.Module) -> dict[str, Any]:
-    """The masks of pruned parameters, and the values below them that training goes on with."""
+    """The masks of pruned parameters, and the unmasked values, with which training continues."""
     return {
         name: {"mask": mask, "original": module.get_parameter(f"{name}_orig").data}
         for buffer, mask in module.named_buffers()

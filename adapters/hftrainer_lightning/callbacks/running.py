@@ -1,4 +1,4 @@
-"""What Lightning's callbacks need beyond their hooks: weights and states in a checkpoint, and a say in the schedule."""
+"""Support for Lightning's callbacks beyond hooks: their weights and states in checkpoints, and schedules."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ if TYPE_CHECKING:
     from hftrainer_lightning.hooks import RunHooks
     from hftrainer_lightning.module import TrainerModule
 
-#: What a Lightning checkpoint holds in places of its own; all else in it comes from callbacks.
+#: Lightning's own keys in a checkpoint; all others come from callbacks.
 _KEPT_ELSEWHERE = ("state_dict", "epoch", "global_step")
-#: Callbacks that look for a setting before training, and take no part in it.
+#: Callbacks that search for a setting before training, and do not run during it.
 FINDERS = (BatchSizeFinder, LearningRateFinder)
-#: Callbacks that have nothing to do outside training.
+#: Callbacks that run during training only.
 OF_TRAINING = (StochasticWeightAveraging, WeightAveraging)
-#: Callbacks that change weights when an epoch ends, which is after the checkpoint of its last step.
+#: Callbacks that change weights when an epoch ends: after the checkpoint of its last step.
 _AT_EPOCH_END = (ModelPruning, WeightAveraging)
 _HOOKS = [name for name in vars(Callback) if name.startswith("on_") and name != "on_fit_start"]
-#: The generated module's name for the user's model, in its state dict.
+#: Prefix of the user's model in the generated module's state dict.
 _PREFIX = "model."
 
 
@@ -54,15 +54,15 @@ def is_lightning_callback(candidate: Any) -> bool:
 
 
 def has_progress_bar(callbacks: Iterable[Callback]) -> bool:
-    """Whether one of these shows a progress bar."""
+    """Whether one of the callbacks shows a progress bar."""
     return any(isinstance(callback, ProgressBar) for callback in callbacks)
 
 
 def check_callbacks(callbacks: Sequence[Callback], **run: Any) -> list[str]:
-    """A sentence for each callback that cannot work; the keywords are those of `_refusal`."""
+    """An error message for each callback that cannot work; keywords as in `_refusal`."""
     found = [reason for callback in callbacks if (reason := _refusal(callback, **run)) is not None]
     if first_of(callbacks, ModelPruning) and first_of(callbacks, WeightAveraging):
-        found.append("ModelPruning changes the parameters that weight averaging averages: give one of them.")
+        found.append("ModelPruning changes the parameters that weight averaging averages: use only one of them.")
     return found
 
 
@@ -83,18 +83,18 @@ def _refusal(
     Args:
         callback: the callback.
         accumulate_grad_batches: micro-batches per optimizer step.
-        finds_batch_size: whether the Trainer looks for the batch size itself.
+        finds_batch_size: whether the Trainer searches for the batch size itself.
         evaluates: whether the run evaluates.
-        automatic_optimization: whether backward is Lightning's, rather than in a `training_step` of the user's.
+        automatic_optimization: whether Lightning runs backward, rather than the user's `training_step`.
         knows_epochs: whether the training data has a length.
-        several: whether there are several processes.
-        sharded: whether each process holds a part of the model only.
-        deepspeed: whether DeepSpeed trains it.
+        several: whether the run has several processes.
+        sharded: whether each rank holds only a shard of the model.
+        deepspeed: whether DeepSpeed trains the model.
     """
     name = type(callback).__name__
     if sharded and isinstance(callback, (ModelPruning, *OF_TRAINING)):
         by = "deepspeed" if deepspeed else "fsdp"
-        return f"{name} changes whole weights, and {by} shards them: train without {by}, or without {name}."
+        return f"{name} changes full weights, and {by} shards them: train without {by}, or without {name}."
     if deepspeed and isinstance(callback, GradientAccumulationScheduler):
         return (
             f"{name} cannot tell DeepSpeed how many micro-batches a step has: set gradient_accumulation_steps instead."
@@ -114,26 +114,26 @@ def _refusal(
             )
     share = isinstance(callback, StochasticWeightAveraging) and private_api.begins_at_a_share(callback)
     if share and not knows_epochs:
-        return f"{name}(swa_epoch_start) is a share of the epochs, and the data has no length: give an integer."
+        return f"{name}(swa_epoch_start) is a fraction of the epochs, and the data has no length: use an integer."
     if isinstance(callback, EarlyStopping) and not (evaluates or private_api.looks_when_training_ends(callback)):
-        return f"{name}(monitor={callback.monitor!r}) looks at evaluations, and there are none: set eval_strategy."
+        return f"{name}(monitor={callback.monitor!r}) reads evaluations, and the run has none: set eval_strategy."
     if isinstance(callback, ModelCheckpoint) and not evaluates and str(callback.monitor).startswith("eval_"):
-        return f"{name}(monitor={callback.monitor!r}) waits for evaluations, and there are none: set eval_strategy."
+        return f"{name}(monitor={callback.monitor!r}) waits for evaluations, and the run has none: set eval_strategy."
     if isinstance(callback, FINDERS):
         if several:
-            return f"{name} is not supported yet in several processes: let it look in one, and set what it finds."
+            return f"{name} is not supported yet in several processes: run it in one, and set its result."
         if isinstance(callback, BatchSizeFinder) and finds_batch_size:
-            return f"auto_find_batch_size and {name} both look for the batch size: give one of them."
+            return f"auto_find_batch_size and {name} both search for the batch size: use only one of them."
         if own := [hook for hook in _HOOKS if _overrides(callback, hook, *FINDERS)]:
             return (
-                f"{name}.{own[0]} would try steps within a run, whose optimizer steps are counted and logged: "
-                f"a {FINDERS[isinstance(callback, LearningRateFinder)].__name__} looks once, before training."
+                f"{name}.{own[0]} would run trial steps during training, which would be counted and logged: "
+                f"a {FINDERS[isinstance(callback, LearningRateFinder)].__name__} searches once, before training."
             )
     return None
 
 
 def _overrides(callback: Callback, hook: str, *besides: type) -> bool:
-    """Whether a callback has a hook of its own, not that of the base class or of one of the classes in `besides`."""
+    """Whether a callback overrides a hook of the base class and of the classes in `besides`."""
     own = getattr(getattr(callback, hook), "__func__", None)
     return all(own is not getattr(kind, hook) for kind in (Callback, *besides))
 
@@ -142,11 +142,11 @@ def _overrides(callback: Callback, hook: str, *besides: type) -> bool:
 
 
 def save(trainer: pl.Trainer, module: TrainerModule, callbacks: Sequence[Callback]) -> tuple[Any, dict[str, Any]]:
-    """What callbacks have to say to a checkpoint.
+    """The callbacks' contribution to a checkpoint.
 
     Returns:
-        The weights to save instead of the model's own (None when they are those), by the names of the model's state
-        dict; and what else is to be kept: `{"callbacks": states by state_key, ...}`, empty when there is nothing.
+        The weights to save instead of the model's own, by the names of the model's state dict (None: the model's own);
+        and the state to save besides: `{"callbacks": states by state_key, ...}`, empty when there is none.
     """
     states = {callback.state_key: state for callback in callbacks if (state := private_api.state_of(callback))}
     kept: dict[str, Any] = {"callbacks": states} if states else {}
@@ -167,12 +167,12 @@ def save(trainer: pl.Trainer, module: TrainerModule, callbacks: Sequence[Callbac
 
 
 def _weights_shown(module: TrainerModule) -> dict[str, Any]:
-    """What callbacks see of the weights: nothing of sharded ones, which would have to be gathered."""
+    """The weights that callbacks see: none if they are sharded, since they would have to be gathered."""
     return {} if is_sharded(module.model) or is_engine(module.model) else module.state_dict()
 
 
 def detached(kept: dict[str, Any]) -> dict[str, Any]:
-    """What is kept, with tensors of its own: the model's change while other weights are in it."""
+    """A copy of the state with its own tensors: the model's change while other weights are in it."""
     return copy.deepcopy(kept)
 
 
@@ -180,10 +180,10 @@ def detached(kept: dict[str, Any]) -> dict[str, Any]:
 def in_place(
     model: torch.nn.Module, weights: dict[str, torch.Tensor] | None
 ) -> Iterator[dict[str, torch.Tensor] | None]:
-    """Put weights that are to be saved into the model, so that whoever saves the model saves them; then put them back.
+    """Put the weights to save into the model, so that any code that saves it saves them; then restore its own.
 
     Yields:
-        The weights, when they do not fit into the model under the same names and must be handed on.
+        The weights, if their names differ from the model's, so that they must be saved separately.
     """
     if weights is None or weights.keys() != (own := model.state_dict()).keys():
         yield weights
@@ -199,7 +199,7 @@ def in_place(
 def _swap(own: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
     swapped = set()
     for name, tensor in own.items():
-        if tensor.data_ptr() not in swapped or not tensor.numel():  # tied ones once
+        if tensor.data_ptr() not in swapped or not tensor.numel():  # swap tied tensors once
             swapped.add(tensor.data_ptr())
             kept = tensor.clone()
             tensor.copy_(other[name])
@@ -207,9 +207,9 @@ def _swap(own: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
 
 
 def restore(trainer: pl.Trainer, module: TrainerModule, kept: Mapping[str, Any]) -> None:
-    """Give callbacks what `save` kept, after their `setup` and before `on_fit_start`, as when Lightning resumes.
+    """Restore callbacks from what `save` returned, after `setup` and before `on_fit_start`, as Lightning does.
 
-    The model holds the checkpoint's weights by then.
+    The model must hold the checkpoint's weights already.
     """
     if (pruning := first_of(trainer.callbacks, ModelPruning)) is not None and "pruning" in kept:  # type: ignore[attr-defined]
         restore_pruning(pruning, module, kept["pruning"])
@@ -239,7 +239,7 @@ def accumulation_at(callbacks: Iterable[Callback], epoch: int, default: int) -> 
 
 
 def freeze_before_training(callbacks: Iterable[Callback], module: TrainerModule) -> bool:
-    """Let callbacks that unfreeze by and by freeze what they want, before there is an optimizer; whether any did."""
+    """Let callbacks that unfreeze gradually freeze their layers before the optimizer is made; whether any did."""
     freezing = [callback for callback in callbacks if isinstance(callback, BaseFinetuning)]
     for callback in freezing:
         callback.freeze_before_training(module)
@@ -247,7 +247,7 @@ def freeze_before_training(callbacks: Iterable[Callback], module: TrainerModule)
 
 
 def unfreeze_what_is_trained(callbacks: Iterable[Callback], optimizer: torch.optim.Optimizer) -> None:
-    """Let parameters that the optimizer holds be trained: on resume Lightning freezes them and leaves them frozen."""
+    """Unfreeze the parameters in the optimizer: on resume Lightning freezes them and leaves them frozen."""
     if first_of(callbacks, BaseFinetuning) is not None:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -255,7 +255,7 @@ def unfreeze_what_is_trained(callbacks: Iterable[Callback], optimizer: torch.opt
 
 
 def begin_epoch_in_the_middle(trainer: pl.Trainer, module: TrainerModule) -> None:
-    """Tell callbacks that prepare each epoch about one that is resumed in the middle: Lightning does not."""
+    """Announce an epoch that is resumed in the middle to callbacks that prepare each epoch: Lightning does not."""
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     for callback in callbacks:
         if isinstance(callback, (GradientAccumulationScheduler, StochasticWeightAveraging)):
@@ -263,7 +263,7 @@ def begin_epoch_in_the_middle(trainer: pl.Trainer, module: TrainerModule) -> Non
 
 
 def end_epoch_before(trainer: pl.Trainer, module: TrainerModule) -> None:
-    """Let callbacks that change the weights at an epoch's end do so, after a checkpoint of its last step."""
+    """Run callbacks that change weights at an epoch's end, when resuming from a checkpoint of its last step."""
     with private_api.in_previous_epoch(trainer):
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, _AT_EPOCH_END):
@@ -271,9 +271,9 @@ def end_epoch_before(trainer: pl.Trainer, module: TrainerModule) -> None:
 
 
 def update_batch_norm(trainer: pl.Trainer, module: TrainerModule, hooks: RunHooks) -> None:
-    """Compute the running statistics of batch normalization anew for weights that `StochasticWeightAveraging` averaged.
+    """Recompute batch normalization's running statistics for weights that `StochasticWeightAveraging` averaged.
 
-    Lightning does it in one more epoch, which the Trainer's number of steps leaves no room for.
+    Lightning does it in an extra epoch, which would exceed the Trainer's number of steps.
     """
     averaging = first_of(trainer.callbacks, StochasticWeightAveraging)  # type: ignore[attr-defined]
     averaged = averaging is not None and averaging.n_averaged is not None
@@ -282,7 +282,7 @@ def update_batch_norm(trainer: pl.Trainer, module: TrainerModule, hooks: RunHook
 
 
 class _Forward(torch.nn.Module):
-    """A model that takes a batch as the Trainer does."""
+    """A model whose forward takes a batch, as the Trainer's loss does."""
 
     def __init__(self, model: torch.nn.Module, hooks: RunHooks) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""Every touch of a private Lightning name, each with its reason. Checked against lightning 2.6.6.
+"""Every use of a private Lightning name, each with its reason. Checked against lightning 2.6.6.
 
-A module of this folder for each part of Lightning that is touched; `tests/api/test_private_names.py` finds private
-names of Lightning anywhere else.
+There is one module for each part of Lightning; `tests/api/test_private_names.py` finds uses of Lightning's private
+names anywhere else.
 """
 
 from hftrainer_lightning.private_api.callbacks import (

@@ -1,4 +1,4 @@
-"""Lightning's callbacks: what they were given and what they have gathered, which they keep to themselves."""
+"""Lightning's callbacks: reads and resets their private settings and state."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import (
 
 
 def begin_anew(callbacks: Iterable[Callback]) -> None:
-    """Let callbacks that average weights begin with the run; Lightning has them go on from an earlier one's count."""
+    """Reset callbacks that average weights; Lightning would continue the count of an earlier run."""
     for callback in callbacks:
         if isinstance(callback, WeightAveraging):
             callback._latest_update_step, callback._latest_update_epoch = 0, -1
@@ -28,17 +28,17 @@ def begin_anew(callbacks: Iterable[Callback]) -> None:
 
 
 def release_callbacks(callbacks: Iterable[Callback]) -> None:
-    """Free the averages of a run that is over: the model has them, and evaluations are of the model."""
+    """Free the averages of a run that has ended: the model holds them, and evaluations use the model."""
     for callback in callbacks:
         if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
             callback._average_model = None
 
 
 def state_of(callback: Callback) -> dict[str, Any]:
-    """What it says to a checkpoint; of the schedule of averaged weights without its function.
+    """A callback's state for a checkpoint; the averaging schedule's state without its function.
 
-    The schedule makes that function anew. torch 2.6 keeps it in the schedule's state, and only unpickling that can run
-    any code reads it back.
+    The schedule recreates that function. torch 2.6 keeps it in the schedule's state, where only unsafe unpickling could
+    read it.
     """
     state = callback.state_dict()
     schedule = state.get("scheduler_state") if isinstance(callback, StochasticWeightAveraging) else None
@@ -48,12 +48,12 @@ def state_of(callback: Callback) -> dict[str, Any]:
 
 
 def begins_at_a_share(averaging: StochasticWeightAveraging) -> bool:
-    """Whether `swa_epoch_start` is a share of the epochs, and no epoch: only then must their number be known."""
+    """Whether `swa_epoch_start` is a fraction of the epochs, so that their number must be known, and not an epoch."""
     return isinstance(averaging._swa_epoch_start, float)
 
 
 def looks_when_training_ends(stopping: EarlyStopping) -> bool:
-    """Whether it looks at the end of a training epoch, and so needs no evaluation."""
+    """Whether it checks its metric at the end of a training epoch, and so does not need evaluations."""
     return bool(stopping._check_on_train_epoch_end)
 
 
@@ -66,12 +66,12 @@ def leaves_masks(pruning: ModelPruning) -> bool:
 
 
 def first_layers(pruning: ModelPruning) -> list[Any]:
-    """The layers as they were when training began, to whose values the lottery ticket hypothesis returns."""
+    """Copies of the layers before training; the lottery ticket hypothesis resets weights to their values."""
     return list((pruning._original_layers or {}).values())
 
 
 def pruned_module(pruning: ModelPruning, index: int) -> torch.nn.Module:
-    """The module of the parameter that Lightning counts as `index`; the layers as they were have only the number."""
+    """The module of the parameter with Lightning's number `index`; `first_layers` are known by number only."""
     return pruning._parameters_to_prune[index][0]
 
 
@@ -79,20 +79,20 @@ def pruned_module(pruning: ModelPruning, index: int) -> torch.nn.Module:
 
 
 def name_of_batch_size(finder: BatchSizeFinder) -> str:
-    """The attribute that it changes from trial to trial."""
+    """The attribute that the finder changes from trial to trial."""
     return finder._batch_arg_name
 
 
 def name_of_learning_rate(finder: LearningRateFinder) -> str:
-    """The attribute that it sets; without a name it would look for one of its own choice."""
+    """The attribute that the finder sets; without a name it would choose one itself."""
     return finder._attr_name or "learning_rate"
 
 
 def is_to_set_the_rate(finder: LearningRateFinder) -> bool:
-    """Whether the rate that it finds is to be trained with, rather than suggested."""
+    """Whether training uses the rate that the finder suggests (`update_attr`)."""
     return finder._update_attr
 
 
 def end_when_found(finder: BatchSizeFinder | LearningRateFinder) -> None:
-    """Say that no training is to follow, as Lightning's own Tuner does; there is no other way to say it."""
+    """Set the flag by which Lightning's Tuner skips training after the search; it has no public name."""
     finder._early_exit = True

@@ -1,4 +1,4 @@
-"""Lightning's loops of evaluation: run at any point of a training, on any loader, alone or in a group."""
+"""Lightning's evaluation loops: run at any point of training, on any loader, alone or in a group."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class ValidationGroup:
-    """Evaluations of several sets within `fit` that are one validation to Lightning's callbacks.
+    """Evaluations of several sets within `fit` that Lightning's callbacks see as one validation.
 
     Callbacks that follow a metric look for it when a validation ends; the metrics of all sets must be there then.
 
@@ -36,7 +36,7 @@ class ValidationGroup:
 
 
 class _BareEvaluationLoop(_EvaluationLoop):
-    """Runs a batch at once where nobody listens; Lightning asks for its state forty times a batch to announce it."""
+    """Skips hook dispatch when there are no callbacks and no profiler; Lightning reads its state 40 times a batch."""
 
     def _evaluation_step(self, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
         trainer = self.trainer
@@ -55,13 +55,13 @@ class _BareEvaluationLoop(_EvaluationLoop):
 
 
 def install_bare_evaluation(trainer: pl.Trainer) -> None:
-    """Let evaluations without Lightning callbacks pass over what is only there to inform them."""
+    """Make evaluations without Lightning callbacks skip the work that only informs callbacks."""
     for loop in (trainer.validate_loop, trainer.test_loop, trainer.fit_loop.epoch_loop.val_loop):
         loop.__class__ = _BareEvaluationLoop
 
 
 class _GroupedLoop(_BareEvaluationLoop):
-    """Announces the start with the group's first evaluation, and leaves the end to `end_group`."""
+    """Announces the start at the group's first evaluation, and leaves the end to `end_group`."""
 
     group: ValidationGroup
 
@@ -85,7 +85,7 @@ def validate_in_fit(
     """Run Lightning's own validation loop at any point of `fit`, on any loader, so that its callbacks see it.
 
     Lightning runs it at fixed points, on one loader, and from the epoch loop only; the Trainer evaluates when its
-    callbacks say so. `all_batches` takes `limit_val_batches` off, for predictions.
+    callbacks request it. `all_batches` ignores `limit_val_batches`, for predictions.
     """
     loop: Any = trainer.fit_loop.epoch_loop.val_loop
     outer, kind, limit = module.evaluating, loop.__class__, trainer.limit_val_batches
@@ -101,7 +101,7 @@ def validate_in_fit(
         with _validating(trainer, module):
             loop.run()
     except BaseException:
-        if module.in_validation:  # the weights that it has put aside must come back, for a checkpoint may follow
+        if module.in_validation:  # restore the weights that it has swapped out: a checkpoint may follow
             module.in_validation = False
             for callback in trainer.callbacks:  # type: ignore[attr-defined]
                 if isinstance(callback, WeightAveraging):
@@ -114,14 +114,14 @@ def validate_in_fit(
 
 
 class SeenBatches(_IndexBatchSamplerWrapper):
-    """Tells prediction writers which samples each batch holds; Lightning asks only what it has wrapped itself."""
+    """Gives prediction writers each batch's sample indices; Lightning only reads samplers that it wrapped itself."""
 
     def __init__(self, seen: list[list[int]]) -> None:
         self.seen_batch_indices = seen
 
 
 def release_data(loop: Any) -> None:
-    """Let go of the loader of an evaluation that is over, and with it of its predictions."""
+    """Release the loader of an evaluation that has ended, and with it the predictions."""
     loop._data_source.instance = loop._combined_loader = None
     if loop._data_fetcher is not None:
         loop._data_fetcher.teardown()
@@ -132,14 +132,14 @@ def end_group(trainer: pl.Trainer, module: TrainerModule, group: ValidationGroup
     """Announce the end of a group's validation.
 
     Args:
-        trainer: of the fit.
-        module: of the fit.
+        trainer: the trainer that fits.
+        module: the module that it fits.
         group: the group.
-        metrics: what callbacks find besides the metrics of each set.
+        metrics: metrics that callbacks see besides those of each set.
     """
     numbers = {name: torch.tensor(float(value)) for name, value in metrics.items() if can_be_logged(name, value)}
     with _validating(trainer, module):
-        if not group.begun and numbers:  # an evaluation of the user's own, without Lightning's loop
+        if not group.begun and numbers:  # an `evaluation_loop` override, without Lightning's loop
             call._call_callback_hooks(trainer, "on_validation_start")
         trainer._logger_connector._callback_metrics.update(numbers)
         if group.begun:
@@ -149,14 +149,14 @@ def end_group(trainer: pl.Trainer, module: TrainerModule, group: ValidationGroup
 
 
 def can_be_logged(name: str, value: Any) -> bool:
-    """Whether Lightning takes this metric; `compute_metrics` may return anything under any name."""
+    """Whether Lightning accepts this metric; `compute_metrics` may return any value under any name."""
     reserved = "/dataloader_idx_" in name
     return not reserved and (isinstance(value, float) or (isinstance(value, int) and abs(value) <= sys.float_info.max))
 
 
 @contextlib.contextmanager
 def _validating(trainer: pl.Trainer, module: TrainerModule) -> Iterator[None]:
-    """Let Lightning believe that it validates; afterwards, all that tells it that it is training is put back."""
+    """Set Lightning's state to validating, and restore the state of training afterwards."""
     connector = trainer._logger_connector
     first_iteration, hook = connector._first_loop_iter, module._current_fx_name
     trainer.validating = True

@@ -1,4 +1,4 @@
-"""Lightning's strategies and precision plugins: what of theirs has no public name."""
+"""Lightning's strategies and precision plugins: uses of their private names."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from lightning.pytorch.strategies.xla import XLAStrategy
 
 
 def announce_gradients(precision: Precision, model: Any, optimizer: Any) -> None:
-    """Tell callbacks and module that the gradients are there, and clip them; for plugins with steps of their own.
+    """Announce the gradients to callbacks and module, and clip them; for plugins with their own optimizer step.
 
-    What Lightning's do between closure and step. It has no public name.
+    Lightning's plugins do this between closure and step, under a private name.
     """
     precision._after_closure(model, optimizer)
 
 
 class OwnPrecision(Strategy):
-    """Takes the plan's precision plugin where Lightning's strategy insists on its own.
+    """Uses the plan's precision plugin where Lightning's strategy requires its own.
 
-    That for FSDP has autocast on CUDA only, and clips no norms; that for XLA casts by environment variables.
-    Lightning's trainer looks for it by the private name, before it asks by the public one.
+    Lightning's plugin for FSDP has autocast on CUDA only, and does not clip norms; that for XLA casts by environment
+    variables. Lightning's trainer reads the private attribute before the public one.
     """
 
     _precision_plugin: Precision | None = None
@@ -36,7 +36,7 @@ class OwnPrecision(Strategy):
 
 
 class LaunchedXLA(XLAStrategy):
-    """Believes that its processes are there, which torch_xla's launcher has started; Lightning would start its own."""
+    """Skips Lightning's launcher: torch_xla's launcher has started the processes already."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)

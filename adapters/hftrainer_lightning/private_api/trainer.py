@@ -1,4 +1,4 @@
-"""The Lightning trainer and what surrounds it: signals, log lines, profilers, further processes."""
+"""The Lightning trainer, and its signals, log lines, profilers and process launcher."""
 
 from __future__ import annotations
 
@@ -84,23 +84,23 @@ def quiet() -> Iterator[None]:
         logger.setLevel(logging.WARNING)
     try:
         with warnings.catch_warnings():
-            # The Trainer chooses the device itself, and says so in its own words.
+            # The Trainer chooses the device itself, and logs it.
             warnings.filterwarnings("ignore", message="GPU available but not used")
             warnings.filterwarnings("ignore", message="MPS available but not used")
-            # The training step sets training mode, as transformers does; what comes before may see the model as it was.
+            # The training step sets training mode, as transformers does; code before it may see the model's own mode.
             warnings.filterwarnings("ignore", message="Found .* in eval mode at the start of training")
-            # As `prediction_loss_only` asks for.
+            # Intended with `prediction_loss_only`.
             warnings.filterwarnings("ignore", message="predict returned None if it was on purpose")
-            # Processes share the metrics before they are logged.
+            # Metrics are gathered from all ranks before they are logged.
             warnings.filterwarnings("ignore", message="It is recommended to use `self.log.*sync_dist=True")
-            # Their steps are the Trainer's, and are announced as it announces them.
+            # Manual optimization: the Trainer makes and announces the steps.
             warnings.filterwarnings("ignore", message="SWA is currently only supported every epoch")
             warnings.filterwarnings(
                 "ignore", message="When using `Trainer.accumulate_grad_batches != 1.` and overriding"
             )
-            # Without log lines, nothing is logged on purpose.
+            # Intended: without log lines, nothing is logged.
             warnings.filterwarnings("ignore", message="The number of training batches .* is smaller than the logging")
-            # Lightning 2.6 asks torch 2.13 by a deprecated name: not for the user to mend.
+            # Lightning 2.6 uses a name that torch 2.13 deprecates; users cannot change that.
             warnings.filterwarnings("ignore", message=".*isinstance\\(treespec, LeafSpec\\)")
             yield
     finally:
@@ -109,10 +109,10 @@ def quiet() -> Iterator[None]:
 
 
 def start_script_again(environment: ClusterEnvironment, processes: int) -> Any:
-    """Start this command line once more for each further process; Lightning's launcher, which kills it with them.
+    """Start this command line again for each further process; returns Lightning's launcher, which ends them.
 
-    Lightning would put the command together from `sys.argv`, which knows neither `python -m hftrainer run` nor what
-    the script has changed.
+    Lightning would build the command from `sys.argv`, which lacks `python -m hftrainer run` and contains the script's
+    changes.
     """
     module: Any = subprocess_script
     launcher = module._SubprocessScriptLauncher(environment, processes, num_nodes=1)
@@ -126,7 +126,7 @@ def start_script_again(environment: ClusterEnvironment, processes: int) -> Any:
 
 
 class NoProfiler(PassThroughProfiler):
-    """Profiles nothing, at no cost: Lightning's own opens a generator around every hook."""
+    """Profiles nothing, at no cost: Lightning's class opens a generator around every hook."""
 
     def profile(self, action_name: str) -> Any:
         return _NOTHING
@@ -136,6 +136,6 @@ _NOTHING = contextlib.nullcontext()
 
 
 def recorded_events(profiler: PyTorchProfiler) -> Any:
-    """The events of a finished recording. The profiler ends it itself when it reports, too late for other names."""
+    """Stop the recording and return its events. The profiler stops when it reports, too late to rename events."""
     profiler._delete_profilers()
     return profiler.function_events or []

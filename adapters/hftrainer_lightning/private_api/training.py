@@ -1,4 +1,4 @@
-"""Lightning's loops of training: their counting, and what they do at each batch that nobody asked for."""
+"""Lightning's training loops: their counters, and per-batch work that the Trainer skips."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class _ScaledLoss(ClosureResult):
-    """Takes the loss as it is.
+    """Leaves the loss undivided.
 
     Lightning divides it by `accumulate_grad_batches`; the Trainer has already divided it by the micro-batches really
     in the window, or by its items. The copy of the loss that Lightning keeps for scaling in place is not needed.
@@ -35,10 +35,10 @@ class _ScaledLoss(ClosureResult):
 
 
 class _WindowedEpochLoop(_TrainingEpochLoop):
-    """Steps the optimizer when the feed's window closes.
+    """Steps the optimizer when the accumulation window closes.
 
-    Lightning counts batches, and always steps at the last; data without a length leaves its last, incomplete window
-    for the next epoch to fill.
+    Lightning counts batches, and always steps at the last; with data without a length, the next epoch
+    fills the last, incomplete window.
     """
 
     micro_batches: MicroBatches
@@ -48,28 +48,28 @@ class _WindowedEpochLoop(_TrainingEpochLoop):
         return window is not None and not window.closes
 
     def on_advance_end(self, data_fetcher: Any) -> None:
-        """Count the step for loggers; when to validate is for the Trainer's callbacks to decide."""
+        """Count the step for loggers; the Trainer's callbacks decide when to validate."""
         if not self._should_accumulate():
             self._batches_that_stepped += 1
         self._save_loggers_on_train_batch_end()
 
     def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
-        """Only schedules by epoch, which callbacks bring: the run's own moves on between the step and its event."""
+        """Step only schedules by epoch, which callbacks add: the run steps its own between optimizer step and event."""
         if interval == "epoch":
             super().update_lr_schedulers(interval, update_plateau_schedulers)
 
     def _build_kwargs(self, kwargs: Any, batch: Any, batch_idx: int) -> Any:
-        """The arguments of the generated module's `training_step`, which Lightning would inspect at every batch."""
+        """The arguments of the generated module's `training_step`; Lightning would inspect it at every batch."""
         kwargs["batch"] = batch
         kwargs["batch_idx"] = batch_idx
         return kwargs
 
 
 class _AnnouncedFitLoop(_FitLoop):
-    """Runs each epoch, from its first batch to the end of the epoch, within a call of the host's."""
+    """Runs each epoch, from its first batch to its end, within the hooks' `around_epoch`."""
 
     def advance(self) -> None:
-        """Let the host run the epoch."""
+        """Run the epoch through the hooks."""
         module: Any = self.trainer.lightning_module
         module.hooks.around_epoch(self._epoch)
 
@@ -82,7 +82,7 @@ class _AnnouncedFitLoop(_FitLoop):
 
 
 class _BareOptimization(_AutomaticOptimization):
-    """Announces the clearing of gradients only to callbacks; the training run does the clearing, after the step."""
+    """Announces `zero_grad` to callbacks only; the training run clears the gradients, after the step."""
 
     output_result_cls = _ScaledLoss
 
@@ -91,7 +91,7 @@ class _BareOptimization(_AutomaticOptimization):
 
 
 class _LazyLoggerConnector(_LoggerConnector):
-    """Gathers a training batch's metrics only if some were logged; Lightning asks a dozen properties to find none."""
+    """Collects a batch's metrics only if some were logged; Lightning reads a dozen properties to find none."""
 
     def on_batch_start(self, batch: Any, dataloader_idx: int | None = None) -> None:
         if self.trainer.state.stage is not RunningStage.TRAINING:
@@ -114,7 +114,7 @@ class _LazyLoggerConnector(_LoggerConnector):
 
 
 def install_window_accumulation(trainer: pl.Trainer, micro_batches: MicroBatches) -> None:
-    """Let the feed's windows, not Lightning's counting, decide when the optimizer steps and how the loss is divided."""
+    """Step the optimizer and divide the loss by the accumulation windows, not by Lightning's batch count."""
     trainer.fit_loop.__class__ = _AnnouncedFitLoop
     epoch_loop = trainer.fit_loop.epoch_loop
     epoch_loop.__class__ = _WindowedEpochLoop
@@ -124,7 +124,7 @@ def install_window_accumulation(trainer: pl.Trainer, micro_batches: MicroBatches
 
 
 def switch_optimization(trainer: pl.Trainer, module: TrainerModule) -> None:
-    """Change between automatic and manual optimization within a run; each of Lightning's loops counts the steps."""
+    """Switch between automatic and manual optimization within a run; each of Lightning's loops counts the steps."""
     loop = trainer.fit_loop.epoch_loop
     steps = loop.global_step
     module.automatic_optimization = not module.automatic_optimization
@@ -135,7 +135,7 @@ def switch_optimization(trainer: pl.Trainer, module: TrainerModule) -> None:
 
 
 def restore_progress(trainer: pl.Trainer, *, epoch: int, batch: int, batches_per_epoch: int, global_step: int) -> None:
-    """Set the loops' counters as a Lightning checkpoint would, from what `trainer_state.json` tells.
+    """Set the loops' counters as a Lightning checkpoint would, from the values in `trainer_state.json`.
 
     Args:
         trainer: a trainer that has not run.
@@ -161,7 +161,7 @@ def restore_progress(trainer: pl.Trainer, *, epoch: int, batch: int, batches_per
 
 @contextlib.contextmanager
 def in_previous_epoch(trainer: pl.Trainer) -> Iterator[None]:
-    """Let Lightning's epoch be the one that has just ended."""
+    """Set Lightning's epoch number to the epoch that has just ended."""
     progress: Any = trainer.fit_loop.epoch_progress.current
     progress.processed -= 1
     try:
@@ -170,14 +170,14 @@ def in_previous_epoch(trainer: pl.Trainer) -> Iterator[None]:
         progress.processed += 1
 
 
-#: The attribute of a module in which Lightning notes the hook that runs: set and put back around each.
+#: The module attribute in which Lightning stores the hook that runs; set and restored around each hook.
 CURRENT_HOOK = "_current_fx_name"
 
 
 class KeepsBatches(pl.LightningModule):
-    """Leaves batches alone: the loader and the Trainer's `_prepare_inputs`, which users override, have moved them.
+    """Does not move batches: the loader and the Trainer's `_prepare_inputs`, which users override, have moved them.
 
-    `transfer_batch_to_device` is public, and would leave them alone too; Lightning looks for three hooks to call it.
+    Overriding the public `transfer_batch_to_device` would do too, but Lightning looks up three hooks to call it.
     """
 
     def _on_before_batch_transfer(self, batch: Any, dataloader_idx: int = 0) -> Any:

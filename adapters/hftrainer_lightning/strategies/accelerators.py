@@ -1,4 +1,4 @@
-"""Lightning's accelerator for a device; one of ours for those that Lightning does not know."""
+"""Lightning's accelerator for a device, or our own for devices that Lightning does not know."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def accelerator(kind: str) -> str | Accelerator:
     module = torch.get_device_module(kind)
 
     class TorchAccelerator(Accelerator):
-        """A device by its module in torch."""
+        """A device type that is reached through its module in torch (`torch.xpu`, ...)."""
 
         def setup_device(self, device: torch.device) -> None:
             module.set_device(device)

@@ -1,4 +1,4 @@
-"""Lightning's strategy for a model in the hands of DeepSpeed's engine, and its precision plugin."""
+"""Lightning's strategy for a model that DeepSpeed's engine trains, and its precision plugin."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class EngineSteps(PlainSteps):
     """Leaves backward, clipping and the step to DeepSpeed's engine.
 
     Args:
-        run: with the engine.
+        run: holds the engine.
     """
 
     def __init__(self, run: DeepSpeedRun) -> None:
@@ -28,19 +28,19 @@ class EngineSteps(PlainSteps):
         self._run = run
 
     def backward(self, tensor: torch.Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        """Run backward, and at the end of the window the step."""
+        """Run backward, and at the end of the accumulation window the optimizer step."""
         self._run.backward(tensor, closes=model.hooks.micro_batches.window.closes, **kwargs)
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Any, **kwargs: Any) -> None:  # type: ignore[override]
-        """Forward and backward; the engine has stepped then."""
+        """Run forward and backward, in which the engine steps."""
         closure()
         private_api.announce_gradients(self, model, optimizer)
-        optimizer.step()  # which torch's schedules count
+        optimizer.step()  # torch's schedules count these calls
         self.skipped = self._run.skipped
 
 
 class PartitionedByDeepSpeed(Prepared, DeepSpeedStrategy):
-    """A model in the hands of DeepSpeed's engine, which is made before Lightning begins."""
+    """A model that DeepSpeed's engine trains; the engine is made before Lightning begins."""
 
     def __init__(self, plan: LightningPlan, run: DeepSpeedRun) -> None:
         self.plan = plan
@@ -49,24 +49,24 @@ class PartitionedByDeepSpeed(Prepared, DeepSpeedStrategy):
         self.precision_plugin = EngineSteps(run)
 
     def setup_environment(self) -> None:
-        """As for replicas; Lightning's own refuses all but CUDA here."""
+        """Set up as for DDP; Lightning's DeepSpeed strategy refuses devices other than CUDA here."""
         super(DeepSpeedStrategy, self).setup_environment()
 
     def setup_distributed(self) -> None:
-        """The processes have met already."""
+        """Nothing: the process group exists already."""
         self.set_world_ranks()
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        """Show Lightning's callbacks the optimizer."""
+        """Expose the optimizer to Lightning's callbacks."""
         super(DeepSpeedStrategy, self).setup_optimizers(trainer)
 
     def block_backward_sync(self) -> Any:
-        """Nothing: the engine is told where a window ends."""
+        """Nothing: the engine knows where an accumulation window ends."""
         return contextlib.nullcontext()
 
     @property
     def handles_gradient_accumulation(self) -> bool:
-        """Windows of micro-batches are the Trainer's."""
+        """True: the Trainer accumulates gradients."""
         return False
 
     @property

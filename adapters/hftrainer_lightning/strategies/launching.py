@@ -1,4 +1,4 @@
-"""Starting the other processes of a run, and what Lightning is told about those that there are."""
+"""Starting the other processes of a run, and the ranks as Lightning sees them."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from hftrainer.parallel.environment import STARTED_BY, RankInfo
 from hftrainer_lightning import private_api
 
-#: Seconds in which the others may say what is wrong with them, when this process has failed.
-_LAST_WORDS = 3.0
+#: Seconds for the other processes to report their errors, when this process has failed.
+_GRACE_AFTER_FAILURE = 3.0
 _SECONDS_BETWEEN_LOOKS = 0.5
 
 
 class Launched(ClusterEnvironment):
-    """Tells Lightning where this process stands; whoever started it, nothing is read or written in `os.environ`.
+    """Gives Lightning this process's ranks, for any launcher, without reading or writing `os.environ`.
 
-    Lightning's own environments are found by guessing, and some clear variables of the launcher when a run ends.
+    Lightning guesses which of its own environments applies, and some clear the launcher's variables when a run ends.
 
     Args:
-        rank_info: where this process stands.
+        rank_info: the ranks of this process.
     """
 
     def __init__(self, rank_info: RankInfo) -> None:
@@ -36,56 +36,56 @@ class Launched(ClusterEnvironment):
 
     @property
     def creates_processes_externally(self) -> bool:
-        """The processes are there when Lightning begins."""
+        """True: the processes are running when Lightning begins."""
         return True
 
     @property
     def main_address(self) -> str:
-        """Host of the first process."""
+        """Hostname of rank 0."""
         return self._rank_info.address or "127.0.0.1"
 
     @property
     def main_port(self) -> int:
-        """Port of the first process."""
+        """Port of rank 0."""
         return self._rank_info.port
 
     @staticmethod
     def detect() -> bool:
-        """Never by itself."""
+        """False: only passed explicitly."""
         return False
 
     def world_size(self) -> int:
-        """Processes in all."""
+        """Number of processes."""
         return self._rank_info.world_size
 
     def set_world_size(self, size: int) -> None:
-        """The launcher has decided."""
+        """Nothing: the launcher has set it."""
 
     def global_rank(self) -> int:
-        """Number of this process among all."""
+        """Rank of this process among all."""
         return self._rank_info.rank
 
     def set_global_rank(self, rank: int) -> None:
-        """The launcher has decided."""
+        """Nothing: the launcher has set it."""
 
     def local_rank(self) -> int:
-        """Number of this process on its node."""
+        """Rank of this process on its node."""
         return self._rank_info.local_rank
 
     def node_rank(self) -> int:
-        """Number of this node, where all have as many processes."""
+        """Rank of this node; all nodes have the same number of processes."""
         return self._rank_info.rank // self._rank_info.local_world_size
 
 
 def start_others(rank_info: RankInfo, timeout: float) -> None:
-    """In a script that uses several devices without a launcher, start it again for each further one.
+    """Start the script once more for each further device, when it uses several without a launcher.
 
-    Nothing is left running: the others end with this process, and this process with the first of them that fails.
-    Afterwards the environment says where this process stands, as it does in the others.
+    No process is left running: the others end with this one, and this one ends with the first of them that fails.
+    Afterwards the environment variables hold this process's ranks, as they do in the others.
 
     Args:
-        rank_info: where this process stands.
-        timeout: seconds that the others may take to end when this process has ended well.
+        rank_info: the ranks of this process.
+        timeout: seconds that the others may take to end when this process has ended without an error.
     """
     if rank_info.started:
         starter = int(os.environ.get(STARTED_BY, os.getpid()))
@@ -98,8 +98,8 @@ def start_others(rank_info: RankInfo, timeout: float) -> None:
 
 
 def _wait_for(others: list[subprocess.Popen[Any]], timeout: float) -> None:
-    """Wait for the others to end; not for long when this process ends by an exception."""
-    deadline = time.monotonic() + (_LAST_WORDS if hasattr(sys, "last_value") else timeout)
+    """Wait for the others to end; only briefly when this process ends by an exception."""
+    deadline = time.monotonic() + (_GRACE_AFTER_FAILURE if hasattr(sys, "last_value") else timeout)
     for process in others:
         try:
             process.wait(max(deadline - time.monotonic(), 0))
@@ -108,7 +108,7 @@ def _wait_for(others: list[subprocess.Popen[Any]], timeout: float) -> None:
 
 
 def _follow(starter: int) -> None:
-    """End with the process that has started this one, however that ends: once for each process."""
+    """End this process when the one that started it ends, for any reason. Starts one thread per process."""
     if any(thread.name == _follow.__name__ for thread in threading.enumerate()):
         return
 

@@ -1,4 +1,4 @@
-"""Strategies: on which devices the model lives."""
+"""Builds Lightning's strategy: one device, DDP, FSDP; DeepSpeed and XLA are in their own modules."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from hftrainer_lightning.strategies.precision import precision_plugin
 
 
 class StaysInPlace(Strategy):
-    """Leaves model and optimizer where they are when a run ends, and a model spread by `device_map` when it begins.
+    """Keeps model and optimizer on their device when a run ends, and leaves a `device_map` model where it is.
 
-    Lightning moves both to the CPU; Trainer users go on to `evaluate()` and `generate()` on the device.
+    Lightning moves both to the CPU; Trainer users then call `evaluate()` and `generate()` on the device.
     """
 
     def model_to_device(self) -> None:
@@ -40,7 +40,7 @@ class StaysInPlace(Strategy):
             super().model_to_device()  # type: ignore[safe-super]
 
     def teardown(self) -> None:
-        """Tear down everything else, and let go of wrappers, which would keep the process group."""
+        """Tear down everything else, and release wrappers, which would keep the process group alive."""
         self.precision_plugin.teardown()
         self.model = self.lightning_module
         assert self.accelerator is not None
@@ -56,7 +56,7 @@ class Replicas(StaysInPlace, DDPStrategy):
     """A replica of the model in each process.
 
     Args:
-        device: of this process. Lightning counts the visible ones, and a launcher may show each process its own alone.
+        device: of this process. Lightning counts visible devices, but a launcher may show each process only its own.
         settings: keywords of `DDPStrategy`.
     """
 
@@ -70,13 +70,13 @@ class Replicas(StaysInPlace, DDPStrategy):
         return self._device
 
     def determine_ddp_device_ids(self) -> list[int] | None:
-        """The index of a GPU; DDP of other devices takes the model's, and Lightning would open a stream of CUDA."""
+        """The index of a GPU; on other devices None, for which Lightning would open a CUDA stream."""
         return super().determine_ddp_device_ids() if self.root_device.type == "cuda" else None
 
     sync_each_batch = False
 
     def block_backward_sync(self) -> Any:
-        """Around the micro-batches of a step but the last: keep the gradients local, unless each is to be averaged."""
+        """Skip the all-reduce for all micro-batches of a step but the last, unless `sync_each_batch`."""
         return contextlib.nullcontext() if self.sync_each_batch else super().block_backward_sync()
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -90,7 +90,7 @@ class Replicas(StaysInPlace, DDPStrategy):
 
 
 class Prepared(StaysInPlace, ParallelStrategy):
-    """A model that comes in parts, since its optimizer is made before Lightning begins."""
+    """A model that is sharded before Lightning begins, because its optimizer is made before."""
 
     plan: LightningPlan
 
@@ -117,18 +117,18 @@ class _Sharded(Prepared):
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Keep gradients to this process within an accumulation window, unless each is to be averaged."""
+        """Skip the gradients' reduction within an accumulation window, unless `sync_each_batch`."""
         assert self.lightning_module is not None
         with contextlib.nullcontext() if self.sync_each_batch else sharding.without_sync(self.lightning_module.model):
             yield
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole weights, in the main process."""
+        """The full weights, on rank 0."""
         assert self.model is not None
         return sharding.whole_model_state(self.model, self.root_device)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The whole state, in the main process, by the names of the parameters."""
+        """The full state by parameter names, on rank 0."""
         assert self.model is not None
         optimizer = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         return sharding.whole_optimizer_state(self.model, optimizer, self.root_device)
@@ -168,9 +168,9 @@ def build_strategy(
 
     Args:
         plan: the plan.
-        scaler: of its precision plugin.
-        find_unused_parameters: whether replicas look for parameters that a step has not used, unless the plan says it.
-        sync_each_batch: whether they average their gradients after each micro-batch, rather than once a step.
+        scaler: the loss scaler of its precision plugin.
+        find_unused_parameters: whether DDP looks for parameters that a step has not used, unless the plan sets it.
+        sync_each_batch: whether ranks average gradients after each micro-batch, rather than once a step.
     """
     if plan.on_xla:
         from hftrainer_lightning.strategies.xla import build_xla_strategy

@@ -17,15 +17,15 @@ from hftrainer_lightning import private_api
 
 
 class PlainSteps(Precision):
-    """Steps as a plain loop does: no context around them, and backward before the optimizer is called.
+    """Steps as in a plain loop: no context around them, and backward before the optimizer is called.
 
-    Lightning nests two contexts around each step, and hands backward to the optimizer as a closure: step hooks of
-    the optimizer would then see no gradients, and optimizers that ignore closures would not train.
+    Lightning nests two contexts around each step, and passes backward to the optimizer as a closure: the optimizer's
+    step hooks would then see no gradients, and optimizers that ignore closures would not train.
     """
 
-    #: Scales the loss, with float16.
+    #: The loss scaler, with float16.
     scaler: torch.amp.GradScaler | None = None
-    #: Whether the last step was left out, since the scaled gradients were not finite.
+    #: Whether the last step was skipped because the scaled gradients were not finite.
     skipped = False
 
     def train_step_context(self) -> Any:
@@ -37,7 +37,7 @@ class PlainSteps(Precision):
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        """Forward, backward and clipping, then the step; an optimizer that is fused into backward has stepped."""
+        """Run forward, backward and clipping, then the step; an optimizer fused into backward has stepped already."""
         closure()
         if model.automatic_optimization:
             self.unscale(optimizer)
@@ -61,7 +61,7 @@ class PlainSteps(Precision):
 
 @functools.lru_cache(maxsize=16)
 def _no_closure(kind: Any) -> tuple[None, ...]:
-    """What a step is called with: None where the optimizer's class has no default for its closure, as by accelerate."""
+    """Arguments for `step`: None where the optimizer's class requires a closure, as accelerate passes it."""
     parameters = list(inspect.signature(kind.step).parameters.values())[1:]
     needed = [each for each in parameters if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD]
     return (None,) * len(needed)
@@ -72,14 +72,14 @@ class FullPrecision(PlainSteps):
 
 
 class ForwardAutocast(PlainSteps, MixedPrecision):
-    """Autocast around the model's `forward` alone, with float32 outputs, as accelerate does it.
+    """Autocast around the model's `forward` only, with float32 outputs, as in accelerate.
 
     Lightning's own plugin wraps the whole training step, so a loss computed outside the model (`compute_loss`,
-    `compute_loss_func`) would run under autocast too and give other numbers than the Trainer's.
+    `compute_loss_func`) would run under autocast too, and its numbers would differ from the Trainer's.
     """
 
     def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Wrap the hosted model's `forward` until `teardown`."""
+        """Wrap the `forward` of the user's model until `teardown`."""
         model = module.model
         assert isinstance(model, torch.nn.Module)
         dtype = torch.bfloat16 if self.precision == "bf16-mixed" else torch.float16
@@ -96,11 +96,11 @@ class ForwardAutocast(PlainSteps, MixedPrecision):
         return module
 
     def autocast(self, dtype: torch.dtype) -> contextlib.AbstractContextManager[Any]:
-        """What the forward pass runs in."""
+        """The context of the forward pass."""
         return torch.autocast(self.device, dtype=dtype)
 
     def teardown(self) -> None:
-        """Give the model its own `forward` back."""
+        """Restore the model's own `forward`."""
         model, own = getattr(self, "_wrapped", None) or (None, None)
         self._wrapped = None
         if model is None:
@@ -124,20 +124,20 @@ def _to_float32(outputs: Any) -> Any:
 
 
 class _ShardedScaler(ShardedGradScaler):
-    """Leaves a step out in all processes when the gradients of one are infinite.
+    """Skips a step on all ranks when the gradients of one are infinite.
 
-    torch adds up in how many they are, in a tensor of shape `(1,)`; its fused optimizers take 0 or 1 of shape `()`.
+    torch counts the ranks where they are, in a tensor of shape `(1,)`; its fused optimizers take 0 or 1 of shape `()`.
     """
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the gradients by the scale, and find out whether they are finite in all processes."""
+        """Divide the gradients by the scale, and check whether they are finite on all ranks."""
         super().unscale_(optimizer)
         found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
         found.update({device: value.reshape(()).clamp(max=1) for device, value in found.items()})
 
 
 def make_scaler(plan: LightningPlan) -> torch.amp.GradScaler | None:
-    """What scales the loss so that float16 gradients do not vanish; other precisions need none."""
+    """The loss scaler, which keeps float16 gradients from underflowing; None for other precisions."""
     if plan.precision != "16-mixed" or plan.deepspeed is not None:
         return None
     kind = torch.device(plan.device).type
@@ -148,7 +148,7 @@ def make_scaler(plan: LightningPlan) -> torch.amp.GradScaler | None:
 
 
 def precision_plugin(plan: LightningPlan, scaler: torch.amp.GradScaler | None) -> Precision:
-    """The plugin that the plan's precision names, with the scaler that lives as long as the Trainer."""
+    """The plugin for the plan's precision, with the scaler, which is kept as long as the Trainer."""
     if plan.precision == "32-true":
         return FullPrecision()
     return ForwardAutocast(plan.precision, torch.device(plan.device).type, scaler)

@@ -1,4 +1,4 @@
-"""Strategies and precision on XLA devices: one, or a replica on each of several."""
+"""Strategies and precision plugins for XLA: one device, or a replica or shard on each of several."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ from hftrainer_lightning.strategies.precision import ForwardAutocast, FullPrecis
 
 
 class Accelerator(XLAAccelerator):
-    """The XLA devices that the plan names; Lightning's own asks a machine's metadata server how many there are."""
+    """The XLA devices that the plan names; Lightning's class asks a metadata server for their number."""
 
     @staticmethod
     def is_available() -> bool:  # type: ignore[override]
-        """The plan would name another device otherwise."""
+        """True: otherwise the plan would name another device."""
         return True
 
     @staticmethod
     def auto_device_count() -> int:  # type: ignore[override]
-        """One in each process."""
+        """1: each process has one device."""
         return 1
 
     @staticmethod
     def parse_devices(devices: Any) -> int:
-        """The number as it is."""
+        """The number, unchanged."""
         return int(devices)
 
     @staticmethod
     def get_parallel_devices(devices: Any) -> list[torch.device]:
-        """As many; strategies have the device itself from the plan."""
+        """A list of that length; strategies take the device itself from the plan."""
         return [torch.device("xla", index) for index in range(int(devices))]
 
     def get_device_stats(self, device: Any) -> dict[str, Any]:
-        """What the device says of its memory; TPUs do, and torch_xla's CPU does not."""
+        """The device's memory statistics, which TPUs have and torch_xla's CPU has not."""
         import torch_xla.core.xla_model as xm
 
         try:
@@ -56,12 +56,12 @@ class Accelerator(XLAAccelerator):
 
 
 class _Steps(PlainSteps):
-    """A step, the gradients of which are averaged over the replicas before they are clipped."""
+    """Averages the gradients over the replicas before they are clipped."""
 
     reduce: Callable[[Any], None] | None = None
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Average the gradients, which are complete now."""
+        """Average the gradients, which are complete at this point."""
         if self.reduce is not None:
             self.reduce(optimizer)
 
@@ -74,7 +74,7 @@ class XLAForwardAutocast(_Steps, ForwardAutocast):
     """Autocast to bfloat16 around the model's `forward`, with float32 outputs."""
 
     def autocast(self, dtype: torch.dtype) -> contextlib.AbstractContextManager[Any]:
-        """Torch's for XLA, and attention, which that leaves out."""
+        """Torch's autocast for XLA, extended to attention, which it leaves out."""
         stack = contextlib.ExitStack()
         stack.enter_context(torch.autocast("xla", dtype=dtype))
         stack.enter_context(_Attention(dtype))
@@ -82,7 +82,7 @@ class XLAForwardAutocast(_Steps, ForwardAutocast):
 
 
 class _Attention(TorchFunctionMode):
-    """Casts what attention gets: queries and keys may come in float32, from rotary embeddings, and values do not.
+    """Casts the inputs of attention: rotary embeddings may give queries and keys in float32, but not values.
 
     Args:
         dtype: what to cast to.
@@ -104,8 +104,8 @@ class _Attention(TorchFunctionMode):
         return value.to(self._dtype) if floating else value
 
 
-class _FilesOfHost(XLACheckpointIO):
-    """Writes states from the host's memory; Lightning's own makes lists of tuples, which random states are."""
+class _CpuCheckpointIO(XLACheckpointIO):
+    """Writes states from CPU memory; Lightning's class turns tuples, such as random states, into lists."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Write a checkpoint."""
@@ -113,10 +113,10 @@ class _FilesOfHost(XLACheckpointIO):
 
 
 class _OnXla(private_api.OwnPrecision, StaysInPlace):
-    """What one device and several have in common: everything is in its place when Lightning begins."""
+    """Shared by one device and several: model and optimizer are on their devices before Lightning begins."""
 
     def setup(self, trainer: Any) -> None:
-        """Set up all but the model, which the Trainer has moved before there was an optimizer."""
+        """Set up all but the model, which the Trainer moved before it made the optimizer."""
         assert self.accelerator is not None and self.model is not None
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
@@ -125,14 +125,14 @@ class _OnXla(private_api.OwnPrecision, StaysInPlace):
         self.setup_precision_plugin()
 
     def model_to_device(self) -> None:
-        """Nothing: moved once more, tied weights would be untied."""
+        """Nothing: moving the model again would untie tied weights."""
 
 
 class SingleXla(_OnXla, SingleDeviceXLAStrategy):
-    """One process on one XLA device, or on all by SPMD."""
+    """One process on one XLA device, or on all devices by SPMD."""
 
     def __init__(self, precision: Precision) -> None:
-        super().__init__(device=xla.device(), checkpoint_io=_FilesOfHost())
+        super().__init__(device=xla.device(), checkpoint_io=_CpuCheckpointIO())
         self.precision_plugin = precision
 
 
@@ -140,15 +140,15 @@ class XlaReplicas(_OnXla, private_api.LaunchedXLA):
     """A replica of the model on each device; torch_xla has started the processes.
 
     Args:
-        plan: the processes.
+        plan: has the ranks and the device.
         precision: averages the gradients.
     """
 
     sync_each_batch = False
 
     def __init__(self, plan: LightningPlan, precision: _Steps) -> None:
-        super().__init__(checkpoint_io=_FilesOfHost())
-        self.cluster_environment = None  # Lightning is told of the processes as everywhere
+        super().__init__(checkpoint_io=_CpuCheckpointIO())
+        self.cluster_environment = None  # Lightning gets the ranks from us, as on other devices
         self._processes = plan.processes
         self.precision_plugin = precision
         precision.reduce = self._average
@@ -159,12 +159,12 @@ class XlaReplicas(_OnXla, private_api.LaunchedXLA):
         return xla.device()
 
     def setup(self, trainer: Any) -> None:
-        """Begin with the same weights everywhere."""
-        self._share_weights()
+        """Begin with the same weights on all ranks."""
+        self._broadcast_weights()
         super().setup(trainer)
 
-    def _share_weights(self) -> None:
-        """Take them from the first process."""
+    def _broadcast_weights(self) -> None:
+        """Broadcast the weights of rank 0."""
         assert self.model is not None
         for tensor in (*self.model.parameters(), *self.model.buffers()):
             value = tensor.detach().cpu()
@@ -175,7 +175,7 @@ class XlaReplicas(_OnXla, private_api.LaunchedXLA):
         """Nothing: the Trainer has connected the processes."""
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """The loader as it is: it moves its batches itself."""
+        """The loader, unchanged: it moves its batches itself."""
         return dataloader
 
     def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
@@ -183,20 +183,20 @@ class XlaReplicas(_OnXla, private_api.LaunchedXLA):
         self._processes.barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """What the first process has."""
+        """The object of rank 0."""
         return self._processes.from_main(lambda: obj)
 
     def reduce(self, output: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """A tensor or number, over all processes."""
+        """A tensor or number, reduced over all ranks."""
         kind = {"avg": "mean"}.get(str(reduce_op).lower(), str(reduce_op).lower())
         return self._processes.reduce(torch.as_tensor(output), kind)
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
-        """The tensors of all processes, without gradients: `(processes, ...)`."""
+        """The tensors of all ranks, without gradients: `(processes, ...)`."""
         return self._processes.gather(tensor.detach().unsqueeze(0))
 
     def block_backward_sync(self) -> Any:
-        """Around the micro-batches of a step but the last: gradients are local in any case."""
+        """Nothing: gradients are local until the step averages them."""
         return contextlib.nullcontext()
 
     def _average(self, optimizer: Any) -> None:
@@ -212,12 +212,12 @@ class XLAFSDPStrategy(XlaReplicas):
         super().__init__(plan, precision)
         precision.reduce = None
 
-    def _share_weights(self) -> None:
-        """Nothing: each process has its part."""
+    def _broadcast_weights(self) -> None:
+        """Nothing: each rank has its shard."""
 
 
 def build_xla_strategy(plan: LightningPlan) -> Strategy:
-    """The strategy that a plan on XLA names."""
+    """The strategy for a plan whose device is XLA."""
     mixed = plan.precision == "bf16-mixed"
     precision: Any = XLAForwardAutocast("bf16-mixed", "xla") if mixed else XLAFullPrecision()
     if plan.spreads_model:

@@ -1,1 +1,1 @@
-"""Trackers by Lightning's loggers, with the names that transformers writes."""
+"""Trackers that write through Lightning's loggers, with the names that transformers uses."""

@@ -1,4 +1,4 @@
-"""Comet, as transformers writes to it."""
+"""Comet, written to as transformers does."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ if TYPE_CHECKING:
 
 
 class Comet(Tracker):
-    """An experiment of Comet; one that is running already is used. `comet_ml` itself reads the `COMET_*` variables."""
+    """A Comet experiment; a running one is reused. `comet_ml` itself reads the `COMET_*` variables."""
 
     #: Whether the output folder is uploaded at the end.
     uploads = False
 
     def open(self) -> Logger:
-        """Start an experiment, or go on with one, as COMET_MODE says; a hyperparameter trial has one of its own."""
+        """Start or continue an experiment, depending on COMET_MODE; each hyperparameter trial gets its own."""
         import comet_ml
 
         asked = os.environ.get("COMET_MODE", "").lower()
         mode = "create" if self.trial is not None else asked if asked in ("get_or_create", "get", "create") else None
         online = {"online": True, "offline": False}.get(asked)
-        # Lightning's logger cannot start one offline, and takes the one that runs.
+        # Lightning's logger cannot start an experiment offline; it uses the running one.
         comet_ml.start(mode=mode, online=online, experiment_config=comet_ml.ExperimentConfig(name=self.args.run_name))
         return CometLogger(name=self.args.run_name)
 
     def start_trial(self, name: str | None) -> None:
-        """Start an experiment of its own; the one before is over."""
+        """Start a new experiment for the trial, and end the previous one."""
         if self._logger is not None:
             self.logger.experiment.end()
         super().start_trial(name)
@@ -55,7 +55,7 @@ class Comet(Tracker):
         self.log(metrics, model, state)
 
     def end(self, model: Any, state: TrainerState, save_model: Callable[[str], None]) -> None:
-        """Upload the output folder, with COMET_LOG_ASSETS. The experiment stays open for what follows."""
+        """Upload the output folder if COMET_LOG_ASSETS is set. The experiment stays open for later log lines."""
         super().end(model, state, save_model)
         if self.uploads:
             self.logger.experiment.log_asset_folder(

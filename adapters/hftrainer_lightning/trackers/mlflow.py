@@ -1,4 +1,4 @@
-"""MLflow, as transformers writes to it."""
+"""MLflow, written to as transformers does."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: What MLflow's servers do not take in a metric's name.
+#: Characters that MLflow's servers do not accept in a metric's name.
 _NOT_IN_NAMES = re.compile(r"[^0-9A-Za-z_\-. :/]")
 
 
 class MLflow(Tracker):
-    """A run of MLflow, with the log line's own names. An active run is used, and left active.
+    """An MLflow run, with the log line's own names. An active run is reused, and stays active.
 
     `mlflow` itself reads MLFLOW_TRACKING_URI and MLFLOW_RUN_ID, and decides where to write without them.
     """
@@ -37,11 +37,11 @@ class MLflow(Tracker):
 
     @property
     def has_begun(self) -> bool:
-        """Whether the run was begun here."""
+        """Whether this tracker started the run."""
         return self._begun is not None
 
     def open(self) -> Logger:
-        """Take the active run, or begin one."""
+        """Use the active run, or start one."""
         import mlflow
 
         nested, experiment = is_set("MLFLOW_NESTED_RUN"), os.environ.get("MLFLOW_EXPERIMENT_NAME")
@@ -54,12 +54,12 @@ class MLflow(Tracker):
         return MLFlowLogger(tracking_uri=mlflow.get_tracking_uri(), run_id=run.info.run_id)
 
     def start_trial(self, name: str | None) -> None:
-        """Go on in a run of its own, unless the user's is active."""
+        """Start a new run for the trial, unless the user's run is active."""
         self._logger = None
         super().start_trial(name)
 
     def begin(self, model: Any, state: TrainerState) -> None:
-        """Begin; a run that ended with an earlier training goes on."""
+        """Begin training; reopens a run that an earlier training ended."""
         super().begin(model, state)
         import mlflow
 
@@ -92,7 +92,7 @@ class MLflow(Tracker):
             client.log_batch(run_id, tags=[RunTag(name, str(value)) for name, value in json.loads(tags).items()])
 
     def write(self, logs: Mapping[str, Any], state: TrainerState) -> None:
-        """Write the numbers, each under its own name as far as MLflow allows."""
+        """Write the numbers, with the characters replaced that MLflow does not allow in names."""
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
@@ -111,7 +111,7 @@ class MLflow(Tracker):
         )
 
     def end(self, model: Any, state: TrainerState, save_model: Callable[[str], None]) -> None:
-        """End the run, unless the user began it; MLflow takes what follows all the same."""
+        """End the run, unless the user started it; MLflow still accepts later values."""
         import mlflow
 
         if self._begun is not None and mlflow.active_run() is not None:
@@ -123,7 +123,7 @@ def _number(value: Any) -> Any:
 
 
 def _flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The entries of nested dicts, their names joined by dots."""
+    """The entries of nested dicts, with names joined by dots."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
         nested = isinstance(value, Mapping) and value

@@ -1,4 +1,4 @@
-"""Lightning's loggers: THE TABLE of those that `report_to` names, those that users pass, and one for want of any."""
+"""Lightning's loggers: THE TABLE of those that `report_to` names, the users' own, and a substitute."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def is_lightning_logger(candidate: Any) -> bool:
 
 
 def make_tracker(name: str, args: BaseArguments, folder: LogFolder | None = None) -> Tracker:
-    """What writes to one of `TRACKERS`.
+    """The tracker for a name in `TRACKERS`.
 
     Args:
-        name: of the tracker.
-        args: of the run.
-        folder: where the trackers of a Trainer write files; default one of its own.
+        name: its name.
+        args: the run's arguments.
+        folder: where the trackers of a Trainer write files; default a new one.
     """
     module, _, kind = TRACKERS[name].partition(".")
     folder = LogFolder(args) if folder is None else folder
@@ -48,12 +48,12 @@ def make_tracker(name: str, args: BaseArguments, folder: LogFolder | None = None
 def make_trackers(
     names: Iterable[str], loggers: Iterable[Logger], args: BaseArguments, folder: LogFolder
 ) -> list[Tracker]:
-    """What the Trainer writes to, besides what has a callback of its own.
+    """The trackers that do not have a callback class of their own.
 
     Args:
-        names: of `TRACKERS`.
-        loggers: further loggers, which the user made.
-        args: of the run.
+        names: names in `TRACKERS`.
+        loggers: the user's own loggers.
+        args: the run's arguments.
         folder: where they write files.
     """
     own = [make_tracker(name, args, folder) for name in names]
@@ -61,11 +61,11 @@ def make_trackers(
 
 
 class CallbackValues(Logger):
-    """Hands on what Lightning's callbacks log when there is no logger, without which some of them refuse to run.
+    """Receives what Lightning's callbacks log when there is no logger; some callbacks refuse to run without one.
 
     Args:
-        receive: takes the numbers by name.
-        folder: where callbacks that ask a logger for a folder write.
+        receive: called with the numbers by name.
+        folder: for callbacks that write to their logger's folder.
     """
 
     def __init__(self, receive: Callable[[Mapping[str, float]], None], folder: str) -> None:
@@ -75,12 +75,12 @@ class CallbackValues(Logger):
 
     @property
     def name(self) -> str:
-        """Nothing, so that no folder is made of it."""
+        """Empty, so that it does not become a folder."""
         return ""
 
     @property
     def version(self) -> str:
-        """Nothing, so that no folder is made of it."""
+        """Empty, so that it does not become a folder."""
         return ""
 
     @property
@@ -89,13 +89,13 @@ class CallbackValues(Logger):
         return self._folder
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Hand on the numbers; the epoch that Lightning adds is in every log line already."""
+        """Pass on the numbers, without the epoch that Lightning adds: every log line has it already."""
         values = {
             name: v.item() if isinstance(v, torch.Tensor) and v.numel() == 1 else v for name, v in metrics.items()
         }
         numbers = {name: value for name, value in values.items() if isinstance(value, (int, float)) and name != "epoch"}
         for name in values.keys() - numbers.keys() - {"epoch"}:
-            logger.warning("%s=%r is no number: the log line does not get it.", name, values[name])
+            logger.warning("%s=%r is not a number: it is left out of the log line.", name, values[name])
         self._receive(numbers)
 
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:

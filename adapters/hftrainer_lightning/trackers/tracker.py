@@ -1,4 +1,4 @@
-"""What the Trainer writes to a Lightning logger, and when: names, steps and texts of transformers' trackers."""
+"""What the Trainer writes to a Lightning logger, and when, with the names, steps and texts of transformers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Metrics of the last line of a run: one number for the whole run, no curve.
+#: Metrics of a run's last log line: one number for the whole run, not a curve.
 OF_THE_WHOLE_RUN = frozenset(
     {"train_runtime", "train_samples_per_second", "train_steps_per_second", "train_loss", "total_flos"}
 )
@@ -26,12 +26,12 @@ _TRUE = frozenset({"1", "ON", "YES", "TRUE"})
 
 
 def is_set(variable: str) -> bool:
-    """Whether an environment variable says yes."""
+    """Whether an environment variable is set to a true value."""
     return os.environ.get(variable, "").upper() in _TRUE
 
 
 def renamed(logs: Mapping[str, Any]) -> dict[str, Any]:
-    """A log line in the trackers' names: `eval_loss` is `eval/loss`, `test_loss` is `test/loss`, all else `train/…`."""
+    """A log line with the trackers' names: `eval_loss` → `eval/loss`, `test_loss` → `test/loss`, others `train/…`."""
     return {_renamed(name): value for name, value in logs.items()}
 
 
@@ -57,16 +57,16 @@ def adapters_of(model: Any) -> dict[str, Any]:
 
 
 def arguments_of(args: BaseArguments) -> dict[str, Any]:
-    """The arguments in values that every tracker can write: a subclass's fields may hold anything."""
+    """The arguments as values that every tracker can write: a subclass's fields may hold any object."""
     values: dict[str, Any] = json.loads(args.to_json_string())
     return values
 
 
 class LogFolder:
-    """Where trackers that write files put them; the same folder for all of a run.
+    """The folder for trackers that write files; the same for all trackers of a run.
 
     Args:
-        args: of the run.
+        args: the run's arguments.
     """
 
     def __init__(self, args: BaseArguments) -> None:
@@ -89,14 +89,14 @@ class LogFolder:
 
 
 class Tracker:
-    """One Lightning logger as the Trainer writes to it. Subclasses differ in what their tracker calls things.
+    """Writes the Trainer's events to one Lightning logger. Subclasses use their tracker's names.
 
-    The logger is made when it is first needed: making some of them starts a run.
+    The logger is made when it is first needed, because making some loggers starts a run.
 
     Args:
-        args: of the run.
+        args: the run's arguments.
         folder: where to write files.
-        given: a logger that the user made.
+        given: the user's own logger.
     """
 
     #: Whether an evaluation without training writes the hyperparameters too.
@@ -130,7 +130,7 @@ class Tracker:
         raise NotImplementedError(f"{type(self).__name__} must make its logger")
 
     def start_trial(self, name: str | None) -> None:
-        """Go on with a run of its own for a hyperparameter trial."""
+        """Start a new run for a hyperparameter trial."""
         if self._logger is not None and self._given is None:
             self._logger.finalize("success")
         self._logger = self._given
@@ -142,7 +142,7 @@ class Tracker:
         self.describe_once(model, state)
 
     def describe_once(self, model: Any, state: TrainerState) -> None:
-        """Write the hyperparameters, if they are not written yet."""
+        """Write the hyperparameters, unless they were written before."""
         if not self.described:
             self.described = True
             self.describe(model, state)
@@ -163,33 +163,33 @@ class Tracker:
         self.logger.save()
 
     def predicted(self, metrics: Mapping[str, Any], model: Any, state: TrainerState) -> None:
-        """Write the metrics of a prediction, where transformers does: nowhere but in W&B and Comet."""
+        """Write the metrics of a prediction; as in transformers, only W&B and Comet do."""
 
     def saved(self, checkpoint: str, state: TrainerState) -> None:
         """Upload a checkpoint, if the tracker's settings ask for it."""
 
     def end(self, model: Any, state: TrainerState, save_model: Callable[[str], None]) -> None:
-        """End a training run; what follows, as an evaluation, is still written."""
+        """End a training run; later events, such as an evaluation, are still written."""
         self.logger.finalize("success")
 
     def numbers(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The values that are numbers; the others are left out, which is said once for each name."""
+        """The values that are numbers; the others are left out, with one warning for each name."""
         return {name: value for name, value in values.items() if self.is_number(name, value)}
 
     def is_number(self, name: str, value: Any) -> bool:
         """Whether a value can be written."""
         if not isinstance(value, (int, float)) and name not in self._dropped:
             self._dropped.add(name)
-            logger.warning("%s=%r (%s) is no number: trackers do not get it.", name, value, type(value).__name__)
+            logger.warning("%s=%r (%s) is not a number: it is not sent to trackers.", name, value, type(value).__name__)
         return isinstance(value, (int, float))
 
 
 def _no_writer(**kwargs: Any) -> None:
-    """Until the callback has said which."""
+    """The writer before the callback has set one."""
 
 
 class _LateWriter:
-    """Stands for a writer until something is written: Lightning asks for one before training begins.
+    """A placeholder until something is written: Lightning asks for a writer before training begins.
 
     Args:
         make: makes the writer.
@@ -206,10 +206,10 @@ class _LateWriter:
 
 
 class _WithWriter(TensorBoardLogger):
-    """Writes with the writer that scripts find in the callback, made when something is first written.
+    """Writes with the callback's `tb_writer`, which is made when something is first written.
 
     Args:
-        writer: gives the writer; with `make=False` None if there is none yet.
+        writer: returns the writer; with `make=False` None if there is none yet.
         folder: where it writes.
     """
 
@@ -225,15 +225,15 @@ class _WithWriter(TensorBoardLogger):
 
 
 class TensorBoard(Tracker):
-    """Event files: the arguments and the configuration as texts, and each value of a log line as a scalar or text."""
+    """Event files: the arguments and the configuration as texts, log values as scalars or texts."""
 
     describes_evaluations = False
 
     def __init__(self, args: BaseArguments, folder: LogFolder, given: Logger | None = None) -> None:
         super().__init__(args, folder, given)
-        #: The folder, where it is not that of all trackers.
+        #: The folder, if it differs from that of the other trackers.
         self.directory: str | None = None
-        #: Makes the writer, or gives that of the script.
+        #: Makes the writer, or returns the script's.
         self.make_writer: Callable[..., Any] = _no_writer
 
     def path(self) -> str:
@@ -241,7 +241,7 @@ class TensorBoard(Tracker):
         return self.folder.path(self.trial) if self.directory is None else self.directory
 
     def open(self) -> Logger:
-        """Write to the folder itself, without the scalar that Lightning adds for its table of hyperparameters."""
+        """Write directly to the folder, without the scalar that Lightning adds for its hyperparameter table."""
         return _WithWriter(lambda **how: self.make_writer(**how), self.path())
 
     def describe(self, model: Any, state: TrainerState) -> None:
@@ -253,7 +253,7 @@ class TensorBoard(Tracker):
             self.logger.experiment.add_text("model_config", config.to_json_string())
 
     def write(self, logs: Mapping[str, Any], state: TrainerState) -> None:
-        """Write the line, and see that it is in the file."""
+        """Write the line, and flush the file."""
         writer = self.logger.experiment
         for name, value in renamed(logs).items():
             if isinstance(value, str):
@@ -264,8 +264,8 @@ class TensorBoard(Tracker):
 
 
 class CSV(Tracker):
-    """A table of all log lines, `csv/version_N/metrics.csv`; each Trainer has a number of its own."""
+    """A table of all log lines, `csv/version_N/metrics.csv`; each Trainer has its own N."""
 
     def open(self) -> Logger:
-        """Write beside TensorBoard's files."""
+        """Write next to TensorBoard's files."""
         return CSVLogger(self.folder.path(self.trial), name="csv")

@@ -1,4 +1,4 @@
-"""Weights & Biases, as transformers writes to it."""
+"""Weights & Biases, written to as transformers does."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ _SIZE = "model/num_parameters"
 
 
 class _OnTrainSteps(WandbLogger):
-    """Draws curves over the Trainer's steps, where Lightning's own logger takes an axis of another name."""
+    """Plots over the Trainer's steps; Lightning's own logger uses an axis of another name."""
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         self.experiment.log(dict(metrics) if step is None else {**metrics, STEP: step})
 
 
 class Wandb(Tracker):
-    """A run of W&B; one that is open already is used, and left open. `wandb.init` reads the `WANDB_*` variables."""
+    """A W&B run; an open one is reused, and stays open. `wandb.init` reads the `WANDB_*` variables."""
 
     #: Which models are uploaded: 'end', 'checkpoint' or 'false'.
     uploads = "false"
 
     def open(self) -> Logger:
-        """Take the open run, or begin one, named by `run_name` or by the hyperparameter trial."""
+        """Use the open run, or start one, named after `run_name` or the hyperparameter trial."""
         import wandb
 
         naming: dict[str, Any] = {"name": self.args.run_name}
@@ -59,7 +59,7 @@ class Wandb(Tracker):
         return _OnTrainSteps(experiment=run)
 
     def start_trial(self, name: str | None) -> None:
-        """Begin a run of its own; the one before is over. An agent of a sweep has begun it already."""
+        """Start a new run for the trial, and end the previous one. In a sweep, the agent has started it already."""
         import wandb
 
         if wandb.run is None or wandb.run.sweep_id is None:
@@ -68,7 +68,7 @@ class Wandb(Tracker):
         super().start_trial(name)
 
     def describe(self, model: Any, state: TrainerState) -> None:
-        """Write the configuration, watch the model and upload its structure, where the environment asks for it."""
+        """Write the configuration; watch the model and upload its structure if environment variables ask for it."""
         run = self.logger.experiment
         run.config.update({**adapters_of(model), **config_of(model), **arguments_of(self.args)}, allow_val_change=True)
         if hasattr(model, "num_parameters"):
@@ -82,7 +82,7 @@ class Wandb(Tracker):
                 self._upload(_with_structure(folder, model), metadata, ["base_model"])
 
     def write(self, logs: Mapping[str, Any], state: TrainerState) -> None:
-        """Write the line; what describes the whole run goes into its summary."""
+        """Write the line; values of the whole run go into its summary."""
         run = self.logger.experiment
         for name in OF_THE_WHOLE_RUN & logs.keys():
             run.summary[name] = logs[name]
@@ -95,13 +95,13 @@ class Wandb(Tracker):
         self.logger.log_metrics(renamed(metrics))
 
     def saved(self, checkpoint: str, state: TrainerState) -> None:
-        """Upload the checkpoint, with WANDB_LOG_MODEL=checkpoint."""
+        """Upload the checkpoint if WANDB_LOG_MODEL=checkpoint."""
         if self.uploads == "checkpoint":
             aliases = [f"epoch_{round(state.epoch or 0, 2)}", f"checkpoint_global_step_{state.global_step}"]
             self._upload(checkpoint, {**self._summary(), _SIZE: self._size()["num_parameters"]}, aliases)
 
     def end(self, model: Any, state: TrainerState, save_model: Callable[[str], None]) -> None:
-        """Upload the model, where WANDB_LOG_MODEL asks for it. The run stays open for what follows."""
+        """Upload the model if WANDB_LOG_MODEL asks for it. The run stays open for later log lines."""
         super().end(model, state, save_model)
         if self.uploads == "false":
             return
@@ -136,7 +136,7 @@ class Wandb(Tracker):
 
 
 def _with_structure(folder: str, model: Any) -> str:
-    """The folder, with the model's layers in a text file."""
+    """Write the model's layers to a text file; returns the folder."""
     with open(os.path.join(folder, "model_architecture.txt"), "w", encoding="utf-8") as file:
         print(model, file=file)
     return folder
