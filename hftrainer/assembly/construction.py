@@ -233,18 +233,30 @@ class TrainerSetup(Room):
 
     def validate_args(self) -> None:
         """Refuse invalid arguments before anything is built; they may have changed since they were made."""
-        trainer = self.trainer
-        args = trainer.args
+        trainer, args = self.trainer, self.trainer.args
+        self._check_values()
+        if args.eval_strategy != "no" and trainer.eval_dataset is None:
+            raise InvalidArgument(
+                f"eval_strategy={spelled(args.eval_strategy)!r} needs an eval_dataset: pass one, or set it to 'no'."
+            )
+        self._check_optimizer()
+        as_metrics(trainer.compute_metrics, by_batch=args.batch_eval_metrics)
+        self._check_memmap()
+        self._check_data()
+
+    def _check_values(self) -> None:
+        """Check each argument by itself, and arguments that contradict each other."""
+        args = self.trainer.args
         resolved = self.own.resolved
         if not (found := list(check_accelerator_config(resolved))):
             take_accumulation(resolved)  # before DeepSpeed's configuration is completed with it
             found = check_values(resolved) if isinstance(args, TrainingArguments) else []
         if found:
             raise InvalidArgument("\n".join(found))
-        if args.eval_strategy != "no" and trainer.eval_dataset is None:
-            raise InvalidArgument(
-                f"eval_strategy={spelled(args.eval_strategy)!r} needs an eval_dataset: pass one, or set it to 'no'."
-            )
+
+    def _check_optimizer(self) -> None:
+        """Check that only one of several arguments sets the optimizer."""
+        trainer, args = self.trainer, self.trainer.args
         chosen = {"optimizers": trainer.optimizer, "optimizer_cls_and_kwargs": trainer.optimizer_cls_and_kwargs}
         default = TrainingArguments.__dataclass_fields__["optim"].default
         for name, given in chosen.items():
@@ -259,7 +271,10 @@ class TrainerSetup(Room):
                 "optimizers would hold the parameters of a model that model_init replaces: pass "
                 "optimizer_cls_and_kwargs, or override create_optimizer_and_scheduler."
             )
-        as_metrics(trainer.compute_metrics, by_batch=args.batch_eval_metrics)
+
+    def _check_memmap(self) -> None:
+        """Check the folder of an evaluation that keeps its rows in files."""
+        args = self.trainer.args
         if (folder := getattr(args, "eval_memmap_dir", None)) is not None:
             if not os.path.isdir(folder):
                 raise InvalidArgument(f"eval_memmap_dir={folder!r} is not a folder: create it, or use another.")
@@ -268,6 +283,10 @@ class TrainerSetup(Room):
                     "eval_memmap_dir writes one file for all batches, and eval_do_concat_batches=False needs one each: "
                     "use only one of them."
                 )
+
+    def _check_data(self) -> None:
+        """Check that the length of the run can be computed, and log which arguments have no effect."""
+        trainer, args = self.trainer, self.trainer.args
         if args.max_steps > 0 and args.num_train_epochs > 0:
             logger.info("max_steps=%d is given and overrides num_train_epochs.", args.max_steps)
         if isinstance(trainer.train_dataset, IterableDataset):
