@@ -130,17 +130,17 @@ def mlflow(tmp_path, monkeypatch):
     return module
 
 
+def history(entries):
+    """Step and value of each entry; MLflow keeps one of those that are equal and of the same millisecond."""
+    return list(dict.fromkeys((entry.step, without_times(entry.key, entry.value)) for entry in entries))
+
+
 def mlflow_run(mlflow, number=0):
     """Parameters, tags, metrics with their steps, and status of a run; the oldest is number 0."""
     client = mlflow.MlflowClient()
     ids = [experiment.experiment_id for experiment in client.search_experiments()]
     found = client.search_runs(ids, order_by=["attributes.start_time ASC"])[number]
-    metrics = {
-        name: [
-            (each.step, without_times(name, each.value)) for each in client.get_metric_history(found.info.run_id, name)
-        ]
-        for name in found.data.metrics
-    }
+    metrics = {name: history(client.get_metric_history(found.info.run_id, name)) for name in found.data.metrics}
     tags = {name: value for name, value in found.data.tags.items() if not name.startswith("mlflow.source")}
     return found.data.params, tags, metrics, found.info
 
