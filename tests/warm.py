@@ -17,6 +17,7 @@ import importlib.util
 import inspect
 import io
 import json
+import logging
 import os
 import runpy
 import select
@@ -145,6 +146,8 @@ class _Server:
         for name in imports:
             if importlib.util.find_spec(name.partition(".")[0]):  # older releases are tried without some of them
                 importlib.import_module(name)
+            if name.startswith("torchao"):  # older releases configure logging, which is up to the scripts
+                logging.getLogger().handlers.clear()
         _imported.update(sys.modules)
         gc.freeze()  # the processes share what is there
         self.listening = socket.socket(socket.AF_UNIX)
