@@ -36,7 +36,7 @@ from hftrainer.parallel.plan import LightningPlan
 from hftrainer.reporting.tracker_callbacks import ReportingCallback
 from hftrainer.trainer_callback import DEFAULT_CALLBACKS
 from hftrainer.training.accelerator import EngineAccelerator
-from hftrainer.training.context import Room, TrainerContext
+from hftrainer.training.context import Room
 from hftrainer.training.run import Run
 from hftrainer.training.trainer_api import TrainerApi
 from hftrainer.training_args import TrainingArguments
@@ -51,12 +51,11 @@ class TrainerSetup(Room):
     """Builds the parts of a Trainer.
 
     Args:
-        context: the shared parts of the Trainer.
-        own: receives the parts.
+        own: the shared parts of the Trainer and its rooms; receives what is built.
     """
 
-    def __init__(self, context: TrainerContext, own: Internals) -> None:
-        super().__init__(context)
+    def __init__(self, own: Internals) -> None:
+        super().__init__(own)
         self.own = own
 
     def begin_again(self) -> None:

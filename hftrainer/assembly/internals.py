@@ -73,7 +73,7 @@ class Internals(TrainerContext):
             steps=self.steps,
             saver=self.saver,
         )
-        self.setup = TrainerSetup(self, self)
+        self.setup = TrainerSetup(self)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), **dict.fromkeys(_OF_THE_PROCESS)}

@@ -37,20 +37,13 @@ def check_given(run: DeepSpeedRun, optimizer: Any, scheduler: Any) -> None:
 class DeepSpeedPreparation(Preparation):
     """Makes DeepSpeed's engine around the model, the optimizer and the schedule."""
 
-    def for_training(self, max_steps: int, folder: str | None) -> nn.Module:
+    def _prepare(self, max_steps: int, folder: str | None) -> nn.Module:
         """Make the engine, with optimizer and schedule from the configuration or the Trainer; then load its checkpoint.
-
-        Args:
-            max_steps: optimizer steps of the run.
-            folder: the checkpoint that the run resumes from, if any.
 
         Raises:
             UnsupportedArgument: when an earlier engine has used the script's own optimizer.
         """
         trainer, engine = self.trainer, self.context.engine.deepspeed
-        if self.run.made_scheduler:  # its length is that of the previous call
-            trainer.lr_scheduler = None
-            self.run.made_scheduler = False
         self._complete(max_steps)
         if trainer.deepspeed is not None and engine.is_training:
             if self.context.optimizers_given[0] is not None:

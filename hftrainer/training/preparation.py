@@ -24,21 +24,24 @@ class Preparation(Room):
         self.loaders = loaders
 
     def for_training(self, max_steps: int, folder: str | None) -> nn.Module:
-        """Shard or wrap the model, and make optimizer and schedule for it; returns the model to train.
+        """Prepare the model, and make optimizer and schedule for it; returns the model to train.
 
         Args:
             max_steps: optimizer steps of the run.
             folder: the checkpoint that the run resumes from, if any.
         """
-        trainer = self.trainer
         if self.run.made_scheduler:  # its length is that of the previous call
-            trainer.lr_scheduler = None
+            self.trainer.lr_scheduler = None
             self.run.made_scheduler = False
+        return self._prepare(max_steps, folder)
+
+    def _prepare(self, max_steps: int, folder: str | None) -> nn.Module:
+        """Shard or wrap the model, then make optimizer and schedule; the arguments are those of `for_training`."""
         self._prepare_model(folder)
         self._prepare_optimizer(max_steps)
         if folder is not None:
-            trainer._load_scaler(folder)
-        return trainer.model_wrapped
+            self.trainer._load_scaler(folder)
+        return self.trainer.model_wrapped
 
     def for_evaluation(self) -> None:
         """Shard the model if the arguments ask for it, and give all ranks the same buffers."""
