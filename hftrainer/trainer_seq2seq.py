@@ -147,7 +147,7 @@ def _generate(trainer: Seq2SeqTrainer, inputs: dict[str, Any], gen_kwargs: dict[
         and inputs["labels"].shape == inputs["decoder_input_ids"].shape
     )
     hidden = ("decoder_input_ids", "decoder_attention_mask") if made_of_labels else ()
-    with trainer._hftrainer.engine.whole_parameters():
+    with trainer._hftrainer.engine.parallelism.whole_parameters():
         tokens = model.generate(**{name: value for name, value in inputs.items() if name not in hidden}, **wanted)
     config = model.generation_config
     config._from_model_config = False  # else each batch would rebuild the config

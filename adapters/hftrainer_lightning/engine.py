@@ -24,8 +24,7 @@ from lightning.pytorch.strategies import Strategy
 
 from hftrainer.parallel.environment import cluster_environment
 from hftrainer.parallel.layout import check_model_layout
-from hftrainer.parallel.plan import LightningPlan
-from hftrainer.parallel.xla import devices as xla
+from hftrainer.parallel.parallelism import Parallelism
 from hftrainer_lightning import private_api
 from hftrainer_lightning.callbacks import finders as tuning
 from hftrainer_lightning.callbacks import running as of_callbacks
@@ -34,9 +33,10 @@ from hftrainer_lightning.hooks import EvaluationHooks, RunHooks, TuningHooks
 from hftrainer_lightning.module import TrainerModule
 from hftrainer_lightning.profiling import detached, report_in_our_words
 from hftrainer_lightning.strategies.accelerators import accelerator
+from hftrainer_lightning.strategies.in_place import StrategySettings
 from hftrainer_lightning.strategies.launching import Launched, start_others
 from hftrainer_lightning.strategies.make import build_strategy
-from hftrainer_lightning.strategies.precision import make_scaler, precision_plugin
+from hftrainer_lightning.strategies.precision import precision_plugin
 from hftrainer_lightning.trackers.table import CallbackValues, is_lightning_logger, make_tracker, make_trackers
 from hftrainer_lightning.trackers.tracker import LogFolder
 
@@ -61,12 +61,13 @@ class LightningEngine:
     """Runs a model on Lightning.
 
     Args:
-        plan: the training arguments, translated for Lightning.
+        parallelism: how the processes share the model, with the plan.
         callbacks: the user's Lightning callbacks; the list may change between runs.
         loggers: returns the loggers, when a run begins.
         receive: receives what the callbacks log when there are no loggers.
 
     Attributes:
+        plan: the training arguments, translated for Lightning; `take` updates it.
         ignored_changes: argument → its first value, for changes that came too late; a warning has named them.
         scaler: the loss scaler with float16, else None.
         trainer: the `lightning.Trainer` of the last run, or None.
@@ -75,12 +76,13 @@ class LightningEngine:
 
     def __init__(
         self,
-        plan: LightningPlan,
+        parallelism: Parallelism,
         callbacks: Sequence[Callback],
         loggers: Callable[[], list[Logger]],
         receive: Callable[[Mapping[str, float]], None],
     ) -> None:
-        self.plan = plan
+        self.parallelism = parallelism
+        self.plan = plan = parallelism.plan
         self.ignored_changes: dict[str, Any] = {}
         self.callbacks = callbacks
         self._loggers = loggers
@@ -88,12 +90,9 @@ class LightningEngine:
         self.trainer: pl.Trainer | None = None
         self.module: TrainerModule | None = None
         self.fitting = self.evaluating = False
-        if plan.by_spmd:
-            self._sharding.use_spmd()
-        self.scaler = make_scaler(plan)
+        parallelism.start()
+        self.scaler = parallelism.make_scaler()
         self._group: private_api.ValidationGroup | None = None
-        self._prepared: torch.nn.Module | None = None
-        self.deepspeed: Any = None if plan.deepspeed is None else _deepspeed_run(plan)
         self._saving: tuple[dict[str, torch.Tensor] | None, dict[str, Any]] | None = None
 
     def fit(
@@ -133,10 +132,12 @@ class LightningEngine:
                 accumulate_grad_batches=self.plan.accumulate_grad_batches if automatic_optimization else 1,
                 logger=self._found_loggers(),
                 log_every_n_steps=log_every_n_steps,
-                strategy=self._build_strategy(find_unused_parameters, sync_each_batch),
+                strategy=build_strategy(
+                    self.parallelism, StrategySettings(self.scaler, find_unused_parameters, sync_each_batch)
+                ),
             )
         loggers = trainer.loggers
-        self.module = module = TrainerModule(model if self.deepspeed is None else self.deepspeed.engine)
+        self.module = module = TrainerModule(self.parallelism.module_to_train(model))
         module.attach(hooks, optimizer, scheduler, resumed_from, automatic_optimization=automatic_optimization)
         private_api.install_window_accumulation(trainer, hooks.micro_batches)
         if hooks.first_epoch or hooks.position:
@@ -180,28 +181,13 @@ class LightningEngine:
 
     def release(self) -> None:
         """Release the last run's model and everything built around it."""
-        self.trainer = self.module = self._prepared = None
-        if self.deepspeed is not None:
-            self.deepspeed.destroy()
-
-    def seed(self, seed: int) -> None:
-        """Seed the generator of an XLA device; torch's seeds do not reach it."""
-        if self.plan.on_xla:
-            xla.seed(seed)
-
-    def end_batch(self) -> None:
-        """Run the recorded operations, on devices that record them first (XLA)."""
-        if self.plan.on_xla:
-            xla.sync()
-
-    def to_cpu(self, state: Any) -> Any:
-        """A state on the CPU, so that any process can read the file, whatever devices it has."""
-        return xla.to_host(state) if self.plan.on_xla else state
+        self.trainer = self.module = None
+        self.parallelism.release()
 
     @contextlib.contextmanager
     def autocasting(self, model: torch.nn.Module) -> Iterator[None]:
         """Run the model's forward pass in the run's precision, for a script's own loops outside Lightning's."""
-        if self.fitting or self.deepspeed is not None or self.plan.on_xla:
+        if self.fitting or not self.parallelism.autocasts_anywhere:
             yield
             return
         precision: Any = precision_plugin(self.plan, self.scaler)
@@ -211,64 +197,17 @@ class LightningEngine:
         finally:
             precision.teardown()
 
-    @property
-    def shards(self) -> bool:
-        """Whether each rank holds only a shard of the model."""
-        return self.plan.spreads_model
-
     def placement_error(self, model: torch.nn.Module) -> str | None:
         """Why a model does not match the layout of the ranks, and how to load it; None when it matches."""
         return check_model_layout(self.plan.layout, model)
 
-    def prepare(self, model: torch.nn.Module) -> torch.nn.Module:
-        """The model to train: sharded if the plan asks for it."""
-        if self.deepspeed is not None:
-            return model
-        if self.plan.by_spmd:
-            self._sharding.shard(model, self.plan)
-        if not self.shards:
-            return model
-        self._prepared = self._sharding.shard(model, self.plan)
-        return self._prepared
-
-    @property
-    def _sharding(self) -> Any:
-        """The sharding module, imported late: torch's FSDP takes a second to import."""
-        if self.plan.on_xla:
-            from hftrainer.parallel.xla import sharding as xla_sharding
-
-            return xla_sharding
-        from hftrainer.parallel.fsdp import sharding
-
-        return sharding
-
-    def whole_weights(self, model: torch.nn.Module) -> dict[str, Any]:
-        """The full weights of a sharded model; all ranks take part in the gather."""
-        if self.deepspeed is not None:
-            return self.deepspeed.whole_weights(model)
-        return self._sharding.whole_model_state(model, torch.device(self.plan.device))
-
-    def clip_grad_norm(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Clip the gradients over all ranks; returns their norm before clipping."""
-        if self.deepspeed is not None and self.deepspeed.is_training:  # its engine has clipped them
-            return self.deepspeed.grad_norm()
-        if self._prepared is None:
-            return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
-        return self._sharding.clip_grad_norm(self._prepared, max_norm, norm_type)
-
     def no_sync(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
         """Do not all-reduce the gradients of backward passes in the block."""
-        if self._prepared is not None:
-            return self._sharding.without_sync(self._prepared)
+        if (alone := self.parallelism.without_sync()) is not None:
+            return alone
         strategy: Any = self.trainer.strategy if self.trainer is not None and self.fitting else None
         block = getattr(strategy, "block_backward_sync", None)
         return contextlib.nullcontext() if block is None else block()
-
-    def whole_parameters(self) -> contextlib.AbstractContextManager[None]:
-        """Make the model's own methods, such as `generate`, callable in the block, for sharded models too."""
-        if self._prepared is None:
-            return contextlib.nullcontext()
-        return self._sharding.whole_parameters(self._prepared)
 
     def evaluate(self, evaluation: EvaluationHooks, model: torch.nn.Module, stage: Stage = "validate") -> None:
         """Drive a pass over an evaluation or test set, alone or within `fit`.
@@ -375,8 +314,7 @@ class LightningEngine:
             self.callbacks,
             accumulate_grad_batches=self.plan.accumulate_grad_batches,
             several=self.plan.processes.several,
-            sharded=self.shards,
-            deepspeed=self.deepspeed is not None,
+            parallelism=self.parallelism,
             **run,
         )
 
@@ -421,13 +359,6 @@ class LightningEngine:
         else:
             loss.backward(**kwargs)
 
-    def _build_strategy(self, find_unused_parameters: bool = False, sync_each_batch: bool = False) -> Strategy:
-        if self.deepspeed is None:
-            return build_strategy(self.plan, self.scaler, find_unused_parameters, sync_each_batch)
-        from hftrainer_lightning.strategies.deepspeed import PartitionedByDeepSpeed
-
-        return PartitionedByDeepSpeed(self.plan, self.deepspeed)
-
     def _found_loggers(self) -> list[Logger]:
         """The loggers, or a substitute where Lightning's callbacks would refuse to run without one."""
         return self._loggers() or ([self._values] if self.callbacks else [])
@@ -450,7 +381,7 @@ class LightningEngine:
         keywords["profiler"] = detached(keywords.get("profiler", private_api.NoProfiler()))
         trainer = private_api.Trainer(
             **keywords,
-            strategy=strategy or self._build_strategy(),
+            strategy=strategy or build_strategy(self.parallelism, StrategySettings(self.scaler)),
             max_epochs=max_epochs,
             check_val_every_n_epoch=NEVER,
             num_sanity_val_steps=0,
@@ -465,15 +396,6 @@ class LightningEngine:
         private_api.install_bare_evaluation(trainer)
         report_in_our_words(trainer.profiler)  # type: ignore[attr-defined]
         return trainer
-
-
-def _deepspeed_run(plan: LightningPlan) -> Any:
-    from hftrainer.parallel.deepspeed.run import DeepSpeedRun
-    from hftrainer.parallel.deepspeed.start import connect
-
-    assert plan.deepspeed is not None
-    connect(plan.processes, torch.device(plan.device), timedelta(seconds=plan.timeout), plan.deepspeed)
-    return DeepSpeedRun(plan)
 
 
 class _Batches:

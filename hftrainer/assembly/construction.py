@@ -32,7 +32,7 @@ from hftrainer.errors import InvalidArgument, InvalidSetup, UnsupportedArgument
 from hftrainer.evaluation import gathering
 from hftrainer.evaluation.metrics import as_metrics
 from hftrainer.model.changes import set_tf32
-from hftrainer.parallel.plan import LightningPlan
+from hftrainer.parallel.parallelism import Parallelism
 from hftrainer.reporting.tracker_callbacks import ReportingCallback
 from hftrainer.trainer_callback import DEFAULT_CALLBACKS
 from hftrainer.training.accelerator import EngineAccelerator
@@ -171,14 +171,15 @@ class TrainerSetup(Room):
         trainer, own = self.trainer, self.own
         refuse_rewritten(trainer)
         self._check_supported()
-        plan = self._connect()
+        strategy, parallelism = self._connect()
+        plan = parallelism.plan
         own.checkpoint_writer = CheckpointWriter(
             in_background=plan.async_checkpoint,
             stop_on_error=plan.stop_on_save_error,
-            to_cpu=lambda state: own.engine.to_cpu(state),
+            to_cpu=parallelism.to_cpu,
         )
         own.engine = adapter().LightningEngine(
-            plan,
+            parallelism,
             own.lightning_callbacks,
             loggers=own.loggers,
             receive=lambda values: own.run.logged_metrics.set(values),
@@ -187,17 +188,16 @@ class TrainerSetup(Room):
         trainer.accelerator = EngineAccelerator(
             own.engine,
             trainer.args.device,
-            plan,
             own.loaders.prepare,
             is_own=lambda model: model is trainer.model or model is trainer.model_wrapped,
             config=vars(own.resolved.accelerator_config),
         )
         accelerate_state.follow(trainer.args, trainer.accelerator)
         trainer.gather_function = gathering.for_metrics(trainer.accelerator, trainer.args)
-        own.states = strategies.make_states(own, plan)
-        own.preparation = strategies.make_preparation(own, own.loaders, plan)
-        for name, value in strategies.flags(plan).items():
-            setattr(trainer, name, value)
+        own.states = strategy.states(own, parallelism)
+        own.preparation = strategy.preparation(own, own.loaders)
+        for name in strategies.FLAGS:
+            setattr(trainer, name, name in parallelism.flags)
         trainer.deepspeed = None
 
     def _check_supported(self) -> None:
@@ -214,21 +214,23 @@ class TrainerSetup(Room):
                 "in page-locked memory are copied during computation."
             )
 
-    def _connect(self) -> LightningPlan:
-        """Start the other processes if no launcher has, connect all, and return this process's plan."""
+    def _connect(self) -> tuple[strategies.Strategy, Parallelism]:
+        """Start the other processes if no launcher has, and connect all; returns the strategy for the plan."""
         args, resolved = self.trainer.args, self.own.resolved
         adapter().start_others(resolved.rank_info, args.ddp_timeout)
         if not resolved.rank_info.started:
             resolved.forget_rank_info()
         plan = make_plan(resolved)
+        strategy = strategies.strategy_of(plan)
+        parallelism = strategy.parallelism(plan)
         plan.processes.connect(
             args.device,
             plan.process_group_backend,
             args.ddp_timeout_delta,
-            even_alone=plan.spreads_model and not plan.on_xla,
+            even_alone=parallelism.communicates_alone,
         )
         check_consistency(args, plan.processes)
-        return plan
+        return strategy, parallelism
 
     def validate_args(self) -> None:
         """Refuse invalid arguments before anything is built; they may have changed since they were made."""

@@ -1,46 +1,80 @@
-"""THE TABLE of strategies: the objects that implement their differences."""
+"""THE TABLE of strategies: the objects that implement what differs between them."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 from hftrainer.checkpointing.states import ModelStates
 from hftrainer.checkpointing.states.deepspeed import DeepSpeedStates
 from hftrainer.checkpointing.states.fsdp import ShardedStates
 from hftrainer.checkpointing.states.whole import WholeStates
 from hftrainer.checkpointing.states.xla import XlaStates
+from hftrainer.parallel.deepspeed.parallelism import DeepSpeedParallelism
+from hftrainer.parallel.parallelism import Parallelism
 from hftrainer.parallel.plan import LightningPlan
+from hftrainer.parallel.xla.parallelism import XlaFsdpParallelism, XlaParallelism, XlaSpmdParallelism
 from hftrainer.training.context import TrainerContext
 from hftrainer.training.deepspeed import DeepSpeedPreparation, check_given
 from hftrainer.training.loader_factory import LoaderFactory
 from hftrainer.training.preparation import Preparation
 
-
-def make_states(context: TrainerContext, plan: LightningPlan) -> ModelStates:
-    """The object that gathers, saves and loads the states of model and optimizer for the strategy."""
-    engine = context.engine
-    if not plan.spreads_model:
-        return WholeStates(engine.saving)
-    if plan.deepspeed is not None:
-        check_given(engine.deepspeed, *context.optimizers_given)
-        return DeepSpeedStates(engine.deepspeed)
-    if plan.on_xla:
-        decayed = context.trainer.get_decay_parameter_names
-        return XlaStates(plan.processes, engine.to_cpu, engine.whole_weights, decayed)
-    return ShardedStates(context.trainer.accelerator.state.fsdp_plugin)
+#: Attributes by which transformers' Trainer names its strategy; scripts read them.
+FLAGS = (
+    *("is_deepspeed_enabled", "is_fsdp_enabled"),
+    *("is_fsdp_xla_enabled", "is_fsdp_xla_v1_enabled", "is_fsdp_xla_v2_enabled"),
+)
 
 
-def make_preparation(context: TrainerContext, loaders: LoaderFactory, plan: LightningPlan) -> Preparation:
-    """The object that prepares model, optimizer and schedule for the strategy."""
-    kind = Preparation if plan.deepspeed is None else DeepSpeedPreparation
-    return kind(context, loaders)
+@dataclass(frozen=True)
+class Strategy:
+    """A row of the table.
+
+    Attributes:
+        applies: whether a plan asks for it.
+        parallelism: makes the object that distributes the model.
+        states: makes the object that gathers, saves and loads the states of model and optimizer.
+        preparation: makes the object that prepares model, optimizer and schedule.
+    """
+
+    applies: Callable[[LightningPlan], bool]
+    parallelism: Callable[[LightningPlan], Parallelism]
+    states: Callable[[TrainerContext, Any], ModelStates]
+    preparation: Callable[[TrainerContext, LoaderFactory], Preparation] = Preparation
 
 
-def flags(plan: LightningPlan) -> dict[str, bool]:
-    """Attributes by which transformers' Trainer names its strategy; scripts read them."""
-    shards_on_xla = plan.on_xla and plan.sharding is not None
-    return {
-        "is_deepspeed_enabled": plan.deepspeed is not None,
-        "is_fsdp_enabled": plan.sharding is not None and not plan.on_xla,
-        "is_fsdp_xla_enabled": shards_on_xla,
-        "is_fsdp_xla_v1_enabled": shards_on_xla and not plan.by_spmd,
-        "is_fsdp_xla_v2_enabled": plan.by_spmd,
-    }
+def _fsdp(plan: LightningPlan) -> Parallelism:
+    from hftrainer.parallel.fsdp.parallelism import FsdpParallelism  # torch's FSDP takes a second to import
+
+    return FsdpParallelism(plan)
+
+
+def _whole_states(context: TrainerContext, _: Parallelism) -> ModelStates:
+    return WholeStates(context.engine.saving)
+
+
+def _deepspeed_states(context: TrainerContext, parallelism: DeepSpeedParallelism) -> ModelStates:
+    check_given(parallelism.run, *context.optimizers_given)
+    return DeepSpeedStates(parallelism.run)
+
+
+def _xla_states(context: TrainerContext, of_xla: XlaFsdpParallelism) -> ModelStates:
+    decayed = context.trainer.get_decay_parameter_names
+    return XlaStates(of_xla.plan.processes, of_xla.to_cpu, of_xla.whole_weights, decayed)
+
+
+#: The first row that applies is taken.
+STRATEGIES = (
+    Strategy(lambda plan: plan.deepspeed is not None, DeepSpeedParallelism, _deepspeed_states, DeepSpeedPreparation),
+    Strategy(lambda plan: plan.by_spmd, XlaSpmdParallelism, _whole_states),
+    Strategy(lambda plan: plan.on_xla and plan.sharding is not None, XlaFsdpParallelism, _xla_states),
+    Strategy(lambda plan: plan.on_xla, XlaParallelism, _whole_states),
+    Strategy(lambda plan: plan.spreads_model, _fsdp, lambda _, fsdp: ShardedStates(fsdp.plugin)),
+    Strategy(lambda plan: True, Parallelism, _whole_states),
+)
+
+
+def strategy_of(plan: LightningPlan) -> Strategy:
+    """The row for a plan."""
+    return next(row for row in STRATEGIES if row.applies(plan))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -13,8 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hftrainer.errors import WrongConfig
-from hftrainer.parallel.fsdp.settings import FsdpPlugin
-from hftrainer.parallel.plan import LightningPlan
 from hftrainer.parallel.process_state import LoaderConfig, ProcessState
 from hftrainer.parallel.processes import Processes
 from hftrainer.training.gradient_state import GradientState
@@ -45,7 +42,6 @@ class EngineAccelerator:
     Args:
         engine: runs backward.
         device: the device that training runs on.
-        plan: the arguments, translated for Lightning.
         prepare_loader: prepares a `DataLoader` as the Trainer's own loaders are.
         is_own: whether a model is the Trainer's own, which `train()` prepares.
         config: the keys of `accelerator_config`.
@@ -59,14 +55,13 @@ class EngineAccelerator:
         self,
         engine: LightningEngine,
         device: torch.device,
-        plan: LightningPlan,
         prepare_loader: Callable[[torch.utils.data.DataLoader], Any],
         is_own: Callable[[torch.nn.Module], bool],
         config: Mapping[str, Any],
     ) -> None:
+        plan, self._parallelism = engine.plan, engine.parallelism
         processes = plan.processes
         self._engine = engine
-        self._plan = plan
         self._prepare_loader = prepare_loader
         self._is_own = is_own
         self._triggered = False
@@ -83,14 +78,7 @@ class EngineAccelerator:
         self.process_index, self.local_process_index = processes.rank, processes.local_rank
         self.is_main_process, self.is_local_main_process = processes.rank == 0, processes.local_rank == 0
         self.is_last_process = processes.rank == processes.world_size - 1
-        kind = "GPU" if device.type == "cuda" else device.type.upper()
-        self.distributed_type = f"MULTI_{kind}" if processes.several else "NO"
-        if plan.on_xla:
-            self.distributed_type = "XLA"
-        elif plan.sharding is not None:
-            self.distributed_type = "FSDP"
-        elif plan.deepspeed is not None:
-            self.distributed_type = "DEEPSPEED"
+        self.distributed_type = self._parallelism.distributed_type
         self.scaler = engine.scaler
         self.optimizer_step_was_skipped = False
         self.parallelism_config = plan.layout if plan.layout.total_size > 1 else None
@@ -104,8 +92,7 @@ class EngineAccelerator:
             processes,
             device,
             self.distributed_type,
-            deepspeed_plugin=None if engine.deepspeed is None else _deepspeed_plugin(engine.deepspeed),
-            fsdp_plugin=None if plan.sharding is None else FsdpPlugin(plan.sharding),
+            **{"deepspeed_plugin": None, "fsdp_plugin": None, **self._parallelism.plugins()},
             mixed_precision=plan.mixed_precision,
             parallelism_config=self.parallelism_config,
             is_fsdp2=self.is_fsdp2,
@@ -182,13 +169,7 @@ class EngineAccelerator:
         trained = any(parameter.requires_grad for parameter in model.parameters())
         if evaluation_mode or not trained or not self.processes.several:
             return model
-        if self._plan.deepspeed is not None:
-            raise WrongConfig("accelerator.prepare: deepspeed trains one model, the Trainer's: freeze the others.")
-        if self._plan.sharding is not None:
-            from hftrainer.parallel.fsdp import sharding
-
-            return sharding.shard(model, self._plan)
-        return torch.nn.parallel.DistributedDataParallel(model, **self._plan.ddp)
+        return self._parallelism.prepare_another(model)
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
         """The optimizer, unchanged, on any device."""
@@ -210,13 +191,7 @@ class EngineAccelerator:
         """
         compiled = model if hasattr(model, "_orig_mod") else None
         bare: Any = model if compiled is None else compiled._orig_mod
-        # The last but one is the wrapper of torch_xla's FSDP around each unit.
-        while (
-            isinstance(bare, _WRAPPERS)
-            or hasattr(bare, "_fsdp_wrapped_module")
-            or "_fpw_module" in bare._modules
-            or _is_deepspeed(bare)
-        ):
+        while self._parallelism.is_wrapper(bare):
             bare = bare.module
         if not keep_fp32_wrapper and hasattr(bare.__dict__.get("forward"), "__wrapped__"):
             del bare.forward
@@ -277,7 +252,7 @@ class EngineAccelerator:
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip the gradients; returns their norm before clipping."""
         self.unscale_gradients()
-        return self._engine.clip_grad_norm(parameters, max_norm, norm_type)
+        return self._parallelism.clip_grad_norm(parameters, max_norm, norm_type)
 
     def autocast(self) -> Any:
         """Autocast by the training arguments, for computations outside the model."""
@@ -356,7 +331,7 @@ class EngineAccelerator:
         Raises:
             WrongConfig: for a sharded model, as in accelerate.
         """
-        if self._engine.shards:
+        if self._parallelism.shards:
             raise WrongConfig("clip_grad_value_ is not for sharded models: use clip_grad_norm_.")
         torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
@@ -407,9 +382,7 @@ class EngineAccelerator:
 
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The model's weights; a sharded model's are gathered, so all ranks must call this."""
-        if not self._engine.shards:
-            return model.state_dict()
-        return self._engine.whole_weights(model if self._engine.deepspeed is None else self.unwrap_model(model))
+        return self._parallelism.whole_weights(model)
 
     def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
         """Nothing: the accelerator has no trackers; `Trainer.log` keeps the history."""
@@ -435,8 +408,6 @@ class EngineAccelerator:
             print(*args, **kwargs)
 
 
-#: Wrappers that distribute a model over processes or devices, besides FSDP1.
-_WRAPPERS = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
 _CHECKPOINTS = (
     "the Trainer handles checkpoints: save_strategy writes them, train(resume_from_checkpoint=...) reads them"
 )
@@ -453,17 +424,6 @@ _ELSEWHERE = {
     "trigger_sync_in_backward": "gradients are all-reduced at the end of each accumulation window",
     "lomo_backward": "optim='lomo' steps in accelerator.backward",
 }
-
-
-def _deepspeed_plugin(run: Any) -> Any:
-    from hftrainer.parallel.deepspeed.plugin import DeepSpeedPlugin
-
-    return DeepSpeedPlugin(run)
-
-
-def _is_deepspeed(model: Any) -> bool:
-    module = sys.modules.get("hftrainer.parallel.deepspeed.run")
-    return module is not None and module.is_engine(model)
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

@@ -10,6 +10,7 @@ from torch import nn
 
 from hftrainer.compat import peers
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
+from hftrainer.parallel.deepspeed.parallelism import DeepSpeedParallelism
 from hftrainer.training.preparation import Preparation
 
 if TYPE_CHECKING:
@@ -37,13 +38,19 @@ def check_given(run: DeepSpeedRun, optimizer: Any, scheduler: Any) -> None:
 class DeepSpeedPreparation(Preparation):
     """Makes DeepSpeed's engine around the model, the optimizer and the schedule."""
 
+    @property
+    def _deepspeed(self) -> DeepSpeedRun:
+        parallelism = self.context.engine.parallelism
+        assert isinstance(parallelism, DeepSpeedParallelism)
+        return parallelism.run
+
     def _prepare(self, max_steps: int, folder: str | None) -> nn.Module:
         """Make the engine, with optimizer and schedule from the configuration or the Trainer; then load its checkpoint.
 
         Raises:
             UnsupportedArgument: when an earlier engine has used the script's own optimizer.
         """
-        trainer, engine = self.trainer, self.context.engine.deepspeed
+        trainer, engine = self.trainer, self._deepspeed
         self._complete(max_steps)
         if trainer.deepspeed is not None and engine.is_training:
             if self.context.optimizers_given[0] is not None:
@@ -65,7 +72,7 @@ class DeepSpeedPreparation(Preparation):
     def _complete(self, max_steps: int) -> None:
         """Fill in the configuration's values that depend on the length of the run."""
         args = self.trainer.args
-        self.context.engine.deepspeed.complete(
+        self._deepspeed.complete(
             self.context.bare_model,
             max_steps,
             args.get_warmup_steps(max_steps) if max_steps else 0,
@@ -73,7 +80,7 @@ class DeepSpeedPreparation(Preparation):
         )
 
     def _make_optimizer(self, max_steps: int) -> None:
-        trainer, engine = self.trainer, self.context.engine.deepspeed
+        trainer, engine = self.trainer, self._deepspeed
         makes_both = self.context.is_overridden("create_optimizer_and_scheduler")
         if makes_both and not (engine.brings_optimizer or engine.brings_scheduler):
             trainer.create_optimizer_and_scheduler(num_training_steps=max_steps)
@@ -92,7 +99,7 @@ class DeepSpeedPreparation(Preparation):
 
     def for_evaluation(self) -> None:
         """Prepare for evaluation: an engine for partitioned parameters, else move the model to its device."""
-        trainer, engine = self.trainer, self.context.engine.deepspeed
+        trainer, engine = self.trainer, self._deepspeed
         if engine.is_training:
             return
         if engine.config.is_zero3():

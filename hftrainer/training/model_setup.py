@@ -13,7 +13,6 @@ from hftrainer.compat.overrides import refuse_uncalled
 from hftrainer.errors import InvalidArgument, InvalidSetup
 from hftrainer.model import inspection
 from hftrainer.parallel.seeds import enable_full_determinism, set_seed
-from hftrainer.parallel.xla.devices import move_model as move_to_xla
 from hftrainer.trainer_pt_utils import LabelSmoother
 from hftrainer.training.context import Room, TrainerContext
 
@@ -36,7 +35,7 @@ class ModelSetup(Room):
             enable_full_determinism(args.seed)
         else:
             set_seed(args.seed)
-        self.context.engine.seed(args.seed)
+        self.context.engine.parallelism.seed(args.seed)
 
     def call_model_init(self, trial: Any) -> nn.Module:
         """A new model from `model_init`, which gets the trial if it takes an argument."""
@@ -83,15 +82,10 @@ class ModelSetup(Room):
             self._refuse_disconnected()
             trainer._move_model_to_device(model, trainer.args.device)
 
-    @staticmethod
-    def move(model: nn.Module, device: Any) -> None:
+    def move(self, model: nn.Module, device: Any) -> None:
         """Move the model, unless it is on several devices already."""
-        if getattr(model, "hf_device_map", None) is not None:
-            return
-        if device.type == "xla":
-            move_to_xla(model, device)
-        else:
-            model.to(device)
+        if getattr(model, "hf_device_map", None) is None:
+            self.context.engine.parallelism.move(model, device)
 
     def _inspect(self, model: nn.Module) -> dict[str, Any]:
         """The attributes of a Trainer that follow from its model, by name."""

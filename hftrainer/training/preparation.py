@@ -57,9 +57,9 @@ class Preparation(Room):
 
         def shard() -> nn.Module:
             if not context.states.spread:
-                return context.engine.prepare(trainer.model)
+                return context.engine.parallelism.prepare(trainer.model)
             per_token = self.loaders.flos_per_token_of(trainer.model)  # counted before sharding
-            trainer.model = trainer.model_wrapped = context.engine.prepare(trainer.model)
+            trainer.model = trainer.model_wrapped = context.engine.parallelism.prepare(trainer.model)
             self.loaders.flos_per_token = (trainer.model, per_token)
             return trainer.model
 

@@ -215,7 +215,7 @@ class CheckpointSaver(Room):
         if weights == {}:  # DeepSpeed's weights stay in shards
             save_configs(model, folder)
         elif peers.is_peft(model):  # adapters are small: not in the background
-            write(self.context.engine.to_cpu(trainer.model.state_dict()) if on_device else weights)
+            write(self.context.engine.parallelism.to_cpu(trainer.model.state_dict()) if on_device else weights)
         else:
             if (writer.collects or on_device) and weights is None:
                 weights = trainer.model.state_dict()  # a copy: training changes the model's own during writing

@@ -18,7 +18,8 @@ from hftrainer.data import random_states
 from hftrainer.data.loaders import PreparedDataLoader
 from hftrainer.errors import UnsupportedArgument
 from hftrainer.parallel import devices
-from hftrainer_lightning.strategies.precision import make_scaler, precision_plugin
+from hftrainer.parallel.parallelism import Parallelism
+from hftrainer_lightning.strategies.precision import precision_plugin
 from tests import warm
 from tests.releases import TORCH
 from tests.tiny import make_plain, plain_data
@@ -133,7 +134,7 @@ def test_autocast_on_mps(mac, name, dtype):
             seen.append((torch.is_autocast_enabled("mps"), torch.get_autocast_dtype("mps")))
 
     module = SimpleNamespace(model=Model())
-    plugin = precision_plugin(plan, scaler := make_scaler(plan))
+    plugin = precision_plugin(plan, scaler := Parallelism(plan).make_scaler())
     plugin.convert_module(module)
     module.model()
     plugin.teardown()

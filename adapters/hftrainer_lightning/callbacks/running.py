@@ -26,12 +26,12 @@ from lightning.pytorch.callbacks import (
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import update_bn
 
-from hftrainer.parallel.deepspeed.run import is_engine
-from hftrainer.parallel.fsdp.sharding import is_sharded
 from hftrainer_lightning import private_api
 from hftrainer_lightning.callbacks.pruning import keep_pruning, restore_pruning
+from hftrainer_lightning.strategies.in_place import Prepared
 
 if TYPE_CHECKING:
+    from hftrainer.parallel.parallelism import Parallelism
     from hftrainer_lightning.hooks import RunHooks
     from hftrainer_lightning.module import TrainerModule
 
@@ -75,8 +75,7 @@ def _refusal(
     automatic_optimization: bool,
     knows_epochs: bool,
     several: bool,
-    sharded: bool,
-    deepspeed: bool,
+    parallelism: Parallelism,
 ) -> str | None:
     """Why a callback cannot work with the arguments of the run; None when it can.
 
@@ -88,16 +87,16 @@ def _refusal(
         automatic_optimization: whether Lightning runs backward, rather than the user's `training_step`.
         knows_epochs: whether the training data has a length.
         several: whether the run has several processes.
-        sharded: whether each rank holds only a shard of the model.
-        deepspeed: whether DeepSpeed trains the model.
+        parallelism: how the processes share the model.
     """
     name = type(callback).__name__
-    if sharded and isinstance(callback, (ModelPruning, *OF_TRAINING)):
-        by = "deepspeed" if deepspeed else "fsdp"
+    if parallelism.shards and isinstance(callback, (ModelPruning, *OF_TRAINING)):
+        by = parallelism.argument
         return f"{name} changes full weights, and {by} shards them: train without {by}, or without {name}."
-    if deepspeed and isinstance(callback, GradientAccumulationScheduler):
+    if parallelism.fixes_accumulation and isinstance(callback, GradientAccumulationScheduler):
         return (
-            f"{name} cannot tell DeepSpeed how many micro-batches a step has: set gradient_accumulation_steps instead."
+            f"{name} cannot tell {parallelism.argument} how many micro-batches a step has: set "
+            "gradient_accumulation_steps instead."
         )
     if isinstance(callback, ModelPruning) and private_api.leaves_masks(callback):
         return (
@@ -156,7 +155,7 @@ def save(trainer: pl.Trainer, module: TrainerModule, callbacks: Sequence[Callbac
         kept["pruning"] = keep_pruning(pruning, module)
     if not any(_overrides(callback, "on_save_checkpoint") for callback in callbacks):
         return None, kept
-    own = _weights_shown(module)
+    own = _weights_shown(trainer, module)
     checkpoint = {"state_dict": own, "epoch": trainer.current_epoch, "global_step": trainer.global_step, **kept}
     for callback in callbacks:
         callback.on_save_checkpoint(trainer, module, checkpoint)
@@ -166,9 +165,9 @@ def save(trainer: pl.Trainer, module: TrainerModule, callbacks: Sequence[Callbac
     return {name.removeprefix(_PREFIX): tensor for name, tensor in weights.items()}, kept
 
 
-def _weights_shown(module: TrainerModule) -> dict[str, Any]:
+def _weights_shown(trainer: pl.Trainer, module: TrainerModule) -> dict[str, Any]:
     """The weights that callbacks see: none if they are sharded, since they would have to be gathered."""
-    return {} if is_sharded(module.model) or is_engine(module.model) else module.state_dict()
+    return {} if isinstance(trainer.strategy, Prepared) else module.state_dict()
 
 
 def detached(kept: dict[str, Any]) -> dict[str, Any]:
@@ -213,7 +212,7 @@ def restore(trainer: pl.Trainer, module: TrainerModule, kept: Mapping[str, Any])
     """
     if (pruning := first_of(trainer.callbacks, ModelPruning)) is not None and "pruning" in kept:  # type: ignore[attr-defined]
         restore_pruning(pruning, module, kept["pruning"])
-    checkpoint = {"state_dict": _weights_shown(module), "callbacks": {}, **copy.deepcopy(dict(kept))}
+    checkpoint = {"state_dict": _weights_shown(trainer, module), "callbacks": {}, **copy.deepcopy(dict(kept))}
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     for callback in callbacks:
         callback.on_load_checkpoint(trainer, module, checkpoint)

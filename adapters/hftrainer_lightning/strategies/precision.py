@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from hftrainer.parallel.plan import LightningPlan
 from hftrainer_lightning import private_api
@@ -121,30 +120,6 @@ def _to_float32(outputs: Any) -> Any:
     if isinstance(outputs, (list, tuple)):
         return type(outputs)(_to_float32(value) for value in outputs)
     return outputs
-
-
-class _ShardedScaler(ShardedGradScaler):
-    """Skips a step on all ranks when the gradients of one are infinite.
-
-    torch counts the ranks where they are, in a tensor of shape `(1,)`; its fused optimizers take 0 or 1 of shape `()`.
-    """
-
-    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the gradients by the scale, and check whether they are finite on all ranks."""
-        super().unscale_(optimizer)
-        found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-        found.update({device: value.reshape(()).clamp(max=1) for device, value in found.items()})
-
-
-def make_scaler(plan: LightningPlan) -> torch.amp.GradScaler | None:
-    """The loss scaler, which keeps float16 gradients from underflowing; None for other precisions."""
-    if plan.precision != "16-mixed" or plan.deepspeed is not None:
-        return None
-    kind = torch.device(plan.device).type
-    if plan.sharding is not None and plan.sharding.version == 1:
-        return _ShardedScaler(kind)
-    own = getattr(torch.get_device_module(kind), "amp", None) if kind in ("npu", "mlu", "musa") else None
-    return own.GradScaler() if own is not None else torch.amp.GradScaler(kind)
 
 
 def precision_plugin(plan: LightningPlan, scaler: torch.amp.GradScaler | None) -> Precision:

@@ -15,10 +15,11 @@ from lightning.pytorch.strategies.single_xla import SingleDeviceXLAStrategy
 from torch import distributed
 from torch.overrides import TorchFunctionMode
 
+from hftrainer.parallel.parallelism import Parallelism
 from hftrainer.parallel.plan import LightningPlan
 from hftrainer.parallel.xla import devices as xla
 from hftrainer_lightning import private_api
-from hftrainer_lightning.strategies.make import StaysInPlace
+from hftrainer_lightning.strategies.in_place import StaysInPlace, StrategySettings
 from hftrainer_lightning.strategies.precision import ForwardAutocast, FullPrecision, PlainSteps
 
 
@@ -216,10 +217,11 @@ class XLAFSDPStrategy(XlaReplicas):
         """Nothing: each rank has its shard."""
 
 
-def build_xla_strategy(plan: LightningPlan) -> Strategy:
-    """The strategy for a plan whose device is XLA."""
+def build(parallelism: Parallelism, _: StrategySettings) -> Strategy:
+    """The strategy. Gradients are averaged once a step, without DDP."""
+    plan = parallelism.plan
     mixed = plan.precision == "bf16-mixed"
     precision: Any = XLAForwardAutocast("bf16-mixed", "xla") if mixed else XLAFullPrecision()
-    if plan.spreads_model:
+    if parallelism.shards:
         return XLAFSDPStrategy(plan, precision)
     return XlaReplicas(plan, precision) if plan.processes.several else SingleXla(precision)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import logging
@@ -111,23 +110,7 @@ def _keywords(of_xla: XlaSettings) -> dict[str, Any]:
     return keywords
 
 
-def clip_grad_norm(model: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-    """Clip the gradients of a sharded model; returns their norm before clipping, over all processes."""
-    return model.clip_grad_norm_(max_norm, norm_type)
-
-
-def without_sync(model: Any) -> contextlib.AbstractContextManager[None]:
-    """Accumulate gradients locally in the block."""
-    return model.no_sync()
-
-
-@contextlib.contextmanager
-def whole_parameters(_: Any) -> Iterator[None]:
-    """Do nothing: each unit gathers its parameters as it computes."""
-    yield
-
-
-def whole_model_state(model: Any, _: torch.device) -> dict[str, Any]:
+def whole_model_state(model: Any) -> dict[str, Any]:
     """Gather the whole weights by name, in CPU memory; a collective call, whose result only rank 0 gets."""
     from torch_xla.distributed.fsdp.state_dict_utils import consolidate_sharded_state_dicts
 

@@ -1,0 +1,77 @@
+"""Strategies for a model that FSDP shards, or tensor parallelism splits, before Lightning begins."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator
+from datetime import timedelta
+from typing import Any
+
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, Strategy
+from torch.optim import Optimizer
+
+from hftrainer.parallel.fsdp import sharding
+from hftrainer.parallel.parallelism import Parallelism
+from hftrainer.parallel.plan import LightningPlan
+from hftrainer_lightning import private_api
+from hftrainer_lightning.strategies.in_place import Prepared, StrategySettings
+from hftrainer_lightning.strategies.precision import precision_plugin
+
+
+class _Sharded(Prepared):
+    """What both versions of FSDP share."""
+
+    sync_each_batch = False
+
+    @contextlib.contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Skip the gradients' reduction within an accumulation window, unless `sync_each_batch`."""
+        assert self.lightning_module is not None
+        with contextlib.nullcontext() if self.sync_each_batch else sharding.without_sync(self.lightning_module.model):
+            yield
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The full weights, on rank 0."""
+        assert self.model is not None
+        return sharding.whole_model_state(self.model, self.root_device)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The full state by parameter names, on rank 0."""
+        assert self.model is not None
+        optimizer = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        return sharding.whole_optimizer_state(self.model, optimizer, self.root_device)
+
+
+class ShardedFirst(private_api.OwnPrecision, _Sharded, FSDPStrategy):
+    """A model sharded by FSDP1."""
+
+    def __init__(self, plan: LightningPlan, precision: Precision) -> None:
+        self.plan = plan
+        super().__init__(process_group_backend=plan.process_group_backend, timeout=timedelta(seconds=plan.timeout))
+        self.precision_plugin = precision
+
+
+class ShardedSecond(_Sharded, ModelParallelStrategy):
+    """A model sharded by FSDP2, or split by tensor parallelism."""
+
+    def __init__(self, plan: LightningPlan, precision: Precision) -> None:
+        self.plan = plan
+        super().__init__(
+            data_parallel_size=plan.processes.data_processes,
+            tensor_parallel_size=plan.processes.tp_size,
+            save_distributed_checkpoint=False,
+            process_group_backend=plan.process_group_backend,
+            timeout=timedelta(seconds=plan.timeout),
+        )
+        self.precision_plugin = precision
+
+
+def build(parallelism: Parallelism, settings: StrategySettings) -> Strategy:
+    """The strategy."""
+    plan = parallelism.plan
+    first = plan.sharding is not None and plan.sharding.version == 1
+    sharded = (ShardedFirst if first else ShardedSecond)(plan, precision_plugin(plan, settings.scaler))
+    sharded.sync_each_batch = settings.sync_each_batch
+    return sharded
