@@ -31,7 +31,7 @@ from hftrainer_lightning.callbacks import running as of_callbacks
 from hftrainer_lightning.callbacks.running import has_progress_bar, is_lightning_callback
 from hftrainer_lightning.hooks import EvaluationHooks, RunHooks, TuningHooks
 from hftrainer_lightning.module import TrainerModule
-from hftrainer_lightning.profiling import detached, report_in_our_words
+from hftrainer_lightning.profiling import detached, translate_report
 from hftrainer_lightning.strategies.accelerators import accelerator
 from hftrainer_lightning.strategies.in_place import StrategySettings
 from hftrainer_lightning.strategies.launching import Launched, start_others
@@ -149,7 +149,7 @@ class LightningEngine:
                 global_step=global_step,
             )
         self.fitting = True
-        private_api.begin_anew(self.callbacks)
+        private_api.reset_averages(self.callbacks)
         rates = [group.get("initial_lr") for group in optimizer.param_groups]
         try:
             with private_api.keyboard_interrupts_restored(), private_api.quiet():
@@ -394,7 +394,7 @@ class LightningEngine:
             inference_mode=False,
         )
         private_api.install_bare_evaluation(trainer)
-        report_in_our_words(trainer.profiler)  # type: ignore[attr-defined]
+        translate_report(trainer.profiler)  # type: ignore[attr-defined]
         return trainer
 
 

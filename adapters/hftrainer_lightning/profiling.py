@@ -62,7 +62,7 @@ def detached(profiler: Any) -> Any:
     return copied
 
 
-def report_in_our_words(profiler: Profiler) -> None:
+def translate_report(profiler: Profiler) -> None:
     """Make `profiler` report our names, and print its report unless it writes it to a file."""
     if type(profiler).summary is Profiler.summary:  # it has no report
         return

@@ -112,10 +112,10 @@ class ResolvedArguments:
         """Lightning's precision, from DeepSpeed, `lightning_config`, the arguments or the launcher, in this order."""
         if self.deepspeed is not None:
             return self.deepspeed.precision
-        return self.lightnings_precision
+        return self.precision_without_deepspeed
 
     @functools.cached_property
-    def lightnings_precision(self) -> str:
+    def precision_without_deepspeed(self) -> str:
         """Lightning's precision, without DeepSpeed's configuration."""
         if (given := self.lightning_config.get("precision")) is not None:
             return "32-true" if str(given) == "32" else str(given)

@@ -317,7 +317,7 @@ def check_supported(resolved: ResolvedArguments, *, own_optimizer: bool = False)
             found += check_deepspeed(args, resolved.deepspeed, resolved.lightning_config)
         found += check_layout(resolved.layout, resolved.fsdp, args.world_size)
         spreads = resolved.sharding is not None or resolved.layout.tp_size > 1
-        found += check_device(args, resolved.lightnings_precision, resolved.rank_info.world_size, spreads)
+        found += check_device(args, resolved.precision_without_deepspeed, resolved.rank_info.world_size, spreads)
     except WrongConfig as error:
         found.append(str(error))
     return found + check_launch(resolved)

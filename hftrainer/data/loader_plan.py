@@ -32,7 +32,7 @@ class LoaderPlan:
         messenger: collective operations of distributed training.
         round_size: batches that the main process reads at once for all; None when each process reads its own.
         generator: draws the sample order, the same in all processes.
-        counts_alone: each process knows only its own number of batches.
+        counts_per_rank: each process knows only its own number of batches.
         splits: whether each batch of the script's loader is split among the processes.
     """
 
@@ -42,12 +42,12 @@ class LoaderPlan:
     messenger: DataCollectives | None = None
     round_size: int | None = None
     generator: torch.Generator | None = None
-    counts_alone: bool = False
+    counts_per_rank: bool = False
     splits: bool = False
 
     def in_step(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yields batches until any process has no more."""
-        if not self.counts_alone:
+        if not self.counts_per_rank:
             yield from batches
             return
         assert self.messenger is not None
@@ -136,7 +136,7 @@ def _plan_of_stream(loader: DataLoader, config: AcceleratorConfig, share: ShardS
         drawn_from = getattr(loader.dataset, "generator", None)
         generator = drawn_from if isinstance(drawn_from, torch.Generator) else None
     return LoaderPlan(
-        dataset, {"batch_size": size, "drop_last": loader.drop_last}, generator=generator, counts_alone=has_shards
+        dataset, {"batch_size": size, "drop_last": loader.drop_last}, generator=generator, counts_per_rank=has_shards
     )
 
 

@@ -16,7 +16,14 @@ from hftrainer.compat.functions import has_length
 from hftrainer.data.dispatch import DataCollectives, parts, rounds
 from hftrainer.data.loader_plan import LoaderPlan, deliver
 from hftrainer.data.samplers import SkippingBatchSampler
-from hftrainer.data.sharding import ALL, EvenBatchSampler, ShardedBatchSampler, ShardedStream, ShardSpec, shared_out
+from hftrainer.data.sharding import (
+    ALL,
+    EvenBatchSampler,
+    ShardedBatchSampler,
+    ShardedStream,
+    ShardSpec,
+    batches_of_rank,
+)
 from hftrainer.data.workers import RestoredWorker, TracedCollator
 from hftrainer.trainer_pt_utils import find_batch_size
 
@@ -168,7 +175,7 @@ class PreparedDataLoader(DataLoader):
         else:
             self.skip_batches = batches
 
-    def go_on(self, position: int, saved: dict[str, Any] | None, restore_random: Callable[[], None]) -> None:
+    def resume_at(self, position: int, saved: dict[str, Any] | None, restore_random: Callable[[], None]) -> None:
         """Let the next iteration resume within an epoch.
 
         Args:
@@ -180,7 +187,7 @@ class PreparedDataLoader(DataLoader):
         position *= self.delivery.round_size or 1
         if saved is not None and self.num_workers:
             assert self.log is not None
-            skipped, self._worker_states, self._worker_seed = self.log.go_on(position, saved)
+            skipped, self._worker_states, self._worker_seed = self.log.resume_at(position, saved)
             read_again, position = position - skipped, skipped
         elif saved is not None and saved["stream"] is not None:
             self.dataset.load_state_dict(saved["stream"])  # type: ignore[attr-defined]
@@ -223,7 +230,7 @@ class PreparedDataLoader(DataLoader):
         else:
             # In an evaluation, every process reads the whole stream.
             share = self.share if delivery.messenger is None and isinstance(self.dataset, IterableDataset) else ALL
-            iterator = shared_out(delivery.in_step(self._read(share.processes)), share)
+            iterator = batches_of_rank(delivery.in_step(self._read(share.processes)), share)
         nothing: Any = object()
         ahead = next(iterator, nothing)
         while ahead is not nothing:
@@ -267,7 +274,7 @@ class PreparedDataLoader(DataLoader):
         for _ in range(skipped):
             passed_over = next(batches, None)
             if log is not None:
-                log.pass_over(passed_over)
+                log.count_skipped(passed_over)
         iterator = batches if size is None else rounds(batches, size, self.drops_last)
         if log is None:
             yield from iterator

@@ -85,10 +85,10 @@ class ReadingLog:
     def after_read(self, made: Any) -> Any:
         """Count a batch, or those of a round; returns them without the workers' states."""
         if not self._reads_rounds:
-            return self.pass_over(made)
+            return self.count_skipped(made)
         return [self._count(batch, opens=index == 0) for index, batch in enumerate(made)]
 
-    def pass_over(self, made: Any) -> Any:
+    def count_skipped(self, made: Any) -> Any:
         """Count one batch."""
         return self._count(made, opens=True)
 
@@ -118,7 +118,7 @@ class ReadingLog:
             }
         return state
 
-    def go_on(self, position: int, saved: dict[str, Any]) -> tuple[int, dict[int, bytes], torch.Tensor | None]:
+    def resume_at(self, position: int, saved: dict[str, Any]) -> tuple[int, dict[int, bytes], torch.Tensor | None]:
         """How workers begin in a resumed run.
 
         Args:
@@ -178,7 +178,7 @@ class EpochReader:
         if continuation is None:
             return iter(_in_epoch(self.loader, epoch))
         if isinstance(self.loader, PreparedDataLoader):
-            self.loader.go_on(continuation.position, saved, continuation.restore_random)
+            self.loader.resume_at(continuation.position, saved, continuation.restore_random)
             return iter(_in_epoch(self.loader, epoch))
         iterator = self._resumed(epoch, continuation.position, saved)
         if saved is not None and continuation.position:

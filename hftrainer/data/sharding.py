@@ -71,7 +71,7 @@ class ShardedBatchSampler(_BatchesOfOne):
 
     def __iter__(self) -> Iterator[list[int]]:
         self.count = 0
-        for batch, _ in shared_out(self._counted(), self.share):
+        for batch, _ in batches_of_rank(self._counted(), self.share):
             yield batch
 
     def _counted(self) -> Iterator[list[int]]:
@@ -250,7 +250,7 @@ class ShardedStream(IterableDataset):
         return (count // whole if self.drop_last else -(-count // whole)) * self.size
 
 
-def shared_out(batches: Iterable[Any], share: ShardSpec) -> Iterator[tuple[Any, bool]]:
+def batches_of_rank(batches: Iterable[Any], share: ShardSpec) -> Iterator[tuple[Any, bool]]:
     """The batches of one process, from those of all, which every process reads; and whether each is a filler."""
     first, count = None, 0
     for batch in batches:

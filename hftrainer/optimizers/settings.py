@@ -16,7 +16,7 @@ _GROUP_SETTINGS = ("initial_lr", "weight_decay", "betas", "eps")
 
 
 @contextlib.contextmanager
-def keeping_settings(optimizer: Any, scheduler: Any) -> Iterator[None]:
+def kept_settings(optimizer: Any, scheduler: Any) -> Iterator[None]:
     """Keep the settings from this trial's arguments while the block loads the states of a checkpoint.
 
     The checkpoint may be another trial's, whose arguments differ. The learning rate becomes the schedule's rate at the

@@ -129,7 +129,7 @@ class SearchBackend(abc.ABC):
     def after_saving(self, trainer: TrainerApi) -> None:  # noqa: B027 - only some libraries need it
         """Called in a trial after each step, when it has been logged, evaluated and saved as far as these were due."""
 
-    def checked(self, objective: Any) -> Any:
+    def check_objective(self, objective: Any) -> Any:
         """Check what `compute_objective` returned, and return it as a number if there is one direction.
 
         Raises:

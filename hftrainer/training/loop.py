@@ -23,7 +23,7 @@ from hftrainer.data.reading import Continuation, EpochReader
 from hftrainer.data.schedule import TrainingSchedule
 from hftrainer.errors import CheckpointNotWritten, UnsupportedArgument
 from hftrainer.optimization import follows_metric, keep_pace
-from hftrainer.optimizers.settings import keeping_settings
+from hftrainer.optimizers.settings import kept_settings
 from hftrainer.parallel.communication import is_of_communication
 from hftrainer.training.context import Room, TrainerContext
 from hftrainer.training.control_sync import ControlSync
@@ -115,7 +115,7 @@ class TrainingLoop(Room):
         """Load the state of optimizer and scheduler, into the parameter groups that exist by now."""
         optimizer, scheduler = self.context.made_optimizer(), self.trainer.lr_scheduler
         keep_pace(scheduler, optimizer)
-        with contextlib.nullcontext() if self.trial is None else keeping_settings(optimizer, scheduler):
+        with contextlib.nullcontext() if self.trial is None else kept_settings(optimizer, scheduler):
             self.trainer._load_optimizer_and_scheduler(self.resume_folder)
 
     def begin(self) -> None:

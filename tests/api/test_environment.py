@@ -1,11 +1,18 @@
 """Where a process stands, by what each launcher puts into the environment."""
 
+import importlib.util
 import logging
 import os
 import sys
 
 import pytest
 import torch
+from lightning.pytorch.plugins.environments import (
+    LightningEnvironment,
+    MPIEnvironment,
+    SLURMEnvironment,
+    TorchElasticEnvironment,
+)
 
 from hftrainer import Trainer, TrainingArguments
 from hftrainer.arguments.resolved import ResolvedArguments
@@ -136,6 +143,60 @@ def test_port_of_a_step(make):
 )
 def test_first_host(hosts, first):
     assert first_host(hosts) == first
+
+
+# ---- Why Lightning's own environments do not read them --------------------------------------------------------------
+
+
+@pytest.fixture
+def put(monkeypatch):
+    def put(variables):
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    return put
+
+
+def test_lightning_takes_a_batch_script_for_a_step(put):
+    """It would wait for four processes that nobody starts; `PLACES` has what we read."""
+    put(BATCH)
+    assert SLURMEnvironment.detect()
+
+
+def test_lightning_refuses_a_step_whose_nodes_are_uneven(put):
+    put(STEP)
+    with pytest.raises(RuntimeError, match="ntasks-per-node"):
+        SLURMEnvironment()
+
+
+def test_two_steps_of_a_job_have_one_port_in_lightning(make, put, monkeypatch):
+    ours, lightnings = set(), set()
+    for step in ("1", "2"):
+        put({**STEP, "SLURM_NTASKS_PER_NODE": "2", "SLURM_STEP_ID": step})
+        lightnings.add(SLURMEnvironment().main_port)
+        monkeypatch.delenv("MASTER_PORT")  # it has been written there
+        ours.add(make_plan(ResolvedArguments(make())).processes.port)
+    assert (len(ours), len(lightnings)) == (2, 1)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mpi4py") is not None, reason="mpi4py is installed")
+def test_lightning_needs_mpi4py(put):
+    put(OPEN_MPI)
+    assert not MPIEnvironment.detect()
+
+
+def test_lightning_takes_the_world_size_away(put):
+    """The next Trainer of the script would be alone."""
+    put({"WORLD_SIZE": "2"})
+    LightningEnvironment().teardown()
+    assert "WORLD_SIZE" not in os.environ
+
+
+def test_lightning_does_not_say_how_many_processes_a_node_has():
+    assert not hasattr(TorchElasticEnvironment(), "local_world_size")
+
+
+# ---- SLURM's lists ---------------------------------------------------------------------------------------------------
 
 
 def test_tasks_per_node():

@@ -17,7 +17,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionM
 
 from hftrainer import EvalPrediction, PredictionOutput, TorchMetrics, Trainer, TrainerCallback, TrainingArguments
 from hftrainer.data.samplers import LengthGroupedSampler
-from hftrainer.data.sharding import ShardedBatchSampler, ShardSpec, shared_out
+from hftrainer.data.sharding import ShardedBatchSampler, ShardSpec, batches_of_rank
 from hftrainer.errors import InvalidArgument
 from hftrainer.evaluation.evaluation_pass import EvaluationPass
 from hftrainer.evaluation.growing_array import GrowingArray
@@ -403,7 +403,7 @@ def test_shares(count, processes):
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 7, 9])
 def test_shares_of_a_stream(count):
-    shares = [list(shared_out(range(count), ShardSpec(rank, 3))) for rank in range(3)]
+    shares = [list(batches_of_rank(range(count), ShardSpec(rank, 3))) for rank in range(3)]
     rounds = list(zip(*shares, strict=True))  # as many batches in each process
     assert [batch for together in rounds for batch, filler in together if not filler] == list(range(count))
     assert {batch for together in rounds for batch, filler in together if filler} <= {0}

@@ -77,6 +77,7 @@ CASES = (
     "loss only",
     "nested",
     "torchmetrics",
+    "torchmetrics, drawn",
     "drawn without a cache",
     "one number a batch",
     "batch by batch",

@@ -62,7 +62,7 @@ def find_learning_rate(
     """
     _run(build, finder, hooks, _Trial(model, hooks, "batch_size", private_api.name_of_learning_rate(finder)))
     found = finder.optimal_lr
-    return found.suggestion() if found is not None and private_api.is_to_set_the_rate(finder) else None
+    return found.suggestion() if found is not None and private_api.updates_learning_rate(finder) else None
 
 
 def _run(

@@ -111,10 +111,10 @@ def _refusal(
                 f"gradient_accumulation_steps={accumulate_grad_batches} and {name} both set the accumulation: leave "
                 "the argument at 1."
             )
-    share = isinstance(callback, StochasticWeightAveraging) and private_api.begins_at_a_share(callback)
+    share = isinstance(callback, StochasticWeightAveraging) and private_api.starts_at_fraction(callback)
     if share and not knows_epochs:
         return f"{name}(swa_epoch_start) is a fraction of the epochs, and the data has no length: use an integer."
-    if isinstance(callback, EarlyStopping) and not (evaluates or private_api.looks_when_training_ends(callback)):
+    if isinstance(callback, EarlyStopping) and not (evaluates or private_api.checks_on_train_epoch_end(callback)):
         return f"{name}(monitor={callback.monitor!r}) reads evaluations, and the run has none: set eval_strategy."
     if isinstance(callback, ModelCheckpoint) and not evaluates and str(callback.monitor).startswith("eval_"):
         return f"{name}(monitor={callback.monitor!r}) waits for evaluations, and the run has none: set eval_strategy."

@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import (
 )
 
 
-def begin_anew(callbacks: Iterable[Callback]) -> None:
+def reset_averages(callbacks: Iterable[Callback]) -> None:
     """Reset callbacks that average weights; Lightning would continue the count of an earlier run."""
     for callback in callbacks:
         if isinstance(callback, WeightAveraging):
@@ -47,12 +47,12 @@ def state_of(callback: Callback) -> dict[str, Any]:
     return {**state, "scheduler_state": {name: value for name, value in schedule.items() if not callable(value)}}
 
 
-def begins_at_a_share(averaging: StochasticWeightAveraging) -> bool:
+def starts_at_fraction(averaging: StochasticWeightAveraging) -> bool:
     """Whether `swa_epoch_start` is a fraction of the epochs, so that their number must be known, and not an epoch."""
     return isinstance(averaging._swa_epoch_start, float)
 
 
-def looks_when_training_ends(stopping: EarlyStopping) -> bool:
+def checks_on_train_epoch_end(stopping: EarlyStopping) -> bool:
     """Whether it checks its metric at the end of a training epoch, and so does not need evaluations."""
     return bool(stopping._check_on_train_epoch_end)
 
@@ -88,7 +88,7 @@ def name_of_learning_rate(finder: LearningRateFinder) -> str:
     return finder._attr_name or "learning_rate"
 
 
-def is_to_set_the_rate(finder: LearningRateFinder) -> bool:
+def updates_learning_rate(finder: LearningRateFinder) -> bool:
     """Whether training uses the rate that the finder suggests (`update_attr`)."""
     return finder._update_attr
 
