@@ -220,7 +220,7 @@ def test_use_cpu_wins(tmp_path):
     ("settings", "message"),
     [
         ({"fp16": True}, "use bf16"),
-        ({"torch_compile": True}, "XLA compiles"),
+        ({"torch_compile": True}, "XLA already compiles"),
         ({"tpu_num_cores": 8}, "run --tpu"),
         ({"fsdp": True}, r"fsdp_config=\{'xla': True\}"),
     ],
