@@ -67,7 +67,7 @@ test-parity-live: $(VENV)/.dev  ## the parity tests against transformers itself;
 	@PEERS=live $(RUN) -m pytest -q $(TWO) $$($(RUN) -m tests.peers)
 
 PEERS_ELSEWHERE := $(addprefix tests/,distributed/test_data.py distributed/test_state.py \
-	conformance/test_names_in_use.py interop/test_releases.py)
+	conformance/test_names_in_use.py interop/test_releases.py interop/test_example_shapes.py)
 
 record-peers: $(VENV)/.dev  ## record what transformers does where no recording holds
 	@PEERS=record $(RUN) -m pytest -q $(TWO) tests/parity $(PEERS_ELSEWHERE)

@@ -74,7 +74,7 @@ def assert_as_peer(
         ours: what this library has done.
         peer: does the same with the peer.
         same: raises AssertionError where the two differ.
-        script: what the peer runs in processes of its own.
+        script: what the peer runs in processes of its own: a file, or a folder of them.
 
     Raises:
         AssertionError: where they differ.
@@ -257,7 +257,9 @@ def _current_case(script: Path | None) -> tuple[_Case, int]:
     file = ROOT / path
     _calls[node] += 1
     code = peer_code.digest(file, name.partition("[")[0])
-    if script is not None:
+    if script is not None and script.is_dir():
+        code = f"{code} {_digest(b''.join(each.read_bytes() for each in sorted(script.glob('*.py'))))}"
+    elif script is not None:
         code = f"{code} {peer_code.digest(script, None)}"
     return _Case(file, name, code), _calls[node] - 1
 

@@ -33,7 +33,7 @@ from hftrainer_lightning.hooks import EvaluationHooks, RunHooks, TuningHooks
 from hftrainer_lightning.module import TrainerModule
 from hftrainer_lightning.profiling import detached, translate_report
 from hftrainer_lightning.strategies.accelerators import accelerator
-from hftrainer_lightning.strategies.in_place import StrategySettings
+from hftrainer_lightning.strategies.base import StrategySettings
 from hftrainer_lightning.strategies.launching import Launched, start_others
 from hftrainer_lightning.strategies.make import build_strategy
 from hftrainer_lightning.strategies.precision import precision_plugin
@@ -187,7 +187,7 @@ class LightningEngine:
     @contextlib.contextmanager
     def autocasting(self, model: torch.nn.Module) -> Iterator[None]:
         """Run the model's forward pass in the run's precision, for a script's own loops outside Lightning's."""
-        if self.fitting or not self.parallelism.autocasts_anywhere:
+        if self.fitting or not self.parallelism.autocasts_own_loops:
             yield
             return
         precision: Any = precision_plugin(self.plan, self.scaler)

@@ -40,7 +40,7 @@ def take_changes(engine: Any, args: BaseArguments, behaviours: Behaviours, *, ow
     once = {name: value for name, value in plan.read_once.items() if name not in again}
     now = {name: getattr(args, name, None) for name in once}
     changed = {name: value for name, value in once.items() if not _is_same(value, now[name])}
-    if refused := _refused(plan, args, changed):
+    if refused := _refused(engine, args, changed):
         raise InvalidArgument(
             f"{', '.join(refused)} changed after the Trainer was made, which depends on it: make another Trainer."
         )
@@ -54,13 +54,14 @@ def take_changes(engine: Any, args: BaseArguments, behaviours: Behaviours, *, ow
     engine.take(accumulate_grad_batches=args.gradient_accumulation_steps, default_root_dir=str(args.output_dir))
 
 
-def _refused(plan: Any, args: BaseArguments, changed: dict[str, Any]) -> list[str]:
+def _refused(engine: Any, args: BaseArguments, changed: dict[str, Any]) -> list[str]:
+    plan, parallelism = engine.plan, engine.parallelism
     refused = [name for name in _REFUSED if name in changed]
     if str(args.device) != plan.device:
         refused.append(f"use_cpu={args.use_cpu} (the device, {plan.device} → {args.device})")
     before, now = plan.accumulate_grad_batches, args.gradient_accumulation_steps
-    if plan.deepspeed is not None and now != before:
-        refused.append(f"gradient_accumulation_steps ({before} → {now}), which is in DeepSpeed's configuration too,")
+    if parallelism.fixes_accumulation and now != before:
+        refused.append(f"gradient_accumulation_steps ({before} → {now}), which {parallelism.argument} has read too,")
     return refused
 
 

@@ -196,7 +196,7 @@ class TrainerSetup(Room):
         trainer.gather_function = gathering.for_metrics(trainer.accelerator, trainer.args)
         own.states = strategy.states(own, parallelism)
         own.preparation = strategy.preparation(own, own.loaders)
-        for name in strategies.FLAGS:
+        for name in {*strategies.FLAGS, *parallelism.flags}:
             setattr(trainer, name, name in parallelism.flags)
         trainer.deepspeed = None
 
@@ -214,7 +214,7 @@ class TrainerSetup(Room):
                 "in page-locked memory are copied during computation."
             )
 
-    def _connect(self) -> tuple[strategies.Strategy, Parallelism]:
+    def _connect(self) -> tuple[strategies.StrategyRow, Parallelism]:
         """Start the other processes if no launcher has, and connect all; returns the strategy for the plan."""
         args, resolved = self.trainer.args, self.own.resolved
         adapter().start_others(resolved.rank_info, args.ddp_timeout)
@@ -227,7 +227,7 @@ class TrainerSetup(Room):
             args.device,
             plan.process_group_backend,
             args.ddp_timeout_delta,
-            even_alone=parallelism.communicates_alone,
+            even_alone=parallelism.needs_group_alone,
         )
         check_consistency(args, plan.processes)
         return strategy, parallelism

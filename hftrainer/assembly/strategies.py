@@ -1,4 +1,4 @@
-"""THE TABLE of strategies: the objects that implement what differs between them."""
+"""THE TABLE of strategies: for each, which objects do what differs from one strategy to another."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hftrainer.training.deepspeed import DeepSpeedPreparation, check_given
 from hftrainer.training.loader_factory import LoaderFactory
 from hftrainer.training.preparation import Preparation
 
-#: Attributes by which transformers' Trainer names its strategy; scripts read them.
+#: Attributes by which transformers' Trainer names its strategy; scripts read them. All are False but those of the row.
 FLAGS = (
     *("is_deepspeed_enabled", "is_fsdp_enabled"),
     *("is_fsdp_xla_enabled", "is_fsdp_xla_v1_enabled", "is_fsdp_xla_v2_enabled"),
@@ -28,7 +28,7 @@ FLAGS = (
 
 
 @dataclass(frozen=True)
-class Strategy:
+class StrategyRow:
     """A row of the table.
 
     Attributes:
@@ -64,17 +64,17 @@ def _xla_states(context: TrainerContext, of_xla: XlaFsdpParallelism) -> ModelSta
     return XlaStates(of_xla.plan.processes, of_xla.to_cpu, of_xla.whole_weights, decayed)
 
 
-#: The first row that applies is taken.
+#: The first row that applies is taken: the order matters.
 STRATEGIES = (
-    Strategy(lambda plan: plan.deepspeed is not None, DeepSpeedParallelism, _deepspeed_states, DeepSpeedPreparation),
-    Strategy(lambda plan: plan.by_spmd, XlaSpmdParallelism, _whole_states),
-    Strategy(lambda plan: plan.on_xla and plan.sharding is not None, XlaFsdpParallelism, _xla_states),
-    Strategy(lambda plan: plan.on_xla, XlaParallelism, _whole_states),
-    Strategy(lambda plan: plan.spreads_model, _fsdp, lambda _, fsdp: ShardedStates(fsdp.plugin)),
-    Strategy(lambda plan: True, Parallelism, _whole_states),
+    StrategyRow(lambda plan: plan.deepspeed is not None, DeepSpeedParallelism, _deepspeed_states, DeepSpeedPreparation),
+    StrategyRow(lambda plan: plan.by_spmd, XlaSpmdParallelism, _whole_states),
+    StrategyRow(lambda plan: plan.on_xla and plan.sharding is not None, XlaFsdpParallelism, _xla_states),
+    StrategyRow(lambda plan: plan.on_xla, XlaParallelism, _whole_states),
+    StrategyRow(lambda plan: plan.spreads_model, _fsdp, lambda _, fsdp: ShardedStates(fsdp.plugin)),
+    StrategyRow(lambda plan: True, Parallelism, _whole_states),
 )
 
 
-def strategy_of(plan: LightningPlan) -> Strategy:
+def strategy_of(plan: LightningPlan) -> StrategyRow:
     """The row for a plan."""
     return next(row for row in STRATEGIES if row.applies(plan))

@@ -7,7 +7,6 @@ from typing import Any
 
 from hftrainer.arguments.choices import ParallelMode, spelled
 from hftrainer.training.context import TrainerContext
-from hftrainer.training.trainer_api import TrainerApi
 
 
 def hyperparameters(context: TrainerContext) -> dict[str, Any]:
@@ -32,7 +31,7 @@ def _batches(context: TrainerContext) -> dict[str, Any]:
     train, evaluation = context.run.train_batch_size, args.eval_batch_size
     found: dict[str, Any] = {"train_batch_size": train, "eval_batch_size": evaluation}
     if spelled(args.parallel_mode) != ParallelMode.NOT_PARALLEL.value:  # also the enum of transformers
-        found["distributed_type"] = _distributed_type(trainer)
+        found["distributed_type"] = _distributed_type(context)
     if args.world_size > 1:
         found["num_devices"] = args.world_size
     if args.gradient_accumulation_steps > 1:
@@ -44,12 +43,11 @@ def _batches(context: TrainerContext) -> dict[str, Any]:
     return found
 
 
-def _distributed_type(trainer: TrainerApi) -> str:
-    kind = trainer.args.device.type
+def _distributed_type(context: TrainerContext) -> str:
+    kind = context.trainer.args.device.type
     devices = {"xla": "TPU", "cpu": "multi-CPU"}.get(kind, "multi-GPU")
-    sharding = "DeepSpeed" if trainer.is_deepspeed_enabled else "FSDP"
-    sharded = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled or trainer.is_fsdp_xla_enabled
-    return f"{devices} ({sharding})" if sharded else devices
+    name = context.engine.parallelism.card
+    return f"{devices} ({name})" if name else devices
 
 
 def _optimizer(context: TrainerContext) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hftrainer.parallel.deepspeed.run import is_engine
 from hftrainer.parallel.plan import LightningPlan
 
 #: Devices whose module in torch has a loss scaler of its own.
@@ -18,28 +19,31 @@ class Parallelism:
     """The model on one device, or a replica of it in each process (DDP).
 
     `ModelStates` saves and loads what this object distributes, and `Preparation` decides in which order a run is
-    prepared; `assembly/strategies.py` has the table of all three.
+    prepared; `assembly/strategies.py` has a row for each strategy, with all three.
 
     Args:
-        plan: the training arguments, translated for Lightning.
+        plan: the training arguments, translated for Lightning. They are those with which the Trainer was made;
+            `engine.plan` has the values that have changed since.
 
     Attributes:
-        argument: the argument that asks for it, for messages.
+        argument: what asks for the strategy, for messages.
         flags: attributes of the Trainer that are True: transformers' names for the strategy.
-        lightning: the module in the adapter's `strategies` that builds Lightning's strategy.
+        card: its name on a model card; empty for none.
+        builder: the module in the adapter's `strategies` that builds Lightning's strategy.
         shards: whether each process has only a part of the model or of the optimizer's state.
-        communicates_alone: whether a process group is needed even for one process.
+        needs_group_alone: whether a process group is needed even for one process.
         fixes_accumulation: whether the micro-batches of a step cannot change after the Trainer is made.
-        autocasts_anywhere: whether the engine's autocast also works in a script's own loops.
+        autocasts_own_loops: whether the engine's autocast also works in a script's own loops.
     """
 
     argument = ""
     flags: tuple[str, ...] = ()
-    lightning = "replicas"
+    card = ""
+    builder = "replicas"
     shards = False
-    communicates_alone = False
+    needs_group_alone = False
     fixes_accumulation = False
-    autocasts_anywhere = True
+    autocasts_own_loops = True
 
     def __init__(self, plan: LightningPlan) -> None:
         self.plan = plan
@@ -79,31 +83,36 @@ class Parallelism:
         model.to(device)
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        """Shard the Trainer's model; unchanged here: Lightning's strategy makes the replicas."""
+        """Shard the Trainer's model, where the strategy shards; Lightning's strategy makes replicas."""
         return model
 
     def prepare_another(self, model: nn.Module) -> nn.Module:
-        """Distribute a model besides the Trainer's, whose gradients are averaged over several processes."""
+        """Distribute a model besides the Trainer's that a script trains in several processes."""
         return nn.parallel.DistributedDataParallel(model, **self.plan.ddp)
 
     def module_to_train(self, model: nn.Module) -> nn.Module:
-        """The module whose forward pass is the training step's."""
+        """The module that the training step calls."""
         return model
 
     def is_wrapper(self, module: Any) -> bool:
         """Whether a module distributes the module in its attribute `module`."""
-        if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        # A script may have made any of these, whatever the strategy is: DDP's, DeepSpeed's, FSDP1's, torch_xla's.
+        if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)) or is_engine(module):
             return True
-        # FSDP1's, and torch_xla's around each unit; a script may have made them.
         return hasattr(module, "_fsdp_wrapped_module") or "_fpw_module" in module._modules
 
     def whole_weights(self, model: nn.Module) -> dict[str, Any]:
-        """The full weights by name; where they are sharded, a collective call."""
+        """The full weights by name; all processes must call it where they are sharded."""
         return model.state_dict()
 
     def whole_parameters(self) -> contextlib.AbstractContextManager[None]:
         """Make the model's own methods, such as `generate`, callable in the block."""
         return contextlib.nullcontext()
+
+    @property
+    def gathers_in_forward(self) -> bool:
+        """Whether all processes must run a forward pass together, since each has a part of the parameters."""
+        return False
 
     def release(self) -> None:
         """Release the prepared model."""
@@ -115,7 +124,7 @@ class Parallelism:
         return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
     def without_sync(self) -> contextlib.AbstractContextManager[None] | None:
-        """A block whose backward passes leave gradients local; None: Lightning's strategy has one."""
+        """A block whose backward passes leave gradients local; None leaves it to Lightning's strategy."""
         return None
 
     # ---- The device --------------------------------------------------------------------------------------------
@@ -127,5 +136,5 @@ class Parallelism:
         """Run the recorded operations, on devices that record them first."""
 
     def to_cpu(self, state: Any) -> Any:
-        """A state that any process can read from a file, whatever devices it has."""
+        """A state that any process can load from a file; on the CPU, if it must be there for that."""
         return state

@@ -30,9 +30,9 @@ class LightningPlan:
         process_group_backend: backend of the process group; None uses the device's default.
         timeout: timeout of a collective operation, in seconds.
         ddp: the given keywords of `DistributedDataParallel`.
-        sharding: how the model is sharded; None for a replica in each process.
+        sharding: how FSDP shards the model; None without FSDP.
         layout: how the processes share the model and the batches.
-        deepspeed: DeepSpeed's configuration; None with Lightning's own strategies.
+        deepspeed: DeepSpeed's configuration; None without DeepSpeed.
         async_checkpoint: whether checkpoints are written in the background.
         stop_on_save_error: whether training stops if a checkpoint cannot be written.
         read_once: argument → its value when the plan was made, for those that are not read again.

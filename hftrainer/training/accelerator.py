@@ -165,7 +165,7 @@ class EngineAccelerator:
         if self._is_own(model):
             return model
         if device_placement is not False:
-            model = model.to(self.device)
+            self._parallelism.move(model, self.device)
         trained = any(parameter.requires_grad for parameter in model.parameters())
         if evaluation_mode or not trained or not self.processes.several:
             return model

@@ -12,7 +12,7 @@ from hftrainer.training.loader_factory import LoaderFactory
 
 
 class Preparation(Room):
-    """Prepares for Lightning's strategies; `training.deepspeed` has the subclass for DeepSpeed.
+    """Shards or wraps the model, then makes the optimizer; `training.deepspeed` has another order, in a subclass.
 
     Args:
         context: the shared parts of the Trainer.

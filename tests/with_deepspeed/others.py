@@ -17,6 +17,7 @@ import hftrainer
 from hftrainer import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
 from hftrainer.errors import UnsupportedArgument
 from tests.parity.support import build
+from tests.parity.test_evaluation import make_t5, t5_data
 from tests.tiny import language_data, make_llama, make_plain, plain_data
 from tests.with_deepspeed.sets import OF_CONFIGURATION, STAGES, offloaded, without_compiler
 
@@ -127,6 +128,30 @@ def generating(folder):
         "partitioned": predictions.tolist(),
         "whole": [whole.generate(each["input_ids"][None], max_length=8)[0].tolist() for each in data],
     }
+
+
+def ending_apart(folder):
+    """The second process has generated all its tokens first: it takes part until the first has, too."""
+    from transformers import LogitsProcessor, LogitsProcessorList
+
+    class Ends(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            ends = RANK == 1 and input_ids.shape[1] == 3
+            scores[:, 1] = 1e4 if ends else -1e4
+            return scores
+
+    args = arguments(
+        folder,
+        Seq2SeqTrainingArguments,
+        deepspeed=STAGES[3],
+        predict_with_generate=True,
+        generation_max_length=8,
+        per_device_eval_batch_size=1,
+        ddp_timeout=60,
+    )
+    trainer = Seq2SeqTrainer(make_t5(), args)
+    predictions = trainer.predict(t5_data(4), logits_processor=LogitsProcessorList([Ends()])).predictions
+    return [int((line > 1).sum()) for line in predictions]
 
 
 def full(folder):
@@ -274,7 +299,7 @@ def one(folder):
     return found
 
 
-CASES = (loading, in_parts, evaluating, generating, full, names, given)
+CASES = (loading, in_parts, evaluating, generating, ending_apart, full, names, given)
 
 
 def main(folder, chosen):

@@ -29,7 +29,7 @@ def found(folder):
     """What `others.py` wrote, by case and rank."""
     run = python(*TORCHRUN, str(HERE / "others.py"), str(folder))
     assert run.returncode == 0, run.stderr[-3000:]
-    names = ("loading", "in_parts", "evaluating", "generating", "full", "names", "given")
+    names = ("loading", "in_parts", "evaluating", "generating", "ending_apart", "full", "names", "given")
     return {name: [pickle.loads((folder / f"{name}-{rank}.pkl").read_bytes()) for rank in RANKS] for name in names}
 
 
@@ -67,6 +67,12 @@ def test_partitioned_models_generate(found, rank):
     generated = found["generating"][rank]
     assert [line[:8] for line in generated["partitioned"]] == generated["whole"]
     assert len({tuple(line) for line in generated["whole"]}) > 1
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_processes_whose_sequences_end_apart(found, rank):
+    """They take samples in turn: seven tokens, and two before the end."""
+    assert found["ending_apart"][rank] == [7, 2, 7, 2]
 
 
 @pytest.mark.parametrize("rank", RANKS)

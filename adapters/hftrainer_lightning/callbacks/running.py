@@ -28,7 +28,6 @@ from torch.optim.swa_utils import update_bn
 
 from hftrainer_lightning import private_api
 from hftrainer_lightning.callbacks.pruning import keep_pruning, restore_pruning
-from hftrainer_lightning.strategies.in_place import Prepared
 
 if TYPE_CHECKING:
     from hftrainer.parallel.parallelism import Parallelism
@@ -167,7 +166,7 @@ def save(trainer: pl.Trainer, module: TrainerModule, callbacks: Sequence[Callbac
 
 def _weights_shown(trainer: pl.Trainer, module: TrainerModule) -> dict[str, Any]:
     """The weights that callbacks see: none if they are sharded, since they would have to be gathered."""
-    return {} if isinstance(trainer.strategy, Prepared) else module.state_dict()
+    return {} if trainer.strategy.shards else module.state_dict()  # type: ignore[attr-defined]
 
 
 def detached(kept: dict[str, Any]) -> dict[str, Any]:

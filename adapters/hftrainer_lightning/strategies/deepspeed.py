@@ -13,7 +13,7 @@ from hftrainer.parallel.deepspeed.parallelism import DeepSpeedParallelism
 from hftrainer.parallel.deepspeed.run import DeepSpeedRun
 from hftrainer.parallel.plan import LightningPlan
 from hftrainer_lightning import private_api
-from hftrainer_lightning.strategies.in_place import Prepared, StrategySettings
+from hftrainer_lightning.strategies.base import Prepared, StrategySettings
 from hftrainer_lightning.strategies.precision import PlainSteps
 
 
@@ -67,7 +67,7 @@ class PartitionedByDeepSpeed(Prepared, DeepSpeedStrategy):
 
     @property
     def handles_gradient_accumulation(self) -> bool:
-        """True: the Trainer accumulates gradients."""
+        """False, as for Lightning's other strategies: the Trainer accumulates gradients."""
         return False
 
     @property

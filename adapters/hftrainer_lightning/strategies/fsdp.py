@@ -16,7 +16,7 @@ from hftrainer.parallel.fsdp import sharding
 from hftrainer.parallel.parallelism import Parallelism
 from hftrainer.parallel.plan import LightningPlan
 from hftrainer_lightning import private_api
-from hftrainer_lightning.strategies.in_place import Prepared, StrategySettings
+from hftrainer_lightning.strategies.base import Prepared, StrategySettings
 from hftrainer_lightning.strategies.precision import precision_plugin
 
 
@@ -44,7 +44,7 @@ class _Sharded(Prepared):
         return sharding.whole_optimizer_state(self.model, optimizer, self.root_device)
 
 
-class ShardedFirst(private_api.OwnPrecision, _Sharded, FSDPStrategy):
+class ShardedByFsdp1(private_api.OwnPrecision, _Sharded, FSDPStrategy):
     """A model sharded by FSDP1."""
 
     def __init__(self, plan: LightningPlan, precision: Precision) -> None:
@@ -53,7 +53,7 @@ class ShardedFirst(private_api.OwnPrecision, _Sharded, FSDPStrategy):
         self.precision_plugin = precision
 
 
-class ShardedSecond(_Sharded, ModelParallelStrategy):
+class ShardedByFsdp2(_Sharded, ModelParallelStrategy):
     """A model sharded by FSDP2, or split by tensor parallelism."""
 
     def __init__(self, plan: LightningPlan, precision: Precision) -> None:
@@ -72,6 +72,6 @@ def build(parallelism: Parallelism, settings: StrategySettings) -> Strategy:
     """The strategy."""
     plan = parallelism.plan
     first = plan.sharding is not None and plan.sharding.version == 1
-    sharded = (ShardedFirst if first else ShardedSecond)(plan, precision_plugin(plan, settings.scaler))
+    sharded = (ShardedByFsdp1 if first else ShardedByFsdp2)(plan, precision_plugin(plan, settings.scaler))
     sharded.sync_each_batch = settings.sync_each_batch
     return sharded

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 
 from hftrainer.parallel.parallelism import Parallelism
-from hftrainer_lightning.strategies.in_place import StaysInPlace, StrategySettings
+from hftrainer_lightning.strategies.base import StaysInPlace, StrategySettings
 from hftrainer_lightning.strategies.precision import precision_plugin
 
 

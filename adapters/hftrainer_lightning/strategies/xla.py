@@ -19,7 +19,7 @@ from hftrainer.parallel.parallelism import Parallelism
 from hftrainer.parallel.plan import LightningPlan
 from hftrainer.parallel.xla import devices as xla
 from hftrainer_lightning import private_api
-from hftrainer_lightning.strategies.in_place import StaysInPlace, StrategySettings
+from hftrainer_lightning.strategies.base import StaysInPlace, StrategySettings
 from hftrainer_lightning.strategies.precision import ForwardAutocast, FullPrecision, PlainSteps
 
 
@@ -218,7 +218,7 @@ class XLAFSDPStrategy(XlaReplicas):
 
 
 def build(parallelism: Parallelism, _: StrategySettings) -> Strategy:
-    """The strategy. Gradients are averaged once a step, without DDP."""
+    """The strategy. Replicas' gradients are averaged once a step, without DDP; those of shards in the backward pass."""
     plan = parallelism.plan
     mixed = plan.precision == "bf16-mixed"
     precision: Any = XLAForwardAutocast("bf16-mixed", "xla") if mixed else XLAFullPrecision()

@@ -26,7 +26,7 @@ class WholeStates(ModelStates):
         self._saving = saving
 
     def prepare(self, model: nn.Module, shard: Callable[[], nn.Module], load: Callable[[], None]) -> nn.Module:
-        """Move the model to the device; its weights are already loaded."""
+        """Let the strategy prepare the model, which has the checkpoint's weights already."""
         shard()
         return model
 

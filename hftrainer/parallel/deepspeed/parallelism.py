@@ -17,9 +17,9 @@ from hftrainer.parallel.plan import LightningPlan
 
 
 class DeepSpeedParallelism(Parallelism):
-    """Each process has a part of the optimizer's state, and with ZeRO-3 of each parameter.
+    """DeepSpeed's engine trains the model; from ZeRO-1 on each process has a part of the optimizer's state.
 
-    `DeepSpeedPreparation` makes the engine, since DeepSpeed wants model, optimizer and schedule together.
+    `DeepSpeedPreparation` makes that engine, since DeepSpeed needs model, optimizer and schedule together.
 
     Attributes:
         run: DeepSpeed's engine and its configuration.
@@ -27,12 +27,13 @@ class DeepSpeedParallelism(Parallelism):
 
     argument = "deepspeed"
     flags = ("is_deepspeed_enabled",)
-    lightning = "deepspeed"
+    card = "DeepSpeed"
+    builder = "deepspeed"
     distributed_type = "DEEPSPEED"
     shards = True
-    communicates_alone = True
+    needs_group_alone = True
     fixes_accumulation = True
-    autocasts_anywhere = False
+    autocasts_own_loops = False
 
     def __init__(self, plan: LightningPlan) -> None:
         super().__init__(plan)
@@ -47,30 +48,35 @@ class DeepSpeedParallelism(Parallelism):
         connect(self.plan.processes, self.device, timedelta(seconds=self.plan.timeout), self.run.config)
 
     def make_scaler(self) -> None:
-        """None: the engine scales the loss."""
+        """None: DeepSpeed scales the loss."""
 
     def prepare_another(self, model: nn.Module) -> nn.Module:
-        """Refuse: the engine trains one model."""
+        """Refuse: DeepSpeed's engine trains one model.
+
+        Raises:
+            WrongConfig: always.
+        """
         raise WrongConfig("accelerator.prepare: deepspeed trains one model, the Trainer's: freeze the others.")
 
     def module_to_train(self, model: nn.Module) -> nn.Module:
         """DeepSpeed's engine."""
         return self.run.engine
 
-    def is_wrapper(self, module: Any) -> bool:
-        """Whether a module is DeepSpeed's engine, or another wrapper."""
-        return is_engine(module) or super().is_wrapper(module)
+    @property
+    def gathers_in_forward(self) -> bool:
+        """True with ZeRO-3."""
+        return self.run.config.is_zero3()
 
     def whole_weights(self, model: Any) -> dict[str, Any]:
         """Gather the full weights, of the engine's model or another."""
         return self.run.whole_weights(model.module if is_engine(model) else model)
 
     def clip_grad_norm(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """The norm of the gradients, which the engine has clipped already."""
+        """The norm of the gradients, which DeepSpeed's engine has clipped already."""
         if not self.run.is_training:
             return super().clip_grad_norm(parameters, max_norm, norm_type)
         return self.run.grad_norm()
 
     def release(self) -> None:
-        """Remove the engine from the model."""
+        """Remove DeepSpeed's engine from the model."""
         self.run.destroy()

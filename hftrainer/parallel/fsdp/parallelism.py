@@ -19,14 +19,17 @@ class FsdpParallelism(Parallelism):
     """Each process has a part of each parameter; without `plan.sharding`, by tensor parallelism alone."""
 
     argument = "fsdp"
-    lightning = "fsdp"
+    flags: tuple[str, ...] = ("is_fsdp_enabled",)
+    card = "FSDP"
+    builder = "fsdp"
     shards = True
-    communicates_alone = True
+    needs_group_alone = True
 
     def __init__(self, plan: LightningPlan) -> None:
         super().__init__(plan)
         self.plugin = None if plan.sharding is None else FsdpPlugin(plan.sharding)
-        self.flags = () if self.plugin is None else ("is_fsdp_enabled",)
+        if self.plugin is None:
+            self.argument, self.card, self.flags = "tensor parallelism", "", ()
         self._prepared: nn.Module | None = None
 
     @property
@@ -59,6 +62,11 @@ class FsdpParallelism(Parallelism):
     def whole_parameters(self) -> contextlib.AbstractContextManager[None]:
         """Gather the parameters in the block, where the model's methods do not do it."""
         return super().whole_parameters() if self._prepared is None else sharding.whole_parameters(self._prepared)
+
+    @property
+    def gathers_in_forward(self) -> bool:
+        """True, except with tensor parallelism alone, where all processes have the same batch."""
+        return self.plugin is not None
 
     def clip_grad_norm(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip the gradients of the sharded model, whichever parameters are given."""

@@ -16,10 +16,10 @@ from hftrainer.parallel.xla import devices, sharding
 class XlaParallelism(Parallelism):
     """The model on one XLA device, or a replica of it on each."""
 
-    argument = "fsdp"  # of the subclasses
-    lightning = "xla"
+    argument = "fsdp"  # for the subclasses, which shard
+    builder = "xla"
     distributed_type = "XLA"
-    autocasts_anywhere = False
+    autocasts_own_loops = False
 
     def move(self, model: nn.Module, device: torch.device) -> None:
         """Move a model; its tied weights stay tied."""
@@ -38,7 +38,9 @@ class XlaParallelism(Parallelism):
         return devices.to_host(state)
 
 
-class _Sharded(XlaParallelism):
+class _XlaSharding(XlaParallelism):
+    card = "FSDP"
+
     def plugins(self) -> dict[str, Any]:
         """FSDP's plugin."""
         assert self.plan.sharding is not None
@@ -49,7 +51,7 @@ class _Sharded(XlaParallelism):
         return sharding.shard(model, self.plan)
 
 
-class XlaSpmdParallelism(_Sharded):
+class XlaSpmdParallelism(_XlaSharding):
     """One process drives all devices, which shard the model's tensors; the compiler does the rest."""
 
     flags = ("is_fsdp_xla_enabled", "is_fsdp_xla_v2_enabled")
@@ -63,7 +65,7 @@ class XlaSpmdParallelism(_Sharded):
         return sharding.shard(model, self.plan)
 
 
-class XlaFsdpParallelism(_Sharded):
+class XlaFsdpParallelism(_XlaSharding):
     """Each process has a part of the model, on its device."""
 
     flags = ("is_fsdp_xla_enabled", "is_fsdp_xla_v1_enabled")
