@@ -356,7 +356,7 @@ def test_several_processes(tmp_path, monkeypatch):
     assert found["num_devices"] == 4
     assert found["total_train_batch_size"] == 4 * 2 * 3
     assert found["total_eval_batch_size"] == 8 * 2
-    trainer.is_fsdp_enabled = True
+    monkeypatch.setattr(trainer._hftrainer.engine.parallelism, "card", "FSDP")
     assert hyperparameters(trainer)["distributed_type"] == "multi-CPU (FSDP)"
 
 

@@ -137,7 +137,9 @@ def ending_apart(folder):
     class Ends(LogitsProcessor):
         def __call__(self, input_ids, scores):
             ends = RANK == 1 and input_ids.shape[1] == 3
-            scores[:, 1] = 1e4 if ends else -1e4
+            scores[:, :2] = -1e4
+            if ends:
+                scores[:, 1] = 1e4
             return scores
 
     args = arguments(
