@@ -79,9 +79,12 @@ def keyboard_interrupts_restored() -> Iterator[None]:
 def quiet() -> Iterator[None]:
     """Keep Lightning's tips and advertisements out of the user's log; its warnings and errors stay."""
     loggers = [logging.getLogger(f"lightning.{part}.utilities.rank_zero") for part in ("pytorch", "fabric")]
-    levels = [logger.level for logger in loggers]
+
+    def passes(record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.WARNING
+
     for logger in loggers:
-        logger.setLevel(logging.WARNING)
+        logger.addFilter(passes)  # not setLevel, which empties the caches of all loggers of the process
     try:
         with warnings.catch_warnings():
             # The Trainer chooses the device itself, and logs it.
@@ -104,8 +107,8 @@ def quiet() -> Iterator[None]:
             warnings.filterwarnings("ignore", message=".*isinstance\\(treespec, LeafSpec\\)")
             yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        for logger in loggers:
+            logger.removeFilter(passes)
 
 
 def start_script_again(environment: ClusterEnvironment, processes: int) -> Any:
