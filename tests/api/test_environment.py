@@ -99,10 +99,18 @@ def _no_launcher(monkeypatch):
 
 
 @pytest.fixture
-def make(tmp_path, monkeypatch):
-    def make(variables=None, config=None, **settings):
-        for name, value in (variables or {}).items():
+def put(monkeypatch):
+    def put(variables):
+        for name, value in variables.items():
             monkeypatch.setenv(name, value)
+
+    return put
+
+
+@pytest.fixture
+def make(tmp_path, put):
+    def make(variables=None, config=None, **settings):
+        put(variables or {})
         settings = {"use_cpu": True, "report_to": "none", **settings}
         return TrainingArguments(str(tmp_path), lightning_config=config, **settings)
 
@@ -146,15 +154,6 @@ def test_first_host(hosts, first):
 
 
 # ---- Why Lightning's own environments do not read them --------------------------------------------------------------
-
-
-@pytest.fixture
-def put(monkeypatch):
-    def put(variables):
-        for name, value in variables.items():
-            monkeypatch.setenv(name, value)
-
-    return put
 
 
 def test_lightning_takes_a_batch_script_for_a_step(put):

@@ -100,6 +100,12 @@ def evaluating(folder):
     return found
 
 
+def arguments_to_generate(folder, **settings):
+    """For partitioned models that generate up to 8 tokens, a sample at a time."""
+    defaults = {"predict_with_generate": True, "generation_max_length": 8, "per_device_eval_batch_size": 1}
+    return arguments(folder, Seq2SeqTrainingArguments, deepspeed=STAGES[3], **defaults, **settings)
+
+
 def generating(folder):
     """Partitioned models generate what they would generate whole."""
     from transformers import T5Config, T5ForConditionalGeneration
@@ -108,15 +114,7 @@ def generating(folder):
     config = T5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, decoder_start_token_id=0)
     model = T5ForConditionalGeneration(config)
     data = [{"input_ids": torch.arange(3 + n % 3, 9), "labels": torch.arange(5, 9 + n % 2)} for n in range(8)]
-    args = arguments(
-        folder,
-        Seq2SeqTrainingArguments,
-        deepspeed=STAGES[3],
-        predict_with_generate=True,
-        generation_max_length=8,
-        per_device_train_batch_size=1,
-        per_device_eval_batch_size=1,
-    )
+    args = arguments_to_generate(folder, per_device_train_batch_size=1)
     trainer = Seq2SeqTrainer(model, args, train_dataset=data, eval_dataset=data)
     trainer.train()
     predictions = trainer.predict(data).predictions
@@ -142,15 +140,7 @@ def ending_apart(folder):
                 scores[:, 1] = 1e4
             return scores
 
-    args = arguments(
-        folder,
-        Seq2SeqTrainingArguments,
-        deepspeed=STAGES[3],
-        predict_with_generate=True,
-        generation_max_length=8,
-        per_device_eval_batch_size=1,
-        ddp_timeout=60,
-    )
+    args = arguments_to_generate(folder, ddp_timeout=60)
     trainer = Seq2SeqTrainer(make_t5(), args)
     predictions = trainer.predict(t5_data(4), logits_processor=LogitsProcessorList([Ends()])).predictions
     return [int((line > 1).sum()) for line in predictions]
