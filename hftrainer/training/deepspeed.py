@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from hftrainer.compat import peers
-from hftrainer.errors import InvalidArgument, UnsupportedArgument
+from hftrainer.errors import UnsupportedArgument
 from hftrainer.parallel.deepspeed.parallelism import DeepSpeedParallelism
 from hftrainer.training.preparation import Preparation
 
@@ -107,16 +107,3 @@ class DeepSpeedPreparation(Preparation):
             trainer.model_wrapped = trainer.deepspeed = engine.initialize_inference(trainer.model)
         else:
             trainer._move_model_to_device(trainer.model, trainer.args.device)
-
-    def check_accumulation(self, steps: int) -> None:
-        """Refuse a number that differs from the configuration's.
-
-        Raises:
-            InvalidArgument: the error names both.
-        """
-        planned = self.context.engine.plan.accumulate_grad_batches
-        if steps != planned:
-            raise InvalidArgument(
-                f"gradient_accumulation_steps was changed to {steps} in a run with deepspeed, whose configuration has "
-                f"{planned}: change it before the Trainer is made."
-            )

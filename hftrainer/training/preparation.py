@@ -6,7 +6,7 @@ from torch import nn
 
 from hftrainer.compat import peers
 from hftrainer.compat.overrides import make_scheduler
-from hftrainer.errors import UnsupportedArgument
+from hftrainer.errors import InvalidArgument, UnsupportedArgument
 from hftrainer.training.context import Room, TrainerContext
 from hftrainer.training.loader_factory import LoaderFactory
 
@@ -49,7 +49,17 @@ class Preparation(Room):
         self.context.states.share_buffers(self.trainer.model)
 
     def check_accumulation(self, steps: int) -> None:
-        """Refuse a new number of micro-batches per optimizer step where it cannot change in a run."""
+        """Refuse a new number of micro-batches per optimizer step where it cannot change in a run.
+
+        Raises:
+            InvalidArgument: the error names both.
+        """
+        parallelism, planned = self.context.engine.parallelism, self.context.engine.plan.accumulate_grad_batches
+        if parallelism.fixes_accumulation and steps != planned:
+            raise InvalidArgument(
+                f"gradient_accumulation_steps was changed to {steps} in a run with {parallelism.argument}, whose "
+                f"configuration has {planned}: change it before the Trainer is made."
+            )
 
     def _prepare_model(self, folder: str | None = None) -> None:
         """Shard the model, if the arguments ask for it, before the optimizer is made; then load the checkpoint."""
