@@ -36,6 +36,7 @@ from hftrainer.data.schedule import EarlierSchedule, TrainingSchedule
 from hftrainer.data.tokens import number_of_tokens
 from hftrainer.errors import HubError, InvalidArgument, InvalidSetup
 from hftrainer.model.changes import set_tf32
+from hftrainer.model.walks import parameters
 from hftrainer.modelcard import create_model_card
 from hftrainer.reporting.memory import TrainerMemoryTracker
 from hftrainer.reporting.metrics import print_table, write_metrics
@@ -640,7 +641,7 @@ class Trainer:
         """Clip the gradients to `max_grad_norm`; returns their norm before clipping."""
         if self._has_mixed_mesh_grads(model):
             return self._mixed_mesh_grad_norm(model, self.args.max_grad_norm)
-        return self.accelerator.clip_grad_norm_(model.parameters(), self.args.max_grad_norm)
+        return self.accelerator.clip_grad_norm_(parameters(model), self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """The norm of the gradients, for the log line; measured unless clipping has returned it."""
@@ -648,7 +649,7 @@ class Trainer:
             return grad_norm
         if self._has_mixed_mesh_grads(model):
             return self._mixed_mesh_grad_norm(model, math.inf)
-        return self.accelerator.clip_grad_norm_(model.parameters(), math.inf)
+        return self.accelerator.clip_grad_norm_(parameters(model), math.inf)
 
     def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
         """Whether gradients are on several device meshes that cannot be clipped together: no, the strategy can."""

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -318,14 +317,15 @@ class LightningEngine:
             **run,
         )
 
-    def agree(self, values: list[int]) -> list[int]:
-        """The maximum over all ranks of each value; Lightning's stop flag is synchronized in the same call."""
-        trainer = self.trainer if self.fitting else None  # None when the resumed run was already complete
-        wanted = [*values, int(trainer is not None and trainer.should_stop)]
-        *agreed, stops = self.plan.processes.highest(wanted, timedelta(seconds=self.plan.timeout))
-        if trainer is not None:
-            trainer.should_stop = bool(stops)
-        return agreed
+    @property
+    def stops(self) -> bool:
+        """Whether Lightning's trainer is to stop, as a callback may have requested."""
+        return self.trainer is not None and self.fitting and self.trainer.should_stop
+
+    @stops.setter
+    def stops(self, stops: bool) -> None:
+        if self.trainer is not None and self.fitting:  # not when the resumed run was already complete
+            self.trainer.should_stop = stops
 
     def accumulation_at(self, epoch: int, now: int | None = None) -> int:
         """Micro-batches per optimizer step in an epoch: a callback's value, or else that of the arguments.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import reprlib
+import types
 from typing import Any
 
 from torch import nn
@@ -134,7 +136,14 @@ def _by_its_names(handler: Any, processing_class: Any) -> dict[str, Any]:
 
 def _names_tokenizer(handler: Any) -> bool:
     """Whether a handler has a parameter `tokenizer`, or reads `kwargs["tokenizer"]`."""
-    code = getattr(inspect.unwrap(getattr(handler, "__func__", handler)), "__code__", None)
+    function = getattr(handler, "__func__", handler)
+    known = isinstance(function, types.FunctionType)  # other callables may not be hashable
+    return _has_tokenizer(function) if known else _has_tokenizer.__wrapped__(function)
+
+
+@functools.lru_cache(maxsize=256)  # called at every step
+def _has_tokenizer(function: Any) -> bool:
+    code = getattr(inspect.unwrap(function), "__code__", None)
     if code is None:  # a C function, or a callable object
         return False
     parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]

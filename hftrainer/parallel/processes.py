@@ -92,15 +92,29 @@ class Processes(RankInfo):
             distributed.barrier()
 
     def highest(self, values: list[int], timeout: timedelta) -> list[int]:
-        """The maximum over all processes of each number, without waiting for an accelerator.
+        """The maximum over all processes of each number; arguments as for `begin_highest`."""
+        return self.begin_highest(values, timeout)()
+
+    def begin_highest(self, values: list[int], timeout: timedelta) -> Callable[[], list[int]]:
+        """Begin to compute the maximum over all processes of each number, without waiting for an accelerator.
 
         Args:
             values: the numbers; the same count in every process.
             timeout: timeout of the gloo group, if the default group has another backend.
+
+        Returns:
+            Waits for the other processes, and returns the maxima.
         """
         numbers = torch.tensor(values)
-        distributed.all_reduce(numbers, op=distributed.ReduceOp.MAX, group=_cpu_group(timeout))
-        return numbers.tolist()
+        work: Any = distributed.all_reduce(
+            numbers, op=distributed.ReduceOp.MAX, group=_cpu_group(timeout), async_op=True
+        )
+
+        def result() -> list[int]:
+            work.wait()
+            return numbers.tolist()
+
+        return result
 
     def from_main(self, decide: Callable[[], T]) -> T:
         """The result of `decide` in rank 0, broadcast to all ranks; if it raises, all ranks raise."""

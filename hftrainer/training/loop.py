@@ -22,6 +22,7 @@ from hftrainer.data.random_states import rng_state
 from hftrainer.data.reading import Continuation, EpochReader
 from hftrainer.data.schedule import TrainingSchedule
 from hftrainer.errors import CheckpointNotWritten, UnsupportedArgument
+from hftrainer.model.walks import clear_gradients
 from hftrainer.optimization import follows_metric, keep_pace
 from hftrainer.optimizers.settings import kept_settings
 from hftrainer.parallel.communication import is_of_communication
@@ -131,6 +132,7 @@ class TrainingLoop(Room):
             self.control_sync.stop_if_signalled(self._save)
         if self.progress is not None and self.progress.owes_evaluation:
             trainer.control.should_evaluate = True
+            self.control_sync.sync_control_flags()
             self._log_save_evaluate()
             self.control_sync.stop_if_signalled(self._save)
         if self.progress is not None and self._owes_epoch_end():
@@ -246,6 +248,7 @@ class TrainingLoop(Room):
         self._epoch_ended = True
         self.context.announce("on_epoch_end")
         print_xla_metrics(self.trainer)
+        self.control_sync.sync_control_flags()
         self._log_save_evaluate()
         self.control_sync.stop_if_signalled(self._save)
 
@@ -345,13 +348,14 @@ class TrainingLoop(Room):
     def end_step(self, model: torch.nn.Module) -> None:
         """Count the step, announce it, then log, evaluate and save if due; stop if a signal requests it."""
         state = self.trainer.state
-        model.zero_grad()
+        clear_gradients(model)
         self.context.engine.parallelism.end_batch()
         state.global_step += 1
         state.epoch = self._epoch_after_step()
         self._stepping = self._stepped = False
         self.between_steps = True
         self.context.announce("on_step_end", **self.details.take())
+        self.control_sync.end_step()
         self._log_save_evaluate()
         self.context.checkpoint_writer.poll()
         self.control_sync.stop_if_signalled(self._save)
@@ -405,7 +409,14 @@ class TrainingLoop(Room):
             logger.exception("The error below ends the run; its last state could not be saved.")
 
     def _log_save_evaluate(self) -> None:
-        self.control_sync.sync_control_flags()
+        control = self.trainer.control
+        due = control.should_log or control.should_evaluate or control.should_save
+        if due or self.context.is_overridden("_maybe_log_save_evaluate"):  # an override expects every step
+            self._do_what_is_due()
+        if self.context.search is not None and self.trial is not None:
+            self.context.search.after_saving(self.trainer)
+
+    def _do_what_is_due(self) -> None:
         self.losses.check_before_log()
         with self.control_sync.abandoning():
             values = {
@@ -419,8 +430,6 @@ class TrainingLoop(Room):
                 "learning_rate": self.learning_rate,
             }
             call_log_save_evaluate(self.trainer._maybe_log_save_evaluate, values)
-        if self.context.search is not None and self.trial is not None:
-            self.context.search.after_saving(self.trainer)
 
     # ---- Checkpoints -------------------------------------------------------------------------------------------
 

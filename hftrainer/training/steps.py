@@ -15,6 +15,7 @@ from hftrainer.compat.overrides import accepts, call_with_accepted
 from hftrainer.data.loaders import to_device
 from hftrainer.data.tokens import count_tokens
 from hftrainer.errors import InvalidArgument
+from hftrainer.model.walks import is_training
 from hftrainer.parallel import devices
 from hftrainer.trainer_pt_utils import rebuilt
 from hftrainer.trainer_utils import speed_metrics
@@ -61,7 +62,8 @@ class TrainingSteps(Room):
     def loss(self, model: nn.Module, inputs: Any, num_items_in_batch: Any) -> torch.Tensor:
         """The loss of one micro-batch, divided for accumulation unless it already is."""
         trainer = self.trainer
-        _set_training_mode(model)
+        if not is_training(model):
+            model.train()
         if callable(getattr(trainer.optimizer, "train", None)):  # schedule-free optimizers have a training mode too
             trainer.optimizer.train()  # type: ignore[union-attr]
         inputs = trainer._prepare_inputs(inputs)
@@ -172,13 +174,3 @@ class TrainingSteps(Room):
             flos = self.loaders.sum_over_data(torch.tensor([flos])).item()
         self.trainer.state.total_flos += flos
         self.run.flos = 0.0
-
-
-def _set_training_mode(model: nn.Module) -> None:
-    """Call `model.train()` before each micro-batch, if needed: checking all modules is cheaper than setting them."""
-    if not _in_training_mode(model):
-        model.train()
-
-
-def _in_training_mode(module: nn.Module) -> bool:
-    return module.training and all(_in_training_mode(child) for child in module.children())

@@ -174,9 +174,11 @@ class Full(Trainer):
 #: Name → event, flag, step.
 FLAGS = {
     "stops": ("on_step_end", "should_training_stop", 3),
+    "stops in the middle of an epoch": ("on_step_end", "should_training_stop", 1),
     "stops within a step": ("on_substep_end", "should_training_stop", 1),
     "stops when it has logged": ("on_log", "should_training_stop", 4),
     "ends the epoch": ("on_step_end", "should_epoch_stop", 2),
+    "saves": ("on_step_end", "should_save", 5),
     "saves when it has logged": ("on_log", "should_save", 2),
     "evaluates": ("on_step_end", "should_evaluate", 3),
 }

@@ -31,6 +31,7 @@ from hftrainer_lightning.private_api.strategies import LaunchedXLA, OwnPrecision
 from hftrainer_lightning.private_api.trainer import (
     NoProfiler,
     Trainer,
+    is_watched,
     keyboard_interrupts_restored,
     quiet,
     recorded_events,
@@ -63,6 +64,7 @@ __all__ = [
     "in_previous_epoch",
     "install_bare_evaluation",
     "install_window_accumulation",
+    "is_watched",
     "keyboard_interrupts_restored",
     "leaves_masks",
     "name_of_batch_size",

@@ -15,7 +15,7 @@ from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import RunningStage
 
-from hftrainer_lightning.private_api.trainer import NoProfiler
+from hftrainer_lightning.private_api.trainer import is_watched
 
 if TYPE_CHECKING:
     from hftrainer_lightning.hooks import EvaluationHooks
@@ -40,7 +40,7 @@ class _BareEvaluationLoop(_EvaluationLoop):
 
     def _evaluation_step(self, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
         trainer = self.trainer
-        if trainer.callbacks or not isinstance(trainer.profiler, NoProfiler):  # type: ignore[attr-defined]
+        if is_watched(trainer):
             super()._evaluation_step(batch, batch_idx, dataloader_idx, dataloader_iter)
             return
         progress = self.batch_progress

@@ -8,13 +8,18 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.strategies.xla import XLAStrategy
 
+from hftrainer_lightning.private_api.trainer import is_watched
+
 
 def announce_gradients(precision: Precision, model: Any, optimizer: Any) -> None:
     """Announce the gradients to callbacks and module, and clip them; for plugins with their own optimizer step.
 
     Lightning's plugins do this between closure and step, under a private name.
     """
-    precision._after_closure(model, optimizer)
+    if is_watched(model.trainer):
+        precision._after_closure(model, optimizer)
+    elif model.automatic_optimization:
+        model.configure_gradient_clipping(optimizer)
 
 
 class OwnPrecision(Strategy):

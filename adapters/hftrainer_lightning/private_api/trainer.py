@@ -138,6 +138,11 @@ class NoProfiler(PassThroughProfiler):
 _NOTHING = contextlib.nullcontext()
 
 
+def is_watched(trainer: pl.Trainer) -> bool:
+    """Whether a callback or a profiler follows the loops; if not, they need not announce each hook."""
+    return bool(trainer.callbacks) or not isinstance(trainer.profiler, NoProfiler)  # type: ignore[attr-defined]
+
+
 def recorded_events(profiler: PyTorchProfiler) -> Any:
     """Stop the recording and return its events. The profiler stops when it reports, too late to rename events."""
     profiler._delete_profilers()

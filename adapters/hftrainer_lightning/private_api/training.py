@@ -7,11 +7,15 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.optimization.automatic import ClosureResult, _AutomaticOptimization
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.states import RunningStage
+
+from hftrainer_lightning.private_api.trainer import is_watched
 
 if TYPE_CHECKING:
     from hftrainer_lightning.hooks import MicroBatches
@@ -46,6 +50,31 @@ class _WindowedEpochLoop(_TrainingEpochLoop):
     def _should_accumulate(self) -> bool:
         window = self.micro_batches.window
         return window is not None and not window.closes
+
+    def _broadcast_sigterm_tensor(self) -> None:
+        """Nothing: ranks agree on signals at the end of a step; Lightning would let each batch wait for all of them."""
+
+    def advance(self, data_fetcher: Any) -> None:
+        """Run a micro-batch; if nobody watches, by the module's own hooks alone."""
+        trainer: Any = self.trainer
+        if self.restarting or is_watched(trainer):
+            super().advance(data_fetcher)
+            return
+        batch, _, _ = next(data_fetcher)
+        module, progress = trainer.lightning_module, self.batch_progress
+        index = progress.current.ready
+        progress.is_last_batch = data_fetcher.done
+        progress.increment_ready()
+        module.on_train_batch_start(batch, index)
+        progress.increment_started()
+        step: Any = {"batch": batch, "batch_idx": index}
+        if module.automatic_optimization:
+            self.automatic_optimization.run(trainer.optimizers[0], index, step)
+        else:
+            self.manual_optimization.run(step)
+        progress.increment_processed()
+        module.on_train_batch_end(None, batch, index)
+        progress.increment_completed()
 
     def on_advance_end(self, data_fetcher: Any) -> None:
         """Count the step for loggers; the Trainer's callbacks decide when to validate."""
@@ -82,9 +111,41 @@ class _AnnouncedFitLoop(_FitLoop):
 
 
 class _BareOptimization(_AutomaticOptimization):
-    """Announces `zero_grad` to callbacks only; the training run clears the gradients, after the step."""
+    """Announces `zero_grad` to callbacks only; the training run clears the gradients, after the step.
+
+    If nobody watches, a micro-batch makes no closures of closures, and keeps no copy of its loss for callbacks.
+    """
 
     output_result_cls = _ScaledLoss
+
+    def run(self, optimizer: Any, batch_idx: int, kwargs: Any) -> dict[str, Any]:
+        """Run forward, backward and, at the end of the window, the optimizer step."""
+        trainer: Any = self.trainer
+        if is_watched(trainer):
+            return super().run(optimizer, batch_idx, kwargs)
+        strategy = trainer.strategy
+
+        def forward_and_backward() -> None:
+            with torch.enable_grad():
+                strategy.backward(strategy.training_step(*kwargs.values()), optimizer)
+
+        if trainer.fit_loop._should_accumulate():
+            with _block_parallel_sync_behavior(strategy):
+                forward_and_backward()
+        else:
+            self._optimizer_step(batch_idx, forward_and_backward)
+        return {}
+
+    def _optimizer_step(self, batch_idx: int, closure: Any) -> None:
+        trainer: Any = self.trainer
+        if is_watched(trainer):
+            super()._optimizer_step(batch_idx, closure)
+            return
+        step = self.optim_progress.optimizer.step
+        step.increment_ready()
+        optimizer = trainer.strategy._lightning_optimizers[0]
+        trainer.lightning_module.optimizer_step(trainer.current_epoch, batch_idx, optimizer, closure)
+        step.increment_completed()
 
     def _make_zero_grad_fn(self, batch_idx: int, optimizer: Any) -> Any:
         return super()._make_zero_grad_fn(batch_idx, optimizer) if self.trainer.callbacks else None  # type: ignore[attr-defined]

@@ -33,6 +33,19 @@ class PlainSteps(Precision):
 
     val_step_context = predict_step_context = train_step_context
 
+    def pre_backward(self, tensor: torch.Tensor, module: Any) -> torch.Tensor:
+        """Scale the loss, and announce it to who watches."""
+        if private_api.is_watched(module.trainer):
+            return super().pre_backward(tensor, module)
+        return tensor if self.scaler is None else self.scaler.scale(tensor)
+
+    def post_backward(self, tensor: torch.Tensor, module: Any) -> torch.Tensor:
+        """Announce the end of the backward pass."""
+        if private_api.is_watched(module.trainer):
+            return super().post_backward(tensor, module)
+        module.on_after_backward()
+        return tensor.detach()
+
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
