@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -53,6 +54,16 @@ class SeedableRandomSampler(RandomSampler):
         self.epoch = epoch
 
 
+class _Rest:
+    """The indices of a sampler after the first ones."""
+
+    def __init__(self, sampler: Iterable[int], skipped: int) -> None:
+        self.sampler, self.skipped = sampler, skipped
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.islice(self.sampler, self.skipped, None)
+
+
 class SkippingBatchSampler(BatchSampler):
     """A batch sampler that skips its first batches once, so that their samples are never loaded.
 
@@ -72,11 +83,11 @@ class SkippingBatchSampler(BatchSampler):
 
     def __iter__(self) -> Iterator[list[int]]:
         self._batches = iter(self.batch_sampler)
-        return self._indices(self._batches)
+        return self._indices()
 
-    def _indices(self, batches: Iterator[Any]) -> Iterator[list[int]]:
+    def _indices(self) -> Iterator[list[int]]:
         self.catch_up()  # only when the first batch is requested: a loader draws its seed before that
-        for batch in batches:
+        for batch in self._batches:
             if self.seen is not None:
                 self.seen.append(list(batch))
             yield batch
@@ -84,6 +95,11 @@ class SkippingBatchSampler(BatchSampler):
     def catch_up(self) -> None:
         """Skip the batches now, if not yet done."""
         skipped, self.skipped = self.skipped, 0
+        batches = self.batch_sampler
+        if skipped and type(batches) is BatchSampler:  # whose iterator has not begun; no batches are made to be skipped
+            rest = _Rest(batches.sampler, skipped * batches.batch_size)
+            self._batches = iter(BatchSampler(rest, batches.batch_size, batches.drop_last))
+            return
         for _ in range(skipped):
             next(self._batches, None)
 
