@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import math
@@ -78,11 +79,28 @@ class TrainerState:
             self.log_history = []
         if not isinstance(self.stateful_callbacks, dict):
             self.stateful_callbacks = export_states(self.stateful_callbacks or [])
+        self._log_texts: list[tuple[Any, str]] = []
 
     def save_to_json(self, json_path: str) -> None:
-        """Write the state as JSON."""
+        """Write the state as JSON. Log lines become text once, so that a save does not take longer each time."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        text = json.dumps(values | {"log_history": []}, indent=2, sort_keys=True)
+        if self.log_history:
+            lines = "[\n    " + ",\n    ".join(self._texts_of_log()) + "\n  ]"
+            text = text.replace('\n  "log_history": []', f'\n  "log_history": {lines}')
         with open(json_path, "w", encoding="utf-8") as file:
-            file.write(json.dumps(dataclasses.asdict(self), indent=2, sort_keys=True) + "\n")
+            file.write(text + "\n")
+
+    def _texts_of_log(self) -> list[str]:
+        """Each log line as JSON; those that have changed since the last save, and further ones, are made anew."""
+        known, self._log_texts = iter(self._log_texts), []
+        for line in self.log_history:
+            before, text = next(known, (None, ""))
+            if line != before:
+                before = copy.deepcopy(line)
+                text = json.dumps(line, indent=2, sort_keys=True).replace("\n", "\n    ")
+            self._log_texts.append((before, text))
+        return [text for _, text in self._log_texts]
 
     @classmethod
     def load_from_json(cls, json_path: str) -> TrainerState:
