@@ -27,6 +27,7 @@ class WholeSetMetrics:
 
     needs_whole_set = True
     needs_batches = False
+    needs_own_rows = False
 
     def __init__(self, function: Callable[[EvalPrediction], Mapping[str, Any]] | None) -> None:
         self.function = function
@@ -35,10 +36,11 @@ class WholeSetMetrics:
         """Nothing to reset."""
 
     def add_own(self, prediction: EvalPrediction, filler: bool) -> None:
-        """Does nothing: only the whole set is used."""
+        """Not called: `needs_own_rows` is False."""
+        raise NotImplementedError
 
     def add_gathered(self, prediction: EvalPrediction, last: bool) -> None:
-        """Does nothing, as `add_own`."""
+        """Does nothing: only the whole set is used."""
 
     def compute(self, whole: EvalPrediction, gather: Callable[..., Any]) -> dict[str, Any]:
         """The metrics of the whole set, if it has predictions and labels."""
@@ -90,6 +92,7 @@ class TorchMetrics:
 
     needs_whole_set = False
     needs_batches = False
+    needs_own_rows = True
 
     def __init__(
         self, metrics: Any, adapter: Callable[[EvalPrediction], Any] | None = None, plot: bool = False
