@@ -21,7 +21,7 @@ def default_data_collator(features: Sequence[Any], return_tensors: str = "pt") -
     Returns:
         A tensor of shape `(batch, ...)` for each key.
     """
-    samples = [feature if isinstance(feature, Mapping) else vars(feature) for feature in features]
+    samples = [feature if isinstance(feature, (dict, Mapping)) else vars(feature) for feature in features]
     first = samples[0]
     batch: dict[str, Any] = {}
     if first.get("label") is not None:

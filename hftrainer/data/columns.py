@@ -62,7 +62,7 @@ class RemoveColumnsCollator:
         return self.data_collator([self._kept(feature) for feature in features])
 
     def _kept(self, feature: Any) -> Any:
-        if not isinstance(feature, Mapping) or feature.keys() <= self.columns:
+        if not isinstance(feature, (dict, Mapping)) or feature.keys() <= self.columns:
             return feature
         kept = {name: value for name, value in feature.items() if name in self.columns}
         if feature and not kept:

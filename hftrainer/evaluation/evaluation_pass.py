@@ -11,11 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch.utils.data import IterableDataset
 
 from hftrainer.compat.functions import has_length
 from hftrainer.data.loaders import PreparedDataLoader
 from hftrainer.data.samplers import gives_its_length
+from hftrainer.evaluation import host_memory
 from hftrainer.evaluation.metrics import TorchMetrics, WholeSetMetrics
 from hftrainer.evaluation.outputs import OutputCollector
 from hftrainer.trainer_pt_utils import find_batch_size, without_rows
@@ -52,6 +54,7 @@ class EvaluationPass:
         preprocess_logits: the Trainer's callable, or None.
         end_batch: called after a batch is predicted, before its results are read.
         gather: gathers rows from all processes, without fillers: `Trainer.gather_function`.
+        gathering_changes_nothing: whether that returns the rows of a full batch as they are.
         pad: pads rows in their second dimension to the longest of all processes.
         collect: gathers all rows from all processes.
         prefix: prefix of each metric's name, followed by an underscore.
@@ -74,6 +77,7 @@ class EvaluationPass:
     preprocess_logits: Callable[[Any, Any], Any] | None
     end_batch: Callable[[], None]
     gather: Callable[[Any], Any]
+    gathering_changes_nothing: Callable[[], bool]
     pad: Callable[[Any], Any]
     collect: Callable[[Any], Any]
     prefix: str
@@ -85,6 +89,7 @@ class EvaluationPass:
     output: EvalLoopOutput | None = None
     _drawn: deque[_Drawn] = field(default_factory=deque, init=False)
     _kept: dict[str, OutputCollector] = field(init=False)
+    _memory: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, init=False)
 
     def __post_init__(self) -> None:
         rows, folder = self._known_samples() or 0, getattr(self.args, "eval_memmap_dir", None)
@@ -99,11 +104,11 @@ class EvaluationPass:
 
     def __iter__(self) -> Iterator[Any]:
         """The batches, in the order in which `step` must get them."""
-        for inputs in self.dataloader:
-            loader = self.dataloader
-            drawn = [getattr(loader, name) for name in _Drawn._fields] if self._is_prepared else _NO_LOADER
-            self._drawn.append(_Drawn(*drawn))
-            yield inputs
+        with self._memory:
+            self._memory.enter_context(host_memory.kept_between_batches(self.args.device))
+            for inputs in self.dataloader:
+                self._drawn.append(self._flags())
+                yield inputs
 
     @property
     def _is_prepared(self) -> bool:
@@ -135,9 +140,13 @@ class EvaluationPass:
             self.preparation_time = round(time.time() - self._created, 4)
         drawn = self._drawn.popleft()
         self.seen_batches += 1
-        with self._flags_of(drawn):
+        ahead = self._flags()
+        self._set_flags(drawn)
+        try:
             rows = self._rows(inputs, drawn)
-            self._keep(rows, inputs, last)
+            self._keep(rows, inputs, last, full=not (drawn.at_end or drawn.filler))
+        finally:
+            self._set_flags(ahead)
         self.announce_batch()
         every = self.args.eval_accumulation_steps or 1
         if self.seen_batches % every == 0:
@@ -154,10 +163,11 @@ class EvaluationPass:
         if logits is not None and self.preprocess_logits is not None:
             logits = self.preprocess_logits(logits, labels)
         # The mean is repeated once per sample of a full batch; gathering corrects that for the last batch.
-        losses = None if loss is None else loss.repeat(self.args.eval_batch_size)
+        losses = None if loss is None else _repeated(loss, self.args.eval_batch_size)
         rows = {"losses": losses, "inputs": main, "predictions": logits, "label_ids": labels}
-        of_own = None if losses is None else losses[: drawn.counted]
-        self.metrics.add_own(self._prediction({**rows, "losses": of_own}), drawn.filler)
+        if self.metrics.needs_own_rows:
+            of_own = None if losses is None else losses[: drawn.counted]
+            self.metrics.add_own(self._prediction({**rows, "losses": of_own}), drawn.filler)
         if drawn.filler:
             rows = without_rows(rows, lists_of_samples=self.args.eval_use_gather_object)
         else:
@@ -165,12 +175,16 @@ class EvaluationPass:
         self.end_batch()
         return rows
 
-    def _keep(self, rows: dict[str, Any], inputs: Any, last: bool) -> None:
-        wanted = rows if self._keeps_rows or self.metrics.needs_batches else {"losses": rows["losses"]}
-        gathered = {name: self.gather(value) for name, value in wanted.items() if value is not None}
-        for name, value in gathered.items():
-            if name == "losses" or self._keeps_rows:
-                self._kept[name].add(value)
+    def _keep(self, rows: dict[str, Any], inputs: Any, last: bool, *, full: bool) -> None:
+        unchanged = full and self.gathering_changes_nothing()
+        gathers_all = self._keeps_rows or self.metrics.needs_batches
+        gathered: dict[str, Any] = {}
+        for name, value in rows.items():
+            if value is None or not (gathers_all or name == "losses"):
+                continue
+            gathered[name] = value if unchanged else self.gather(value)
+            if self._keeps_rows or name == "losses":
+                self._kept[name].add(gathered[name])
         if self.metrics.needs_batches:  # the function gets the complete batch of inputs, as in transformers
             asked = {"inputs": inputs} if "inputs" in gathered else {}
             self.metrics.add_gathered(self._prediction({**gathered, **asked}), last)
@@ -183,21 +197,20 @@ class EvaluationPass:
             losses=rows.get("losses") if "loss" in self.args.include_for_metrics else None,
         )
 
-    @contextlib.contextmanager
-    def _flags_of(self, drawn: _Drawn) -> Iterator[None]:
-        """Set the loader's flags to those of this batch, for `accelerator.gather_for_metrics`."""
+    def _flags(self) -> _Drawn:
+        loader = self.dataloader
         if not self._is_prepared:
-            yield
-            return
-        ahead = vars(self.dataloader).copy()
-        vars(self.dataloader).update(drawn._asdict())
-        try:
-            yield
-        finally:
-            vars(self.dataloader).update({name: ahead[name] for name in _Drawn._fields})
+            return _NO_LOADER
+        return _Drawn(loader.at_end, loader.filler, loader.counted, loader.started)
+
+    def _set_flags(self, flags: _Drawn) -> None:
+        """Set the loader's flags, for `accelerator.gather_for_metrics`: to those of this batch, and back."""
+        if self._flags() != flags:
+            vars(self.dataloader).update(flags._asdict())
 
     def finish(self) -> dict[str, Any]:
         """Compute the metrics over all batches, and set `output`."""
+        self._memory.close()  # the metrics may need much; Lightning need not have asked for a batch after the last
         whole = {name: kept.arrays() for name, kept in self._kept.items()}
         metrics = dict(denumpify_detensorize(self.metrics.compute(self._prediction(whole), self.collect)))
         losses = whole["losses"]
@@ -224,3 +237,10 @@ class EvaluationPass:
         if has_length(dataset):
             return len(dataset)
         return self.num_examples(self.dataloader) if has_length(self.dataloader) else None
+
+
+def _repeated(loss: Any, times: int) -> Any:
+    """`loss.repeat(times)`, faster for a single number; a copy in any case. Overrides may return an array."""
+    if not isinstance(loss, torch.Tensor) or loss.ndim or times == 1:
+        return loss.repeat(times)
+    return loss.expand(times).contiguous()

@@ -6,15 +6,31 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from hftrainer.training.accelerator import EngineAccelerator
+from hftrainer.training.trainer_api import TrainerApi
 from hftrainer.training_args import TrainingArguments
 
 Gather = Callable[[Any], Any]
+#: As the class has them; scripts may replace them, there or on the Trainer's accelerator.
+_FOR_METRICS, _GATHER = EngineAccelerator.gather_for_metrics, EngineAccelerator.gather
 
 
 def for_metrics(accelerator: Any, args: TrainingArguments) -> Gather:
     """The default `gather_function`: gathers rows from all processes, without fillers."""
     gather = accelerator.gather_for_metrics
     return functools.partial(gather, use_gather_object=True) if args.eval_use_gather_object else gather
+
+
+def changes_nothing(trainer: TrainerApi) -> bool:
+    """Whether `gather_function` returns the rows of a full batch as they are: in one process, unless it is replaced."""
+    accelerator: Any = trainer.accelerator
+    function: Any = trainer.gather_function
+    return (
+        getattr(function, "__func__", None) is _FOR_METRICS
+        and function.__self__ is accelerator
+        and getattr(accelerator.gather, "__func__", None) is _GATHER
+        and not accelerator.processes.several
+    )
 
 
 def of_all(accelerator: Any, args: TrainingArguments) -> Gather:

@@ -33,6 +33,8 @@ class GrowingArray:
         self._has_width = first.ndim > 1
         self._count = 0
         self._width = self._stride = first.shape[1] if self._has_width else 1
+        self._row_shape = first.shape[1:]  # of a batch that needs no padding
+        self._elements = self._row_size(self._stride)  # of such a row
         self._flat = np.empty(0, self._dtype)
         self._resize(max(rows, len(first)) * self._row_size(self._stride))
         self.add(first)
@@ -43,6 +45,21 @@ class GrowingArray:
         Raises:
             ValueError: when its shape differs from the first batch's in more than the first two dimensions.
         """
+        if batch.shape[1:] != self._row_shape or batch.dtype != self._dtype or not self._append(batch):
+            self._add_other(batch)
+
+    def _append(self, batch: np.ndarray) -> bool:
+        """Append a batch whose rows are as wide as the array's, as most are; False if there is no room for it."""
+        start = self._count * self._elements
+        stop = start + batch.size
+        if stop > self._flat.size:
+            return False
+        self._flat[start:stop].reshape(batch.shape)[...] = batch
+        self._width = self._stride
+        self._count += len(batch)
+        return True
+
+    def _add_other(self, batch: np.ndarray) -> None:
         if (batch.ndim > 1) != self._has_width or batch.shape[2:] != self._tail:
             expected = ("batch", *(["length"] if self._has_width else []), *self._tail)
             raise ValueError(
@@ -97,6 +114,7 @@ class GrowingArray:
             rows[:, : kept.shape[1]] = kept
             rows[:, kept.shape[1] :] = self._fill()
         self._stride = stride
+        self._row_shape, self._elements = (stride, *self._tail), self._row_size(stride)
 
     def _promote(self, dtype: np.dtype) -> None:
         used = self._count * self._row_size(self._stride)

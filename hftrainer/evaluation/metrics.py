@@ -27,6 +27,7 @@ class WholeSetMetrics:
 
     needs_whole_set = True
     needs_batches = False
+    needs_own_rows = False
 
     def __init__(self, function: Callable[[EvalPrediction], Mapping[str, Any]] | None) -> None:
         self.function = function
@@ -90,6 +91,7 @@ class TorchMetrics:
 
     needs_whole_set = False
     needs_batches = False
+    needs_own_rows = True
 
     def __init__(
         self, metrics: Any, adapter: Callable[[EvalPrediction], Any] | None = None, plot: bool = False

@@ -56,8 +56,8 @@ class OutputCollector:
 
 
 def _as_rows(leaf: Any) -> np.ndarray:
-    array = np.atleast_1d(leaf)
-    if array.dtype == object:
+    array = leaf if isinstance(leaf, np.ndarray) and leaf.ndim else np.atleast_1d(leaf)
+    if array.dtype.kind == "O":
         raise TypeError(
             f"Evaluation cannot concatenate a {type(leaf).__name__}, only tensors: exclude it with ignore_keys, or "
             "set eval_do_concat_batches=False to get a list of batches."
@@ -71,7 +71,9 @@ def _extend(joined: Any, batch: Any) -> None:
     Raises:
         TypeError: when its nesting differs from the first batch's.
     """
-    if isinstance(joined, GrowingArray) and not isinstance(batch, (Mapping, list, tuple)):
+    if isinstance(joined, GrowingArray) and (
+        isinstance(batch, np.ndarray) or not isinstance(batch, (Mapping, list, tuple))
+    ):
         joined.add(_as_rows(batch))
         return
     if type(joined) is not type(batch) or len(joined) != len(batch):

@@ -151,8 +151,7 @@ class EvaluationRunner(Room):
         labels = loss = None
         with torch.no_grad():
             if has_labels or (not names and returns_loss):
-                labels = nested_detach(tuple(inputs.get(name) for name in names))
-                labels = labels[0] if len(labels) == 1 else labels
+                labels = nested_detach(_without_tuple_of_one(tuple(inputs.get(name) for name in names)))
                 loss, outputs = self._loss_and_outputs(model, inputs, loss_only)
                 logits = outputs_without(outputs, [*ignore_keys, "loss"], skip_first=True)
             else:
@@ -163,8 +162,7 @@ class EvaluationRunner(Room):
                     self.run.past = outputs[self.context.past_index - 1]
         if loss_only:
             return loss, None, None
-        logits = nested_detach(logits)
-        return loss, logits[0] if isinstance(logits, (tuple, list)) and len(logits) == 1 else logits, labels
+        return loss, nested_detach(_without_tuple_of_one(logits)), labels
 
     def _ignored_keys(self) -> list[str]:
         """Outputs that the model's config excludes from predictions."""
@@ -249,6 +247,7 @@ class EvaluationRunner(Room):
             preprocess_logits=trainer.preprocess_logits_for_metrics,
             end_batch=self.context.engine.parallelism.end_batch,
             gather=lambda rows: trainer.gather_function(rows),
+            gathering_changes_nothing=functools.partial(gathering.changes_nothing, trainer),
             pad=functools.partial(gathering.padded, trainer.accelerator, trainer.args),
             collect=functools.partial(processes.gather, distinct=True),
             prefix=prefix,
@@ -292,4 +291,10 @@ class EvaluationRunner(Room):
             else:  # an override for v4.1: its loss, and the outputs from a separate forward pass
                 outputs = () if loss_only else model(**inputs)
                 loss = call_with_accepted(trainer.compute_loss, model, inputs, num_items_in_batch=num_items)
-        return split_losses(loss)[0].detach().mean(), outputs
+        loss = split_losses(loss)[0].detach()
+        plain = type(loss) is torch.Tensor and not loss.ndim  # its mean takes three times as long as a copy
+        return loss.clone() if plain else loss.mean(), outputs
+
+
+def _without_tuple_of_one(values: Any) -> Any:
+    return values[0] if isinstance(values, (tuple, list)) and len(values) == 1 else values

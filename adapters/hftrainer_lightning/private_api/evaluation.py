@@ -38,6 +38,14 @@ class ValidationGroup:
 class _BareEvaluationLoop(_EvaluationLoop):
     """Skips hook dispatch when there are no callbacks and no profiler; Lightning reads its state 40 times a batch."""
 
+    def _on_before_fetch(self) -> None:
+        if is_watched(self.trainer):
+            super()._on_before_fetch()
+
+    def _on_after_fetch(self) -> None:
+        if is_watched(self.trainer):
+            super()._on_after_fetch()
+
     def _evaluation_step(self, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
         trainer = self.trainer
         if is_watched(trainer):
