@@ -25,6 +25,8 @@ from hftrainer.errors import CheckpointNotFound, DamagedCheckpoint
 _CHUNK = 1 << 20  # bytes: stays in a processor's cache between reading and checksum
 #: Threads that wait for the disk, and threads that compute checksums.
 _FLUSHING, _READING = 4, 2
+#: Checksums that were computed while files were written, with what tells a later change, until a manifest lists them.
+_noted: dict[Path, tuple[tuple[int, ...] | None, int]] = {}
 #: Files of at least this many bytes leave the page cache once they are on the disk.
 _LARGE = 1 << 22
 #: Files with weights, and indices of their shards.
@@ -74,12 +76,12 @@ def _flush_and_describe(paths: list[Path]) -> dict[Path, dict[str, int]]:
         ThreadPoolExecutor(_READING, thread_name_prefix="checksum") as processor,
     ):
         flushes = {path: disk.submit(flush_to_disk, path) for path in largest_first}
-        checksums = {path: processor.submit(_crc32, path) for path in largest_first}
+        checksums = {path: processor.submit(_checksum, path) for path in largest_first}
         try:
             for path in largest_first:
                 flushes[path].result()
                 checksums[path].result()
-                _drop_from_cache(path)
+                drop_from_cache(path)
         except BaseException:
             disk.shutdown(cancel_futures=True)
             processor.shutdown(cancel_futures=True)
@@ -87,18 +89,36 @@ def _flush_and_describe(paths: list[Path]) -> dict[Path, dict[str, int]]:
     return {path: {"size": path.stat().st_size, "crc32": checksums[path].result()} for path in paths}
 
 
-def _drop_from_cache(path: Path) -> None:
-    """Free the memory in which the system keeps a large file that is on the disk.
+def note_checksum(path: str, crc32: int) -> None:
+    """Keep the checksum of a file that was computed while it was written, for the manifest that will list it."""
+    _noted[Path(path)] = _stamp(Path(path)), crc32
+
+
+def _checksum(path: Path) -> int:
+    """The checksum that was noted, if the file is unchanged since; otherwise that of its contents."""
+    stamp, crc32 = _noted.pop(path, (None, 0))
+    return crc32 if stamp is not None and stamp == _stamp(path) else _crc32(path)
+
+
+def _stamp(path: Path) -> tuple[int, ...] | None:
+    """What any change to a file changes; None where the file system keeps times in seconds, which may hide one."""
+    stat = path.stat()
+    times = (stat.st_mtime_ns, stat.st_ctime_ns)
+    return None if any(time % 10**9 == 0 for time in times) else (stat.st_ino, stat.st_size, *times)
+
+
+def drop_from_cache(path: str | Path, start: int = 0, end: int = 0) -> None:
+    """Free the memory in which the system keeps a large file that is on the disk, or its bytes from `start` to `end`.
 
     A checkpoint is seldom read again. The memory serves the next one; otherwise it would push out the files of the
     data set.
     """
-    if not hasattr(os, "posix_fadvise") or path.stat().st_size < _LARGE:
+    if not hasattr(os, "posix_fadvise") or os.path.getsize(path) < _LARGE:
         return
     descriptor = os.open(path, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):  # advice, which some file systems do not take
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(descriptor, start, end and end - start, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(descriptor)
 

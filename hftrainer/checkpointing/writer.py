@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from hftrainer.checkpointing import staging
+from hftrainer.checkpointing import staging, streamed
 from hftrainer.checkpointing.added import AddedFiles
 from hftrainer.errors import CheckpointNotWritten
 
@@ -50,12 +50,6 @@ def is_storage_error(error: BaseException, output_dir: str) -> bool:
     return isinstance(error, RuntimeError) and any(
         part in str(error) for part in ("PytorchStreamWriter failed", "inline_container", "unexpected pos")
     )
-
-
-def _save(values: Any, path: str) -> None:
-    """`torch.save` through Python's file: threads that train can run while it writes, unlike with a path."""
-    with open(path, "wb") as file:
-        torch.save(values, file)
 
 
 def _discard_partial(path: str, error: BaseException) -> None:
@@ -154,7 +148,7 @@ class CheckpointWriter:
 
     def save(self, value: Any, path: str) -> None:
         """Write `value` with `torch.save`, now or with the current checkpoint."""
-        self.call(lambda values: _save(values, path), value)
+        self.call(lambda values: streamed.save(values, path), value)
 
     def call(self, write: Callable[[Any], None], values: Any) -> None:
         """Call `write(values)`: now, or with the current checkpoint, on a copy of the values in CPU memory."""

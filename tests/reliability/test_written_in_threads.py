@@ -8,13 +8,14 @@ import random
 import signal
 import threading
 import time
+import zipfile
 import zlib
 
 import pytest
 import torch
 
 from hftrainer import Trainer
-from hftrainer.checkpointing import manifest, staging, writer
+from hftrainer.checkpointing import manifest, staging, streamed
 from hftrainer.checkpointing.folders import get_last_checkpoint
 from hftrainer.checkpointing.manifest import damage, write_manifest
 from tests.reliability.support import names
@@ -78,6 +79,90 @@ def test_large_files_leave_the_cache_once_they_are_flushed(tmp_path, monkeypatch
     assert all(events.index(("flushed", inode)) < events.index(("dropped", inode)) for inode in large)
 
 
+@pytest.fixture
+def small_windows(monkeypatch):
+    """The optimizer's state of a tiny model is streamed."""
+    monkeypatch.setattr(streamed, "WINDOW", 1000)
+    monkeypatch.setattr(manifest, "_LARGE", 0)
+
+
+def test_a_streamed_file(tmp_path, small_windows, monkeypatch):
+    """It holds what `torch.save` writes, and its checksum is known without reading it again."""
+    value = {"a": torch.arange(5_000), "b": [torch.zeros(0), torch.ones(777, dtype=torch.bfloat16)], "c": "text"}
+    path = tmp_path / "optimizer.pt"
+    streamed.save(value, str(path))
+    monkeypatch.setattr(manifest, "_crc32", lambda path: pytest.fail(f"{path} is read again"))
+    write_manifest(tmp_path)
+    listed = json.loads((tmp_path / "hftrainer_manifest.json").read_text())["files"]
+    assert listed == {"optimizer.pt": {"size": path.stat().st_size, "crc32": zlib.crc32(path.read_bytes())}}
+    read = torch.load(path)
+    assert torch.equal(read["a"], value["a"])
+    assert torch.equal(read["b"][1], value["b"][1])
+    assert read["c"] == "text"
+    assert zipfile.ZipFile(path).testzip() is None
+
+
+@pytest.mark.parametrize("change", ["patched", "replaced", "written again"])
+def test_a_streamed_file_that_is_changed_before_the_manifest(tmp_path, small_windows, change):
+    """The manifest lists what is there, however soon after, and although the size is the same."""
+    path = tmp_path / "optimizer.pt"
+    streamed.save(torch.zeros(5_000), str(path))
+    if change == "patched":
+        with open(path, "r+b") as file:
+            file.seek(path.stat().st_size // 2)
+            file.write(b"x")
+    elif change == "replaced":
+        torch.save(torch.ones(5_000), tmp_path / "other")
+        os.replace(tmp_path / "other", path)
+    else:
+        streamed.save(torch.ones(5_000), str(path))
+    write_manifest(tmp_path)
+    listed = json.loads((tmp_path / "hftrainer_manifest.json").read_text())["files"]
+    assert listed["optimizer.pt"] == {"size": path.stat().st_size, "crc32": zlib.crc32(path.read_bytes())}
+    assert damage(tmp_path) is None
+
+
+@pytest.mark.parametrize("at", [1, 2, 5])
+def test_a_flush_of_a_streamed_file_fails(tmp_path, small_windows, monkeypatch, at):
+    """Also when the disk recovers: what it has lost then is not written again."""
+    calls, flush = [], manifest.flush_to_disk
+
+    def fail_once(path):
+        calls.append(path)
+        if len(calls) == at:
+            raise OSError(errno.EIO, "Input/output error")
+        flush(path)
+
+    monkeypatch.setattr(manifest, "flush_to_disk", fail_once)
+    threads = threading.active_count()
+    with pytest.raises(OSError, match="Input/output error"):
+        streamed.save([torch.zeros(2_000) for _ in range(10)], str(tmp_path / "optimizer.pt"))
+    assert threading.active_count() == threads
+
+
+def test_a_streamed_file_on_a_full_disk(small_windows):
+    threads = threading.active_count()
+    with pytest.raises(OSError, match="No space left on device"):
+        streamed.save(torch.zeros(5_000), "/dev/full")
+    assert threading.active_count() == threads
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_checkpoints_with_streamed_files(tmp_path, small_windows, background):
+    """The same contents as with files that torch writes at once, and a run resumes from them."""
+    config = {"async_checkpoint": background}
+    make_trainer(tmp_path / "streamed", lightning_config=config).train()
+    for step in (3, 6, 9):
+        assert damage(tmp_path / "streamed" / f"checkpoint-{step}") is None
+    expected = torch.load(tmp_path / "streamed" / "checkpoint-9" / "optimizer.pt")
+    trainer = make_trainer(tmp_path / "streamed", lightning_config=config)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "streamed" / "checkpoint-6"))
+    again = torch.load(tmp_path / "streamed" / "checkpoint-9" / "optimizer.pt")
+    assert again["state"].keys() == expected["state"].keys()
+    for key, state in expected["state"].items():
+        assert all(torch.equal(tensor, again["state"][key][name]) for name, tensor in state.items())
+
+
 class Fails:
     """Fails in the place of a function for a file of some name, once."""
 
@@ -92,7 +177,7 @@ class Fails:
 
 
 PLACES = {
-    "writing": (writer, "_save", "optimizer.pt"),
+    "writing": (streamed, "save", "optimizer.pt"),
     "flushing": (manifest, "flush_to_disk", "model.safetensors"),
     "checksum": (manifest, "_crc32", "optimizer.pt"),
 }
@@ -123,7 +208,7 @@ def test_another_error_in_a_thread(tmp_path, monkeypatch, place, background):
 
 def test_a_failed_checkpoint_waits_for_its_other_thread(tmp_path, monkeypatch, caplog):
     """Otherwise that thread would go on writing into a folder that is removed, or belongs to the next checkpoint."""
-    original, written = writer._save, []
+    original, written = streamed.save, []
 
     def slow(values, path):
         if "checkpoint-3" in path and path.endswith("optimizer.pt"):
@@ -134,7 +219,7 @@ def test_a_failed_checkpoint_waits_for_its_other_thread(tmp_path, monkeypatch, c
             original(values, path)
 
     failing = Fails(staging.final_folder, "checkpoint-3", OSError(errno.ENOSPC, "No space left on device"))
-    monkeypatch.setattr(writer, "_save", slow)
+    monkeypatch.setattr(streamed, "save", slow)
     monkeypatch.setattr(staging, "final_folder", failing)  # called as the weights are about to be written
     make_trainer(tmp_path).train()
     assert failing.threads == [threading.main_thread()]
