@@ -39,11 +39,11 @@ def save(value: Any, path: str) -> None:
 class _StreamedFile:
     """A file for `torch.save`, which writes it from the first byte to the last; to be finished, or abandoned.
 
-    Attributes:
-        error: the first error of a write.
-
     Pages of the system's cache are used again for what is written next. A file as large as an optimizer's state would
     otherwise need as much memory, and be limited by how fast the system finds it.
+
+    Attributes:
+        error: the first error of a write, or of the other thread.
     """
 
     def __init__(self, path: str) -> None:
