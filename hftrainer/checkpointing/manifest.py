@@ -6,11 +6,13 @@ only damage that the files themselves show is found.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import zlib
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,13 @@ from hftrainer.checkpointing.readable import has_form, why_unreadable
 from hftrainer.checkpointing.weights import has_weights, missing_shard
 from hftrainer.errors import CheckpointNotFound, DamagedCheckpoint
 
-_CHUNK = 1 << 22  # bytes
+_CHUNK = 1 << 20  # bytes: stays in a processor's cache between reading and checksum
+#: Threads that wait for the disk, and threads that compute checksums.
+_FLUSHING, _READING = 4, 2
+#: Checksums that were computed while files were written, with what tells a later change, until a manifest lists them.
+_noted: dict[Path, tuple[tuple[int, ...] | None, int]] = {}
+#: Files of at least this many bytes leave the page cache once they are on the disk.
+_LARGE = 1 << 22
 #: Files with weights, and indices of their shards.
 _WEIGHTS = re.compile(r"(\.safetensors|model.*\.bin|\.index\.json)$")
 #: Other files that a resumed run reads; added files with other names are not checked.
@@ -39,7 +47,7 @@ def write_manifest(folder: str | Path) -> None:
     """Write the manifest of all files in `folder`, and flush them to the disk."""
     root = Path(folder)
     manifest = root / names.MANIFEST_NAME
-    files = {path.relative_to(root).as_posix(): _describe(path) for path in _files(root)}
+    files = {path.relative_to(root).as_posix(): entry for path, entry in _flush_and_describe(_files(root)).items()}
     beside = manifest.with_name(f"_{manifest.name}")  # a process that is killed here leaves the old manifest
     content = {"files": files, "crc32": _crc32_of_list(files)}
     beside.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
@@ -54,17 +62,72 @@ def _files(root: Path) -> list[Path]:
     return [path for path in sorted(root.rglob("*")) if path.is_file() and path not in own]
 
 
-def _describe(path: Path) -> dict[str, int]:
-    """Size and checksum of a file, after flushing it to the disk."""
-    flush_to_disk(path)
-    return {"size": path.stat().st_size, "crc32": _crc32(path)}
+def _flush_and_describe(paths: list[Path]) -> dict[Path, dict[str, int]]:
+    """Size and checksum of each file; all are on the disk when this returns.
+
+    Checksums are computed while the disk writes, from the page cache: neither holds the interpreter's lock.
+
+    Raises:
+        OSError: the first one of any file.
+    """
+    largest_first = sorted(paths, key=lambda path: path.stat().st_size, reverse=True)
+    with (
+        ThreadPoolExecutor(_FLUSHING, thread_name_prefix="flush") as disk,
+        ThreadPoolExecutor(_READING, thread_name_prefix="checksum") as processor,
+    ):
+        flushes = {path: disk.submit(flush_to_disk, path) for path in largest_first}
+        checksums = {path: processor.submit(_checksum, path) for path in largest_first}
+        try:
+            for path in largest_first:
+                flushes[path].result()
+                checksums[path].result()
+                drop_from_cache(path)
+        except BaseException:
+            disk.shutdown(cancel_futures=True)
+            processor.shutdown(cancel_futures=True)
+            raise
+    return {path: {"size": path.stat().st_size, "crc32": checksums[path].result()} for path in paths}
+
+
+def note_checksum(path: str, crc32: int) -> None:
+    """Keep the checksum of a file that was computed while it was written, for the manifest that will list it."""
+    _noted[Path(path)] = _stamp(Path(path)), crc32
+
+
+def _checksum(path: Path) -> int:
+    """The checksum that was noted, if the file is unchanged since; otherwise that of its contents."""
+    stamp, crc32 = _noted.pop(path, (None, 0))
+    return crc32 if stamp is not None and stamp == _stamp(path) else _crc32(path)
+
+
+def _stamp(path: Path) -> tuple[int, ...] | None:
+    """What any change to a file changes; None where the file system keeps times in seconds, which may hide one."""
+    stat = path.stat()
+    times = (stat.st_mtime_ns, stat.st_ctime_ns)
+    return None if any(time % 10**9 == 0 for time in times) else (stat.st_ino, stat.st_size, *times)
+
+
+def drop_from_cache(path: str | Path, start: int = 0, end: int = 0) -> None:
+    """Free the memory in which the system keeps a large file that is on the disk, or its bytes from `start` to `end`.
+
+    A checkpoint is seldom read again. The memory serves the next one; otherwise it would push out the files of the
+    data set.
+    """
+    if not hasattr(os, "posix_fadvise") or os.path.getsize(path) < _LARGE:
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # advice, which some file systems do not take
+            os.posix_fadvise(descriptor, start, end and end - start, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
 
 
 def _crc32(path: Path) -> int:
-    checksum = 0
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            checksum = zlib.crc32(chunk, checksum)
+    checksum, buffer = 0, memoryview(bytearray(_CHUNK))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            checksum = zlib.crc32(buffer[:count], checksum)
     return checksum
 
 

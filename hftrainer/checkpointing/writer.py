@@ -9,14 +9,14 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 
-from hftrainer.checkpointing import staging
+from hftrainer.checkpointing import staging, streamed
 from hftrainer.checkpointing.added import AddedFiles
 from hftrainer.errors import CheckpointNotWritten
 
@@ -92,6 +92,8 @@ class CheckpointWriter:
         self.added = AddedFiles()
         self.failed = False
         self._jobs: list[Callable[[], None]] | None = None
+        self._in_other_thread = False
+        self._meanwhile: list[Future[None]] = []
         self._pending: Future[None] | None = None
         self._path = ""
         self._announcements: list[Callable[[], None]] = []
@@ -119,7 +121,7 @@ class CheckpointWriter:
         with self._reporting(path):
             try:
                 staging.begin(folder)
-                fill(str(folder))
+                self._filled(fill, str(folder))
             except BaseException as error:
                 _discard_partial(path, error)
                 raise
@@ -146,16 +148,40 @@ class CheckpointWriter:
 
     def save(self, value: Any, path: str) -> None:
         """Write `value` with `torch.save`, now or with the current checkpoint."""
-        self.call(lambda values: torch.save(values, path), value)
+        self.call(lambda values: streamed.save(values, path), value)
 
     def call(self, write: Callable[[Any], None], values: Any) -> None:
         """Call `write(values)`: now, or with the current checkpoint, on a copy of the values in CPU memory."""
         values = self._to_cpu(values)
-        if self._jobs is None:
-            write(values)
-        else:
+        if self._jobs is not None:
             copied = self._copied(values)
             self._jobs.append(lambda: write(copied))
+        elif self._in_other_thread:
+            self._meanwhile.append(self._executor.submit(write, values))
+        else:
+            write(values)
+
+    @contextlib.contextmanager
+    def meanwhile(self) -> Iterator[None]:
+        """While a checkpoint is filled: leave the writes in the block to another thread, which is awaited at the end.
+
+        Their values must not change until then, and devices must have computed them.
+        """
+        self._in_other_thread = True
+        try:
+            yield
+        finally:
+            self._in_other_thread = False
+
+    def _filled(self, fill: Callable[[str], None], folder: str) -> None:
+        """Call `fill`, and wait for the other thread's writes, which raise here."""
+        try:
+            fill(folder)
+        finally:
+            written, self._meanwhile = self._meanwhile, []
+            wait(written)
+        for each in written:
+            each.result()
 
     def taking_part(self, path: str) -> contextlib.AbstractContextManager[None]:
         """A context for other processes' writes into the current checkpoint; reports storage errors in the same way."""

@@ -65,10 +65,15 @@ class CheckpointSaver(Room):
         """Write everything that a run needs to resume into `folder`."""
         trainer, context = self.trainer, self.context
         self.write_parts(folder)
+        meanwhile = not trainer.args.save_only_model and self._writes_in_any_order()
+        if meanwhile:
+            with context.checkpoint_writer.meanwhile():
+                trainer._save_optimizer_and_scheduler(folder)
         with context.engine.saving(trainer.model) as (_, kept):
             call_with_accepted(trainer.save_model, folder, _internal_call=True)
         if not trainer.args.save_only_model:
-            trainer._save_optimizer_and_scheduler(folder)
+            if not meanwhile:
+                trainer._save_optimizer_and_scheduler(folder)
             trainer._save_scaler(folder)
             trainer._save_rng_state(folder)
             self.save_progress(folder)
@@ -82,6 +87,16 @@ class CheckpointSaver(Room):
             self.save_files(None, folder)
         trainer.state.stateful_callbacks = export_states(self.context.stateful_callbacks())
         self.write_state(folder)
+
+    def _writes_in_any_order(self) -> bool:
+        """Whether the optimizer's state can be written before the weights and beside them; waits for the device."""
+        if self.context.is_overridden("save_model", "_save", "_save_optimizer_and_scheduler"):
+            return False  # an override finds the files that transformers has written before it
+        if self.trainer.args.device.type not in ("cpu", "xla"):  # XLA's states are copied to the CPU first
+            if not torch.accelerator.is_available():
+                return False
+            torch.accelerator.synchronize()  # the other thread may use another stream
+        return True
 
     def write_state(self, folder: str) -> None:
         """Write `trainer_state.json`, with only the fields of the followed release."""
