@@ -21,7 +21,7 @@ THREE := -n 3 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help ci demo demo-plain test test-install test-fast test-changed test-parity-live record-peers durations test-versions test-floor test-newest test-prerelease test-deepspeed test-ray test-downstream test-xla coverage house lint
-.PHONY: format bench bench-eval bench-checkpoint bench-search clean
+.PHONY: format bench bench-eval bench-checkpoint bench-data bench-growth bench-processes bench-all bench-search clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -222,6 +222,18 @@ bench-eval: $(VENV)/.dev  ## memory and time of evaluation, against transformers
 
 bench-checkpoint: $(VENV)/.dev  ## how long training stands still for a checkpoint, against transformers
 	@$(RUN) benchmarks/checkpoint.py
+
+bench-data: $(VENV)/.dev  ## slow data, and resuming in the middle of a large epoch
+	@$(RUN) benchmarks/data.py
+
+bench-growth: $(VENV)/.dev  ## time a step, memory and saves over 100,000 steps
+	@$(RUN) benchmarks/growth.py
+
+bench-processes: $(VENV)/.dev  ## microseconds per optimizer step in two processes
+	@OMP_NUM_THREADS=1 $(VENV)/bin/torchrun --nproc_per_node 2 benchmarks/step_overhead.py --models two-layers
+
+bench-all: $(VENV)/.dev  ## run the benchmarks, write benchmarks/README.md and results.png; half an hour
+	@$(RUN) benchmarks/report.py
 
 bench-search: $(VENV)/.dev  ## resident memory over 30 trials of a hyperparameter search
 	@$(RUN) benchmarks/search_memory.py

@@ -150,6 +150,7 @@ def main() -> None:
     """Print both tables."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--json", help="also write the ratios to transformers here")
     parser.add_argument("--one", nargs=3, metavar=("LIBRARY", "METRICS", "SAMPLES"))
     options = parser.parse_args()
     if options.one:
@@ -175,6 +176,24 @@ def main() -> None:
     rates = throughput(options.repeats)
     print(f"\ntwo-class classifier, samples per second: transformers {rates['transformers']:,.0f}, ", end="")
     print(f"hftrainer {rates['hftrainer']:,.0f}: {rates['hftrainer'] / rates['transformers']:.2f} times")
+    if options.json:
+        of_small = rates["transformers"] / rates["hftrainer"]
+        Path(options.json).write_text(
+            json.dumps({"ratios": ratios(theirs, ours, streamed) | {SMALL: of_small}}, indent=2)
+        )
+
+
+SMALL = "time of an evaluation, small outputs"
+
+
+def ratios(theirs: dict[int, Any], ours: dict[int, Any], streamed: dict[int, Any]) -> dict[str, float]:
+    """hftrainer / transformers, for the largest set."""
+    size = SIZES[-1]
+    return {
+        f"{what} of an evaluation, {name}": cells[size][figure] / theirs[size][figure]
+        for what, figure in (("time", "seconds"), ("memory", "megabytes"))
+        for name, cells in (("a function", ours), ("torchmetrics", streamed))
+    }
 
 
 if __name__ == "__main__":
