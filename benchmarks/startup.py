@@ -3,7 +3,8 @@
 Two models: a plain module, and a tiny BERT of transformers, whose import all four pay for. Each turn is a process of
 its own, and they take turns; the figure is the median. Warm: every file is in the page cache. Cold: before each turn
 the kernel is asked to drop the files of Python and its packages from the cache. It keeps those that another process
-has mapped, and the names and sizes of all: a start right after a boot is slower. "MB read" says how far it went.
+has mapped, and the names and sizes of all: a start right after a boot is slower. "MB read" says how far it went. The
+seconds of the processor are what is left of a start when other work takes turns with it.
 
     python benchmarks/startup.py [--rounds 7] [--cases plain bert] [--caches warm cold] [--json results.json]
 """
@@ -136,8 +137,8 @@ def drop_files() -> None:
                 os.close(descriptor)
 
 
-def turn(contender: str, case: str, cold: bool) -> tuple[float, float]:
-    """Seconds to the end of the first step, and megabytes read from the disk."""
+def turn(contender: str, case: str, cold: bool) -> dict[str, float]:
+    """Seconds to the end of the first step, those of the processor among them, and megabytes read from the disk."""
     if cold:
         drop_files()
     paths = os.pathsep.join([str(ROOT), str(ROOT / "adapters")])
@@ -156,23 +157,24 @@ def turn(contender: str, case: str, cold: bool) -> tuple[float, float]:
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         raise SystemExit(f"{contender}, {case}: exit status {process.returncode}")
-    return float(output.splitlines()[-1]) - start, usage.ru_inblock * 512 / 1e6
+    return {
+        "seconds": float(output.splitlines()[-1]) - start,
+        "processor": usage.ru_utime + usage.ru_stime,
+        "megabytes": usage.ru_inblock * 512 / 1e6,
+    }
 
 
 def measure(case: str, cold: bool, rounds: int) -> dict[str, dict[str, float]]:
-    """Contender → medians of seconds and megabytes read; a first round, which is not counted, fills the cache."""
-    turns: dict[str, list[tuple[float, float]]] = {name: [] for name in CONTENDERS}
+    """Contender → figure → median; a first round, which is not counted, fills the cache."""
+    turns: dict[str, list[dict[str, float]]] = {name: [] for name in CONTENDERS}
     for round_ in range(rounds + (not cold)):
         for name in CONTENDERS:
             figures = turn(name, case, cold)
             if cold or round_:
                 turns[name].append(figures)
     return {
-        name: {
-            "seconds": statistics.median(seconds for seconds, _ in each),
-            "megabytes": statistics.median(megabytes for _, megabytes in each),
-        }
-        for name, each in turns.items()
+        name: {figure: statistics.median(each[figure] for each in all_turns) for figure in all_turns[0]}
+        for name, all_turns in turns.items()
     }
 
 
@@ -192,10 +194,14 @@ def main() -> None:
     for case in options.cases:
         for cache in options.caches:
             results[f"{case}, {cache}"] = medians = measure(case, cache == "cold", options.rounds)
-            print(f"\n{case + ', ' + cache:14}{'seconds':>9}{'MB read':>9}{'ratio to transformers':>23}")
+            print(f"\n{case + ', ' + cache:14}{'seconds':>9}{'ratio':>7}{'processor':>11}{'ratio':>7}{'MB read':>9}")
+            theirs = medians["transformers"]
             for name, row in medians.items():
-                ratio = row["seconds"] / medians["transformers"]["seconds"]
-                print(f"{name:14}{row['seconds']:9.2f}{row['megabytes']:9.0f}{ratio:23.2f}")
+                wall, processor = (row[figure] / theirs[figure] for figure in ("seconds", "processor"))
+                print(
+                    f"{name:14}{row['seconds']:9.2f}{wall:7.2f}"
+                    f"{row['processor']:11.2f}{processor:7.2f}{row['megabytes']:9.0f}"
+                )
     if options.json:
         with open(options.json, "w", encoding="utf-8") as file:
             json.dump(results, file, indent=2)
