@@ -21,7 +21,7 @@ THREE := -n 3 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help ci demo demo-plain test test-install test-fast test-changed test-parity-live record-peers durations test-versions test-floor test-newest test-prerelease test-deepspeed test-ray test-downstream test-xla coverage house lint
-.PHONY: format bench bench-eval bench-checkpoint bench-data bench-growth bench-processes bench-all bench-search clean
+.PHONY: format bench bench-startup bench-eval bench-checkpoint bench-data bench-growth bench-processes bench-all bench-search clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -216,6 +216,9 @@ format: $(VENV)/.dev  ## format and mend what ruff can
 
 bench: $(VENV)/.dev  ## microseconds per optimizer step, against transformers and plain Lightning
 	@$(RUN) benchmarks/step_overhead.py
+
+bench-startup: $(VENV)/.dev  ## seconds to the end of the first step, against transformers, Lightning and a raw loop
+	@$(RUN) benchmarks/startup.py
 
 bench-eval: $(VENV)/.dev  ## memory and time of evaluation, against transformers
 	@$(RUN) benchmarks/eval_memory.py

@@ -19,8 +19,8 @@ def _is_instance(value: Any, module: str, *class_names: str) -> bool:
     return isinstance(value, classes)
 
 
-# For transformers, look in the modules that define the classes: the package would import them, which takes seconds, and
-# the package itself is always imported, by torchmetrics.
+# For transformers and torchmetrics, look in the modules that define the classes: transformers would import them when it
+# is asked, which takes seconds, and torchmetrics' classes can be there before the package is.
 
 
 def is_pretrained(model: Any) -> bool:
@@ -35,7 +35,9 @@ def is_peft(model: Any) -> bool:
 
 def is_torchmetric(value: Any) -> bool:
     """Whether `value` is a torchmetrics metric, or a collection of them."""
-    return _is_instance(value, "torchmetrics", "Metric", "MetricCollection")
+    return _is_instance(value, "torchmetrics.metric", "Metric") or _is_instance(
+        value, "torchmetrics.collections", "MetricCollection"
+    )
 
 
 def announce_deepspeed(config: Any) -> None:

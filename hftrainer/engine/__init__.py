@@ -10,6 +10,9 @@ if TYPE_CHECKING:
 
 def adapter() -> Any:
     """The module `hftrainer_lightning.engine`, which contains the API of the adapter."""
+    import hftrainer_lightning
+
+    hftrainer_lightning.import_lightning()
     from hftrainer_lightning import engine
 
     return engine

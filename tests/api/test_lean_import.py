@@ -1,0 +1,152 @@
+"""What a first training run imports, and that torchmetrics is as always for whoever imports it afterwards."""
+
+import subprocess
+
+import pytest
+
+from tests import warm
+
+TRAIN = """
+import gc, sys
+import torch
+from hftrainer import Trainer, TrainingArguments
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 2)
+
+    def forward(self, x, labels):
+        return {"loss": torch.nn.functional.cross_entropy(self.layer(x), labels)}
+
+data = [{"x": torch.ones(2), "labels": 0}] * 2
+quiet = dict(report_to="none", disable_tqdm=True, save_strategy="no", use_cpu=True)
+Trainer(Model(), TrainingArguments("unused", max_steps=1, **quiet), train_dataset=data).train()
+assert gc.isenabled()
+"""
+LEAN = """
+import sys
+from hftrainer.engine import adapter
+adapter()
+from hftrainer_lightning import lean_import
+from lightning.pytorch.core.module import Metric as of_lightning
+assert "torchmetrics" not in sys.modules
+assert [finder for finder in sys.meta_path if isinstance(finder, lean_import._SamePackage)]
+"""
+
+
+def run(code, tmp_path):
+    env = {**warm.environment(), **warm.LIBRARIES}
+    done = subprocess.run([warm.PYTHON, "-c", code], env=env, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_run_needs_no_metrics(tmp_path):
+    """Neither metrics, nor transformers and its models, which torchmetrics would import."""
+    run(
+        f"{TRAIN}\nassert not {{'torchmetrics', 'torchmetrics.functional', 'transformers'}} & {{*sys.modules}}",
+        tmp_path,
+    )
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        "import torchmetrics",
+        "import torchmetrics.metric",
+        "from torchmetrics.classification import BinaryAccuracy",
+        "import pickle; pickle.dumps(of_lightning); import torchmetrics",
+        "import threading; t = threading.Thread(target=__import__, args=('torchmetrics',)); t.start(); "
+        "import torchmetrics; t.join()",
+    ],
+)
+def test_torchmetrics_is_whole_when_it_is_imported(first, tmp_path):
+    run(
+        f"""{LEAN}
+{first}
+import torchmetrics
+from torchmetrics.classification import BinaryAccuracy
+assert not [finder for finder in sys.meta_path if isinstance(finder, lean_import._SamePackage)]
+assert torchmetrics.classification.BinaryAccuracy is BinaryAccuracy and issubclass(BinaryAccuracy, of_lightning)
+assert torchmetrics.Metric is torchmetrics.metric.Metric is of_lightning
+assert torchmetrics.SumMetric()(2.0) == 2
+assert torchmetrics._logger.handlers and not hasattr(torchmetrics, "nothing")
+for name in [name for name in sys.modules if name.startswith("torchmetrics.")]:
+    parent, _, child = name.rpartition(".")
+    assert hasattr(sys.modules[parent], child), name
+""",
+        tmp_path,
+    )
+
+
+def test_a_metric_is_known_without_the_package(tmp_path):
+    run(
+        f"""{LEAN}
+from torchmetrics.metric import Metric
+from hftrainer.compat.peers import is_torchmetric
+
+class Own(Metric):
+    def update(self): ...
+    def compute(self): ...
+
+sys.modules.pop("torchmetrics", None)
+assert is_torchmetric(Own()) and not is_torchmetric(Own)
+""",
+        tmp_path,
+    )
+
+
+def test_torchmetrics_is_left_alone_once_it_is_there(tmp_path):
+    run(
+        """
+import sys
+import torchmetrics
+from hftrainer.engine import adapter
+finders = [*sys.meta_path]
+adapter()
+assert sys.modules["torchmetrics"] is torchmetrics and sys.meta_path == finders
+""",
+        tmp_path,
+    )
+
+
+def test_any_other_name_makes_it_whole(tmp_path):
+    """A release of Lightning may ask for more while it is imported."""
+    run(
+        """
+import sys
+from hftrainer_lightning import lean_import
+with lean_import._without_metrics():
+    from torchmetrics import Metric
+    assert "torchmetrics.functional" not in sys.modules
+    from torchmetrics import SumMetric
+    assert "torchmetrics.functional" in sys.modules and issubclass(SumMetric, Metric)
+import torchmetrics
+assert torchmetrics.SumMetric is SumMetric
+assert not [finder for finder in sys.meta_path if isinstance(finder, lean_import._SamePackage)]
+""",
+        tmp_path,
+    )
+
+
+def test_a_failed_import_can_be_repeated(tmp_path):
+    run(
+        """
+import sys
+from hftrainer_lightning import lean_import
+try:
+    with lean_import._without_metrics():
+        from torchmetrics import Metric
+        raise KeyboardInterrupt
+except KeyboardInterrupt:
+    assert "torchmetrics" not in sys.modules
+import torchmetrics
+assert torchmetrics.Metric is Metric and issubclass(torchmetrics.SumMetric, Metric)
+""",
+        tmp_path,
+    )
+
+
+@pytest.mark.parametrize("before", ["enable", "disable"])
+def test_garbage_collection_is_as_before(before, tmp_path):
+    run(f"import gc; gc.{before}()\n{LEAN}\nassert gc.isenabled() == ('{before}' == 'enable')", tmp_path)
