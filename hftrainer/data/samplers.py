@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -54,16 +55,6 @@ class SeedableRandomSampler(RandomSampler):
         self.epoch = epoch
 
 
-class _Rest:
-    """The indices of a sampler after the first ones."""
-
-    def __init__(self, sampler: Iterable[int], skipped: int) -> None:
-        self.sampler, self.skipped = sampler, skipped
-
-    def __iter__(self) -> Iterator[int]:
-        return itertools.islice(self.sampler, self.skipped, None)
-
-
 class SkippingBatchSampler(BatchSampler):
     """A batch sampler that skips its first batches once, so that their samples are never loaded.
 
@@ -97,8 +88,9 @@ class SkippingBatchSampler(BatchSampler):
         skipped, self.skipped = self.skipped, 0
         batches = self.batch_sampler
         if skipped and type(batches) is BatchSampler:  # whose iterator has not begun; no batches are made to be skipped
-            rest = _Rest(batches.sampler, skipped * batches.batch_size)
-            self._batches = iter(BatchSampler(rest, batches.batch_size, batches.drop_last))
+            indices = iter(batches.sampler)
+            collections.deque(itertools.islice(indices, skipped * batches.batch_size), maxlen=0)
+            self._batches = iter(BatchSampler(indices, batches.batch_size, batches.drop_last))
             return
         for _ in range(skipped):
             next(self._batches, None)

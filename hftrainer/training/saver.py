@@ -92,11 +92,10 @@ class CheckpointSaver(Room):
         """Whether the optimizer's state can be written before the weights and beside them; waits for the device."""
         if self.context.is_overridden("save_model", "_save", "_save_optimizer_and_scheduler"):
             return False  # an override finds the files that transformers has written before it
-        if self.trainer.args.device.type not in ("cpu", "xla"):  # XLA's states are copied to the CPU first
-            if not torch.accelerator.is_available():
-                return False
-            torch.accelerator.synchronize()  # the other thread may use another stream
-        return True
+        kind = self.trainer.args.device.type
+        if kind == "cuda":
+            torch.cuda.synchronize()  # the other thread may use another stream
+        return kind in ("cpu", "cuda", "xla")  # XLA's states are copied to the CPU first
 
     def write_state(self, folder: str) -> None:
         """Write `trainer_state.json`, with only the fields of the followed release."""

@@ -53,7 +53,7 @@ class TrainingSteps(Room):
     def prepare_input(self, data: Any) -> Any:
         """A part of the batch on the device; for containers, `Trainer._prepare_input` prepares each part."""
         trainer = self.trainer
-        if isinstance(data, (Mapping, list, tuple)):
+        if not isinstance(data, torch.Tensor) and isinstance(data, (dict, list, tuple, Mapping)):
             return rebuilt(data, trainer._prepare_input)
         return self.context.states.cast(to_device(data, trainer.accelerator.device), trainer.model)
 
