@@ -21,7 +21,7 @@ THREE := -n 3 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help ci demo demo-plain test test-install test-fast test-changed test-parity-live record-peers durations test-versions test-floor test-newest test-prerelease test-deepspeed test-ray test-downstream test-xla coverage house lint
-.PHONY: format bench bench-startup bench-eval bench-checkpoint bench-data bench-growth bench-processes bench-all bench-search clean
+.PHONY: format bench bench-startup bench-eval bench-checkpoint bench-data bench-growth bench-processes bench-all bench-search bench-memory bench-gpu clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -240,6 +240,12 @@ bench-all: $(VENV)/.dev  ## run the benchmarks, write benchmarks/README.md and r
 
 bench-search: $(VENV)/.dev  ## resident memory over 30 trials of a hyperparameter search
 	@$(RUN) benchmarks/search_memory.py
+
+bench-memory: $(VENV)/.dev  ## peak memory of training, evaluating, saving and searching by model size, against transformers
+	@$(RUN) benchmarks/memory.py
+
+bench-gpu: $(VENV)/.dev  ## tokens a second, memory and host synchronizations on a GPU; says so where there is none
+	@$(RUN) benchmarks/gpu.py
 
 clean:  ## remove the environment and what the demos wrote
 	rm -rf $(VENV) $(VENV)-* demo_output plain_torch_output
