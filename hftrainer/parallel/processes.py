@@ -174,6 +174,22 @@ class Processes(RankInfo):
 
         return apply_to_collection(data, (list, *_LEAVES), gathered)
 
+    def gather_numbers(self, number: torch.Tensor, *, distinct: bool = False) -> torch.Tensor:
+        """Gather one number of each process, shape `(processes,)`, without waiting for an accelerator.
+
+        `gather` has to wait, for a barrier and for the shapes in the other processes.
+
+        Args:
+            number: one element, of the same type in every process.
+            distinct: use one of the processes that have the same batches.
+        """
+        if not self.several:
+            return number.reshape(1)
+        own = _on_backend_device(number).reshape(1)
+        parts = [torch.empty_like(own) for _ in range(self.world_size)]
+        distributed.all_gather(parts, own)
+        return torch.cat(parts[:: self.tp_size if distinct else 1]).to(number.device)
+
     def distinct_parts(self, tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
         """The tensors of all processes, one per group with the same batches; for torchmetrics."""
         from torchmetrics.utilities.distributed import gather_all_tensors

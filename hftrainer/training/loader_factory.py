@@ -237,7 +237,8 @@ class LoaderFactory(Room):
 
     def sum_over_data(self, count: torch.Tensor) -> torch.Tensor:
         """The sum of a count over all ranks with distinct batches."""
-        return self.trainer.accelerator.processes.gather(count.to(self.trainer.args.device), distinct=True).sum()
+        on_device = count.to(self.trainer.args.device)
+        return self.trainer.accelerator.processes.gather_numbers(on_device, distinct=True).sum()
 
     def flos_per_token_of(self, model: Any) -> int:
         """Floating-point operations of forward and backward per token; counted once for each model."""

@@ -9,6 +9,7 @@ import os
 import pickle
 import sys
 from pathlib import Path
+from unittest import mock
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -49,6 +50,20 @@ class Unsynced(Trainer):
         return loss.detach()
 
 
+def summed_count(trainer):
+    """The sum of a count over both processes, and the collective operations that it takes."""
+    names = ("all_gather", "all_reduce", "barrier")
+    with contextlib.ExitStack() as stack:
+        spies = {
+            name: stack.enter_context(
+                mock.patch.object(torch.distributed, name, wraps=getattr(torch.distributed, name))
+            )
+            for name in names
+        }
+        found = trainer._hftrainer.loaders.sum_over_data(torch.tensor(3 + RANK)).item()
+    return found, {name: spy.call_count for name, spy in spies.items()}
+
+
 def collectives(trainer):
     accelerator, value = trainer.accelerator, torch.tensor([1.0 + RANK, 5.0 - RANK])
     shorter = torch.ones(2, 2 + RANK)
@@ -58,6 +73,7 @@ def collectives(trainer):
     yield "padded", accelerator.pad_across_processes(shorter, dim=-1, pad_index=7).tolist()
     yield "padded first", accelerator.pad_across_processes(shorter, dim=1, pad_first=True).tolist()
     yield "gather", accelerator.gather({"a": value})["a"].tolist()
+    yield "count", summed_count(trainer)
     for name, items in (("list", list("abc")), ("tensor", torch.arange(3)), ("dict", {"x": [1, 2, 3]})):
         for padded in (False, True):
             with accelerator.split_between_processes(items, apply_padding=padded) as part:

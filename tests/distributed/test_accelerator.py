@@ -25,6 +25,7 @@ BOTH = {
     "scale": "reduce(scale=2.0) is for TPUs only: multiply the result instead.",
     "unknown": "reduction='min': it must be 'sum', 'mean', 'max' or 'none'.",
     "gather": [1.0, 5.0, 2.0, 4.0],
+    "count": (7, {"all_gather": 1, "all_reduce": 0, "barrier": 0}),  # once a step: it must not wait for the device
     "trigger": [False, True, False],
     "files": ["model.safetensors", "saved.pt", "saved.safetensors"],
     "unheard of": "accelerator.make_coffee does not exist.",
