@@ -63,6 +63,15 @@ def _of_data(found: dict[str, Any]) -> dict[str, float]:
     }
 
 
+def _of_memory(found: dict[str, Any]) -> dict[str, float]:
+    return {
+        f"peak memory, {subject}, {size}": peaks["hftrainer"] / peaks["transformers"]
+        for subject, sizes in found.items()
+        for size, peaks in sizes.items()
+        if peaks
+    }
+
+
 def _as_written(found: dict[str, Any]) -> dict[str, float]:
     return found["ratios"]
 
@@ -78,7 +87,7 @@ BENCHMARKS: dict[str, tuple[list[str], Callable[[dict[str, Any]], dict[str, floa
     "checkpoint": (["checkpoint.py"], _of_checkpoints),
     "eval_memory": (["eval_memory.py"], _as_written),
     "data": (["data.py"], _of_data),
-    "memory": (["memory.py"], _as_written),
+    "memory": (["memory.py"], _of_memory),
     "growth": (["growth.py"], lambda found: {}),
 }
 
