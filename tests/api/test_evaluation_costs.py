@@ -25,16 +25,20 @@ class Wide(torch.nn.Module):
         return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 torch.set_num_threads(1)
-batches = 16
+batches = 8
 data = [{"x": torch.randn(8), "labels": 1} for _ in range(16 * batches)]
 args = TrainingArguments(sys.argv[1], per_device_eval_batch_size=16, use_cpu=True, disable_tqdm=True)
 metric = MulticlassAccuracy(128_000, average="micro")
 metric = TorchMetrics({"accuracy": metric}, adapter=lambda p: (p.predictions.argmax(-1), p.label_ids))
 trainer = Trainer(Wide(), args, eval_dataset=data, compute_metrics=metric)
 trainer.evaluate()
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-trainer.evaluate()
-print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / batches)
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    trainer.evaluate()
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / batches
+
+print(min(faults() for _ in range(3)))  # what else has happened to the heap differs from run to run
 """
 
 

@@ -49,21 +49,8 @@ def test_a_run_needs_no_metrics(tmp_path):
     )
 
 
-@pytest.mark.parametrize(
-    "first",
-    [
-        "import torchmetrics",
-        "import torchmetrics.metric",
-        "from torchmetrics.classification import BinaryAccuracy",
-        "import pickle; pickle.dumps(of_lightning); import torchmetrics",
-        "import threading; t = threading.Thread(target=__import__, args=('torchmetrics',)); t.start(); "
-        "import torchmetrics; t.join()",
-    ],
-)
-def test_torchmetrics_is_whole_when_it_is_imported(first, tmp_path):
-    run(
-        f"""{LEAN}
-{first}
+#: Runs after LEAN, each in a fork of the same process.
+WHOLE = """
 import torchmetrics
 from torchmetrics.classification import BinaryAccuracy
 assert not [finder for finder in sys.meta_path if isinstance(finder, lean_import._SamePackage)]
@@ -74,14 +61,21 @@ assert torchmetrics._logger.handlers and not hasattr(torchmetrics, "nothing")
 for name in [name for name in sys.modules if name.startswith("torchmetrics.")]:
     parent, _, child = name.rpartition(".")
     assert hasattr(sys.modules[parent], child), name
-""",
-        tmp_path,
-    )
-
-
-def test_a_metric_is_known_without_the_package(tmp_path):
-    run(
-        f"""{LEAN}
+"""
+FORKED = {
+    "the package": "import torchmetrics" + WHOLE,
+    "a submodule": "import torchmetrics.metric" + WHOLE,
+    "a metric": "from torchmetrics.classification import BinaryAccuracy" + WHOLE,
+    "pickled before": "import pickle; pickle.dumps(of_lightning); import torchmetrics" + WHOLE,
+    "two threads": """
+import threading
+thread = threading.Thread(target=__import__, args=("torchmetrics",))
+thread.start()
+import torchmetrics
+thread.join()
+"""
+    + WHOLE,
+    "a metric is known without the package": """
 from torchmetrics.metric import Metric
 from hftrainer.compat.peers import is_torchmetric
 
@@ -92,8 +86,36 @@ class Own(Metric):
 sys.modules.pop("torchmetrics", None)
 assert is_torchmetric(Own()) and not is_torchmetric(Own)
 """,
-        tmp_path,
-    )
+}
+
+
+@pytest.fixture(scope="module")
+def forked(tmp_path_factory):
+    """What each of FORKED has raised, by name."""
+    folder = tmp_path_factory.mktemp("forked")
+    code = f"""{LEAN}
+import os, traceback
+for number, code in enumerate({list(FORKED.values())!r}):
+    if (child := os.fork()) == 0:
+        status = 0
+        try:
+            exec(code, globals())
+        except BaseException:
+            status = 1
+            with open(f"{{number}}", "w") as file:
+                traceback.print_exc(file=file)
+        os._exit(status)
+    if os.waitpid(child, 0)[1]:
+        open(f"{{number}}", "a").close()
+"""
+    run(code, folder)
+    files = {name: folder / str(number) for number, name in enumerate(FORKED)}
+    return {name: file.read_text() or "it was ended" for name, file in files.items() if file.exists()}
+
+
+@pytest.mark.parametrize("name", FORKED)
+def test_torchmetrics_is_whole_when_it_is_imported(forked, name):
+    assert name not in forked, forked[name]
 
 
 def test_torchmetrics_is_left_alone_once_it_is_there(tmp_path):
