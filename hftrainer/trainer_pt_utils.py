@@ -73,13 +73,9 @@ def find_batch_size(tensors: Any) -> int | None:
     """First dimension of the first tensor in nested containers, or None."""
     if isinstance(tensors, (torch.Tensor, np.ndarray)):
         return tensors.shape[0] if tensors.ndim else None
-    values = (
-        tensors.values()
-        if isinstance(tensors, (dict, Mapping))
-        else tensors
-        if isinstance(tensors, (list, tuple))
-        else ()
-    )
+    if not isinstance(tensors, _CONTAINERS):
+        return None
+    values = tensors.values() if isinstance(tensors, (dict, Mapping)) else tensors
     return next((size for value in values if (size := find_batch_size(value)) is not None), None)
 
 

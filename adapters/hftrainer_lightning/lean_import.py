@@ -86,9 +86,7 @@ def _without_metrics() -> Iterator[None]:
     def find(name: str) -> Any:
         submodule = _DEFINED_IN.get(name)
         if submodule is not None and importlib.util.find_spec(submodule) is not None:
-            importlib.import_module(
-                f"{_NAME}.utilities"
-            )  # it and the classes import each other, and it has to be first
+            importlib.import_module(f"{_NAME}.utilities")  # first: it and the classes import each other
             return getattr(importlib.import_module(submodule), name)
         del names["__getattr__"]
         loader.exec_module(package)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from torch import nn
 
-#: Methods of `nn.Module` by which a model may choose what is clipped and cleared.
-_CHOOSING = ("zero_grad", "parameters", "named_parameters", "named_modules")
+#: Methods of `nn.Module` by which a model may choose which parameters it shows.
+_SHOWING = ("parameters", "named_parameters", "named_modules")
 
 
 def is_training(model: nn.Module) -> bool:
@@ -25,7 +25,7 @@ def is_training(model: nn.Module) -> bool:
 
 def parameters(model: nn.Module) -> list[nn.Parameter]:
     """`model.parameters()`, in the same order."""
-    if _chooses(model):
+    if any(getattr(type(model), name) is not getattr(nn.Module, name) for name in _SHOWING):
         return list(model.parameters())
     found: dict[int, nn.Parameter] = {}
     seen: set[int] = set()
@@ -43,13 +43,8 @@ def parameters(model: nn.Module) -> list[nn.Parameter]:
 
 def clear_gradients(model: nn.Module) -> None:
     """`model.zero_grad()`."""
-    if _chooses(model):
+    if "zero_grad" in vars(model) or type(model).zero_grad is not nn.Module.zero_grad:
         model.zero_grad()
         return
     for parameter in parameters(model):
         parameter.grad = None
-
-
-def _chooses(model: nn.Module) -> bool:
-    kind = type(model)
-    return "zero_grad" in vars(model) or any(getattr(kind, name) is not getattr(nn.Module, name) for name in _CHOOSING)

@@ -133,19 +133,11 @@ class _BareOptimization(_AutomaticOptimization):
             with _block_parallel_sync_behavior(strategy):
                 forward_and_backward()
         else:
-            self._optimizer_step(batch_idx, forward_and_backward)
+            step, wrapped = self.optim_progress.optimizer.step, strategy._lightning_optimizers[0]
+            step.increment_ready()
+            trainer.lightning_module.optimizer_step(trainer.current_epoch, batch_idx, wrapped, forward_and_backward)
+            step.increment_completed()
         return {}
-
-    def _optimizer_step(self, batch_idx: int, closure: Any) -> None:
-        trainer: Any = self.trainer
-        if is_watched(trainer):
-            super()._optimizer_step(batch_idx, closure)
-            return
-        step = self.optim_progress.optimizer.step
-        step.increment_ready()
-        optimizer = trainer.strategy._lightning_optimizers[0]
-        trainer.lightning_module.optimizer_step(trainer.current_epoch, batch_idx, optimizer, closure)
-        step.increment_completed()
 
     def _make_zero_grad_fn(self, batch_idx: int, optimizer: Any) -> Any:
         return super()._make_zero_grad_fn(batch_idx, optimizer) if self.trainer.callbacks else None  # type: ignore[attr-defined]
