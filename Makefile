@@ -20,7 +20,7 @@ TWO := -n 2 --dist loadfile --no-loadscope-reorder
 THREE := -n 3 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help ci demo demo-plain test test-install test-fast test-changed test-parity-live record-peers durations test-versions test-floor test-newest test-prerelease test-deepspeed test-ray test-downstream test-xla coverage house lint
+.PHONY: help ci fuzz test-documents demo demo-plain test test-install test-fast test-changed test-parity-live record-peers durations test-versions test-floor test-newest test-prerelease test-deepspeed test-ray test-tf test-downstream test-xla test-examples docs docs-serve coverage house lint
 .PHONY: format bench bench-startup bench-eval bench-checkpoint bench-data bench-growth bench-processes bench-all bench-search bench-memory bench-gpu clean
 
 help:  ## list the targets
@@ -77,7 +77,10 @@ durations: $(VENV)/.dev  ## measure every test: which are slow, and the table of
 	@$(RUN) -m pytest -q $(TWO) --junitxml=$(VENV)/durations.xml
 	@$(RUN) -m tests.durations $(VENV)/durations.xml
 
-test-install: $(VENV)/.dev  ## an environment with only what pyproject.toml declares, without transformers
+fuzz: $(VENV)/.dev  ## resume from checkpoints with made-up contents, 1,000 for each file and way; minutes
+	@FUZZ=$${FUZZ:-1000} $(RUN) -m pytest -q $(TWO) tests/reliability/test_fuzz.py
+
+test-install: $(VENV)/.dev  ## an environment with only what pyproject.toml declares, without transformers; the extras for TPUs
 	@$(RUN) -m pytest -q tests/install
 
 test-versions: $(VENV)/.dev $(VENV)-4.48/.ready $(VENV)-4.57/.ready $(VENV)-5.2/.ready  ## older releases of transformers: scripts, the same numbers, and runs begun there
@@ -132,7 +135,7 @@ $(VENV)-prerelease/.ready: pyproject.toml constraints.txt | $(VENV)-prerelease/b
 	@touch $@
 
 # One after the other, also with -j: each takes both cores.
-LANES := lint test test-parity-live test-versions test-floor test-newest test-deepspeed test-ray test-downstream test-xla test-install \
+LANES := lint test docs test-examples test-documents test-parity-live test-versions test-floor test-newest test-deepspeed test-ray test-tf test-downstream test-xla test-install \
 	test-prerelease
 
 ci:  ## every lane, one after the other (.ci/run: those that CI has the time for)
@@ -181,6 +184,16 @@ $(VENV)-ray/.ready: pyproject.toml constraints.txt | $(VENV)-ray/bin/python
 	@$(call pip,$(VENV)-ray) -c constraints.txt -e '.[transformers,ray]' pytest
 	@touch $@
 
+# `python -m tests.documents.blocks` prints the blocks by outcome.
+test-documents: $(VENV)/.dev  ## each code block and command of the documents of v4.1 to v4.48, in tiny form
+	@$(RUN) -m pytest -q $(TWO) tests/documents
+
+# TFTrainer beside TensorFlow: with transformers 5, which has no models of TensorFlow, and with 4.57, which has them.
+test-tf: $(VENV)-tf/.ready $(VENV)-tf-4.57/.ready  ## TFTrainer with TensorFlow on the CPU, against what the real one logged
+	@for environment in tf tf-4.57; do \
+		HF_HUB_OFFLINE=1 $(VENV)-$$environment/bin/python -m pytest tests/with_tf || exit 1; \
+	done
+
 # AdapterHub's library is for transformers 4.57, and is tried in that release's environment. WRITE=1 writes the page.
 test-downstream: $(VENV)-downstream/.ready $(VENV)-4.57/.ready  ## TRL, sentence-transformers, setfit, PEFT, AdapterHub: the same numbers
 	@HF_HUB_OFFLINE=1 $(VENV)-downstream/bin/python -m pytest tests/downstream
@@ -200,6 +213,21 @@ coverage: $(VENV)/.dev  ## every test, and how much of each folder they reach, b
 	@$(RUN) -m coverage run -m pytest $(TWO) --ignore=tests/reliability/test_kill.py $(TESTS)
 	@$(RUN) -m coverage combine --quiet
 	@$(RUN) tests/coverage_table.py
+
+$(VENV)/.docs: $(VENV)/.dev
+	@echo "Installing mkdocs ..."
+	@$(PIP) -e '.[docs]'
+	@touch $@
+
+docs: $(VENV)/.docs  ## run every code block of the documentation, and build its site into build/site
+	@$(RUN) -m pytest -q $(TWO) tests/docs
+	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet
+
+test-examples: $(VENV)/.dev  ## the gallery and its notebooks for a few steps each, against transformers
+	@$(RUN) -m pytest -q $(TWO) tests/examples
+
+docs-serve: $(VENV)/.docs  ## the documentation at http://127.0.0.1:8000
+	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs serve
 
 house: $(VENV)/.dev  ## measures of the code: sizes, imports, how often arguments are parsed
 	@PYTHONPATH=.:adapters $(RUN) -m tests.house
@@ -248,4 +276,4 @@ bench-gpu: $(VENV)/.dev  ## tokens a second, memory and host synchronizations on
 	@$(RUN) benchmarks/gpu.py
 
 clean:  ## remove the environment and what the demos wrote
-	rm -rf $(VENV) $(VENV)-* demo_output plain_torch_output
+	rm -rf $(VENV) $(VENV)-* demo_output plain_torch_output examples/notebooks/*_output

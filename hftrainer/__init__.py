@@ -14,8 +14,10 @@ _EXPORTS = {
     for module, exported in {
         "hftrainer.trainer": "Trainer",
         "hftrainer.trainer_seq2seq": "Seq2SeqTrainer",
+        "hftrainer.trainer_tf": "TFTrainer",
         "hftrainer.training_args": "TrainingArguments",
         "hftrainer.training_args_seq2seq": "Seq2SeqTrainingArguments",
+        "hftrainer.training_args_tf": "TFTrainingArguments",
         "hftrainer.trainer_callback": (
             "CallbackHandler DefaultFlowCallback EarlyStoppingCallback ExportableState TrainerCallback TrainerControl "
             "TrainerState"
@@ -32,6 +34,7 @@ _EXPORTS = {
         "hftrainer.hf_argparser": "HfArgumentParser",
         "hftrainer.modelcard": "TrainingSummary",
         "hftrainer.optimization": "get_scheduler",
+        "hftrainer.optimization_tf": "AdamWeightDecay WarmUp create_optimizer",
         "hftrainer.cli.install": "install uninstall",
     }.items()
     for name in exported.split()
@@ -47,6 +50,7 @@ if TYPE_CHECKING:
     from hftrainer.hf_argparser import HfArgumentParser
     from hftrainer.modelcard import TrainingSummary
     from hftrainer.optimization import get_scheduler
+    from hftrainer.optimization_tf import AdamWeightDecay, WarmUp, create_optimizer
     from hftrainer.reporting.plot import PlotCallback
     from hftrainer.trainer import Trainer
     from hftrainer.trainer_callback import (
@@ -59,6 +63,7 @@ if TYPE_CHECKING:
         TrainerState,
     )
     from hftrainer.trainer_seq2seq import Seq2SeqTrainer
+    from hftrainer.trainer_tf import TFTrainer
     from hftrainer.trainer_utils import (
         EvalLoopOutput,
         EvalPrediction,
@@ -73,6 +78,7 @@ if TYPE_CHECKING:
     )
     from hftrainer.training_args import TrainingArguments
     from hftrainer.training_args_seq2seq import Seq2SeqTrainingArguments
+    from hftrainer.training_args_tf import TFTrainingArguments
 
 
 _connect_messages()

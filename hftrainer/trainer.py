@@ -19,11 +19,11 @@ from hftrainer import hyperparameter_search, integrations, trainer_optimizer
 from hftrainer.arguments import behaviours
 from hftrainer.arguments.choices import HPSearchBackend
 from hftrainer.arguments.older import complete
+from hftrainer.assembly.earlier_methods import EarlierMethods
 from hftrainer.assembly.internals import Internals
 from hftrainer.callbacks.progress import ProgressCallback
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import names, resume
-from hftrainer.checkpointing.folders import by_step, rotate_checkpoints, sort_checkpoints
 from hftrainer.checkpointing.lightning_file import unpack
 from hftrainer.compat.overrides import (
     make_scheduler,
@@ -43,7 +43,7 @@ from hftrainer.reporting.metrics import print_table, write_metrics
 from hftrainer.trainer_callback import (
     DEFAULT_CALLBACKS as DEFAULT_CALLBACKS,
 )
-from hftrainer.trainer_pt_utils import metrics_format, nested_numpify
+from hftrainer.trainer_pt_utils import metrics_format
 from hftrainer.trainer_utils import BestRun, EvalLoopOutput, PredictionOutput, TrainOutput
 from hftrainer.training.run import OfRun
 from hftrainer.training_args import TrainingArguments
@@ -60,7 +60,7 @@ DEFAULT_PROGRESS_CALLBACK = ProgressCallback
 
 
 @recorded
-class Trainer:
+class Trainer(EarlierMethods):
     """Trains, evaluates and predicts with a model, as `transformers.Trainer` does, on PyTorch Lightning.
 
     Args:
@@ -433,16 +433,21 @@ class Trainer:
         resume_from_checkpoint: str | bool | None = None,
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
+        *,
+        model_path: str | bool | None = None,
     ) -> TrainOutput:
         """Train.
 
         Args:
-            resume_from_checkpoint: a checkpoint folder to resume; True for the last whole one in `output_dir`; or a
-                Lightning checkpoint of this Trainer, `x.ckpt`; or "hub:owner/name" or "hub:owner/name@revision" for the
-                `last-checkpoint` of a repository on the Hub, or else its newest checkpoint-xxx.
+            resume_from_checkpoint: a checkpoint folder to resume; True for the last whole one in `output_dir`; "auto"
+                for that if there is one, and else the beginning; a Lightning checkpoint of this Trainer, `x.ckpt`; or
+                "hub:owner/name" or "hub:owner/name@revision" for the `last-checkpoint` of a repository on the Hub, or
+                else its newest checkpoint-xxx.
             trial: a hyperparameter trial, or a dict of hyperparameters: passed to `model_init`, and its values set in
                 the arguments.
             ignore_keys_for_eval: the model's outputs that evaluation leaves out.
+            model_path: old name of `resume_from_checkpoint` (v4.0 to v4.57); a folder without `trainer_state.json` is
+                the one that the script loaded its model from, and nothing is resumed.
 
         Returns:
             Optimizer steps done, mean training loss, and the final metrics.
@@ -450,6 +455,8 @@ class Trainer:
         Raises:
             CheckpointNotFound: when there is nothing to resume from.
         """
+        if model_path is not None:
+            resume_from_checkpoint = resume.of_model_path(model_path, resume_from_checkpoint)
         if str(resume_from_checkpoint).endswith(".ckpt"):
             self._hftrainer.runner.refuse_alone(resume_from_checkpoint)
             with tempfile.TemporaryDirectory() as unpacked:
@@ -797,23 +804,6 @@ class Trainer:
         """
         return self._hftrainer.evaluation.step(model, inputs, prediction_loss_only, ignore_keys)
 
-    def _nested_gather(self, tensors: Any, name: str | None = None) -> Any:
-        """Rows gathered from all ranks (until v5.0); None for None.
-
-        Args:
-            tensors: tensors in nested containers.
-            name: their name, for messages.
-        """
-        return None if tensors is None else self.accelerator.gather(tensors)
-
-    def _gather_and_numpify(self, tensors: Any, name: str | None = None) -> Any:
-        """Rows gathered from all ranks, as arrays (until v4.57); the arguments are those of `_nested_gather`."""
-        return nested_numpify(self._nested_gather(tensors, name))
-
-    def _pad_across_processes(self, tensor: Any, pad_index: int = -100) -> Any:
-        """Rows padded with `pad_index` to the longest of all ranks (until v4.30)."""
-        return self.accelerator.pad_across_processes(tensor, dim=1, pad_index=pad_index)
-
     # ---- Saving and loading ------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -877,29 +867,6 @@ class Trainer:
         if metrics is not None and (loop is None or metrics is not loop.evaluated):
             self._determine_best_metric(metrics, trial)
         self._hftrainer.saver.save_checkpoint(trial)
-
-    def _rotate_checkpoints(self, use_mtime: bool = False, output_dir: str | None = None) -> None:
-        """Delete checkpoints beyond `save_total_limit` (until v5.0). The Trainer calls it only if it is overridden.
-
-        Args:
-            use_mtime: order by time of writing, rather than by steps.
-            output_dir: the folder of the checkpoints; default `args.output_dir`.
-        """
-        folder = output_dir if output_dir is not None else str(self.args.output_dir)
-        newest, best = self._hftrainer.run.checkpoints_written[-1:], self.state.best_model_checkpoint
-        found = self._sorted_checkpoints(use_mtime=use_mtime, output_dir=folder)
-        rotate_checkpoints(folder, self.args.save_total_limit, best, newest, found)
-
-    def _sorted_checkpoints(
-        self,
-        output_dir: str | None = None,
-        checkpoint_prefix: str = names.PREFIX_CHECKPOINT_DIR,
-        use_mtime: bool = False,
-    ) -> list[str]:
-        """The checkpoint folders, oldest first (until v5.0); the arguments are those of `_rotate_checkpoints`."""
-        folder = output_dir if output_dir is not None else str(self.args.output_dir)
-        found = sort_checkpoints(folder) if use_mtime else list(by_step(folder))[::-1]
-        return [path for path in found if os.path.basename(path).startswith(f"{checkpoint_prefix}-")]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         self._hftrainer.saver.save_files(self._hftrainer.made_optimizer, output_dir)
@@ -983,11 +950,6 @@ class Trainer:
         """
         if self.is_world_process_zero():
             self._hftrainer.publisher.open_repository(token, private)
-
-    def init_git_repo(self, at_init: bool = False) -> None:
-        """Old name of `init_hf_repo` (before v4.34)."""
-        warnings.warn("Trainer.init_git_repo is now Trainer.init_hf_repo", FutureWarning, stacklevel=2)
-        self.init_hf_repo()
 
     def create_model_card(
         self,

@@ -25,7 +25,7 @@ from hftrainer.training_args import TrainingArguments
 NO_DECAY = (r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")
 #: Module of an optimizer → how to install it.
 INSTALL = {
-    "apex.optimizers": "build https://github.com/NVIDIA/apex, which is archived; optim='adamw_torch_fused' is as fast",
+    "apex.optimizers": "build https://github.com/NVIDIA/apex; optim='adamw_torch_fused' is as fast",
     "apollo_torch": "pip install apollo-torch",
     "bitsandbytes.optim": "pip install bitsandbytes",
     "galore_torch": "pip install galore-torch",

@@ -59,13 +59,15 @@ class Seq2SeqTrainer(Trainer):
         eval_dataset: Any = None,
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
+        max_length: int | None = None,
+        num_beams: int | None = None,
         **gen_kwargs: Any,
     ) -> dict[str, float]:
-        """Evaluate as `Trainer.evaluate`; further keywords go to `model.generate`."""
+        """Evaluate as `Trainer.evaluate`; the rest goes to `model.generate`, of which v4.15 took two by position."""
         self.gather_function = gathering.of_all(
             self.accelerator, self.args
         )  # an incomplete last batch counts as a full one
-        self._gen_kwargs = _with_arguments(gen_kwargs, self.args)
+        self._gen_kwargs = _with_arguments({"max_length": max_length, "num_beams": num_beams, **gen_kwargs}, self.args)
         return super().evaluate(eval_dataset, ignore_keys=ignore_keys, metric_key_prefix=metric_key_prefix)
 
     def predict(
@@ -73,11 +75,13 @@ class Seq2SeqTrainer(Trainer):
         test_dataset: Any,
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "test",
+        max_length: int | None = None,
+        num_beams: int | None = None,
         **gen_kwargs: Any,
     ) -> PredictionOutput:
-        """Predict as `Trainer.predict`; further keywords go to `model.generate`."""
+        """Predict as `Trainer.predict`; the rest goes to `model.generate`, as in `evaluate`."""
         self.gather_function = gathering.of_all(self.accelerator, self.args)
-        self._gen_kwargs = _with_arguments(gen_kwargs, self.args)
+        self._gen_kwargs = _with_arguments({"max_length": max_length, "num_beams": num_beams, **gen_kwargs}, self.args)
         return super().predict(test_dataset, ignore_keys=ignore_keys, metric_key_prefix=metric_key_prefix)
 
     def prediction_step(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from hftrainer.arguments.choices import (
 from hftrainer.checkpointing.folders import get_last_checkpoint
 from hftrainer.checkpointing.names import PREFIX_CHECKPOINT_DIR
 from hftrainer.compat.functions import has_length, is_measured, number_of_arguments
+from hftrainer.errors import UnsupportedArgument
 from hftrainer.parallel.seeds import enable_full_determinism, seed_worker, set_seed
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "default_compute_objective",
     "default_hp_space_optuna",
     "default_hp_space_ray",
+    "default_hp_space_sigopt",
     "default_hp_space_wandb",
     "denumpify_detensorize",
     "enable_full_determinism",
@@ -55,6 +57,9 @@ __all__ = [
     "speed_metrics",
     "spelled",
 ]
+
+#: Why no search uses SigOpt.
+NO_SIGOPT = "backend='sigopt': SigOpt's service was shut down. Use backend='optuna'."
 
 
 class EvalPrediction:
@@ -166,6 +171,15 @@ def default_hp_space_ray(trial: Any) -> dict[str, Any]:  # noqa: ARG001 - every 
         "seed": tune.uniform(1, 40),
         "per_device_train_batch_size": tune.choice([4, 8, 16, 32, 64]),
     }
+
+
+def default_hp_space_sigopt(trial: Any) -> NoReturn:  # noqa: ARG001 - as the others
+    """The search space of SigOpt (until v4.57), whose service has ended.
+
+    Raises:
+        UnsupportedArgument: always.
+    """
+    raise UnsupportedArgument(NO_SIGOPT)
 
 
 def speed_metrics(

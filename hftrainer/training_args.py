@@ -60,6 +60,8 @@ class TrainingArguments(ChainingSetters, BaseArguments):
         unknown = [name for name in kwargs if name not in known]
         if unknown and (unknown := _not_taken(cls.__init__, unknown)):
             raise UnknownArgument("; ".join(_unknown_message(cls, name, known) for name in unknown))
+        if len(args) > 1:
+            _check_positional(cls, args)
         instance = super().__new__(cls)
         vars(instance)["_copied"] = legacy.copied(kwargs)
         return instance
@@ -193,6 +195,26 @@ def _not_taken(initialize: Callable[..., None], names: list[str]) -> list[str]:
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values()):
         return []
     return [name for name in names if name not in taken]
+
+
+def _check_positional(cls: type[TrainingArguments], values: tuple[Any, ...]) -> None:
+    """Check that arguments by position are in the order of v4; that of v5 begins with numbers instead of switches."""
+    parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
+    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
+        return
+    names = [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+    if len(values) > len(names):
+        raise UnknownArgument(
+            f"{cls.__name__} takes {len(names)} arguments by position, but {len(values)} were given: give those after "
+            f"{names[-1]} by name, since each release has them in another order."
+        )
+    defaults = {field.name: field.default for field in dataclasses.fields(cls)}
+    for name, value in zip(names, values, strict=False):
+        if isinstance(defaults.get(name), bool) and value is not None and not isinstance(value, bool):
+            raise InvalidArgument(
+                f"{name}={value!r} by position: it is True or False. The order is that of transformers 4 "
+                f"({', '.join(names)}), and v5 has another: give arguments by name."
+            )
 
 
 def _unknown_message(cls: type, name: str, known: set[str]) -> str:

@@ -17,7 +17,7 @@ from hftrainer import Seq2SeqTrainingArguments
 from hftrainer.arguments import behaviours
 from hftrainer.arguments.releases import EARLIER_DEFAULTS
 from tests.downstream import libraries
-from tests.parity.differences import DIFFERENCES, LIGHTNING_CALLBACKS
+from tests.parity.differences import DIFFERENCES, LIGHTNING_CALLBACKS, OTHERS, SUBJECTS, subject_of
 
 HEAD = """# Compatibility
 
@@ -28,9 +28,6 @@ The measure is `transformers` 5.23. "The same" means exactly: every entry of `lo
 names of checkpoint files, and the final weights by `torch.equal`.
 
 ## Where hftrainer differs
-
-| what | why |
-| --- | --- |
 """
 RELEASES = """
 ## Releases of transformers
@@ -123,13 +120,19 @@ BY_DEVICE = {
         "one process, or a copy of the model in each, by torch's own module for the device and the backend `xccl`, "
         "`hccl`, `cncl` or `mccl`; no FSDP, no tensor parallelism"
     ),
+    "TPU": (
+        "torch_xla: a copy of the model or a shard in each process, or one process for all cores. torch_tpu, for torch "
+        "2.11 to 2.15: as the third row, with the backend `tpu_dist` and without fp16. A TPU with neither is refused, "
+        "unless `use_cpu=True`"
+    ),
     "HPU (Gaudi), SDAA, Neuron": "refused, unless `use_cpu=True`",
 }
 UNTESTED = """
 **Not tested on a Mac.** None was at hand: the choice of the device, precision, loaders, random states and errors are
 tested with torch told that it is there, and no step has been computed on Apple's GPU. Nor has one on AMD's, or on
-those of the third row. For these a whole run, resumed and with a scaled loss, is tested on a device that is made of
-Python, by the hooks that torch has for plug-ins (`tests/fake_npu.py`); several processes have not been run on them.
+those of the third row, or on a TPU. For the third row, and torch_tpu, a whole run, resumed and with a scaled loss, is
+tested on a device that is made of Python, by the hooks that torch has for plug-ins (`tests/fake_npu.py`, and without
+the scaled loss `tests/fake_tpu.py`); several processes have not been run on them. torch_xla has been run on XLA's CPU.
 """
 LIMITS = """
 Tools that rewrite the source text of the private loop of `transformers.Trainer` cannot work here: there is none.
@@ -148,7 +151,7 @@ Tools that rewrite the source text of the private loop of `transformers.Trainer`
 
 def page() -> str:
     """The text of COMPATIBILITY.md."""
-    differences = "".join(f"| {what} | {why} |\n" for what, why in DIFFERENCES.items())
+    differences = "".join(_differences(subject) for subject in [OTHERS, *sorted(SUBJECTS)])
     rows = "| argument | becomes | detail |\n| --- | --- | --- |\n"
     for field in sorted(dataclasses.fields(Seq2SeqTrainingArguments), key=lambda field: field.name):
         row = TABLE[field.name]
@@ -178,6 +181,11 @@ def page() -> str:
         rows,
     )
     return HEAD + "".join(tables)
+
+
+def _differences(subject: str) -> str:
+    rows = "".join(f"| {what} | {why} |\n" for what, why in DIFFERENCES.items() if subject_of(what) == subject)
+    return f"\n### {subject}\n\n| what | why |\n| --- | --- |\n{rows}"
 
 
 def _behaviour(name: str, change: behaviours.Change) -> str:

@@ -11,6 +11,7 @@ import torch
 from torch.utils import backend_registration
 from torch.utils._pytree import tree_leaves, tree_map
 
+#: Another name for another device: tests/fake_tpu.py.
 NAME = "npu"
 CALLS: list[str] = []
 
@@ -101,9 +102,11 @@ class Storage:
         return HELD[self._cdata].nbytes if self.device.type == NAME else Storage.nbytes_of_others(self)
 
 
-def plug_in() -> list[torch.library.Library]:
-    """Make `torch.npu` and its operators; they last as long as what is returned."""
-    backend_registration._setup_privateuseone_for_python_backend(NAME, NpuModule())
+def plug_in(name: str, module: backend_registration._DummyBackendModule) -> list[torch.library.Library]:
+    """Make `torch.npu` and its operators, or those of another name; they last as long as what is returned."""
+    global NAME
+    NAME = name
+    backend_registration._setup_privateuseone_for_python_backend(name, module)
     fallback, autocast, copy = (torch.library.Library(name, "IMPL") for name in ("_", "_", "aten"))
     fallback.fallback(_compute, "PrivateUse1")
     autocast.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")  # it rounds nothing
@@ -112,8 +115,8 @@ def plug_in() -> list[torch.library.Library]:
     return [fallback, autocast, copy]
 
 
-def main(folder: Path) -> None:
-    """Train on both devices, resume on the NPU, and train there with a scaled loss."""
+def main(folder: Path, fp16: bool = True) -> None:
+    """Train on both devices, resume on the plug-in, and train there with a scaled loss."""
     from hftrainer import Trainer, TrainingArguments
     from tests.tiny import make_plain, plain_data
 
@@ -129,7 +132,7 @@ def main(folder: Path) -> None:
         losses.append(trainer.evaluate()["eval_loss"])
         return trainer, metrics, torch.tensor(losses), torch.cat([each.cpu().flatten() for each in model.parameters()])
 
-    trainer, metrics, losses, weights = run("npu")
+    trainer, metrics, losses, weights = run(NAME)
     found = {
         "device": str(trainer.args.device),
         "model on": str(next(trainer.model.parameters()).device),
@@ -137,20 +140,21 @@ def main(folder: Path) -> None:
         "n_gpu": trainer.args.n_gpu,
         "measured": sorted(name for name in metrics if name.startswith("train_mem_gpu")),
         "calls": sorted(set(CALLS)),
-        "random states": sorted(torch.load(folder / "npu" / "checkpoint-3" / "rng_state.pth", weights_only=False)),
+        "random states": sorted(torch.load(folder / NAME / "checkpoint-3" / "rng_state.pth", weights_only=False)),
     }
     *_, on_cpu, cpu_weights = run("cpu", use_cpu=True)
     found["losses off by"] = float((losses - on_cpu).abs().max())
     found["weights off by"] = float((weights - cpu_weights).abs().max())
     CALLS.clear()
-    found["resumed the same"] = torch.equal(run("npu", str(folder / "npu" / "checkpoint-3"))[3], weights)
+    found["resumed the same"] = torch.equal(run(NAME, str(folder / NAME / "checkpoint-3"))[3], weights)
     found["calls of resuming"] = sorted(set(CALLS))
-    half, _, half_losses, _ = run("half", fp16=True)
-    found["scale"] = half.accelerator.scaler.get_scale()
-    found["scaled losses off by"] = float((half_losses - losses).abs().max())
+    if fp16:
+        half, _, half_losses, _ = run("half", fp16=True)
+        found["scale"] = half.accelerator.scaler.get_scale()
+        found["scaled losses off by"] = float((half_losses - losses).abs().max())
     print(json.dumps(found))
 
 
 if __name__ == "__main__":
-    kept = plug_in()
+    kept = plug_in(NAME, NpuModule())
     main(Path(sys.argv[1]))

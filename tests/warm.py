@@ -63,6 +63,8 @@ AT_IMPORT = {
 }
 #: Among them, but read when a script runs.
 _HARMLESS = {"PYTHONUNBUFFERED", "PYTHON_EXEC", "TORCH_NCCL_ASYNC_ERROR_HANDLING"}
+#: And those read when it first uses a GPU, which the server does not.
+_HARMLESS |= {"CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"}
 
 
 def environment(inherited: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -110,6 +110,8 @@ class BaseArguments(
         kind = devices.found()
         if kind in ("cpu", "mps"):
             return torch.device(kind)
+        if kind == "tpu":  # torch_tpu gives each process one, as the first
+            return torch.device(kind, 0)
         return torch.device(kind, self._rank_info.device_index(devices.count(kind)))
 
     @property
@@ -241,3 +243,7 @@ class BaseArguments(
         own = {**self.to_dict(), "train_batch_size": self.train_batch_size, "eval_batch_size": self.eval_batch_size}
         plain = (bool, int, float, str, torch.Tensor)
         return {name: value if type(value) in plain else str(value) for name, value in own.items()}
+
+
+for _field in dataclasses.fields(OutputArguments):
+    BaseArguments.__dataclass_fields__[_field.name].kw_only = False  # for the `__init__` of subclasses

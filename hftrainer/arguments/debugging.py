@@ -11,7 +11,10 @@ from hftrainer.arguments._field import arg
 class DebuggingArguments:
     """Debugging aids, and the three switches that scripts read."""
 
-    debug: str | list[str] = arg("", "Debugging aids, separated by spaces: 'underflow_overflow'.")
+    # With None in second place both parsers read words, and leave their number to `arg`.
+    debug: str | None | list[str] = arg(
+        "", "Debugging aids, separated by spaces: 'underflow_overflow'.", bare=True, several=True
+    )
     skip_memory_metrics: bool = arg(True, "Leave memory use out of the metrics.")
     do_train: bool = arg(False, "For your script; the Trainer does not read it.")
     do_eval: bool = arg(False, "For your script; True whenever `eval_strategy` is not 'no'.")

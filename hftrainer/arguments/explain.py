@@ -68,7 +68,15 @@ class Explanation:
                 parts += [title, *(text for line in lines for text in _wrapped(line)), ""]
         if not self.lines:
             parts += ["All arguments have their defaults.", ""]
+        if self.refused:
+            names = ", ".join(self.refused)
+            return "\n".join([*parts, *_indented(f"A Trainer refuses {names}, for the reasons above."), ""])
         return "\n".join([*parts, *_shown(self.behaviours), "", "The same by hand", *_indented(self.call)])
+
+    @property
+    def refused(self) -> list[str]:
+        """The arguments with which no Trainer can be made."""
+        return [line.argument for line in self.lines if line.kind in ("planned", "refused")]
 
 
 def explain(args: BaseArguments) -> Explanation:
@@ -82,7 +90,9 @@ def explain(args: BaseArguments) -> Explanation:
             continue
         row, given = row_of(args, field)
         if given:
-            lines.append(Line(field.name, values[field.name], row.kind, row.detail))
+            value = values[field.name]
+            detail = f"off; with True: {row.detail}" if value is False else row.detail
+            lines.append(Line(field.name, value, row.kind, detail))
     plan = make_plan(ResolvedArguments(args))
     call = ", ".join(f"{name}={value!r}" for name, value in plan.trainer_keywords().items())
     if plan.spreads_model:

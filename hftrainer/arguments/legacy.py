@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hftrainer.arguments._field import arg
+from hftrainer.arguments.choices import DebugOption, spelled
 from hftrainer.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -33,7 +34,10 @@ class LegacyArguments:
     push_to_hub_model_id: str | None = arg(None, "Name part of `hub_model_id` (v4.7-v4.57).")
     push_to_hub_organization: str | None = arg(None, "Organization part of `hub_model_id` (v4.7-v4.57).")
     push_to_hub_token: str | None = arg(None, "Old name of `hub_token` (v4.7-v4.57).")
-    sharded_ddp: str | None = arg(None, "FairScale's sharding, now `fsdp` (v4.1-v4.30).")
+    # With None in second place both parsers read one word; a list is for scripts.
+    sharded_ddp: str | None | list[str] = arg(
+        None, "FairScale's sharding, now `fsdp`; alone it means 'simple' (v4.1-v4.30).", bare="simple"
+    )
     fsdp_min_num_params: int | None = arg(None, "Now `fsdp_config['min_num_params']` (v4.20-v4.57).")
     fsdp_transformer_layer_cls_to_wrap: str | None = arg(
         None, "Now `fsdp_config['transformer_layer_cls_to_wrap']` (v4.22-v4.57)."
@@ -132,8 +136,8 @@ SHARDED_DDP = {
 }
 
 
-def _fsdp_of(_: Any, old: str | None) -> str:
-    words = (old or "").split()
+def _fsdp_of(_: Any, old: bool | str | list[Any]) -> str:
+    words = ["simple"] if old is True else [spelled(word) for word in _words(old)]
     unknown = [word for word in words if word not in SHARDED_DDP]
     if unknown:
         raise InvalidArgument(f"sharded_ddp={old!r}: unknown {unknown}; it takes {', '.join(SHARDED_DDP)}.")
@@ -184,6 +188,25 @@ KEPT: dict[str, Any] = {
 }
 
 
+#: Old arguments that are accepted though what they chose has gone → that value, and what is done instead.
+GONE: dict[str, tuple[Any, str]] = {
+    "fp16_backend": (
+        "apex",
+        _APEX := "apex.amp is gone from NVIDIA Apex: fp16=True uses torch's float16 autocast, as its level O1 did; "
+        "leave the argument out",
+    ),
+    "half_precision_backend": ("apex", _APEX),
+    "jit_mode_eval": (
+        True,
+        "torch has discontinued TorchScript: evaluations run the model as it is; torch_compile=True compiles it",
+    ),
+    "use_ipex": (
+        True,
+        "Intel has moved its extension into torch: the model runs by torch's own kernels; leave the argument out",
+    ),
+}
+
+
 class _Reading(threading.local):
     """The arguments whose old names this thread has read last."""
 
@@ -222,6 +245,15 @@ def value(args: Any, name: str) -> Any:
     return KEPT.get(name, False) if found is None else found
 
 
+def gone(args: Any, before: Any = None) -> list[str]:
+    """A sentence for each argument that chooses what has gone, if it differs from that of `before`."""
+    return [
+        f"{name}={old!r}: {instead}."
+        for name, (old, instead) in GONE.items()
+        if value(args, name) == old != value(before, name)
+    ]
+
+
 @dataclass
 class Copied:
     """Keywords that are all fields of an existing object, as `dataclasses.replace` passes them.
@@ -256,7 +288,7 @@ def redeclared(kind: type) -> list[str]:
 
 
 def translate(args: BaseArguments, defaults: dict[str, Any], copy: Copied | None) -> None:
-    """Write the values given by old names to the new ones, with one FutureWarning for all.
+    """Write the values given by old names to the new ones, with one FutureWarning for all that is old.
 
     Args:
         args: freshly initialized.
@@ -284,13 +316,19 @@ def translate(args: BaseArguments, defaults: dict[str, Any], copy: Copied | None
     for name, default in KEPT.items():
         if getattr(args, name) is None:
             setattr(args, name, default)
-    if given:
-        now = ", ".join(f"{name} is now {RENAMED[name].spelled}" for name in given)
-        warnings.warn(f"Old names of training arguments: {now}", FutureWarning, stacklevel=4)
+    now = [f"{name} is now {RENAMED[name].spelled}" for name in given]
+    if vars(args)["debug"] is True:  # the only option until v4.5
+        args.debug = DebugOption.TPU_METRICS_DEBUG.value
+        now.append(f"debug=True is now debug={args.debug!r}")
+    sentences = [f"Old names of training arguments: {', '.join(now)}"] if now else []
+    if copy is None or source is not None:
+        sentences += gone(args, source)
+    if sentences:
+        warnings.warn("\n".join(sentences), FutureWarning, stacklevel=4)
 
 
 def _is_given(name: str, value: Any) -> bool:
-    return RENAMED[name].takes_false if value is False else value not in (None, False, "")
+    return RENAMED[name].takes_false if value is False else value not in (None, False, "", [])
 
 
 def _translate_one(args: BaseArguments, name: str, value: Any, before: dict[str, Any]) -> None:

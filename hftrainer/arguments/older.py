@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from typing import TYPE_CHECKING, Any
 
-from hftrainer.arguments.legacy import RENAMED, LegacyArguments
+from hftrainer.arguments.legacy import RENAMED, LegacyArguments, gone
 from hftrainer.arguments.validation import ALIASES, choose_start_method
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ def complete(args: BaseArguments, known: type[BaseArguments]) -> None:
         if field.name not in _LEGACY and not hasattr(args, field.name):
             setattr(args, field.name, _value(args, field))
     choose_start_method(args)
+    if sentences := gone(args):
+        warnings.warn("\n".join(sentences), FutureWarning, stacklevel=3)
 
 
 def _value(args: BaseArguments, field: dataclasses.Field[Any]) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from hftrainer.arguments._field import arg
 from hftrainer.arguments.choices import SaveStrategy
@@ -10,9 +11,24 @@ from hftrainer.arguments.choices import SaveStrategy
 
 @dataclass
 class OutputArguments:
-    """The folder, which may be a positional argument. A separate base keeps it the first field of every subclass."""
+    """The folder, and the order of the other arguments that may be given by position; other bases declare these.
+
+    It is the order of v4, as far as v4.15 to v4.57 agree. A separate base keeps these the first fields of subclasses.
+    """
 
     output_dir: str | None = arg(None, "Folder for checkpoints and the final model; default 'trainer_output'.")
+    overwrite_output_dir: Any = None
+    do_train: Any = None
+    do_eval: Any = None
+    do_predict: Any = None
+    eval_strategy: Any = None
+    prediction_loss_only: Any = None
+    per_device_train_batch_size: Any = None
+    per_device_eval_batch_size: Any = None
+    per_gpu_train_batch_size: Any = None
+    per_gpu_eval_batch_size: Any = None
+    gradient_accumulation_steps: Any = None
+    eval_accumulation_steps: Any = None
 
 
 @dataclass(kw_only=True)

@@ -206,8 +206,8 @@ TABLE |= _rows(
     dispatch_batches="accelerator_config['dispatch_batches']",
     split_batches="accelerator_config['split_batches']",
     tpu_metrics_debug="debug='tpu_metrics_debug'",
-    tpu_num_cores="xla: number of cores; python -m hftrainer run --tpu starts a process for each. The extra tpu "
-    "installs torch_xla, whose newest release, 2.9.0, is for torch 2.9",
+    tpu_num_cores="TPUs: number of cores; python -m hftrainer run --tpu starts a process for each. The extra tpu "
+    "installs torch_xla 2.9 with torch 2.9, torch-tpu its successor torch_tpu, for torch 2.11 to 2.15",
     use_legacy_prediction_loop="trainer: prediction_loop",
     save_safetensors="checkpointing.weights",
     past_index="trainer: compute_loss",
@@ -215,19 +215,23 @@ TABLE |= _rows(
     include_tokens_per_second="trainer: the metrics of train()",
     logging_dir="trackers: folder of tensorboard and csv",
     use_mps_device="parallel.devices: Apple's GPU is used automatically; an error if there is none",
+    fp16_backend=(
+        _AUTOCAST := "auto, amp, cuda_amp, cpu_amp: torch's autocast; apex too, with a warning: its amp is gone"
+    ),
+    half_precision_backend=_AUTOCAST,
+    fp16_opt_level="O1 (or 01): torch's float16 autocast. O2 and O3 are refused, since apex.amp is gone: leave it out, "
+    "or load the model with dtype=torch.bfloat16 for weights of half the size",
 )
 TABLE |= _rows(
     "inert",
     overwrite_output_dir="a switch for your script",
+    jit_mode_eval="a warning: torch has discontinued TorchScript, and evaluations run the model as it is",
+    use_ipex="a warning: Intel has moved its extension into torch",
 )
 TABLE |= _rows(
     "refused",
-    fp16_backend=(_APEX := "NVIDIA Apex is archived and not a precision plugin of Lightning; torch's autocast is used"),
-    half_precision_backend=_APEX,
-    fp16_opt_level="it is a level of NVIDIA Apex, which is archived; leave it out",
-    jit_mode_eval="torch has discontinued TorchScript; use torch_compile",
-    use_ipex="Intel has discontinued the extension and moved it into torch; leave it out",
-    mp_parameters="SageMaker's model parallelism is a separate library; use fsdp",
+    mp_parameters="SageMaker's model-parallel library is not an engine of Lightning; use fsdp, and start the job with "
+    "torchrun, as SageMaker's distribution={'torch_distributed': {'enabled': True}} does",
     model_parallel="naive model parallelism was removed after v4.1; load the model with device_map, or use fsdp",
 )
 #: The fields of Seq2SeqTrainingArguments.
@@ -239,9 +243,12 @@ TABLE |= _rows(
     generation_config="trainer_seq2seq",
     sortish_sampler="trainer_seq2seq: _get_train_sampler",
 )
-#: Values of refused arguments that change nothing, and are accepted.
-HARMLESS = frozenset({"auto", "amp", "cuda_amp", "cpu_amp", "O0", "O1"})
-
+#: Old arguments that take only these values; others are refused.
+ACCEPTED: dict[str, tuple[str, ...]] = {
+    "fp16_backend": (_BACKENDS := ("auto", "amp", "cuda_amp", "cpu_amp", "apex")),
+    "half_precision_backend": _BACKENDS,
+    "fp16_opt_level": ("O0", "O1", "01"),
+}
 #: Values of handled arguments that are not supported yet.
 PLANNED_VALUES: dict[str, frozenset[str]] = {
     "train_sampling_strategy": frozenset({"batch_rebalance"}),
@@ -267,6 +274,9 @@ _KEPT = {
     "gradient_checkpointing": False,
     "disable_tqdm": False,
     "output_dir": "trainer_output",
+    "fp16_backend": "auto",
+    "half_precision_backend": "auto",
+    "fp16_opt_level": "O1",
 }
 
 #: Variables of `accelerate launch` that this release does not fully support → their accepted values.
@@ -285,10 +295,10 @@ def row_of(args: BaseArguments, field: dataclasses.Field[Any]) -> tuple[Row, boo
     row, value = TABLE[field.name], getattr(args, field.name)
     if isinstance(value, str) and value in PLANNED_VALUES.get(field.name, ()):
         row = Row("planned", f"leave it at {field.default!r}")
+    if field.name in ACCEPTED and value not in (None, *ACCEPTED[field.name]):
+        row = Row("refused", row.detail)
     if field.name in _KEPT:
         return row, value not in (None, _KEPT[field.name])
-    if row.kind == "refused" and value in HARMLESS:
-        return row, False
     return row, not _is_neutral(value, field.default)
 
 
@@ -358,7 +368,7 @@ def make_plan(resolved: ResolvedArguments) -> LightningPlan:
     """The plan for these arguments and the model, which may have been split while it was loaded."""
     args, device, config = resolved.args, resolved.device, resolved.lightning_config
     return LightningPlan(
-        accelerator="tpu" if device.type == "xla" else device.type,
+        accelerator=device.type,
         device=str(device),
         precision=resolved.precision,  # type: ignore[arg-type]
         accumulate_grad_batches=args.gradient_accumulation_steps,
@@ -396,7 +406,7 @@ def overridden(resolved: ResolvedArguments) -> list[str]:
         )
     if resolved.deepspeed is not None:
         found += resolved.deepspeed.notes
-    if "tpu_metrics_debug" in args.debug and args.device.type != "xla":
+    if "tpu_metrics_debug" in (args.debug or ()) and args.device.type != "xla":
         found.append(
             f"debug='tpu_metrics_debug' prints nothing: training is on {args.device}, which is not an XLA device."
         )

@@ -158,8 +158,8 @@ def _typed(value: Any) -> Any:
 def _debug_options(given: Any) -> list[Any]:
     """The options as members of their enumeration; unknown ones are kept, and `check_values` reports them."""
     known = {option.value: option for option in DebugOption}
-    words = given.split() if isinstance(given, str) else given or []
-    return [known.get(spelled(word), word) for word in words]
+    words = [word for part in ([given] if isinstance(given, str) else given or []) for word in spelled(part).split()]
+    return [known.get(word, word) for word in words]
 
 
 def _as_list(value: str | list[str] | None) -> list[str]:
@@ -244,7 +244,7 @@ def _check_choices(args: BaseArguments) -> Iterator[str]:
     for name in ("log_level", "log_level_replica"):
         if getattr(args, name) not in LOG_LEVELS:
             yield f"{name}={getattr(args, name)!r}: choose one of {', '.join(LOG_LEVELS)}."
-    if unknown := [option for option in args.debug if option not in list(DebugOption)]:
+    if unknown := [option for option in args.debug or () if option not in list(DebugOption)]:
         allowed = " and ".join(option.value for option in DebugOption)
         yield f"debug: unknown {sorted(map(str, unknown))}; it takes {allowed}."
     sampling = ("random", "sequential", "group_by_length", "batch_rebalance")

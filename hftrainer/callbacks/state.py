@@ -12,6 +12,13 @@ from typing import Any
 
 from hftrainer.arguments.base import BaseArguments
 from hftrainer.arguments.trials import hyperparameters
+from hftrainer.compat.reading import check_fields, fitting
+
+#: Fields of `trainer_state.json` that a run cannot do without.
+_NEVER_NULL = {"global_step", "max_steps", "num_train_epochs", "total_flos"}
+_COUNTED = {"global_step", "epoch", "logging_steps", "eval_steps", "save_steps", "num_input_tokens_seen"}
+#: More than any run has: what is above is a mistake, and would be counted for a long time.
+_MOST_STEPS = 10**18
 
 
 class ExportableState:
@@ -107,8 +114,15 @@ class TrainerState:
         """Read a state; unknown fields, written by other releases, are ignored."""
         with open(json_path, encoding="utf-8") as file:
             values = json.load(file)
+        # An interval without a value is null in files of v4: the default is as good.
+        given = {name: value for name, value in values.items() if value is not None or name in _NEVER_NULL}
         known = {field.name for field in dataclasses.fields(cls)}
-        return cls(**{name: value for name, value in values.items() if name in known})
+        with fitting(json_path):
+            check_fields(given, cls)
+            for name in _COUNTED & given.keys():
+                if not 0 <= given[name] <= _MOST_STEPS:  # nor NaN
+                    raise ValueError(f"{name} is {given[name]}")
+            return cls(**{name: value for name, value in given.items() if name in known})
 
     def compute_steps(self, args: BaseArguments, max_steps: int) -> None:
         """Convert intervals that are fractions of `max_steps` into optimizer steps."""

@@ -160,6 +160,8 @@ def read_manifest(folder: str | Path) -> dict[Path, Entry] | None:
     try:
         content: Any = json.loads(manifest.read_text(encoding="utf-8"))
         files = content["files"]
+        if any(Path(name).is_absolute() or ".." in Path(name).parts for name in files):
+            raise ValueError("a file is outside of the folder")
         entries = {manifest.parent / name: Entry(each["size"], each["crc32"]) for name, each in files.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{manifest} cannot be read") from error
@@ -347,7 +349,7 @@ def accept(folder: str | Path) -> Changes:
     root = Path(folder)
     if not (root / names.TRAINER_STATE_NAME).is_file():
         lacks = f"it lacks {names.TRAINER_STATE_NAME}" if root.is_dir() else "the folder does not exist"
-        raise CheckpointNotFound(f"{folder} is not a checkpoint: {lacks}.")
+        raise CheckpointNotFound(f"{folder} is not a checkpoint: {lacks}; name a checkpoint-xxx folder.")
     try:
         entries = read_manifest(root) or {}
     except ValueError:
@@ -356,8 +358,8 @@ def accept(folder: str | Path) -> Changes:
     for path in _files(root):
         asked = not entries or path in entries or _is_read(path)
         if asked and has_form(path) and (reason := why_unreadable(path)):
-            raise DamagedCheckpoint(f"{path} {reason}: a run cannot resume from it.")
+            raise DamagedCheckpoint(f"{path} {reason}: a run cannot resume from it; restore the file.")
     if found.removed and (reason := _missing_weights(root, [root / name for name in found.removed])) is not None:
-        raise CheckpointNotFound(f"{reason}: a run cannot resume from it.")
+        raise CheckpointNotFound(f"{reason}: a run cannot resume from it; restore the file.")
     write_manifest(root)
     return found

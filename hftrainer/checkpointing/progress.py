@@ -14,7 +14,8 @@ import torch
 
 from hftrainer.arguments.accelerator_config import AcceleratorConfig
 from hftrainer.checkpointing import names
-from hftrainer.compat.reading import read_torch
+from hftrainer.checkpointing.plausible import check_values
+from hftrainer.compat.reading import check_fields, fitting, read_torch
 from hftrainer.data.random_states import numpy_state_types
 from hftrainer.data.schedule import TrainingSchedule
 from hftrainer.training_args import TrainingArguments
@@ -178,4 +179,14 @@ def _read(path: str) -> RunProgress:
     with torch.serialization.safe_globals(numpy_state_types()):
         saved = read_torch(path)
     known = {field.name for field in dataclasses.fields(RunProgress)}
-    return RunProgress(**{name: value for name, value in saved.items() if name in known})
+    with fitting(path):
+        check_fields(saved, RunProgress)
+        if (data := saved["data"]) is not None:
+            check_values(data, {"opened": {}, "held": {}, "exhausted": False}, "data")
+            if not isinstance(data.get("before"), (dict, type(None))):
+                raise TypeError("data['before'] is no dict")
+        if found := [name for name, value in saved["settings"].items() if isinstance(value, torch.Tensor)]:
+            raise TypeError(f"the setting {found[0]} is a tensor")
+        if saved["loss"].shape or not saved["loss"].is_floating_point():
+            raise ValueError(f"loss is {saved['loss'].dtype} of shape {tuple(saved['loss'].shape)}")
+        return RunProgress(**{name: value for name, value in saved.items() if name in known})

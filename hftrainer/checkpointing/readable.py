@@ -69,11 +69,11 @@ def _why_not_begun(path: Path) -> str | None:
         begin = file.read(2)
     if not begin:
         return "is empty"
-    return None if begin[:1] == b"\x80" or zipfile.is_zipfile(path) else "is truncated"
+    return None if begin[:1] == b"\x80" or _is_archive(path) else "is truncated"
 
 
 def _why_not_loaded(path: Path) -> str | None:
-    archive = zipfile.is_zipfile(path)
+    archive = _is_archive(path)
     if archive and not _ends_as_archive(path):
         return "has extra bytes at its end"
     try:
@@ -84,6 +84,13 @@ def _why_not_loaded(path: Path) -> str | None:
     except DamagedCheckpoint as error:
         return f"cannot be read ({error.__cause__})"
     return None
+
+
+def _is_archive(path: Path) -> bool:
+    try:
+        return zipfile.is_zipfile(path)
+    except zipfile.BadZipFile:  # says that it goes on in another file
+        return False
 
 
 def _ends_as_archive(path: Path) -> bool:

@@ -6,6 +6,7 @@ import logging
 import os
 import shlex
 import sys
+import warnings
 from typing import Any
 
 import torch
@@ -15,11 +16,29 @@ from hftrainer.callbacks.state import TrainerControl, TrainerState
 from hftrainer.checkpointing import distributed, names
 from hftrainer.checkpointing.folders import get_last_checkpoint
 from hftrainer.checkpointing.manifest import Changes, changes
-from hftrainer.compat.reading import read_torch
-from hftrainer.errors import CheckpointNotFound
+from hftrainer.checkpointing.plausible import check_optimizer_state, check_values
+from hftrainer.compat.reading import fitting, read_torch
+from hftrainer.errors import CheckpointNotFound, InvalidArgument
 from hftrainer.training_args import TrainingArguments
 
 logger = logging.getLogger(__name__)
+
+
+def of_model_path(model_path: str | bool, resume_from_checkpoint: str | bool | None) -> str | bool | None:
+    """What `train(model_path=...)` resumes from: v4.1's scripts passed the folder that they had loaded the model from.
+
+    Raises:
+        InvalidArgument: when `resume_from_checkpoint` is given too.
+    """
+    if resume_from_checkpoint is not None:
+        raise InvalidArgument(
+            f"train(model_path={model_path!r}, resume_from_checkpoint={resume_from_checkpoint!r}): the first is the "
+            "old name of the second; give one of them."
+        )
+    resumes = isinstance(model_path, bool) or os.path.isfile(os.path.join(model_path, names.TRAINER_STATE_NAME))
+    what = "" if resumes else f"; {model_path!r} has no {names.TRAINER_STATE_NAME}, so nothing is resumed"
+    warnings.warn(f"train(model_path=...) is now train(resume_from_checkpoint=...){what}.", FutureWarning, stacklevel=3)
+    return model_path if resumes else None
 
 
 def find_folder(resume_from_checkpoint: str | bool | None, output_dir: str) -> str | None:
@@ -30,12 +49,12 @@ def find_folder(resume_from_checkpoint: str | bool | None, output_dir: str) -> s
     """
     if resume_from_checkpoint is None or resume_from_checkpoint is False:
         return None
-    if resume_from_checkpoint is True:
+    if resume_from_checkpoint is True or resume_from_checkpoint == "auto":
         folder = get_last_checkpoint(output_dir) if os.path.isdir(output_dir) else None
-        if folder is None:
+        if folder is None and resume_from_checkpoint is True:
             raise CheckpointNotFound(
                 f"resume_from_checkpoint=True, but {output_dir} has no whole checkpoint-xxx folder: train without it "
-                "first, or pass the folder's path."
+                "first, pass the folder's path, or pass 'auto' to start from the beginning where there is none."
             )
         return folder
     folder = os.fspath(resume_from_checkpoint)
@@ -93,6 +112,12 @@ def load_state(folder: str, args: TrainingArguments) -> TrainerState:
         state.best_model_checkpoint = beside if os.path.isdir(beside) else None
         became = "it is ignored" if state.best_model_checkpoint is None else f"{beside} is used instead"
         logger.warning("The best checkpoint, %s, is missing: %s.", best, became)
+    warn_of_changed(args, state)
+    return state
+
+
+def warn_of_changed(args: TrainingArguments, state: TrainerState) -> None:
+    """Log a warning about arguments that differ from those in the state of a checkpoint."""
     compared = {name: getattr(args, name) for name in ("logging_steps", "eval_steps", "save_steps")}
     compared["train_batch_size"] = args.per_device_train_batch_size
     changed = [
@@ -102,7 +127,6 @@ def load_state(folder: str, args: TrainingArguments) -> TrainerState:
     ]
     if changed:
         logger.warning("Resuming with arguments that differ from the checkpoint's: %s.", "; ".join(changed))
-    return state
 
 
 #: The classes of plain objects that GaLore and APOLLO keep in their state besides tensors.
@@ -145,8 +169,18 @@ def load_optimizer_and_scheduler(
         if sharded:
             distributed.load_whole_optimizer(model, optimizer, distributed.by_name(state, model, optimizer))
         else:
-            optimizer.load_state_dict(_for_device(state, optimizer))
-    scheduler.load_state_dict(read_torch(scheduler_file))
+            with fitting(optimizer_file):
+                check_optimizer_state(state, optimizer)
+                optimizer.load_state_dict(_for_device(state, optimizer))
+    _load_plain(scheduler, scheduler_file)
+
+
+def _load_plain(target: Any, path: str) -> None:
+    """Load the state of a scheduler or a scaler: plain values, of the types that it has now."""
+    state = read_torch(path)
+    with fitting(path):
+        check_values(state, target.state_dict())
+        target.load_state_dict(state)
 
 
 def _for_device(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -167,7 +201,7 @@ def load_scheduler(folder: str, scheduler: Any) -> None:
     """Load the scheduler's state, in place."""
     path = os.path.join(folder, names.SCHEDULER_NAME)
     if os.path.isfile(path):
-        scheduler.load_state_dict(read_torch(path))
+        _load_plain(scheduler, path)
     else:
         logger.warning("%s lacks the scheduler state: the scheduler starts from scratch.", folder)
 
@@ -176,7 +210,7 @@ def load_scaler(folder: str, scaler: torch.amp.GradScaler) -> None:
     """Load the loss scale, in place."""
     path = os.path.join(folder, names.SCALER_NAME)
     if os.path.isfile(path):
-        scaler.load_state_dict(read_torch(path))
+        _load_plain(scaler, path)
     else:
         logger.warning("%s lacks the loss scale: the scaler starts from scratch.", folder)
 
@@ -186,7 +220,10 @@ def load_lightning_callbacks(folder: str | None) -> dict[str, Any] | None:
     if folder is None:
         return None
     path = os.path.join(folder, names.LIGHTNING_CALLBACKS_NAME)
-    return read_torch(path) if os.path.isfile(path) else {}
+    states = read_torch(path) if os.path.isfile(path) else {}
+    with fitting(path):
+        check_values(states, {"callbacks": {}} if "callbacks" in states else {})
+    return states
 
 
 def restore_callbacks(handler: CallbackHandler, control: TrainerControl, states: dict[str, Any]) -> TrainerControl:

@@ -16,8 +16,8 @@ from huggingface_hub import save_torch_state_dict
 from hftrainer.arguments import behaviours
 from hftrainer.checkpointing import distributed, names
 from hftrainer.compat import peers
-from hftrainer.compat.reading import read_weights
-from hftrainer.errors import CheckpointNotFound
+from hftrainer.compat.reading import fitting, read_weights
+from hftrainer.errors import CheckpointNotFound, InvalidArgument
 
 logger = logging.getLogger(__name__)
 
@@ -222,7 +222,20 @@ def _weights_files(
         return [whole]
     if (index := _first_file(folder, *indices)) is None:
         return []
-    return [os.path.join(folder, shard) for shard in sorted(set(_read_index(index)["weight_map"].values()))]
+    with fitting(index):
+        return shards_in(index)
+
+
+def shards_in(index: str) -> list[str]:
+    """The paths of the shards that an index lists; TensorFlow's indices are alike.
+
+    Raises:
+        InvalidArgument: for a shard that is not in the folder of the index.
+    """
+    shards = sorted(set(_read_index(index)["weight_map"].values()))
+    if outside := [shard for shard in shards if os.path.basename(shard) != shard]:
+        raise InvalidArgument(f"{index} names {outside[0]!r}, which is not in its folder.")
+    return [os.path.join(os.path.dirname(index), shard) for shard in shards]
 
 
 def _read_index(path: str) -> dict[str, Any]:

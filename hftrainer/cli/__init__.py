@@ -1,1 +1,1 @@
-"""`python -m hftrainer`: run, explain and launch."""
+"""`python -m hftrainer`: a module for each subcommand, launching, and `install()`."""

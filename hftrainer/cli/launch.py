@@ -32,7 +32,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     for name, (text, metavar) in _PASSED.items():
         options = [f"--{name.replace('_', '-')}"] + ([f"--{name}"] if "_" in name else [])
         group.add_argument(*options, type=kinds.get(name, str), metavar=metavar, help=text)
-    on_tpu = parser.add_argument_group("TPUs", "torch_xla starts the processes, on each host of a pod that runs this.")
+    on_tpu = parser.add_argument_group(
+        "TPUs", "torch_xla starts the processes, on each host of a pod that runs this; with torch_tpu, torchrun does."
+    )
     on_tpu.add_argument("--tpu", action="store_true", help="one process for each TPU core of this machine")
     on_tpu.add_argument(
         "--num-cores", "--num_cores", type=_at_least(1), metavar="N", help="number of cores: 1, or all of this machine"
@@ -62,10 +64,11 @@ def launch(parser: argparse.ArgumentParser, options: argparse.Namespace) -> NoRe
     if wrong := _contradiction(options):
         parser.error(wrong)
     if options.tpu:
-        from hftrainer.cli.launch_tpu import launch_on_tpu
+        from hftrainer.cli.launch_tpu import launch_on_tpu, prepare_torch_tpu
 
-        launch_on_tpu(parser, options)
-        raise SystemExit(0)
+        if not prepare_torch_tpu(options):
+            launch_on_tpu(parser, options)
+            raise SystemExit(0)
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run

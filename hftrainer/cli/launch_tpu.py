@@ -1,4 +1,4 @@
-"""`python -m hftrainer run --tpu [--num-cores N] script.py …`: launching through torch_xla."""
+"""`python -m hftrainer run --tpu [--num-cores N] script.py …`: launching on TPUs."""
 
 from __future__ import annotations
 
@@ -6,8 +6,22 @@ import argparse
 import os
 
 
+def prepare_torch_tpu(options: argparse.Namespace) -> bool:
+    """Let torchrun start the processes, after setting what torch_tpu's all need; returns False without torch_tpu."""
+    import torch
+
+    from hftrainer.parallel import tpu
+
+    if not tpu.module.is_available():
+        return False
+    processes = options.num_cores or tpu.module.device_count()
+    torch.tpu.distributed.set_tpu_launch_env(nproc_per_node=processes)  # type: ignore[attr-defined]
+    options.nproc = str(processes)
+    return True
+
+
 def launch_on_tpu(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Start a process for each core of this machine and wait for them; a single core is used by this process.
+    """Start a process for each core by torch_xla and wait for them; a single core is used by this process.
 
     Raises:
         SystemExit: when the script ends with it.
@@ -15,10 +29,9 @@ def launch_on_tpu(parser: argparse.ArgumentParser, options: argparse.Namespace) 
     from hftrainer.parallel.xla import devices as xla
 
     if not xla.installed():
-        parser.error(f"--tpu needs torch_xla: {xla.INSTALL}")
+        parser.error(f"--tpu needs torch_xla: {xla.INSTALL}; or {xla.SUCCESSOR}")
     os.environ.setdefault("PJRT_DEVICE", "TPU")
-    import torch_xla
-
+    torch_xla = xla.load()
     target = (options.script, options.arguments, options.as_module, options.num_cores)
     torch_xla.launch(_run_on_core, target, debug_single_process=options.num_cores == 1)
 

@@ -163,12 +163,14 @@ def refuse_uncalled(kind: type, *names: str) -> None:
 
     Args:
         kind: the class.
-        names: methods that `Trainer` does not have.
+        names: the methods.
 
     Raises:
         UnsupportedArgument: names each method, and what to do instead.
     """
-    if found := [f"{kind.__name__}.{name} is never called: {_INSTEAD[name]}." for name in names if hasattr(kind, name)]:
+    record = _record_of(kind)
+    overridden = [name for name in names if getattr(kind, name, None) is not record.get(name)]
+    if found := [f"{kind.__name__}.{name} is never called: {_INSTEAD[name]}." for name in overridden]:
         raise UnsupportedArgument("\n".join(found))
 
 

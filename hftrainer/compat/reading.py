@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import reprlib
+import types
+import typing
 import zipfile
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import safetensors.torch
@@ -51,6 +56,48 @@ def read_weights(path: str) -> dict[str, torch.Tensor]:
         return safetensors.torch.load_file(path, device="cpu")
     except safetensors.SafetensorError as error:
         raise _damaged(path) from error
+
+
+@contextlib.contextmanager
+def fitting(path: str) -> Iterator[None]:
+    """Name the file if what was read from it does not fit where it is put.
+
+    Raises:
+        DamagedCheckpoint: for any error that is not about the system, nor clear already.
+    """
+    try:
+        yield
+    except (OSError, MemoryError, DamagedCheckpoint, UnsafeCheckpoint):
+        raise
+    except Exception as error:
+        raise DamagedCheckpoint(
+            f"{path} does not hold what a checkpoint of this run holds ({type(error).__name__}: {error}): resume from "
+            "another checkpoint."
+        ) from error
+
+
+def check_fields(values: Mapping[str, Any], kind: type) -> None:
+    """Check values against the types of a dataclass's fields; names that it does not have are left alone.
+
+    Raises:
+        TypeError: names the field.
+    """
+    for name, hint in typing.get_type_hints(kind).items():
+        if name in values and not _is_of(values[name], hint):
+            raise TypeError(f"{name} is {reprlib.repr(values[name])}")
+
+
+def _is_of(value: Any, hint: Any) -> bool:
+    if hint is Any:
+        return True
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(_is_of(value, each) for each in inner)
+    if origin is list:
+        return isinstance(value, list) and all(_is_of(each, inner[0]) for each in value)
+    if hint is float or hint is int:  # a bool is an int, and an int will do for a float
+        return not isinstance(value, bool) and isinstance(value, (int, float) if hint is float else int)
+    return isinstance(value, origin or hint)
 
 
 def _damaged(path: str) -> DamagedCheckpoint:

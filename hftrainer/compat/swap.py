@@ -15,6 +15,8 @@ from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
+from hftrainer.compat import originals, tensorflow_names
+
 #: Module of transformers → the names to replace. Its package exports all of them.
 NAMES: dict[str, tuple[str, ...]] = {
     "transformers.trainer": ("Trainer", "DEFAULT_CALLBACKS", "DEFAULT_PROGRESS_CALLBACK"),
@@ -56,6 +58,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "WandbCallback",
         "WandbLogModel",
     ),
+    **tensorflow_names.MODULES,
 }
 #: Module of transformers → our module, if the names differ.
 _OURS = {"transformers.integrations.integration_utils": "hftrainer.reporting.tracker_callbacks"}
@@ -81,15 +84,18 @@ ALSO_IN: dict[str, tuple[str, ...]] = {
     "transformers.training_args": ("DebugOption", "HubStrategy", "IntervalStrategy", "SaveStrategy", "SchedulerType"),
     "transformers.optimization": ("SchedulerType",),
 }
-#: Module, name, and original value.
-_originals: list[tuple[ModuleType, str, Any]] = []
+_TOKENIZERS = "transformers.tokenization_utils_base"
+#: Module or class, name, and original value.
+_originals: list[tuple[Any, str, Any]] = []
 _ABSENT = object()
+#: Original class → what makes it as it was.
+_kept: dict[type, Any] = {}
 
 
 def begin() -> None:
     """Change the loaded modules of transformers, and install the hook that changes the others."""
     sys.meta_path.insert(0, _Finder())
-    for name in [*NAMES, *ALSO_IN.keys() - NAMES.keys()]:
+    for name in [*NAMES, *ALSO_IN.keys() - NAMES.keys(), _TOKENIZERS]:
         if name in sys.modules:
             _swap(sys.modules[name])
     for package in _packages():
@@ -99,12 +105,23 @@ def begin() -> None:
 def end() -> None:
     """Restore the original names of transformers."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
+    for package in _packages():
+        tensorflow_names.take_back(package)
+    for name in tensorflow_names.MODULES:
+        if isinstance(
+            getattr(getattr(sys.modules.get(name), "__spec__", None), "loader", None), tensorflow_names.Absent
+        ):
+            del sys.modules[name]
     for module, name, original in reversed(_originals):
         if original is _ABSENT:
-            vars(module).pop(name, None)
+            if name in vars(module):
+                delattr(module, name)
         else:
             setattr(module, name, original)
     _originals.clear()
+    for kind, before in _kept.items():
+        originals.let_go(kind, before)
+    _kept.clear()
 
 
 def is_installed() -> bool:
@@ -133,6 +150,8 @@ def _swap(module: ModuleType) -> None:
     replaced: list[tuple[Any, Any]] = []
     for name, ours in _names_in(module.__name__):
         # The package loads a name at its first access: names not accessed yet must not be loaded now.
+        if tensorflow_names.stays(sys.modules.get("transformers", module), name):
+            continue
         before = vars(module).get(name, _ABSENT)
         if before is _ABSENT and module.__name__ not in _PACKAGES:
             continue  # this release does not have the name
@@ -141,9 +160,20 @@ def _swap(module: ModuleType) -> None:
         ours_of = {before: ours for before, ours in replaced if isinstance(before, type)}
         _put(module, table, {key: ours_of.get(kind, kind) for key, kind in vars(module)[table].items()})
 
+    if module.__name__ == "transformers":
+        tensorflow_names.lend(module)
+    if module.__name__ == _TOKENIZERS:
+        kind = module.PreTrainedTokenizerBase
+        if not hasattr(kind, "batch_encode_plus"):  # gone in v5; each script for TFTrainer is of v4
+            _put(kind, "batch_encode_plus", kind.__call__)
 
-def _put(module: ModuleType, name: str, value: Any) -> Any:
-    _originals.append((module, name, vars(module).get(name, _ABSENT)))
+
+def _put(module: Any, name: str, value: Any) -> Any:
+    before = vars(module).get(name, _ABSENT)
+    _originals.append((module, name, before))
+    # A module that is loaded after its package was changed has ours already.
+    if isinstance(before, type) and isinstance(value, type) and before is not value and before not in _kept:
+        _kept[before] = originals.keep_picklable(before)
     setattr(module, name, value)
     return value
 
@@ -162,11 +192,13 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname not in NAMES and fullname not in ALSO_IN and fullname not in _PACKAGES:
+        if fullname not in {*NAMES, *ALSO_IN, *_PACKAGES, _TOKENIZERS}:
             return None
         others = [finder for finder in sys.meta_path if finder is not self]
         found = (finder.find_spec(fullname, path, target) for finder in others if hasattr(finder, "find_spec"))
         spec = next((spec for spec in found if spec is not None), None)
+        if spec is None and fullname in tensorflow_names.MODULES:
+            return importlib.machinery.ModuleSpec(fullname, tensorflow_names.Absent())
         if spec is not None and spec.loader is not None:
             spec.loader = _Loader(spec.loader)
         return spec

@@ -1,3 +1,10 @@
-"""The version of this package."""
+"""The version of this package: of the tag that it was built from."""
 
-__version__ = "0.1.0"
+import importlib
+
+__all__ = ["__version__"]
+
+try:
+    __version__: str = importlib.import_module("hftrainer.compat._version").__version__
+except ModuleNotFoundError:  # a checkout that was never built or installed
+    __version__ = "0+unknown"

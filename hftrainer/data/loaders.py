@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from hftrainer.arguments.accelerator_config import DEFAULT, AcceleratorConfig
 from hftrainer.compat.functions import has_length
+from hftrainer.compat.reading import fitting
 from hftrainer.data.dispatch import DataCollectives, parts, rounds
 from hftrainer.data.loader_plan import LoaderPlan, deliver
 from hftrainer.data.samplers import SkippingBatchSampler
@@ -190,7 +191,8 @@ class PreparedDataLoader(DataLoader):
             skipped, self._worker_states, self._worker_seed = self.log.resume_at(position, saved)
             read_again, position = position - skipped, skipped
         elif saved is not None and saved["stream"] is not None:
-            self.dataset.load_state_dict(saved["stream"])  # type: ignore[attr-defined]
+            with fitting("the state of the data in progress.pt"):
+                self.dataset.load_state_dict(saved["stream"])  # type: ignore[attr-defined]
             position = 0
             if self.share.processes > 1 and not self.drops_last:
                 logger.warning(

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from hftrainer.compat import peers
-from hftrainer.compat.reading import read_torch
+from hftrainer.compat.reading import fitting, read_torch
+from hftrainer.parallel import tpu
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +68,8 @@ def rng_state() -> dict[str, Any]:
     states = {**random_states(), **{name: module.get_rng_state() for name, module in _accelerators().items()}}
     if (xla := peers.xla_in_use()) is not None:
         states["xla"] = xla.get_rng_state()
+    if tpu.module.in_use():
+        states["tpu"] = tpu.module.get_rng_state()
     return states
 
 
@@ -82,7 +85,8 @@ def load_rng_state(path: str) -> None:
         return
     with torch.serialization.safe_globals(numpy_state_types()):
         states = read_torch(path)
-    restore_rng_state(states)
+    with fitting(path):
+        restore_rng_state(states)
 
 
 def restore_rng_state(states: dict[str, Any]) -> None:
@@ -95,6 +99,8 @@ def restore_rng_state(states: dict[str, Any]) -> None:
             module.set_rng_state(states[name])
     if "xla" in states and (xla := peers.xla_in_use()) is not None:
         xla.set_rng_state(states["xla"])
+    if "tpu" in states and tpu.module.in_use():
+        tpu.module.set_rng_state(states["tpu"])
 
 
 def numpy_state_types() -> list[Any]:

@@ -11,10 +11,14 @@ import torch
 from torch.utils.data import IterableDataset
 
 from hftrainer.compat import peers
+from hftrainer.compat.reading import fitting
 from hftrainer.data.loaders import PreparedDataLoader, skip_first
 from hftrainer.data.randomness import RandomSources
 from hftrainer.data.samplers import SkippingBatchSampler
 from hftrainer.data.workers import Made
+
+#: Where the states of the data are.
+_PLACE = "the state of the data in progress.pt"
 
 
 @dataclass
@@ -171,7 +175,8 @@ class EpochReader:
         if continuation is not None and not continuation.position:
             continuation.restore_random()
         elif saved is not None:
-            self._sources.restore(saved["opened"])  # samplers and workers draw their seeds again
+            with fitting(_PLACE):
+                self._sources.restore(saved["opened"])  # samplers and workers draw their seeds again
         self._opened = self._sources.capture()
         if isinstance(self.loader, PreparedDataLoader) and self.loader.log is not None:
             self.loader.log.begin_epoch()
@@ -210,7 +215,8 @@ class EpochReader:
 
     def restore_held(self, saved: dict[str, Any]) -> None:
         """Restore the generators of samplers, datasets and collators."""
-        self._sources.restore_held(saved["held"])
+        with fitting(_PLACE):
+            self._sources.restore_held(saved["held"])
 
     def state_dict(self) -> dict[str, Any]:
         """The state for a checkpoint, in tensors and plain values."""

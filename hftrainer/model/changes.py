@@ -34,8 +34,8 @@ def changed_for_training(
         model: the user's model.
         args: the current arguments.
         read_once: argument values from when the Trainer was made; those for torch.compile still apply.
-        noisy: has `neftune_noise_alpha`, the scale of NEFTune's noise or None, and gets `neftune_hook_handle`, which
-            removes the noise at the end; a subclass of the Trainer may replace the handle.
+        noisy: the Trainer: with its `neftune_noise_alpha`, the scale of NEFTune's noise, its `_activate_neftune` adds
+            the noise, and `neftune_hook_handle` removes it at the end; a subclass may replace each of them.
     """
     if args.use_liger_kernel:
         apply_liger_kernel(model, args.liger_kernel_config)  # type: ignore[arg-type]
@@ -45,13 +45,14 @@ def changed_for_training(
     if noisy.neftune_noise_alpha is None:
         yield
         return
-    noisy.neftune_hook_handle = noise = add_noise_to_embeddings(model, noisy.neftune_noise_alpha)
+    noisy._activate_neftune(model)
+    noise = noisy.neftune_hook_handle
     try:
         yield
     finally:
         noise.remove()
-        if (handle := noisy.neftune_hook_handle) is not None:  # a script may have replaced it
-            handle.remove()
+        if noisy.neftune_hook_handle is not None:  # a script may have replaced it
+            noisy._deactivate_neftune(model)
 
 
 def add_noise_to_embeddings(model: Any, alpha: float) -> Any:

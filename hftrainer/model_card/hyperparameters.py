@@ -45,7 +45,7 @@ def _batches(context: TrainerContext) -> dict[str, Any]:
 
 def _distributed_type(context: TrainerContext) -> str:
     kind = context.trainer.args.device.type
-    devices = {"xla": "TPU", "cpu": "multi-CPU"}.get(kind, "multi-GPU")
+    devices = {"xla": "TPU", "tpu": "TPU", "cpu": "multi-CPU"}.get(kind, "multi-GPU")
     name = context.engine.parallelism.card
     return f"{devices} ({name})" if name else devices
 

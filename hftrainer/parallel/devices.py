@@ -9,14 +9,16 @@ from typing import Any
 
 import torch
 
+from hftrainer.parallel import tpu
+
 logger = logging.getLogger(__name__)
 
 #: Accelerators in search order. CUDA is last, since some of torch's plug-ins imitate it.
-ACCELERATORS = ("mps", "xpu", "mlu", "musa", "npu", "cuda")
-#: Devices that Lightning does not support; their modules in torch have the API of `torch.cuda`.
-OTHERS = ("xpu", "mlu", "musa", "npu")
+ACCELERATORS = ("mps", "xpu", "mlu", "musa", "npu", "tpu", "cuda")
+#: Devices that Lightning does not support. `tpu` is torch_tpu's; torch_xla's is `xla`.
+OTHERS = ("xpu", "mlu", "musa", "npu", "tpu")
 #: Backends that accept only tensors on their accelerator.
-ON_DEVICE = {"nccl": "cuda", "xccl": "xpu", "hccl": "npu", "cncl": "mlu", "mccl": "musa"}
+ON_DEVICE = {"nccl": "cuda", "xccl": "xpu", "hccl": "npu", "cncl": "mlu", "mccl": "musa", "tpu_dist": "tpu"}
 #: Devices for which torch has no page-locked memory.
 UNPINNED = ("cpu", "mps", "xla")
 #: Text in an error of a device → what to do.
@@ -40,18 +42,22 @@ def found() -> str:
 def _is_available(kind: str) -> bool:
     if kind == "mps":
         return torch.backends.mps.is_available()
-    module = getattr(torch, kind, None)  # plug-ins add theirs when torch is imported
-    return module is not None and module.is_available()
+    return hasattr(torch, kind) and module_of(kind).is_available()  # plug-ins add theirs when torch is imported
+
+
+def module_of(kind: str) -> Any:
+    """The module of a type of accelerators, with the API of `torch.cuda`."""
+    return tpu.module if kind == "tpu" else torch.get_device_module(kind)
 
 
 def count(kind: str) -> int:
-    """Number of accelerators of a type that this process sees; 0 for the CPU, 1 on a Mac."""
-    return 0 if kind == "cpu" else 1 if kind == "mps" else torch.get_device_module(kind).device_count()
+    """Number of accelerators of a type that this process sees; 0 for the CPU, 1 on a Mac or a TPU."""
+    return 0 if kind == "cpu" else 1 if kind in ("mps", "tpu") else module_of(kind).device_count()
 
 
 def count_of(device: torch.device) -> int | None:
-    """Number of devices of this type that the process sees; None for types without an index."""
-    return torch.get_device_module(device).device_count() if device.type in ("cuda", *OTHERS) else None
+    """Number of devices of this type that the process sees; None for types of which each process has its own."""
+    return count(device.type) if device.type in ("cuda", *OTHERS) and device.type != "tpu" else None
 
 
 def own_backend(kind: str) -> str:
@@ -88,7 +94,7 @@ def reset_memory_peak() -> None:
 
 def _module() -> Any:
     kind = found()
-    return None if kind == "cpu" else torch.get_device_module(kind)
+    return None if kind == "cpu" else module_of(kind)
 
 
 def _add_note(error: Exception, hint: str) -> None:

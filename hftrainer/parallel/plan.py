@@ -77,7 +77,7 @@ class LightningPlan:
     @property
     def on_xla(self) -> bool:
         """Whether training runs on XLA devices."""
-        return self.accelerator == "tpu"
+        return self.accelerator == "xla"
 
     @property
     def spreads_model(self) -> bool:

@@ -19,7 +19,7 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import distributed
 
-from hftrainer.parallel.devices import ON_DEVICE, count_of
+from hftrainer.parallel.devices import ON_DEVICE, count_of, module_of
 from hftrainer.parallel.environment import RankInfo
 
 T = TypeVar("T")
@@ -71,7 +71,7 @@ class Processes(RankInfo):
         if not (self.several or even_alone) or distributed.is_initialized():
             return
         if count_of(device) is not None:
-            torch.get_device_module(device).set_device(device)
+            module_of(device.type).set_device(device)
         if device.type == "xla":  # except for gradients, processes communicate through CPU memory
             backend = "gloo"
         chosen = backend or distributed.get_default_backend_for_device(device)
@@ -353,7 +353,7 @@ def _on_backend_device(tensor: torch.Tensor) -> torch.Tensor:
     """
     kind = next((device for name, device in ON_DEVICE.items() if name in distributed.get_backend()), None)
     if kind is not None:
-        return tensor.to(torch.device(kind, torch.get_device_module(kind).current_device()))
+        return tensor.to(torch.device(kind, module_of(kind).current_device()))
     return tensor.cpu() if tensor.device.type == "xla" else tensor
 
 

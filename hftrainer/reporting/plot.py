@@ -28,11 +28,11 @@ COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e
 Curves = dict[str, dict[str, tuple[list[float], list[float]]]]
 
 
-def read_run(folder: str) -> TrainerState:
+def read_state(folder: str) -> TrainerState:
     """The state of the run in `folder`: the final one, or else that of the newest checkpoint.
 
     Raises:
-        InvalidArgument: when there is neither, or its log has nothing to draw.
+        InvalidArgument: when there is neither, or it cannot be read.
     """
     if not Path(folder).is_dir():
         raise InvalidArgument(f"{folder}: the folder does not exist; give the output_dir of a run.")
@@ -40,10 +40,25 @@ def read_run(folder: str) -> TrainerState:
     files = [Path(place) / names.TRAINER_STATE_NAME for place in places if place is not None]
     file = next((file for file in files if file.is_file()), None)
     if file is None:
-        raise InvalidArgument(f"{folder}: neither it nor a checkpoint-xxx in it holds {names.TRAINER_STATE_NAME}.")
-    state = TrainerState.load_from_json(str(file))
+        raise InvalidArgument(
+            f"{folder}: neither it nor a checkpoint-xxx in it holds {names.TRAINER_STATE_NAME}; give the output_dir of "
+            "a run that has saved a checkpoint, or has called trainer.save_state()."
+        )
+    try:
+        return TrainerState.load_from_json(str(file))
+    except ValueError as error:
+        raise InvalidArgument(f"{file} cannot be read ({error}); give a whole checkpoint of the run.") from error
+
+
+def read_run(folder: str) -> TrainerState:
+    """`read_state`, of a run that can be drawn.
+
+    Raises:
+        InvalidArgument: when there is no run, or its log has nothing to draw.
+    """
+    state = read_state(folder)
     if not any(curves(state).values()):
-        raise InvalidArgument(f"{file}: the log of the run has nothing to draw.")
+        raise InvalidArgument(f"{folder}: the log of the run has nothing to draw; set logging_steps in the next one.")
     return state
 
 
@@ -115,6 +130,7 @@ def draw_png(drawn: list[Line], path: str) -> None:
     for panel, axis in of_panel.items():
         axis.set_title(panel)
         axis.set_xlabel("optimizer step")
+        axis.xaxis.get_major_locator().set_params(integer=True)
         axis.grid(alpha=0.3)
         if axis.lines:
             axis.legend(fontsize=8)
@@ -176,6 +192,13 @@ def plot(folders: list[str], *, html: bool = False, out: str | None = None) -> l
     return written
 
 
+def show_in_notebook(path: str) -> None:
+    """Show a PNG below the cell."""
+    from IPython.display import Image, display
+
+    display(Image(filename=path))
+
+
 class PlotCallback(TrainerCallback):
     """Draws the run when training ends: `training.png` in `output_dir`, shown below the cell in a notebook.
 
@@ -198,6 +221,4 @@ class PlotCallback(TrainerCallback):
         path = os.path.join(args.output_dir, "training.png")
         draw_png(drawn, path)
         if in_notebook():
-            from IPython.display import Image, display
-
-            display(Image(filename=path))
+            show_in_notebook(path)

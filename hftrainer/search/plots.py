@@ -45,7 +45,7 @@ def plot_study(storage: str, study_name: str | None = None, *, out: str = ".", h
     study = _load_study(storage, study_name)
     completed = sum(trial.state.name == "COMPLETE" for trial in study.get_trials(deepcopy=False))
     if not completed:
-        raise InvalidArgument(f"{storage}: the study {study.study_name!r} has no completed trial to plot.")
+        raise InvalidArgument(f"{storage}: the study {study.study_name!r} has no completed trial yet to plot.")
     os.makedirs(out, exist_ok=True)
     written = []
     for name, (function, needed) in PLOTS.items():
@@ -102,7 +102,7 @@ def _load_study(storage: str, study_name: str | None) -> Study:
         _check_file(storage, storage.removeprefix("sqlite:///").partition("?")[0])
     names = optuna.get_all_study_names(opened)
     if not names:
-        raise InvalidArgument(f"{storage}: the storage has no study.")
+        raise InvalidArgument(f"{storage}: the storage has no study: give the one that the search was started with.")
     if (study_name is None and len(names) > 1) or (study_name is not None and study_name not in names):
         raise InvalidArgument(f"{storage} has the studies {', '.join(names)}: name one of them with --study-name.")
     return optuna.load_study(study_name=study_name or names[0], storage=opened)
@@ -111,4 +111,4 @@ def _load_study(storage: str, study_name: str | None) -> Study:
 def _check_file(storage: str, path: str) -> None:
     """Check that a file exists, since Optuna would create it."""
     if not Path(path).is_file():
-        raise InvalidArgument(f"{storage}: the file does not exist.")
+        raise InvalidArgument(f"{storage}: the file does not exist: give the storage of the search.")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hftrainer.errors import WrongConfig
+from hftrainer.parallel.devices import module_of
 from hftrainer.parallel.process_state import LoaderConfig, ProcessState
 from hftrainer.parallel.processes import Processes
 from hftrainer.training.gradient_state import GradientState
@@ -395,7 +396,7 @@ class EngineAccelerator:
         """Release objects, prepared models and cached device memory; returns a None for each object."""
         self._models.clear()
         if self.device.type not in ("cpu", "xla"):  # torch does not cache memory of these devices
-            torch.get_device_module(self.device).empty_cache()
+            module_of(self.device.type).empty_cache()
         return [None for _ in objects]
 
     def end_training(self) -> None:

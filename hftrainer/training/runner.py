@@ -159,7 +159,7 @@ class TrainingRunner(Room):
     def train(self, folder: str | None, trial: Any, ignore_keys: list[str] | None) -> TrainOutput:
         """Train from `folder`, if any, with the model modified by the arguments, until the end or a signal."""
         trainer, context = self.trainer, self.context
-        watcher = DebugUnderflowOverflow(trainer.model) if "underflow_overflow" in trainer.args.debug else None
+        watcher = DebugUnderflowOverflow(trainer.model) if "underflow_overflow" in (trainer.args.debug or ()) else None
         trainer.is_in_train = True
         self.run.interruption = Interruption(
             saves=self.saver.saves_on_interrupt(), launched=trainer.args.world_size > 1

@@ -252,9 +252,6 @@ class CheckpointSaver(Room):
         run_dir, earlier_best = trainer._get_output_dir(trial), state.best_model_checkpoint
         self._note_best(run_dir)
         path = os.path.join(run_dir, f"{names.PREFIX_CHECKPOINT_DIR}-{state.global_step}")
-        of_others = self.states_of_others()
-        optimizer = None if trainer.args.save_only_model else self.context.made_optimizer
-        self.context.states.gather(trainer.model, optimizer)
         rotate = self._rotation(run_dir, path)
 
         def then() -> None:
@@ -264,6 +261,27 @@ class CheckpointSaver(Room):
         def if_failed() -> None:
             trainer.state.best_model_checkpoint = earlier_best
 
+        self._write(path, then, if_failed)
+        if writer.failed:
+            if_failed()
+        if trainer.args.push_to_hub:
+            writer.when_done(functools.partial(trainer._push_from_checkpoint, path))
+        if self.context.is_overridden("_save_checkpoint"):  # the override may write into the folder after this returns
+            self.wait()
+
+    def write_elsewhere(self, path: str) -> None:
+        """Write a checkpoint of this step that is not this run's: it is neither rotated, announced nor uploaded."""
+        self.trainer.store_flos()
+        self.wait()
+        self._write(path, then=lambda: None, if_failed=lambda: None)
+        self.wait()
+
+    def _write(self, path: str, then: Callable[[], None], if_failed: Callable[[], None]) -> None:
+        """Write a checkpoint on all ranks, which know afterwards whether it failed; the rest as for the writer."""
+        trainer, writer = self.trainer, self.context.checkpoint_writer
+        of_others = self.states_of_others()
+        optimizer = None if trainer.args.save_only_model else self.context.made_optimizer
+        self.context.states.gather(trainer.model, optimizer)
         if trainer.args.should_save:
             with self.writing_together():
                 writer.checkpoint(path, functools.partial(self.fill, of_others), then=then, if_failed=if_failed)
@@ -273,12 +291,6 @@ class CheckpointSaver(Room):
             with self.writing_together(), writer.taking_part(path):
                 self.write_parts(staged)
         writer.failed = any(trainer.accelerator.processes.gather_objects([writer.failed]))
-        if writer.failed:
-            if_failed()
-        if trainer.args.push_to_hub:
-            writer.when_done(functools.partial(trainer._push_from_checkpoint, path))
-        if self.context.is_overridden("_save_checkpoint"):  # the override may write into the folder after this returns
-            self.wait()
 
     def _note_best(self, run_dir: str) -> None:
         """Record the folder of the best checkpoint, if it is this one or still exists."""

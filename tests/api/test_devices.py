@@ -302,14 +302,16 @@ def test_refused_accelerators(monkeypatch, name):
     assert not check_supported(ResolvedArguments(make(use_cpu=True)))
 
 
-@pytest.mark.skipif(
+needs_python_device = pytest.mark.skipif(
     not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
     reason="this torch has no device made of Python",
 )
-def test_training_on_a_plug_in(tmp_path):
-    """A run on torch's plug-in device, resumed too, is one on the CPU; the device is made of Python."""
+
+
+def run_on_plug_in(script, folder):
+    """What a script found that trains on a device made of Python."""
     done = subprocess.run(
-        [warm.PYTHON, "tests/fake_npu.py", str(tmp_path)],
+        [warm.PYTHON, script, str(folder)],
         cwd=ROOT,
         env={**warm.environment(), **warm.LIBRARIES},
         capture_output=True,
@@ -317,7 +319,13 @@ def test_training_on_a_plug_in(tmp_path):
         timeout=240,
     )
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@needs_python_device
+def test_training_on_a_plug_in(tmp_path):
+    """A run on torch's plug-in device, resumed too, is one on the CPU; the device is made of Python."""
+    found = run_on_plug_in("tests/fake_npu.py", tmp_path)
     assert found.pop("losses off by") < 1e-6
     assert found.pop("weights off by") < 1e-6
     assert found.pop("scaled losses off by") < 1e-3
@@ -353,6 +361,7 @@ def test_training_on_a_plug_in(tmp_path):
             "ccl",
             "has no 'ccl' (the script must import oneccl_bindings_for_pytorch, which Intel has replaced by 'xccl')",
         ),
+        ("smddp", "has no 'smddp' (the script must import smdistributed.dataparallel.torch.torch_smddp"),
         ("hccl", "has no 'hccl' (it comes with torch_npu)"),
         ("cncl", "has no 'cncl' (it comes with torch_mlu)"),
         ("mccl", "has no 'mccl' (it comes with torch_musa)"),

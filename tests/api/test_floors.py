@@ -22,7 +22,10 @@ ELSEWHERE = {
     "deepspeed": "make test-deepspeed",
     "ray": "make test-ray",
     "mlflow": "the lane takes mlflow-skinny, the same code without its server",
+    "tf": "make test-tf, beside transformers 4.57",
     "tpu": "make test-xla; it needs one torch alone",
+    "docs": "tools, not what the package runs with",
+    "torch-tpu": "it loads on a machine with a TPU only; make test-install resolves it",
     "dev": "tools, not what the package runs with",
 }
 

@@ -36,6 +36,12 @@ LAUNCHED = {
         (True, None, {}),
         ("True", None, {}),
         ("full_shard auto_wrap", None, {}),
+        ("full shard", None, {}),
+        (
+            "full shard offload",
+            {"fsdp_backward_prefetch": "backward_pos"},
+            {"version": 1, "cpu_offload": True, "backward_prefetch": "BACKWARD_POST"},
+        ),
         (["full_shard", "offload"], None, {"cpu_offload": True}),
         ("shard_grad_op", None, {"strategy": "shard_grad_op"}),
         ("no_shard", None, {"version": 1, "strategy": "no_shard"}),

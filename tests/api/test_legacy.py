@@ -38,6 +38,8 @@ TRANSLATED = [
     ("push_to_hub_token", "secret", "hub_token", "secret"),
     ("sharded_ddp", "simple", "fsdp", "shard_grad_op"),
     ("sharded_ddp", "zero_dp_3 auto_wrap offload", "fsdp", "full_shard auto_wrap offload"),
+    ("sharded_ddp", True, "fsdp", "shard_grad_op"),
+    ("sharded_ddp", ["zero_dp_2", "offload"], "fsdp", "shard_grad_op offload"),
     ("fsdp_min_num_params", 100, "fsdp_config", {"min_num_params": 100}),
     (
         "fsdp_transformer_layer_cls_to_wrap",
@@ -50,20 +52,16 @@ TRANSLATED = [
     ("split_batches", True, "accelerator_config", AcceleratorConfig(split_batches=True)),
     ("tpu_metrics_debug", True, "debug", ["tpu_metrics_debug"]),
 ]
-INERT = {"overwrite_output_dir": True}
+INERT = {"overwrite_output_dir": True, "jit_mode_eval": True, "use_ipex": True}
 #: Still work, under their own names: tests/api/test_evaluation.py, tests/parity/test_models.py,
 #: tests/parity/test_memory_and_speed.py, tests/parity/test_interchange.py, tests/conformance/test_loggers.py,
-#: tests/api/test_devices.py, tests/xla, tests/with_ray.
+#: tests/api/test_devices.py, tests/api/test_old_spellings.py, tests/xla, tests/with_ray.
 KEPT_WORKING = {
     *("logging_dir", "save_safetensors", "use_legacy_prediction_loop", "past_index", "include_tokens_per_second"),
-    *("use_mps_device", "tpu_num_cores", "ray_scope"),
+    *("use_mps_device", "tpu_num_cores", "ray_scope", "fp16_backend", "half_precision_backend"),
 }
 REFUSED = {
-    "jit_mode_eval": True,
-    "fp16_backend": "apex",
-    "half_precision_backend": "apex",
     "fp16_opt_level": "O2",
-    "use_ipex": True,
     "mp_parameters": "ddp=True",
     "model_parallel": True,
 }
@@ -89,6 +87,7 @@ def test_translated(old, value, new, expected):
     assert check_supported(ResolvedArguments(args)) == check_supported(ResolvedArguments(same))
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("name", sorted(INERT))
 def test_inert(name):
     args = TrainingArguments(**NEUTRAL, **{name: INERT[name]})

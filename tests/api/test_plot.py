@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from hftrainer import PlotCallback, Trainer, TrainingArguments
+from hftrainer.__main__ import main
 from hftrainer.errors import InvalidArgument, MissingPackage
-from hftrainer.reporting.plot import curves, lines_of, plot, read_run
+from hftrainer.reporting.plot import Line, curves, lines_of, plot, read_run
+from hftrainer.reporting.sparklines import draw_text
 from tests import warm
 from tests.parity.support import accuracy, build
 from tests.tiny import make_plain, plain_data
@@ -137,3 +139,63 @@ def test_callback_without_matplotlib(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(MissingPackage, match=r"pip install 'hftrainer\[plot\]'"):
         PlotCallback()
+
+
+def test_json(runs, tmp_path, capsys):
+    main(["plot", runs[0], "--html", "--json", "--out", str(tmp_path / "a.png")])
+    assert json.loads(capsys.readouterr().out) == {"files": [str(tmp_path / "a.png"), str(tmp_path / "a.html")]}
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    """The addresses that a browser would have been opened with."""
+    found = []
+    monkeypatch.setattr("webbrowser.open", found.append)
+    for name in ("DISPLAY", "WAYLAND_DISPLAY"):
+        monkeypatch.delenv(name, raising=False)
+    return found
+
+
+def show(runs, tmp_path, monkeypatch, capsys, *words, terminal=True):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal, raising=False)
+    main(["plot", *words, "--out", str(tmp_path / "a.png")])
+    return capsys.readouterr().out
+
+
+def test_a_terminal_without_a_desktop_shows_text(runs, tmp_path, monkeypatch, capsys, opened):
+    monkeypatch.setattr("sys.platform", "linux")
+    text = show(runs, tmp_path, monkeypatch, capsys, runs[0])
+    assert text.startswith(str(tmp_path / "a.png") + "\nloss by optimizer step, to 20\n  loss ")
+    assert "metrics by" in text and "eval_accuracy" in text and opened == []
+
+
+def test_a_desktop_shows_the_file(runs, tmp_path, monkeypatch, capsys, opened):
+    monkeypatch.setattr("sys.platform", "linux")
+    monkeypatch.setenv("DISPLAY", ":0")
+    assert show(runs, tmp_path, monkeypatch, capsys, runs[0]) == f"{tmp_path / 'a.png'}\n"
+    show(runs, tmp_path, monkeypatch, capsys, runs[0], "--html")
+    assert opened == [(tmp_path / "a.png").as_uri(), (tmp_path / "a.html").as_uri()]
+    show(runs, tmp_path, monkeypatch, capsys, runs[0], terminal=False)
+    assert len(opened) == 2
+
+
+def test_a_notebook_shows_the_picture(runs, tmp_path, monkeypatch, capsys, opened):
+    shown = []
+    monkeypatch.setattr("hftrainer.callbacks.progress.in_notebook", lambda: True)
+    monkeypatch.setattr("hftrainer.reporting.plot.show_in_notebook", shown.append)
+    show(runs, tmp_path, monkeypatch, capsys, runs[0], "--html")
+    assert shown == [str(tmp_path / "a.png")] and opened == []
+
+
+def test_text():
+    rising = Line("loss", "a", [1.0, 2.0, 3.0, 4.0], [0.0, 1.0, 2.0, 7.0], "", 0)
+    flat = Line("metrics", "longer", [2.0, 4.0], [5.0, 5.0], "", 0)
+    assert draw_text([rising, flat], 30, "utf-8").splitlines() == [
+        "loss by optimizer step, to 4",
+        "  a          ▁▁▁▂▂▂▃▃▃█  0 → 7",
+        "metrics by optimizer step, to 4",
+        "  longer        ▁▁▁▁▁▁▁  5 → 5",
+    ]
+    plain = draw_text([rising], 30, "ascii")
+    assert plain.isascii() and plain.endswith("@  0 to 7")
+    assert draw_text([], 30, "utf-8") == ""

@@ -81,7 +81,7 @@ def test_journal(tmp_path, caplog):
 def test_nothing_to_draw(tmp_path):
     url = f"sqlite:///{tmp_path}/search.db"
     make_study(url, trials=0)
-    with pytest.raises(InvalidArgument, match="the study 'a' has no completed trial"):
+    with pytest.raises(InvalidArgument, match="the study 'a' has no completed trial yet"):
         plot_study(url)
     optuna.delete_study(study_name="a", storage=url)
     with pytest.raises(InvalidArgument, match="the storage has no study"):

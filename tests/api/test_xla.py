@@ -11,6 +11,7 @@ from hftrainer import Seq2SeqTrainingArguments, TrainingArguments
 from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.arguments.table import check_supported, overridden
 from hftrainer.cli.launch import add_options
+from hftrainer.parallel import tpu
 from hftrainer.parallel.environment import LAUNCHERS, RankInfo, detect
 from hftrainer.parallel.fsdp.settings import FsdpSettings, XlaSettings, read_fsdp
 from hftrainer.parallel.xla import devices as xla
@@ -23,7 +24,7 @@ VARIABLES = ("PJRT_DEVICE", "PJRT_LOCAL_PROCESS_COUNT", "USE_TORCH_XLA", *xla._O
 def _no_tpu(monkeypatch):
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(xla, "_TPU_DEVICE", "/dev/there-is-none")
+    monkeypatch.setattr(tpu, "chips", lambda: 0)
 
 
 @pytest.fixture
@@ -52,8 +53,8 @@ def test_wanted(monkeypatch, variables, expected):
     assert xla.wanted() == expected
 
 
-def test_found_by_its_device_file(monkeypatch, tmp_path):
-    monkeypatch.setattr(xla, "_TPU_DEVICE", str(tmp_path))
+def test_found_on_the_machine(monkeypatch):
+    monkeypatch.setattr(tpu, "chips", lambda: 4)
     assert xla.wanted()
 
 
@@ -83,7 +84,7 @@ def found(folder, kind=TrainingArguments, **settings) -> str:
 def test_cores_without_torch_xla(tmp_path, monkeypatch):
     monkeypatch.setattr(xla, "installed", lambda: False)
     assert "pip install 'hftrainer[tpu]'" in found(tmp_path, tpu_num_cores=8)
-    assert "for torch 2.9" in found(tmp_path, tpu_num_cores=8)
+    assert "the torch that it needs, 2.9" in found(tmp_path, tpu_num_cores=8)
     assert not found(tmp_path, tpu_num_cores=8, use_cpu=True)
 
 

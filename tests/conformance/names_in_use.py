@@ -35,7 +35,6 @@ IN_USE = [*OF_LIBRARIES, *OF_REPOSITORIES, *OF_TRANSFORMERS]
 #: Names that are not there, and what becomes of those who use them.
 ABSENT = {
     "_build_accelerator_args": "a subclass that overrides it is refused, naming what to do instead",
-    "_tune_save_checkpoint": "likewise, in a search with Ray",
     "_defer_fsdp_gradient_reduction": "likewise, with a model that transformers sharded while loading it",
     "_sync_replicated_trainable_parameters": "likewise",
     "_loggers_initialized": "transformers sets it to False and never reads it",

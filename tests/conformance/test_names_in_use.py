@@ -623,7 +623,7 @@ def test_search_sets_what_it_searches_by(tmp_path):
 
 
 @pytest.mark.parametrize("name", ABSENT)
-def test_absent_name(tmp_path, monkeypatch, name):
+def test_absent_name(tmp_path, name):
     """Nobody who overrides it is ignored in silence, and reading it is an error."""
     args = hftrainer.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
     assert not hasattr(hftrainer.Trainer(make_plain(), args), name)
@@ -637,12 +637,16 @@ def test_absent_name(tmp_path, monkeypatch, name):
         model.is_distributed_loading_by_transformers = True
         with pytest.raises(UnsupportedArgument, match=f"{name} is never called"):
             kind(model, args)
-    elif name == "_tune_save_checkpoint":
-        trainer = kind(args=args, model_init=make_plain)
-        monkeypatch.setattr(RaySearch, "is_available", lambda: True)
-        with pytest.raises(UnsupportedArgument, match="_tune_save_checkpoint is never called"):
-            trainer.hyperparameter_search(backend="ray")
     show(name, f"not there: {ABSENT[name]}")
+
+
+def test_a_checkpoint_for_ray_that_a_subclass_overrides(tmp_path, monkeypatch):
+    args = hftrainer.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
+    monkeypatch.setattr(RaySearch, "is_available", lambda: True)
+    kind = type("Own", (hftrainer.Trainer,), {"_tune_save_checkpoint": lambda self, checkpoint_dir: None})
+    with pytest.raises(UnsupportedArgument, match="_tune_save_checkpoint is never called"):
+        kind(args=args, model_init=make_plain).hyperparameter_search(backend="ray")
+    show("_tune_save_checkpoint", "a subclass that overrides it is refused in a search with Ray")
 
 
 #: Names with a test of their own → where.
@@ -656,6 +660,7 @@ ELSEWHERE = {
     "push_to_hub": "test_overridden_method_of_uploads",
     "create_model_card": "test_overridden_method_of_uploads",
     "_past": "of v4: tests/parity/test_older_code.py",
+    "_tune_save_checkpoint": "test_a_checkpoint_for_ray_that_a_subclass_overrides",
 }
 
 

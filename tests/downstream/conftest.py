@@ -11,6 +11,7 @@ from tests.downstream import libraries, support
 NEEDS = {
     "test_trl*.py": "trl",
     "test_sentence_transformers.py": "sentence_transformers",
+    "test_gallery.py": "trl",
     "test_setfit.py": "setfit",
     "test_peft.py": "setfit",  # peft itself is in other environments too
     "test_adapters.py": "adapters",

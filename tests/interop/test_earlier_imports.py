@@ -158,3 +158,45 @@ def test_a_notebook_cell_that_is_no_python(tmp_path, monkeypatch):
     sentence = next(warnings_of_earlier_imports(sys._getframe()))
     assert "somewhere.Own" in sentence and "call install() first" in sentence
     del kind
+
+
+LATE = """
+import copy, pickle, sys, warnings
+import transformers.trainer
+from transformers import EvalPrediction, Trainer, TrainingArguments
+from transformers.trainer_utils import IntervalStrategy, PredictionOutput
+import hftrainer
+warnings.simplefilter("ignore")
+hftrainer.install()
+from tests.tiny import make_plain, plain_data
+args = TrainingArguments("out", max_steps=2, save_steps=1, report_to="none", use_cpu=True, disable_tqdm=True)
+for copied in (copy.copy(args), copy.deepcopy(args)):
+    assert type(copied) is TrainingArguments and copied.max_steps == 2
+assert copy.deepcopy(args).accelerator_config is not args.accelerator_config
+output = PredictionOutput(1, 2, {})
+assert type(copy.deepcopy(output)) is PredictionOutput
+assert copy.deepcopy(IntervalStrategy.STEPS) is IntervalStrategy.STEPS
+Trainer(make_plain(), args, train_dataset=plain_data()).train()
+assert Trainer.__module__.startswith("transformers")
+with open("output.pickle", "wb") as file:
+    pickle.dump([output, IntervalStrategy.STEPS], file)
+"""
+READ = """
+import pickle, sys
+import torch
+args = torch.load("out/checkpoint-2/training_args.bin", weights_only=False)
+kinds = {type(args), type(args.accelerator_config)}
+with open("output.pickle", "rb") as file:
+    kinds |= {type(each) for each in pickle.load(file)}
+assert all(kind.__module__.split(".")[0] == "transformers" for kind in kinds), [kind.__module__ for kind in kinds]
+assert args.max_steps == 2
+"""
+
+
+def test_who_keeps_the_original_saves_checkpoints(tmp_path):
+    """Its arguments are pickled into them; when they are read, they are the original's."""
+    for code in (LATE, READ):
+        line = [warm.PYTHON, "-c", code]
+        env = {**warm.environment(), **warm.LIBRARIES, "HF_HUB_OFFLINE": "1"}
+        done = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-3000:]

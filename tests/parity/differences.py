@@ -12,6 +12,33 @@ OWN_FILES = {
     *("progress.pt", "progress_0.pt", "progress_1.pt"),
 }
 
+#: Subject → words by which a difference belongs to it; the first that has one.
+SUBJECTS = {
+    "Searches": ("hyperparameter_search", "trial", "batch size by hand"),
+    "DeepSpeed": ("deepspeed",),
+    "FSDP and other layouts": ("fsdp", "FSDP", "parallelism_config", "tensor parallelism", "SHARDED", "min_num_params"),
+    "TFTrainer": ("TFTrainer",),
+    "The Hub, model cards and trackers": (
+        *("upload", "push_to_hub", "model card", "README", "MLflow", "output folder", "architectures", "save_metrics"),
+    ),
+    "Devices and precision": ("MPS", "fp16", "bf16", "skip_memory_metrics", "ddp_backend", "Apex", "apex", "TPU"),
+    "Several processes": ("processes", "dispatch_batches", "even_batches", "shards of different length"),
+    "Evaluation": ("evaluat", "predict", "eval_", "metric_for_best_model", "lists of different lengths"),
+    "Checkpoints and resuming": (
+        *("checkpoint", "resum", "save_", "weights", "training_args.bin", "pickled", "tied", "signals", "runs begun"),
+        *("an error in the middle", "a save", "load_best_model"),
+    ),
+    "Callbacks and overrides": ("callback", "compute_loss", "methods of Trainer", "create_optimizer", "private loop"),
+    "Arguments": ("arguments", "_args", "_kwargs", "max_grad_norm", "sampler", "column", "optim", "auto_find", "="),
+}
+OTHERS = "Training"
+
+
+def subject_of(what: str) -> str:
+    """Under which heading a difference is listed."""
+    return next((subject for subject, words in SUBJECTS.items() if any(word in what for word in words)), OTHERS)
+
+
 #: What must differ → why.
 DIFFERENCES = {
     "parallelism_config with dp_shard_size, without fsdp": (
@@ -38,6 +65,25 @@ DIFFERENCES = {
     "a checkpoint that cannot be written (full disk, read-only folder)": (
         "transformers stops; ours says so and goes on to the next one, or stops with "
         "lightning_config={'on_save_error': 'stop'}."
+    ),
+    "TFTrainer (until v4.36)": (
+        "The model is torch's: a TensorFlow model's torch twin is trained, and the weights are written back. Losses "
+        "agree to 2e-6, since two libraries compute in float32. run_model gets and returns tensors of torch, "
+        "training_step returns the loss, and overrides of apply_gradients and distributed_* are refused. Checkpoints "
+        "are checkpoint-xxx folders; ckpt-xxx of TensorFlow is refused by name."
+    ),
+    "TFTrainer.evaluate()": (
+        "Each sample counts once. The real one filled the last batch up with the first samples, and counted these "
+        "twice; with prediction_loss_only=True it did not end."
+    ),
+    "TFTrainer with a dataset of unknown or infinite length": (
+        "The real one wanted an asserted cardinality. Ours counts once, and takes an infinite one with max_steps."
+    ),
+    "TFTrainer's log": (
+        "Goes to the trackers of report_to, and to tb_writer if there is one. The real one opened a writer of its own, "
+        "and W&B and Comet wherever they were installed. eval_strategy='epoch', logging_strategy and save_strategy, "
+        "which it did not read, have their meaning. debug=True does not trace TensorFlow's graph, as there is none: "
+        "use lightning_config={'profiler': 'pytorch'}."
     ),
     "README.md of a PEFT adapter": (
         "PEFT writes the library versions that it finds into it; both libraries let PEFT write it, so it is compared "
@@ -116,9 +162,43 @@ DIFFERENCES = {
         "super()._run_epoch(), since Lightning's loop runs the epoch. The classes of accelerate itself are not used, "
         "so what is put into them changes nothing."
     ),
-    "_build_accelerator_args, _tune_save_checkpoint and two for models sharded while they are loaded": (
-        "Methods of transformers' own engine, which are not there: nothing calls them. A subclass that overrides one "
-        "is refused where transformers would call it, naming what to do instead."
+    "_build_accelerator_args and two for models sharded while they are loaded; _tune_save_checkpoint": (
+        "Methods of transformers' own engine, which nothing calls; the last one is there for scripts, the others are "
+        "not. A subclass that overrides one is refused where transformers would call it, naming what to do instead."
+    ),
+    "methods that only earlier releases have": (
+        "_nested_gather, _gather_and_numpify, _pad_across_processes, _sorted_checkpoints, _rotate_checkpoints, "
+        "_activate_neftune, _deactivate_neftune, compare_trainer_and_checkpoint_args, propagate_args_to_deepspeed and "
+        "_add_sm_patterns_to_gitignore are there beside every release. A run calls overrides of those about NEFTune "
+        "and rotation. The last one writes the file for the next upload, where transformers makes a commit."
+    ),
+    "train(model_path=...)": (
+        "Gone in v5. With a FutureWarning ours resumes from it, as v4.15 to v4.57; but a folder without "
+        "trainer_state.json, where v4.48 and v4.57 fail, is that of a model, as in v4.1: nothing is resumed, and the "
+        "warning says so."
+    ),
+    "TrainingArguments: arguments by position": (
+        "transformers has another order in nearly every release. After output_dir ours has that of v4, as far as v4.15 "
+        "to v4.57 agree: up to eval_accumulation_steps. More of them, and the order of v5, which begins with a number "
+        "where v4 has switches, are refused, naming the argument."
+    ),
+    "--sharded_ddp and --debug alone, sharded_ddp=True, debug=True": (
+        "Taken as v4.1 documents them, for 'simple' and 'tpu_metrics_debug'; later releases fail on one or the other."
+    ),
+    "Seq2SeqTrainer: max_length and num_beams by position": (
+        "evaluate and predict take them as v4.15 does; later releases take keywords only."
+    ),
+    "fp16_backend='apex', half_precision_backend='apex'": (
+        "transformers 4 ends without apex.amp, which NVIDIA has removed from Apex. Ours warns and trains by torch's "
+        "float16 autocast, as Apex's level O1 does; O2 and O3 are refused, since they keep the weights in float16."
+    ),
+    "use_ipex=True, jit_mode_eval=True": (
+        "transformers 4 tuned the model with what Intel and torch have discontinued; ours warns, and evaluates the "
+        "model as it is. The results are the same but for rounding."
+    ),
+    "log_level='passive'": (
+        "v4.15 documents INFO for the main process. Releases from v4.30 on leave the level as it is, so WARNING unless "
+        "the script sets one, and so does ours beside each of them; log_level='info' shows what v4.15 showed."
     ),
     "tools that rewrite the source text of the private loop": (
         "Unsloth and others execute the text of Trainer._inner_training_loop anew with other lines. A method that was "
@@ -243,10 +323,31 @@ DIFFERENCES = {
         "On the CPU, NPU, MLU and MUSA accelerate takes its own, whatever is given; ours refuses by name what the "
         "device cannot have."
     ),
+    "sharded_ddp": (
+        "transformers v4.1 to v4.30 sharded by FairScale, which is no longer developed; ours by torch's FSDP, with the "
+        "same losses: `simple` and `zero_dp_2` are `shard_grad_op`, `zero_dp_3` is `full_shard`, and `offload` and "
+        "`cpu_offload` keep parameters on the CPU."
+    ),
+    "several visible GPUs, and no launcher": (
+        "transformers trains by DataParallel in one process; ours starts the script once for each GPU and trains by "
+        "DDP, with the same samples in a step."
+    ),
+    "generating with a sharded model": (
+        "transformers documents that FSDP and `predict_with_generate` exclude each other; ours generates what the "
+        "whole model does."
+    ),
+    "ddp_backend='smddp'": (
+        "transformers imports SageMaker's library in jobs with its data parallelism; ours takes the backend once the "
+        "script has imported smdistributed.dataparallel.torch.torch_smddp, and names the import if it is missing."
+    ),
     "fsdp without a GPU": "transformers trains replicas without a word; ours shards the model.",
     "fsdp='no_shard', 'hybrid_shard' and keys that only FSDP1 has": (
         "transformers 5 refuses them unless `fsdp_config['version']` is 1; ours takes FSDP1 by itself, so that scripts "
         "for transformers 4 run."
+    ),
+    "fsdp='full shard', backward_prefetch='backward_pos'": (
+        "The documents of v4.48 write them so, and transformers fails on both; ours takes them for 'full_shard' and "
+        "'backward_post'."
     ),
     "min_num_params without auto_wrap_policy": "It wraps by size, as in transformers 4; transformers 5 ignores it.",
     "outputs of a model sharded by FSDP2 in half precision": (

@@ -8,6 +8,7 @@ import dataclasses
 import importlib
 import json
 import logging
+import shlex
 import warnings
 
 import pytest
@@ -316,8 +317,12 @@ DOCUMENTED = [
     pytest.param(
         "--output_dir out --log_level warning --log_level_replica error --log_on_each_node 0", None, id="v4.15-logging"
     ),
+    pytest.param("--output_dir out --fp16 --sharded_ddp", "fsdp='shard_grad_op'", id="v4.1-sharded"),
+    pytest.param("--output_dir out --fp16 --fp16_backend apex --fp16_opt_level 01", None, id="v4.1-apex"),
+    pytest.param("--output_dir out --debug", None, id="v4.1-debug"),
     pytest.param("--output_dir out --sharded_ddp simple", "fsdp='shard_grad_op'", id="v4.15-sharded"),
     pytest.param("--output_dir out --fsdp full_shard", "fsdp='full_shard'", id="v4.48-fsdp"),
+    pytest.param("--output_dir out --fsdp 'full shard'", "fsdp='full shard' shards", id="v4.48-fsdp-space"),
 ]
 
 
@@ -328,7 +333,7 @@ def test_documented_command_lines(tmp_path, monkeypatch, line, refused, parser):
     """They parse by either parser, and train, or are refused by name until this release's successors."""
     monkeypatch.chdir(tmp_path)
     library = importlib.import_module(parser)
-    (args,) = library.HfArgumentParser(hftrainer.TrainingArguments).parse_args_into_dataclasses(line.split())
+    (args,) = library.HfArgumentParser(hftrainer.TrainingArguments).parse_args_into_dataclasses(shlex.split(line))
     args.max_steps, args.use_cpu, args.disable_tqdm = 2, True, True
     level = logging.getLogger("hftrainer").level
     try:

@@ -173,6 +173,24 @@ def test_generation_arguments(tmp_path, kind, gen_kwargs):
         assert (ours == theirs).all()
 
 
+def test_generation_arguments_by_position(tmp_path):
+    """As v4.15 documents `evaluate` and `predict`; their keywords are those of `test_generation_arguments`."""
+    trainer, _ = build("hftrainer", tmp_path, predict_with_generate=True)
+    rows, seen = make_data()[:4], []
+    generate = trainer.model.generate
+
+    def watched(**kwargs):
+        seen.append((kwargs.get("max_length"), kwargs.get("num_beams")))
+        return generate(**kwargs)
+
+    trainer.model.generate = watched
+    by_position = trainer.predict(rows, None, "test", 7, 2).predictions
+    assert (by_position == trainer.predict(rows, max_length=7, num_beams=2).predictions).all()
+    trainer.evaluate(rows, None, "eval", 6, 3)
+    trainer.evaluate(rows)
+    assert seen == [(7, 2), (7, 2), (6, 3), (None, None)]
+
+
 def test_sortish_sampler(tmp_path):
     """Training samples of similar length together: transformers has the argument, and has never read it."""
     orders = []

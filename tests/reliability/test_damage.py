@@ -129,6 +129,28 @@ def test_nothing_whole_is_left(run, tmp_path):
     assert get_last_checkpoint(str(folder)) is None
 
 
+def test_auto(tmp_path):
+    """From the beginning where there is nothing; then from the newest whole one."""
+    trainer = make_trainer(tmp_path, max_steps=3)
+    trainer.train(resume_from_checkpoint="auto")
+    assert trainer.state.global_step == 3
+    truncate(tmp_path / "checkpoint-3" / "optimizer.pt")
+    make_trainer(tmp_path, max_steps=6).train(resume_from_checkpoint="auto")
+    begun = []
+
+    from hftrainer import TrainerCallback
+
+    class Notes(TrainerCallback):
+        def on_train_begin(self, args, state, control, **kwargs):
+            begun.append(state.global_step)
+
+    last = make_trainer(tmp_path, max_steps=9)
+    truncate(tmp_path / "checkpoint-6" / "optimizer.pt")
+    last.add_callback(Notes)
+    last.train(resume_from_checkpoint="auto")
+    assert begun == [3]  # checkpoint-3 was written anew
+
+
 def test_rotation_spares_the_last_whole_one(tmp_path):
     """Two newer ones were damaged by something else; the last whole one stays until there is another."""
     make_trainer(tmp_path).train()

@@ -319,6 +319,14 @@ def test_another_trainer_in_the_same_folder(hub, tmp_path):
     assert messages(hub) == [f"Training in progress, step {step}" for step in (2, 4, 6)]
 
 
+def test_patterns_of_sagemaker_are_uploaded(hub, tmp_path):
+    """The Hub's client reads `.gitignore` in a repository, and leaves out what it names."""
+    trainer = make(tmp_path / "run", max_steps=2)
+    trainer._add_sm_patterns_to_gitignore()
+    trainer.train()
+    assert b"*.sagemaker-uploading" in last(hub).files[".gitignore"]
+
+
 def test_another_branch(hub, tmp_path, caplog):
     """An upload to another branch does not replace a pending upload to this one."""
     trainer = make(tmp_path / "run", max_steps=2)

@@ -25,7 +25,7 @@ def kill_somewhere(folder, moments, settings):
     if by_clock:
         job = Forked(folder, width=WIDTH, pause=0.004, **settings)
         job.wait_for("resuming")
-        time.sleep(moments.uniform(0.0, 0.6))
+        time.sleep(moments.choice([0.0, moments.uniform(0.0, 0.6)]))  # at once too: where the others hit, speed decides
         job.kill()
     else:
         job = Forked(folder, width=WIDTH, kill_at=moments.randrange(1, 250), **settings)

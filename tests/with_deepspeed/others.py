@@ -196,6 +196,24 @@ def names(folder):
     }
 
 
+def propagating(folder):
+    """Batches of another size, once by arguments that were changed and propagated."""
+    found = {}
+    for name, size in (("made so", 2), ("changed", 4)):
+        args = arguments(folder / name, deepspeed=STAGES[2], per_device_train_batch_size=size)
+        trainer = Trainer(make_plain(), args, train_dataset=plain_data())
+        if name == "changed":
+            args.per_device_train_batch_size = 2
+            trainer.propagate_args_to_deepspeed()
+        trainer.train()
+        found[name] = [*losses(trainer), trainer.deepspeed.train_micro_batch_size_per_gpu()]
+    try:
+        trainer.propagate_args_to_deepspeed(auto_find_batch_size=True)
+    except UnsupportedArgument as error:
+        found["refused"] = str(error)
+    return found
+
+
 def given(folder):
     """What scripts give besides: schedules, Lightning's callbacks, types, and saving before training."""
     from lightning.pytorch.callbacks import LearningRateMonitor
@@ -291,7 +309,7 @@ def one(folder):
     return found
 
 
-CASES = (loading, in_parts, evaluating, generating, ending_apart, full, names, given)
+CASES = (loading, in_parts, evaluating, generating, ending_apart, full, names, propagating, given)
 
 
 def main(folder, chosen):

@@ -29,7 +29,7 @@ def found(folder):
     """What `others.py` wrote, by case and rank."""
     run = python(*TORCHRUN, str(HERE / "others.py"), str(folder))
     assert run.returncode == 0, run.stderr[-3000:]
-    names = ("loading", "in_parts", "evaluating", "generating", "ending_apart", "full", "names", "given")
+    names = ("loading", "in_parts", "evaluating", "generating", "ending_apart", "full", "names", "propagating", "given")
     return {name: [pickle.loads((folder / f"{name}-{rank}.pkl").read_bytes()) for rank in RANKS] for name in names}
 
 
@@ -96,6 +96,14 @@ def test_names(found):
         "strategy": "StaysInPlace",
         "shown": True,
     }
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_arguments_are_propagated(found, rank):
+    propagated = found["propagating"][rank]
+    assert propagated["changed"] == propagated["made so"]
+    assert propagated["changed"][-1] == 2
+    assert "set per_device_train_batch_size" in propagated["refused"]
 
 
 @pytest.mark.parametrize("rank", RANKS)

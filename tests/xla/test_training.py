@@ -6,10 +6,12 @@ import pytest
 import torch
 import torch_xla
 from safetensors.torch import load_file
+from torch_xla._internal import tpu as their_tpu
 from torch_xla.debug import metrics
 
 from hftrainer import Trainer, TrainerCallback
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
+from hftrainer.parallel import tpu
 from hftrainer.trainer_utils import ParallelMode
 from tests.xla.support import MODELS, assert_close, numbers, trainer, weights, without_dropout
 
@@ -253,3 +255,9 @@ def test_predictions(tmp_path):
 
 def test_device_of_what_the_script_makes():
     assert torch.zeros(1, device=torch_xla.device()).device == torch.device("xla", 0)
+
+
+def test_ours_is_the_rule_for_chips():
+    assert their_tpu._GOOGLE_PCI_VENDOR_ID == tpu._GOOGLE
+    assert tuple(their_tpu._TPU_PCI_DEVICE_IDS) == tpu._TPUS
+    assert tpu.chips() == their_tpu.num_available_chips()

@@ -26,6 +26,7 @@ from lightning.pytorch.callbacks import (
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import update_bn
 
+from hftrainer.compat.reading import fitting
 from hftrainer_lightning import private_api
 from hftrainer_lightning.callbacks.pruning import keep_pruning, restore_pruning
 
@@ -219,7 +220,8 @@ def restore(trainer: pl.Trainer, module: TrainerModule, kept: Mapping[str, Any])
         if callback.state_key in checkpoint["callbacks"]:
             if isinstance(callback, SpikeDetection):  # lightning 2.6 loads into a name that it does not have
                 callback.running = callback.running_mean  # type: ignore[attr-defined]
-            callback.load_state_dict(checkpoint["callbacks"][callback.state_key])
+            with fitting(f"the state of {type(callback).__name__} in lightning_callbacks.pt"):
+                callback.load_state_dict(checkpoint["callbacks"][callback.state_key])
 
 
 # ---- Schedules, and parameters that are frozen -----------------------------------------------------------------------

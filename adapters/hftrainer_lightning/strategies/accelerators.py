@@ -7,20 +7,20 @@ from typing import Any
 import torch
 from lightning.pytorch.accelerators import Accelerator
 
-from hftrainer.parallel.devices import OTHERS
+from hftrainer.parallel.devices import OTHERS, module_of
 from hftrainer_lightning.strategies import xla
 
 
 def accelerator(kind: str) -> str | Accelerator:
     """Lightning's accelerator: its name, or one of our own."""
-    if kind == "tpu":
+    if kind == "xla":
         return xla.Accelerator()
     if kind not in OTHERS:
         return kind
-    module = torch.get_device_module(kind)
+    module = module_of(kind)
 
     class TorchAccelerator(Accelerator):
-        """A device type that is reached through its module in torch (`torch.xpu`, ...)."""
+        """A device type with the API of `torch.cuda` (`torch.xpu`, ...)."""
 
         def setup_device(self, device: torch.device) -> None:
             module.set_device(device)

@@ -10,6 +10,7 @@ from torch import distributed
 
 from hftrainer.arguments.base import BaseArguments
 from hftrainer.parallel.devices import OTHERS, own_backend
+from hftrainer.parallel.xla.devices import unused_tpu
 
 #: Devices that are not supported → why.
 REFUSED = {
@@ -24,9 +25,11 @@ BACKENDS = {
     "mpi": (("cpu", "cuda"), "it needs torch built from source with MPI"),
     "ccl": (("cpu", "xpu"), "the script must import oneccl_bindings_for_pytorch, which Intel has replaced by 'xccl'"),
     "xccl": (("xpu",), "it comes with torch for Intel GPUs"),
+    "smddp": (("cuda",), "the script must import smdistributed.dataparallel.torch.torch_smddp, of SageMaker's images"),
     "hccl": (("npu",), "it comes with torch_npu"),
     "cncl": (("mlu",), "it comes with torch_mlu"),
     "mccl": (("musa",), "it comes with torch_musa"),
+    "tpu_dist": (("tpu",), "it comes with torch_tpu"),
 }
 
 
@@ -48,6 +51,8 @@ def check_device(args: BaseArguments, precision: str, processes: int, spreads: b
             f"torch.{here[0]} is available, but hftrainer cannot train on it: {REFUSED[here[0]]}. Set use_cpu=True to "
             "train on the CPU."
         )
+    elif kind == "cpu" and not _asks_for_cpu(args) and (reason := unused_tpu()):
+        yield reason
     if kind == "mps":
         yield from _check_mps(precision, processes, spreads)
     elif kind in OTHERS and spreads:

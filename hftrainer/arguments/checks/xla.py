@@ -1,34 +1,37 @@
-"""Checks of the arguments against XLA devices."""
+"""Checks of the arguments against TPUs: XLA devices, and that of torch_tpu."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 from hftrainer.arguments.base import BaseArguments
+from hftrainer.parallel import tpu
 from hftrainer.parallel.environment import RankInfo
 from hftrainer.parallel.xla.devices import INSTALL, cores_in_this_process, installed
 
 
 def check_xla(args: BaseArguments, here: RankInfo, cores: int | None) -> Iterator[str]:
-    """A sentence for each setting that XLA devices do not support.
+    """A sentence for each setting that TPUs do not support.
 
     Args:
         args: the training arguments.
         here: rank of this process.
         cores: `tpu_num_cores`.
     """
-    on_xla = args.device.type == "xla"
-    if cores is not None and not on_xla and not args.use_cpu:
+    kind = args.device.type
+    if cores is not None and kind not in ("xla", "tpu") and not args.use_cpu:
         reason = f"torch_xla is missing: {INSTALL}" if not installed() else "there is none: set PJRT_DEVICE=TPU"
         yield f"tpu_num_cores={cores} needs a TPU, but {reason}."
-    if not on_xla:
+    if kind not in ("xla", "tpu"):
         return
     if cores is not None and cores != here.local_world_size:
         yield (
             f"tpu_num_cores={cores}, but this run uses {here.local_world_size} of this machine's cores: start "
             "the script with python -m hftrainer run --tpu, which starts a process for each."
         )
-    if here.world_size > 1 and here.launcher != "xla":
+    launched = here.launcher == "xla" if kind == "xla" else tpu.ADDRESSES in os.environ
+    if here.world_size > 1 and not launched:
         yield (
             f"{here.launcher!r} has started {here.world_size} processes, which have no TPU core of their own: start "
             "the script with python -m hftrainer run --tpu."
@@ -39,6 +42,8 @@ def check_xla(args: BaseArguments, here: RankInfo, cores: int | None) -> Iterato
             "with fsdp_config={'xla': True, 'xla_fsdp_v2': True} in one process."
         )
     if args.fp16 or args.fp16_full_eval:
-        yield "fp16: TPUs compute in bfloat16, and torch_xla does not scale losses: use bf16."
-    if args.torch_compile:
+        yield "fp16: TPUs compute in bfloat16, which needs no scaled losses: use bf16."
+    if args.torch_compile and kind == "xla":
         yield "torch_compile=True: XLA already compiles the whole step; leave it out."
+    elif args.torch_compile and args.torch_compile_backend == "inductor":
+        yield "torch_compile=True: inductor does not compile for TPUs: set torch_compile_backend='tpu'."

@@ -172,6 +172,8 @@ def _of_words(fsdp: Any) -> dict[str, Any]:
     """The keys that the words in `fsdp` set; 'auto_wrap' sets none, since it is the default."""
     if fsdp is True or str(fsdp).lower() == "true":
         return {}
+    if isinstance(fsdp, str):
+        fsdp = fsdp.replace("full shard", "full_shard")  # as the documents of v4.48 write it
     words = fsdp.replace(",", " ").split() if isinstance(fsdp, str) else [str(getattr(w, "value", w)) for w in fsdp]
     allowed = (*STRATEGIES, "offload", "auto_wrap")
     for word in words:
@@ -210,7 +212,9 @@ def _settings(keys: dict[str, Any]) -> FsdpSettings:
         "auto_wrap_policy", keys.pop("auto_wrap_policy", POLICIES[by_size]), POLICIES
     )  # v4 had no policies: min_num_params meant size-based wrapping
     state_dicts = _one_of("state_dict_type", keys.pop("state_dict_type", STATE_DICTS[0]), STATE_DICTS)
-    prefetch = _one_of("backward_prefetch", keys.pop("backward_prefetch", None) or "NO_PREFETCH", PREFETCHES)
+    prefetch = str(keys.pop("backward_prefetch", None) or "NO_PREFETCH")
+    prefetch = "BACKWARD_POST" if prefetch.lower() == "backward_pos" else prefetch  # as the documents of v4.48 write it
+    prefetch = _one_of("backward_prefetch", prefetch, PREFETCHES)
     flags = {name: _truth(name, value) for name, value in keys.items()}
     if flags.get("activation_checkpointing_offload") and not flags.get("activation_checkpointing"):
         raise WrongConfig("fsdp_config['activation_checkpointing_offload'] needs 'activation_checkpointing' too.")

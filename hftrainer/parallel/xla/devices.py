@@ -8,20 +8,40 @@ from typing import Any
 
 import torch
 
+from hftrainer.errors import MissingPackage
+from hftrainer.parallel import tpu
 from hftrainer.parallel.environment import RankInfo
 
-INSTALL = "pip install 'hftrainer[tpu]', which brings torch_xla; its newest release is 2.9.0, for torch 2.9"
+INSTALL = "pip install 'hftrainer[tpu]' (torch_xla 2.9, and the torch that it needs, 2.9)"
+SUCCESSOR = "pip install 'hftrainer[torch-tpu]' (torch_tpu, for torch 2.11 to 2.15)"
 #: Environment variables of machines with a TPU.
 _OF_TPUS = ("TPU_NAME", "TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES", "TPU_ACCELERATOR_TYPE", "CLOUD_TPU_TASK_ID")
-_TPU_DEVICE = "/dev/accel0"
 _FALSE = ("0", "f", "false", "n", "no", "off")
+
+
+def _declined() -> bool:
+    return os.environ.get("USE_TORCH_XLA", "1").lower() in _FALSE
 
 
 def wanted() -> bool:
     """Whether the machine or the user indicates an XLA device; `USE_TORCH_XLA=0` means no."""
-    if os.environ.get("USE_TORCH_XLA", "1").lower() in _FALSE:
+    if _declined():
         return False
-    return bool(os.environ.get("PJRT_DEVICE")) or any(map(os.environ.get, _OF_TPUS)) or os.path.exists(_TPU_DEVICE)
+    return bool(os.environ.get("PJRT_DEVICE")) or any(map(os.environ.get, _OF_TPUS)) or tpu.chips() > 0
+
+
+def unused_tpu() -> str | None:
+    """What to do if a run on the CPU was meant for a TPU; None if not, or with `USE_TORCH_XLA=0`.
+
+    `_OF_TPUS` do not decide: with them, a machine without a TPU names one that it uses from afar.
+    """
+    asked = os.environ.get("PJRT_DEVICE") == "TPU"
+    if _declined() or not (asked or tpu.chips()):
+        return None
+    return (
+        f"{'PJRT_DEVICE=TPU asks for a TPU' if asked else 'This machine has a TPU'}, but torch finds none: {INSTALL}, "
+        f"or, for TPU v4 and later, {SUCCESSOR}. Or set use_cpu=True to train on the CPU."
+    )
 
 
 def installed() -> bool:
@@ -36,9 +56,24 @@ def available() -> bool:
 
 def device() -> torch.device:
     """The XLA device of this process; does not initialize it, since SPMD could then no longer be enabled."""
-    import torch_xla  # noqa: F401 - registers the device type in torch
-
+    load()
     return torch.device("xla", 0)
+
+
+def load() -> Any:
+    """Import torch_xla, which registers the device type in torch.
+
+    Raises:
+        MissingPackage: if this torch cannot load it: it refers to symbols of the torch that it was built with.
+    """
+    try:
+        import torch_xla
+    except ImportError as error:
+        raise MissingPackage(
+            f"torch {torch.__version__} cannot load the installed torch_xla ({error}): {INSTALL}, or pip uninstall "
+            f"torch_xla and {SUCCESSOR}. Or set use_cpu=True to train on the CPU."
+        ) from error
+    return torch_xla
 
 
 def sync() -> None:

@@ -1,0 +1,147 @@
+"""Methods of `Trainer` that only earlier releases of transformers have: scripts and libraries call or override them."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from hftrainer.checkpointing import names
+from hftrainer.checkpointing.folders import by_step, rotate_checkpoints, sort_checkpoints
+from hftrainer.checkpointing.resume import warn_of_changed
+from hftrainer.errors import InvalidSetup, UnsupportedArgument
+from hftrainer.model.changes import add_noise_to_embeddings
+from hftrainer.trainer_pt_utils import nested_numpify
+
+if TYPE_CHECKING:
+    from hftrainer.callbacks.state import TrainerState
+    from hftrainer.training_args import TrainingArguments
+
+#: Files that SageMaker writes beside a checkpoint while it copies it to S3.
+_OF_SAGEMAKER = ("*.sagemaker-uploading", "*.sagemaker-uploaded")
+
+
+class EarlierMethods:
+    """The base of `Trainer` with these methods; it has no attributes of its own."""
+
+    args: TrainingArguments
+    state: TrainerState
+    accelerator: Any
+    neftune_noise_alpha: float | None
+    neftune_hook_handle: Any
+    is_in_train: bool
+    is_deepspeed_enabled: bool
+    _hftrainer: Any
+
+    # ---- Training ----------------------------------------------------------------------------------------------
+
+    def _activate_neftune(self, model: nn.Module) -> nn.Module:
+        """Add NEFTune's noise to the embeddings (v4.35 to v5.0); a run calls this if `neftune_noise_alpha` is set."""
+        if self.neftune_noise_alpha is None:
+            raise InvalidSetup("_activate_neftune() needs the scale of the noise: set neftune_noise_alpha.")
+        self.neftune_hook_handle = add_noise_to_embeddings(model, self.neftune_noise_alpha)
+        return model
+
+    def _deactivate_neftune(self, model: nn.Module) -> None:
+        """Remove NEFTune's noise (v4.35 to v5.0)."""
+        if getattr(self, "neftune_hook_handle", None) is None:
+            raise InvalidSetup("_deactivate_neftune() finds no noise to remove: call _activate_neftune() first.")
+        self.neftune_hook_handle.remove()
+
+    def propagate_args_to_deepspeed(self, auto_find_batch_size: bool = False) -> None:
+        """Complete DeepSpeed's configuration again, from arguments that were changed before training (v4.37 to v5.0).
+
+        Raises:
+            InvalidSetup: without DeepSpeed, and during training.
+            UnsupportedArgument: for `auto_find_batch_size`, as for the argument of that name.
+        """
+        if not self.is_deepspeed_enabled or self.is_in_train:
+            reason = "is for before training" if self.is_deepspeed_enabled else "needs the argument deepspeed"
+            raise InvalidSetup(f"propagate_args_to_deepspeed() {reason}.")
+        if auto_find_batch_size:
+            raise UnsupportedArgument(
+                "propagate_args_to_deepspeed(auto_find_batch_size=True): DeepSpeed's engine cannot be restarted with "
+                "other batches: set per_device_train_batch_size, and 'auto' in the configuration."
+            )
+        self._hftrainer.setup.begin_again()
+
+    # ---- Evaluation --------------------------------------------------------------------------------------------
+
+    def _nested_gather(self, tensors: Any, name: str | None = None) -> Any:
+        """Rows gathered from all ranks (until v5.0); None for None.
+
+        Args:
+            tensors: tensors in nested containers.
+            name: their name, for messages.
+        """
+        return None if tensors is None else self.accelerator.gather(tensors)
+
+    def _gather_and_numpify(self, tensors: Any, name: str | None = None) -> Any:
+        """Rows gathered from all ranks, as arrays (until v4.57); the arguments are those of `_nested_gather`."""
+        return nested_numpify(self._nested_gather(tensors, name))
+
+    def _pad_across_processes(self, tensor: Any, pad_index: int = -100) -> Any:
+        """Rows padded with `pad_index` to the longest of all ranks (until v4.30)."""
+        return self.accelerator.pad_across_processes(tensor, dim=1, pad_index=pad_index)
+
+    # ---- Checkpoints -------------------------------------------------------------------------------------------
+
+    def _rotate_checkpoints(self, use_mtime: bool = False, output_dir: str | None = None) -> None:
+        """Delete checkpoints beyond `save_total_limit` (until v5.0). The Trainer calls it only if it is overridden.
+
+        Args:
+            use_mtime: order by time of writing, rather than by steps.
+            output_dir: the folder of the checkpoints; default `args.output_dir`.
+        """
+        folder = output_dir if output_dir is not None else str(self.args.output_dir)
+        newest, best = self._hftrainer.run.checkpoints_written[-1:], self.state.best_model_checkpoint
+        found = self._sorted_checkpoints(use_mtime=use_mtime, output_dir=folder)
+        rotate_checkpoints(folder, self.args.save_total_limit, best, newest, found)
+
+    def _sorted_checkpoints(
+        self,
+        output_dir: str | None = None,
+        checkpoint_prefix: str = names.PREFIX_CHECKPOINT_DIR,
+        use_mtime: bool = False,
+    ) -> list[str]:
+        """The checkpoint folders, oldest first (until v5.0); the arguments are those of `_rotate_checkpoints`."""
+        folder = output_dir if output_dir is not None else str(self.args.output_dir)
+        found = sort_checkpoints(folder) if use_mtime else list(by_step(folder))[::-1]
+        return [path for path in found if os.path.basename(path).startswith(f"{checkpoint_prefix}-")]
+
+    def _tune_save_checkpoint(self, checkpoint_dir: str) -> None:
+        """Write `checkpoint-{step}` of this step into a folder of Ray's; a search with Ray does not call this.
+
+        Args:
+            checkpoint_dir: the folder in which the checkpoint's is made.
+        """
+        name = f"{names.PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        self._hftrainer.saver.write_elsewhere(os.path.join(checkpoint_dir, name))
+
+    def compare_trainer_and_checkpoint_args(
+        self, training_args: TrainingArguments, trainer_state: TrainerState
+    ) -> None:
+        """Warn of arguments that differ from a checkpoint's (v4.37 to v5.0); a run that resumes does so itself."""
+        warn_of_changed(training_args, trainer_state)
+
+    # ---- The Hub -----------------------------------------------------------------------------------------------
+
+    def init_git_repo(self, at_init: bool = False) -> None:
+        """Old name of `init_hf_repo` (before v4.34)."""
+        warnings.warn("Trainer.init_git_repo is now Trainer.init_hf_repo", FutureWarning, stacklevel=2)
+        self.init_hf_repo()  # type: ignore[attr-defined]  # of Trainer
+
+    def _add_sm_patterns_to_gitignore(self) -> None:
+        """Keep SageMaker's temporary files out of uploads, by `.gitignore` in the output folder (v4.18 to v5.0).
+
+        The next upload has the file in it; the Hub then leaves these files out of all commits.
+        """
+        if self.args.process_index != 0:
+            return
+        path = Path(str(self.args.output_dir), ".gitignore")
+        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+        lines += [pattern for pattern in _OF_SAGEMAKER if pattern not in lines]
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -1,0 +1,39 @@
+"""`python -m hftrainer checkpoint --accept FOLDER`: accepts a checkpoint that was changed on purpose."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+from typing import Any
+
+from hftrainer.cli.parser import Parser, add_json
+
+
+def add(commands: Any) -> None:
+    """Add the subcommand."""
+    parser = commands.add_parser(
+        "checkpoint",
+        help="accept a checkpoint whose files were changed intentionally",
+        description="Read the files of a checkpoint that was changed after it was written (for example, its weights "
+        "were converted), and write a new manifest, so that it counts as whole. If a file cannot be read, exits with 1 "
+        "and changes nothing.",
+    )
+    parser.add_argument("--accept", metavar="FOLDER", required=True, help="the checkpoint-xxx folder")
+    add_json(parser)
+    parser.set_defaults(execute=functools.partial(_accept, parser))
+
+
+def _accept(parser: Parser, options: argparse.Namespace) -> None:
+    from hftrainer.checkpointing.manifest import accept
+    from hftrainer.errors import CheckpointNotFound, DamagedCheckpoint
+
+    folder = options.accept
+    try:
+        found = accept(folder)
+    except (CheckpointNotFound, DamagedCheckpoint, OSError) as error:
+        parser.fail(error, status=1)
+    if options.json:
+        print(json.dumps({"folder": folder, "changes": str(found) if found else None}, indent=2))
+    else:
+        print(f"{folder} is accepted" + (f" ({found})." if found else ", all its files can be read."))

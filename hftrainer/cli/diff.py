@@ -1,0 +1,236 @@
+"""`python -m hftrainer diff RUN_A RUN_B`: the first step at which two runs part, and in what."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from hftrainer.cli.parser import Parser, add_json
+
+if TYPE_CHECKING:
+    from hftrainer.callbacks.state import TrainerState
+    from hftrainer.checkpointing.progress import RunProgress
+
+#: Subject → the entries of log lines that belong to it; 'metrics' has all others.
+SUBJECTS = {
+    "data": ("epoch", "num_input_tokens_seen"),
+    "loss": ("loss",),
+    "gradient norm": ("grad_norm",),
+    "learning rate": ("learning_rate",),
+    "metrics": (),
+}
+#: Arguments that say where a run is written.
+_PLACES = ("output_dir", "logging_dir", "run_name")
+_NOT_RECORDED = "not recorded in both"
+
+
+@dataclass(frozen=True)
+class Parting:
+    """Where two runs part: an optimizer step, the name of a value, and the value of each."""
+
+    step: int
+    name: str
+    values: tuple[Any, Any]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How two runs differ.
+
+    Attributes:
+        steps: optimizer steps of each.
+        partings: subject → the first parting.
+        compared: subject → values that both runs have recorded at the same step.
+        only_in_one: values that only one of them has logged → which one, 'A' or 'B'.
+        arguments: name → both values, of those that differ; None if they are not recorded.
+        versions: as `arguments`.
+    """
+
+    steps: tuple[int, int]
+    partings: dict[str, Parting]
+    compared: dict[str, int]
+    only_in_one: dict[str, str]
+    arguments: dict[str, tuple[Any, Any]] | None
+    versions: dict[str, tuple[Any, Any]] | None
+
+    @property
+    def equal(self) -> bool:
+        """Whether nothing differs."""
+        found = (self.partings, self.only_in_one, self.arguments, self.versions)
+        return self.steps[0] == self.steps[1] and not any(found)
+
+    def __str__(self) -> str:
+        parts = [self._summary(), ""]
+        for subject in SUBJECTS:
+            parting, compared = self.partings.get(subject), self.compared[subject]
+            text = f"equal, {compared} values compared" if compared else _NOT_RECORDED
+            if parting is not None:
+                text = f"step {parting.step}, {parting.name}: {_pair(parting.values)}"
+            parts.append(f"{subject:<14} {text}")
+        parts += [f"{name} is logged by {run} only" for name, run in self.only_in_one.items()]
+        for title, found in (("arguments", self.arguments), ("versions", self.versions)):
+            parts.append(
+                f"{title:<14} " + (_NOT_RECORDED if found is None else f"{len(found)} differ" if found else "equal")
+            )
+            parts += [f"  {name}: {_pair(values)}" for name, values in (found or {}).items()]
+        return "\n".join(parts)
+
+    def _summary(self) -> str:
+        if self.partings:
+            step = min(parting.step for parting in self.partings.values())
+            subjects = [subject for subject, parting in self.partings.items() if parting.step == step]
+            return f"The runs part at step {step}, in {' and '.join(subjects)} (A | B)."
+        if self.steps[0] != self.steps[1]:
+            return f"The runs are equal as far as both go: A has {self.steps[0]} steps, B {self.steps[1]}."
+        return "The runs are equal." if self.equal else "The runs have the same values, and differ otherwise (A | B)."
+
+
+def _pair(values: tuple[Any, Any]) -> str:
+    return f"{values[0]!r} | {values[1]!r}"
+
+
+def add(commands: Any) -> None:
+    """Add the subcommand."""
+    parser = commands.add_parser(
+        "diff",
+        help="show the first step at which two runs part, and in what",
+        description="Compare the logs, checkpoints and arguments of two runs, exactly. Exits with 0 if they are equal, "
+        "1 if they differ, 2 if they cannot be compared. Data is compared by what is recorded: the position in the "
+        "epoch, counted tokens, and, in checkpoints of the same step, what the order of samples depends on.",
+    )
+    parser.add_argument("runs", metavar="RUN", nargs=2, help="output_dir of a run, or a checkpoint")
+    add_json(parser)
+    parser.set_defaults(execute=functools.partial(_diff, parser))
+
+
+def _diff(parser: Parser, options: argparse.Namespace) -> None:
+    try:
+        difference = compare(*options.runs)
+    except (ValueError, OSError) as error:  # ours are ValueErrors
+        parser.fail(error)
+    shown = {"equal": difference.equal, **asdict(difference)}
+    print(json.dumps(shown, indent=2) if options.json else difference)
+    parser.exit(0 if difference.equal else 1)
+
+
+def compare(a: str, b: str) -> Difference:
+    """Compare two runs.
+
+    Raises:
+        InvalidArgument: for a folder without a run.
+        DamagedCheckpoint: for a file that cannot be read.
+    """
+    from hftrainer.reporting.plot import read_state
+
+    states = read_state(a), read_state(b)
+    logs = _values(states[0]), _values(states[1])
+    partings: dict[str, Parting] = {}
+    compared = dict.fromkeys(SUBJECTS, 0)
+    for subject, part in [*_log_pairs(*logs), *(("data", part) for part in _data_pairs(a, b))]:
+        compared[subject] += 1
+        if not _same(*part.values) and (subject not in partings or part.step < partings[subject].step):
+            partings[subject] = part
+    return Difference(
+        (states[0].global_step, states[1].global_step),
+        {subject: partings[subject] for subject in SUBJECTS if subject in partings},
+        compared,
+        {name: "A" if name in logs[0] else "B" for name in sorted(logs[0].keys() ^ logs[1].keys())},
+        _differing(_arguments(a), _arguments(b)),
+        _differing(_versions(a), _versions(b)),
+    )
+
+
+def _values(state: TrainerState) -> dict[str, dict[int, Any]]:
+    """Name → optimizer step → value, of all that is logged but the summary at the end and measurements."""
+    from hftrainer.compat.functions import is_measured
+
+    found: dict[str, dict[int, Any]] = {}
+    for line in state.log_history:
+        if "train_runtime" in line and "train_loss" in line:
+            continue
+        for name, value in line.items():
+            if name != "step" and not is_measured(name):
+                found.setdefault(name, {})[line["step"]] = value
+    return found
+
+
+def _log_pairs(a: dict[str, dict[int, Any]], b: dict[str, dict[int, Any]]) -> Iterator[tuple[str, Parting]]:
+    for name in sorted(a.keys() & b.keys()):
+        subject = next((subject for subject, shown in SUBJECTS.items() if name in shown), "metrics")
+        for step in a[name].keys() & b[name].keys():
+            yield subject, Parting(step, name, (a[name][step], b[name][step]))
+
+
+def _data_pairs(a: str, b: str) -> Iterator[Parting]:
+    """What the order of samples depends on, from checkpoints of the same step."""
+    of_a, of_b = dict(_progress(a)), dict(_progress(b))
+    for step in sorted(of_a.keys() & of_b.keys()):
+        one, other = of_a[step], of_b[step]
+        for name in sorted(one.settings.keys() & other.settings.keys() - {"max_steps"}):
+            yield Parting(step, name, (one.settings[name], other.settings[name]))
+        same = _same(one.data, other.data)
+        yield Parting(step, "random states of the data", ("the same",) * 2 if same else ("one", "another"))
+
+
+def _folders(run: str) -> list[str]:
+    """The folder itself and its checkpoints, newest first."""
+    from hftrainer.checkpointing.folders import by_step
+
+    return [run, *by_step(run)]
+
+
+def _progress(run: str) -> Iterator[tuple[int, RunProgress]]:
+    from hftrainer.callbacks.state import TrainerState
+    from hftrainer.checkpointing import names
+    from hftrainer.checkpointing.progress import load_progress
+
+    for folder in _folders(run):
+        file = os.path.join(folder, names.TRAINER_STATE_NAME)
+        if os.path.isfile(file) and (progress := load_progress(folder, 0, 1)) is not None:
+            yield TrainerState.load_from_json(file).global_step, progress
+
+
+def _arguments(run: str) -> dict[str, Any] | None:
+    from hftrainer.checkpointing import names
+    from hftrainer.checkpointing.saved_arguments import read_arguments
+
+    files = [os.path.join(folder, names.TRAINING_ARGS_NAME) for folder in _folders(run)]
+    file = next((file for file in files if os.path.isfile(file)), None)
+    if file is None:
+        return None
+    return {name: value for name, value in read_arguments(file).items() if name not in _PLACES}
+
+
+def _versions(run: str) -> dict[str, Any] | None:
+    """The release of transformers that has saved the model; others are not recorded."""
+    for folder in _folders(run):
+        file = os.path.join(folder, "config.json")
+        if os.path.isfile(file):
+            with open(file, encoding="utf-8") as content:
+                found = json.load(content).get("transformers_version")
+            return None if found is None else {"transformers": found}
+    return None
+
+
+def _differing(a: dict[str, Any] | None, b: dict[str, Any] | None) -> dict[str, tuple[Any, Any]] | None:
+    """What differs among the names that both have: each library and release has some of its own."""
+    if a is None or b is None:
+        return None
+    pairs = {name: (a[name], b[name]) for name in sorted(a.keys() & b.keys())}
+    return {name: values for name, values in pairs.items() if not _same(*values)}
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two values are equal, to the bit; NaN equals NaN."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(map(_same, a, b))
+    if hasattr(a, "tobytes") or hasattr(a, "untyped_storage"):  # arrays and tensors
+        return type(a) is type(b) and a.dtype == b.dtype and a.shape == b.shape and bool((a == b).all())
+    return bool(a == b) or (a != a and b != b)

@@ -1,0 +1,254 @@
+"""`python -m hftrainer doctor`: what this machine has for training, what is missing, and what to do about it."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hftrainer.cli.parser import Parser, add_json
+from hftrainer.cli.variables import environment
+from hftrainer.compat.version import __version__
+from hftrainer.parallel.environment import WrongEnvironment, detect
+
+#: Extra of pyproject.toml → what it is for.
+EXTRAS = {
+    "transformers": "models of transformers, run and install()",
+    "deepspeed": "deepspeed=...",
+    "ray": "hyperparameter_search(backend='ray')",
+    "plot": "plot, PlotCallback, plots in model cards",
+    "tensorboard": "report_to='tensorboard'",
+    "wandb": "report_to='wandb'",
+    "mlflow": "report_to='mlflow'",
+    "comet": "report_to='comet_ml'",
+    "tpu": "TPUs, by torch_xla",
+    "torch-tpu": "TPUs, by torch_tpu",
+    "tf": "TFTrainer",
+    "optimizers": "optimizers of other libraries",
+    "demo": "the demo and the examples",
+}
+LAUNCHERS = {
+    "torchrun": "comes with torch",
+    "accelerate": "pip install 'hftrainer[transformers]'",
+    "deepspeed": "pip install 'hftrainer[deepspeed]'",
+    "srun": "comes with SLURM",
+    "mpirun": "comes with Open MPI, MPICH or Intel MPI",
+}
+#: Libraries whose versions matter besides those of pyproject.toml.
+_OTHERS = ("datasets", "peft", "trl", "tokenizers", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "triton")
+#: Bytes below which a folder is reported as small. Loader workers pass batches through /dev/shm; Docker gives it 64 MB.
+_SMALL = {"/dev/shm": 1 << 30, "folder": 5 << 30, "temporary": 1 << 30}
+_ROOM = {
+    "folder": "checkpoints may not fit; set output_dir on another disk, or save_total_limit",
+    "temporary": "set TMPDIR to a folder on another disk",
+    "/dev/shm": "loader workers pass batches through it; in Docker use --shm-size=8g, or set dataloader_num_workers=0",
+}
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was found.
+
+    Attributes:
+        versions: of Python and of libraries, None for those that are not installed.
+        devices: what a run uses here, by `use_cpu=False`.
+        launchers: name → path, or None.
+        disks: 'folder', 'temporary' and '/dev/shm' → path, free and total bytes.
+        missing: feature → packages that are missing or too old, and the command that installs them.
+        environment: variables that change behaviour; secrets are only named as set.
+        problems: what stops or slows training, each with what to do.
+        ready: whether a Trainer can train here.
+    """
+
+    versions: dict[str, str | None]
+    devices: dict[str, Any]
+    launchers: dict[str, str | None]
+    disks: dict[str, dict[str, Any]]
+    missing: dict[str, dict[str, Any]]
+    environment: dict[str, str]
+    problems: list[str]
+    ready: bool
+
+    def __str__(self) -> str:
+        parts = ["Versions", *(f"  {name} {version or 'not installed'}" for name, version in self.versions.items())]
+        parts += ["", "Devices", *(f"  {name}: {value}" for name, value in self.devices.items())]
+        parts += ["", "Launchers"]
+        parts += [f"  {name}: {path or f'not found; {LAUNCHERS[name]}'}" for name, path in self.launchers.items()]
+        parts += ["", "Free space"]
+        parts += [
+            f"  {where}: {_gb(at['free'])} of {_gb(at['total'])} at {at['path']}" for where, at in self.disks.items()
+        ]
+        if self.missing:
+            parts += ["", "Not installed, and needed only for"]
+            parts += [
+                f"  {what}: {gap['install']}  # {', '.join(gap['packages'])}" for what, gap in self.missing.items()
+            ]
+        if self.environment:
+            parts += ["", "Environment variables", *(f"  {name}: {text}" for name, text in self.environment.items())]
+        parts += ["", "Problems", *(f"  {problem}" for problem in self.problems or ["none was found"])]
+        return "\n".join(parts)
+
+
+def add(commands: Any) -> None:
+    """Add the subcommand."""
+    parser = commands.add_parser(
+        "doctor",
+        help="show versions, devices, launchers, space, what is missing, and the commands that install it",
+        description="Show what this machine has for training. Secrets are named as set, and never printed. Exits "
+        "with 1 if a library that hftrainer needs is missing or too old.",
+    )
+    add_json(parser)
+    parser.set_defaults(execute=functools.partial(_doctor, parser))
+
+
+def _doctor(parser: Parser, options: argparse.Namespace) -> None:
+    report = examine()
+    print(json.dumps(asdict(report), indent=2) if options.json else report)
+    parser.exit(0 if report.ready else 1)
+
+
+def examine() -> Report:
+    """Look at this machine; imports torch at most, and nothing is allocated on a device."""
+    gaps = dict(_gaps())
+    broken = gaps.pop("", None)
+    problems = [f"hftrainer needs {', '.join(broken['packages'])}: {broken['install']}"] if broken else []
+    found: dict[str, Any] = {}
+    if not _requirements():
+        problems.append("hftrainer is not installed by pip, so its requirements are not checked: pip install .")
+    try:
+        found, wrong = _devices()
+        problems += wrong
+    except (ImportError, OSError) as error:  # a library that torch loads is missing
+        problems.append(f"torch cannot be imported ({error}): pip install --force-reinstall torch")
+    except WrongEnvironment as error:
+        problems.append(str(error))
+    disks = dict(_disks())
+    problems += [
+        f"{where} has {_gb(at['free'])} free at {at['path']}: {_ROOM[where]}"
+        for where, at in disks.items()
+        if at["free"] < _SMALL[where]
+    ]
+    launchers = {name: _program(name) for name in LAUNCHERS}
+    missing = {f"{EXTRAS[extra]} [{extra}]": gap for extra, gap in gaps.items()}
+    return Report(
+        _versions(), found, launchers, disks, missing, environment(), problems, broken is None and bool(found)
+    )
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _requirements() -> list[Any]:
+    """The requirements of pyproject.toml, as the installed package has them; none if it was not installed by pip."""
+    try:
+        from packaging.requirements import Requirement
+
+        return [Requirement(text) for text in importlib.metadata.requires("hftrainer") or []]
+    except ImportError:  # of a package that is not installed, too
+        return []
+
+
+def _versions() -> dict[str, str | None]:
+    names = ["torch", "lightning", "transformers", "accelerate"]
+    shown: dict[str, str | None] = {"python": platform.python_version(), "hftrainer": __version__}
+    shown |= {name: _version(name) for name in names}
+    others = {*_OTHERS, *(requirement.name for requirement in _requirements() if _extra(requirement) in ("", *EXTRAS))}
+    shown |= {name: found for name in sorted(others - shown.keys()) if (found := _version(name))}
+    return shown
+
+
+def _extra(requirement: Any) -> str:
+    """The extra that a requirement belongs to; '' for those of hftrainer itself, 'other' for those of developers."""
+    if "extra ==" not in str(requirement.marker):
+        return ""
+    return next((extra for extra in EXTRAS if f'extra == "{extra}"' in str(requirement.marker)), "other")
+
+
+def _gaps() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Extra → the packages that are missing or of a release that is not supported, and the command for them."""
+    lacking: dict[str, list[str]] = {}
+    for requirement in _requirements():
+        extra, installed = _extra(requirement), _version(requirement.name)
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": extra}):
+            continue  # for another system
+        if installed is None:
+            lacking.setdefault(extra, []).append(requirement.name)
+        elif not requirement.specifier.contains(installed, prereleases=True):
+            lacking.setdefault(extra, []).append(f"{requirement.name}{requirement.specifier}, not {installed}")
+    for extra, packages in lacking.items():
+        if extra != "other":
+            target = f"'hftrainer[{extra}]'" if extra else "--upgrade hftrainer"
+            yield extra, {"packages": packages, "install": f"pip install {target}"}
+
+
+def _devices() -> tuple[dict[str, Any], list[str]]:
+    """What a run uses here, as `TrainingArguments.device` chooses, and what is wrong with it."""
+    import torch
+
+    from hftrainer.parallel import devices
+    from hftrainer.parallel.xla import devices as xla
+
+    kind = "xla" if xla.available() else devices.found()
+    build = torch.version.cuda or torch.version.hip
+    shown: dict[str, Any] = {
+        "used": kind,
+        "number": devices.count(kind) if kind != "xla" else "known when torch_xla starts",
+        "torch is built for": f"CUDA {build}" if torch.version.cuda else f"ROCm {build}" if build else "CPU",
+        "CPU cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "processes by": detect(),
+    }
+    names, problems = _nvidia(), []
+    if names:
+        shown["NVIDIA GPUs"] = names
+    if names and kind == "cpu":
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+        why = "CUDA_VISIBLE_DEVICES hides them: unset it" if hidden else "update the driver, or install an older torch"
+        if torch.version.cuda is None:
+            why = "this torch is built without CUDA: install one as https://pytorch.org/get-started says"
+        problems.append(f"There are NVIDIA GPUs that torch does not see; {why}.")
+    if kind == "cpu" and (unused := xla.unused_tpu()):
+        problems.append(unused)
+    return shown, problems
+
+
+def _nvidia() -> list[str]:
+    """Names and memory of NVIDIA's GPUs by nvidia-smi: torch would start a context on the first to know them."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return []
+    query = [program, "--query-gpu=name,memory.total", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=20)
+    except subprocess.TimeoutExpired:
+        return []
+    return done.stdout.splitlines() if done.returncode == 0 else []
+
+
+def _program(name: str) -> str | None:
+    """The path of a program, on the PATH or beside this Python."""
+    return shutil.which(name) or shutil.which(name, path=os.path.dirname(sys.executable))
+
+
+def _disks() -> Iterator[tuple[str, dict[str, Any]]]:
+    for where, path in (("folder", os.getcwd()), ("temporary", tempfile.gettempdir()), ("/dev/shm", "/dev/shm")):
+        if os.path.isdir(path):
+            usage = shutil.disk_usage(path)
+            yield where, {"path": path, "free": usage.free, "total": usage.total}
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:.1f} GB"

@@ -1,0 +1,26 @@
+"""What the parsers of all subcommands have in common."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any, NoReturn
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors name the help that explains the options."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**{"allow_abbrev": False, **kwargs})
+
+    def error(self, message: str) -> NoReturn:
+        """End with status 2 for a command line that is wrong."""
+        super().error(f"{message}; {self.prog} --help shows what it takes")
+
+    def fail(self, error: BaseException | str, status: int = 2) -> NoReturn:
+        """End with an error whose message says what to do."""
+        self.exit(status, f"{self.prog}: error: {error}\n")
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Add `--json`."""
+    parser.add_argument("--json", action="store_true", help="print JSON, for programs")

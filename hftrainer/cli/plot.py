@@ -1,0 +1,90 @@
+"""`python -m hftrainer plot`: draws runs or a search, and shows the picture where it can."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from hftrainer.cli.parser import Parser, add_json
+
+
+def add(commands: Any) -> None:
+    """Add the subcommand."""
+    parser = commands.add_parser(
+        "plot",
+        help="draw the losses, metrics and learning rates of runs, or the trials of a search",
+        usage="%(prog)s [--html] [--json] [--out FILE.png] OUTPUT_DIR ...\n"
+        "       %(prog)s [--html] [--json] --study STORAGE [--study-name NAME] [--output DIR]",
+        description="Write a picture, and show it: in a notebook below the cell; on a terminal in the viewer of the "
+        "desktop, or without a desktop as text. Nothing is shown if the output is a pipe or a file.",
+    )
+    parser.add_argument("folders", metavar="OUTPUT_DIR", nargs="*", help="output folder of a run; several are compared")
+    parser.add_argument("--html", action="store_true", help="write interactive pages too")
+    parser.add_argument(
+        "--out", metavar="FILE.png", help="the file for runs; default: training.png in the first folder"
+    )
+    parser.add_argument(
+        "--study", metavar="STORAGE", help="a search: sqlite:///search.db, another URL, or a journal file"
+    )
+    parser.add_argument("--study-name", metavar="NAME", help="the study's name, if the storage holds several")
+    parser.add_argument("--output", metavar="DIR", help="the folder for a study's plots; default: the current one")
+    add_json(parser)
+    parser.set_defaults(execute=functools.partial(_plot, parser))
+
+
+def _plot(parser: Parser, options: argparse.Namespace) -> None:
+    from hftrainer.errors import InvalidArgument, MissingPackage
+    from hftrainer.reporting.plot import plot
+    from hftrainer.search.plots import plot_study
+
+    if bool(options.folders) == (options.study is not None):
+        parser.error("give the output folders of runs, or --study for a search")
+    others = ("--out",) if options.study is not None else ("--study-name", "--output")
+    for option in others:
+        if getattr(options, option.strip("-").replace("-", "_")) is not None:
+            parser.error(f"{option} is for {'runs' if options.study is not None else '--study'}")
+    try:
+        if options.study is not None:
+            written = plot_study(options.study, options.study_name, out=options.output or ".", html=options.html)
+        else:
+            written = plot(options.folders, html=options.html, out=options.out)
+    except (InvalidArgument, MissingPackage) as error:
+        parser.fail(error)
+    if options.json:
+        print(json.dumps({"files": written}, indent=2))
+        return
+    print("\n".join(written))
+    _show(written, options.folders)
+
+
+def _show(written: list[str], folders: list[str]) -> None:
+    from hftrainer.callbacks.progress import in_notebook
+    from hftrainer.reporting.plot import lines, show_in_notebook
+
+    pages = [path for path in written if path.endswith(".html")]
+    if in_notebook():
+        for path in written:
+            if path not in pages:
+                show_in_notebook(path)
+    elif sys.stdout.isatty() and _has_desktop():
+        import webbrowser
+
+        for path in pages or written:
+            webbrowser.open(Path(path).resolve().as_uri())
+    elif sys.stdout.isatty() and folders:
+        from hftrainer.reporting.sparklines import draw_text
+
+        print(draw_text(list(lines(folders)), shutil.get_terminal_size().columns, sys.stdout.encoding))
+
+
+def _has_desktop() -> bool:
+    """Whether there is a screen on which a window can open."""
+    if sys.platform in ("win32", "darwin"):
+        return "SSH_CONNECTION" not in os.environ
+    return any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY"))

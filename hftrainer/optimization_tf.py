@@ -1,0 +1,176 @@
+"""Optimizer and schedule of `TFTrainer`, with the names and arguments of transformers 4; they need no TensorFlow.
+
+They hold settings; `hftrainer.tf.optimizers` makes torch's optimizer of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hftrainer.errors import UnknownKey
+
+__all__ = ["AdamWeightDecay", "PolynomialDecay", "WarmUp", "create_optimizer"]
+
+#: Names of the parameters that are not decayed.
+NOT_DECAYED = ("LayerNorm", "layer_norm", "bias")
+#: Settings by which a Keras optimizer clips gradients.
+CLIPPING = ("clipnorm", "clipvalue", "global_clipnorm")
+
+
+class PolynomialDecay:
+    """From one learning rate to another; constant afterwards.
+
+    Args:
+        initial_learning_rate: the rate at step 0.
+        decay_steps: optimizer steps until the end.
+        end_learning_rate: the rate from then on.
+        power: 1 is linear.
+    """
+
+    def __init__(
+        self,
+        initial_learning_rate: float,
+        decay_steps: int,
+        end_learning_rate: float = 0.0001,
+        power: float = 1.0,
+        name: str | None = None,
+    ) -> None:
+        self.initial_learning_rate, self.decay_steps = initial_learning_rate, decay_steps
+        self.end_learning_rate, self.power, self.name = end_learning_rate, power, name
+
+    def __call__(self, step: int) -> float:
+        """The learning rate after so many optimizer steps."""
+        done = min(step, self.decay_steps) / self.decay_steps if self.decay_steps else 1.0
+        return (self.initial_learning_rate - self.end_learning_rate) * (1 - done) ** self.power + self.end_learning_rate
+
+    def get_config(self) -> dict[str, Any]:
+        """The arguments."""
+        return dict(vars(self))
+
+
+class WarmUp:
+    """Rises from 0 to a learning rate, then follows another schedule.
+
+    Args:
+        initial_learning_rate: the rate at the end of the warm-up.
+        decay_schedule_fn: the schedule afterwards; its steps are counted from the end of the warm-up.
+        warmup_steps: optimizer steps of the warm-up.
+        power: 1 is linear.
+    """
+
+    def __init__(
+        self,
+        initial_learning_rate: float,
+        decay_schedule_fn: Callable[[int], Any],
+        warmup_steps: int,
+        power: float = 1.0,
+        name: str | None = None,
+    ) -> None:
+        self.initial_learning_rate, self.decay_schedule_fn = initial_learning_rate, decay_schedule_fn
+        self.warmup_steps, self.power, self.name = warmup_steps, power, name
+
+    def __call__(self, step: int) -> Any:
+        """The learning rate after so many optimizer steps."""
+        if step < self.warmup_steps:
+            return self.initial_learning_rate * (step / self.warmup_steps) ** self.power
+        return self.decay_schedule_fn(step - self.warmup_steps)
+
+    def get_config(self) -> dict[str, Any]:
+        """The arguments."""
+        return dict(vars(self))
+
+
+class AdamWeightDecay:
+    """Adam as Keras computes it, with decoupled weight decay.
+
+    Args:
+        learning_rate: a rate, or a schedule: a function of the number of optimizer steps that are done.
+        beta_1: decay of the first moment.
+        beta_2: decay of the second moment.
+        epsilon: added to the root of the second moment before its bias is corrected.
+        amsgrad: use the largest second moment so far.
+        weight_decay_rate: the decay, times the learning rate.
+        include_in_weight_decay: regular expressions for names of torch parameters that are decayed in any case.
+        exclude_from_weight_decay: regular expressions for names that are not.
+        clipping: `clipnorm` (of each parameter), `clipvalue` or `global_clipnorm`, None for none.
+
+    Raises:
+        UnknownKey: for any other keyword.
+    """
+
+    def __init__(
+        self,
+        learning_rate: float | Callable[[int], Any] = 0.001,
+        beta_1: float = 0.9,
+        beta_2: float = 0.999,
+        epsilon: float = 1e-7,
+        amsgrad: bool = False,
+        weight_decay_rate: float = 0.0,
+        include_in_weight_decay: list[str] | None = None,
+        exclude_from_weight_decay: list[str] | None = None,
+        name: str = "AdamWeightDecay",
+        **clipping: float | None,
+    ) -> None:
+        if unknown := sorted(clipping.keys() - set(CLIPPING)):
+            raise UnknownKey(f"AdamWeightDecay has no argument {', '.join(unknown)}; it takes {', '.join(CLIPPING)}.")
+        self.learning_rate, self.beta_1, self.beta_2, self.epsilon = learning_rate, beta_1, beta_2, epsilon
+        self.amsgrad, self.weight_decay_rate, self.name = amsgrad, weight_decay_rate, name
+        self._include_in_weight_decay, self._exclude_from_weight_decay = (
+            include_in_weight_decay,
+            exclude_from_weight_decay,
+        )
+        self._clipping = clipping
+
+    def get_config(self) -> dict[str, Any]:
+        """The arguments, without the names."""
+        return {key: value for key, value in vars(self).items() if not key.startswith("_")} | self._clipping
+
+
+def create_optimizer(
+    init_lr: float,
+    num_train_steps: int,
+    num_warmup_steps: int,
+    min_lr_ratio: float = 0.0,
+    adam_beta1: float = 0.9,
+    adam_beta2: float = 0.999,
+    adam_epsilon: float = 1e-8,
+    adam_clipnorm: float | None = None,
+    adam_global_clipnorm: float | None = None,
+    weight_decay_rate: float = 0.0,
+    power: float = 1.0,
+    include_in_weight_decay: list[str] | None = None,
+) -> tuple[AdamWeightDecay, Callable[[int], Any]]:
+    """An optimizer for `TFTrainer(optimizers=...)`, and its schedule: a linear warm-up, then polynomial decay.
+
+    Args:
+        init_lr: the learning rate at the end of the warm-up.
+        num_train_steps: optimizer steps of the run, warm-up included.
+        num_warmup_steps: optimizer steps of the warm-up.
+        min_lr_ratio: the rate at the end, divided by `init_lr`.
+        adam_beta1: decay of the first moment.
+        adam_beta2: decay of the second moment.
+        adam_epsilon: see `AdamWeightDecay`.
+        adam_clipnorm: largest norm of the gradient of each parameter.
+        adam_global_clipnorm: largest norm of all gradients together.
+        weight_decay_rate: decay of all parameters but biases and layer normalizations.
+        power: of the decay of the learning rate.
+        include_in_weight_decay: regular expressions for names of torch parameters that are decayed in any case.
+    """
+    schedule: Callable[[int], Any] = PolynomialDecay(
+        init_lr, num_train_steps - num_warmup_steps, init_lr * min_lr_ratio, power
+    )
+    if num_warmup_steps:
+        schedule = WarmUp(init_lr, schedule, num_warmup_steps)
+    optimizer = AdamWeightDecay(
+        schedule,
+        adam_beta1,
+        adam_beta2,
+        adam_epsilon,
+        weight_decay_rate=weight_decay_rate,
+        include_in_weight_decay=include_in_weight_decay,
+        exclude_from_weight_decay=list(NOT_DECAYED),
+        clipnorm=adam_clipnorm,
+        global_clipnorm=adam_global_clipnorm,
+    )
+    return optimizer, schedule

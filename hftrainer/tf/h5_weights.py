@@ -1,0 +1,139 @@
+"""Weights of TensorFlow models of transformers 4 (`tf_model.h5`) for torch models, read by h5py alone."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from hftrainer.checkpointing.weights import shards_in
+from hftrainer.errors import InvalidArgument, MissingPackage
+
+logger = logging.getLogger(__name__)
+
+WEIGHTS, INDEX = "tf_model.h5", "tf_model.h5.index.json"
+#: Keras' names of a layer's weights → torch's.
+_NAMES = {
+    "kernel": "weight",
+    "depthwise_kernel": "weight",
+    "embeddings": "weight",
+    "gamma": "weight",
+    "beta": "bias",
+    "moving_mean": "running_mean",
+    "moving_variance": "running_var",
+}
+#: Axes of a Keras kernel in torch's order, by their number: dense, and convolutions over one and two dimensions.
+_AXES = {2: (1, 0), 3: (2, 1, 0), 4: (3, 2, 0, 1)}
+_DEPTHWISE_AXES = (2, 3, 0, 1)
+
+
+def torch_name(name: str) -> tuple[str, str]:
+    """The torch name of a weight of TensorFlow's, and Keras' name of its last part."""
+    # `_._` is a dot, in `x___y` only y counts, and the first part is the model itself if there are others.
+    parts = [part.rpartition("___")[2] for part in name.removesuffix(":0").replace("_._", "/").split("/") if part]
+    *path, last = parts[1:] or parts
+    return ".".join([*path, _NAMES.get(last, last)]), last
+
+
+def _in_torch_order(value: torch.Tensor, keras_name: str) -> torch.Tensor:
+    if keras_name == "depthwise_kernel":
+        return value.permute(_DEPTHWISE_AXES)
+    return value.permute(_AXES[value.ndim]) if keras_name == "kernel" and value.ndim in _AXES else value
+
+
+def weights_of(path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and values of the weights in a file.
+
+    Raises:
+        MissingPackage: without h5py.
+    """
+    try:
+        import h5py
+    except ImportError as error:
+        raise MissingPackage(f"{path} needs h5py to be read: pip install 'hftrainer[tf]'") from error
+    with h5py.File(path) as file:
+        for layer in file.attrs["layer_names"]:
+            held = file[layer]
+            if isinstance(held, h5py.Dataset):  # in shards, each weight is by itself, without the model's name
+                yield f"model/{_text(layer)}", torch.from_numpy(held[()])
+                continue
+            for name in held.attrs["weight_names"]:
+                yield _text(name), torch.from_numpy(held[name][()])
+
+
+def _text(name: str | bytes) -> str:
+    return name.decode() if isinstance(name, bytes) else name
+
+
+def files_in(folder: str) -> list[str]:
+    """The files of TensorFlow weights in a folder; several if they are in shards."""
+    index = os.path.join(folder, INDEX)
+    if os.path.isfile(index):
+        return shards_in(index)
+    path = os.path.join(folder, WEIGHTS)
+    return [path] if os.path.isfile(path) else []
+
+
+def load_weights(model: nn.Module, paths: list[str]) -> None:
+    """Load what the model has of the weights in files; say what is missing, and what is left over.
+
+    Args:
+        model: a torch model of transformers.
+        paths: the files.
+
+    Raises:
+        InvalidArgument: when a weight has another shape, or the files have none of the model's.
+    """
+    state = model.state_dict()
+    loaded: set[str] = set()
+    left_over: list[str] = []
+    for path in paths:
+        for name, value in weights_of(path):
+            torch_key, keras_name = torch_name(name)
+            key = next((each for each in _candidates(torch_key, model) if each in state), None)
+            if key is None:
+                left_over.append(name)
+                continue
+            _copy(_in_torch_order(value, keras_name), state[key], name, key)
+            loaded.add(key)
+    if not loaded:
+        raise InvalidArgument(f"{', '.join(paths)}: none of the weights is one of {type(model).__name__}.")
+    _report(model, state, loaded, left_over)
+
+
+def _candidates(name: str, model: nn.Module) -> Iterator[str]:
+    yield name
+    yield name.partition(".")[2]  # a model without a head, from a file of one with a head
+    yield f"{getattr(model, 'base_model_prefix', '')}.{name}"
+    if name.endswith(".weight.weight"):
+        yield name.removesuffix(".weight")
+
+
+def _copy(value: torch.Tensor, target: torch.Tensor, name: str, key: str) -> None:
+    if value.shape != target.shape:
+        if value.squeeze().shape != target.squeeze().shape:
+            raise InvalidArgument(
+                f"{name} in the TensorFlow weights has the shape {tuple(value.shape)}, and {key} of the model has "
+                f"{tuple(target.shape)}: the config is of another model, or num_labels differs."
+            )
+        value = value.reshape(target.shape)
+    with torch.no_grad():
+        target.copy_(value)
+
+
+def _report(model: nn.Module, state: dict[str, Any], loaded: set[str], left_over: list[str]) -> None:
+    shared = {state[key].data_ptr() for key in loaded}  # tied weights have several names
+    missing = [key for key, value in state.items() if key not in loaded and value.data_ptr() not in shared]
+    if left_over:
+        logger.warning("%s does not use these TensorFlow weights: %s", type(model).__name__, ", ".join(left_over))
+    if missing:
+        logger.warning(
+            "%s keeps its new values for these weights, which are not among TensorFlow's; train them before you use "
+            "it: %s",
+            type(model).__name__,
+            ", ".join(missing),
+        )

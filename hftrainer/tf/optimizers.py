@@ -1,0 +1,196 @@
+"""Optimizers and schedules of Keras, computed by torch."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from hftrainer.errors import InvalidArgument, UnsupportedArgument
+from hftrainer.optimization_tf import CLIPPING
+
+#: Settings that change nothing as long as those that they belong to are off.
+_IDLE = {"name", "learning_rate", "ema_momentum", "ema_overwrite_frequency", "jit_compile", "is_legacy_optimizer"}
+_ADAM = {"beta_1", "beta_2", "epsilon", "amsgrad", "weight_decay", "weight_decay_rate"}
+_SGD = {"momentum", "nesterov", "weight_decay"}
+
+
+def clip(parameters: Iterable[nn.Parameter], settings: dict[str, float]) -> None:
+    """Clip gradients as a Keras optimizer with these settings does."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if (most := settings.get("clipvalue")) is not None:
+        for gradient in gradients:
+            gradient.clamp_(-most, most)
+    if (most := settings.get("clipnorm")) is not None:
+        for gradient in gradients:
+            gradient.mul_(most / gradient.norm().clamp(min=most))
+    if gradients and (most := settings.get("global_clipnorm")) is not None:
+        norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+        for gradient in gradients:
+            gradient.mul_(most / norm.clamp(min=most))
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+class KerasAdam(torch.optim.AdamW):
+    """Adam as Keras computes it: epsilon is added to the root of the moment before its bias is corrected."""
+
+    def __init__(self, params: Any, clipping: dict[str, float] | None = None, **settings: Any) -> None:
+        self.clipping = clipping or {}
+        super().__init__(params, **settings)
+
+    def step(self, closure: Any = None) -> Any:
+        """One optimizer step."""
+        clip(_parameters(self), self.clipping)
+        for group in self.param_groups:
+            done = group["keras_steps"] = group.get("keras_steps", 0) + 1
+            group["eps"] = group.setdefault("keras_eps", group["eps"]) / math.sqrt(1 - group["betas"][1] ** done)
+        return super().step(closure)
+
+
+class KerasSGD(torch.optim.Optimizer):
+    """SGD as Keras computes it: the velocity contains the learning rate of its step."""
+
+    def __init__(self, params: Any, clipping: dict[str, float] | None = None, **settings: Any) -> None:
+        self.clipping = clipping or {}
+        super().__init__(params, {"lr": 1.0, "momentum": 0.0, "nesterov": False, "weight_decay": 0.0, **settings})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """One optimizer step."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        clip(_parameters(self), self.clipping)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, parameter.grad, group)
+        return loss
+
+    def _update(self, parameter: nn.Parameter, gradient: torch.Tensor, group: dict[str, Any]) -> None:
+        rate, momentum = group["lr"], group["momentum"]
+        parameter.mul_(1 - rate * group["weight_decay"])
+        if not momentum:
+            parameter.add_(gradient, alpha=-rate)
+            return
+        state = self.state[parameter]
+        velocity = state.setdefault("velocity", torch.zeros_like(parameter))
+        velocity.mul_(momentum).add_(gradient, alpha=-rate)
+        if group["nesterov"]:
+            parameter.add_(velocity, alpha=momentum).add_(gradient, alpha=-rate)
+        else:
+            parameter.add_(velocity)
+
+
+class KerasSchedule(torch.optim.lr_scheduler.LRScheduler):
+    """A schedule of Keras, or any function of the number of optimizer steps that are done that gives the rate."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, schedule: Callable[[int], Any]) -> None:
+        self.schedule = schedule
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float | torch.Tensor]:
+        """The rate of the next step, for each group."""
+        return [float(self.schedule(self.last_epoch))] * len(self.optimizer.param_groups)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position; the schedule itself is made anew by each run."""
+        return {name: value for name, value in super().state_dict().items() if name != "schedule"}
+
+
+def to_torch(
+    optimizer: Any, schedule: Any, model: nn.Module, names: dict[int, str]
+) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    """The torch optimizer and schedule for those that a TFTrainer was given or has made.
+
+    Args:
+        optimizer: of torch, of Keras, or `AdamWeightDecay`.
+        schedule: a torch scheduler, or a function of the steps; None for the optimizer's own rate.
+        model: the model to train.
+        names: parameter id → the name that patterns for weight decay are searched in.
+
+    Raises:
+        UnsupportedArgument: for optimizers and settings that have no counterpart.
+        InvalidArgument: for a schedule without an optimizer.
+    """
+    if optimizer is None:
+        raise InvalidArgument("optimizers: there is a schedule and no optimizer; give both, or neither.")
+    if schedule is None and not isinstance(optimizer, torch.optim.Optimizer):
+        schedule = _own_rate(optimizer)
+    made = optimizer if isinstance(optimizer, torch.optim.Optimizer) else _made(optimizer, model, names)
+    if schedule is None:  # torch's optimizer, whose rate stays
+        schedule = torch.optim.lr_scheduler.LambdaLR(made, lambda step: 1.0)
+    if not isinstance(schedule, torch.optim.lr_scheduler.LRScheduler):
+        schedule = KerasSchedule(made, schedule)
+    return made, schedule
+
+
+def _own_rate(optimizer: Any) -> Callable[[int], Any]:
+    """The schedule or rate in an optimizer: Keras shows a schedule's current value only, except in these places."""
+    rate: Any = getattr(optimizer, "_learning_rate", None)
+    if rate is None:
+        rate = getattr(optimizer, "_hyper", {}).get("learning_rate", getattr(optimizer, "learning_rate", None))
+    if callable(rate) and not hasattr(rate, "numpy"):
+        return rate
+    value = float(rate.numpy() if hasattr(rate, "numpy") else rate)
+    return lambda step: value
+
+
+def _made(optimizer: Any, model: nn.Module, names: dict[int, str]) -> torch.optim.Optimizer:
+    kind = type(optimizer).__name__
+    known = _ADAM if kind in ("Adam", "AdamW", "AdamWeightDecay") else _SGD if kind == "SGD" else None
+    if known is None or not hasattr(optimizer, "get_config"):
+        raise UnsupportedArgument(
+            f"optimizers: {kind} has no counterpart here. Give Adam, AdamW or SGD of Keras, AdamWeightDecay, or an "
+            "optimizer of torch over the model's parameters."
+        )
+    config = {key: value.item() if hasattr(value, "item") else value for key, value in optimizer.get_config().items()}
+    active = [key for key, value in config.items() if key not in known | _IDLE | set(CLIPPING) and value]
+    if active:
+        raise UnsupportedArgument(
+            f"optimizers: {kind} with {', '.join(f'{key}={config[key]!r}' for key in active)} has no counterpart here: "
+            "leave that out, or give an optimizer of torch."
+        )
+    decay = config.get("weight_decay_rate") or config.get("weight_decay") or 0.0
+    clipping = {key: config[key] for key in CLIPPING if config.get(key) is not None}
+    groups = _groups(optimizer, model, names, decay)
+    if known is _SGD:
+        return KerasSGD(groups, clipping, momentum=config["momentum"], nesterov=config["nesterov"])
+    betas = (config["beta_1"], config["beta_2"])
+    # The schedule sets the rate.
+    return KerasAdam(groups, clipping, lr=1.0, betas=betas, eps=config["epsilon"], amsgrad=bool(config["amsgrad"]))
+
+
+def _groups(optimizer: Any, model: nn.Module, names: dict[int, str], decay: float) -> list[dict[str, Any]]:
+    """Parameters with and without weight decay, by the patterns of the optimizer."""
+    included = getattr(optimizer, "_include_in_weight_decay", None) or []
+    excluded = list(getattr(optimizer, "_exclude_from_weight_decay", None) or [])
+    if any(not isinstance(each, str) for each in excluded):  # ids of variables of Keras
+        raise UnsupportedArgument("exclude_from_weight_decay: variables are not known to torch; give var_names.")
+    if (pattern := getattr(optimizer, "_exclude_from_weight_decay_pattern", None)) is not None:
+        excluded.append(pattern.pattern)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for pattern in included:
+        if not any(re.search(pattern, names[id(parameter)]) for parameter in trained):
+            raise InvalidArgument(
+                f"include_in_weight_decay: {pattern!r} is in no parameter's name. The names are those of torch, such "
+                f"as {names[id(trained[0])]!r}."
+            )
+
+    def decays(name: str) -> bool:
+        if any(re.search(pattern, name) for pattern in included):
+            return True
+        return not any(re.search(pattern, name) for pattern in excluded)
+
+    with_decay = [parameter for parameter in trained if decays(names[id(parameter)])]
+    without = [parameter for parameter in trained if not decays(names[id(parameter)])]
+    groups = [{"params": with_decay, "weight_decay": decay}, {"params": without, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]

@@ -1,0 +1,290 @@
+"""Batches of `tf.data` as torch tensors, in tf.data's own order; and the same interface for other datasets."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from hftrainer.errors import InvalidArgument
+
+logger = logging.getLogger(__name__)
+
+INFINITE, UNKNOWN = -1, -2
+#: Columns that hold the labels of a row: the first of these, or all of the last two together.
+_LABELS = ("labels", "label")
+_SPANS = ("start_positions", "end_positions")
+
+
+class RowDataset:
+    """A dataset of `datasets` or torch, with the methods of `tf.data.Dataset` that `TFTrainer` calls.
+
+    Each call makes a new one, as there. Each iteration over a shuffled one has another order.
+
+    Args:
+        rows: dicts with 'label' or 'labels' (or 'start_positions' and 'end_positions'), or pairs
+            (features, labels). A sequence, or an iterable that can be iterated again.
+    """
+
+    def __init__(self, rows: Any) -> None:
+        self.rows = rows
+        self._repeats = False
+        self._seed: int | None = None
+        self._size: int | None = None
+        self._drops_remainder = False
+        self._begun = 0
+
+    def _with(self, **settings: Any) -> RowDataset:
+        made = copy.copy(self)
+        vars(made).update({f"_{name}": value for name, value in settings.items()}, _begun=0)
+        return made
+
+    def cardinality(self) -> int:
+        """Rows, or `UNKNOWN`."""
+        return len(self.rows) if hasattr(self.rows, "__len__") else UNKNOWN
+
+    def repeat(self) -> RowDataset:
+        """Without an end."""
+        return self._with(repeats=True)
+
+    def shuffle(self, buffer_size: int, seed: int | None = None) -> RowDataset:
+        """In another order for each pass; all rows are shuffled, whatever the buffer's size."""
+        return self._with(seed=0 if seed is None else seed)
+
+    def batch(self, batch_size: int, drop_remainder: bool = False) -> RowDataset:
+        """In batches, as NumPy arrays."""
+        return self._with(size=batch_size, drops_remainder=drop_remainder)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._begun += 1
+        return self._iterate(self._begun)
+
+    def _iterate(self, iteration: int) -> Iterator[Any]:
+        pairs = map(as_pair, self._ordered(iteration))
+        if self._size is None:
+            yield from pairs
+            return
+        while batch := list(itertools.islice(pairs, self._size)):
+            if len(batch) < self._size and self._drops_remainder:
+                return
+            yield _stacked([features for features, _ in batch]), _stacked([labels for _, labels in batch])
+
+    def _ordered(self, iteration: int) -> Iterator[Any]:
+        # torch's IterableDataset has a __getitem__ too, which raises.
+        rows: Any = self.rows if hasattr(self.rows, "__len__") and hasattr(self.rows, "__getitem__") else None
+        for turn in itertools.count():
+            if self._seed is None:
+                yield from self.rows if rows is None else (rows[index] for index in range(len(rows)))
+            else:
+                held = list(self.rows) if rows is None else rows
+                order = np.random.default_rng((self._seed, iteration, turn)).permutation(len(held))
+                yield from (held[int(index)] for index in order)
+            if not self._repeats:
+                return
+
+
+def as_pair(row: Any) -> tuple[Any, Any]:
+    """The features of a row or batch, and its labels.
+
+    Raises:
+        InvalidArgument: when it is neither a pair nor a dict with labels.
+    """
+    if isinstance(row, Mapping):
+        for name in _LABELS:
+            if name in row:
+                return {key: value for key, value in row.items() if key != name}, row[name]
+        if all(name in row for name in _SPANS):
+            features = {key: value for key, value in row.items() if key not in _SPANS}
+            return features, {name: row[name] for name in _SPANS}
+        raise InvalidArgument(
+            f"The dataset yields a dict without labels ({', '.join(map(str, row))}): TFTrainer takes pairs (features, "
+            "labels), or dicts with 'labels', 'label', or 'start_positions' and 'end_positions'."
+        )
+    if not isinstance(row, (tuple, list)) or len(row) != 2 or not isinstance(row[0], Mapping):
+        kind = f"{len(row)} values" if isinstance(row, (tuple, list)) else type(row).__name__
+        raise InvalidArgument(
+            f"The dataset yields {kind}: TFTrainer takes pairs (features, labels), features being a dict of names."
+        )
+    return row[0], row[1]
+
+
+def _stacked(values: list[Any]) -> Any:
+    if isinstance(values[0], Mapping):
+        return {name: _stacked([value[name] for value in values]) for name in values[0]}
+    arrays = [np.asarray(value) for value in values]
+    if arrays[0].dtype == np.float64 and not hasattr(values[0], "dtype"):  # Python's numbers, as torch takes them
+        arrays = [array.astype(np.float32) for array in arrays]
+    if len({array.shape for array in arrays}) > 1:
+        shapes = ", ".join(sorted({str(array.shape) for array in arrays}))
+        raise InvalidArgument(f"The rows of a batch have the shapes {shapes}: pad them to one length in the dataset.")
+    return np.stack(arrays)
+
+
+def as_pipeline(dataset: Any) -> Any:
+    """The dataset itself if it is of `tf.data`, else a `RowDataset`.
+
+    Raises:
+        InvalidArgument: for what is no dataset.
+    """
+    if hasattr(dataset, "cardinality") and hasattr(dataset, "batch"):
+        return dataset
+    if not isinstance(dataset, Iterable) and not hasattr(dataset, "__getitem__"):
+        raise InvalidArgument(
+            f"{type(dataset).__name__} is no dataset: TFTrainer takes a tf.data.Dataset, or one of datasets or torch."
+        )
+    return RowDataset(dataset)
+
+
+def count_rows(dataset: Any, *, may_be_infinite: bool = False) -> int:
+    """Rows of a pipeline, counted by reading it once if it does not say.
+
+    Returns:
+        The number, or `INFINITE`.
+
+    Raises:
+        InvalidArgument: for an empty dataset, and for an infinite one unless it may be.
+    """
+    count = int(dataset.cardinality())
+    if count == INFINITE and not may_be_infinite:
+        raise InvalidArgument(
+            "The dataset is infinite: dataset.take(n) says how much of it to use; for training, max_steps does too."
+        )
+    if count == UNKNOWN:
+        count = sum(1 for _ in arrays(dataset))
+        logger.info("The dataset does not say how long it is: %d examples were counted.", count)
+    if count == 0:
+        raise InvalidArgument("The dataset is empty: it has no example.")
+    return count
+
+
+def arrays(dataset: Any) -> Iterator[Any]:
+    """What a pipeline yields, with NumPy arrays."""
+    return dataset.as_numpy_iterator() if hasattr(dataset, "as_numpy_iterator") else iter(dataset)
+
+
+def count_instances(labels: Any) -> int:
+    """Labels that are not -100. A dict of labels counts as one, as in TFTrainer, so that its loss is a sum."""
+    return 1 if isinstance(labels, Mapping) else int((np.asarray(labels) != -100).sum())
+
+
+def to_torch(values: Any, part: slice) -> Any:
+    """Arrays as tensors; integers as int64.
+
+    Args:
+        values: arrays of shape `(rows, ...)` in nested dicts.
+        part: the rows to take.
+
+    Raises:
+        InvalidArgument: for strings and for ragged tensors.
+    """
+    if isinstance(values, Mapping):
+        return {name: to_torch(value, part) for name, value in values.items()}
+    if hasattr(values, "row_splits"):
+        raise InvalidArgument("The dataset yields ragged tensors: pad them to one length, for example by to_tensor().")
+    array = np.asarray(values)
+    if array.dtype.kind not in "biuf":
+        kind = "strings" if array.dtype.kind in "OSU" else str(array.dtype)
+        raise InvalidArgument(f"The dataset yields {kind}: torch's tensors hold numbers, so tokenize in the dataset.")
+    tensor = torch.from_numpy(np.array(array[part]))
+    return tensor.long() if array.dtype.kind in "iu" else tensor
+
+
+def number_of_rows(values: Any) -> int:
+    """Rows of a batch: of arrays or tensors in nested dicts."""
+    return number_of_rows(next(iter(values.values()))) if isinstance(values, Mapping) else len(values)
+
+
+class Batches(IterableDataset):
+    """The part of one process in the batches of a pipeline, in micro-batches.
+
+    Each is a dict: `features` and `labels` as tensors, `instances`: the labels of the whole batch that are not -100,
+    and `whole`: whether all processes get the same rows, since the rows cannot be shared out evenly.
+
+    Args:
+        pipeline: yields batches of pairs.
+        count: batches in a pass.
+        rank: the rank of this process.
+        processes: how many share each batch.
+        micro_batches: parts of a process's rows, for accumulation.
+        trains: refuse batches that cannot be divided, rather than giving them to all processes.
+    """
+
+    def __init__(
+        self,
+        pipeline: Any,
+        count: int,
+        *,
+        rank: int = 0,
+        processes: int = 1,
+        micro_batches: int = 1,
+        trains: bool = False,
+    ) -> None:
+        self.pipeline, self.count = pipeline, count
+        self.rank, self.processes, self.micro_batches, self.trains = rank, processes, micro_batches, trains
+        self.epoch = self._begun = 0
+
+    def __len__(self) -> int:
+        return self.count * self.micro_batches
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for _ in range(self._begun, self.epoch):
+            iter(self.pipeline)  # tf.data shuffles anew for each iterator: those of earlier epochs, when a run resumes
+        self._begun = self.epoch + 1
+        for batch in itertools.islice(arrays(self.pipeline), self.count):
+            features, labels = as_pair(batch)
+            instances = count_instances(labels)
+            for part in self._parts(number_of_rows(labels)):
+                yield {
+                    "features": to_torch(features, part),
+                    "labels": to_torch(labels, part),
+                    "instances": instances,
+                    "whole": part == slice(None),
+                }
+
+    def _parts(self, rows: int) -> list[slice]:
+        """The rows of each micro-batch of this process."""
+        parts = self.processes * self.micro_batches
+        if self.trains and rows < parts:
+            raise InvalidArgument(
+                f"The training dataset yields a batch of {rows} rows for {parts} micro-batches: batch it by "
+                "args.train_batch_size * args.gradient_accumulation_steps."
+            )
+        if not self.trains and rows % parts:
+            return [slice(None)]
+        first = self.rank * self.micro_batches
+        edges = [number * rows // parts for number in range(first, first + self.micro_batches + 1)]
+        return [slice(start, end) for start, end in itertools.pairwise(edges)]
+
+
+def share_of(outputs: Any, rank: int, processes: int) -> Any:
+    """The rows of outputs for a whole batch that one process answers for; the last row again where there are none left.
+
+    Args:
+        outputs: tensors of shape `(rows, ...)` in nested containers.
+        rank: the rank of the process.
+        processes: their number.
+    """
+    if isinstance(outputs, Mapping):
+        return {name: share_of(value, rank, processes) for name, value in outputs.items()}
+    if isinstance(outputs, (tuple, list)):
+        return type(outputs)(share_of(value, rank, processes) for value in outputs)
+    size = -(-len(outputs) // processes)
+    chosen = torch.arange(rank * size, (rank + 1) * size, device=outputs.device).clamp(max=len(outputs) - 1)
+    return outputs[chosen]
+
+
+class BatchLoader(DataLoader):
+    """A loader of `Batches`, which are told the epoch."""
+
+    def __init__(self, batches: Batches) -> None:
+        super().__init__(batches, batch_size=None)
+
+    def set_epoch(self, epoch: int) -> None:
+        """The pass that the next iteration is."""
+        self.dataset.epoch = epoch  # type: ignore[attr-defined]

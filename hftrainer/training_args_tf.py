@@ -1,0 +1,104 @@
+"""`TFTrainingArguments`: the settings of a `TFTrainer` (transformers 4.0 to 4.57)."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+from hftrainer.arguments._field import arg
+from hftrainer.arguments.releases import annotate
+from hftrainer.errors import UnsupportedArgument
+from hftrainer.training_args import TrainingArguments
+
+logger = logging.getLogger(__name__)
+
+
+class OneProgramStrategy:
+    """What scripts ask of a `tf.distribute.Strategy`: Lightning places the model, so its scope has nothing to do.
+
+    Attributes:
+        num_replicas_in_sync: the number of processes.
+    """
+
+    def __init__(self, replicas: int) -> None:
+        self.num_replicas_in_sync = replicas
+
+    def scope(self) -> contextlib.AbstractContextManager:
+        """An empty context."""
+        return contextlib.nullcontext()
+
+    def experimental_distribute_dataset(self, dataset: Any) -> Any:
+        """The dataset, unchanged: each process takes its rows of each batch."""
+        return dataset
+
+
+@dataclass
+class TFTrainingArguments(TrainingArguments):
+    """`TrainingArguments` for `TFTrainer`. What trains is torch on Lightning, so all other arguments are as there.
+
+    Raises:
+        UnsupportedArgument: for the name of a TPU in Google's cloud.
+    """
+
+    framework = "tf"
+    tpu_name: str | None = arg(None, "Name of a Cloud TPU; not supported: use `python -m hftrainer run --tpu`.")
+    tpu_zone: str | None = arg(None, "Zone of the Cloud TPU; not supported.")
+    gcp_project: str | None = arg(None, "Project of the Cloud TPU; not supported.")
+    poly_power: float = arg(1.0, "Power of the polynomial decay of the learning rate.")
+    xla: bool = arg(False, "Compile the model; sets torch_compile.")
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("tpu_name", "tpu_zone", "gcp_project") if getattr(self, name)]
+        if given:
+            raise UnsupportedArgument(
+                f"{', '.join(given)}: TensorFlow connects to a TPU over the network, but torch_xla runs on the TPU's "
+                "own machine. Leave them out, and start the script there: python -m hftrainer run --tpu SCRIPT."
+            )
+        if self.xla:
+            self.torch_compile = True
+        super().__post_init__()
+        _leave_gpus_to_torch()
+
+    @property
+    def n_replicas(self) -> int:
+        """The number of processes."""
+        return self.world_size
+
+    @property
+    def strategy(self) -> OneProgramStrategy:
+        """A strategy for `with args.strategy.scope():`."""
+        return OneProgramStrategy(self.n_replicas)
+
+    @property
+    def train_batch_size(self) -> int:
+        """Samples of a micro-batch in all processes together, unlike that of `TrainingArguments`."""
+        return super().train_batch_size * self.n_replicas
+
+    @property
+    def eval_batch_size(self) -> int:
+        """Samples of an evaluation batch in all processes together, unlike that of `TrainingArguments`."""
+        return super().eval_batch_size * self.n_replicas
+
+    @property
+    def n_gpu(self) -> int:
+        """The old name of `n_replicas`."""
+        warnings.warn("TFTrainingArguments.n_gpu is now n_replicas", FutureWarning, stacklevel=2)
+        return self.n_replicas
+
+
+def _leave_gpus_to_torch() -> None:
+    """Hide the GPUs from TensorFlow, if the script uses it: it would take all their memory."""
+    tensorflow = sys.modules.get("tensorflow")
+    if tensorflow is None or not hasattr(tensorflow, "config"):
+        return
+    try:
+        tensorflow.config.set_visible_devices([], "GPU")
+    except RuntimeError as error:
+        logger.warning("TensorFlow already uses the GPUs, and may have taken their memory from torch: %s", error)
+
+
+annotate(TFTrainingArguments)
