@@ -79,7 +79,7 @@ class Processes(RankInfo):
         if self.address is None:  # alone, without a launcher
             meeting = {"store": distributed.HashStore()}  # type: ignore[attr-defined]
         distributed.init_process_group(chosen, **meeting, rank=self.rank, world_size=self.world_size, timeout=timeout)
-        atexit.register(_disconnect)
+        disconnect_at_exit()
 
     @staticmethod
     def disconnect() -> None:
@@ -315,6 +315,12 @@ def _cpu_group(timeout: timedelta) -> Any:
     """A process group for tensors in CPU memory; None means the default group."""
     backends = distributed.get_backend()
     return None if "gloo" in backends else distributed.new_group(backend="gloo", timeout=timeout)
+
+
+@functools.cache
+def disconnect_at_exit() -> None:
+    """Leave the process group when Python exits, after all that is registered with `atexit` from the first call on."""
+    atexit.register(_disconnect)
 
 
 def _disconnect() -> None:

@@ -51,6 +51,9 @@ def main():
         "arguments": sys.argv[1:3],
     }
     (folder / f"{args.process_index}.json").write_text(json.dumps(found))
+    if os.environ.get("MISBEHAVE") == "fail late" and args.process_index == 1:
+        time.sleep(1)  # the first has ended
+        sys.exit(3)
 
 
 if __name__ == "__main__":

@@ -215,6 +215,15 @@ def test_one_that_fails_ends_all(rank, tmp_path):
     assert "as asked" in printed
 
 
+def test_one_that_fails_when_the_first_has_finished(tmp_path):
+    """Which waits for it; Lightning, which looks every five seconds, may be faster, and kills the first."""
+    process = start(tmp_path, [], DEVICES, MISBEHAVE="fail late")
+    printed = process.communicate(timeout=60)[0]
+    assert process.returncode == -signal.SIGKILL or (
+        process.returncode == 1 and "Rank 0 has finished, but rank 1 has ended with status 3" in printed
+    )
+
+
 def alive(pid):
     """Whether a process runs; one that has ended and was not waited for does not."""
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import subprocess
 import sys
@@ -14,7 +15,10 @@ from lightning.fabric.plugins.environments.cluster_environment import ClusterEnv
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 
 from hftrainer.parallel.environment import STARTED_BY, RankInfo
+from hftrainer.parallel.processes import disconnect_at_exit
 from hftrainer_lightning import private_api
+
+logger = logging.getLogger(__name__)
 
 #: Seconds for the other processes to report their errors, when this process has failed.
 _GRACE_AFTER_FAILURE = 3.0
@@ -80,7 +84,8 @@ class Launched(ClusterEnvironment):
 def start_others(rank_info: RankInfo, timeout: float) -> None:
     """Start the script once more for each further device, when it uses several without a launcher.
 
-    No process is left running: the others end with this one, and this one ends with the first of them that fails.
+    No process is left running: the others end with this one, and this one ends with the first of them that fails, also
+    if its own script has ended; its exit status is then not 0.
     Afterwards the environment variables hold this process's ranks, as they do in the others.
 
     Args:
@@ -94,17 +99,32 @@ def start_others(rank_info: RankInfo, timeout: float) -> None:
         return
     os.environ[STARTED_BY] = str(os.getpid())
     launcher = private_api.start_script_again(LightningEnvironment(), rank_info.world_size)
+    disconnect_at_exit()  # after the others have ended: the store through which they meet is in this process
     atexit.register(_wait_for, launcher.procs, timeout)
 
 
 def _wait_for(others: list[subprocess.Popen[Any]], timeout: float) -> None:
-    """Wait for the others to end; only briefly when this process ends by an exception."""
-    deadline = time.monotonic() + (_GRACE_AFTER_FAILURE if hasattr(sys, "last_value") else timeout)
-    for process in others:
+    """Wait for the others to end; only briefly when this process ends by an exception.
+
+    Lightning kills this process when another fails, but looks only every few seconds.
+    """
+    has_failed = hasattr(sys, "last_value")
+    deadline = time.monotonic() + (_GRACE_AFTER_FAILURE if has_failed else timeout)
+    endings = []
+    for rank, process in enumerate(others, 1):
         try:
-            process.wait(max(deadline - time.monotonic(), 0))
+            status = process.wait(max(deadline - time.monotonic(), 0))
+            if status:
+                endings.append(f"rank {rank} has ended with status {status}")
         except subprocess.TimeoutExpired:
             process.kill()
+            endings.append(f"rank {rank} was still running after ddp_timeout={timeout:g} seconds, and was killed")
+    if endings and not has_failed:
+        logger.error("Rank 0 has finished, but %s.", ", ".join(endings))
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(1)  # an exception in a function of `atexit` would leave the status at 0
 
 
 def _follow(starter: int) -> None:
