@@ -20,7 +20,7 @@ TWO := -n 2 --dist loadfile --no-loadscope-reorder
 THREE := -n 3 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help ci fuzz test-documents demo demo-plain test test-install test-fast test-changed test-parity-live record-peers durations test-versions test-floor test-newest test-prerelease test-deepspeed test-ray test-tf test-downstream test-xla test-examples docs docs-serve coverage house lint
+.PHONY: help ci fuzz soak test-documents demo demo-plain test test-install test-fast test-changed test-parity-live record-peers durations test-versions test-floor test-newest test-prerelease test-deepspeed test-ray test-tf test-downstream test-xla test-examples docs docs-serve coverage house lint
 .PHONY: format bench bench-startup bench-eval bench-checkpoint bench-data bench-growth bench-processes bench-all bench-search bench-memory bench-gpu clean
 
 help:  ## list the targets
@@ -78,7 +78,12 @@ durations: $(VENV)/.dev  ## measure every test: which are slow, and the table of
 	@$(RUN) -m tests.durations $(VENV)/durations.xml
 
 fuzz: $(VENV)/.dev  ## resume from checkpoints with made-up contents, 1,000 for each file and way; minutes
-	@FUZZ=$${FUZZ:-1000} $(RUN) -m pytest -q $(TWO) tests/reliability/test_fuzz.py
+	@FUZZ=$${FUZZ:-1000} $(RUN) -m pytest -q $(TWO) tests/reliability/test_fuzz.py tests/reliability/test_fuzz_settings.py
+
+# SOAK=100 for fewer. Full and read-only disks need the right to mount.
+soak: $(VENV)/.dev $(VENV)-deepspeed/.ready  ## runs killed, stopped, starved and damaged at random, 1,000 times: half an hour
+	@$(RUN) -m tests.reliability.soak --kills $${SOAK:-1000}
+	@DS_ACCELERATOR=cpu $(IN_MEMORY) $(VENV)-deepspeed/bin/python -m tests.reliability.soak --kills $$(($${SOAK:-1000} / 20)) --only deepspeed
 
 test-install: $(VENV)/.dev  ## an environment with only what pyproject.toml declares, without transformers; the extras for TPUs
 	@$(RUN) -m pytest -q tests/install
@@ -175,7 +180,7 @@ $(VENV)-deepspeed/bin/python $(VENV)-ray/bin/python $(VENV)-newest/bin/python $(
 	$(PYTHON) -m venv $(@:/bin/python=)
 
 # RAY_USAGE_STATS_ENABLED=0: Ray reports on itself to a server otherwise.
-test-ray: $(VENV)-ray/.ready  ## Ray Tune: real searches on two cores, against transformers
+test-ray: $(VENV)-ray/.ready  ## Ray Tune: real searches on two cores, against transformers; Ray Train
 	@RAY_USAGE_STATS_ENABLED=0 HF_HUB_OFFLINE=1 $(VENV)-ray/bin/python -m pytest tests/with_ray
 
 $(VENV)-ray/.ready: pyproject.toml constraints.txt | $(VENV)-ray/bin/python

@@ -56,6 +56,10 @@ class MissingPackage(ImportError, ValueError, RuntimeError):
     """
 
 
+class RanksLost(RuntimeError):
+    """Other ranks have ended, or did not answer within `ddp_timeout`; the message names them, and what was awaited."""
+
+
 class CheckpointNotFound(ValueError):
     """There is no checkpoint to resume from in the given place."""
 

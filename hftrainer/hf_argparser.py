@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, Union
 
 from hftrainer.errors import InvalidArgument
+from hftrainer.parallel.config_files import read_yaml
 
 
 def string_to_bool(value: str | bool) -> bool:
@@ -101,22 +102,16 @@ class HfArgumentParser(argparse.ArgumentParser):
         return (*objects,)
 
     def parse_json_file(self, json_file: str | os.PathLike[str], allow_extra_keys: bool = False) -> tuple[Any, ...]:
-        """Parse a JSON file into an instance of each dataclass."""
-        try:
-            values = json.loads(Path(json_file).read_text(encoding="utf-8"))
-        except json.JSONDecodeError as error:
-            raise InvalidArgument(f"{json_file} is not valid JSON: {error}") from error
-        return self.parse_dict(values, allow_extra_keys)
+        """Parse a JSON file into an instance of each dataclass.
+
+        Raises:
+            InvalidArgument: if it is not JSON, or holds anything but keys and values; as for `parse_dict`.
+        """
+        return self.parse_dict(_keys_in(json_file, "JSON", json.loads), allow_extra_keys)
 
     def parse_yaml_file(self, yaml_file: str | os.PathLike[str], allow_extra_keys: bool = False) -> tuple[Any, ...]:
-        """Parse a YAML file into an instance of each dataclass."""
-        import yaml  # installed with lightning
-
-        try:
-            values = yaml.safe_load(Path(yaml_file).read_text(encoding="utf-8"))
-        except yaml.YAMLError as error:
-            raise InvalidArgument(f"{yaml_file} is not valid YAML: {error}") from error
-        return self.parse_dict(values, allow_extra_keys)
+        """Parse a YAML file into an instance of each dataclass; raises as `parse_json_file` does."""
+        return self.parse_dict(_keys_in(yaml_file, "YAML", read_yaml), allow_extra_keys)
 
     @staticmethod
     def _take(kind: Any, namespace: argparse.Namespace) -> Any:
@@ -132,6 +127,16 @@ class HfArgumentParser(argparse.ArgumentParser):
         for field in dataclasses.fields(kind):
             if field.init:
                 _add_field(group, field, hints[field.name])
+
+
+def _keys_in(path: str | os.PathLike[str], form: str, load: Callable[[str], Any]) -> dict[str, Any]:
+    try:
+        values = load(Path(path).read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgument(f"{path} is not valid {form}: {error}") from error
+    if not isinstance(values, dict):
+        raise InvalidArgument(f"{path} must hold keys and values, but holds a {type(values).__name__}.")
+    return values
 
 
 def _add_field(group: Any, field: Any, hint: Any) -> None:

@@ -122,7 +122,7 @@ def _keys(given: Any) -> dict[str, Any]:
     except OSError as error:
         kind = MissingFile if isinstance(error, FileNotFoundError) else InvalidArgument
         raise kind(f"accelerator_config={str(given)!r} cannot be read: {error.strerror}.") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidArgument(f"accelerator_config: {given} is not valid JSON: {error}") from error
     if not isinstance(keys, dict):
         raise InvalidArgument(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -62,6 +63,8 @@ def normalize(args: BaseArguments) -> None:
     wrong = [*_parse_enums(args), *(problem for name in _json_fields(args) if (problem := _parse_json(args, name)))]
     if wrong:
         raise InvalidArgument("\n".join([*wrong, *out_of_range(args)]))
+    if not isinstance(args.output_dir, (str, os.PathLike, type(None))):
+        raise InvalidArgument(f"output_dir={args.output_dir!r}: give the path of a folder.")
     args.output_dir = os.path.expanduser(args.output_dir if args.output_dir is not None else "trainer_output")
     if args.hub_model_id and args.hub_model_id.endswith("/"):  # push_to_hub_organization alone
         args.hub_model_id += os.path.basename(os.path.normpath(args.output_dir))
@@ -90,7 +93,7 @@ def normalize(args: BaseArguments) -> None:
     _normalize_accelerator_config(args)
     for name in ("logging_steps", "eval_steps", "save_steps"):
         value = getattr(args, name)
-        if value is not None and value > 1 and value == int(value):
+        if isinstance(value, float) and 1 < value < math.inf and value == int(value):
             setattr(args, name, int(value))
 
 
@@ -257,9 +260,9 @@ def _check_intervals(args: BaseArguments) -> Iterator[str]:
         if getattr(args, f"{kind}_strategy") != "steps":
             continue
         steps = getattr(args, f"{kind}_steps")
-        if steps is None or steps < 0 or (steps == 0 and kind != "save"):
+        if not isinstance(steps, (int, float)) or not steps >= 0 or (steps == 0 and kind != "save"):
             yield f"{kind}_steps={steps!r}: {kind}_strategy='steps' needs a number above 0."
-        elif steps > 1 and steps != int(steps):
+        elif steps > 1 and steps % 1:
             yield f"{kind}_steps={steps!r}: give whole optimizer steps, or a fraction of all steps, below 1."
 
 

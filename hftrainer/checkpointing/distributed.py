@@ -15,6 +15,7 @@ import torch
 from torch import distributed, nn
 
 from hftrainer.checkpointing import names
+from hftrainer.parallel.communication import Awaiting
 
 #: State in a checkpoint of parts → its folder.
 PARTS = {"model": f"{names.FSDP_MODEL_NAME}_0", "optimizer": f"{names.FSDP_OPTIMIZER_NAME}_0"}
@@ -69,7 +70,8 @@ def share_buffers(model: nn.Module) -> None:
     """Broadcast the buffers of rank 0, as for replicas; each process has statistics of its own data."""
     if distributed.is_initialized():
         for buffer in model.buffers():
-            distributed.broadcast(buffer, 0)
+            with Awaiting("the buffers of rank 0"):
+                distributed.broadcast(buffer, 0)
 
 
 def _without_view(value: Any) -> Any:

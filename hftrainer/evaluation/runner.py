@@ -24,6 +24,7 @@ from hftrainer.evaluation import gathering
 from hftrainer.evaluation.evaluation_pass import EvaluationPass
 from hftrainer.evaluation.metrics import TorchMetrics, as_metrics
 from hftrainer.parallel import devices
+from hftrainer.parallel.communication import Awaiting
 from hftrainer.reporting.metrics import mean_loss
 from hftrainer.trainer_pt_utils import nested_detach
 from hftrainer.trainer_utils import EvalLoopOutput, PredictionOutput, speed_metrics
@@ -118,7 +119,8 @@ class EvaluationRunner(Room):
         kept = getattr(run, "past", None), run.logged_metrics  # training's; an evaluation does not change them
         run.past, run.logged_metrics = None, LoggedMetrics()
         try:
-            with devices.hinted(), trainer.accelerator.gradient_state.only(dataloader):
+            in_step = Awaiting("the other ranks in an evaluation")
+            with devices.hinted(), trainer.accelerator.gradient_state.only(dataloader), in_step:
                 self.context.engine.evaluate(evaluation, trainer.model, stage)
         finally:
             # A subclass's `evaluate` may have set another one for this pass only.

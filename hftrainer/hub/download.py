@@ -60,9 +60,10 @@ def download_checkpoint(
 
 def _parse(reference: str) -> re.Match[str]:
     match = _REFERENCE.fullmatch(reference)
-    if match is None:
+    if match is None or ".." in (match["folder"] or "").split("/"):  # which would lead out of the cache
         raise CheckpointNotFound(
-            f"resume_from_checkpoint={reference!r}: give 'hub:owner/name' or 'hub:owner/name@revision'."
+            f"resume_from_checkpoint={reference!r}: give 'hub:owner/name', 'hub:owner/name/checkpoint-500' or "
+            "'hub:owner/name@revision'."
         )
     return match
 

@@ -21,17 +21,22 @@ def read_config(given: Any, argument: str = "lightning_config") -> dict[str, Any
     path = Path(os.fspath(given))
     if not path.is_file():
         raise WrongConfig(f"{argument}={str(given)!r}: there is no such file.")
-    text = path.read_text(encoding="utf-8")
     try:
-        values = json.loads(text) if path.suffix == ".json" else _read_yaml(text)
-    except ValueError as error:
+        text = path.read_text(encoding="utf-8")
+        values = json.loads(text) if path.suffix == ".json" else read_yaml(text)
+    except (ValueError, RecursionError) as error:
         raise WrongConfig(f"{argument}: {path} is malformed: {error}") from error
     if not isinstance(values, dict):
         raise WrongConfig(f"{argument}: {path} must hold keywords and values, but holds a {type(values).__name__}.")
     return values
 
 
-def _read_yaml(text: str) -> Any:
+def read_yaml(text: str) -> Any:
+    """Plain values in YAML.
+
+    Raises:
+        ValueError: if it is malformed.
+    """
     import yaml  # installed with lightning
 
     try:

@@ -19,6 +19,8 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import distributed
 
+from hftrainer.errors import RanksLost
+from hftrainer.parallel.communication import Awaiting
 from hftrainer.parallel.devices import ON_DEVICE, count_of, module_of
 from hftrainer.parallel.environment import RankInfo
 
@@ -78,7 +80,16 @@ class Processes(RankInfo):
         meeting: dict[str, Any] = {"init_method": f"tcp://{self.address}:{self.port}"}
         if self.address is None:  # alone, without a launcher
             meeting = {"store": distributed.HashStore()}  # type: ignore[attr-defined]
-        distributed.init_process_group(chosen, **meeting, rank=self.rank, world_size=self.world_size, timeout=timeout)
+        try:
+            distributed.init_process_group(
+                chosen, **meeting, rank=self.rank, world_size=self.world_size, timeout=timeout
+            )
+        except distributed.DistError as error:
+            raise RanksLost(
+                f"Rank {self.rank} has not met the other {self.world_size - 1} at {self.address}:{self.port} within "
+                f"ddp_timeout={timeout.total_seconds():g} s: see their own messages, and check that each process was "
+                "started and reaches that address."
+            ) from error
         disconnect_at_exit()
 
     @staticmethod
@@ -89,7 +100,8 @@ class Processes(RankInfo):
     def barrier(self) -> None:
         """Wait for all processes."""
         if self.several:
-            distributed.barrier()
+            with Awaiting("a barrier"):
+                distributed.barrier()
 
     def highest(self, values: list[int], timeout: timedelta) -> list[int]:
         """The maximum over all processes of each number; arguments as for `begin_highest`."""
@@ -111,7 +123,8 @@ class Processes(RankInfo):
         )
 
         def result() -> list[int]:
-            work.wait()
+            with Awaiting("the vote of the ranks about what comes next"):
+                work.wait()
             return numbers.tolist()
 
         return result
@@ -126,7 +139,8 @@ class Processes(RankInfo):
                 found[0] = decide()
             except Exception as error:
                 found[1] = error
-        distributed.broadcast_object_list(found)
+        with Awaiting("what rank 0 decides"):
+            distributed.broadcast_object_list(found)
         if found[1] is not None:
             raise found[1]
         return found[0]
@@ -145,7 +159,8 @@ class Processes(RankInfo):
             except Exception as error:
                 items = [(None, error)] * self.world_size
         received: list[Any] = [None]
-        distributed.scatter_object_list(received, items, group=_cpu_group(timeout))
+        with Awaiting("its part of what rank 0 has read"):
+            distributed.scatter_object_list(received, items, group=_cpu_group(timeout))
         item, raised = received[0]
         if raised is not None:
             raise raised
@@ -172,7 +187,8 @@ class Processes(RankInfo):
                 return self.gather_objects(leaf, distinct) if objects else self._gather_list(leaf, pad_index, distinct)
             return _gathered(leaf, pad_index, self.tp_size if distinct else 1)
 
-        return apply_to_collection(data, (list, *_LEAVES), gathered)
+        with Awaiting("the rows of all ranks"):
+            return apply_to_collection(data, (list, *_LEAVES), gathered)
 
     def gather_numbers(self, number: torch.Tensor, *, distinct: bool = False) -> torch.Tensor:
         """Gather one number of each process, shape `(processes,)`, without waiting for an accelerator.
@@ -187,16 +203,17 @@ class Processes(RankInfo):
             return number.reshape(1)
         own = _on_backend_device(number).reshape(1)
         parts = [torch.empty_like(own) for _ in range(self.world_size)]
-        distributed.all_gather(parts, own)
+        with Awaiting("the numbers of all ranks"):
+            distributed.all_gather(parts, own)
         return torch.cat(parts[:: self.tp_size if distinct else 1]).to(number.device)
 
     def distinct_parts(self, tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
         """The tensors of all processes, one per group with the same batches; for torchmetrics."""
         from torchmetrics.utilities.distributed import gather_all_tensors
 
-        return [
-            part.to(tensor.device) for part in gather_all_tensors(_on_backend_device(tensor), group)[:: self.tp_size]
-        ]
+        with Awaiting("the metrics of all ranks"):
+            parts = gather_all_tensors(_on_backend_device(tensor), group)
+        return [part.to(tensor.device) for part in parts[:: self.tp_size]]
 
     def _gather_list(self, items: list[Any], pad_index: int, distinct: bool) -> list[Any]:
         """Gather a list of outputs, of the same length in every process; a list of samples raises."""
@@ -220,7 +237,8 @@ class Processes(RankInfo):
         if not self.several:
             return items
         gathered: list[Any] = [None] * self.world_size
-        distributed.all_gather_object(gathered, items)
+        with Awaiting("the objects of all ranks"):
+            distributed.all_gather_object(gathered, items)
         return [item for part in gathered[:: self.tp_size if distinct else 1] for item in part]
 
     def reduce(self, data: Any, reduction: str = "sum") -> Any:
@@ -239,7 +257,8 @@ class Processes(RankInfo):
             distributed.all_reduce(result, distributed.ReduceOp.MAX if reduction == "max" else distributed.ReduceOp.SUM)
             return (result / self.world_size if reduction == "mean" else result).to(tensor.device)
 
-        return apply_to_collection(data, torch.Tensor, reduced)
+        with Awaiting("a reduction over all ranks"):
+            return apply_to_collection(data, torch.Tensor, reduced)
 
     def pad(self, data: Any, dim: int, pad_index: int, pad_first: bool) -> Any:
         """Pad tensors in nested containers, in one dimension, to the longest of all processes."""
@@ -251,7 +270,8 @@ class Processes(RankInfo):
             distributed.all_reduce(longest, op=distributed.ReduceOp.MAX)
             return _padded(tensor, dim % tensor.ndim, int(longest), pad_index, pad_first)
 
-        return apply_to_collection(data, torch.Tensor, pad) if self.several else data
+        with Awaiting("the sizes in all ranks"):
+            return apply_to_collection(data, torch.Tensor, pad) if self.several else data
 
     def part_of(self, items: Any, padded: bool) -> Any:
         """The part of this process of a sequence or tensor; the first ranks get one item more, unless `padded`."""

@@ -21,11 +21,11 @@ from hftrainer.data.accumulation import MicroBatchIterator
 from hftrainer.data.random_states import rng_state
 from hftrainer.data.reading import Continuation, EpochReader
 from hftrainer.data.schedule import TrainingSchedule
-from hftrainer.errors import CheckpointNotWritten, UnsupportedArgument
+from hftrainer.errors import CheckpointNotWritten, RanksLost, UnsupportedArgument
 from hftrainer.model.walks import clear_gradients
 from hftrainer.optimization import follows_metric, keep_pace
 from hftrainer.optimizers.settings import kept_settings
-from hftrainer.parallel.communication import is_of_communication
+from hftrainer.parallel.communication import is_of_communication, loss_message
 from hftrainer.training.context import Room, TrainerContext
 from hftrainer.training.control_sync import ControlSync
 from hftrainer.training.loss_sum import LossSum
@@ -387,13 +387,8 @@ class TrainingLoop(Room):
         Not in distributed runs: other ranks may be at a different step, and exit with this one.
         """
         trainer = self.trainer
-        if self.control_sync.several and is_of_communication(error):
-            logger.error(
-                "Rank %d has lost the other ranks: one has ended or did not answer within ddp_timeout=%d s; see its "
-                "own messages. train(resume_from_checkpoint=True) resumes from the last checkpoint.",
-                trainer.args.process_index,
-                trainer.args.ddp_timeout,
-            )
+        if self.control_sync.several and is_of_communication(error) and not isinstance(error, RanksLost):
+            logger.error(loss_message("gradients or weights of all ranks"))
         kept_elsewhere = isinstance(error, CheckpointNotWritten) or (
             trainer.args.auto_find_batch_size and is_out_of_memory(error)
         )

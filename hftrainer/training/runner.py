@@ -330,7 +330,8 @@ class TrainingRunner(Room):
         if follows.loads_best_after_logging:
             self.saver.load_best_at_end()
         best, run_dir = trainer.state.best_model_checkpoint, trainer._get_output_dir(trial)
-        if trainer.args.should_save and best is not None and trainer.args.save_total_limit == 1:
+        # Without the last checkpoint, which a full disk has cost, the one before it is where the run can go on.
+        if trainer.args.should_save and best is not None and trainer.args.save_total_limit == 1 and not writer.failed:
             keep_only(best, run_dir)
         self.context.announce("on_train_end")
         if trainer.args.push_to_hub:

@@ -7,6 +7,7 @@ It resumes if there is anything to resume from, prints a line for each step, and
 
 import json
 import os
+import resource
 import signal
 import sys
 import time
@@ -47,6 +48,15 @@ def data(count=70):
     return [{"x": row, "labels": index % 3} for index, row in enumerate(x)]
 
 
+def make_model(width, adapters):
+    """The model, or adapters of it that are trained alone."""
+    if not adapters:
+        return Net(width)
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(Net(width), LoraConfig(r=8, lora_dropout=0.1, target_modules=["layers.0", "layers.3"]))
+
+
 def kill_at(event, folder):
     """`kill -9` this process when it has touched files below `folder` so many times."""
     left = event
@@ -66,7 +76,7 @@ TOUCHES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir
 
 
 #: What a job can be told besides training arguments.
-DEFAULTS = {"width": 64, "pause": 0.0, "kill_at": 0, "adds": False}
+DEFAULTS = {"width": 64, "pause": 0.0, "kill_at": 0, "adds": False, "adapters": False}
 
 
 def write_whole(path):
@@ -77,6 +87,10 @@ def write_whole(path):
 
 def main(folder, settings):
     torch.set_num_threads(1)
+    if "deepspeed" in settings:
+        from tests.with_deepspeed.sets import without_compiler
+
+        without_compiler()
     options = {key: settings.pop(key, default) for key, default in DEFAULTS.items()}
     if options["kill_at"]:
         kill_at(options["kill_at"], folder)
@@ -108,14 +122,15 @@ def main(folder, settings):
                 write_whole(place / "after.txt")
 
     samples = data()
-    trainer = Paused(Net(options["width"]), args, train_dataset=samples, eval_dataset=samples, callbacks=[Reports])
-    resumable = Path(folder).is_dir() and any(Path(folder).iterdir())
-    last = get_last_checkpoint(folder) if resumable else None
-    print("resuming from", last, flush=True)
-    trainer.train(resume_from_checkpoint=last)
+    model = make_model(options["width"], options["adapters"])
+    trainer = Paused(model, args, train_dataset=samples, eval_dataset=samples, callbacks=[Reports])
+    print("processes", args.world_size, flush=True)
+    print("resuming from", get_last_checkpoint(folder) if Path(folder).is_dir() else None, flush=True)
+    trainer.train(resume_from_checkpoint="auto")
     weights = trainer.accelerator.get_state_dict(trainer.model)
     if trainer.is_world_process_zero():
         torch.save(weights, Path(folder) / "final.pt")
+    print("memory in MB:", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024, flush=True)
     print("done", trainer.state.global_step, flush=True)
 
 

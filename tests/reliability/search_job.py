@@ -4,6 +4,7 @@ It prints a line when a trial begins and when the search is done.
 """
 
 import logging
+import resource
 import time
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import optuna
 import torch
 
 from hftrainer import Trainer, TrainerCallback, TrainingArguments
-from tests.reliability.job import Net, data
+from tests.reliability.job import Net, data, kill_at
 
 
 class Reports(TrainerCallback):
@@ -33,6 +34,9 @@ def storage_of(folder):
 
 def main(folder, settings):
     torch.set_num_threads(1)
+    print("resuming a search", flush=True)
+    if settings.get("kill_at"):
+        kill_at(settings["kill_at"], folder)
     optuna.logging.set_verbosity(logging.WARNING)
     Path(folder).mkdir(exist_ok=True)
     args = TrainingArguments(
@@ -54,4 +58,5 @@ def main(folder, settings):
         load_if_exists=True,
         pruner=optuna.pruners.NopPruner(),
     )
+    print("memory in MB:", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024, flush=True)
     print("done", best.run_id, flush=True)

@@ -1,11 +1,13 @@
 """Starting, stopping and comparing the jobs of `job.py`."""
 
+import faulthandler
 import gc
 import importlib
 import json
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import time
 from pathlib import Path
@@ -68,6 +70,7 @@ class Forked:
     def __init__(self, folder, environment=None, job="job", **settings):
         environment = environment or {}
         self.folder, self.output = Path(folder), Path(f"{folder}.out{environment.get('RANK', '')}")
+        self.output.write_text("")  # and not what an earlier one has printed
         arguments = (str(folder), settings, str(self.output), environment, job)
         self.process = self.context.Process(target=run_forked, args=arguments)
         self.process.start()
@@ -91,9 +94,60 @@ class Forked:
         return printed.splitlines()
 
 
+class Group:
+    """The processes of one job, with the environment that torchrun gives them if there are several.
+
+    Args:
+        folder: of the run.
+        count: how many.
+        kill_at: for each, at which touch of its files it is killed; 0 for never.
+        settings: of the job.
+    """
+
+    def __init__(self, folder, count=2, kill_at=(0, 0), **settings):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        shared = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1"}
+        places = [{**shared, "MASTER_PORT": str(port), "GROUP_RANK": "0", "RANK": str(rank)} for rank in range(count)]
+        self.jobs = [
+            Forked(folder, {**place, "LOCAL_RANK": place["RANK"]} if count > 1 else None, kill_at=at, **settings)
+            for place, at in zip(places, kill_at, strict=False)
+        ]
+
+    def end(self, seconds=120):
+        """Wait for the end; when one process has ended by itself, end the others, as torchrun does. The statuses."""
+        processes, deadline = [job.process for job in self.jobs], time.monotonic() + seconds
+        while all(process.is_alive() for process in processes):
+            time.sleep(0.01)
+            if time.monotonic() > deadline:
+                self._fail_as_hanging(seconds)
+        for process in processes:
+            process.join(timeout=5)
+            if process.is_alive():
+                process.terminate()
+                process.join(timeout=5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        return [process.exitcode for process in processes]
+
+    def _fail_as_hanging(self, seconds):
+        for job in self.jobs:
+            os.kill(job.process.pid, signal.SIGUSR2)  # prints the stacks
+        time.sleep(1)
+        for job in self.jobs:
+            job.kill()
+        raise AssertionError(f"nothing has ended after {seconds} seconds: {self.printed()}")
+
+    def printed(self):
+        return [job.output.read_text() for job in self.jobs]
+
+
 def run_forked(folder, settings, output, environment, job):
     """What the forked process does."""
     gc.freeze()  # a search collects garbage after each trial: not among all that was imported
+    faulthandler.register(signal.SIGUSR2)  # says where it hangs
     os.environ.update(environment)
     main = importlib.import_module(f"tests.reliability.{job}").main
     with open(output, "w", buffering=1) as file:

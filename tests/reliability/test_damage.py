@@ -8,7 +8,7 @@ import shutil
 import pytest
 import torch
 
-from hftrainer import Trainer, TrainingArguments
+from hftrainer import Trainer, TrainerCallback, TrainingArguments
 from hftrainer.errors import CheckpointNotFound
 from hftrainer.trainer_utils import get_last_checkpoint
 from tests.tiny import make_bert, make_plain, plain_data, text_data
@@ -138,8 +138,6 @@ def test_auto(tmp_path):
     make_trainer(tmp_path, max_steps=6).train(resume_from_checkpoint="auto")
     begun = []
 
-    from hftrainer import TrainerCallback
-
     class Notes(TrainerCallback):
         def on_train_begin(self, args, state, control, **kwargs):
             begun.append(state.global_step)
@@ -192,8 +190,6 @@ def test_a_best_model_that_was_moved(tmp_path, caplog):
     assert resumed.state.best_model_checkpoint.startswith(str(tmp_path / "b"))
     damaged = make_trainer(tmp_path / "c", learning_rate=1.0, **settings)
 
-    from hftrainer import TrainerCallback
-
     class Harms(TrainerCallback):
         def on_log(self, args, state, control, logs=None, **kwargs):
             if "train_loss" in logs:
@@ -226,8 +222,6 @@ def test_full_disk(tmp_path, caplog, background):
     with small_disk(folder, "200k"):
         filler = folder / "filler"
 
-        from hftrainer import TrainerCallback
-
         class Fills(TrainerCallback):
             def on_save(self, args, state, control, **kwargs):
                 if state.global_step == 3:
@@ -249,6 +243,29 @@ def test_full_disk(tmp_path, caplog, background):
         assert get_last_checkpoint(str(folder)) == str(folder / "checkpoint-9")
 
 
+def test_full_disk_at_the_end_of_a_run_that_keeps_one_checkpoint(tmp_path):
+    """The best stays alone when a run ends, but not when the end could not be saved: the newest is worth more."""
+    folder = tmp_path / "disk"
+    with small_disk(folder, "500k"):
+
+        class Fills(TrainerCallback):
+            def on_save(self, args, state, control, **kwargs):
+                if state.global_step == 6:
+                    with contextlib.suppress(OSError), (folder / "filler").open("wb", buffering=0) as file:
+                        while True:
+                            file.write(b"x" * 1000)
+
+        best = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 3, "greater_is_better": True}
+        trainer = make_trainer(folder, save_total_limit=1, **best)
+        trainer.add_callback(Fills)
+        trainer.train()
+        (folder / "filler").unlink()
+        assert trainer.state.best_global_step == 3
+        assert {path.name for path in folder.iterdir()} == {"checkpoint-3", "checkpoint-6"}
+        make_trainer(folder, save_total_limit=1, **best).train(resume_from_checkpoint="auto")
+        assert {path.name for path in folder.iterdir()} == {"checkpoint-3"}
+
+
 @pytest.mark.parametrize("kind", ["readonly", "limit"])
 def test_other_failures_of_the_storage(tmp_path, caplog, kind, monkeypatch):
     """A folder that became read-only, and a file that may not grow, as under a quota."""
@@ -256,8 +273,6 @@ def test_other_failures_of_the_storage(tmp_path, caplog, kind, monkeypatch):
     import signal
 
     trainer = make_trainer(tmp_path / "out")
-    from hftrainer import TrainerCallback
-
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     class Hinders(TrainerCallback):

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 import hftrainer
-from hftrainer import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
+from hftrainer import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainerCallback, TrainingArguments
 from hftrainer.errors import UnsupportedArgument
 from tests.parity.support import build
 from tests.parity.test_evaluation import make_t5, t5_data
@@ -306,6 +306,36 @@ def one(folder):
             command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--num_extract_workers", "1"]
             command += ["--num_merge_workers", "1", "--input_folder", str(tag), "--output_folder", f"{tag}_universal"]
             subprocess.run(command, check=True, capture_output=True)
+    return found
+
+
+def searching(folder):
+    """A search over stages and what else is nested in the configuration, and the same trainings each by itself."""
+    configs = [{**STAGES[stage], "gradient_clipping": limit} for stage, limit in ((2, 0.5), (3, 1.0), (0, 0.5))]
+    found = {"trials": [], "stages": [], "alone": []}
+
+    def space(trial):
+        return {"deepspeed": configs[trial.suggest_int("config", trial.number, trial.number)]}
+
+    def settings(name, config):
+        return arguments(folder / name, deepspeed=config, eval_strategy="steps", eval_steps=1)
+
+    data = {"train_dataset": language_data(), "eval_dataset": language_data(9)}
+    trainer = Trainer(model_init=lambda: make_llama(), args=settings("search", STAGES[2]), **data)
+
+    class Notes(TrainerCallback):
+        def on_train_begin(self, args, state, control, **kwargs):
+            found["stages"].append(trainer.deepspeed.zero_optimization_stage())
+
+        def on_train_end(self, args, state, control, **kwargs):
+            found["trials"].append([line.get("loss", line.get("eval_loss")) for line in state.log_history])
+
+    trainer.add_callback(Notes())
+    trainer.hyperparameter_search(space, n_trials=len(configs))
+    for number, config in enumerate(configs):
+        alone = Trainer(model_init=lambda: make_llama(), args=settings(f"alone-{number}", config), **data)
+        alone.train()
+        found["alone"].append([line.get("loss", line.get("eval_loss")) for line in alone.state.log_history])
     return found
 
 

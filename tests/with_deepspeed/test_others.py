@@ -45,6 +45,18 @@ def test_from_pretrained_partitions(found, rank):
     assert loaded["whole again"]
 
 
+@pytest.mark.parametrize("attempt", range(3))
+def test_a_search_changes_the_configuration(tmp_path, attempt):
+    """And its processes end as others do: they were aborted at their end in two of five attempts."""
+    run = python(*TORCHRUN, str(HERE / "others.py"), str(tmp_path), "searching")
+    assert run.returncode == 0, run.stderr[-3000:]
+    for rank in RANKS:
+        searched = pickle.loads((tmp_path / f"searching-{rank}.pkl").read_bytes())
+        assert searched["stages"] == [2, 3, 0]
+        assert searched["trials"] == searched["alone"]
+        assert searched["trials"][0] != searched["trials"][1]
+
+
 def test_weights_stay_in_parts(found):
     saved = found["in_parts"][0]
     for name in ("final", "checkpoint-2"):

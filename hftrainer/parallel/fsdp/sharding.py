@@ -33,6 +33,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import CustomPolicy
 
 from hftrainer.errors import WrongConfig
+from hftrainer.parallel.communication import Awaiting
 from hftrainer.parallel.fsdp.settings import FsdpSettings
 from hftrainer.parallel.plan import LightningPlan
 
@@ -245,7 +246,8 @@ def take_from_first(model: nn.Module, device: torch.device) -> None:
     over_network = "nccl" in distributed.get_backend()
     for tensor in (*model.parameters(), *model.buffers()):
         moved = tensor.detach().to(device) if over_network else tensor.detach()
-        distributed.broadcast(moved, 0)
+        with Awaiting("the weights of rank 0"):
+            distributed.broadcast(moved, 0)
         tensor.data.copy_(moved)
 
 

@@ -1,0 +1,86 @@
+"""Two processes, of which one stops before a collective operation: the other waits for it."""
+
+import os
+import signal
+from datetime import timedelta
+
+import torch
+
+from hftrainer import Trainer, TrainerCallback, TrainingArguments
+from hftrainer.parallel.environment import find_rank_info
+from hftrainer.parallel.processes import Processes
+from tests.tiny import make_plain, plain_data
+
+TIMEOUT = timedelta(seconds=2)
+
+
+def stop():
+    """Like a machine that hangs: the process is there, and does not answer."""
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+class Stops(TrainerCallback):
+    """Stops one rank when a step begins."""
+
+    def __init__(self, victim):
+        self.victim = victim
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 2 and args.process_index == self.victim:
+            stop()
+
+
+def make_trainer(folder, **settings):
+    args = TrainingArguments(
+        str(folder), ddp_timeout=TIMEOUT.seconds, use_cpu=True, disable_tqdm=True, report_to="none", **settings
+    )
+    return Trainer(make_plain(), args, train_dataset=plain_data(), eval_dataset=plain_data(8))
+
+
+def train(folder, victim, **settings):
+    trainer = make_trainer(folder, max_steps=4, **settings)
+    trainer.add_callback(Stops(victim))
+    trainer.train()
+
+
+def evaluate(folder, victim):
+    trainer = make_trainer(folder)
+    if trainer.args.process_index == victim:
+        stop()
+    trainer.evaluate()
+
+
+#: Kind of operation → one that a rank begins alone.
+ALONE = {
+    "barrier": lambda processes: processes.barrier(),
+    "vote": lambda processes: processes.highest([1], TIMEOUT),
+    "decision": lambda processes: processes.from_main(lambda: 1),
+    "scatter": lambda processes: processes.scatter(lambda: [1, 2], TIMEOUT),
+    "rows": lambda processes: processes.gather(torch.ones(2)),
+    "numbers": lambda processes: processes.gather_numbers(torch.ones(1)),
+    "objects": lambda processes: processes.gather_objects([1]),
+    "reduction": lambda processes: processes.reduce(torch.ones(2)),
+    "sizes": lambda processes: processes.pad(torch.ones(2), 0, 0, False),
+    "metrics": lambda processes: processes.distinct_parts(torch.ones(2)),
+}
+#: Kind → what both do, until one stops.
+TOGETHER = {
+    "gradients": train,
+    "shards": lambda folder, victim: train(folder, victim, fsdp=True),
+    "evaluation": evaluate,
+}
+
+
+def main(folder, settings):
+    torch.set_num_threads(1)
+    kind, victim = settings["kind"], settings["victim"]
+    if kind in TOGETHER:
+        TOGETHER[kind](folder, victim)
+        return
+    processes = Processes.at(find_rank_info({}, lambda: 0))
+    if kind == "meeting" and processes.rank == victim:
+        stop()
+    processes.connect(torch.device("cpu"), None, TIMEOUT)
+    if processes.rank == victim:
+        stop()
+    ALONE[kind](processes)

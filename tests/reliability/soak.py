@@ -1,0 +1,313 @@
+"""Disturbs runs at random until there were enough kills, and lets each go on to its end.
+
+    python -m tests.reliability.soak [--kills 1000] [--only plain search ...] [--seed 0] [--report soak.json]
+
+After each disturbance nothing may be lost that was saved, and no process may be left. At its end a run has the weights,
+the log and the files of one that nothing has disturbed, on disk and on the Hub. What is found is printed with the seed
+of its run, which `--only SCENARIO --seed SEED --kills 1` repeats as far as time lets it.
+"""
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import os
+import random
+import re
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests import warm
+from tests.hub_server import HubServer
+from tests.reliability import faults
+from tests.reliability.support import Group, assert_same, names, weights
+from tests.reliability.test_search_kill import check
+
+TOKEN = "hf_ofTheSoak"
+BACKGROUND = {"lightning_config": {"async_checkpoint": True}}
+SHARDED = {"fsdp": True, "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}
+#: A run is disturbed at most so often: it should end, too.
+MOST = 6
+MEGABYTES = 24
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Settings of the job.
+
+    Attributes:
+        settings: training arguments, and options of the job.
+        count: processes.
+        uploads: whether checkpoints are pushed to a Hub.
+        needs: a package.
+        searches: whether the job is a search, for which a disk that is full is an error of its storage.
+    """
+
+    settings: dict = field(default_factory=dict)
+    count: int = 1
+    uploads: bool = False
+    needs: str = "torch"
+    searches: bool = False
+
+    @property
+    def in_background(self):
+        return "lightning_config" in self.settings
+
+
+BEST = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 7}
+WIDE = {"width": 5_000}
+SCENARIOS = {
+    "plain": Scenario(WIDE),
+    "background": Scenario({**WIDE, **BACKGROUND}),
+    "best": Scenario({**WIDE, **BEST}),
+    "best, background, one kept": Scenario({**WIDE, **BEST, **BACKGROUND, "save_total_limit": 1}),
+    "adapters": Scenario({**WIDE, "adapters": True}, needs="peft"),
+    "uploads": Scenario({"push_to_hub": True, "hub_token": TOKEN}, uploads=True),
+    "search": Scenario({"job": "search_job", "n_trials": 8}, needs="optuna", searches=True),
+    "two processes": Scenario(count=2),
+    "two processes, background": Scenario(BACKGROUND, count=2),
+    "sharded": Scenario(SHARDED, count=2),
+    "sharded, whole files, background": Scenario({"fsdp": True, **BACKGROUND}, count=2),
+    "deepspeed": Scenario(
+        {"deepspeed": {"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 2}}},
+        count=2,
+        needs="deepspeed",
+    ),
+}
+
+
+def numbers_of(lines, word):
+    """The numbers at the end of the lines that begin with a word."""
+    return [int(found[1]) for line in lines if (found := re.fullmatch(rf"{word} .*?(\d+)", line))]
+
+
+def log_of(folder):
+    """The log of the last checkpoint, without what is measured."""
+    last = max(folder.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
+    history = json.loads((last / "trainer_state.json").read_text())["log_history"]
+    measured = ("runtime", "per_second", "flos")
+    return [{key: value for key, value in line.items() if not key.endswith(measured)} for line in history]
+
+
+def left_over(output):
+    """Processes that still print into a file."""
+    found = []
+    for link in Path("/proc").glob("[0-9]*/fd/1"):
+        with contextlib.suppress(OSError):
+            if os.readlink(link) == str(output) and int(link.parts[2]) != os.getpid():
+                found.append(int(link.parts[2]))
+    return found
+
+
+@dataclass
+class Found:
+    """What came of the runs of a scenario."""
+
+    runs: int = 0
+    resumes: int = 0
+    seconds: float = 0.0
+    disturbed: Counter = field(default_factory=Counter)
+    where: Counter = field(default_factory=Counter)
+    megabytes: list = field(default_factory=list)
+    findings: list = field(default_factory=list)
+
+    @property
+    def kills(self):
+        return self.disturbed.total() - self.disturbed["damage"]
+
+
+class Run:
+    """One run, from its first start to its end.
+
+    Args:
+        name: of the scenario.
+        folder: for its files.
+        seed: of what happens to it.
+        found: where that is counted.
+    """
+
+    def __init__(self, name, folder, seed, found):
+        self.name, self.scenario, self.found = f"{name}, seed {seed}", SCENARIOS[name], found
+        self.moments = random.Random(self.name)
+        folder.mkdir(parents=True)
+        self.disk = faults.Disk(folder / "out", MEGABYTES)
+        self.folder = self.disk.folder
+        self.repo = f"me/{name.replace(' ', '-').replace(',', '')}-{seed}"
+        self.durable = 0  # the step that the next start must not be before
+        self.history = []  # what has happened to it
+
+    def _start(self, kill_at=0, **settings):
+        uploads = {"hub_model_id": self.repo} if self.scenario.uploads else {}
+        given = {**self.scenario.settings, **uploads, **settings}
+        return Group(self.folder, self.scenario.count, (kill_at,) * self.scenario.count, **given)
+
+    def close(self):
+        """Delete its files."""
+        self.disk.remove()
+        shutil.rmtree(self.folder.parent)
+
+    def live(self, kills, expected, hub):
+        """From the first start to the end, and the comparison with a run that nothing has disturbed."""
+        try:
+            for _ in range(MOST):
+                if self.found.kills >= kills or self.disturb():
+                    break
+            self.finish()
+            self.compare(expected)
+            if self.scenario.uploads:
+                self.compare_uploads(hub)
+        except (AssertionError, OSError, KeyError) as error:
+            self.found.findings.append(f"{self.name}: {type(error).__name__}: {error}")
+            print(*self.history, self.found.findings[-1], sep="\n", file=sys.stderr, flush=True)
+
+    def disturb(self):
+        """One start that something happens to; whether the run has ended all the same."""
+        has_disk = self.disk.mounted and not self.scenario.searches
+        possible = [*faults.ANYWHERE, *(faults.OF_DISKS if has_disk else ())]
+        fault = self.moments.choice([*possible, None, None, None])
+        if fault is None:
+            group = self._start(kill_at=self.moments.randrange(1, 250 // self.scenario.count))
+        else:
+            group = self._start(pause=0.004)
+            fault(group, self.disk, self.moments)
+        statuses = group.end()
+        self.disk.mend()
+        name = fault.__name__ if fault else "kill at a touch of a file"
+        self.history.append((name, statuses, *group.printed()))
+        self._check(group, name)
+        if not any(statuses):
+            return True
+        self.found.disturbed[name] += 1
+        self.found.where[self._place(group)] += 1
+        if self.moments.random() < 0.2:
+            self._damage()
+        return False
+
+    def _place(self, group):
+        printed = group.printed()[0]
+        if list(self.folder.glob("tmp-*")):
+            return "saving"
+        return "training" if "step" in printed or "trial" in printed else "starting"
+
+    def _check(self, group, name):
+        printed = group.printed()
+        lines = printed[0].splitlines()
+        resumed, saved = numbers_of(lines, "resuming from"), numbers_of(lines, "saved")
+        if resumed or saved:
+            assert "resuming from None" not in lines or not self.durable, (
+                f"began anew, not from {self.durable}: {lines}"
+            )
+            assert not resumed or resumed[0] >= self.durable, (
+                f"{self.durable} was saved, and it resumes from {resumed[0]}"
+            )
+            self.found.resumes += len(resumed)
+        if self.scenario.in_background:
+            saved = saved[:-1]  # that may not be complete
+        self.durable = max([self.durable, *resumed, *saved])
+        of_disk = name in [fault.__name__ for fault in faults.OF_DISKS]
+        if self.scenario.count == 1:
+            excused = of_disk and ("No space left" in printed[0] or "Read-only file system" in printed[0])
+            assert "Traceback" not in printed[0] or excused, printed[0]
+        self._check_processes(group)
+
+    def _check_processes(self, group):
+        deadline = time.monotonic() + 30  # a loader's worker looks for its parent every few seconds
+        while left := [pid for job in group.jobs for pid in left_over(job.output)]:
+            assert time.monotonic() < deadline, f"processes {left} are left"
+            time.sleep(0.05)
+
+    def _damage(self):
+        """Harm the newest checkpoint, if there is another one and the best is elsewhere."""
+        folders = sorted(self.folder.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
+        if len(folders) < 2 or "load_best_model_at_end" in self.scenario.settings:
+            return
+        self.history.append(("damage", faults.damage(folders[-1], self.moments)))
+        self.found.disturbed["damage"] += 1
+        self.durable = 0
+
+    def finish(self):
+        """Let it go on to its end, undisturbed."""
+        group = self._start()
+        statuses = group.end()
+        assert not any(statuses), group.printed()
+        self._check(group, "nothing")
+        self.found.megabytes += numbers_of(group.printed()[0].splitlines(), "memory in MB:")
+
+    def compare(self, expected):
+        """With a run that nothing has disturbed; a search is checked by itself."""
+        if self.scenario.searches:
+            check(self.folder, self.scenario.settings["n_trials"])
+            return
+        assert_same(weights(self.folder), weights(expected.folder))
+        assert log_of(self.folder) == log_of(expected.folder)
+        assert names(self.folder) == names(expected.folder)
+        assert abs(self.disk.used() - expected.disk.used()) < 0.1
+
+    def compare_uploads(self, hub):
+        pushed = hub.repos[self.repo].at("main").files
+        assert pushed["model.safetensors"] == (self.folder / "checkpoint-72" / "model.safetensors").read_bytes()
+
+
+def soak(name, folder, kills, seed, found, hub):
+    """Disturb runs of a scenario until there were so many kills."""
+    start = time.monotonic()
+    with contextlib.closing(Run(name, folder / "expected", "undisturbed", Found())) as expected:
+        expected.finish()
+        while found.kills < kills:
+            with contextlib.closing(Run(name, folder / "run", seed + found.runs, found)) as run:
+                run.live(kills, expected, hub)
+            found.runs += 1
+    found.seconds = time.monotonic() - start
+
+
+def table(results):
+    """The report, a line for each scenario."""
+    columns = f"{'runs':>6}{'kills':>7}{'damaged':>9}{'resumes':>9}{'seconds':>9}{'MB at the end':>15}{'findings':>10}"
+    yield f"{'scenario':34}{columns}"
+    for name, found in results.items():
+        memory = f"{min(found.megabytes, default=0)}-{max(found.megabytes, default=0)}"
+        yield (
+            f"{name:34}{found.runs:6}{found.kills:7}{found.disturbed['damage']:9}{found.resumes:9}"
+            f"{found.seconds:9.0f}{memory:>15}{len(found.findings):10}"
+        )
+    disturbed, where = (
+        sum((getattr(found, of) for found in results.values()), Counter()) for of in ("disturbed", "where")
+    )
+    yield ", ".join(f"{name} {count}" for name, count in disturbed.most_common())
+    yield "hit while " + ", ".join(f"{name} {count}" for name, count in where.most_common())
+
+
+def run_all(kills, only, seed):
+    """Share the kills among the scenarios; what was found, by scenario."""
+    chosen = [name for name in only or SCENARIOS if importlib.util.find_spec(SCENARIOS[name].needs)]
+    results = {name: Found() for name in chosen}
+    with tempfile.TemporaryDirectory(prefix="soak") as base, HubServer({TOKEN: ("me", "write")}).running() as hub:
+        os.environ.update(hub.environment(Path(base) / "home"))  # before the processes' server is started
+        for name, found in results.items():
+            print(f"{name} ...", file=sys.stderr, flush=True)
+            soak(name, Path(base) / name.replace(", ", "-"), -(-kills // len(chosen)), seed, found, hub)
+    return results
+
+
+def main(words=None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=1000, help="of all scenarios together (default %(default)s)")
+    parser.add_argument("--only", nargs="+", choices=SCENARIOS, help="default: all whose packages are installed")
+    parser.add_argument("--seed", type=int, default=0, help="default %(default)s")
+    parser.add_argument("--report", type=Path, help="also write the figures here, as JSON")
+    options = parser.parse_args(words)
+    results = run_all(options.kills, options.only, options.seed)
+    print("\n".join(table(results)))
+    if options.report:
+        options.report.write_text(json.dumps({name: vars(found) for name, found in results.items()}, indent=1) + "\n")
+    return any(found.findings for found in results.values())
+
+
+if __name__ == "__main__":
+    os.environ.update(warm.environment())
+    sys.exit(main())

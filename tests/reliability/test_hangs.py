@@ -1,0 +1,56 @@
+"""A rank that hangs: at whatever the other waits for, it ends within `ddp_timeout` and says for whom and what."""
+
+import time
+
+import pytest
+
+from tests.reliability.hang_job import TIMEOUT
+from tests.reliability.support import Group
+
+#: Kind of operation → what the message says that was awaited.
+AWAITED = {
+    "barrier": "a barrier",
+    "vote": "the vote of the ranks about what comes next",
+    "decision": "what rank 0 decides",
+    "scatter": "its part of what rank 0 has read",
+    "rows": "the rows of all ranks",
+    "numbers": "the numbers of all ranks",
+    "objects": "the objects of all ranks",
+    "reduction": "a reduction over all ranks",
+    "sizes": "the sizes in all ranks",
+    "metrics": "the metrics of all ranks",
+    "gradients": "gradients or weights of all ranks",
+    "shards": "gradients or weights of all ranks",
+    "evaluation": "",
+}
+#: And when rank 0 hangs, which has the store through which ranks meet. It alone decides and scatters, and a broadcast
+#: needs nobody to have received it.
+OF_RANK_0 = ("decision", "scatter", "objects", "gradients", "evaluation")
+
+
+@pytest.mark.parametrize(
+    ("kind", "victim"),
+    [(kind, 1) for kind in AWAITED if kind not in ("decision", "scatter")] + [(kind, 0) for kind in OF_RANK_0],
+)
+def test_a_rank_that_hangs(tmp_path, kind, victim):
+    group = Group(tmp_path / "out", job="hang_job", kind=kind, victim=victim)
+    waiting = group.jobs[1 - victim]
+    began = time.monotonic()
+    waiting.process.join(timeout=60)
+    took = time.monotonic() - began
+    group.jobs[victim].kill()
+    printed = waiting.output.read_text()
+    assert waiting.process.exitcode not in (None, 0), printed
+    assert f"Rank {1 - victim} has lost rank {victim} while it waited for {AWAITED[kind]}" in printed
+    assert took < TIMEOUT.seconds + 20  # of which most is the start
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_never_comes(tmp_path, victim):
+    group = Group(tmp_path / "out", job="hang_job", kind="meeting", victim=victim)
+    waiting = group.jobs[1 - victim]
+    waiting.process.join(timeout=60)
+    group.jobs[victim].kill()
+    printed = waiting.output.read_text()
+    assert waiting.process.exitcode not in (None, 0), printed
+    assert f"Rank {1 - victim} has not met the other 1 at 127.0.0.1:" in printed
