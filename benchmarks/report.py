@@ -118,7 +118,7 @@ def draw(ratios: dict[str, float]) -> None:
     figure = Figure(figsize=(9, 0.32 * len(ratios) + 1.2), layout="constrained")
     axes = figure.add_subplot()
     names, values = list(reversed(ratios)), list(reversed(ratios.values()))
-    bars = axes.barh(names, values, color=["#2a7f62" if value <= 1 else "#b5532a" for value in values])
+    bars = axes.barh(names, values, color=["#2a7f62" if round(value, 2) <= 1 else "#b5532a" for value in values])
     axes.bar_label(bars, fmt="%.2f", padding=3, fontsize=8)
     axes.axvline(1, color="black", linewidth=0.8)
     axes.set_xlabel("hftrainer / transformers.Trainer, in one run (less is better)")

@@ -81,6 +81,7 @@ def main(folder, settings):
     if kind == "meeting" and processes.rank == victim:
         stop()
     processes.connect(torch.device("cpu"), None, TIMEOUT)
+    processes.barrier()  # gloo waits forever for a rank that stops in the middle of the connecting
     if processes.rank == victim:
         stop()
     ALONE[kind](processes)

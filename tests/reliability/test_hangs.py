@@ -25,7 +25,7 @@ AWAITED = {
 }
 #: And when rank 0 hangs, which has the store through which ranks meet. It alone decides and scatters, and a broadcast
 #: needs nobody to have received it.
-OF_RANK_0 = ("decision", "scatter", "objects", "gradients", "evaluation")
+OF_RANK_0 = ("barrier", "decision", "scatter", "objects", "gradients", "evaluation")
 
 
 @pytest.mark.parametrize(
