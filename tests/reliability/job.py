@@ -124,7 +124,6 @@ def main(folder, settings):
     samples = data()
     model = make_model(options["width"], options["adapters"])
     trainer = Paused(model, args, train_dataset=samples, eval_dataset=samples, callbacks=[Reports])
-    print("processes", args.world_size, flush=True)
     print("resuming from", get_last_checkpoint(folder) if Path(folder).is_dir() else None, flush=True)
     trainer.train(resume_from_checkpoint="auto")
     weights = trainer.accelerator.get_state_dict(trainer.model)

@@ -67,6 +67,7 @@ SCENARIOS = {
     "best": Scenario({**WIDE, **BEST}),
     "best, background, one kept": Scenario({**WIDE, **BEST, **BACKGROUND, "save_total_limit": 1}),
     "adapters": Scenario({**WIDE, "adapters": True}, needs="peft"),
+    "loading processes": Scenario({**WIDE, "dataloader_num_workers": 1}),
     "uploads": Scenario({"push_to_hub": True, "hub_token": TOKEN}, uploads=True),
     "search": Scenario({"job": "search_job", "n_trials": 8}, needs="optuna", searches=True),
     "two processes": Scenario(count=2),

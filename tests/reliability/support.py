@@ -148,6 +148,7 @@ def run_forked(folder, settings, output, environment, job):
     """What the forked process does."""
     gc.freeze()  # a search collects garbage after each trial: not among all that was imported
     faulthandler.register(signal.SIGUSR2)  # says where it hangs
+    multiprocessing.set_start_method("fork", force=True)  # as in a script, for the processes of loaders
     os.environ.update(environment)
     main = importlib.import_module(f"tests.reliability.{job}").main
     with open(output, "w", buffering=1) as file:
