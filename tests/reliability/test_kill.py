@@ -24,7 +24,7 @@ def kill_somewhere(folder, moments, settings):
     by_clock = moments.random() < 0.4
     if by_clock:
         job = Forked(folder, width=WIDTH, pause=0.004, **settings)
-        job.wait_for("resuming")
+        job.wait_for(moments.choice(["resuming", "step"]))
         time.sleep(moments.choice([0.0, moments.uniform(0.0, 0.6)]))  # at once too: where the others hit, speed decides
         job.kill()
     else:
