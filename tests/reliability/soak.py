@@ -18,6 +18,7 @@ import shutil
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -163,7 +164,8 @@ class Run:
             if self.scenario.uploads:
                 self.compare_uploads(hub)
         except (AssertionError, OSError, KeyError) as error:
-            self.found.findings.append(f"{self.name}: {type(error).__name__}: {error}")
+            where = traceback.extract_tb(error.__traceback__)[-1].line
+            self.found.findings.append(f"{self.name}: {type(error).__name__}: {where}: {error}")
             print(*self.history, self.found.findings[-1], sep="\n", file=sys.stderr, flush=True)
 
     def disturb(self):
