@@ -11,15 +11,13 @@ import time
 import pytest
 import torch
 
-import hftrainer.errors
 from hftrainer import HfArgumentParser, Trainer, TrainingArguments
 from hftrainer.errors import CheckpointNotFound
 from hftrainer.hub.download import download_checkpoint
 from tests.hub_server import Commit, HubServer, Repo
-from tests.reliability.test_fuzz import SECONDS, TRIED, anything, mutate, scramble
+from tests.reliability.test_fuzz import CLEAR, SECONDS, TRIED, anything, mutate, scramble
 from tests.tiny import make_plain, plain_data
 
-CLEAR = tuple(kind for kind in vars(hftrainer.errors).values() if isinstance(kind, type))
 ARGUMENTS = {
     **{"output_dir": "out", "learning_rate": 0.1, "max_steps": 3, "logging_steps": 2, "optim": "adamw_torch"},
     **{"lr_scheduler_type": "linear", "lr_scheduler_kwargs": {}, "report_to": ["none"], "use_cpu": True, "seed": 7},

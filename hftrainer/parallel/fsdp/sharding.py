@@ -244,11 +244,11 @@ def take_from_first(model: nn.Module, device: torch.device) -> None:
     if empty and hasattr(model, "tie_weights"):
         model.tie_weights()  # type: ignore[operator]
     over_network = "nccl" in distributed.get_backend()
-    for tensor in (*model.parameters(), *model.buffers()):
-        moved = tensor.detach().to(device) if over_network else tensor.detach()
-        with Awaiting("the weights of rank 0"):
+    with Awaiting("the weights of rank 0"):
+        for tensor in (*model.parameters(), *model.buffers()):
+            moved = tensor.detach().to(device) if over_network else tensor.detach()
             distributed.broadcast(moved, 0)
-        tensor.data.copy_(moved)
+            tensor.data.copy_(moved)
 
 
 def _own_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
