@@ -306,13 +306,15 @@ class TrainingRunner(Room):
             )
 
     def _repeat_end(self, loop: TrainingLoop, folder: str | None, trial: Any) -> None:
-        """Resume from the checkpoint of a complete run: load and announce it, without training."""
+        """Resume from the checkpoint of a complete run: load, announce and upload it, without training."""
         trainer = self.trainer
         loop.load_optimizer()
         loop.begin()
         if trainer.args.should_save:
             limit, best = trainer.args.save_total_limit, trainer.state.best_model_checkpoint
             complete_rotation(str(folder), trainer._get_output_dir(trial), limit, best)
+        if trainer.args.push_to_hub and folder is not None:  # it may have ended before its last upload
+            trainer._push_from_checkpoint(folder)
 
     # ---- The end -----------------------------------------------------------------------------------------------
 

@@ -18,6 +18,8 @@ from tests.reliability.support import JOB, Group, assert_same, weights
 
 #: Nodes wait a second for more of them, and miss one after three.
 QUICKLY = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
+#: A torchrun that has been in an earlier round tells a new one nothing of the store that both would share.
+REJOIN = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -46,7 +48,7 @@ class Node:
         with open(output, "a") as file:
             self.process = subprocess.Popen(
                 [sys.executable, *launcher],
-                env={**warm.environment(), **warm.AGAIN, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"},
+                env={**warm.environment(), **warm.AGAIN, **REJOIN, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"},
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -128,6 +130,33 @@ def test_nodes_with_disks_of_their_own(tmp_path):
     for number in (1, 2):
         assert f"disk-{number}/checkpoint-7" in (tmp_path / f"node-{number}").read_text()
         assert (tmp_path / f"disk-{number}" / "checkpoint-20" / "model.safetensors").is_file()
+
+
+def test_a_node_that_comes_back(tmp_path):
+    """It is lost: the other goes on alone from the last checkpoint. It is back: both go on from where the one was."""
+    settings = {"max_steps": 60, "save_total_limit": None}
+    folder, endpoint = tmp_path / "out", port()
+    words = job(folder, pause=0.1, **settings)
+    first, second = (Node(number, endpoint, words, "1:2", tmp_path / f"node-{number}") for number in (1, 2))
+    wait_for(first.output, "processes 2.*^step 9$")
+    second.lose()
+    wait_for(first.output, "processes 1.*^step 20$")
+    second = Node(2, endpoint, words, "1:2", second.output)
+    for node in (first, second):
+        node.end()
+    begun = re.findall(r"^resuming from (.*)\nprocesses (\d)$", first.output.read_text(), re.MULTILINE)
+    assert [count for _, count in begun] == ["2", "1", "2"], begun
+    assert begun[0][0] == "None"
+    lost, back = (int(path.rpartition("-")[2]) for path, _ in begun[1:])
+    assert lost >= 7
+    assert back >= 20  # torchrun asks the one to end: it saves first
+    expected = tmp_path / "expected"
+    for count, kept in ((2, lost), (1, back), (2, 60)):  # the same, each change between two runs
+        assert not any(Group(expected, count, save_steps=1, **settings).end())
+        for path in expected.glob("checkpoint-*"):
+            if int(path.name.rpartition("-")[2]) > kept:
+                shutil.rmtree(path)
+    assert_same(weights(folder), weights(expected))
 
 
 SLURM_GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "slurm.md"

@@ -104,6 +104,10 @@ DIFFERENCES = {
     "checkpoints of trials": (
         "transformers uploads those in folders of a search below output_dir with the model; ours leaves them out."
     ),
+    "resuming a complete run with push_to_hub": (
+        "transformers uploads nothing; ours uploads the last checkpoint, for the run may have been killed before its "
+        "upload. What is in the repository already makes no commit."
+    ),
     "the output folder during push_to_hub": (
         "transformers copies the model of each save into it and uploads that, which a later save may change meanwhile; "
         "ours uploads each save from its own checkpoint, and leaves the folder to save_model and push_to_hub."

@@ -125,6 +125,7 @@ def main(folder, settings):
     model = make_model(options["width"], options["adapters"])
     trainer = Paused(model, args, train_dataset=samples, eval_dataset=samples, callbacks=[Reports])
     print("resuming from", get_last_checkpoint(folder) if Path(folder).is_dir() else None, flush=True)
+    print("processes", args.world_size, flush=True)
     trainer.train(resume_from_checkpoint="auto")
     weights = trainer.accelerator.get_state_dict(trainer.model)
     if trainer.is_world_process_zero():

@@ -692,6 +692,21 @@ def test_resume(hub, tmp_path, undisturbed, strategy):
     assert resumed.state.global_step == STEPS
 
 
+@pytest.mark.parametrize("strategy", ["every_save", "checkpoint", "all_checkpoints"])
+def test_a_run_that_ended_before_its_last_upload(hub, tmp_path, strategy):
+    """Started again it has nothing to train, and uploads what is missing, but not twice."""
+    make(tmp_path / "run", push_to_hub=False).train()  # as one that was killed with its uploads still to come
+    for _ in range(2):
+        again = make(tmp_path / "run", hub_strategy=strategy)
+        again.train(resume_from_checkpoint="auto")
+        assert again._initial_global_step == STEPS
+        files = last(hub).files
+        prefix = {"checkpoint": "last-checkpoint/", "all_checkpoints": "checkpoint-6/"}.get(strategy)
+        for path in ("model.safetensors", *([f"{prefix}optimizer.pt"] if prefix else [])):
+            assert files[path] == (tmp_path / "run" / "checkpoint-6" / path.rpartition("/")[2]).read_bytes()
+    assert len(messages(hub)) == (2 if prefix else 1)
+
+
 def test_resume_from_the_branch_of_the_run(hub, tmp_path):
     hub.repos["me/run"] = Repo()
     hub.repos["me/run"].branches["dev"] = list(hub.repos["me/run"].branches["main"])
