@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import functools
-import gc
+import importlib
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
@@ -23,6 +21,7 @@ from hftrainer.errors import RanksLost
 from hftrainer.parallel.communication import Awaiting
 from hftrainer.parallel.devices import ON_DEVICE, count_of, module_of
 from hftrainer.parallel.environment import RankInfo
+from hftrainer.parallel.process_group import cpu_group, disconnect, disconnect_at_exit
 
 T = TypeVar("T")
 #: Seconds between two messages of a busy rank 0 to the other ranks.
@@ -76,6 +75,8 @@ class Processes(RankInfo):
             module_of(device.type).set_device(device)
         if device.type == "xla":  # except for gradients, processes communicate through CPU memory
             backend = "gloo"
+        # Its functions take the group that exists at its import as default, and would keep that from being destroyed.
+        importlib.import_module("torch.distributed.nn.functional")
         chosen = backend or distributed.get_default_backend_for_device(device)
         meeting: dict[str, Any] = {"init_method": f"tcp://{self.address}:{self.port}"}
         if self.address is None:  # alone, without a launcher
@@ -95,7 +96,7 @@ class Processes(RankInfo):
     @staticmethod
     def disconnect() -> None:
         """Leave the process group, if there is one."""
-        _disconnect()
+        disconnect()
 
     def barrier(self) -> None:
         """Wait for all processes."""
@@ -119,7 +120,7 @@ class Processes(RankInfo):
         """
         numbers = torch.tensor(values)
         work: Any = distributed.all_reduce(
-            numbers, op=distributed.ReduceOp.MAX, group=_cpu_group(timeout), async_op=True
+            numbers, op=distributed.ReduceOp.MAX, group=cpu_group(timeout), async_op=True
         )
 
         def result() -> list[int]:
@@ -160,7 +161,7 @@ class Processes(RankInfo):
                 items = [(None, error)] * self.world_size
         received: list[Any] = [None]
         with Awaiting("its part of what rank 0 has read"):
-            distributed.scatter_object_list(received, items, group=_cpu_group(timeout))
+            distributed.scatter_object_list(received, items, group=cpu_group(timeout))
         item, raised = received[0]
         if raised is not None:
             raise raised
@@ -328,31 +329,6 @@ def _has_ended(job: Future[None] | None) -> bool:
     for each in ended:
         each.result()
     return bool(ended)
-
-
-@functools.cache
-def _cpu_group(timeout: timedelta) -> Any:
-    """A process group for tensors in CPU memory; None means the default group."""
-    backends = distributed.get_backend()
-    return None if "gloo" in backends else distributed.new_group(backend="gloo", timeout=timeout)
-
-
-@functools.cache
-def disconnect_at_exit() -> None:
-    """Leave the process group when Python exits, after all that is registered with `atexit` from the first call on."""
-    atexit.register(_disconnect)
-
-
-def _disconnect() -> None:
-    """Leave the group while Python still runs.
-
-    Gloo's threads free tensors late and need Python's lock for it; a process that exits during that time is aborted.
-    Destroying the group waits for these threads, but only if nothing else holds a reference to the group.
-    """
-    if distributed.is_initialized():
-        _cpu_group.cache_clear()  # another Trainer may join a new group
-        gc.collect()
-        distributed.destroy_process_group()
 
 
 #: Leaves of a nested structure; only tensors and arrays can be gathered.

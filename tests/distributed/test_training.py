@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import signal
 import time
 from collections import Counter
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from hftrainer.data.sharding import EvenBatchSampler, ShardSpec
+from tests import warm
 from tests.distributed.test_evaluation import FAILS_IN_ONE, TORCHRUN, of_both_libraries, python, torchrun
 from tests.distributed.train_sets import CASES, FLAGS, RESUMED
 from tests.reliability.support import JOB, Group, assert_same, weights
@@ -139,6 +141,32 @@ def test_refusals_and_a_failing_process(tmp_path):
         "LearningRateFinder is not supported yet in several processes",
     ):
         assert run.stdout.count(sentence) == 1
+
+
+ENDS_BUSY = """
+import torch
+from torch import distributed
+from hftrainer import Trainer, TrainingArguments
+from tests.tiny import make_plain, plain_data
+
+args = TrainingArguments("out", max_steps=1, use_cpu=True, disable_tqdm=True, save_strategy="no", report_to="none")
+trainer = Trainer(make_plain(), args, train_dataset=plain_data())
+trainer.train()
+defaults = distributed.nn.functional.all_reduce.__defaults__
+print("held by torch" if any(isinstance(each, distributed.ProcessGroup) for each in defaults) else "free")
+del trainer  # whose wrapped model holds the group
+for _ in range(200):
+    distributed.all_reduce(torch.ones(10**5), async_op=True)
+"""
+
+
+def test_a_script_that_ends_while_the_group_is_busy(tmp_path, monkeypatch):
+    """A thread of gloo that frees a tensor when Python is gone aborts the process."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "script.py").write_text(ENDS_BUSY)
+    run = python(*TORCHRUN, "script.py", **warm.COLD)  # torch's functions are imported after the Trainer
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert re.findall("held by torch|free", run.stdout) == ["free", "free"]
 
 
 # ---- Ended from outside ----------------------------------------------------------------------------------------------

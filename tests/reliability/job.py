@@ -2,7 +2,8 @@
 
 python job.py OUTPUT_DIR [SETTINGS AS JSON]
 
-It resumes if there is anything to resume from, prints a line for each step, and writes `final.pt` when it is done.
+It resumes if there is anything to resume from, prints a line for each step, and writes `final.pt` when it is done: the
+weights and the log.
 """
 
 import json
@@ -129,7 +130,7 @@ def main(folder, settings):
     trainer.train(resume_from_checkpoint="auto")
     weights = trainer.accelerator.get_state_dict(trainer.model)
     if trainer.is_world_process_zero():
-        torch.save(weights, Path(folder) / "final.pt")
+        torch.save({"weights": weights, "log": trainer.state.log_history}, Path(folder) / "final.pt")
     print("memory in MB:", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024, flush=True)
     print("done", trainer.state.global_step, flush=True)
 

@@ -159,6 +159,17 @@ def run_forked(folder, settings, output, environment, job):
 
 def weights(folder):
     """The final weights of a job."""
+    return _final(folder)["weights"]
+
+
+def log(folder):
+    """What a job has logged from its first start on, without what is measured, and without the last line."""
+    lines = [line for line in _final(folder)["log"] if "train_loss" not in line]  # which is of the last start
+    measured = ("runtime", "per_second", "flos")
+    return [{key: value for key, value in line.items() if not key.endswith(measured)} for line in lines]
+
+
+def _final(folder):
     return torch.load(Path(folder) / "final.pt", weights_only=True)
 
 

@@ -15,7 +15,7 @@ from lightning.fabric.plugins.environments.cluster_environment import ClusterEnv
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 
 from hftrainer.parallel.environment import STARTED_BY, RankInfo
-from hftrainer.parallel.processes import disconnect_at_exit
+from hftrainer.parallel.process_group import disconnect_at_exit
 from hftrainer_lightning import private_api
 
 logger = logging.getLogger(__name__)
