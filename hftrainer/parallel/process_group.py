@@ -1,25 +1,70 @@
-"""The process group of torch: its companion for CPU memory, and how it is left."""
+"""The process group of torch: how ranks meet, their group for CPU memory, and how they leave."""
 
 from __future__ import annotations
 
 import atexit
 import functools
 import gc
+import threading
 import time
+from collections.abc import Callable
+from concurrent import futures
+from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import distributed
 
+from hftrainer.errors import RanksLost
+
+T = TypeVar("T")
+#: Seconds after its timeout in which torch may say itself that ranks have not met.
+_GRACE = 5.0
 #: Seconds in which the threads of a group that is still referenced free what they have finished with.
 _LATE = 0.1
+
+
+def begun(work: Callable[[], T]) -> Future[T]:
+    """Call `work` in a daemon thread, for which Python does not wait when it is interrupted."""
+    job: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            job.set_result(work())
+        except BaseException as error:
+            job.set_exception(error)
+
+    threading.Thread(target=run, name="main-works", daemon=True).start()
+    return job
+
+
+def met(meet: Callable[[], T], timeout: timedelta, lost: str) -> T:
+    """The result of `meet`, in which ranks connect to each other.
+
+    Gloo waits without end for a rank that hangs after it has told its address, so it is left waiting in a thread.
+
+    Args:
+        meet: called once.
+        timeout: timeout of its parts.
+        lost: the message if they do not meet.
+
+    Raises:
+        RanksLost: if ranks have not met.
+    """
+    try:
+        return begun(meet).result(timeout.total_seconds() + _GRACE)
+    except (distributed.DistError, futures.TimeoutError) as error:
+        raise RanksLost(lost) from error
 
 
 @functools.cache
 def cpu_group(timeout: timedelta) -> Any:
     """A process group for tensors in CPU memory; None means the default group."""
     backends = distributed.get_backend()
-    return None if "gloo" in backends else distributed.new_group(backend="gloo", timeout=timeout)
+    if "gloo" in backends:
+        return None
+    lost = f"The ranks have not met in CPU memory within ddp_timeout={timeout.total_seconds():g} s."
+    return met(lambda: distributed.new_group(backend="gloo", timeout=timeout), timeout, lost)
 
 
 @functools.cache

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
 from concurrent.futures import Future
@@ -17,11 +17,10 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import distributed
 
-from hftrainer.errors import RanksLost
 from hftrainer.parallel.communication import Awaiting
 from hftrainer.parallel.devices import ON_DEVICE, count_of, module_of
 from hftrainer.parallel.environment import RankInfo
-from hftrainer.parallel.process_group import cpu_group, disconnect, disconnect_at_exit
+from hftrainer.parallel.process_group import begun, cpu_group, disconnect, disconnect_at_exit, met
 
 T = TypeVar("T")
 #: Seconds between two messages of a busy rank 0 to the other ranks.
@@ -81,16 +80,20 @@ class Processes(RankInfo):
         meeting: dict[str, Any] = {"init_method": f"tcp://{self.address}:{self.port}"}
         if self.address is None:  # alone, without a launcher
             meeting = {"store": distributed.HashStore()}  # type: ignore[attr-defined]
-        try:
-            distributed.init_process_group(
-                chosen, **meeting, rank=self.rank, world_size=self.world_size, timeout=timeout
-            )
-        except distributed.DistError as error:
-            raise RanksLost(
-                f"Rank {self.rank} has not met the other {self.world_size - 1} at {self.address}:{self.port} within "
-                f"ddp_timeout={timeout.total_seconds():g} s: see their own messages, and check that each process was "
-                "started and reaches that address."
-            ) from error
+        lost = (
+            f"Rank {self.rank} has not met the other {self.world_size - 1} at {self.address}:{self.port} within "
+            f"ddp_timeout={timeout.total_seconds():g} s: see their own messages, and check that each process was "
+            "started and reaches that address."
+        )
+        join = functools.partial(
+            distributed.init_process_group,
+            chosen,
+            **meeting,
+            rank=self.rank,
+            world_size=self.world_size,
+            timeout=timeout,
+        )
+        met(join, timeout, lost)
         disconnect_at_exit()
 
     @staticmethod
@@ -291,7 +294,7 @@ class Processes(RankInfo):
         if not self.several:
             work()
             return
-        job = _begun(work) if self.rank == 0 else None
+        job = begun(work) if self.rank == 0 else None
         while not self.from_main(lambda: _has_ended(job)):
             pass
 
@@ -305,21 +308,6 @@ class Processes(RankInfo):
         finally:
             if first:
                 self.barrier()
-
-
-def _begun(work: Callable[[], None]) -> Future[None]:
-    """Call `work` in a daemon thread, for which Python does not wait when it is interrupted."""
-    job: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            work()
-            job.set_result(None)
-        except BaseException as error:
-            job.set_exception(error)
-
-    threading.Thread(target=run, name="main-works", daemon=True).start()
-    return job
 
 
 def _has_ended(job: Future[None] | None) -> bool:

@@ -33,6 +33,7 @@ OF_OTHERS = {
         "_hf_deepspeed_config_weak_ref": "transformers, whose models look there for DeepSpeed"
     },
     "hftrainer.parallel.deepspeed.run": {
+        "_copy_recovery_script": "DeepSpeed",
         "_last_lr": "torch's schedules",
         "_zero3_consolidated_16bit_state_dict": "DeepSpeed",
     },

@@ -2,9 +2,11 @@
 
 import os
 import signal
+import threading
 from datetime import timedelta
 
 import torch
+from torch.distributed import distributed_c10d
 
 from hftrainer import Trainer, TrainerCallback, TrainingArguments
 from hftrainer.parallel.environment import find_rank_info
@@ -17,6 +19,17 @@ TIMEOUT = timedelta(seconds=2)
 def stop():
     """Like a machine that hangs: the process is there, and does not answer."""
     os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def stop_while_connecting(seconds):
+    """Stop so long after the ranks have met at the store, and begin to connect to each other."""
+    make = distributed_c10d._new_process_group_helper
+
+    def stopping(*args, **kwargs):
+        threading.Timer(seconds, stop).start()
+        return make(*args, **kwargs)
+
+    distributed_c10d._new_process_group_helper = stopping
 
 
 class Stops(TrainerCallback):
@@ -80,8 +93,10 @@ def main(folder, settings):
     processes = Processes.at(find_rank_info({}, lambda: 0))
     if kind == "meeting" and processes.rank == victim:
         stop()
+    if kind == "connecting" and processes.rank == victim:
+        stop_while_connecting(settings["after"])
     processes.connect(torch.device("cpu"), None, TIMEOUT)
-    processes.barrier()  # gloo waits forever for a rank that stops in the middle of the connecting
+    processes.barrier()  # each is connected to the others
     if processes.rank == victim:
         stop()
     ALONE[kind](processes)

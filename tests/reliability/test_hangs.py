@@ -1,9 +1,13 @@
 """A rank that hangs: at whatever the other waits for, it ends within `ddp_timeout` and says for whom and what."""
 
+import threading
 import time
+from datetime import timedelta
 
 import pytest
 
+from hftrainer.errors import RanksLost
+from hftrainer.parallel import process_group
 from tests.reliability.hang_job import TIMEOUT
 from tests.reliability.support import Group
 
@@ -54,3 +58,25 @@ def test_a_rank_that_never_comes(tmp_path, victim):
     printed = waiting.output.read_text()
     assert waiting.process.exitcode not in (None, 0), printed
     assert f"Rank {1 - victim} has not met the other 1 at 127.0.0.1:" in printed
+
+
+def test_a_rank_that_hangs_while_ranks_connect(tmp_path):
+    """At any of the milliseconds that it takes, in some of which gloo itself waits without end."""
+    after = [0.001 * number for number in range(6)]
+    groups = [Group(tmp_path / f"{each}", job="hang_job", kind="connecting", victim=1, after=each) for each in after]
+    for group in groups:
+        waiting = group.jobs[0]
+        waiting.process.join(timeout=60)
+        group.jobs[1].kill()
+        assert waiting.process.exitcode not in (None, 0), waiting.output.read_text()
+    printed = [group.jobs[0].output.read_text() for group in groups]
+    assert all("Rank 0 has not met the other" in text or "Rank 0 has lost rank 1" in text for text in printed), printed
+
+
+def test_a_meeting_that_does_not_end(monkeypatch):
+    monkeypatch.setattr(process_group, "_GRACE", 0.1)
+    with pytest.raises(RanksLost, match="have not met"):
+        process_group.met(threading.Event().wait, timedelta(seconds=0.1), "The ranks have not met.")
+    with pytest.raises(ZeroDivisionError):
+        process_group.met(lambda: 1 / 0, timedelta(seconds=10), "The ranks have not met.")
+    assert process_group.met(lambda: 1, timedelta(seconds=10), "The ranks have not met.") == 1

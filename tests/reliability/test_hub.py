@@ -400,14 +400,14 @@ def test_a_trainer_on_its_way_to_another_process(hub, tmp_path, monkeypatch):
 
 def test_a_timeout_of_the_work_itself():
     """A TimeoutError of the work that others wait for is an error, and does not mean "not finished yet"."""
-    from hftrainer.parallel import processes
+    from hftrainer.parallel import process_group, processes
 
     def times_out():
         raise TimeoutError("of the work")
 
     with pytest.raises(TimeoutError, match="of the work"):
-        processes._has_ended(processes._begun(times_out))
-    assert processes._has_ended(processes._begun(lambda: None))
+        processes._has_ended(process_group.begun(times_out))
+    assert processes._has_ended(process_group.begun(lambda: None))
 
 
 def test_progress_bars_stay_off_until_the_last_upload_has_ended():

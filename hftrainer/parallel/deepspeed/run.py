@@ -98,7 +98,8 @@ class DeepSpeedRun:
         )
         self._trains = True
         _configure_activation_checkpointing(config)
-        self.engine.checkpoint_engine = _DeferredErrors(self.engine.checkpoint_engine)
+        self.engine.checkpoint_engine = writer = _DeferredErrors(self.engine.checkpoint_engine)
+        self.engine._copy_recovery_script = writer.deferring(self.engine._copy_recovery_script)
         return EngineOptimizer(self.engine.optimizer), None if scheduler is None else SteppedByEngine(scheduler)
 
     def initialize_inference(self, model: torch.nn.Module) -> Any:
@@ -182,7 +183,10 @@ class DeepSpeedRun:
                 constants.UNIVERSAL_CHECKPOINT_INFO: universal
             },  # needed to convert it to a universal checkpoint
             exclude_frozen_parameters=hasattr(self.engine.module, "peft_config"),
+            save_latest=False,  # rank 0 would write it, and leave the others waiting if it could not
         )
+        if processes.rank == 0:
+            writer.deferring(_write_latest)(folder, f"global_step{self.engine.global_steps}")
         errors = [error for error in processes.gather_objects([writer.take_error()]) if error is not None]
         if errors:
             raise errors[0]
@@ -230,6 +234,12 @@ def _why_unreadable(folder: str, universal: bool) -> str:
         f"{folder} was not written by DeepSpeed: load its weights into the model with from_pretrained, and train "
         "without resume_from_checkpoint, or resume without deepspeed."
     )
+
+
+def _write_latest(folder: str, tag: str) -> None:
+    """Name the newest states of a checkpoint, as DeepSpeed does."""
+    with open(os.path.join(folder, "latest"), "w", encoding="utf-8") as file:
+        file.write(tag)
 
 
 def _tag(folder: str) -> str:
@@ -353,13 +363,18 @@ class _DeferredErrors:
     def __init__(self, writer: Any) -> None:
         self._writer = writer
         self._error: OSError | RuntimeError | None = None
+        self.save, self.makedirs = self.deferring(writer.save), self.deferring(writer.makedirs)
 
-    def save(self, state_dict: Any, path: str) -> None:
-        """Write a file, or keep the error."""
-        try:
-            self._writer.save(state_dict, path)
-        except (OSError, RuntimeError) as error:  # torch's own writer raises the latter when a disk is full
-            self._error = self._error or error
+    def deferring(self, write: Callable[..., Any]) -> Callable[..., None]:
+        """The function, but a storage error is kept."""
+
+        def call(*args: Any, **kwargs: Any) -> None:
+            try:
+                write(*args, **kwargs)
+            except (OSError, RuntimeError) as error:  # torch's own writer raises the latter when a disk is full
+                self._error = self._error or error
+
+        return call
 
     def take_error(self) -> OSError | RuntimeError | None:
         """The first error since the last call."""
