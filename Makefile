@@ -13,6 +13,8 @@ PIP := $(call pip,$(VENV)) -c constraints.txt
 # Tests write thousands of checkpoints, each waited for: in memory, where there are 4 GB of it for files.
 IN_MEMORY := $(shell test "$$(df --output=avail /dev/shm 2>/dev/null | tail -1)" -gt 4000000 2>/dev/null && echo TMPDIR=/dev/shm)
 RUN := $(IN_MEMORY) HF_HUB_OFFLINE=1 $(VENV)/bin/python
+# Its environment is its own, and so is the folder of what it compiles: a build that was interrupted blocks the next.
+DEEPSPEED = DS_ACCELERATOR=cpu TORCH_EXTENSIONS_DIR=$(CURDIR)/$(VENV)-deepspeed/extensions PATH=$(CURDIR)/$(VENV)-deepspeed/bin:$$PATH
 LAYERS := PYTHONPATH=.:adapters $(VENV)/bin/lint-imports --no-logo
 # Workers take whole files, in the order of tests/conftest.py: the longest first. The slow tests wait for processes, and
 # so there is a third worker for them.
@@ -83,7 +85,7 @@ fuzz: $(VENV)/.dev  ## resume from checkpoints with made-up contents, 1,000 for 
 # SOAK=100 for fewer. Full and read-only disks need the right to mount.
 soak: $(VENV)/.dev $(VENV)-deepspeed/.ready  ## runs killed, stopped, starved and damaged at random, 1,000 times: half an hour
 	@$(RUN) -m tests.reliability.soak --kills $${SOAK:-1000}
-	@DS_ACCELERATOR=cpu $(IN_MEMORY) $(VENV)-deepspeed/bin/python -m tests.reliability.soak --kills $$(($${SOAK:-1000} / 20)) --only deepspeed
+	@$(DEEPSPEED) $(IN_MEMORY) $(VENV)-deepspeed/bin/python -m tests.reliability.soak --kills $$(($${SOAK:-1000} / 20)) --only deepspeed
 
 test-install: $(VENV)/.dev  ## an environment with only what pyproject.toml declares, without transformers; the extras for TPUs
 	@$(RUN) -m pytest -q tests/install
@@ -163,10 +165,8 @@ $(VENV)-%/.ready: tests/versions/%.txt
 	@$(call pip,$(VENV)-$*) -r $<
 	@touch $@
 
-# Its environment is its own, and so is the folder of what it compiles: a build that was interrupted blocks the next.
 test-deepspeed: $(VENV)-deepspeed/.ready  ## DeepSpeed: two processes on the CPU, against transformers
-	@DS_ACCELERATOR=cpu TORCH_EXTENSIONS_DIR=$(CURDIR)/$(VENV)-deepspeed/extensions PATH=$(CURDIR)/$(VENV)-deepspeed/bin:$$PATH \
-		HF_HUB_OFFLINE=1 $(VENV)-deepspeed/bin/python -m pytest tests/with_deepspeed
+	@$(DEEPSPEED) HF_HUB_OFFLINE=1 $(VENV)-deepspeed/bin/python -m pytest tests/with_deepspeed
 
 # torch first, as above; DeepSpeed compiles nothing while it is installed, and looks at the torch that is there.
 $(VENV)-deepspeed/.ready: pyproject.toml constraints.txt | $(VENV)-deepspeed/bin/python
