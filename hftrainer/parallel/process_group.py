@@ -34,7 +34,7 @@ def begun(work: Callable[[], T]) -> Future[T]:
         except BaseException as error:
             job.set_exception(error)
 
-    threading.Thread(target=run, name="main-works", daemon=True).start()
+    threading.Thread(target=run, name="awaited-work", daemon=True).start()
     return job
 
 

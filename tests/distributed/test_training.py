@@ -16,7 +16,7 @@ from hftrainer.data.sharding import EvenBatchSampler, ShardSpec
 from tests import warm
 from tests.distributed.test_evaluation import FAILS_IN_ONE, TORCHRUN, of_both_libraries, python, torchrun
 from tests.distributed.train_sets import CASES, FLAGS, RESUMED
-from tests.reliability.support import JOB, Group, assert_same, weights
+from tests.reliability.support import JOB, SHARDED, Group, assert_same, weights
 
 RANKS = ("0", "1")
 
@@ -240,9 +240,6 @@ def test_one_process_killed_at_random(tmp_path, undisturbed):
     print(dict(where))
     assert where["training"]
     assert where["saving"]
-
-
-SHARDED = {"fsdp": True, "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}
 
 
 def test_one_process_of_a_sharded_run_killed_at_random(tmp_path):

@@ -26,12 +26,11 @@ from pathlib import Path
 from tests import warm
 from tests.hub_server import HubServer
 from tests.reliability import faults
-from tests.reliability.support import Group, assert_same, log, names, weights
+from tests.reliability.support import SHARDED, Group, assert_same, log, names, weights
 from tests.reliability.test_search_kill import check
 
 TOKEN = "hf_ofTheSoak"
 BACKGROUND = {"lightning_config": {"async_checkpoint": True}}
-SHARDED = {"fsdp": True, "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}
 #: What the errors of a full or read-only disk say; the last one is torch's, of a file that the job itself saves.
 FULL = ("No space left", "Read-only file system", "iostream error")
 #: A run is disturbed at most so often: it should end, too.
