@@ -79,8 +79,9 @@ durations: $(VENV)/.dev  ## measure every test: which are slow, and the table of
 	@$(RUN) -m pytest -q $(TWO) --junitxml=$(VENV)/durations.xml
 	@$(RUN) -m tests.durations $(VENV)/durations.xml
 
-fuzz: $(VENV)/.dev  ## resume from checkpoints with made-up contents, 1,000 for each file and way; minutes
-	@FUZZ=$${FUZZ:-1000} $(RUN) -m pytest -q $(TWO) tests/reliability/test_fuzz.py tests/reliability/test_fuzz_settings.py
+fuzz: $(VENV)/.dev $(VENV)-deepspeed/.ready  ## read checkpoints and settings with made-up contents, 1,000 for each file and way; minutes
+	@FUZZ=$${FUZZ:-1000} $(RUN) -m pytest -q $(TWO) tests/reliability/test_fuzz.py tests/reliability/test_fuzz_parts.py tests/reliability/test_fuzz_settings.py
+	@FUZZ=$${FUZZ:-1000} $(DEEPSPEED) $(IN_MEMORY) $(VENV)-deepspeed/bin/python -m pytest -q tests/with_deepspeed/test_untrusted.py
 
 # SOAK=100 for fewer. Full and read-only disks need the right to mount.
 soak: $(VENV)/.dev $(VENV)-deepspeed/.ready  ## runs killed, stopped, starved and damaged at random, 1,000 times: half an hour

@@ -41,6 +41,7 @@ TABLES = {
     "optimizers and schedules": "tests.parity.optimizer_table",
     "Lightning callbacks": "tests.conformance.callback_table",
     "comparisons with transformers": "tests.peers",
+    "made-up inputs": "tests.reliability.fuzz",
 }
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import distributed, nn
 
 from hftrainer.checkpointing import names
+from hftrainer.compat.reading import data_only, fitting
 from hftrainer.parallel.communication import Awaiting
 
 #: State in a checkpoint of parts → its folder.
@@ -179,27 +180,33 @@ def load_optimizer_parts(model: nn.Module, optimizer: torch.optim.Optimizer, fol
 
 def _loaded(kind: str, state: dict[str, Any], folder: str) -> dict[str, Any]:
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    with _plain_errors():
-        reader = FileSystemReader(os.path.join(folder, PARTS[kind]))
-        # Parameters that were never stepped have no state, so none was written.
-        planner = DefaultLoadPlanner(allow_partial_load=kind == "optimizer")
-        load({kind: state}, storage_reader=reader, planner=planner)
+    from hftrainer.checkpointing.parts_reader import PartsReader
+
+    path = os.path.join(folder, PARTS[kind])
+    # Parameters that were never stepped have no state, so none was written.
+    planner = DefaultLoadPlanner(allow_partial_load=kind == "optimizer")
+    with data_only(path), _plain_errors(fitting(path)):
+        load({kind: state}, storage_reader=PartsReader(path), planner=planner)
     return state
 
 
 @contextlib.contextmanager
-def _plain_errors() -> Iterator[None]:
-    """Raise the first error of a process; torch wraps it in an exception that `except Exception` does not catch."""
+def _plain_errors(within: contextlib.AbstractContextManager[None] | None = None) -> Iterator[None]:
+    """Raise the first error of a process; torch wraps it in an exception that `except Exception` does not catch.
+
+    Args:
+        within: where to raise it; errors of the communication are not torch's to wrap, and are raised as they are.
+    """
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
         yield
     except CheckpointException as error:
         first, _ = next(iter(error.failures.values()))
-        raise first from error
+        with within or contextlib.nullcontext():
+            raise first from error
 
 
 # ---- Optimizer states of models that are not sharded ----------------------------------------------------------------

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import io
+import os
+import pickle
 import re
 import reprlib
 import types
 import typing
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import safetensors.torch
@@ -16,6 +19,8 @@ import torch
 
 from hftrainer.errors import DamagedCheckpoint, UnsafeCheckpoint
 
+#: Variables that torch reads whenever it loads a file: as if `weights_only` were True, or False.
+_ALWAYS, _NEVER = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 #: The class or function that torch refuses, in its message.
 _REFUSED = re.compile(r"GLOBAL ([\w.]+)")
 
@@ -36,12 +41,80 @@ def read_torch(path: str, *, mmap: bool = False) -> Any:
     except (OSError, MemoryError):
         raise
     except Exception as error:
-        if refused := _REFUSED.search(str(error)):
-            raise UnsafeCheckpoint(
-                f"{path} holds a pickled {refused[1]}, which is not read, since unpickling can run any code. If you "
-                "trust the file's author, import that class and call torch.serialization.add_safe_globals([it]) first."
-            ) from error
-        raise _damaged(path) from error
+        raise _unreadable(path, error) from error
+
+
+@contextlib.contextmanager
+def data_only(path: str, allowed: Iterable[type] = ()) -> Iterator[None]:
+    """Let a library that calls `torch.load` itself read tensors and plain values only, whatever it asks for.
+
+    Args:
+        path: the checkpoint, for the message.
+        allowed: classes of which the library writes objects.
+
+    Raises:
+        UnsafeCheckpoint, DamagedCheckpoint: as `read_torch`.
+    """
+    before = {name: os.environ.pop(name, None) for name in (_ALWAYS, _NEVER)}
+    os.environ[_ALWAYS] = "1"
+    try:
+        with torch.serialization.safe_globals(list(allowed)):
+            yield
+    except UnsafeCheckpoint:
+        raise
+    except pickle.UnpicklingError as error:
+        raise _unreadable(path, error) from error
+    finally:
+        del os.environ[_ALWAYS]
+        os.environ.update({name: value for name, value in before.items() if value is not None})
+
+
+def read_pickle(path: str, allowed: Iterable[str]) -> Any:
+    """Load a file of pickle itself, which torch cannot read.
+
+    Args:
+        path: the file.
+        allowed: full names of the classes and functions that it may hold, beside torch's dtypes and what
+            `torch.serialization.add_safe_globals` allows.
+
+    Raises:
+        UnsafeCheckpoint, DamagedCheckpoint: as `read_torch`.
+    """
+    with open(path, "rb") as file:
+        content = io.BytesIO(file.read())
+    try:
+        return _Unpickler(content, frozenset(allowed)).load()
+    except Exception as error:
+        raise _unreadable(path, error) from error
+
+
+class _Unpickler(pickle._Unpickler):
+    """An unpickler that refuses what is not allowed, in torch's words.
+
+    It is the one in Python: the one in C allocates a table as long as any number in the file says.
+    """
+
+    def __init__(self, file: Any, allowed: frozenset[str]) -> None:
+        super().__init__(file)
+        self._allowed = allowed
+
+    def find_class(self, module: str, name: str) -> Any:
+        full = f"{module}.{name}"
+        if full in self._allowed or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            return super().find_class(module, name)
+        for given in torch.serialization.get_safe_globals():
+            if not isinstance(given, tuple) and f"{given.__module__}.{given.__qualname__}" == full:
+                return given
+        raise pickle.UnpicklingError(f"GLOBAL {full} is not allowed")
+
+
+def _unreadable(path: str, error: Exception) -> UnsafeCheckpoint | DamagedCheckpoint:
+    if (refused := _REFUSED.search(str(error))) is None:
+        return DamagedCheckpoint(f"{path} is damaged: delete its folder and resume from an older checkpoint.")
+    return UnsafeCheckpoint(
+        f"{path} holds a pickled {refused[1]}, which is not read, since unpickling can run any code. If you trust the "
+        "file's author, import that class and call torch.serialization.add_safe_globals([it]) first."
+    )
 
 
 def read_weights(path: str) -> dict[str, torch.Tensor]:
@@ -55,7 +128,7 @@ def read_weights(path: str) -> dict[str, torch.Tensor]:
     try:
         return safetensors.torch.load_file(path, device="cpu")
     except safetensors.SafetensorError as error:
-        raise _damaged(path) from error
+        raise _unreadable(path, error) from error
 
 
 @contextlib.contextmanager
@@ -63,17 +136,28 @@ def fitting(path: str) -> Iterator[None]:
     """Name the file if what was read from it does not fit where it is put.
 
     Raises:
-        DamagedCheckpoint: for any error that is not about the system, nor clear already.
+        DamagedCheckpoint: for any error that is not about the system or unpickling, nor clear already.
     """
     try:
         yield
-    except (OSError, MemoryError, DamagedCheckpoint, UnsafeCheckpoint):
+    except (OSError, MemoryError, DamagedCheckpoint, pickle.UnpicklingError):
         raise
     except Exception as error:
         raise DamagedCheckpoint(
             f"{path} does not hold what a checkpoint of this run holds ({type(error).__name__}: {error}): resume from "
             "another checkpoint."
         ) from error
+
+
+def plain_name(name: str) -> str:
+    """The name, which is that of something in a folder itself.
+
+    Raises:
+        ValueError: if it leads to another folder.
+    """
+    if name in ("", ".", "..") or not {"/", "\\", "\0"}.isdisjoint(name):
+        raise ValueError(f"{name!r} is not in this folder")
+    return name
 
 
 def check_fields(values: Mapping[str, Any], kind: type) -> None:
@@ -98,7 +182,3 @@ def _is_of(value: Any, hint: Any) -> bool:
     if hint is float or hint is int:  # a bool is an int, and an int will do for a float
         return not isinstance(value, bool) and isinstance(value, (int, float) if hint is float else int)
     return isinstance(value, origin or hint)
-
-
-def _damaged(path: str) -> DamagedCheckpoint:
-    return DamagedCheckpoint(f"{path} is damaged: delete its folder and resume from an older checkpoint.")

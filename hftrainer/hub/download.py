@@ -60,7 +60,8 @@ def download_checkpoint(
 
 def _parse(reference: str) -> re.Match[str]:
     match = _REFERENCE.fullmatch(reference)
-    if match is None or ".." in (match["folder"] or "").split("/"):  # which would lead out of the cache
+    parts = re.split(r"[/\\]", match["folder"] or "whole") if match else [""]
+    if match is None or not {"", ".", ".."}.isdisjoint(parts):  # which would lead out of the cache
         raise CheckpointNotFound(
             f"resume_from_checkpoint={reference!r}: give 'hub:owner/name', 'hub:owner/name/checkpoint-500' or "
             "'hub:owner/name@revision'."

@@ -22,6 +22,8 @@ _MPI = (
 #: Names of SLURM jobs that are shells, in which scripts are started by hand.
 _INTERACTIVE = ("bash", "interactive")
 _PORT = 29500
+#: More are a slip of the pen, and would leave no memory to anybody. GPUs are counted instead.
+_PROCESSES_PER_CORE = 8
 
 
 class WrongEnvironment(ValueError):
@@ -347,6 +349,12 @@ def check_rank_info(rank_info: RankInfo, config: Mapping[str, Any], gpus: int | 
         found.append(
             f"{rank_info.local_world_size} processes on this node need one GPU each, but there are {gpus}: start at "
             "most as many processes, or set use_cpu=True."
+        )
+    most = _PROCESSES_PER_CORE * (os.cpu_count() or 1)
+    if gpus is None and not rank_info.started and rank_info.local_world_size > most:
+        found.append(
+            f"lightning_config['devices']={config['devices']!r} asks for as many processes, and this machine has "
+            f"{os.cpu_count()} cores: give at most {most}."
         )
     devices, nodes = _as_count(config.get("devices")), _as_count(config.get("num_nodes"))
     if not rank_info.started or (rank_info.launcher == "lightning" and rank_info.world_size == 1):

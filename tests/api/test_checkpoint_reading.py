@@ -1,7 +1,6 @@
 """Nothing in a checkpoint is run by reading it, and what cannot be read is named."""
 
 import json
-import os
 
 import pytest
 import torch
@@ -10,19 +9,10 @@ from hftrainer import Trainer, TrainingArguments
 from hftrainer.checkpointing.names import MANIFEST_NAME
 from hftrainer.compat.reading import read_torch, read_weights
 from hftrainer.errors import DamagedCheckpoint, UnsafeCheckpoint
+from tests.reliability.fuzz import Mischief
 from tests.tiny import language_data, make_peft, make_plain, plain_data
 
 lightning = pytest.importorskip("lightning.pytorch")
-
-
-class Mischief:
-    """Leaves a file behind when it is unpickled."""
-
-    def __init__(self, trace):
-        self.trace = trace
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.trace),)
 
 
 class KeepsState(lightning.Callback):

@@ -329,6 +329,7 @@ WRONG = {
         r"\['num_nodes'\]=2 needs a launcher on each node: use torchrun",
     ),
     "no devices": ({}, {"devices": 0}, r"\['devices'\]=0: it must be a number from 1, -1 or 'auto'"),
+    "devices without cores": ({}, {"devices": 10**12}, r"\['devices'\]=10+ asks for as many .* give at most \d+\."),
     "devices by name": ({}, {"devices": [0, 2]}, "give their number, and select them with CUDA_VISIBLE_DEVICES"),
     "no nodes": ({}, {"num_nodes": 0}, r"\['num_nodes'\]=0: it must be a number from 1"),
     "launcher": ({}, {"environment": "slrum"}, r"\['environment'\]='slrum': it must be 'torchrun' or 'slurm' or"),

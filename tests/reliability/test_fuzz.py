@@ -1,39 +1,21 @@
-"""Checkpoints with contents that somebody made up: a clear error or a run that resumes; no code of theirs is run.
+"""Checkpoints with contents that somebody made up: a clear error or a run that resumes; no code of theirs is run."""
 
-`make fuzz` tries many more (`FUZZ=1000`); a failure prints the seed of its case.
-"""
-
-import copy
 import json
 import os
-import random
 import shutil
 import struct
-import time
 
 import numpy as np
 import pytest
 import torch
 
-import hftrainer.errors
 from hftrainer import Trainer, TrainingArguments
 from hftrainer.checkpointing.manifest import _crc32_of_list
 from hftrainer.checkpointing.names import MANIFEST_NAME
+from tests.reliability import fuzz
 from tests.tiny import make_plain, plain_data
 
-TRIED = int(os.environ.get("FUZZ", "12"))
-#: Errors that say what is wrong with a file or an argument.
-CLEAR = tuple(kind for kind in vars(hftrainer.errors).values() if isinstance(kind, type))
-SECONDS = 20
 lightning = pytest.importorskip("lightning.pytorch")
-
-
-class Mischief:
-    def __init__(self, trace):
-        self.trace = trace
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.trace),)
 
 
 class KeepsState(lightning.Callback):
@@ -57,62 +39,15 @@ def source(tmp_path_factory):
     return folder / "checkpoint-3"
 
 
-def anything(rng):
-    """A value that a writer of JSON or of torch.save might have put there."""
-    return rng.choice(
-        [
-            *(None, True, -1, 0, 10**12, -(10**30), 2.5, float("nan"), float("inf"), "", "x" * 300, "../../outside"),
-            *([], {}, [1, "2", None], {"a": {"b": []}}, [[[[]]]], {"0": 1}),
-        ]
-    )
-
-
-def tensors(rng):
-    return rng.choice(
-        [torch.zeros(0), torch.zeros(3, 5), torch.full((2,), float("nan")), torch.tensor(7), anything(rng)]
-    )
-
-
-def mutate(value, rng, make):
-    """A copy in which one part, anywhere, is another value, gone, or there under another name."""
-    if isinstance(value, (dict, list)) and value and rng.random() < 0.85:
-        value = copy.copy(value)
-        key = rng.choice(list(value) if isinstance(value, dict) else range(len(value)))
-        how = rng.random()
-        if how < 0.15:
-            del value[key]
-        elif how < 0.25 and isinstance(value, dict):
-            value[rng.choice(["more", 7, "../x"])] = make(rng)
-        else:
-            value[key] = mutate(value[key], rng, make)
-        return value
-    return make(rng)
-
-
-def scramble(path, rng):
-    """Other bytes: flipped, cut, or in between."""
-    data = bytearray(path.read_bytes())
-    how = rng.random()
-    if how < 0.3:
-        del data[rng.randrange(len(data)) :]
-    elif how < 0.8:
-        for _ in range(rng.choice([1, 8, 200])):
-            data[rng.randrange(len(data))] = rng.randrange(256)
-    else:
-        place = rng.randrange(len(data))
-        data[place:place] = rng.randbytes(rng.choice([1, 64]))
-    path.write_bytes(bytes(data))
-
-
 def change_json(path, rng, trace):
-    path.write_text(json.dumps(mutate(json.loads(path.read_text()), rng, anything)))
+    path.write_text(json.dumps(fuzz.mutate(json.loads(path.read_text()), rng)))
 
 
 def change_torch(path, rng, trace):
     held = torch.load(path, weights_only=False)
-    changed = mutate(held, rng, tensors)
+    changed = fuzz.mutate(held, rng, fuzz.tensors)
     if rng.random() < 0.1:
-        changed = {"all": changed, "more": Mischief(trace)}
+        changed = {"all": changed, "more": fuzz.Mischief(trace)}
     torch.save(changed, path)
 
 
@@ -123,7 +58,7 @@ def change_header(path, rng, trace):
     if rng.random() < 0.3:
         path.write_bytes(struct.pack("<Q", rng.choice([0, 7, 2**40, 2**63])) + data[8:])
         return
-    header = json.dumps(mutate(json.loads(data[8 : 8 + length]), rng, anything)).encode()
+    header = json.dumps(fuzz.mutate(json.loads(data[8 : 8 + length]), rng)).encode()
     path.write_bytes(struct.pack("<Q", len(header)) + header + data[8 + length :])
 
 
@@ -147,7 +82,7 @@ def test_no_way_out_of_the_folder_by_an_index(source, tmp_path, shard):
     (folder / MANIFEST_NAME).unlink()
     (folder / "model.safetensors").rename(tmp_path / "run" / "outside.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": shard}}))
-    with pytest.raises(CLEAR, match=r"model\.safetensors\.index\.json"):
+    with pytest.raises(fuzz.CLEAR, match=r"model\.safetensors\.index\.json"):
         make_trainer(tmp_path / "run").train(resume_from_checkpoint=str(folder))
 
 
@@ -157,7 +92,7 @@ def test_no_way_out_of_the_folder_by_a_manifest(source, tmp_path, name):
     shutil.copytree(source, folder)
     files = {name: {"size": 1, "crc32": 1}}
     (folder / MANIFEST_NAME).write_text(json.dumps({"files": files, "crc32": _crc32_of_list(files)}))
-    with pytest.raises(CLEAR, match=rf"{MANIFEST_NAME} cannot be read"):
+    with pytest.raises(fuzz.CLEAR, match=rf"{MANIFEST_NAME} cannot be read"):
         make_trainer(tmp_path / "run").train(resume_from_checkpoint=str(folder))
 
 
@@ -172,28 +107,17 @@ def memory() -> int:
 def test_made_up_contents(source, tmp_path, name, way, monkeypatch):
     monkeypatch.chdir(tmp_path)
     trace, before = tmp_path / "trace", memory()
-    outcomes = {"resumed": 0, "refused": 0}
-    first = int(os.environ.get("FUZZ_FIRST", "0"))
-    for seed in range(first, first + TRIED):
-        rng = random.Random(f"{name} {way} {seed}")
+    kind = f"{name}: {way}"
+    for seed, rng in fuzz.seeds(kind):
         shutil.rmtree(tmp_path / "run", ignore_errors=True)
         folder = tmp_path / "run" / "checkpoint-3"
         shutil.copytree(source, folder)
         if name != MANIFEST_NAME:
             (folder / MANIFEST_NAME).unlink()  # somebody who means harm would mend it
-        KINDS[name](folder / name, rng, trace) if way == "values" else scramble(folder / name, rng)
-        start = time.monotonic()
-        try:
-            trainer = make_trainer(tmp_path / "run")
-            trainer.train(resume_from_checkpoint=str(folder))
-            outcomes["resumed"] += 1
-        except CLEAR:
-            outcomes["refused"] += 1
-        except Exception as error:
-            pytest.fail(f"{name} {way} {seed}: {type(error).__name__}: {error}")
-        assert time.monotonic() - start < SECONDS, seed
+        KINDS[name](folder / name, rng, trace) if way == "values" else fuzz.scramble(folder / name, rng)
+        with fuzz.clear(kind, seed):
+            make_trainer(tmp_path / "run").train(resume_from_checkpoint=str(folder))
         assert not trace.exists(), f"{seed}: code of the checkpoint was run"
         assert sorted(path.name for path in tmp_path.iterdir()) == ["run"], seed
     assert memory() - before < 500 * 2**20
-    assert sum(outcomes.values()) == TRIED
     np.random.seed(0)  # what the checkpoints have set

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from hftrainer.errors import WrongConfig
+from hftrainer.compat.reading import data_only, fitting, plain_name
+from hftrainer.errors import DamagedCheckpoint, UnsafeCheckpoint, WrongConfig
 from hftrainer.parallel.plan import LightningPlan
 from hftrainer.parallel.processes import Processes
 
@@ -196,21 +197,27 @@ class DeepSpeedRun:
 
         Raises:
             WrongConfig: if the folder has no states, or those of another number of processes.
+            DamagedCheckpoint: if the name of their folder leads elsewhere.
+            UnsafeCheckpoint: if it holds objects of other classes than DeepSpeed's own.
         """
         universal = self.config.is_true("checkpoint.load_universal")
         if not has_states(folder, universal=universal):
             raise WrongConfig(_why_unreadable(folder, universal))
-        written = len(glob.glob(os.path.join(folder, _tag(folder), "*zero_pp_rank_*_optim_states.pt")))
+        tag = _tag(folder, universal=universal)
+        written = len(glob.glob(os.path.join(folder, tag, "*zero_pp_rank_*_optim_states.pt")))
         if not universal and written not in (0, torch.distributed.get_world_size()):
             raise WrongConfig(
                 f"{folder} holds the parts of {written} processes, but there are {torch.distributed.get_world_size()}. "
                 "Make it a universal checkpoint with python -m deepspeed.checkpoint.ds_to_universal --input_folder "
-                f"{os.path.join(folder, _tag(folder))} --output_folder {os.path.join(folder, 'universal')}, and set "
+                f"{os.path.join(folder, tag)} --output_folder {os.path.join(folder, 'universal')}, and set "
                 "'checkpoint': {'load_universal': true} in the configuration."
             )
         try:
-            loaded, _ = self.engine.load_checkpoint(folder, load_module_strict=strict)
-        except (AssertionError, KeyError, RuntimeError) as error:  # DeepSpeed itself checks little
+            with data_only(folder, _classes()):
+                loaded, _ = self.engine.load_checkpoint(folder, tag, load_module_strict=strict)
+        except (OSError, MemoryError, UnsafeCheckpoint, DamagedCheckpoint):
+            raise
+        except Exception as error:  # DeepSpeed itself checks little
             raise WrongConfig(
                 f"DeepSpeed cannot resume from {folder} ({error!r}): model, stage and optimizer must be those of the "
                 "checkpoint."
@@ -236,18 +243,28 @@ def _why_unreadable(folder: str, universal: bool) -> str:
     )
 
 
+def _classes() -> list[type]:
+    """The classes of DeepSpeed of which its checkpoints hold objects."""
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    return [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
+
+
 def _write_latest(folder: str, tag: str) -> None:
     """Name the newest states of a checkpoint, as DeepSpeed does."""
     with open(os.path.join(folder, "latest"), "w", encoding="utf-8") as file:
         file.write(tag)
 
 
-def _tag(folder: str) -> str:
-    path = os.path.join(folder, "latest")
+def _tag(folder: str, *, universal: bool = False) -> str:
+    """The name of the folder of the newest states, in a checkpoint; '' if nothing names it."""
+    path = os.path.join(folder, "latest_universal" if universal else "latest")
     if not os.path.isfile(path):
         return ""
-    with open(path, encoding="utf-8") as file:
-        return file.read().strip()
+    with fitting(path), open(path, encoding="utf-8") as file:
+        return plain_name(file.read().strip())
 
 
 def _cpu_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -206,6 +206,10 @@ def _settings(keys: dict[str, Any]) -> FsdpSettings:
     version, strategy = _strategy(keys)
     classes = keys.pop("transformer_layer_cls_to_wrap", None)
     classes = classes.split(",") if isinstance(classes, str) else classes
+    if classes and not (isinstance(classes, (list, tuple)) and all(isinstance(name, str) for name in classes)):
+        raise WrongConfig(
+            f"fsdp_config['transformer_layer_cls_to_wrap']={classes!r}: give names of classes, as a list or words."
+        )
     least = _count("min_num_params", keys.pop("min_num_params", None) or 0)
     by_size = least > 0 and not classes
     policy = _one_of(
