@@ -47,7 +47,7 @@ class ResolvedArguments:
 
         return MappingProxyType(read_config(getattr(self.args, "lightning_config", None)))
 
-    @property
+    @functools.cached_property
     def readable_config(self) -> Mapping[str, Any]:
         """The keywords in `lightning_config`; empty if it cannot be read, which the checks report."""
         from hftrainer.errors import WrongConfig

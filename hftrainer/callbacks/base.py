@@ -104,7 +104,9 @@ def make_callback(callback: Any) -> Any:
     if not isinstance(callback, type):
         return callback
     try:
-        inspect.signature(callback).bind()
+        # All but object, whose signature takes a millisecond to find.
+        if any(name in vars(kind) for kind in callback.__mro__[:-1] for name in ("__init__", "__new__")):
+            inspect.signature(callback).bind()
     except TypeError as error:
         name = callback.__name__
         raise TypeError(f"callbacks: the constructor of {name} has a {error}; give an instance, {name}(...).") from None

@@ -25,7 +25,7 @@ class Wide(torch.nn.Module):
         return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 torch.set_num_threads(1)
-batches = 8
+batches = 3
 data = [{"x": torch.randn(8), "labels": 1} for _ in range(16 * batches)]
 args = TrainingArguments(sys.argv[1], per_device_eval_batch_size=16, use_cpu=True, disable_tqdm=True)
 metric = MulticlassAccuracy(128_000, average="micro")

@@ -65,6 +65,7 @@ def evaluate(folder, victim):
 
 #: Kind of operation → one that a rank begins alone.
 ALONE = {
+    "connecting": lambda processes: processes.barrier(),  # they have connected before the other stopped
     "barrier": lambda processes: processes.barrier(),
     "vote": lambda processes: processes.highest([1], TIMEOUT),
     "decision": lambda processes: processes.from_main(lambda: 1),
