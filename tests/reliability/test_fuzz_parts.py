@@ -4,36 +4,18 @@ import pickle
 import shutil
 
 import pytest
-import torch
 
-from hftrainer.checkpointing.distributed import (
-    PARTS,
-    load_model_parts,
-    load_optimizer_parts,
-    model_state,
-    optimizer_state,
-    save_parts,
-)
+from hftrainer.checkpointing.distributed import PARTS, load_model_parts, load_optimizer_parts
+from tests.api.test_parts_reading import stepped, write
 from tests.reliability import fuzz
-from tests.tiny import make_plain
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-def stepped():
-    model = make_plain()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    model(torch.ones(2, 8), torch.tensor([0, 1]))["loss"].backward()
-    optimizer.step()
-    return model, optimizer
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
     folder = tmp_path_factory.mktemp("parts")
-    model, optimizer = stepped()
-    state = {"model": model_state(model, whole=False), "optimizer": optimizer_state(model, optimizer, whole=False)}
-    save_parts(state, str(folder))
+    write(folder)
     return folder
 
 
