@@ -56,6 +56,10 @@ class PartsReader(FileSystemReader):
 def _check(parts: Any, folder: str) -> None:
     if not isinstance(parts, Metadata):
         raise TypeError(f"it is a {type(parts).__name__}")
-    for name in {plain_name(stored.relative_path) for stored in parts.storage_data.values()}:
-        if not os.path.isfile(os.path.join(folder, name)):
+    sizes = {entry.name: entry.stat().st_size for entry in os.scandir(folder) if entry.is_file()}
+    for stored in parts.storage_data.values():
+        name = plain_name(stored.relative_path)
+        if name not in sizes:
             raise ValueError(f"{name!r} is missing")
+        if not 0 <= stored.offset <= stored.offset + stored.length <= sizes[name]:
+            raise ValueError(f"{name!r} has {sizes[name]} bytes, too few for {stored}")

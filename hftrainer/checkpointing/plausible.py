@@ -44,7 +44,7 @@ def _like(found: Any, now: Any) -> bool:
         return same and all(_like(one, each) for one, each in zip(found, now, strict=True))
     if isinstance(now, _NUMBERS) and not isinstance(now, bool):
         return isinstance(found, _NUMBERS) and (not isinstance(found, torch.Tensor) or found.numel() == 1)
-    return isinstance(found, type(now)) or (isinstance(now, bool) and isinstance(found, int))
+    return isinstance(found, type(now))
 
 
 def check_optimizer_state(state: Any, optimizer: torch.optim.Optimizer) -> None:

@@ -45,6 +45,8 @@ _OF_STEP = ("per_device_train_batch_size", "gradient_accumulation_steps", "world
 _HARMLESS = frozenset({"max_steps"})
 #: Changes that leave the samples and their order unchanged.
 _SAME_SAMPLES = _HARMLESS | {"dataloader_num_workers", "dataloader_persistent_workers"}
+#: Fields that count something.
+_COUNTS = ("epoch", "position", "last_logged")
 
 
 @dataclass
@@ -181,6 +183,8 @@ def _read(path: str) -> RunProgress:
     known = {field.name for field in dataclasses.fields(RunProgress)}
     with fitting(path):
         check_fields(saved, RunProgress)
+        if wrong := [name for name in _COUNTS if not 0 <= (saved[name] or 0) < 2**62]:  # a sampler's seed has 64 bits
+            raise ValueError(f"{wrong[0]} is {saved[wrong[0]]}")
         if (data := saved["data"]) is not None:
             check_values(data, {"opened": {}, "held": {}, "exhausted": False}, "data")
             if not isinstance(data.get("before"), (dict, type(None))):

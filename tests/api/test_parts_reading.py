@@ -1,5 +1,6 @@
 """torch's distributed checkpoints, of a part from each process, are read as data too."""
 
+import dataclasses
 import pickle
 
 import pytest
@@ -95,6 +96,14 @@ def renamed(name):
     return change
 
 
+def moved(by):
+    def change(parts):
+        for path, stored in parts.storage_data.items():
+            parts.storage_data[path] = dataclasses.replace(stored, offset=stored.offset + by)
+
+    return change
+
+
 def resized(parts):
     for described in parts.state_dict_metadata.values():
         described.size = torch.Size([1])
@@ -106,6 +115,8 @@ WRONG = {
     "no name": (renamed(7), "does not hold what"),
     "no list": (lambda parts: {"a": 1}, "it is a dict"),
     "other names": (lambda parts: parts.state_dict_metadata.clear(), "does not hold what"),
+    "before the file": (moved(-(10**6)), "too few for"),
+    "after the file": (moved(10**6), "too few for"),
     "other sizes": (resized, "does not hold what"),
 }
 

@@ -12,6 +12,7 @@ import torch
 from hftrainer import Trainer, TrainingArguments
 from hftrainer.checkpointing.manifest import _crc32_of_list
 from hftrainer.checkpointing.names import MANIFEST_NAME
+from hftrainer.errors import DamagedCheckpoint
 from tests.reliability import fuzz
 from tests.tiny import make_plain, plain_data
 
@@ -94,6 +95,26 @@ def test_no_way_out_of_the_folder_by_a_manifest(source, tmp_path, name):
     (folder / MANIFEST_NAME).write_text(json.dumps({"files": files, "crc32": _crc32_of_list(files)}))
     with pytest.raises(fuzz.CLEAR, match=rf"{MANIFEST_NAME} cannot be read"):
         make_trainer(tmp_path / "run").train(resume_from_checkpoint=str(folder))
+
+
+def set_epoch(held):
+    held["epoch"] = 10**30
+
+
+def set_flag(held):
+    held["param_groups"][0]["amsgrad"] = 1
+
+
+@pytest.mark.parametrize(("name", "change"), [("progress.pt", set_epoch), ("optimizer.pt", set_flag)])
+def test_values_that_a_step_of_training_would_refuse(source, tmp_path, name, change):
+    folder = tmp_path / "checkpoint-3"
+    shutil.copytree(source, folder)
+    (folder / MANIFEST_NAME).unlink()
+    held = torch.load(folder / name, weights_only=False)
+    change(held)
+    torch.save(held, folder / name)
+    with pytest.raises(DamagedCheckpoint, match=f"{name} does not hold what"):
+        make_trainer(tmp_path).train(resume_from_checkpoint=str(folder))
 
 
 def memory() -> int:
