@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import glob
+import json
 import logging
 import math
 import os
+import reprlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -182,15 +184,26 @@ def _read(path: str) -> RunProgress:
         saved = read_torch(path)
     known = {field.name for field in dataclasses.fields(RunProgress)}
     with fitting(path):
-        check_fields(saved, RunProgress)
-        if wrong := [name for name in _COUNTS if not 0 <= (saved[name] or 0) < 2**62]:  # a sampler's seed has 64 bits
-            raise ValueError(f"{wrong[0]} is {saved[wrong[0]]}")
-        if (data := saved["data"]) is not None:
-            check_values(data, {"opened": {}, "held": {}, "exhausted": False}, "data")
-            if not isinstance(data.get("before"), (dict, type(None))):
-                raise TypeError("data['before'] is no dict")
-        if found := [name for name, value in saved["settings"].items() if isinstance(value, torch.Tensor)]:
-            raise TypeError(f"the setting {found[0]} is a tensor")
-        if saved["loss"].shape or not saved["loss"].is_floating_point():
-            raise ValueError(f"loss is {saved['loss'].dtype} of shape {tuple(saved['loss'].shape)}")
+        _check(saved)
         return RunProgress(**{name: value for name, value in saved.items() if name in known})
+
+
+def _check(saved: dict[str, Any]) -> None:
+    check_fields(saved, RunProgress)
+    if wrong := [name for name in _COUNTS if not 0 <= (saved[name] or 0) < 2**62]:  # a sampler's seed has 64 bits
+        raise ValueError(f"{wrong[0]} is {saved[wrong[0]]}")
+    if (data := saved["data"]) is not None:
+        check_values(data, {"opened": {}, "held": {}, "exhausted": False}, "data")
+        if not isinstance(data.get("before"), (dict, type(None))):
+            raise TypeError("data['before'] is no dict")
+    json.dumps(saved["settings"])  # an error for what is not plain, so that it could not be compared
+    if found := [name for name in _OF_STEP if not isinstance(saved["settings"].get(name, 1), int)]:
+        raise TypeError(f"{found[0]} is {reprlib.repr(saved['settings'][found[0]])}")
+    sums = {"loss": saved["loss"]}
+    for name, (value, count) in saved["metrics"].items():
+        if not (isinstance(name, str) and isinstance(count, int)):
+            raise TypeError(f"the metric {name!r} has the count {reprlib.repr(count)}")
+        sums[name] = value
+    for name, value in sums.items():
+        if value.shape or not value.is_floating_point():
+            raise ValueError(f"{name} is {value.dtype} of shape {tuple(value.shape)}")

@@ -16,6 +16,7 @@ from hftrainer.compat.functions import has_length
 from hftrainer.compat.reading import fitting
 from hftrainer.data.dispatch import DataCollectives, parts, rounds
 from hftrainer.data.loader_plan import LoaderPlan, deliver
+from hftrainer.data.randomness import PLACE
 from hftrainer.data.samplers import SkippingBatchSampler
 from hftrainer.data.sharding import (
     ALL,
@@ -188,10 +189,11 @@ class PreparedDataLoader(DataLoader):
         position *= self.delivery.round_size or 1
         if saved is not None and self.num_workers:
             assert self.log is not None
-            skipped, self._worker_states, self._worker_seed = self.log.resume_at(position, saved)
+            with fitting(PLACE):
+                skipped, self._worker_states, self._worker_seed = self.log.resume_at(position, saved)
             read_again, position = position - skipped, skipped
-        elif saved is not None and saved["stream"] is not None:
-            with fitting("the state of the data in progress.pt"):
+        elif saved is not None and saved.get("stream") is not None:
+            with fitting(PLACE):
                 self.dataset.load_state_dict(saved["stream"])  # type: ignore[attr-defined]
             position = 0
             if self.share.processes > 1 and not self.drops_last:
@@ -202,7 +204,7 @@ class PreparedDataLoader(DataLoader):
         self.skip_first(position)
         self.skip_batches += read_again
         if saved is not None and used:
-            self._continued = saved["before"], restore_random
+            self._continued = saved.get("before"), restore_random
 
     def spare_seed(self) -> None:
         """Start the next workers without drawing from torch's generator: the interrupted run has done so."""
@@ -324,7 +326,8 @@ class PreparedDataLoader(DataLoader):
         given = self.collate_fn, self.worker_init_fn, self.generator
         if seed is not None:
             self.generator = torch.Generator()
-            self.generator.set_state(seed)
+            with fitting(PLACE):
+                self.generator.set_state(seed)
         if self.log is not None:
             self.collate_fn = collator = TracedCollator(self.collate_fn)
             self.worker_init_fn = RestoredWorker(self.worker_init_fn, collator, dict(states))

@@ -10,11 +10,16 @@ from typing import Any
 import numpy as np
 import torch
 
+from hftrainer.compat.reading import fitting
 from hftrainer.data.random_states import random_states, restore_random_states
 
 logger = logging.getLogger(__name__)
 
+#: Generators of bits, by name.
+_BITS = {kind.__name__: kind for kind in np.random.BitGenerator.__subclasses__()}
 _KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+#: Where the states of the data are.
+PLACE = "the state of the data in progress.pt"
 #: Attributes of loaders, samplers, datasets and collators that hold their parts.
 _PARTS = ("batch_sampler", "sampler", "dataset", "collate_fn", "data_collator", "transform")
 
@@ -49,12 +54,17 @@ class RandomSources:
         return {path: _state(generator) for path, generator in self._held}
 
     def restore(self, states: Mapping[str, Any]) -> None:
-        """Restore what `capture` returned."""
-        restore_random_states(dict(states))
-        self.restore_held(states["held"])
+        """Restore what `capture` returned.
+
+        Raises:
+            DamagedCheckpoint: if it is something else.
+        """
+        with fitting(PLACE):
+            restore_random_states(dict(states))
+            self.restore_held(states["held"])
 
     def restore_held(self, held: Mapping[str, Any]) -> None:
-        """Restore what `held` returned; makes generators that would be made at first use."""
+        """Restore what `held` returned, within `fitting`; makes generators that would be made at first use."""
         owners = self._owners()
         for path, state in held.items():
             owner, _, name = path.rpartition(".")
@@ -95,7 +105,7 @@ def _new(state: dict[str, Any]) -> Any:
     if state["kind"] == "torch":
         return torch.Generator(state["device"])
     if state["kind"] == "numpy":
-        return np.random.Generator(getattr(np.random, state["state"]["bit_generator"])())
+        return np.random.Generator(_BITS[state["state"]["bit_generator"]]())
     return np.random.RandomState() if state["kind"] == "numpy legacy" else random.Random()
 
 

@@ -13,12 +13,9 @@ from torch.utils.data import IterableDataset
 from hftrainer.compat import peers
 from hftrainer.compat.reading import fitting
 from hftrainer.data.loaders import PreparedDataLoader, skip_first
-from hftrainer.data.randomness import RandomSources
+from hftrainer.data.randomness import PLACE, RandomSources
 from hftrainer.data.samplers import SkippingBatchSampler
 from hftrainer.data.workers import Made
-
-#: Where the states of the data are.
-_PLACE = "the state of the data in progress.pt"
 
 
 @dataclass
@@ -175,8 +172,7 @@ class EpochReader:
         if continuation is not None and not continuation.position:
             continuation.restore_random()
         elif saved is not None:
-            with fitting(_PLACE):
-                self._sources.restore(saved["opened"])  # samplers and workers draw their seeds again
+            self._sources.restore(saved["opened"])  # samplers and workers draw their seeds again
         self._opened = self._sources.capture()
         if isinstance(self.loader, PreparedDataLoader) and self.loader.log is not None:
             self.loader.log.begin_epoch()
@@ -202,8 +198,9 @@ class EpochReader:
     def _resumed(self, epoch: int, position: int, saved: dict[str, Any] | None) -> Iterator[Any]:
         """The batches of a loader that does not read ahead."""
         loader, skipped = self.loader, 0
-        if position and saved is not None and saved["loader"] is not None and is_stateful(loader):
-            loader.load_state_dict(saved["loader"])
+        if position and saved is not None and saved.get("loader") is not None and is_stateful(loader):
+            with fitting(PLACE):
+                loader.load_state_dict(saved["loader"])
         elif position:
             loader, skipped = skip_first(loader, position)
         iterator = iter(_in_epoch(loader, epoch))
@@ -215,7 +212,7 @@ class EpochReader:
 
     def restore_held(self, saved: dict[str, Any]) -> None:
         """Restore the generators of samplers, datasets and collators."""
-        with fitting(_PLACE):
+        with fitting(PLACE):
             self._sources.restore_held(saved["held"])
 
     def state_dict(self) -> dict[str, Any]:

@@ -122,23 +122,47 @@ def memory() -> int:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("way", ["values", "bytes"])
-def test_made_up_contents(source, tmp_path, name, way, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def resume(source, tmp_path, kind, name, change, tried=fuzz.TRIED, **settings):
+    """Resume from a checkpoint with another content in one of its files, for each seed."""
     trace, before = tmp_path / "trace", memory()
-    kind = f"{name}: {way}"
-    for seed, rng in fuzz.seeds(kind):
+    for seed, rng in fuzz.seeds(kind, tried):
         shutil.rmtree(tmp_path / "run", ignore_errors=True)
         folder = tmp_path / "run" / "checkpoint-3"
         shutil.copytree(source, folder)
         if name != MANIFEST_NAME:
             (folder / MANIFEST_NAME).unlink()  # somebody who means harm would mend it
-        KINDS[name](folder / name, rng, trace) if way == "values" else fuzz.scramble(folder / name, rng)
+        change(folder / name, rng, trace)
         with fuzz.clear(kind, seed):
-            make_trainer(tmp_path / "run").train(resume_from_checkpoint=str(folder))
+            make_trainer(tmp_path / "run", **settings).train(resume_from_checkpoint=str(folder))
         assert not trace.exists(), f"{seed}: code of the checkpoint was run"
         assert sorted(path.name for path in tmp_path.iterdir()) == ["run"], seed
     assert memory() - before < 500 * 2**20
     np.random.seed(0)  # what the checkpoints have set
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("way", ["values", "bytes"])
+def test_made_up_contents(source, tmp_path, name, way, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    change = KINDS[name] if way == "values" else lambda path, rng, trace: fuzz.scramble(path, rng)
+    resume(source, tmp_path, f"{name}: {way}", name, change)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("part", ["workers", "metrics"])
+def test_made_up_parts_of_the_progress(tmp_path_factory, tmp_path, part, monkeypatch):
+    """Of runs in whose progress there is more."""
+    monkeypatch.chdir(tmp_path)
+    settings = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True} if part == "workers" else {}
+    source = tmp_path_factory.mktemp("source")
+    make_trainer(source, max_steps=3, **settings).train()
+
+    def change(path, rng, trace):
+        held = torch.load(path, weights_only=False)
+        place = held["data"] if part == "workers" else held
+        place[part] = fuzz.mutate(place[part] or {"loss_a": (torch.tensor(0.5), 2)}, rng, fuzz.tensors)
+        torch.save(held, path)
+
+    tried = (fuzz.TRIED + 3) // 4 if part == "workers" else fuzz.TRIED  # processes take longer
+    resume(source / "checkpoint-3", tmp_path, f"progress.pt: {part}", "progress.pt", change, tried, **settings)
