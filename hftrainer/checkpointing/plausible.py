@@ -12,6 +12,10 @@ from typing import Any
 import torch
 
 _NUMBERS = (int, float, torch.Tensor)
+#: Kinds of values that None does not replace.
+_NEEDED = (*_NUMBERS, list, tuple)
+#: What Adam keeps of each parameter that it has stepped.
+_OF_ADAM = {"step", "exp_avg", "exp_avg_sq"}
 #: Settings of optimizers in each release of torch; others were added, and have defaults.
 _SETTINGS = {"params", "lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov"}
 
@@ -34,7 +38,7 @@ def check_values(found: Any, now: Any, name: str = "the state") -> None:
 
 
 def _like(found: Any, now: Any) -> bool:
-    if now is None or (found is None and (isinstance(now, bool) or not isinstance(now, _NUMBERS))):  # such as `fused`
+    if now is None or (found is None and (isinstance(now, bool) or not isinstance(now, _NEEDED))):  # such as `fused`
         return not isinstance(found, torch.Tensor) or found.numel() == 1
     if isinstance(now, list):  # of parameter groups, which callbacks add to
         enough = isinstance(found, (list, tuple)) and len(found) >= len(now)
@@ -60,17 +64,28 @@ def check_optimizer_state(state: Any, optimizer: torch.optim.Optimizer) -> None:
         check_values(saved, {key: value for key, value in group.items() if key in saved and key != "params"})
         if missing := (_SETTINGS & group.keys()) - saved.keys():
             raise KeyError(f"param_groups lacks {min(missing)}")
+        if saved.get("fused") and saved.get("differentiable"):
+            raise ValueError("param_groups has fused and differentiable")
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     indices = [index for group in groups for index in group["params"]]
     of_torch = type(optimizer).__module__.startswith("torch.optim.adam") or isinstance(optimizer, torch.optim.SGD)
     if not of_torch:
         return
-    kept = [state["state"][index] for index in indices if index in state["state"]]
     for index, parameter in zip(indices, parameters, strict=False):
         for name, value in state["state"].get(index, {}).items():
             _check_moment(name, value, parameter)
-    if any(each.keys() != kept[0].keys() for each in kept):
+    for group in groups:
+        _check_names([state["state"].get(index) for index in group["params"]], group, optimizer)
+
+
+def _check_names(states: list[dict[str, Any] | None], group: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
+    """Check that all parameters of a group that have a state have the same, and what Adam needs."""
+    kept = [state.keys() for state in states if state]
+    if any(names != kept[0] for names in kept):
         raise KeyError("the states of some parameters lack what others have")
+    needed = _OF_ADAM | ({"max_exp_avg_sq"} if group.get("amsgrad") else set())
+    if kept and isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)) and (missing := needed - kept[0]):
+        raise KeyError(f"the states lack {min(missing)}")
 
 
 def _check_moment(name: str, value: Any, parameter: torch.Tensor) -> None:

@@ -97,23 +97,27 @@ def test_no_way_out_of_the_folder_by_a_manifest(source, tmp_path, name):
         make_trainer(tmp_path / "run").train(resume_from_checkpoint=str(folder))
 
 
-def set_epoch(held):
-    held["epoch"] = 10**30
+STEPS = {
+    "epoch": ("progress.pt", lambda held: held.update(epoch=10**30)),
+    "metric": ("progress.pt", lambda held: held["metrics"].update(loss_a=torch.tensor(0.5))),
+    "setting": ("progress.pt", lambda held: held["settings"]["accelerator_config"].update(even_batches=torch.ones(2))),
+    "flag": ("optimizer.pt", lambda held: held["param_groups"][0].update(amsgrad=1)),
+    "moment": ("optimizer.pt", lambda held: held["param_groups"][0].update(amsgrad=True)),
+    "two flags": ("optimizer.pt", lambda held: held["param_groups"][0].update(differentiable=True)),
+    "rates": ("scheduler.pt", lambda held: held.update(_last_lr=None)),
+}
 
 
-def set_flag(held):
-    held["param_groups"][0]["amsgrad"] = 1
-
-
-@pytest.mark.parametrize(("name", "change"), [("progress.pt", set_epoch), ("optimizer.pt", set_flag)])
-def test_values_that_a_step_of_training_would_refuse(source, tmp_path, name, change):
+@pytest.mark.parametrize("name", STEPS)
+def test_values_that_a_step_of_training_would_refuse(source, tmp_path, name):
+    file, change = STEPS[name]
     folder = tmp_path / "checkpoint-3"
     shutil.copytree(source, folder)
     (folder / MANIFEST_NAME).unlink()
-    held = torch.load(folder / name, weights_only=False)
+    held = torch.load(folder / file, weights_only=False)
     change(held)
-    torch.save(held, folder / name)
-    with pytest.raises(DamagedCheckpoint, match=f"{name} does not hold what"):
+    torch.save(held, folder / file)
+    with pytest.raises(DamagedCheckpoint, match=f"{file} does not hold what"):
         make_trainer(tmp_path).train(resume_from_checkpoint=str(folder))
 
 
