@@ -33,14 +33,20 @@ class Net(nn.Module):
         return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
+def say(*words):
+    """A line in one write: `print` makes several with PYTHONUNBUFFERED, and those of two ranks would mix."""
+    sys.stdout.write(" ".join(map(str, words)) + "\n")
+    sys.stdout.flush()
+
+
 class Reports(TrainerCallback):
     """Tells where training stands, line by line."""
 
     def on_step_end(self, args, state, control, **kwargs):
-        print("step", state.global_step, flush=True)
+        say("step", state.global_step)
 
     def on_save(self, args, state, control, **kwargs):
-        print("saved", state.global_step, flush=True)
+        say("saved", state.global_step)
 
 
 def data(count=70):
@@ -125,14 +131,14 @@ def main(folder, settings):
     samples = data()
     model = make_model(options["width"], options["adapters"])
     trainer = Paused(model, args, train_dataset=samples, eval_dataset=samples, callbacks=[Reports])
-    print("resuming from", get_last_checkpoint(folder) if Path(folder).is_dir() else None, flush=True)
-    print("processes", args.world_size, flush=True)
+    say("resuming from", get_last_checkpoint(folder) if Path(folder).is_dir() else None)
+    say("processes", args.world_size)
     trainer.train(resume_from_checkpoint="auto")
     weights = trainer.accelerator.get_state_dict(trainer.model)
     if trainer.is_world_process_zero():
         torch.save({"weights": weights, "log": trainer.state.log_history}, Path(folder) / "final.pt")
-    print("memory in MB:", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024, flush=True)
-    print("done", trainer.state.global_step, flush=True)
+    say("memory in MB:", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
+    say("done", trainer.state.global_step)
 
 
 if __name__ == "__main__":
