@@ -22,7 +22,7 @@ TWO := -n 2 --dist loadfile --no-loadscope-reorder
 THREE := -n 3 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help ci fuzz soak test-documents demo demo-plain test test-install test-fast test-changed test-parity-live record-peers durations test-versions test-floor test-newest test-prerelease test-deepspeed test-ray test-tf test-downstream test-xla test-examples docs docs-serve coverage house lint
+.PHONY: help ci mutants fuzz soak test-documents demo demo-plain test test-install test-fast test-changed test-parity-live record-peers durations test-versions test-floor test-newest test-prerelease test-deepspeed test-ray test-tf test-downstream test-xla test-examples docs docs-serve coverage house lint
 .PHONY: format bench bench-startup bench-eval bench-checkpoint bench-data bench-growth bench-processes bench-all bench-search bench-memory bench-gpu clean
 
 help:  ## list the targets
@@ -78,6 +78,10 @@ record-peers: $(VENV)/.dev  ## record what transformers does where no recording 
 durations: $(VENV)/.dev  ## measure every test: which are slow, and the table of the slowest files in CONTRIBUTING.md
 	@$(RUN) -m pytest -q $(TWO) --junitxml=$(VENV)/durations.xml
 	@$(RUN) -m tests.durations $(VENV)/durations.xml
+
+# MUTANTS='3 7' for some of them.
+mutants: $(VENV)/.dev  ## put twenty faults into the code, one at a time: which test finds each
+	@$(RUN) -m tests.mutants $(MUTANTS)
 
 fuzz: $(VENV)/.dev $(VENV)-deepspeed/.ready  ## read checkpoints and settings with made-up contents, 1,000 for each file and way; minutes
 	@FUZZ=$${FUZZ:-1000} $(RUN) -m pytest -q $(TWO) tests/reliability/test_fuzz.py tests/reliability/test_fuzz_parts.py tests/reliability/test_fuzz_settings.py
