@@ -22,7 +22,7 @@ TWO := -n 2 --dist loadfile --no-loadscope-reorder
 THREE := -n 3 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help ci mutants fuzz soak test-documents demo demo-plain test test-install test-fast test-changed test-parity-live record-peers durations test-versions test-floor test-newest test-prerelease test-deepspeed test-ray test-tf test-downstream test-xla test-examples docs docs-serve coverage house lint
+.PHONY: help ci mutants fuzz soak test-machines test-documents demo demo-plain test test-install test-fast test-changed test-parity-live record-peers durations test-versions test-floor test-newest test-prerelease test-deepspeed test-ray test-tf test-downstream test-xla test-examples docs docs-serve coverage house lint
 .PHONY: format bench bench-startup bench-eval bench-checkpoint bench-data bench-growth bench-processes bench-all bench-search bench-memory bench-gpu clean
 
 help:  ## list the targets
@@ -54,8 +54,12 @@ demo: $(VENV)/.demo  ## fine-tune a vision transformer on handwritten digits (CP
 demo-plain: $(VENV)/.base  ## the same with a plain nn.Module and without transformers
 	@$(RUN) examples/plain_torch.py
 
-test: $(VENV)/.dev  ## run every test
+test: $(VENV)/.dev  ## run every test that needs no environment of its own, but those of lost machines
 	@$(RUN) -m pytest $(THREE)
+
+# They wait more than they compute, and so they have a lane of their own.
+test-machines: $(VENV)/.dev  ## nodes, ranks and searches that are killed, stopped or hang, at random moments
+	@$(RUN) -m pytest -q $(THREE) tests/machines
 
 test-fast: $(VENV)/.dev  ## the tests that were fast when last measured, in a minute
 	@$(RUN) -m pytest -m "not slow" -q $(TWO)
@@ -147,7 +151,7 @@ $(VENV)-prerelease/.ready: pyproject.toml constraints.txt | $(VENV)-prerelease/b
 	@touch $@
 
 # One after the other, also with -j: each takes both cores.
-LANES := lint test docs test-examples test-documents test-parity-live test-versions test-floor test-newest test-deepspeed test-ray test-tf test-downstream test-xla test-install \
+LANES := lint test test-machines docs test-examples test-documents test-parity-live test-versions test-floor test-newest test-deepspeed test-ray test-tf test-downstream test-xla test-install \
 	test-prerelease
 
 ci:  ## every lane, one after the other (.ci/run: those that CI has the time for)
@@ -216,11 +220,10 @@ $(VENV)-downstream/.ready: tests/downstream/requirements.txt pyproject.toml cons
 	@$(call pip,$(VENV)-downstream) -c constraints.txt -e '.[transformers]' -r $<
 	@touch $@
 
-# TESTS=tests/api measures a part, which is below the floor. What is killed leaves no figures, and where the kills of
-# test_kill.py hit depends on the speed.
+# TESTS=tests/api measures a part, which is below the floor. What is killed leaves no figures.
 coverage: $(VENV)/.dev  ## every test, and how much of each folder they reach, branches too
 	@rm -f .coverage .coverage.*
-	@$(RUN) -m coverage run -m pytest $(TWO) --ignore=tests/reliability/test_kill.py $(TESTS)
+	@$(RUN) -m coverage run -m pytest $(TWO) $(TESTS)
 	@$(RUN) -m coverage combine --quiet
 	@$(RUN) tests/coverage_table.py
 

@@ -25,9 +25,9 @@ from pathlib import Path
 
 from tests import warm
 from tests.hub_server import HubServer
+from tests.machines.test_search_kill import check
 from tests.reliability import faults
 from tests.reliability.support import SHARDED, Group, assert_same, log, names, weights
-from tests.reliability.test_search_kill import check
 
 TOKEN = "hf_ofTheSoak"
 BACKGROUND = {"lightning_config": {"async_checkpoint": True}}
