@@ -152,7 +152,7 @@ def found_by(options: list[str]) -> str | None:
     run = subprocess.run([*PYTEST, *options], cwd=ROOT, capture_output=True, text=True)
     if run.returncode == 0:
         return None
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", run.stdout, re.MULTILINE)
+    failed = re.search(r"^(?:FAILED|ERROR) (.+?)( - |$)", run.stdout, re.MULTILINE)
     if failed is None:
         raise RuntimeError(run.stdout[-2000:] + run.stderr[-2000:])
     return failed[1]
