@@ -11,11 +11,14 @@ from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import distributed
 
 from hftrainer.errors import RanksLost
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
 #: Seconds after its timeout in which torch may say itself that ranks have not met.
@@ -68,6 +71,14 @@ def cpu_group(timeout: timedelta) -> Any:
 
 
 @functools.cache
+def device_mesh(kind: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """The device mesh of these dimensions: made once, since its process groups stay until the ranks disconnect."""
+    from torch.distributed.device_mesh import init_device_mesh  # not needed without sharding
+
+    return init_device_mesh(kind, shape, mesh_dim_names=names)
+
+
+@functools.cache
 def disconnect_at_exit() -> None:
     """Leave the process group when Python exits, after all that is registered with `atexit` from the first call on."""
     atexit.register(disconnect)
@@ -82,6 +93,7 @@ def disconnect() -> None:
     """
     if distributed.is_initialized():
         cpu_group.cache_clear()  # another Trainer may join a new group
+        device_mesh.cache_clear()
         gc.collect()
         distributed.destroy_process_group()
         time.sleep(_LATE)  # without Python's lock

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
 from concurrent.futures import Future
@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import distributed
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
 
 from hftrainer.parallel.communication import Awaiting
 from hftrainer.parallel.devices import ON_DEVICE, count_of, module_of
@@ -25,6 +27,8 @@ from hftrainer.parallel.process_group import begun, cpu_group, disconnect, disco
 T = TypeVar("T")
 #: Seconds between two messages of a busy rank 0 to the other ranks.
 _HEARTBEAT = 10.0
+#: Numbers of this process's meetings with the other ranks.
+_meetings = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -77,24 +81,28 @@ class Processes(RankInfo):
         # Its functions take the group that exists at its import as default, and would keep that from being destroyed.
         importlib.import_module("torch.distributed.nn.functional")
         chosen = backend or distributed.get_default_backend_for_device(device)
-        meeting: dict[str, Any] = {"init_method": f"tcp://{self.address}:{self.port}"}
-        if self.address is None:  # alone, without a launcher
-            meeting = {"store": distributed.HashStore()}  # type: ignore[attr-defined]
         lost = (
             f"Rank {self.rank} has not met the other {self.world_size - 1} at {self.address}:{self.port} within "
             f"ddp_timeout={timeout.total_seconds():g} s: see their own messages, and check that each process was "
             "started and reaches that address."
         )
-        join = functools.partial(
-            distributed.init_process_group,
-            chosen,
-            **meeting,
-            rank=self.rank,
-            world_size=self.world_size,
-            timeout=timeout,
-        )
+
+        def join() -> None:
+            store = self._meeting_place(timeout)
+            distributed.init_process_group(
+                chosen, store=store, rank=self.rank, world_size=self.world_size, timeout=timeout
+            )
+
         met(join, timeout, lost)
         disconnect_at_exit()
+
+    def _meeting_place(self, timeout: timedelta) -> Any:
+        """A store without what earlier meetings have left: ranks would read each other's old addresses."""
+        if self.address is None:  # alone, without a launcher
+            return distributed.HashStore()  # type: ignore[attr-defined]
+        store, _, _ = next(rendezvous(f"tcp://{self.address}:{self.port}", self.rank, self.world_size, timeout=timeout))
+        store.set_timeout(timeout)
+        return PrefixStore(f"meeting {next(_meetings)}", store)
 
     @staticmethod
     def disconnect() -> None:

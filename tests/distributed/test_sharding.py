@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import re
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from tests.distributed.shard_sets import (
     SAVED,
     STRATEGIES,
 )
-from tests.distributed.test_evaluation import python
+from tests.distributed.test_evaluation import python, torchrun
 from tests.parity.differences import MEASURED
 from tests.reliability.support import assert_same
 
@@ -204,3 +205,32 @@ def test_odd_models_resume(found, model, strategy):
 @pytest.mark.parametrize("strategy", REVIEWED)
 def test_weights_under_other_names_are_loaded(found, strategy):
     close(found["reviewed-2-0"][f"vit {strategy}, from ddp"], found["reviewed-2-0"]["vit ddp"], atol=2e-5)
+
+
+AGAIN = """
+import sys
+from torch.distributed import distributed_c10d
+from hftrainer import Trainer, TrainingArguments
+from tests.tiny import make_plain, plain_data
+
+for ends in (False, True, True):
+    for kind in ("full_shard", "hybrid_shard"):
+        args = TrainingArguments("out", max_steps=1, fsdp=kind, use_cpu=True, disable_tqdm=True, save_strategy="no")
+        trainer = Trainer(make_plain(), args, train_dataset=plain_data())
+        trainer.train()
+        if args.process_index == 0:
+            sys.stdout.write(f"groups: {len(distributed_c10d._world.pg_map)}\\n")
+    if ends:
+        trainer.accelerator.end_training()
+"""
+
+
+def test_groups_do_not_add_up(tmp_path, monkeypatch):
+    """Each has threads and sockets. Ranks that part may meet again, in new groups."""
+    monkeypatch.chdir(tmp_path)
+    done = torchrun(tmp_path, AGAIN)
+    assert done.returncode == 0, done.stderr[-3000:]
+    counts = re.findall(r"groups: (\d)", done.stdout)
+    of_one, of_both = counts[:2]
+    assert of_one < of_both
+    assert counts == [of_one, of_both, of_both, of_both, of_one, of_both]

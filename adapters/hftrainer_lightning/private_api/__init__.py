@@ -27,7 +27,7 @@ from hftrainer_lightning.private_api.evaluation import (
     release_data,
     validate_in_fit,
 )
-from hftrainer_lightning.private_api.strategies import LaunchedXLA, OwnPrecision, announce_gradients
+from hftrainer_lightning.private_api.strategies import LaunchedXLA, OwnPrecision, SharesMesh, announce_gradients
 from hftrainer_lightning.private_api.trainer import (
     NoProfiler,
     Trainer,
@@ -53,6 +53,7 @@ __all__ = [
     "NoProfiler",
     "OwnPrecision",
     "SeenBatches",
+    "SharesMesh",
     "Trainer",
     "ValidationGroup",
     "announce_gradients",

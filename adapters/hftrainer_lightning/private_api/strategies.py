@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from lightning.pytorch.strategies.xla import XLAStrategy
 
+from hftrainer.parallel.process_group import device_mesh
 from hftrainer_lightning.private_api.trainer import is_watched
 
 
@@ -38,6 +39,18 @@ class OwnPrecision(Strategy):
     @precision_plugin.setter
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
         self._precision_plugin = precision_plugin
+
+
+class SharesMesh(ModelParallelStrategy):
+    """Has the device mesh of earlier runs of this process: Lightning makes one for each, whose process groups stay."""
+
+    def setup_environment(self) -> None:
+        super(ModelParallelStrategy, self).setup_environment()
+        self._setup_distributed()
+        sizes = int(self._data_parallel_size), int(self._tensor_parallel_size)
+        self._device_mesh = device_mesh(self.root_device.type, sizes, ("data_parallel", "tensor_parallel"))
+        assert self.lightning_module is not None
+        self.lightning_module._device_mesh = self._device_mesh
 
 
 class LaunchedXLA(XLAStrategy):

@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, Strategy
+from lightning.pytorch.strategies import FSDPStrategy, Strategy
 from torch.optim import Optimizer
 
 from hftrainer.parallel.fsdp import sharding
@@ -53,7 +53,7 @@ class ShardedByFsdp1(private_api.OwnPrecision, _Sharded, FSDPStrategy):
         self.precision_plugin = precision
 
 
-class ShardedByFsdp2(_Sharded, ModelParallelStrategy):
+class ShardedByFsdp2(_Sharded, private_api.SharesMesh):
     """A model sharded by FSDP2, or split by tensor parallelism."""
 
     def __init__(self, plan: LightningPlan, precision: Precision) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     offload_wrapper,
 )
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     BackwardPrefetch,
     CPUOffload,
@@ -36,6 +35,7 @@ from hftrainer.errors import WrongConfig
 from hftrainer.parallel.communication import Awaiting
 from hftrainer.parallel.fsdp.settings import FsdpSettings
 from hftrainer.parallel.plan import LightningPlan
+from hftrainer.parallel.process_group import device_mesh
 
 logger = logging.getLogger(__name__)
 
@@ -178,15 +178,10 @@ def mesh_of(plan: LightningPlan) -> DeviceMesh:
     assert plan.sharding is not None
     if "hybrid" in plan.sharding.strategy:
         nodes = processes.world_size // processes.local_world_size
-        return _made_mesh(kind, (nodes, processes.local_world_size))
+        return device_mesh(kind, (nodes, processes.local_world_size), ("dp_replicate", "dp_shard"))
     if layout.dp_replicate_size > 1:
-        return _made_mesh(kind, (layout.dp_replicate_size, layout.dp_shard_size))
-    return _made_mesh(kind, (processes.world_size,))
-
-
-@functools.cache
-def _made_mesh(kind: str, shape: tuple[int, ...]) -> DeviceMesh:
-    return init_device_mesh(kind, shape, mesh_dim_names=("dp_replicate", "dp_shard")[-len(shape) :])
+        return device_mesh(kind, (layout.dp_replicate_size, layout.dp_shard_size), ("dp_replicate", "dp_shard"))
+    return device_mesh(kind, (processes.world_size,), ("dp_shard",))
 
 
 # ---- Units ----------------------------------------------------------------------------------------------------------
