@@ -36,8 +36,9 @@ def read(report: Path) -> dict[str, list[float]]:
     """Test function → the seconds of each of its cases, from a report of `pytest --junitxml`."""
     found = collections.defaultdict(list)
     for case in ElementTree.parse(report).iter("testcase"):
-        module = f"{case.get('classname', '').replace('.', '/')}.py"
-        found[function_of(f"{module}::{case.get('name')}")].append(float(case.get("time", 0)))
+        module, inside, tests = case.get("classname", "").partition(".Test")
+        node = f"{module.replace('.', '/')}.py::{f'Test{tests}::' if inside else ''}{case.get('name')}"
+        found[function_of(node)].append(float(case.get("time", 0)))
     return dict(found)
 
 
