@@ -38,6 +38,8 @@ HANDS_OVER = ", in _serve\n"
 #: A run is disturbed at most so often: it should end, too.
 MOST = 6
 MEGABYTES = 24
+#: The optimizer steps of a run.
+LAST = 72
 
 
 @dataclass(frozen=True)
@@ -217,7 +219,7 @@ class Run:
         if self.scenario.in_background:
             saved = saved[:-1]  # that may not be complete
         self.durable = max([self.durable, *resumed, *saved])
-        if self.scenario.settings.get("save_total_limit") == 1 and numbers_of(lines, "done"):
+        if self.scenario.settings.get("save_total_limit") == 1 and self.durable == LAST:
             self.durable = 0  # of a complete run the best is kept, though a later one was saved
         of_disk = name in [fault.__name__ for fault in faults.OF_DISKS]
         if self.scenario.count == 1:
@@ -260,7 +262,7 @@ class Run:
 
     def compare_uploads(self, hub):
         pushed = hub.repos[self.repo].at("main").files
-        assert pushed["model.safetensors"] == (self.folder / "checkpoint-72" / "model.safetensors").read_bytes()
+        assert pushed["model.safetensors"] == (self.folder / f"checkpoint-{LAST}" / "model.safetensors").read_bytes()
 
 
 def soak(name, folder, kills, seed, found, hub):
