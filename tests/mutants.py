@@ -2,10 +2,11 @@
 
 `python -m tests.mutants [NUMBER ...]`, or `make mutants`. The fast tests run first, and all others if those pass. It
 prints a table: the fault, the first test that found it, and whether a fast one did. Each file is restored afterwards,
-also after Ctrl-C; one with uncommitted changes is refused.
+also after Ctrl-C or SIGTERM; one with uncommitted changes is refused.
 """
 
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -180,6 +181,7 @@ def row(number: int, mutant: Mutant) -> str:
 
 
 def main(numbers: list[int]) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     print("| | fault | found by | fast |\n| ---: | --- | --- | --- |", flush=True)
     for number, mutant in enumerate(MUTANTS, 1):
         if not numbers or number in numbers:
