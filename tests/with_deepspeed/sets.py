@@ -131,10 +131,12 @@ def run(library, name, folder, resume=None):
 
 
 def without_compiler():
-    """Gloo will do; DeepSpeed would compile something faster for the CPU, which takes a minute."""
-    import deepspeed.comm.torch
+    """Gloo will do; DeepSpeed would compile something faster for the CPU, which takes a minute.
 
-    deepspeed.comm.torch.build_shm_op = lambda: None
+    A process that is killed meanwhile leaves torch's lock behind, for which the next one waits without end.
+    """
+    # `deepspeed.comm.torch` is torch itself: the package's attribute is not the module of that name.
+    importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 
 def main(library, folder, *chosen):
