@@ -219,7 +219,8 @@ class Run:
         if self.scenario.in_background:
             saved = saved[:-1]  # that may not be complete
         self.durable = max([self.durable, *resumed, *saved])
-        if self.scenario.settings.get("save_total_limit") == 1 and self.durable == LAST:
+        complete = numbers_of(lines, "done") or self.durable == LAST  # it may be killed before it says so
+        if self.scenario.settings.get("save_total_limit") == 1 and complete:
             self.durable = 0  # of a complete run the best is kept, though a later one was saved
         of_disk = name in [fault.__name__ for fault in faults.OF_DISKS]
         if self.scenario.count == 1:
