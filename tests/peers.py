@@ -6,7 +6,7 @@ bits; each such environment has a folder. Elsewhere, and when ours differs from 
 compared with: no failure comes from a recording alone.
 
 The environment variable `PEERS` is `recorded` (the default), `record` (what runs is written down) or `live` (all peers
-run, and a recording that is not what the peer does is an error).
+run; a recording that is not what the peer does is an error, and so is a case without any).
 """
 
 import collections
@@ -49,7 +49,7 @@ def lines() -> list[str]:
 
 
 class StaleRecording(AssertionError):
-    """A recording that is not what the peer does."""
+    """A recording that is not what the peer does, or a case that no environment has a recording of."""
 
 
 def mode() -> str:
@@ -90,10 +90,12 @@ def assert_as_peer(
     theirs = peer()
     same(ours, theirs)
     now = condensed(theirs)
-    if mode() == "live" and kept != now and recordings().exists():
+    if mode() == "live" and kept is not None and kept != now:
         raise StaleRecording(
             f"{case.name}: recorded {kept}\nthe peer does {now}\nDelete {book.file}; make record-peers"
         )
+    if mode() == "live" and recordings().exists() and not _is_recorded(case, number):
+        raise StaleRecording(f"{case.name}: recorded in no environment\nmake record-peers")
     if mode() == "record" and kept is None:
         book.keep(case, number, now)
     elif kept is not None and kept != now:
@@ -269,10 +271,11 @@ class _Book:
 
     Args:
         path: the file with the tests.
+        folder: of the environment.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.file = recordings() / path.relative_to(ROOT / "tests").with_suffix(".json")
+    def __init__(self, path: Path, folder: Path) -> None:
+        self.file = folder / path.relative_to(ROOT / "tests").with_suffix(".json")
         self.cases: dict[str, Any] = json.loads(self.file.read_text()) if self.file.exists() else {}
 
     def find(self, case: _Case, number: int) -> dict[str, str] | None:
@@ -289,6 +292,11 @@ class _Book:
         self.file.write_text(json.dumps(dict(sorted(self.cases.items())), indent=1) + "\n")
 
 
+def _is_recorded(case: _Case, number: int) -> bool:
+    """In any environment: who adds a test records it on one kind of processor, and others find it live."""
+    return any(_Book(case.path, folder).find(case, number) is not None for folder in FOLDER.iterdir())
+
+
 def recordings() -> Path:
     """The folder of the recordings that hold in this environment; there is none for most."""
     return FOLDER / _digest(json.dumps(environment()).encode())
@@ -296,7 +304,7 @@ def recordings() -> Path:
 
 @functools.cache
 def _book(path: Path) -> _Book:
-    return _Book(path)
+    return _Book(path, recordings())
 
 
 def is_outdated(path: Path, case: str, kept: dict[str, Any]) -> bool:
