@@ -58,7 +58,7 @@ test: $(VENV)/.dev  ## run every test that needs no environment of its own, but 
 	@$(RUN) -m pytest $(THREE)
 
 # They wait more than they compute, and so they have a lane of their own.
-test-machines: $(VENV)/.dev  ## nodes, ranks and searches that are killed, stopped or hang, at random moments
+test-machines: $(VENV)/.dev  ## nodes, ranks, launched processes and searches that fail, hang or are killed
 	@$(RUN) -m pytest -q $(THREE) tests/machines
 
 test-fast: $(VENV)/.dev  ## the tests that were fast when last measured, in a minute
@@ -73,7 +73,7 @@ test-parity-live: $(VENV)/.dev  ## the parity tests against transformers itself;
 	@PEERS=live $(RUN) -m pytest -q $(TWO) $$($(RUN) -m tests.peers)
 
 PEERS_ELSEWHERE := $(addprefix tests/,distributed/test_data.py distributed/test_state.py \
-	conformance/test_names_in_use.py interop/test_releases.py interop/test_example_shapes.py)
+	conformance/test_names_in_use.py conformance/test_messages.py interop/test_releases.py interop/test_example_shapes.py)
 
 record-peers: $(VENV)/.dev  ## record what transformers does where no recording holds
 	@PEERS=record $(RUN) -m pytest -q $(TWO) tests/parity $(PEERS_ELSEWHERE)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests import warm
+from tests.peers import assert_as_peer
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
@@ -191,41 +192,43 @@ SWITCHES = {
 
 @pytest.fixture(scope="module")
 def of_switches(tmp_path_factory):
-    """Switch and library → what is shown."""
+    """Switch → what is shown."""
     folder = tmp_path_factory.mktemp("switches")
-    asked = [(switch, library) for switch in SWITCHES for library in ("hftrainer", "transformers")]
     return {
-        (switch, library): python("-c", program(folder / f"{number}", library, **SWITCHES[switch][0]))
-        for number, (switch, library) in enumerate(asked)
+        switch: python("-c", program(folder / str(number), **how))
+        for number, (switch, (how, _)) in enumerate(SWITCHES.items())
     }
 
 
 @pytest.mark.parametrize("switch", SWITCHES)
-def test_switches(of_switches, switch):
+def test_switches(tmp_path, of_switches, switch):
     how, expected = SWITCHES[switch]
-    found = of_switches[switch, "hftrainer"]
+    found = of_switches[switch]
     assert tuple(text.count(LINE) for text in found) == expected, found
     if "'hftrainer'" not in str(how):  # a line is seen from ours where one is from theirs, if anywhere
-        theirs = of_switches[switch, "transformers"]
-        assert sum(text.count(THEIR_LINE) for text in theirs) == sum(expected), theirs
+        assert_as_peer(
+            sum(expected), lambda: "".join(python("-c", program(tmp_path, "transformers", **how))).count(THEIR_LINE)
+        )
 
 
 @pytest.mark.parametrize(("level", "expected"), [("info", 1), ("error", 0)])
-@pytest.mark.parametrize("library", ["hftrainer", "transformers"])
-def test_environment(tmp_path, library, level, expected):
-    found = python("-c", program(tmp_path, library), environment={"TRANSFORMERS_VERBOSITY": level, **warm.LIBRARIES})
-    line = LINE if library == "hftrainer" else THEIR_LINE
-    assert [text.count(line) for text in found] == [0, expected], found
+def test_environment(tmp_path, level, expected):
+    def shown(library, line):
+        settings = {"TRANSFORMERS_VERBOSITY": level, **warm.LIBRARIES}
+        return [text.count(line) for text in python("-c", program(tmp_path, library), environment=settings)]
+
+    assert shown("hftrainer", LINE) == [0, expected]
+    assert_as_peer([0, expected], lambda: shown("transformers", THEIR_LINE))
 
 
 def test_explicit_format(of_switches):
-    found = of_switches["enable_explicit_format", "hftrainer"][1]
+    found = of_switches["enable_explicit_format"][1]
     assert re.search(r"\[INFO\|planner\.py:\d+\] .* >>   Number of examples: 38", found)
 
 
 def test_a_warning_is_shown_once(of_switches):
     """By default, without any switch."""
-    assert "".join(of_switches["a warning", "hftrainer"]).count("Resuming with max_steps=8, was 2") == 1
+    assert "".join(of_switches["a warning"]).count("Resuming with max_steps=8, was 2") == 1
 
 
 WITHOUT = """

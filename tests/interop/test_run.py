@@ -203,8 +203,3 @@ def test_what_torchrun_is_told(words, expected, monkeypatch):
     assert ended.value.code == 0
     (options,) = told
     assert options == torchrun.parse_args([*expected, "-m", "hftrainer", "run", "-m", "a.module", "--flag"])
-
-
-def test_status_of_the_process_that_fails(tmp_path):
-    path = script(tmp_path, "import os, sys, time\nif os.environ['RANK'] == '1':\n    sys.exit(7)\ntime.sleep(60)\n")
-    assert run(tmp_path, "-m", "hftrainer", "run", "--nproc", "2", path).returncode == 7

@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 
+from hftrainer.checkpointing.manifest import why_unusable
 from tests.reliability.support import Forked, assert_same, weights
 
 ASYNC = {"lightning_config": {"async_checkpoint": True}}
@@ -60,3 +61,31 @@ def test_killed_at_random(tmp_path, undisturbed, settings, kills):
     print(dict(where))
     assert all(where[place] for place in ("training", "saving", "resuming"))
     assert where["rotating"] or kills < 50
+
+
+@pytest.mark.parametrize(("settings", "kills"), [({}, 20), (ASYNC, 10)], ids=["at-once", "in-background"])
+def test_files_that_the_script_adds(tmp_path, settings, kills):
+    """Whatever `kill -9` hits: each checkpoint that can be resumed from has the script's files, whole."""
+    Forked(tmp_path / "undisturbed", adds=True, **settings).finish()
+    moments, killed, begun = random.Random(5), 0, 0
+    while killed < kills:
+        folder, begun = tmp_path / f"run-{begun}", begun + 1
+        for _ in range(4):
+            job = Forked(folder, adds=True, kill_at=moments.randrange(1, 250), **settings)
+            job.process.join()
+            if "done" in job.output.read_text():
+                break
+            killed += 1
+            check_added(folder)
+        printed = Forked(folder, adds=True, **settings).finish()
+        assert printed[-1] == "done 72"
+        assert_same(weights(folder), weights(tmp_path / "undisturbed"))
+        assert not list(folder.glob("tmp-*"))
+        check_added(folder)
+
+
+def check_added(folder):
+    for checkpoint in folder.glob("checkpoint-*"):
+        if why_unusable(checkpoint) is None:
+            text = (checkpoint / "before.txt").read_text()
+            assert text == f"{checkpoint.name}/before.txt " * 1000

@@ -2,7 +2,6 @@
 
 import importlib
 import os
-import random
 import shutil
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from hftrainer.checkpointing import added, staging
 from hftrainer.checkpointing.manifest import read_manifest, why_unusable
 from tests.parity.differences import OWN_FILES
 from tests.parity.support import LIBRARIES, assert_same_weights, build
-from tests.reliability.support import Forked, assert_same, weights
 from tests.tiny import make_plain, plain_data
 
 ASYNC = {"lightning_config": {"async_checkpoint": True}}
@@ -229,31 +227,3 @@ def test_outside_a_run(tmp_path):
     (tmp_path / "checkpoint-0" / "stale.txt").write_text("?")
     trainer._save_checkpoint(trainer.model, None)
     assert "stale.txt" not in files(tmp_path)["checkpoint-0"]
-
-
-@pytest.mark.parametrize(("settings", "kills"), [({}, 20), (ASYNC, 10)], ids=["at-once", "in-background"])
-def test_killed_at_random(tmp_path, settings, kills):
-    """Whatever `kill -9` hits: each checkpoint that can be resumed from has the script's files, whole."""
-    Forked(tmp_path / "undisturbed", adds=True, **settings).finish()
-    moments, killed, begun = random.Random(5), 0, 0
-    while killed < kills:
-        folder, begun = tmp_path / f"run-{begun}", begun + 1
-        for _ in range(4):
-            job = Forked(folder, adds=True, kill_at=moments.randrange(1, 250), **settings)
-            job.process.join()
-            if "done" in job.output.read_text():
-                break
-            killed += 1
-            check_added(folder)
-        printed = Forked(folder, adds=True, **settings).finish()
-        assert printed[-1] == "done 72"
-        assert_same(weights(folder), weights(tmp_path / "undisturbed"))
-        assert not list(folder.glob("tmp-*"))
-        check_added(folder)
-
-
-def check_added(folder):
-    for checkpoint in folder.glob("checkpoint-*"):
-        if why_unusable(checkpoint) is None:
-            text = (checkpoint / "before.txt").read_text()
-            assert text == f"{checkpoint.name}/before.txt " * 1000
