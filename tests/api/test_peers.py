@@ -82,6 +82,7 @@ def test_live_runs_find_what_nobody_has_recorded(empty, monkeypatch):
     peers._book.cache_clear()
     assert compare(monkeypatch, "live", {"loss": 0.25}, {"loss": 0.25}) == 1
     other.write_text("{}")
+    peers._book.cache_clear()
     with pytest.raises(StaleRecording, match="recorded in no environment"):
         compare(monkeypatch, "live", {"loss": 0.25}, {"loss": 0.25})
 

@@ -215,7 +215,7 @@ def test_switches(tmp_path, of_switches, switch):
 def test_environment(tmp_path, level, expected):
     def shown(library, line):
         settings = {"TRANSFORMERS_VERBOSITY": level, **warm.LIBRARIES}
-        return [text.count(line) for text in python("-c", program(tmp_path, library), environment=settings)]
+        return [text.count(line) for text in python("-c", program(tmp_path / library, library), environment=settings)]
 
     assert shown("hftrainer", LINE) == [0, expected]
     assert_as_peer([0, expected], lambda: shown("transformers", THEIR_LINE))

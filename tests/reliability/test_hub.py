@@ -541,16 +541,21 @@ trainer.push_to_hub()
 """
 
 
-@pytest.mark.parametrize("script", [HANGS.replace("_GRACE = 0.5", "_GRACE = 600"), STOPPED_AGAIN])
-def test_stopped_at_once(hub, tmp_path, script):
+@pytest.mark.parametrize(
+    ("script", "line", "pauses"),
+    [
+        (HANGS.replace("_GRACE = 0.5", "_GRACE = 600"), "third step", (0.5, 1.5)),
+        (STOPPED_AGAIN, "waiting", (2.0,)),  # on a busy machine, too, it is inside `push_to_hub` then
+    ],
+    ids=["second Ctrl-C", "inside push_to_hub"],
+)
+def test_stopped_at_once(hub, tmp_path, script, line, pauses):
     """A second Ctrl-C, or one inside `push_to_hub`, ends the process even if an upload hangs."""
     hub.delay = 600
     process = begin(hub, tmp_path, script)
-    read_until(process, "third step" if script is not STOPPED_AGAIN else "waiting")
-    time.sleep(0.5 if script is not STOPPED_AGAIN else 2.0)  # on a busy machine, too, it is inside `push_to_hub` then
-    process.send_signal(signal.SIGINT)
-    if script is not STOPPED_AGAIN:
-        time.sleep(1.5)
+    read_until(process, line)
+    for pause in pauses:
+        time.sleep(pause)
         process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=20)
     assert process.returncode, err
