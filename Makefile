@@ -59,7 +59,7 @@ test: $(VENV)/.dev  ## run every test that needs no environment of its own, but 
 
 # They wait more than they compute, and so they have a lane of their own.
 test-machines: $(VENV)/.dev  ## nodes, ranks, launched processes and searches that fail, hang or are killed
-	@$(RUN) -m pytest -q $(THREE) tests/machines
+	@$(RUN) -m pytest -q $(THREE) tests/reliability/machines
 
 test-fast: $(VENV)/.dev  ## the tests that were fast when last measured, in a minute
 	@$(RUN) -m pytest -m "not slow" -q $(TWO)
@@ -89,7 +89,7 @@ mutants: $(VENV)/.dev  ## put twenty faults into the code, one at a time: which 
 
 fuzz: $(VENV)/.dev $(VENV)-deepspeed/.ready  ## read checkpoints and settings with made-up contents, 1,000 for each file and way; minutes
 	@FUZZ=$${FUZZ:-1000} $(RUN) -m pytest -q $(TWO) tests/reliability/test_fuzz.py tests/reliability/test_fuzz_parts.py tests/reliability/test_fuzz_settings.py
-	@FUZZ=$${FUZZ:-1000} $(DEEPSPEED) $(IN_MEMORY) $(VENV)-deepspeed/bin/python -m pytest -q tests/with_deepspeed/test_untrusted.py
+	@FUZZ=$${FUZZ:-1000} $(DEEPSPEED) $(IN_MEMORY) $(VENV)-deepspeed/bin/python -m pytest -q tests/adapters/deepspeed/test_untrusted.py
 
 # SOAK=100 for fewer. Full and read-only disks need the right to mount.
 soak: $(VENV)/.dev $(VENV)-deepspeed/.ready  ## runs killed, stopped, starved and damaged at random, 1,000 times: half an hour
@@ -102,7 +102,7 @@ test-install: $(VENV)/.dev  ## an environment with only what pyproject.toml decl
 test-versions: $(VENV)/.dev $(VENV)-4.48/.ready $(VENV)-4.57/.ready $(VENV)-5.2/.ready  ## older releases of transformers: scripts, the same numbers, and runs begun there
 	@for release in 4.48 4.57 5.2; do \
 		echo "transformers $$release:"; \
-		NEWEST_PYTHON=$(CURDIR)/$(VENV)/bin/python HF_HUB_OFFLINE=1 $(VENV)-$$release/bin/python -m pytest tests/interop || exit 1; \
+		NEWEST_PYTHON=$(CURDIR)/$(VENV)/bin/python HF_HUB_OFFLINE=1 $(VENV)-$$release/bin/python -m pytest tests/compat || exit 1; \
 	done
 
 # The registry's torch 2.6 is the one for CUDA: 5.3 GB and 3 min 20 s to install, measured. It loads without triton
@@ -110,7 +110,7 @@ test-versions: $(VENV)/.dev $(VENV)-4.48/.ready $(VENV)-4.57/.ready $(VENV)-5.2/
 test-floor: $(VENV)-floor/.ready  ## Python 3.10 and the oldest release of each dependency that pyproject.toml claims
 	@HF_HUB_OFFLINE=1 $(VENV)-floor/bin/python -m pytest -n 2 --dist loadfile $(FLOOR)
 
-FLOOR := tests/api tests/conformance tests/interop tests/distributed/test_accelerator.py
+FLOOR := tests/api tests/conformance tests/compat tests/distributed/test_accelerator.py
 
 $(VENV)-floor/.ready: tests/versions/floor.txt pyproject.toml
 	@test -n "$(PYTHON310)" || { echo "make test-floor needs Python 3.10: python3.10 on the path, or PYTHON310=..." >&2; exit 1; }
@@ -124,7 +124,7 @@ $(VENV)-floor/.ready: tests/versions/floor.txt pyproject.toml
 # Nothing holds a release back but torch's: the registry's newer ones bring gigabytes of CUDA. `make test-newest
 # NEWEST_TORCH=torch` tries the newest all the same. What is there is brought up to date each time.
 NEWEST_TORCH ?= $(shell grep '^torch==' constraints.txt)
-NEWEST := tests/conformance tests/interop tests/parity/test_matrix.py
+NEWEST := tests/conformance tests/compat tests/parity/test_matrix.py
 
 test-newest: $(VENV)-newest/bin/python  ## the newest release of everything, whatever constraints.txt says
 	@echo "Installing the newest releases into $(VENV)-newest ..."
@@ -158,9 +158,9 @@ ci:  ## every lane, one after the other (.ci/run: those that CI has the time for
 	@for lane in $(LANES); do echo "make $$lane"; $(MAKE) --no-print-directory $$lane || exit 1; done
 
 test-xla: $(VENV)-xla/.ready  ## torch_xla on the CPU, with the torch 2.9 that it is for (8 GB, not part of CI)
-	@PJRT_DEVICE=CPU HF_HUB_OFFLINE=1 $(VENV)-xla/bin/python -m pytest tests/xla
+	@PJRT_DEVICE=CPU HF_HUB_OFFLINE=1 $(VENV)-xla/bin/python -m pytest tests/adapters/xla
 
-$(VENV)-xla/.ready: tests/xla/requirements.txt
+$(VENV)-xla/.ready: tests/adapters/xla/requirements.txt
 	@echo "Installing torch_xla into $(VENV)-xla (several gigabytes) ..."
 	@$(PYTHON) -m venv $(VENV)-xla
 	@$(call pip,$(VENV)-xla) -c $< torch torch_xla
@@ -175,7 +175,7 @@ $(VENV)-%/.ready: tests/versions/%.txt
 	@touch $@
 
 test-deepspeed: $(VENV)-deepspeed/.ready  ## DeepSpeed: two processes on the CPU, against transformers
-	@$(DEEPSPEED) HF_HUB_OFFLINE=1 $(VENV)-deepspeed/bin/python -m pytest tests/with_deepspeed
+	@$(DEEPSPEED) HF_HUB_OFFLINE=1 $(VENV)-deepspeed/bin/python -m pytest tests/adapters/deepspeed
 
 # torch first, as above; DeepSpeed compiles nothing while it is installed, and looks at the torch that is there.
 $(VENV)-deepspeed/.ready: pyproject.toml constraints.txt | $(VENV)-deepspeed/bin/python
@@ -190,7 +190,7 @@ $(VENV)-deepspeed/bin/python $(VENV)-ray/bin/python $(VENV)-newest/bin/python $(
 
 # RAY_USAGE_STATS_ENABLED=0: Ray reports on itself to a server otherwise.
 test-ray: $(VENV)-ray/.ready  ## Ray Tune: real searches on two cores, against transformers; Ray Train
-	@RAY_USAGE_STATS_ENABLED=0 HF_HUB_OFFLINE=1 $(VENV)-ray/bin/python -m pytest tests/with_ray
+	@RAY_USAGE_STATS_ENABLED=0 HF_HUB_OFFLINE=1 $(VENV)-ray/bin/python -m pytest tests/adapters/ray
 
 $(VENV)-ray/.ready: pyproject.toml constraints.txt | $(VENV)-ray/bin/python
 	@echo "Installing Ray into $(VENV)-ray ..."
@@ -198,22 +198,22 @@ $(VENV)-ray/.ready: pyproject.toml constraints.txt | $(VENV)-ray/bin/python
 	@$(call pip,$(VENV)-ray) -c constraints.txt -e '.[transformers,ray]' pytest
 	@touch $@
 
-# `python -m tests.documents.blocks` prints the blocks by outcome.
+# `python -m tests.docs.documents.blocks` prints the blocks by outcome.
 test-documents: $(VENV)/.dev  ## each code block and command of the documents of v4.1 to v4.48, in tiny form
-	@$(RUN) -m pytest -q $(TWO) tests/documents
+	@$(RUN) -m pytest -q $(TWO) tests/docs/documents
 
 # TFTrainer beside TensorFlow: with transformers 5, which has no models of TensorFlow, and with 4.57, which has them.
 test-tf: $(VENV)-tf/.ready $(VENV)-tf-4.57/.ready  ## TFTrainer with TensorFlow on the CPU, against what the real one logged
 	@for environment in tf tf-4.57; do \
-		HF_HUB_OFFLINE=1 $(VENV)-$$environment/bin/python -m pytest tests/with_tf || exit 1; \
+		HF_HUB_OFFLINE=1 $(VENV)-$$environment/bin/python -m pytest tests/adapters/tensorflow || exit 1; \
 	done
 
 # AdapterHub's library is for transformers 4.57, and is tried in that release's environment. WRITE=1 writes the page.
 test-downstream: $(VENV)-downstream/.ready $(VENV)-4.57/.ready  ## TRL, sentence-transformers, setfit, PEFT, AdapterHub: the same numbers
-	@HF_HUB_OFFLINE=1 $(VENV)-downstream/bin/python -m pytest tests/downstream
-	@HF_HUB_OFFLINE=1 $(VENV)-4.57/bin/python -m pytest tests/downstream/test_adapters.py
+	@HF_HUB_OFFLINE=1 $(VENV)-downstream/bin/python -m pytest tests/adapters/downstream
+	@HF_HUB_OFFLINE=1 $(VENV)-4.57/bin/python -m pytest tests/adapters/downstream/test_adapters.py
 
-$(VENV)-downstream/.ready: tests/downstream/requirements.txt pyproject.toml constraints.txt
+$(VENV)-downstream/.ready: tests/adapters/downstream/requirements.txt pyproject.toml constraints.txt
 	@echo "Installing TRL, sentence-transformers and setfit into $(VENV)-downstream ..."
 	@$(PYTHON) -m venv $(VENV)-downstream
 	@$(call pip,$(VENV)-downstream) -c constraints.txt torch
@@ -237,7 +237,7 @@ docs: $(VENV)/.docs  ## run every code block of the documentation, and build its
 	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet
 
 test-examples: $(VENV)/.dev  ## the gallery and its notebooks for a few steps each, against transformers
-	@$(RUN) -m pytest -q $(TWO) tests/examples
+	@$(RUN) -m pytest -q $(TWO) tests/docs/examples
 
 docs-serve: $(VENV)/.docs  ## the documentation at http://127.0.0.1:8000
 	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs serve

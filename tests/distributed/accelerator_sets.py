@@ -15,8 +15,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from hftrainer import Trainer, TrainingArguments
-from tests.distributed.shard_sets import without_dropout
-from tests.tiny import make_plain, plain_data
+from tests.support.tiny import make_plain, plain_data, without_dropout
 
 RANK = int(os.environ["RANK"])
 

@@ -14,8 +14,8 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
-from tests.parity.support import build, record
-from tests.tiny import language_data, plain_data
+from tests.support.parity import build, record
+from tests.support.tiny import language_data, plain_data
 
 
 class Noisy(Dataset):

@@ -14,9 +14,18 @@ from torchmetrics import MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassConfusionMatrix
 
 from hftrainer import Seq2SeqTrainer, Seq2SeqTrainingArguments, TorchMetrics, Trainer, TrainingArguments
-from tests.parity.test_evaluation import Stream, make_detector, make_t5, pad, t5_data, varied_language_data
 from tests.parity.test_seq2seq import make_decoder, pad_left, uneven_data
-from tests.tiny import make_llama, make_plain, plain_data
+from tests.support.tiny import (
+    Stream,
+    make_detector,
+    make_llama,
+    make_plain,
+    make_t5,
+    pad,
+    plain_data,
+    t5_data,
+    varied_language_data,
+)
 
 SIZES = range(1, 18)
 BATCH = 2

@@ -13,9 +13,8 @@ from pathlib import Path
 
 import torch
 
-from tests.distributed.shard_sets import without_dropout
-from tests.parity.support import build
-from tests.tiny import MODELS, make_llama
+from tests.support.parity import build
+from tests.support.tiny import MODELS, make_llama, without_dropout
 
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 SAMPLES, EVALUATED, GLOBAL_BATCH, SAVED_AT = 40, 10, 8, 3

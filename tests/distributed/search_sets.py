@@ -15,7 +15,7 @@ import torch
 
 from hftrainer import Trainer, TrainingArguments
 from hftrainer.errors import InvalidArgument, SearchFailed, UnsupportedArgument
-from tests.tiny import make_plain, plain_data
+from tests.support.tiny import make_plain, plain_data
 
 
 def of_trial(trial):

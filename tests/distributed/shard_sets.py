@@ -15,28 +15,12 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from hftrainer import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
-from tests.parity.support import build
-from tests.parity.test_evaluation import make_t5, t5_data
-from tests.tiny import MODELS
+from tests.support.parity import build
+from tests.support.tiny import MODELS, make_t5, t5_data, without_dropout
 
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 #: Samples in a step of all processes; 40 of them make five steps an epoch, or two with accumulation.
 GLOBAL_BATCH = 8
-
-
-def without_dropout(make_model):
-    """Processes draw other masks than one does."""
-
-    def make():
-        model = make_model()
-        for module in model.modules():
-            if isinstance(module, torch.nn.Dropout):
-                module.p = 0.0
-            if hasattr(module, "attention_dropout"):
-                module.attention_dropout = 0.0
-        return model
-
-    return make
 
 
 FIRST = {"version": 1}

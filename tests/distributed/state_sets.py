@@ -14,7 +14,7 @@ from accelerate.logging import get_logger
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import broadcast_object_list, gather, gather_object, pad_across_processes, reduce
 
-from tests.tiny import make_plain, plain_data
+from tests.support.tiny import make_plain, plain_data
 
 
 def of_arguments(args, folder):

@@ -3,7 +3,7 @@
 import pytest
 
 from hftrainer.checkpointing.states.fsdp import ShardedStates
-from tests.model_states import ModelStatesSuite
+from tests.support.model_states import ModelStatesSuite
 
 
 @pytest.mark.parametrize("version", [1, 2])

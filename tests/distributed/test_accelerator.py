@@ -8,7 +8,7 @@ import torch
 
 from hftrainer.assembly.argument_consistency import OWN
 from hftrainer.training_args_seq2seq import Seq2SeqTrainingArguments
-from tests.distributed.test_evaluation import TORCHRUN, python
+from tests.support.launching import TORCHRUN, python
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,8 @@ from hftrainer.data.dispatch import parts, rounds
 from hftrainer.data.sharding import EvenBatchSampler, ShardedStream, ShardSpec
 from hftrainer.errors import UnsupportedArgument
 from tests.distributed.data_sets import CASES, RESUMED
-from tests.distributed.test_evaluation import Runs
-from tests.peers import assert_as_peer
-from tests.reliability.support import assert_same
+from tests.support.jobs import assert_same
+from tests.support.launching import Runs
 
 RANKS = ("0", "1")
 
@@ -46,8 +45,7 @@ def assert_same_run(ours, theirs):
 @pytest.mark.parametrize("case", CASES)
 def test_same_as_transformers(found, case, rank):
     """The batches of each process, log lines, events, files, weights, and the random numbers drawn."""
-    ours = found[f"hftrainer-{rank}"][case]
-    assert_as_peer(ours, lambda: found[f"transformers-{rank}"][case], assert_same_run, script=SCRIPT)
+    assert_same_run(found[f"hftrainer-{rank}"][case], found[f"transformers-{rank}"][case])
 
 
 @pytest.mark.parametrize("rank", RANKS)

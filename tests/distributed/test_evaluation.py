@@ -1,63 +1,13 @@
 """Two processes on gloo find the same metrics and predictions as one, to the last bit, for sets of 1 to 17 samples."""
 
 import pickle
-import subprocess
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from tests import warm
-from tests.parity.test_evaluation import leaves
-
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-
-
-def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
-    """Run a script, whose processes torchrun starts from the same Python."""
-    return subprocess.run(
-        [warm.PYTHON, *arguments],
-        env={**warm.environment(), "PYTHON_EXEC": warm.PYTHON, **environment},
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-
-
-def of_both_libraries(script: Path, folder: Path) -> dict:
-    """What a script wrote with transformers, then with ours, which reads their checkpoints: by library and rank."""
-    for library in ("transformers", "hftrainer"):
-        run = python(*TORCHRUN, str(script), library, str(folder))
-        assert run.returncode == 0, run.stderr[-3000:]
-    return {path.stem: pickle.loads(path.read_bytes()) for path in folder.glob("*.pkl")}
-
-
-class Runs(dict):
-    """What a script writes with either library, by library and rank; with transformers it is run when that is read."""
-
-    def __init__(self, script: Path, folder: Path) -> None:
-        super().__init__()
-        self.script, self.folder = script, folder
-        self.messages = self._run("hftrainer")
-
-    def _run(self, library: str) -> str:
-        run = python(*TORCHRUN, str(self.script), library, str(self.folder))
-        assert run.returncode == 0, run.stderr[-3000:]
-        self.update({path.stem: pickle.loads(path.read_bytes()) for path in self.folder.glob(f"{library}-*.pkl")})
-        return run.stderr
-
-    def __missing__(self, name: str) -> Any:
-        assert name.startswith("transformers-"), name
-        self._run("transformers")
-        return self[name]
-
-
-def torchrun(folder: Path, text: str) -> subprocess.CompletedProcess:
-    """Run a script in two processes."""
-    script = folder / "script.py"
-    script.write_text(text)
-    return python(*TORCHRUN, str(script))
+from tests.support.launching import FAILS_IN_ONE, TORCHRUN, python, torchrun
+from tests.support.parity import leaves
 
 
 @pytest.fixture(scope="module")
@@ -126,21 +76,11 @@ def test_gather_object(found):
     assert found["0"]["objects"][3]["flat"][0].keys() == {"best", "scores"}
 
 
-#: A model that fails in one of two processes.
-FAILS_IN_ONE = """
-class Fails(Plain):
-    def forward(self, x, labels=None):
-        if os.environ["RANK"] == "1":
-            raise RuntimeError("only here")
-        return super().forward(x, labels)
-
-args = TrainingArguments("out", use_cpu=True, disable_tqdm=True, ddp_timeout=120)
-"""
 FAILS = (
     """
 import os, torch
 from hftrainer import Trainer, TrainingArguments
-from tests.tiny import Plain, plain_data
+from tests.support.tiny import Plain, plain_data
 
 """
     + FAILS_IN_ONE
@@ -158,7 +98,7 @@ def test_a_failing_process_ends_all(tmp_path):
 
 BOXES = """
 from hftrainer import Trainer, TrainingArguments
-from tests.tiny import Plain, plain_data
+from tests.support.tiny import Plain, plain_data
 
 class Boxes(Trainer):
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):

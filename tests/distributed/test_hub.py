@@ -2,9 +2,9 @@
 
 import torch
 
-from tests import warm
-from tests.distributed.test_evaluation import TORCHRUN, python
-from tests.hub_server import HubServer
+from tests.support import warm
+from tests.support.hub_server import HubServer
+from tests.support.launching import TORCHRUN, python
 
 TOKEN = "hf_aVeryPrivateTokenIndeed"
 SCRIPT = """

@@ -1,54 +1,10 @@
 """One script, started in every way: two processes find each other and train the same weights."""
 
-import json
-import signal
-import socket
-import subprocess
-from pathlib import Path
-
 import pytest
 
-from tests import warm
+from tests.support.launching import DEVICES, FSDP_FILE, LAUNCHERS, accelerate, launch, port, read, start
 
-SCRIPT = str(Path(__file__).with_name("launched.py"))
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-DEVICES = ["--lightning_config", '{"devices": 2}']
-
-
-def start(folder, before, after=(), script=SCRIPT, **environment):
-    """The script in a folder, by a launcher's words, with further arguments."""
-    folder.mkdir(exist_ok=True)
-    settings = ["--output_dir", str(folder), "--max_steps", "3", "--learning_rate", "0.1", "--use_cpu", "True"]
-    settings += ["--disable_tqdm", "True", "--save_strategy", "no", "--report_to", "none"]
-    return subprocess.Popen(
-        [warm.PYTHON, *before, script, *settings, *after],
-        env={**warm.environment(), **warm.AGAIN, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-        # A shell that runs the tests in the background has them ignore Ctrl-C, which Python then leaves so.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-
-
-def launch(folder, *args, **environment):
-    """What each of the two processes found."""
-    process = start(folder, *args, **environment)
-    printed = process.communicate(timeout=120)[0]
-    assert process.returncode == 0, printed[-3000:]
-    return read(folder)
-
-
-def read(folder):
-    assert (folder / "final" / "model.safetensors").is_file()
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
-
-
-def port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
 
 
 @pytest.fixture(scope="module")
@@ -67,26 +23,6 @@ def check(found, expected):
 def test_torchrun(expected):
     check(expected, expected)
     assert [one["order"] for one in expected] == [[[], []], [["first-True-0"], ["first-False-0"]]]
-
-
-def accelerate(*options):
-    return ["-m", "accelerate.commands.launch", *options]
-
-
-#: Name → what stands before the script.
-LAUNCHERS = {
-    "torch.distributed.launch": lambda: [
-        "-m",
-        "torch.distributed.launch",
-        "--nproc_per_node=2",
-        f"--master_port={port()}",
-    ],
-    "accelerate": lambda: accelerate(
-        *("--multi_gpu", "--num_processes=2", "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no"),
-        f"--main_process_port={port()}",
-    ),
-    "hftrainer": lambda: ["-m", "hftrainer", "run", "--nproc", "2"],
-}
 
 
 @pytest.mark.parametrize("name", LAUNCHERS)
@@ -111,35 +47,6 @@ def test_accelerate_compiles_and_rounds(expected, tmp_path):
     found = launch(tmp_path / "out", accelerate("--config_file", str(path)))
     assert all(one["compiled"] for one in found)
     assert found[0]["weights"] == found[1]["weights"] != expected[0]["weights"]
-
-
-#: The file with FSDP in the documentation of `accelerate launch`.
-FSDP_FILE = """
-compute_environment: LOCAL_MACHINE
-distributed_type: FSDP
-downcast_bf16: 'no'
-fsdp_config:
-  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
-  fsdp_backward_prefetch_policy: BACKWARD_PRE
-  fsdp_forward_prefetch: true
-  fsdp_offload_params: false
-  fsdp_sharding_strategy: 1
-  fsdp_state_dict_type: FULL_STATE_DICT
-  fsdp_sync_module_states: true
-  fsdp_transformer_layer_cls_to_wrap: BertLayer
-  fsdp_use_orig_params: true
-machine_rank: 0
-main_training_function: main
-mixed_precision: bf16
-num_machines: 1
-num_processes: 2
-rdzv_backend: static
-same_network: true
-tpu_env: []
-tpu_use_cluster: false
-tpu_use_sudo: false
-use_cpu: false
-"""
 
 
 def test_accelerate_shards(tmp_path):

@@ -11,9 +11,9 @@ from hftrainer import Trainer, TrainingArguments
 from hftrainer.errors import UnsupportedArgument, WrongConfig
 from hftrainer.parallel.layout import Layout, check_model_layout, read_layout
 from tests.distributed.layout_sets import EVALUATED, LAYOUTS
-from tests.distributed.test_evaluation import TORCHRUN, python
-from tests.reliability.support import assert_same
-from tests.tiny import make_plain
+from tests.support.jobs import assert_same
+from tests.support.launching import TORCHRUN, python
+from tests.support.tiny import make_plain
 
 #: Sums of float32 in another order, through six steps of AdamW at a rate of 1e-2.
 TOLERANCE = {"rel": 1e-4, "abs": 2e-5}

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tests.model_states import under_torchrun
+from tests.support.model_states import under_torchrun
 
 
 def test_fsdp(tmp_path):

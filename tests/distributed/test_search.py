@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.test_evaluation import TORCHRUN, python
+from tests.support.launching import TORCHRUN, python
 
 
 @pytest.fixture(scope="module")

@@ -20,9 +20,9 @@ from tests.distributed.shard_sets import (
     SAVED,
     STRATEGIES,
 )
-from tests.distributed.test_evaluation import python, torchrun
-from tests.parity.differences import MEASURED
-from tests.reliability.support import assert_same
+from tests.support.differences import MEASURED
+from tests.support.jobs import assert_same
+from tests.support.launching import python, torchrun
 
 #: Processes add up the parts of a loss, a norm and a gradient in another order: float32 has 24 bits, and these runs
 #: lose two of them at most.
@@ -211,7 +211,7 @@ AGAIN = """
 import sys
 from torch.distributed import distributed_c10d
 from hftrainer import Trainer, TrainingArguments
-from tests.tiny import make_plain, plain_data
+from tests.support.tiny import make_plain, plain_data
 
 for ends in (False, True, True):
     for kind in ("full_shard", "hybrid_shard"):

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.test_evaluation import TORCHRUN, Runs, python
-from tests.peers import assert_as_peer
+from tests.support.launching import TORCHRUN, Runs, python
 
 SCRIPT = Path(__file__).with_name("state_sets.py")
 
@@ -32,7 +31,7 @@ def of_transformers(found, rank):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_as_transformers_leaves_them(found, rank):
     ours = found[f"hftrainer-{rank}"]
-    assert_as_peer(without_its_own(ours), lambda: of_transformers(found, rank), script=SCRIPT)
+    assert without_its_own(ours) == of_transformers(found, rank)
     assert all(ours["agree"]) and ours["connected"] and ours["in turn"] and ours["same"]
     assert ours["partial"]["distributed_type"] == "DistributedType.MULTI_CPU"
 

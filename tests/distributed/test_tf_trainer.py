@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.distributed.test_evaluation import TORCHRUN, python
+from tests.support.launching import TORCHRUN, python
 
 SCRIPT = str(Path(__file__).with_name("tf_sets.py"))
 

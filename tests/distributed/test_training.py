@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from hftrainer.data.sharding import EvenBatchSampler, ShardSpec
-from tests.distributed.test_evaluation import FAILS_IN_ONE, of_both_libraries, torchrun
 from tests.distributed.train_sets import CASES, FLAGS, RESUMED
-from tests.reliability.support import assert_same
+from tests.support.jobs import assert_same
+from tests.support.launching import FAILS_IN_ONE, of_both_libraries, torchrun
 
 RANKS = ("0", "1")
 
@@ -99,7 +99,7 @@ REFUSED = (
 import os, sys, torch
 from lightning.pytorch.callbacks import LearningRateFinder
 from hftrainer import Trainer, TrainingArguments
-from tests.tiny import Plain, make_plain, plain_data
+from tests.support.tiny import Plain, make_plain, plain_data
 
 def attempt(data, resume=None, callbacks=None, **settings):
     args = TrainingArguments("out", use_cpu=True, disable_tqdm=True, max_steps=2, save_strategy="no", **settings)

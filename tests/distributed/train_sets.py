@@ -13,8 +13,8 @@ import torch
 
 from hftrainer import Trainer, TrainerCallback
 from hftrainer.errors import CheckpointNotFound
-from tests.parity.support import build, comparable, record
-from tests.tiny import MODELS, plain_data
+from tests.support.parity import build, comparable, record
+from tests.support.tiny import MODELS, plain_data
 
 SHARED = {"save_strategy": "steps", "save_steps": 2, "logging_steps": 1}
 #: Name → model and settings. 38 samples in batches of 4 for two processes: the last round is completed.

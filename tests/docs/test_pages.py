@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import warm
-from tests.tiny import make_plain, plain_data
+from tests.support import warm
+from tests.support.tiny import make_plain, plain_data
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

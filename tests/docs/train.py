@@ -1,7 +1,7 @@
 """The script that the pages of the site start: a tiny model, with any training arguments."""
 
 from hftrainer import HfArgumentParser, Trainer, TrainingArguments
-from tests.tiny import make_plain, plain_data
+from tests.support.tiny import make_plain, plain_data
 
 if __name__ == "__main__":
     (args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()

@@ -7,7 +7,7 @@ import zipfile
 
 import pytest
 
-from tests.api.test_examples import ROOT, run
+from tests.docs.test_first_examples import ROOT, run
 
 
 def test_an_environment_with_only_the_declared_dependencies(tmp_path):

@@ -16,10 +16,9 @@ from accelerate.utils import broadcast_object_list, gather, gather_object
 
 import hftrainer
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
-from tests import warm
-from tests.parity.support import alike, build, train
-from tests.peers import assert_equal
-from tests.tiny import make_plain, plain_data
+from tests.support import warm
+from tests.support.parity import alike, assert_equal, build, train
+from tests.support.tiny import make_plain, plain_data
 
 PRECISIONS = ({}, {"bf16": True})
 

@@ -11,10 +11,8 @@ from transformers.trainer_pt_utils import AcceleratorConfig as TheirConfig
 import hftrainer
 from hftrainer.arguments.accelerator_config import AcceleratorConfig
 from hftrainer.errors import InvalidArgument
-from tests.parity.support import alike, assert_same_as_peer, build, compare, train
-from tests.parity.test_evaluation import Stream
-from tests.peers import assert_equal
-from tests.tiny import make_plain, plain_data
+from tests.support.parity import alike, assert_equal, assert_same, build, compare, train
+from tests.support.tiny import Stream, make_plain, plain_data
 
 KEYS = {
     "split_batches": True,
@@ -30,7 +28,7 @@ KEYS = {
 def test_key(tmp_path, key):
     ours = train("hftrainer", "plain", tmp_path / "ours", accelerator_config={key: KEYS[key]})
     given = copy.deepcopy({key: KEYS[key]})  # transformers writes into it
-    assert_same_as_peer(ours, lambda: train("transformers", "plain", tmp_path / "theirs", accelerator_config=given))
+    assert_same(ours, train("transformers", "plain", tmp_path / "theirs", accelerator_config=given))
     without = train("hftrainer", "plain", tmp_path / "without")
     changes = key in ("use_seedable_sampler", "gradient_accumulation_kwargs")
     assert (ours.logs != without.logs) == changes

@@ -13,7 +13,7 @@ import transformers
 import hftrainer
 from hftrainer.errors import InvalidArgument, UnknownKey, UnsupportedArgument
 from hftrainer.trainer_pt_utils import AcceleratorConfig
-from tests.tiny import make_plain, plain_data
+from tests.support.tiny import make_plain, plain_data
 
 LIBRARIES = pytest.mark.parametrize("library", [hftrainer, transformers], ids=lambda library: library.__name__)
 

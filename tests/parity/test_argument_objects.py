@@ -13,8 +13,8 @@ import transformers
 
 import hftrainer
 from hftrainer.errors import InvalidArgument, UnknownArgument
-from tests.tiny import make_llama, make_plain, plain_data
-from tests.tracking import mlflow_database
+from tests.support.tiny import make_llama, make_plain, plain_data
+from tests.support.tracking import mlflow_database
 
 LIBRARIES = ("hftrainer", "transformers")
 SETTINGS = {"max_steps": 2, "save_strategy": "no", "report_to": "none", "use_cpu": True, "disable_tqdm": True}

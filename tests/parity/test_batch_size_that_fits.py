@@ -8,8 +8,8 @@ from torch import nn
 
 import hftrainer
 from hftrainer.errors import InvalidArgument
-from tests.parity.support import EVALUATED, assert_same_weights, build, record, train
-from tests.tiny import Plain, plain_data
+from tests.support.parity import EVALUATED, assert_same_weights, build, record, train
+from tests.support.tiny import Plain, plain_data
 
 
 class Greedy(Plain):

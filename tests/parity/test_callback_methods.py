@@ -5,8 +5,7 @@ import inspect
 
 import pytest
 
-from tests.parity.support import alike, assert_same, build, record
-from tests.peers import assert_equal
+from tests.support.parity import alike, assert_equal, assert_same, build, record
 
 BASES = ("TrainerCallback", "DefaultFlowCallback", "EarlyStoppingCallback", "ProgressCallback", "PrinterCallback")
 SETTINGS = {

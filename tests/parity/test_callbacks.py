@@ -4,7 +4,7 @@ import importlib
 
 import pytest
 
-from tests.parity.support import EVERY_STEP, alike, build, record
+from tests.support.parity import EVERY_STEP, alike, build, record
 
 
 def stops(library, event, at, switch):

@@ -5,7 +5,7 @@ import importlib
 import pytest
 import torch
 
-from tests.parity.support import EVERY_STEP, alike, compare, train
+from tests.support.parity import EVERY_STEP, alike, compare, train
 
 
 def make_tokenizer():

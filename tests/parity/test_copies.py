@@ -9,8 +9,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 import hftrainer
-from tests.parity.support import LIBRARIES, accuracy, assert_same_weights, comparable
-from tests.tiny import make_bert, make_plain, plain_data, text_data
+from tests.support.parity import LIBRARIES, accuracy, assert_same_weights, comparable
+from tests.support.tiny import make_bert, make_plain, plain_data, text_data
 
 
 class Counts(hftrainer.TrainerCallback):

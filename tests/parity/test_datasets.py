@@ -6,30 +6,14 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from tests.parity.support import EVALUATED, EVERY_STEP, accuracy, alike, build, compare, train
-from tests.peers import assert_equal
-from tests.tiny import plain_data
+from tests.support.parity import EVALUATED, EVERY_STEP, accuracy, alike, assert_equal, build, compare, train
+from tests.support.tiny import SizedStream, Stream, plain_data
 
 
 def test_dict_of_eval_datasets(tmp_path):
     sets = {"first": plain_data()[:9], "second": plain_data()[9:20]}
     settings = {**EVERY_STEP, "load_best_model_at_end": True, "metric_for_best_model": "eval_second_loss"}
     compare(tmp_path, "plain", trainer={"eval_dataset": sets, "compute_metrics": accuracy}, **settings)
-
-
-class Stream(IterableDataset):
-    """The plain samples, without a length."""
-
-    def __init__(self, count):
-        self.count = count
-
-    def __iter__(self):
-        return iter(plain_data(self.count))
-
-
-class SizedStream(Stream):
-    def __len__(self):
-        return self.count
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])

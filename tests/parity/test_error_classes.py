@@ -13,7 +13,7 @@ import transformers.integrations.integration_utils
 import transformers.trainer_optimizer
 import transformers.trainer_pt_utils
 
-from tests.tiny import make_plain, plain_data
+from tests.support.tiny import make_plain, plain_data
 
 LIBRARIES = ("hftrainer", "transformers")
 

@@ -2,7 +2,6 @@
 
 import importlib
 import json
-from collections.abc import Mapping
 
 import numpy as np
 import pytest
@@ -10,46 +9,33 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
-from tests.parity.support import (
+from tests.support.parity import (
     alike,
+    assert_equal,
     assert_same,
-    assert_same_as_peer,
     assert_same_weights,
     comparable,
+    leaves,
     make_recorder,
     record,
     train,
 )
-from tests.peers import assert_equal
-from tests.tiny import MODELS, Plain, language_data, make_llama, plain_data
+from tests.support.tiny import (
+    MODELS,
+    Plain,
+    Stream,
+    detection_data,
+    language_data,
+    make_detector,
+    make_llama,
+    make_t5,
+    pad,
+    plain_data,
+    t5_data,
+    varied_language_data,
+)
 
 transformers = importlib.import_module("transformers")
-
-
-class Detector(nn.Module):
-    """Nested outputs, as a detection model's: a tensor, a dict, a tuple and a list, beside several labels."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(8, 6)
-        self.config = transformers.PretrainedConfig(keys_to_ignore_at_inference=["hidden"])
-
-    def forward(self, x, labels=None, box_labels=None):
-        scores = self.layer(x)
-        boxes = {"corner": scores[:, :2], "size": (scores[:, 2:4], scores[:, 4:].double())}
-        outputs = {"logits": scores, "boxes": boxes, "levels": [scores[:, :1], scores.argmax(-1)], "hidden": x}
-        if labels is None:
-            return outputs
-        return {"loss": nn.functional.cross_entropy(scores, labels) + box_labels.mean(), **outputs}
-
-
-def make_detector():
-    torch.manual_seed(1)
-    return Detector()
-
-
-def detection_data(count=19):
-    return [{**row, "box_labels": row["x"][:4]} for row in plain_data(count)]
 
 
 class Clip(nn.Module):
@@ -86,32 +72,6 @@ def answer_data(count=19):
     ]
 
 
-def make_t5():
-    torch.manual_seed(1)
-    sizes = {"vocab_size": 50, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
-    config = transformers.T5Config(**sizes, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1)
-    return transformers.T5ForConditionalGeneration(config)
-
-
-def t5_data(count=19):
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(2, 50, (count, 9), generator=generator)
-    return [{"input_ids": row, "attention_mask": torch.ones_like(row), "labels": row[:5]} for row in ids]
-
-
-def varied_language_data(count=19):
-    """Samples of different lengths: each batch is padded to its own longest."""
-    return [{key: value[: 4 + (i * 5) % 9] for key, value in row.items()} for i, row in enumerate(language_data(count))]
-
-
-def pad(samples):
-    fill = {"input_ids": 0, "attention_mask": 0, "labels": -100}
-    return {
-        key: nn.utils.rnn.pad_sequence([sample[key] for sample in samples], batch_first=True, padding_value=fill[key])
-        for key in samples[0]
-    }
-
-
 CASES = {
     **MODELS,
     "detector": (make_detector, detection_data),
@@ -120,17 +80,6 @@ CASES = {
     "t5": (make_t5, t5_data),
     "varied": (make_llama, varied_language_data),
 }
-
-
-def leaves(data, path=""):
-    """Every leaf of nested outputs, by its path."""
-    if isinstance(data, Mapping):
-        return {name: leaf for key, value in data.items() for name, leaf in leaves(value, f"{path}.{key}").items()}
-    if isinstance(data, (list, tuple)):
-        kind = type(data).__name__
-        parts = [leaves(value, f"{path}.{kind}{i}") for i, value in enumerate(data)]
-        return {name: leaf for part in parts for name, leaf in part.items()}
-    return {path: data}
 
 
 def assert_same_arrays(ours, theirs):
@@ -253,14 +202,6 @@ def test_no_labels(tmp_path):
     assert list(outputs[0].metrics) == list(outputs[1].metrics)
 
 
-class Stream(IterableDataset):
-    def __init__(self, count):
-        self.count = count
-
-    def __iter__(self):
-        return iter(plain_data(self.count))
-
-
 @pytest.mark.parametrize("count", [3, 8, 19])
 def test_unsized_stream(tmp_path, count):
     compare(tmp_path, "plain", trainer={"eval_dataset": Stream(count)})
@@ -336,7 +277,7 @@ def test_half_precision_evaluation(tmp_path, case, dtype):
 def test_half_precision_waits_for_the_end_of_training(tmp_path, dtype):
     settings = {"eval_strategy": "steps", "eval_steps": 4, "max_steps": 8, f"{dtype}_full_eval": True}
     ours = train("hftrainer", "bert", tmp_path / "ours", **settings)
-    assert_same_as_peer(ours, lambda: train("transformers", "bert", tmp_path / "theirs", **settings))
+    assert_same(ours, train("transformers", "bert", tmp_path / "theirs", **settings))
     assert {tensor.dtype for tensor in ours.weights.values() if tensor.is_floating_point()} == {torch.float32}
 
 
@@ -371,7 +312,7 @@ def test_input_tokens_without_a_mask(tmp_path, how):
     data = [{key: row[key] for key in ("input_ids", "labels")} for row in language_data()]
     settings = {"include_num_input_tokens_seen": how, "trainer": {"train_dataset": data}}
     ours = train("hftrainer", "llama", tmp_path / "ours", **settings)
-    assert_same_as_peer(ours, lambda: train("transformers", "llama", tmp_path / "theirs", **settings))
+    assert_same(ours, train("transformers", "llama", tmp_path / "theirs", **settings))
 
 
 OVERRIDES = {
@@ -436,7 +377,7 @@ def test_grouped_by_length(tmp_path, kind):
         "trainer": {"train_dataset": held, "eval_dataset": evaluated, "data_collator": collate},
     }
     ours = train("hftrainer", "llama", tmp_path / "ours", **settings)
-    assert_same_as_peer(ours, lambda: train("transformers", "llama", tmp_path / "theirs", **settings))
+    assert_same(ours, train("transformers", "llama", tmp_path / "theirs", **settings))
 
 
 def test_lengths(tmp_path):

@@ -19,8 +19,8 @@ import hftrainer.errors
 from hftrainer.arguments.legacy import LegacyArguments
 from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.arguments.table import TABLE, check_supported, make_plan
-from tests.parity.support import accuracy, make_recorder, record
-from tests.tiny import make_plain, plain_data
+from tests.support.parity import accuracy, make_recorder, record
+from tests.support.tiny import make_plain, plain_data
 
 STEPS = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
 WORKERS = {"dataloader_num_workers": 1}
@@ -133,7 +133,7 @@ ELSEWHERE = {
     "enable_jit_checkpoint": "tests/reliability/test_interruption.py::test_jit_checkpoint",
     "ignore_data_skip": "tests/parity/test_resume.py::test_ignore_data_skip",
     "restore_callback_states_from_checkpoint": "tests/parity/test_resume.py::test_callback_states",
-    "debug": "tests/api/test_debugging.py::test_underflow_overflow",
+    "debug": "tests/unit/test_debug_utils.py::test_underflow_overflow",
     "push_to_hub": "tests/parity/test_hub.py::test_strategies",
     "hub_model_id": "tests/parity/test_hub.py::test_strategies",
     "hub_strategy": "tests/parity/test_hub.py::test_strategies",
@@ -144,10 +144,10 @@ ELSEWHERE = {
     "logging_nan_inf_filter": "tests/parity/test_losses.py::test_nan_losses",
     "eval_accumulation_steps": "tests/parity/test_single_arguments.py::test_argument[eval-accumulation]",
     "log_on_each_node": "test_what_processes_write",
-    "log_level_replica": "tests/api/test_arguments.py::test_log_levels",
+    "log_level_replica": "tests/unit/arguments/test_fields.py::test_log_levels",
     "save_on_each_node": "test_what_processes_write",
     "eval_use_gather_object": "tests/distributed/test_evaluation.py::test_gather_object",
-    "eval_memmap_dir": "tests/api/test_evaluation.py::test_memory_mapped_predictions",
+    "eval_memmap_dir": "tests/unit/evaluation/test_evaluation.py::test_memory_mapped_predictions",
     "batch_eval_metrics": "tests/parity/test_evaluation.py::test_batch_eval_metrics",
     "bf16_full_eval": "tests/parity/test_evaluation.py::test_half_precision_evaluation",
     "fp16_full_eval": "tests/parity/test_evaluation.py::test_half_precision_evaluation",
@@ -169,7 +169,7 @@ ELSEWHERE = {
     "run_name": "tests/parity/test_trackers.py::test_wandb",
     **dict.fromkeys(
         "project trackio_space_id trackio_bucket_id trackio_static_space_id".split(),
-        "tests/conformance/test_loggers.py::test_callbacks_of_transformers",
+        "tests/lightning/test_loggers.py::test_callbacks_of_transformers",
     ),
 }
 

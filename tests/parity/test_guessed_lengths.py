@@ -9,8 +9,8 @@ from torch.utils.data import BatchSampler, DataLoader, Sampler, SequentialSample
 
 import hftrainer
 from hftrainer.data.samplers import gives_its_length
-from tests.parity.support import LIBRARIES, accuracy, alike, assert_same_weights, build, comparable, record
-from tests.tiny import make_plain, plain_data
+from tests.support.parity import LIBRARIES, accuracy, alike, assert_same_weights, build, comparable, record
+from tests.support.tiny import make_plain, plain_data
 
 
 class Guessing:

@@ -6,58 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.hub_server import HubServer
-from tests.parity.differences import OWN_FILES
-from tests.parity.support import LIBRARIES, build
+from tests.support.differences import OWN_FILES
+from tests.support.hub_runs import TOKEN, make_pushing
+from tests.support.parity import LIBRARIES, build
+from tests.support.tiny import tokenizer
 
-TOKEN = "hf_aVeryPrivateTokenIndeed"
 #: Whose contents both libraries write alike.
 SAME_BYTES = (".safetensors", "config.json", "tokenizer.json", "notes.txt")
-
-
-@pytest.fixture
-def hub(monkeypatch, tmp_path):
-    with HubServer({TOKEN: ("me", "write")}).running() as server:
-        server.serve(monkeypatch, tmp_path / "home")
-        yield server
-
-
-def tokenizer():
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    words = Tokenizer(models.WordLevel({"[PAD]": 0, "[UNK]": 1, "a": 2}, unk_token="[UNK]"))
-    return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]", pad_token="[PAD]")
-
-
-def waiting(library):
-    """A callback that keeps each save until the one before is up, and counts the pushes that begin."""
-
-    class Waiting(library.TrainerCallback):
-        trainer, begun = None, 0
-
-        def on_push_begin(self, args, state, control, **kwargs):
-            Waiting.begun += 1
-
-        def on_save(self, args, state, control, **kwargs):
-            if self.trainer.push_in_progress is not None:
-                self.trainer.push_in_progress.wait_until_done()
-
-    return Waiting()
-
-
-def make(name, folder, model="bert", trainer=None, **settings):
-    """A Trainer of library `name` that pushes each save and waits for it."""
-    library = importlib.import_module(name)
-    folder.mkdir(parents=True)
-    (folder / "notes.txt").write_text("for the repository")
-    (folder / "_private.txt").write_text("not for the repository")
-    callback = waiting(library)
-    given = {"data_collator": library.default_data_collator, "callbacks": [callback], **(trainer or {})}
-    defaults = {"push_to_hub": True, "hub_token": TOKEN, "save_strategy": "steps", "save_steps": 2, "max_steps": 3}
-    built, _ = build(name, model, folder, trainer=given, **{**defaults, **settings})
-    callback.trainer = built
-    return built, callback
 
 
 def pushed(repo, branch="main"):
@@ -83,7 +38,7 @@ def test_strategies(hub, tmp_path, strategy):
             "hub_strategy": strategy,
             "trainer": {"processing_class": tokenizer()},
         }
-        trainer, callback = make(name, tmp_path / name / "run", **settings)
+        trainer, callback = make_pushing(name, tmp_path / name / "run", **settings)
         trainer.train()
         during = len(hub.repos[f"org/{name}"].commits())
         trainer.save_model()
@@ -101,7 +56,7 @@ def test_strategies(hub, tmp_path, strategy):
 
 
 def run(name, tmp_path, **settings):
-    trainer, _ = make(name, tmp_path / name / "my-run", **settings)
+    trainer, _ = make_pushing(name, tmp_path / name / "my-run", **settings)
     trainer.train()
     return trainer
 
@@ -142,7 +97,7 @@ def test_without_the_argument(hub, tmp_path):
     """`push_to_hub()` makes the repository when it is first called, private if asked."""
     found = {}
     for name in LIBRARIES:
-        trainer, _ = make(name, tmp_path / name / "run", push_to_hub=False, save_strategy="no", max_steps=1)
+        trainer, _ = make_pushing(name, tmp_path / name / "run", push_to_hub=False, save_strategy="no", max_steps=1)
         trainer.train()
         assert not hub.repos
         trainer.push_to_hub(private=True, revision="main")
@@ -156,7 +111,7 @@ def test_arguments_of_transformers(hub, tmp_path):
     """Ours takes them, and pushes what they say."""
     import hftrainer
 
-    trainer, _ = make("transformers", tmp_path / "run", hub_strategy="checkpoint", max_steps=2)
+    trainer, _ = make_pushing("transformers", tmp_path / "run", hub_strategy="checkpoint", max_steps=2)
     ours = hftrainer.Trainer(trainer.model, trainer.args, train_dataset=trainer.train_dataset)
     ours.train()
     assert [message for message, _ in hub.repos["me/run"].commits()] == [
@@ -203,7 +158,7 @@ def test_files_that_an_override_puts_into_the_output_folder(hub, tmp_path):
                 super()._push_from_checkpoint(checkpoint_folder)
 
         settings = {"hub_model_id": f"org/{name}", "trainer_class": lambda _, kind=WithModules: kind}
-        trainer, _ = make(name, tmp_path / name / "run", **settings)
+        trainer, _ = make_pushing(name, tmp_path / name / "run", **settings)
         trainer.train()
         commits = hub.repos[f"org/{name}"].branches["main"][1:]
         found[name] = [(commit.message, commit.files["modules.json"]) for commit in commits]

@@ -8,10 +8,10 @@ import optuna
 import pytest
 import torch
 
-from tests.parity.differences import OWN_FILES
-from tests.parity.support import LIBRARIES, accuracy, build, comparable
-from tests.tiny import Plain
-from tests.tracking import scalars
+from tests.support.differences import OWN_FILES
+from tests.support.parity import LIBRARIES, accuracy, build, comparable
+from tests.support.tiny import Plain
+from tests.support.tracking import scalars
 
 
 @pytest.fixture(autouse=True, scope="module")

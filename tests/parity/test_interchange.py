@@ -1,6 +1,6 @@
 """Checkpoints of one library in the other: every file, every layout of weights, every kind of model.
 
-`test_resume.py` goes through the places in an epoch; `tests/interop/test_interchange.py` does this with v4.57.
+`test_resume.py` goes through the places in an epoch; `tests/compat/test_interchange.py` does this with v4.57.
 """
 
 import functools
@@ -14,10 +14,10 @@ import transformers
 from safetensors.torch import load_file
 
 from hftrainer.checkpointing import weights
-from tests.interop.interchange import make_adapters, make_tied
-from tests.parity.differences import OWN_FILES
-from tests.parity.support import assert_same_weights, build, train
-from tests.tiny import make_llama, make_peft
+from tests.compat.interchange import make_adapters, make_tied
+from tests.support.differences import OWN_FILES
+from tests.support.parity import assert_same_weights, build, train
+from tests.support.tiny import make_llama, make_peft
 
 WAYS = [("hftrainer", "hftrainer"), ("transformers", "hftrainer"), ("hftrainer", "transformers")]
 every_way = pytest.mark.parametrize(("writer", "reader"), WAYS, ids=["ours-ours", "theirs-ours", "ours-theirs"])

@@ -5,8 +5,8 @@ import torch
 
 import hftrainer
 from hftrainer.errors import InvalidArgument
-from tests.parity.support import EVALUATED, assert_same_weights, build, train
-from tests.tiny import Plain
+from tests.support.parity import EVALUATED, assert_same_weights, build, train
+from tests.support.tiny import Plain
 
 
 class TwoLosses(Plain):

@@ -8,19 +8,18 @@ import torch
 from torch import nn
 
 import hftrainer
-from tests.parity.support import (
+from tests.support.parity import (
     EVALUATED,
     EVERY_STEP,
     accuracy,
     alike,
+    assert_equal,
     both,
     build,
     compare,
     train,
 )
-from tests.parity.test_evaluation import make_t5, t5_data
-from tests.peers import assert_equal
-from tests.tiny import MODELS, Plain, make_bert, make_plain, plain_data
+from tests.support.tiny import MODELS, Plain, make_bert, make_plain, make_t5, plain_data, t5_data
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])

@@ -1,7 +1,7 @@
 """The matrix: models x accumulation x length x precision x evaluation, each exactly as transformers does it."""
 
-from tests.parity.matrix import check_run, over_the_matrix
-from tests.parity.support import compare
+from tests.support.matrix import check_run, over_the_matrix
+from tests.support.parity import compare
 
 
 @over_the_matrix

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.parity.support import build, compare
+from tests.support.parity import build, compare
 
 
 def test_emptied_caches(tmp_path, monkeypatch):

@@ -10,9 +10,9 @@ from huggingface_hub import metadata_load
 
 from hftrainer import TrainingSummary
 from hftrainer.model_card import provenance
-from tests.parity.differences import MEASURED
-from tests.parity.support import LIBRARIES, accuracy, build
-from tests.tiny import make_bert, make_peft, text_data
+from tests.support.differences import MEASURED
+from tests.support.parity import LIBRARIES, accuracy, build
+from tests.support.tiny import make_bert, make_peft, text_data
 
 
 def named_dataset(count=19):

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from hftrainer.errors import InvalidArgument, MissingPackage
-from tests.parity.support import EVALUATED, alike, assert_same_weights, build, compare, train
-from tests.tiny import make_plain
+from tests.support.parity import EVALUATED, alike, assert_same_weights, build, compare, train
+from tests.support.tiny import make_plain
 
 
 def test_compiling_in_place(tmp_path):

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.parity.support import EVERY_STEP, build, compare
-from tests.tiny import Plain, plain_data
+from tests.support.parity import EVERY_STEP, build, compare
+from tests.support.tiny import Plain, plain_data
 
 
 @pytest.mark.parametrize("model", ["tuple", "peft"])
@@ -17,7 +17,7 @@ def test_model_init(tmp_path):
 
 
 def make_plain_unseeded():
-    from tests.tiny import Plain
+    from tests.support.tiny import Plain
 
     return Plain()
 

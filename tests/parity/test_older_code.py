@@ -10,18 +10,17 @@ import torch
 
 import hftrainer
 from hftrainer.errors import UnsupportedArgument
-from tests.parity.support import (
+from tests.parity.test_replaced_methods import TRAINER
+from tests.support.parity import (
     accuracy,
     alike,
-    assert_same_as_peer,
+    assert_same,
     build,
     comparable,
     compare,
-    compare_live,
     record,
     train,
 )
-from tests.parity.test_replaced_methods import TRAINER
 
 EVERY_STEP = {"eval_strategy": "steps", "eval_steps": 2, "logging_steps": 1, "save_strategy": "steps", "save_steps": 4}
 
@@ -45,7 +44,7 @@ def test_save_checkpoint_with_metrics(tmp_path):
 
     settings = {"load_best_model_at_end": True, "metric_for_best_model": "loss"}
     ours = train_as({"_save_checkpoint": _save_checkpoint}, tmp_path / "ours", **settings)
-    assert_same_as_peer(ours, lambda: train("transformers", "plain", tmp_path / "theirs", **EVERY_STEP, **settings))
+    assert_same(ours, train("transformers", "plain", tmp_path / "theirs", **EVERY_STEP, **settings))
     assert len(seen) == 5
     assert all("eval_loss" in metrics for metrics in seen)
 
@@ -102,7 +101,7 @@ def by_name(self, **kwargs):
 def test_maybe_log_save_evaluate(tmp_path, signature):
     ours = train_as({"_maybe_log_save_evaluate": signature}, tmp_path / "ours", include_num_input_tokens_seen="all")
     settings = {**EVERY_STEP, "include_num_input_tokens_seen": "all"}
-    assert_same_as_peer(ours, lambda: train("transformers", "plain", tmp_path / "theirs", **settings))
+    assert_same(ours, train("transformers", "plain", tmp_path / "theirs", **settings))
 
 
 def test_maybe_log_save_evaluate_gets_the_values_of_its_release(tmp_path):
@@ -128,7 +127,7 @@ def test_inner_training_loop_gets_batch_size_and_arguments(tmp_path):
 
         return Own
 
-    compare_live(tmp_path, "plain", trainer_class=watched)
+    compare(tmp_path, "plain", trainer_class=watched)
     assert seen == [(4, True, 2, None, ["ignore_keys_for_eval", "trial"])] * 2
 
 
@@ -165,7 +164,7 @@ def test_other_old_signatures(tmp_path):
 
     methods = {name: each for name, each in locals().items() if callable(each)}
     ours = train_as(methods, tmp_path / "ours")
-    assert_same_as_peer(ours, lambda: train("transformers", "plain", tmp_path / "theirs", **EVERY_STEP))
+    assert_same(ours, train("transformers", "plain", tmp_path / "theirs", **EVERY_STEP))
     assert set(seen) == methods.keys()
 
 
@@ -187,9 +186,7 @@ def test_rotation_of_older_releases(tmp_path, name):
     settings = {"save_steps": 2, "max_steps": 10, "save_total_limit": 2}
     ours = train_as({name: locals()[name]}, tmp_path / "ours", **settings)
     if name == "_rotate_checkpoints":
-        assert_same_as_peer(
-            ours, lambda: train("transformers", "plain", tmp_path / "theirs", **{**EVERY_STEP, **settings})
-        )
+        assert_same(ours, train("transformers", "plain", tmp_path / "theirs", **{**EVERY_STEP, **settings}))
         assert seen == [(True, str(tmp_path / "ours"))] * 5
     else:
         assert sorted(ours.files) == ["checkpoint-10", "checkpoint-2", "checkpoint-8"]
@@ -334,7 +331,7 @@ def test_copied_methods(tmp_path, names):
     """transformers' own functions run on our Trainer, as those do that scripts have copied and edited."""
     settings = {"gradient_accumulation_steps": 3, "load_best_model_at_end": True, "metric_for_best_model": "loss"}
     ours = train_as(copies(names), tmp_path / "ours", **settings)
-    assert_same_as_peer(ours, lambda: train("transformers", "plain", tmp_path / "theirs", **EVERY_STEP, **settings))
+    assert_same(ours, train("transformers", "plain", tmp_path / "theirs", **EVERY_STEP, **settings))
 
 
 def test_copied_training_loop(tmp_path):

@@ -13,10 +13,8 @@ from hftrainer.errors import InvalidArgument, MissingPackage
 from hftrainer.optimization import SCHEDULES
 from hftrainer.trainer_optimizer import OPTIMIZERS, optimizer_cls_and_kwargs
 from hftrainer.trainer_utils import OptimizerNames, SchedulerType
-from tests.parity.optimizer_table import NAMES, STATUS, lines
-from tests.parity.support import alike, assert_same_as_peer, assert_same_weights, build, compare, compare_live, train
-from tests.peers import assert_equal
-from tests.tiny import make_llama, make_plain
+from tests.support.parity import alike, assert_equal, assert_same, assert_same_weights, build, compare, train
+from tests.support.tiny import make_llama, make_plain
 
 transformers = importlib.import_module("transformers")
 LOW_RANK = {"optim_target_modules": ["q_proj", "v_proj"], "optim_args": "rank=4,update_proj_gap=2"}
@@ -27,7 +25,6 @@ NEED_A_GPU = {"galore_adamw_8bit", "galore_adamw_8bit_layerwise", "adalomo"}
 #: transformers 5.23 no longer has it, or cannot build it.
 NO_PEER = {"adamw_hf", "adamw_apex_fused", "galore_adafactor_layerwise"}
 #: torchao compiles their steps.
-COMPILED = {"adamw_torch_4bit", "adamw_torch_8bit"}
 EQUAL = [name for name in OPTIMIZERS if name not in NOT_INSTALLABLE | NEED_A_GPU | NO_PEER]
 
 
@@ -43,21 +40,14 @@ def test_every_name_is_in_the_table():
     assert len(SCHEDULES) == 12
 
 
-def compare_optimizer(tmp_path, name, **settings):
-    """Our run, after asserting that transformers does the same; what is compiled depends on the compiler too."""
-    compare_with = compare_live if name in COMPILED else compare
-    return compare_with(tmp_path, "llama", **settings)
-
-
 @pytest.mark.parametrize("name", EQUAL)
 def test_optimizer(tmp_path, name):
     layer_wise = name.endswith("layerwise")  # transformers steps them with the peak rate whatever the schedule says
     schedule = {"lr_scheduler_type": "constant"} if layer_wise else {"gradient_accumulation_steps": 2}
     settings = {**settings_of(name), **schedule}
-    ours = compare_optimizer(tmp_path, name, **settings)
+    ours = compare(tmp_path, "llama", **settings)
     moved = make_llama().state_dict()["lm_head.weight"]
     assert not torch.equal(ours.weights["lm_head.weight"], moved)
-    STATUS[name] = "equal to transformers"
 
 
 @pytest.mark.parametrize("name", sorted(NEED_A_GPU))
@@ -78,7 +68,6 @@ def test_what_would_be_built(tmp_path, name):
         return (kind.__name__, sorted(kwargs.keys() - {"model"}), groups if not inner else [], inner)
 
     alike(run, assert_equal)
-    STATUS[name] = "built as transformers builds it; its kernels need a GPU"
 
 
 @pytest.mark.parametrize("name", sorted(NOT_INSTALLABLE))
@@ -86,7 +75,6 @@ def test_not_installable_here(tmp_path, name):
     trainer, _ = build("hftrainer", "llama", tmp_path, **settings_of(name))
     with pytest.raises(MissingPackage, match=f"optim='{name}' needs .*(pip install|build https)"):
         trainer.train()
-    STATUS[name] = "built, package not installable here"
 
 
 FAKES = {
@@ -141,7 +129,6 @@ def test_adamw_of_old_releases():
             layer(inputs).square().sum().backward()
             optimizer.step()
     assert torch.allclose(pair[0].weight, pair[1].weight, atol=1e-5)
-    STATUS["adamw_hf"] = "as v4.57 had it; transformers 5.23 has it no more"
 
 
 def test_galore_adafactor_layerwise(tmp_path):
@@ -157,7 +144,6 @@ def test_galore_adafactor_layerwise(tmp_path):
 
     together, apart = run("galore_adafactor"), run("galore_adafactor_layerwise")
     assert_same_weights(apart.weights, together.weights)
-    STATUS["galore_adafactor_layerwise"] = "equal to galore_adafactor; transformers fails to build it"
 
 
 @pytest.mark.parametrize(
@@ -204,13 +190,13 @@ OPTIONS = [
 @pytest.mark.parametrize(("name", "options"), OPTIONS, ids=[f"{name}-{i}" for i, (name, _) in enumerate(OPTIONS)])
 def test_options(tmp_path, name, options):
     settings = {**settings_of(name), "optim_args": options, "warmup_steps": 2}
-    compare_optimizer(tmp_path, name, **settings)
+    compare(tmp_path, "llama", **settings)
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ".*mlp.*", ["q_proj", "lm_head"]], ids=["all", "pattern", "names"])
 def test_targets(tmp_path, targets):
     settings = {**settings_of("galore_adamw"), "optim_target_modules": targets}
-    assert_same_as_peer(
+    assert_same(
         train("hftrainer", "llama", tmp_path / "ours", **settings),
         lambda: train("transformers", "llama", tmp_path / "theirs", **settings),
     )
@@ -287,15 +273,7 @@ def test_optimizer_factory(tmp_path):
             return torch.optim.SGD(model.parameters(), lr=0.05, momentum=momentum)
 
     settings = {"trainer": {"optimizer_cls_and_kwargs": (Factory, {"momentum": 0.5})}}
-    assert_same_as_peer(
+    assert_same(
         train("hftrainer", "plain", tmp_path / "ours", **settings),
         lambda: train("transformers", "plain", tmp_path / "theirs", **settings),
     )
-
-
-def test_the_table():
-    """Each of the 43 optimizers has an outcome, once the whole file has run."""
-    assert [len(names) for names in NAMES.values()] == [43, 12]
-    assert len(lines()) == 55
-    if len(STATUS) > len(EQUAL):
-        assert not [line for line in lines() if line.startswith("optimizer") and line.endswith("not run")]

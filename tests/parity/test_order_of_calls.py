@@ -4,8 +4,8 @@ import importlib
 
 import pytest
 
-from tests.parity.support import alike, assert_same, build, record
-from tests.tiny import plain_data
+from tests.support.parity import alike, assert_same, build, record
+from tests.support.tiny import plain_data
 
 
 @pytest.mark.parametrize("event", ["on_step_end", "on_epoch_end", "on_epoch_begin", "on_train_begin", "on_substep_end"])

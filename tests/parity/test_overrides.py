@@ -5,8 +5,8 @@ import os
 import pytest
 import torch
 
-from tests.parity.support import EVALUATED, EVERY_STEP, accuracy, compare, compare_live
-from tests.tiny import make_plain
+from tests.support.parity import EVALUATED, EVERY_STEP, accuracy, compare
+from tests.support.tiny import make_plain
 
 
 def compute_loss_full(library):
@@ -146,5 +146,5 @@ def test_folder_names_in_save(tmp_path):
 
         return Own
 
-    compare_live(tmp_path, "plain", trainer_class=trainer_class, save_strategy="steps", save_steps=5, max_steps=5)
+    compare(tmp_path, "plain", trainer_class=trainer_class, save_strategy="steps", save_steps=5, max_steps=5)
     assert names == ["checkpoint-5", "checkpoint-5"]

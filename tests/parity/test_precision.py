@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hftrainer.errors import InvalidArgument
-from tests.parity.support import assert_same, assert_same_weights, build, compare, record, train
+from tests.support.parity import assert_same, assert_same_weights, build, compare, record, train
 
 
 def test_launcher_precision(tmp_path, monkeypatch):

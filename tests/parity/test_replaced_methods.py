@@ -10,8 +10,8 @@ import transformers
 
 import hftrainer
 from hftrainer.training.accelerator import EngineAccelerator
-from tests.parity.differences import NOT_CALLED_ALIKE
-from tests.parity.methods import WAYS, Calls, methods_of, run
+from tests.support.differences import NOT_CALLED_ALIKE
+from tests.support.methods import WAYS, Calls, methods_of, run
 
 #: Who runs backward follows from these, so each is replaced in a run of its own too.
 DECIDE = {

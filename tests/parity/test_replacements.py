@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import warm
-from tests.parity.support import alike, build, record, train
+from tests.support import warm
+from tests.support.parity import alike, build, record, train
 
 ROOT = Path(__file__).parents[2]
 EVERY_STEP = {"eval_strategy": "steps", "eval_steps": 2, "logging_steps": 1}
@@ -282,7 +282,7 @@ def test_replaced_before_the_seq2seq_trainer_is_imported(tmp_path):
     """A library that replaces `Trainer.training_step` at once reaches subclasses that are imported later."""
     script = f"""
 import hftrainer
-from tests.tiny import make_plain, plain_data
+from tests.support.tiny import make_plain, plain_data
 from tests.parity.test_replacements import count_calls
 
 calls = count_calls(hftrainer.Trainer, "training_step")

@@ -7,10 +7,8 @@ import shutil
 import pytest
 import torch
 
-from tests.parity.support import alike, assert_same_weights, build, train
-from tests.parity.test_datasets import Stream
-from tests.peers import assert_equal
-from tests.tiny import plain_data
+from tests.support.parity import alike, assert_equal, assert_same_weights, build, train
+from tests.support.tiny import Stream, plain_data
 
 # 10 micro-batches an epoch. With accumulation 3 an epoch has 4 optimizer steps, the last of 1 micro-batch.
 CASES = [

@@ -10,8 +10,8 @@ import transformers
 
 import hftrainer
 from hftrainer.errors import UnsupportedArgument
-from tests.parity.support import LIBRARIES, assert_same, build, record
-from tests.tiny import make_plain, plain_data
+from tests.support.parity import LIBRARIES, assert_same, build, record
+from tests.support.tiny import make_plain, plain_data
 
 
 def rewritten(function, name, old="", new=""):

@@ -6,8 +6,7 @@ from torch.utils.data import BatchSampler, RandomSampler
 from transformers.trainer_pt_utils import LengthGroupedSampler as TheirLengthGroupedSampler
 
 from hftrainer.data.samplers import LengthGroupedSampler
-from tests.parity.support import EVALUATED, accuracy, alike, assert_same_weights, build, compare, train
-from tests.peers import assert_equal
+from tests.support.parity import EVALUATED, accuracy, alike, assert_equal, assert_same_weights, build, compare, train
 
 
 @pytest.mark.parametrize("kind", ["sampler", "batch-sampler"])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hftrainer.errors import InvalidArgument
-from tests.parity.support import assert_same, comparable, make_recorder, record
+from tests.support.parity import assert_same, comparable, make_recorder, record
 
 transformers = importlib.import_module("transformers")
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.parity.support import EVALUATED, EVERY_STEP, accuracy, compare
+from tests.support.parity import EVALUATED, EVERY_STEP, accuracy, compare
 
 
 @pytest.mark.parametrize(

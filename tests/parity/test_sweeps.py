@@ -8,10 +8,10 @@ import pytest
 
 from hftrainer.errors import InvalidArgument, SearchFailed, UnknownArgument, UnsupportedArgument
 from hftrainer.trainer_utils import BestRun, default_hp_space_wandb
-from tests.parity.differences import OWN_FILES
-from tests.tiny import MODELS
-from tests.tracking import wandb_items, wandb_records
-from tests.wandb_server import serving
+from tests.support.differences import OWN_FILES
+from tests.support.tiny import MODELS
+from tests.support.tracking import wandb_items, wandb_records
+from tests.support.wandb_server import serving
 
 wandb = pytest.importorskip("wandb")
 RATES = [1e-3, 1e-2, 1e-4]

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from tests.parity.support import LIBRARIES
-from tests.tracking import make_trainer, scalars, texts
+from tests.support.parity import LIBRARIES
+from tests.support.tracking import make_trainer, scalars, texts
 
 
 @pytest.fixture

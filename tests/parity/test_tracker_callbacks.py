@@ -10,8 +10,8 @@ from lightning.pytorch.loggers import CSVLogger
 import hftrainer
 from hftrainer.reporting import tracker_callbacks
 from hftrainer.reporting.tracker_callbacks import ReportingCallback
-from tests.parity.support import LIBRARIES
-from tests.tracking import make_trainer, mlflow_database, scalars, texts, wandb_items, wandb_records
+from tests.support.parity import LIBRARIES
+from tests.support.tracking import make_trainer, mlflow_database, scalars, texts, wandb_items, wandb_records
 
 for package in ("tensorboard", "wandb", "mlflow", "comet_ml"):
     pytest.importorskip(package)

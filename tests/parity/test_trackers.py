@@ -5,8 +5,8 @@ import zipfile
 
 import pytest
 
-from tests.parity.support import LIBRARIES
-from tests.tracking import make_trainer, mlflow_database, wandb_items, wandb_records, without_times
+from tests.support.parity import LIBRARIES
+from tests.support.tracking import make_trainer, mlflow_database, wandb_items, wandb_records, without_times
 
 #: Arguments that transformers fills in by the machine, and the folder of each run.
 DIFFERENT = {"accelerator_config", "dataloader_pin_memory", "output_dir"}

@@ -5,14 +5,14 @@ import importlib
 import pytest
 import torch
 
-from tests.parity.support import (
+from tests.support.parity import (
     EVALUATED,
     alike,
     both,
     compare,
     train,
 )
-from tests.tiny import Plain, make_plain
+from tests.support.tiny import Plain, make_plain
 
 
 def test_optimizers_pair(tmp_path):

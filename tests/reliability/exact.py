@@ -9,8 +9,8 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 import hftrainer
-from tests.parity.support import assert_same_weights, comparable
-from tests.tiny import make_plain, plain_data
+from tests.support.parity import assert_same_weights, comparable
+from tests.support.tiny import make_plain, plain_data
 
 
 class Augmented(Dataset):

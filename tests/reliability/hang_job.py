@@ -11,7 +11,7 @@ from torch.distributed import distributed_c10d
 from hftrainer import Trainer, TrainerCallback, TrainingArguments
 from hftrainer.parallel.environment import find_rank_info
 from hftrainer.parallel.processes import Processes
-from tests.tiny import make_plain, plain_data
+from tests.support.tiny import make_plain, plain_data
 
 TIMEOUT = timedelta(seconds=2)
 

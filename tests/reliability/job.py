@@ -95,7 +95,7 @@ def write_whole(path):
 def main(folder, settings):
     torch.set_num_threads(1)
     if "deepspeed" in settings:
-        from tests.with_deepspeed.sets import without_compiler
+        from tests.adapters.deepspeed.sets import without_compiler
 
         without_compiler()
     options = {key: settings.pop(key, default) for key, default in DEFAULTS.items()}

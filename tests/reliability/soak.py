@@ -23,11 +23,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests import warm
-from tests.hub_server import HubServer
-from tests.machines.test_search_kill import check
-from tests.reliability import faults
-from tests.reliability.support import SHARDED, Group, assert_same, log, names, weights
+from tests.reliability.machines.test_search_kill import check
+from tests.support import faults, warm
+from tests.support.hub_server import HubServer
+from tests.support.jobs import SHARDED, Group, assert_same, log, names, weights
 
 TOKEN = "hf_ofTheSoak"
 BACKGROUND = {"lightning_config": {"async_checkpoint": True}}

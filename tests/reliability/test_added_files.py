@@ -10,9 +10,9 @@ import pytest
 import hftrainer
 from hftrainer.checkpointing import added, staging
 from hftrainer.checkpointing.manifest import read_manifest, why_unusable
-from tests.parity.differences import OWN_FILES
-from tests.parity.support import LIBRARIES, assert_same_weights, build
-from tests.tiny import make_plain, plain_data
+from tests.support.differences import OWN_FILES
+from tests.support.parity import LIBRARIES, assert_same_weights, build
+from tests.support.tiny import make_plain, plain_data
 
 ASYNC = {"lightning_config": {"async_checkpoint": True}}
 

@@ -12,9 +12,9 @@ from hftrainer.checkpointing import staging
 from hftrainer.checkpointing import weights as weights_module
 from hftrainer.data.random_states import numpy_state_types
 from hftrainer.errors import CheckpointNotWritten
-from tests.parity.differences import OWN_FILES
-from tests.reliability.support import names
-from tests.tiny import language_data, make_bert, make_llama, make_peft, make_plain, plain_data, text_data
+from tests.support.differences import OWN_FILES
+from tests.support.jobs import names
+from tests.support.tiny import language_data, make_bert, make_llama, make_peft, make_plain, plain_data, text_data
 
 BACKGROUND = {"async_checkpoint": True}
 MODELS = {

@@ -12,8 +12,8 @@ from hftrainer import Trainer, TrainerCallback
 from hftrainer.checkpointing import staging
 from hftrainer.checkpointing.folders import rotate_checkpoints
 from hftrainer.trainer_utils import get_last_checkpoint
-from tests.reliability.support import names
 from tests.reliability.test_background import make_trainer
+from tests.support.jobs import names
 
 
 def test_rotation_keeps_what_was_just_written(tmp_path):

@@ -11,7 +11,7 @@ import torch
 from hftrainer import Trainer, TrainerCallback, TrainingArguments
 from hftrainer.errors import CheckpointNotFound
 from hftrainer.trainer_utils import get_last_checkpoint
-from tests.tiny import make_bert, make_plain, plain_data, text_data
+from tests.support.tiny import make_bert, make_plain, plain_data, text_data
 
 
 def make_trainer(folder, model="plain", **settings):

@@ -9,7 +9,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, WeightedRa
 
 import hftrainer
 from tests.reliability.exact import Augmented, AugmentedStream, StatefulStream, build, resumed_from_each
-from tests.tiny import plain_data
+from tests.support.tiny import plain_data
 
 EVALUATING = {"eval_strategy": "steps", "eval_steps": 2}
 

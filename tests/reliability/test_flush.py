@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from tests.parity.support import build
+from tests.support.parity import build
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from hftrainer import Trainer, TrainingArguments
 from hftrainer.checkpointing.manifest import _crc32_of_list
 from hftrainer.checkpointing.names import MANIFEST_NAME
 from hftrainer.errors import DamagedCheckpoint
-from tests.reliability import fuzz
-from tests.tiny import make_plain, plain_data
+from tests.support import fuzz
+from tests.support.tiny import make_plain, plain_data
 
 lightning = pytest.importorskip("lightning.pytorch")
 

@@ -6,8 +6,8 @@ import shutil
 import pytest
 
 from hftrainer.checkpointing.distributed import PARTS, load_model_parts, load_optimizer_parts
-from tests.api.test_parts_reading import stepped, write
-from tests.reliability import fuzz
+from tests.support import fuzz
+from tests.unit.checkpointing.test_parts_reader import stepped, write
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -12,9 +12,9 @@ from hftrainer.arguments.deepspeed import configure
 from hftrainer.errors import CheckpointNotFound
 from hftrainer.hub.download import download_checkpoint
 from hftrainer.parallel.fsdp.settings import read_fsdp
-from tests.hub_server import Commit, HubServer, Repo
-from tests.reliability import fuzz
-from tests.tiny import make_bert, make_plain, plain_data
+from tests.support import fuzz
+from tests.support.hub_server import Commit, HubServer, Repo
+from tests.support.tiny import make_bert, make_plain, plain_data
 
 ARGUMENTS = {
     **{"output_dir": "out", "learning_rate": 0.1, "max_steps": 3, "logging_steps": 2, "optim": "adamw_torch"},

@@ -24,10 +24,10 @@ from hftrainer.errors import CheckpointNotFound, HubError, InvalidArgument
 from hftrainer.hub import background, failures, repository, snapshots, uploads
 from hftrainer.hub.pending import PendingCommit
 from hftrainer.search.packing import pack
-from tests import warm
-from tests.hub_server import Commit, HubServer, Repo
-from tests.reliability.support import read_until
-from tests.tiny import make_plain, plain_data
+from tests.support import warm
+from tests.support.hub_server import Commit, HubServer, Repo
+from tests.support.jobs import read_until
+from tests.support.tiny import make_plain, plain_data
 
 TOKEN = "hf_aVeryPrivateTokenIndeed"
 READS = "hf_mayOnlyRead"

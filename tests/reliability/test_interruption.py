@@ -10,9 +10,9 @@ import torch
 
 from hftrainer import Trainer, TrainerCallback, TrainingArguments
 from hftrainer.checkpointing import staging
-from tests.parity.support import build
-from tests.reliability.support import assert_same, finish, names, read_until, start, weights
-from tests.tiny import make_plain, plain_data
+from tests.support.jobs import assert_same, finish, names, read_until, start, weights
+from tests.support.parity import build
+from tests.support.tiny import make_plain, plain_data
 
 STATUS = {signal.SIGTERM: 143, signal.SIGUSR1: 138, signal.SIGINT: -signal.SIGINT}
 

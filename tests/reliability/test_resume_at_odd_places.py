@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from hftrainer import Trainer, TrainerCallback, TrainingArguments
-from tests.reliability.support import names
 from tests.reliability.test_background import make_trainer
-from tests.tiny import Plain, plain_data
+from tests.support.jobs import names
+from tests.support.tiny import Plain, plain_data
 
 
 def test_memory_runs_out_after_a_resume(tmp_path):

@@ -16,8 +16,8 @@ from hftrainer import Trainer, TrainingArguments
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
 from hftrainer.search import jobs
 from hftrainer.search.jobs import WORKER, Jobs
-from tests import warm
-from tests.tiny import make_plain, plain_data
+from tests.support import warm
+from tests.support.tiny import make_plain, plain_data
 
 SCRIPT = [warm.PYTHON, "-m", "tests.reliability.jobs_script"]
 

@@ -1,7 +1,7 @@
 """Every use of a private Lightning name, each with its reason. Checked against lightning 2.6.6.
 
-There is one module for each part of Lightning; `tests/api/test_private_names.py` finds uses of Lightning's private
-names anywhere else.
+There is one module for each part of Lightning; `tests/lightning/test_private_names.py` finds uses of Lightning's
+private names anywhere else.
 """
 
 from hftrainer_lightning.private_api.callbacks import (

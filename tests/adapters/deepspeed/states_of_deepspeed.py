@@ -1,0 +1,16 @@
+"""Run by test_model_states.py under torchrun: the stages of ZeRO that partition, gathered when they are saved."""
+
+import pytest
+
+from hftrainer.checkpointing.states.deepspeed import DeepSpeedStates
+from tests.support.model_states import ModelStatesSuite
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+class TestDeepSpeed(ModelStatesSuite):
+    implementation = DeepSpeedStates
+
+    @pytest.fixture(autouse=True)
+    def _strategy(self, stage):
+        zero = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True}
+        self.settings = {"deepspeed": {"zero_optimization": zero}}

@@ -1,0 +1,242 @@
+"""Partitioned models are loaded, evaluated, saved and let generate; a failing disk, launchers, fewer processes."""
+
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from hftrainer import TrainingArguments
+from tests.adapters.deepspeed.sets import AUTO, STAGES
+from tests.adapters.deepspeed.test_training import TOLERANCE
+from tests.support.jobs import assert_same
+from tests.support.launching import TORCHRUN, accelerate, port, python, read
+from tests.support.launching import start as start_script
+
+HERE = Path(__file__).parent
+RANKS = (0, 1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("others")
+
+
+@pytest.fixture(scope="module")
+def found(folder):
+    """What `others.py` wrote, by case and rank."""
+    run = python(*TORCHRUN, str(HERE / "others.py"), str(folder))
+    assert run.returncode == 0, run.stderr[-3000:]
+    names = ("loading", "in_parts", "evaluating", "generating", "ending_apart", "full", "names", "propagating", "given")
+    return {name: [pickle.loads((folder / f"{name}-{rank}.pkl").read_bytes()) for rank in RANKS] for name in names}
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_from_pretrained_partitions(found, rank):
+    loaded = found["loading"][rank]
+    assert loaded["partitioned, partitioned at first"]
+    assert loaded["partitioned, numbers at first"] == 0
+    assert not loaded["whole, partitioned at first"]
+    assert loaded["partitioned"] == loaded["whole"]
+    assert loaded["partitioned, files"] == loaded["whole, files"]
+    assert "model.safetensors" in loaded["whole, files"]
+    assert loaded["whole again"]
+
+
+@pytest.mark.parametrize("attempt", range(3))
+def test_a_search_changes_the_configuration(tmp_path, attempt):
+    """And its processes end as others do: they were aborted at their end in two of five attempts."""
+    run = python(*TORCHRUN, str(HERE / "others.py"), str(tmp_path), "searching")
+    assert run.returncode == 0, run.stderr[-3000:]
+    for rank in RANKS:
+        searched = pickle.loads((tmp_path / f"searching-{rank}.pkl").read_bytes())
+        assert searched["stages"] == [2, 3, 0]
+        assert searched["trials"] == searched["alone"]
+        assert searched["trials"][0] != searched["trials"][1]
+
+
+def test_weights_stay_in_parts(found):
+    saved = found["in_parts"][0]
+    for name in ("final", "checkpoint-2"):
+        assert {"config.json", "latest", "zero_to_fp32.py", "training_args.bin"} <= set(saved[name])
+        assert not any(file.endswith((".safetensors", ".bin")) and "args" not in file for file in saved[name])
+    assert saved["same"]
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_evaluates_before_and_after_training(found, rank):
+    evaluated = found["evaluating"][rank]
+    until_second = 6  # which begins with a new optimizer here, and with the old one without DeepSpeed
+    assert evaluated["stage 2"][:until_second] == pytest.approx(evaluated["none"][:until_second], rel=TOLERANCE)
+    assert evaluated["stage 3"] == pytest.approx(evaluated["stage 2"], rel=1e-6)  # the sum is of 5,400 numbers
+    assert len(evaluated["none"]) == 10
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_partitioned_models_generate(found, rank):
+    generated = found["generating"][rank]
+    assert [line[:8] for line in generated["partitioned"]] == generated["whole"]
+    assert len({tuple(line) for line in generated["whole"]}) > 1
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_processes_whose_sequences_end_apart(found, rank):
+    """They take samples in turn: seven tokens, and two before the end."""
+    assert found["ending_apart"][rank] == [7, 2, 7, 2]
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_disk_that_fails_one_process(found, rank):
+    assert found["full"][rank] == {"folders": ["checkpoint-1", "checkpoint-3", "checkpoint-4"], "steps": 4}
+
+
+def test_names(found):
+    names = found["names"][0]
+    assert "pass optimizer_cls_and_kwargs" in names.pop("refused")
+    losses = names.pop("losses")
+    assert len(losses) == 3
+    assert len(set(losses)) == 3
+    assert names == {
+        "enabled": True,
+        "type": "DEEPSPEED",
+        "stage": 2,
+        "clipping": 1.0,
+        "unwrapped": True,
+        "engine": "DeepSpeedEngine",
+        "strategy": "StaysInPlace",
+        "shown": True,
+    }
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_arguments_are_propagated(found, rank):
+    propagated = found["propagating"][rank]
+    assert propagated["changed"] == propagated["made so"]
+    assert propagated["changed"][-1] == 2
+    assert "set per_device_train_batch_size" in propagated["refused"]
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_what_scripts_give(found, rank):
+    given = found["given"][rank]
+    assert given["schedule, stage 2"] == given["schedule, stage 0"] == [0.1, 0.05, 0.025]
+    assert given["monitor"]
+    assert len(set(given["types"])) == 2  # before training and after it, in one type throughout
+    assert given["gathered"] == given["in parts"] == 6800
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("own Adam", "the optimizer is Own"),
+        ("two optimizers", "optimizers=(...) and the optimizer and scheduler of the deepspeed configuration"),
+        ("a wrong key", "stge"),
+        ("accumulation", "set gradient_accumulation_steps instead"),
+        ("another stage", "model, stage and optimizer must be those of the checkpoint"),
+    ],
+)
+def test_refusals(found, name, words):
+    assert words in found["given"][0][name]
+
+
+def test_fewer_processes(tmp_path):
+    """One process cannot read the parts of two, says so, and reads a universal checkpoint made of them."""
+    for launcher, script, words in (
+        (TORCHRUN, "sets.py", ("hftrainer", str(tmp_path), "stage 2")),
+        ((), "others.py", (str(tmp_path), "one")),
+    ):
+        run = python(*launcher, str(HERE / script), *words)
+        assert run.returncode == 0, run.stderr[-3000:]
+    (both,) = (pickle.loads(path.read_bytes())["stage 2"]["logs"] for path in tmp_path.glob("hftrainer-0.pkl"))
+    one = pickle.loads((tmp_path / "one-0.pkl").read_bytes())
+    assert "holds the parts of 2 processes, but there are 1" in one["parts"]
+    assert "ds_to_universal" in one["parts"]
+    written = load_file(tmp_path / "hftrainer" / "stage 2" / "checkpoint-4" / "model.safetensors")
+    assert_same(one["loaded, weights"], written)
+    assert [line["step"] for line in one["universal"]] == [line["step"] for line in both]
+    for line, other in zip(one["universal"][:-1], both[:-1], strict=True):
+        assert line["learning_rate"] == other["learning_rate"]
+        assert line["loss"] == pytest.approx(other["loss"], rel=0.2)  # dropout of one process, not of two
+
+
+# ---- Launchers ------------------------------------------------------------------------------------------------------
+
+CONFIG = {**AUTO, "zero_optimization": {"stage": 2}}
+
+
+def launch(folder, before, after=(), **environment):
+    process = start_script(folder, before, after, script=str(HERE / "launched.py"), **environment)
+    printed = process.communicate(timeout=200)[0]
+    assert process.returncode == 0, printed[-3000:]
+    return read(folder)
+
+
+def test_launchers(tmp_path):
+    """torchrun, DeepSpeed's own, ours, and accelerate's with a file and with options: the same weights."""
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps(CONFIG))
+    given = ["--deepspeed", str(path)]
+    by_accelerate = accelerate("--use_deepspeed", "--num_processes=2", "--num_machines=1", "--mixed_precision=no")
+    runner = ["-m", "deepspeed.launcher.runner", "--num_gpus=2", f"--master_port={port()}"]
+    started = {
+        "torchrun": (TORCHRUN, given),
+        "deepspeed": (runner, given),
+        "hftrainer": (["-m", "hftrainer", "run", "--nproc", "2"], given),
+        "accelerate, a file": (
+            [*by_accelerate, f"--main_process_port={port()}", f"--deepspeed_config_file={path}"],
+            [],
+        ),
+        "accelerate, options": (
+            [*by_accelerate, f"--main_process_port={port()}", "--zero_stage=2", "--gradient_clipping=1.0"],
+            [],
+        ),
+        "its own devices": ([], [*given, "--lightning_config", '{"devices": 2}']),
+    }
+    found = {}
+    for name, (before, after) in started.items():
+        found[name] = launch(tmp_path / name.replace(", ", "-"), before, after)
+        for rank, one in enumerate(found[name]):
+            assert one["place"] == one["still"] == [2, rank, rank], name
+            assert (one["kind"], one["step"]) == ("DEEPSPEED", 3), name
+            assert one["weights"] == found["torchrun"][rank]["weights"], name
+
+
+def test_wrong_device_is_named(tmp_path):
+    """DeepSpeed chooses its device by itself."""
+    text = (
+        "from hftrainer.parallel.deepspeed import start as deepspeed_start\n"
+        "import datetime, torch\n"
+        "from hftrainer.parallel.processes import Processes\n"
+        "deepspeed_start.connect(Processes(), torch.device('cuda'), datetime.timedelta(1), None)\n"
+    )
+    script = tmp_path / "script.py"
+    script.write_text(text)
+    run = python(str(script))
+    assert run.returncode != 0
+    assert "DeepSpeed uses 'cpu' but the Trainer uses 'cuda': set DS_ACCELERATOR=cuda" in run.stderr
+
+
+def test_explain_names_the_strategy(tmp_path):
+    args = TrainingArguments(
+        str(tmp_path), use_cpu=True, report_to="none", deepspeed={"zero_optimization": {"stage": 1}}
+    )
+    assert "strategy=DeepSpeedStrategy()" in str(args.explain())
+
+
+def test_two_processes_killed_go_on(tmp_path):
+    """Killed in the middle, the run ends with the weights of the undisturbed one."""
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps(STAGES[3]))
+    script = [str(HERE / "killed.py"), str(path)]
+    undisturbed = python(*TORCHRUN, *script, str(tmp_path / "undisturbed"), "-1")
+    assert undisturbed.returncode == 0, undisturbed.stderr[-3000:]
+    for step in (3, 5):
+        killed = python(*TORCHRUN, *script, str(tmp_path / "killed"), str(step))
+        assert killed.returncode != 0
+    finished = python(*TORCHRUN, *script, str(tmp_path / "killed"), "-1")
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    expected, weights = (
+        (tmp_path / name / "final" / "model.safetensors").read_bytes() for name in ("undisturbed", "killed")
+    )
+    assert weights == expected

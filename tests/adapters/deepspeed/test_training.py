@@ -1,0 +1,61 @@
+"""Two processes train with DeepSpeed as those of transformers do, and as replicas do, and go on from checkpoints."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.adapters.deepspeed.sets import CASES, RESUMED
+from tests.support.jobs import assert_same
+from tests.support.launching import of_both_libraries
+
+RANKS = ("0", "1")
+#: Of losses and norms: DeepSpeed adds gradients up in another order than DDP, in float32.
+TOLERANCE = 5e-7
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What `sets.py` wrote, by library and rank."""
+    return of_both_libraries(Path(__file__).with_name("sets.py"), tmp_path_factory.mktemp("sets"))
+
+
+NAMES = [*CASES, *(f"{name}, resumed at {step}" for name, step in RESUMED)]
+
+
+@pytest.mark.parametrize("rank", RANKS)
+@pytest.mark.parametrize("case", NAMES)
+def test_same_as_transformers(found, case, rank):
+    """Log lines, events, files, weights, and the random numbers drawn."""
+    ours, theirs = dict(found[f"hftrainer-{rank}"][case]), dict(found[f"transformers-{rank}"][case])
+    assert torch.equal(ours.pop("random"), theirs.pop("random"))
+    assert_same(ours.pop("weights"), theirs.pop("weights"))
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("rank", RANKS)
+@pytest.mark.parametrize(("name", "step"), RESUMED)
+@pytest.mark.parametrize("written", ["", " from theirs"])
+def test_resumed_run_ends_the_same(found, name, step, written, rank):
+    undisturbed = found[f"hftrainer-{rank}"][name]
+    resumed = found[f"hftrainer-{rank}"][f"{name}, resumed at {step}{written}"]
+    assert_same(resumed["weights"], undisturbed["weights"])
+    assert resumed["logs"][:-1] == undisturbed["logs"][:-1]
+    assert torch.equal(resumed["random"], undisturbed["random"])
+
+
+@pytest.mark.parametrize("name", ["stage 0", "stage 1", "stage 2", "stage 3", "offload", "offload, stage 3"])
+def test_same_losses_as_replicas(found, name):
+    assert_close(found["hftrainer-0"][name]["logs"], found["hftrainer-0"]["stage 0, replicas"]["logs"])
+
+
+@pytest.mark.parametrize("name", ["llama"])
+def test_same_losses_as_replicas_with_accumulation(found, name):
+    assert_close(found["hftrainer-0"][name]["logs"], found["hftrainer-0"]["llama, replicas"]["logs"])
+
+
+def assert_close(logs, others):
+    assert len(logs) == len(others)
+    for line, other in zip(logs[:-1], others[:-1], strict=True):
+        for name in line.keys() & {"loss", "grad_norm", "learning_rate"}:  # without ZeRO there is no norm
+            assert line[name] == pytest.approx(other[name], rel=TOLERANCE), name

@@ -1,0 +1,101 @@
+"""A checkpoint of DeepSpeed that somebody else made: none of its code is run, and no file elsewhere is read."""
+
+import shutil
+import socket
+
+import pytest
+import torch
+
+from hftrainer import Trainer, TrainingArguments
+from hftrainer.checkpointing.names import MANIFEST_NAME
+from hftrainer.errors import DamagedCheckpoint, UnsafeCheckpoint
+from tests.support import fuzz
+from tests.support.tiny import make_plain, plain_data
+
+CONFIG = {
+    "zero_optimization": {"stage": 2},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": "auto"}},
+}
+FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+
+
+@pytest.fixture(autouse=True)
+def one_process(monkeypatch):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+
+
+def make_trainer(folder, steps):
+    args = TrainingArguments(
+        str(folder), deepspeed=CONFIG, max_steps=steps, save_steps=2, use_cpu=True, report_to="none", disable_tqdm=True
+    )
+    return Trainer(make_plain(), args, train_dataset=plain_data(24))
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    return tmp_path_factory.mktemp("written") / "run"
+
+
+@pytest.fixture
+def checkpoint(written, tmp_path):
+    """A copy without a manifest: somebody who means harm would mend it."""
+    if not written.exists():
+        make_trainer(written, steps=2).train()
+    folder = tmp_path / "run" / "checkpoint-2"
+    shutil.copytree(written / "checkpoint-2", folder)
+    (folder / MANIFEST_NAME).unlink()
+    return folder
+
+
+def resume(checkpoint, steps=3):
+    trainer = make_trainer(checkpoint.parent, steps)
+    trainer.train(resume_from_checkpoint=str(checkpoint))
+    return trainer.state.global_step
+
+
+def test_as_it_was_written(checkpoint):
+    assert resume(checkpoint) == 3
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_pickle_is_not_run(checkpoint, tmp_path, name):
+    path = checkpoint / "global_step2" / name
+    torch.save({**torch.load(path, weights_only=False), "more": fuzz.Mischief(tmp_path / "trace")}, path)
+    with pytest.raises(UnsafeCheckpoint, match=r"checkpoint-2 holds a pickled posix\.mkdir"):
+        resume(checkpoint)
+    assert not (tmp_path / "trace").exists()
+
+
+@pytest.mark.parametrize("tag", ["../../elsewhere", "/tmp", "..", ""])
+def test_no_way_out_of_the_folder(checkpoint, tag):
+    shutil.copytree(checkpoint / "global_step2", checkpoint.parent / "elsewhere")
+    (checkpoint / "latest").write_text(tag)
+    with pytest.raises(DamagedCheckpoint, match="checkpoint-2/latest does not hold what"):
+        resume(checkpoint)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("way", ["values", "bytes"])
+def test_made_up_contents(checkpoint, tmp_path, name, way):
+    """Read, and no step taken: DeepSpeed checks little of what it reads, and a later step may fail by it."""
+    path, kind = checkpoint / "global_step2" / name, f"DeepSpeed's {name}: {way}"
+    held, whole = torch.load(path, weights_only=False), path.read_bytes()
+    for seed, rng in fuzz.seeds(kind):
+        path.write_bytes(whole)
+        if way == "values":
+            changed = fuzz.mutate(held, rng, fuzz.tensors)
+            if rng.random() < 0.1:
+                changed = {"all": changed, "more": fuzz.Mischief(tmp_path / "trace")}
+            torch.save(changed, path)
+        else:
+            fuzz.scramble(path, rng)
+        with fuzz.clear(kind, seed):
+            resume(checkpoint, steps=2)
+        assert not (tmp_path / "trace").exists(), seed

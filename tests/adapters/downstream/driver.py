@@ -1,0 +1,59 @@
+"""Runs the cases of one library in this process, one after the other, and writes what each has left.
+
+python -m tests.adapters.downstream.driver MODULE FOLDER NAME [NAME ...]            with transformers' Trainer
+python -m tests.adapters.downstream.driver --swap MODULE FOLDER NAME [NAME ...]     with ours, by `hftrainer.install()`
+
+MODULE has a table `CASES`: name → function(output folder) that returns a record (of `records.py`). Each case runs in
+a working folder of its own, FOLDER/NAME, and is given a relative path, so that no file says who wrote it.
+FOLDER/NAME.json is its record. An error ends its case only: FOLDER/NAME.error.txt then has the traceback.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import random
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def run(case: Callable[[Path], dict], folder: Path) -> dict[str, Any]:
+    """The record of one case, from the same random numbers as any other."""
+    import numpy
+    import torch
+
+    folder.mkdir(parents=True)
+    os.chdir(folder)
+    random.seed(0)
+    numpy.random.seed(0)
+    torch.manual_seed(0)
+    return case(Path("output"))
+
+
+def main() -> None:
+    options = argparse.ArgumentParser()
+    options.add_argument("--swap", action="store_true")
+    options.add_argument("module")
+    options.add_argument("folder", type=Path)
+    options.add_argument("names", nargs="+")
+    chosen = options.parse_args()
+    if chosen.swap:
+        import hftrainer
+
+        hftrainer.install()
+    cases = importlib.import_module(chosen.module).CASES
+    folder = chosen.folder.resolve()
+    for name in chosen.names:
+        try:
+            text = json.dumps(run(cases[name], folder / name))
+            (folder / f"{name}.json").write_text(text)
+        except Exception:
+            (folder / f"{name}.error.txt").write_text(traceback.format_exc())
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""The libraries of the lane, and what it has found out about them, which COMPATIBILITY.md shows.
+
+`make test-downstream WRITE=1` writes `results.json` and the page anew; without WRITE a test fails when they are stale.
+"""
+
+import json
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from tests.adapters.downstream import support
+
+RESULTS = Path(__file__).with_name("results.json")
+
+
+@dataclass(frozen=True)
+class Library:
+    """A library whose Trainers run on ours.
+
+    Attributes:
+        name: as it calls itself.
+        trainers: what the cases run.
+        differs: what is not as with transformers' Trainer; "" for nothing.
+    """
+
+    name: str
+    trainers: str
+    differs: str = ""
+
+
+#: Name of the distribution → the library.
+LIBRARIES = {
+    "trl": Library("TRL", "`SFTTrainer`, `DPOTrainer`, `RewardTrainer`, `KTOTrainer`, `GRPOTrainer`, `RLOOTrainer`"),
+    "sentence-transformers": Library(
+        "sentence-transformers",
+        "`SentenceTransformerTrainer`, `SparseEncoderTrainer`, `CrossEncoderTrainer`",
+        "Model cards list the arguments in another order.",
+    ),
+    "setfit": Library("setfit", "`Trainer`, `DistillationTrainer`"),
+    "peft": Library("PEFT", "`Trainer` with a `PeftModel`"),
+    "adapters": Library("AdapterHub adapters", "`AdapterTrainer`, `Seq2SeqAdapterTrainer`"),
+}
+
+
+def found(records: Path, library: str, cases: Any) -> dict[str, Any]:
+    """What the lane says of a library in this environment: versions, and case → whether both records are the same."""
+    return {
+        "library": library,
+        "version": version(library),
+        "transformers": version("transformers"),
+        "cases": {name: _is_same(records, name) for name in cases},
+    }
+
+
+def _is_same(records: Path, name: str) -> bool:
+    try:
+        support.assert_same(records, name)
+    except AssertionError:
+        return False
+    return True
+
+
+def read() -> list[dict[str, Any]]:
+    """What was found when `results.json` was written."""
+    return json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+
+
+def write(result: dict[str, Any]) -> None:
+    """Put a result in the place of that of the same library beside the same transformers."""
+    known = {_key(one): one for one in [*read(), result]}
+    order = list(LIBRARIES)
+    rows = sorted(known.values(), key=lambda one: (order.index(one["library"]), one["transformers"]))
+    RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+def is_recorded(result: dict[str, Any]) -> bool:
+    """Whether `results.json` says the same."""
+    return result in read()
+
+
+def _key(result: dict[str, Any]) -> tuple[str, str]:
+    return result["library"], result["transformers"].rpartition(".")[0]
+
+
+def rows() -> str:
+    """The rows of the page's table."""
+    lines = []
+    for result in read():
+        library, cases = LIBRARIES[result["library"]], result["cases"]
+        failed = [f"`{name}`" for name, same in cases.items() if not same]
+        differs = " ".join([library.differs, f"Not the same: {', '.join(failed)}." if failed else ""]).strip()
+        same = ", ".join(name.replace("_", " ") for name, same in cases.items() if same)
+        what, release = f"{library.name} {result['version']}", result["transformers"]
+        lines.append(f"| {what} | {release} | {library.trainers}: {same} | {differs} |\n")
+    return "".join(lines)

@@ -1,0 +1,46 @@
+"""The life of a Trainer that any library has built: trained, evaluated, saved, and resumed by a new one."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.adapters.downstream import records
+
+#: A log line each optimizer step; evaluations and checkpoints at the third and the sixth and last.
+SETTINGS = {
+    "max_steps": 6,
+    "per_device_train_batch_size": 2,
+    "per_device_eval_batch_size": 4,
+    "gradient_accumulation_steps": 2,
+    "learning_rate": 1e-2,
+    "warmup_steps": 2,
+    "logging_steps": 1,
+    "eval_strategy": "steps",
+    "eval_steps": 3,
+    "save_strategy": "steps",
+    "save_steps": 3,
+    "use_cpu": True,
+    "report_to": "none",
+    "disable_tqdm": True,
+}
+
+
+def record(build: Callable[[str], Any], folder: Path, *, resumes: bool = True, **more: Any) -> dict[str, Any]:
+    """The record of a life.
+
+    Args:
+        build: name of a folder below `folder` → a Trainer that writes there, with a model of its own.
+        folder: for what the Trainers write.
+        resumes: train a second one from the first's checkpoint at step 3.
+        more: what else to put into the record.
+    """
+    trainer = build("run")
+    output = trainer.train()
+    more["metrics"] = trainer.evaluate()
+    trainer.save_model(str(folder / "final"))
+    if resumes:
+        resumed = build("resumed")
+        resumed.train(resume_from_checkpoint=str(folder / "run" / "checkpoint-3"))
+        more["resumed"] = {"log_history": resumed.state.log_history, "weights": records.weights(resumed.model)}
+    output.metrics.pop("total_flos", None)  # PrinterCallback of transformers takes it out of this very dict
+    return records.of(trainer, folder, output=output.metrics, cards=records.cards(folder), **more)

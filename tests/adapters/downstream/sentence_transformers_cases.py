@@ -1,0 +1,201 @@
+"""Trainers of sentence-transformers: each trained with evaluations and saves, evaluated, saved, and resumed."""
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset, DatasetDict
+from sentence_transformers import (
+    CrossEncoder,
+    CrossEncoderTrainer,
+    CrossEncoderTrainingArguments,
+    SentenceTransformer,
+    SentenceTransformerTrainer,
+    SentenceTransformerTrainingArguments,
+    SparseEncoder,
+    SparseEncoderTrainer,
+    SparseEncoderTrainingArguments,
+)
+from sentence_transformers.cross_encoder import losses as pair_losses
+from sentence_transformers.cross_encoder.evaluation import CrossEncoderCorrelationEvaluator
+from sentence_transformers.sentence_transformer import losses
+from sentence_transformers.sentence_transformer.evaluation import EmbeddingSimilarityEvaluator
+from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+from sentence_transformers.sparse_encoder import losses as sparse_losses
+from sentence_transformers.sparse_encoder.evaluation import SparseEmbeddingSimilarityEvaluator
+from sentence_transformers.sparse_encoder.modules import SpladePooling
+from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassification
+
+from tests.adapters.downstream import lives
+from tests.adapters.downstream.tiny_bert import save_bert
+from tests.adapters.downstream.tiny_language import sentence
+
+SETTINGS = {**lives.SETTINGS, "per_device_train_batch_size": 4}
+
+
+def scored(index: int) -> dict[str, Any]:
+    return {"first": sentence(index), "second": sentence(index + 3, 4), "score": index % 5 / 4}
+
+
+def paired(index: int) -> dict[str, Any]:
+    """Questions with answers, some of which come again: those must not be in one batch."""
+    return {"anchor": sentence(index), "positive": sentence(index % 10 + 20, 5)}
+
+
+def triple(index: int) -> dict[str, Any]:
+    return {**paired(index), "negative": sentence(index + 30, 4)}
+
+
+def classified(index: int) -> dict[str, Any]:
+    return {"text": sentence(index), "label": index % 4}
+
+
+def listed(index: int) -> dict[str, Any]:
+    answers = [sentence(index + place, 4) for place in range(3 + index % 2)]
+    return {"query": sentence(index), "docs": answers, "labels": [float(place == 0) for place in range(len(answers))]}
+
+
+def rows(data: Callable[[int], dict[str, Any]], first: int, end: int) -> Dataset:
+    return Dataset.from_list([data(index) for index in range(first, end)])
+
+
+def embedder(dropout: float) -> SentenceTransformer:
+    words = Transformer(save_bert(Path("model"), dropout=dropout))
+    return SentenceTransformer(modules=[words, Pooling(words.get_embedding_dimension())])
+
+
+def sparse_embedder(dropout: float) -> SparseEncoder:
+    words = Transformer(save_bert(Path("model"), AutoModelForMaskedLM, dropout), transformer_task="fill-mask")
+    return SparseEncoder(modules=[words, SpladePooling()])
+
+
+def judge(dropout: float) -> CrossEncoder:
+    return CrossEncoder(save_bert(Path("model"), AutoModelForSequenceClassification, dropout, num_labels=1))
+
+
+#: Kind of model → how it is made, its Trainer and arguments, and its evaluator.
+KINDS: dict[str, tuple[Callable[[float], Any], type, type, type]] = {
+    "dense": (
+        embedder,
+        SentenceTransformerTrainer,
+        SentenceTransformerTrainingArguments,
+        EmbeddingSimilarityEvaluator,
+    ),
+    "sparse": (
+        sparse_embedder,
+        SparseEncoderTrainer,
+        SparseEncoderTrainingArguments,
+        SparseEmbeddingSimilarityEvaluator,
+    ),
+    "pairs": (judge, CrossEncoderTrainer, CrossEncoderTrainingArguments, CrossEncoderCorrelationEvaluator),
+}
+
+
+def evaluator_of(kind: type) -> Any:
+    held_out = [scored(index) for index in range(40, 52)]
+    columns = [[row[name] for row in held_out] for name in ("first", "second", "score")]
+    if kind is CrossEncoderCorrelationEvaluator:
+        return kind(list(zip(*columns[:2], strict=True)), columns[2], name="held-out")
+    return kind(*columns, name="held-out")
+
+
+def live(
+    folder: Path,
+    kind: str,
+    loss: Callable[[Any], Any],
+    data: Any,
+    *,
+    evaluates: bool = False,
+    dropout: float = 0.0,
+    **settings: Any,
+) -> dict[str, Any]:
+    """The record of a Trainer's life.
+
+    Args:
+        folder: for what the Trainers write.
+        kind: a key of `KINDS`.
+        loss: model → its loss, or a dict of losses by dataset.
+        data: number of a row → the row, or a dict of these by dataset.
+        evaluates: with an evaluator beside the evaluation set.
+        dropout: with it the model draws random numbers, and is not resumed: there both libraries differ on purpose.
+        settings: arguments of the run, over those of all cases.
+    """
+    make, trainer_class, arguments, evaluator = KINDS[kind]
+    sets = data if isinstance(data, dict) else {"only": data}
+    train, held_out = (
+        DatasetDict({name: rows(row, *span) for name, row in sets.items()}) for span in ((0, 40), (40, 52))
+    )
+    start = make(dropout)
+    start.save(str(folder / "start"))
+
+    def build(name: str) -> Any:
+        model = type(start)(str(folder / "start"))
+        return trainer_class(
+            model=model,
+            args=arguments(str(folder / name), **{**SETTINGS, **settings}),
+            train_dataset=train if isinstance(data, dict) else train["only"],
+            eval_dataset=held_out if isinstance(data, dict) else held_out["only"],
+            loss=loss(model),
+            evaluator=evaluator_of(evaluator) if evaluates else None,
+        )
+
+    return lives.record(build, folder, resumes=not dropout)
+
+
+def splade(model: SparseEncoder) -> Any:
+    """Logs its parts, and a callback of the library raises the weight of two of them."""
+    inner = sparse_losses.SparseMultipleNegativesRankingLoss(model)
+    return sparse_losses.SpladeLoss(model, inner, document_regularizer_weight=0.03, query_regularizer_weight=0.05)
+
+
+def each_its_own(model: SentenceTransformer) -> dict[str, Any]:
+    return {"scored": losses.CoSENTLoss(model), "pairs": losses.MultipleNegativesRankingLoss(model)}
+
+
+BEST = {"load_best_model_at_end": True, "metric_for_best_model": "eval_held-out_spearman_cosine"}
+TWO_SETS = {"scored": scored, "pairs": paired}
+dense, sparse, pairs = (functools.partial(live, kind=kind) for kind in KINDS)
+CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "dense_scored_best_at_end": functools.partial(
+        dense, loss=losses.CoSENTLoss, data=scored, evaluates=True, learning_rate=0.05, **BEST
+    ),
+    "dense_dropout": functools.partial(dense, loss=losses.CosineSimilarityLoss, data=scored, dropout=0.1),
+    "dense_no_duplicates": functools.partial(
+        dense, loss=losses.MultipleNegativesRankingLoss, data=paired, batch_sampler="no_duplicates"
+    ),
+    "dense_cached_gradients": functools.partial(
+        dense,
+        loss=functools.partial(losses.CachedMultipleNegativesRankingLoss, mini_batch_size=2),
+        data=triple,
+        gradient_accumulation_steps=1,
+    ),
+    "dense_matryoshka": functools.partial(
+        dense,
+        loss=lambda model: losses.MatryoshkaLoss(model, losses.MultipleNegativesRankingLoss(model), [16, 8]),
+        data=triple,
+        prompts={"anchor": "what ", "positive": "here "},
+    ),
+    "dense_by_label": functools.partial(
+        dense, loss=losses.BatchAllTripletLoss, data=classified, batch_sampler="group_by_label"
+    ),
+    "dense_learning_rates": functools.partial(
+        dense, loss=losses.CoSENTLoss, data=scored, learning_rate_mapping={r".*embeddings.*": 1e-1}
+    ),
+    "dense_two_sets_in_turn": functools.partial(
+        dense, loss=each_its_own, data=TWO_SETS, multi_dataset_batch_sampler="round_robin"
+    ),
+    "dense_two_sets_by_size": functools.partial(dense, loss=each_its_own, data=TWO_SETS, evaluates=True),
+    "sparse_splade": functools.partial(sparse, loss=splade, data=triple),
+    "sparse_evaluator": functools.partial(
+        sparse,
+        loss=lambda model: sparse_losses.SpladeLoss(
+            model, sparse_losses.SparseCoSENTLoss(model), document_regularizer_weight=0.01
+        ),
+        data=scored,
+        evaluates=True,
+    ),
+    "pairs_scored": functools.partial(pairs, loss=pair_losses.BinaryCrossEntropyLoss, data=scored, evaluates=True),
+    "pairs_dropout": functools.partial(pairs, loss=pair_losses.MSELoss, data=scored, dropout=0.1),
+    "pairs_lists": functools.partial(pairs, loss=pair_losses.LambdaLoss, data=listed),
+}

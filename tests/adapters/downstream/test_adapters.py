@@ -1,0 +1,18 @@
+"""AdapterHub's trainers: trained, evaluated, saved and resumed by both libraries, with the same results."""
+
+import pytest
+
+from tests.adapters.downstream import adapters_cases, support
+
+pytestmark = pytest.mark.slow
+LIBRARY = "adapters"
+MODULE = adapters_cases.__name__
+
+
+@pytest.mark.parametrize("name", adapters_cases.CASES)
+def test_same_record(records, name):
+    support.assert_same(records, name)
+
+
+def test_the_page_says_so(is_on_page):
+    assert is_on_page(adapters_cases.CASES)

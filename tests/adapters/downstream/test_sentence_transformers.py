@@ -1,0 +1,18 @@
+"""sentence-transformers' trainers: trained, evaluated, saved and resumed by both libraries, with the same results."""
+
+import pytest
+
+from tests.adapters.downstream import sentence_transformers_cases, support
+
+pytestmark = pytest.mark.slow
+LIBRARY = "sentence-transformers"
+MODULE = sentence_transformers_cases.__name__
+
+
+@pytest.mark.parametrize("name", sentence_transformers_cases.CASES)
+def test_same_record(records, name):
+    support.assert_same(records, name)
+
+
+def test_the_page_says_so(is_on_page):
+    assert is_on_page(sentence_transformers_cases.CASES)

@@ -1,0 +1,69 @@
+"""What the workers of Ray Train run: as its documentation of transformers shows, with our import."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import ray.train
+import torch
+from ray.train.huggingface.transformers import RayTrainReportCallback, prepare_trainer
+
+from hftrainer import Trainer, TrainerCallback, TrainingArguments
+from tests.support.tiny import make_plain, plain_data
+
+
+class Falls(TrainerCallback):
+    """Kills its process at a step, the first time."""
+
+    def __init__(self, mark, step):
+        self.mark, self.step = Path(mark), step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step and args.process_index == 1 and not self.mark.exists():
+            self.mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train(config):
+    """The training function of the documentation: makes a Trainer, adds the callback, prepares it and trains."""
+    torch.set_num_threads(1)
+    folder = Path(config["folder"])
+    data = {"train_dataset": plain_data(), "eval_dataset": plain_data(8)}
+    if config.get("shards"):
+        data = {
+            f"{name}_dataset": ray.train.get_dataset_shard(name).iter_torch_batches(batch_size=4)
+            for name in ("train", "eval")
+        }
+    args = TrainingArguments(
+        str(folder / "out"),
+        max_steps=8,
+        per_device_train_batch_size=4,
+        eval_strategy="steps",
+        eval_steps=2,
+        save_strategy="steps",
+        save_steps=2,
+        logging_steps=1,
+        learning_rate=1e-2,
+        use_cpu=True,
+        disable_tqdm=True,
+        report_to="none",
+    )
+    trainer = Trainer(make_plain(), args, **data)
+    if "falls_at" in config:
+        trainer.add_callback(Falls(folder / "fallen", config["falls_at"]))
+    trainer.add_callback(RayTrainReportCallback())
+    trainer = prepare_trainer(trainer)
+    checkpoint = ray.train.get_checkpoint()
+    if checkpoint is None:
+        trainer.train()
+    else:
+        with checkpoint.as_directory() as path:
+            trainer.train(resume_from_checkpoint=os.path.join(path, RayTrainReportCallback.CHECKPOINT_NAME))
+    found = {
+        "place": [args.world_size, args.process_index],
+        "from": None if checkpoint is None else checkpoint.path,
+        "weights": {name: value.tolist() for name, value in trainer.model.state_dict().items()},
+        "logs": [line for line in trainer.state.log_history if "loss" in line],
+    }
+    (folder / f"{args.process_index}.json").write_text(json.dumps(found))

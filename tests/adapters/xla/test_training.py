@@ -1,0 +1,263 @@
+"""Trainer runs on an XLA device: the same as on the CPU, and the same again when they are resumed."""
+
+import math
+
+import pytest
+import torch
+import torch_xla
+from safetensors.torch import load_file
+from torch_xla._internal import tpu as their_tpu
+from torch_xla.debug import metrics
+
+from hftrainer import Trainer, TrainerCallback
+from hftrainer.errors import InvalidArgument, UnsupportedArgument
+from hftrainer.parallel import tpu
+from hftrainer.trainer_utils import ParallelMode
+from tests.adapters.xla.support import MODELS, assert_close, numbers, trainer, weights, without_dropout
+
+
+def trained(output_dir, name="plain", resume=None, **settings):
+    done = trainer(output_dir, name, **settings)
+    done.train(resume_from_checkpoint=resume)
+    return done
+
+
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 6}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        *((name, EVALUATED) for name in MODELS),
+        ("plain", {"gradient_accumulation_steps": 3, "max_grad_norm": 0.1}),
+        ("llama", {"gradient_accumulation_steps": 2, "max_grad_norm": 0.0}),
+        ("plain", {"optim": "sgd", "lr_scheduler_type": "cosine", "warmup_steps": 4}),
+        ("plain", {"optim": "adafactor", "label_smoothing_factor": 0.1}),
+    ],
+)
+def test_as_on_the_cpu(tmp_path, name, settings):
+    ours = trained(tmp_path / "xla", name, **settings)
+    assert (ours.args.device.type, ours.args.parallel_mode) == ("xla", ParallelMode.TPU)
+    assert {parameter.device.type for parameter in ours.model.parameters()} == {"xla"}
+    assert ours.accelerator.distributed_type == "XLA"
+    assert_close(ours, trained(tmp_path / "cpu", name, use_cpu=True, **settings))
+
+
+def test_adamw_torch_xla(tmp_path):
+    """A class of its own; without a scaled loss it steps as torch's."""
+    ours = trained(tmp_path / "a", optim="adamw_torch_xla")
+    assert type(ours.optimizer).__module__ == "torch_xla.amp.syncfree.adamw"
+    assert_close(ours, trained(tmp_path / "b", optim="adamw_torch"))
+
+
+def test_bfloat16(tmp_path):
+    """Autocast around the forward pass, with float32 outputs; torch's CPU rounds the same 8 bits at other places."""
+    ours = trained(tmp_path / "xla", "llama", bf16=True)
+    full = trained(tmp_path / "full", "llama")
+    losses = [[line["loss"] for line in numbers(run) if "loss" in line] for run in (ours, full)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2)
+    assert losses[0] != losses[1]
+    assert {parameter.dtype for parameter in ours.model.parameters()} == {torch.float32}
+    seen = []
+    ours.model.register_forward_hook(lambda module, args, output: seen.append(output["logits"].dtype))
+    predicted = ours.predict(ours.eval_dataset)
+    assert seen and predicted.predictions.dtype == "float32"
+    assert_close(ours, trained(tmp_path / "cpu", "llama", bf16=True, use_cpu=True), tolerance=1e-2)
+
+
+@pytest.mark.parametrize("name", ["plain", "llama"])
+def test_resumed_within_an_epoch(tmp_path, name):
+    """To the bit, dropout included: the random state of the device is part of the checkpoint."""
+    settings = {"dropout": True, "save_strategy": "steps", "save_steps": 5, **EVALUATED}
+    whole = trained(tmp_path, name, **settings)
+    resumed = trained(tmp_path, name, str(tmp_path / "checkpoint-5"), **settings)
+    assert numbers(resumed)[-4:-1] == numbers(whole)[-4:-1]
+    assert all(torch.equal(value, weights(whole)[key]) for key, value in weights(resumed).items())
+    states = torch.load(tmp_path / "checkpoint-5" / "rng_state.pth", weights_only=False)
+    assert isinstance(states["xla"], int)
+
+
+@pytest.mark.parametrize("first_on_cpu", [True, False])
+def test_checkpoints_of_the_cpu_and_of_xla(tmp_path, first_on_cpu):
+    """Each goes on from the other's."""
+    whole = trained(tmp_path / "whole", "bert", use_cpu=True)
+    trained(tmp_path, "bert", use_cpu=first_on_cpu, save_strategy="steps", save_steps=5)
+    folder = tmp_path / "checkpoint-5"
+    state = torch.load(folder / "optimizer.pt", weights_only=True)
+    kept = [value for entry in state["state"].values() for value in entry.values()]
+    assert {value.device.type for value in kept} == {"cpu"}
+    resumed = trained(tmp_path, "bert", str(folder), use_cpu=not first_on_cpu)
+    assert resumed.args.device.type == ("xla" if first_on_cpu else "cpu")
+    assert_close(resumed, whole, compared=slice(-3, -1))  # the last line has the mean loss of this call's steps
+
+
+def test_checkpoints_in_the_background(tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 5}
+    whole = trained(tmp_path, "plain", lightning_config={"async_checkpoint": True}, **settings)
+    resumed = trained(tmp_path, "plain", str(tmp_path / "checkpoint-5"), **settings)
+    assert all(torch.equal(value, weights(whole)[key]) for key, value in weights(resumed).items())
+
+
+def test_lightning_checkpoint(tmp_path):
+    class Save(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 5:
+                whole.save_lightning_checkpoint(str(tmp_path / "x.ckpt"))
+
+    whole = trainer(tmp_path / "a", callbacks=[Save()])
+    whole.train()
+    resumed = trained(tmp_path / "b", "plain", str(tmp_path / "x.ckpt"))
+    assert all(torch.equal(value, weights(whole)[key]) for key, value in weights(resumed).items())
+
+
+def test_tied_weights(tmp_path):
+    """Moving a model to XLA unties them; they stay tied here, and are written once."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    def make():
+        torch.manual_seed(1)
+        config = LlamaConfig(
+            vocab_size=50,
+            hidden_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            intermediate_size=32,
+            tie_word_embeddings=True,
+        )
+        return without_dropout(LlamaForCausalLM(config))
+
+    ours = trained(tmp_path / "xla", "llama", model=make())
+    assert ours.model.lm_head.weight is ours.model.model.embed_tokens.weight
+    ours.save_model()
+    assert "lm_head.weight" not in load_file(tmp_path / "xla" / "model.safetensors")
+    assert_close(ours, trained(tmp_path / "cpu", "llama", model=make(), use_cpu=True))
+    again = LlamaForCausalLM.from_pretrained(tmp_path / "xla")
+    assert torch.equal(again.lm_head.weight, ours.model.lm_head.weight.detach().cpu())
+
+
+class Counts(TrainerCallback):
+    """How often torch_xla has compiled, and has read a number from the device, when a step has ended."""
+
+    def __init__(self):
+        self.compiled, self.read = {}, {}
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.compiled[state.global_step] = metrics.metric_data("CompileTime")[0]
+        self.read[state.global_step] = metrics.metric_data("TransferFromDeviceTime")[0]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"logging_steps": 100},
+        {"logging_steps": 7, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 4},
+        {"gradient_accumulation_steps": 2, "logging_steps": 1, "eval_strategy": "steps", "eval_steps": 2},
+    ],
+    ids=["training", "all", "accumulation"],
+)
+def test_nothing_is_compiled_twice(tmp_path, settings):
+    """After the first steps and evaluations; the learning rate and the step's number change all the time."""
+    counts = Counts()
+    trained(
+        tmp_path, samples=40, max_steps=50, callbacks=[counts], lr_scheduler_type="cosine", dropout=True, **settings
+    )
+    assert counts.compiled[50] == counts.compiled[9], counts.compiled
+    if "eval_strategy" not in settings:
+        assert counts.compiled[50] == counts.compiled[5] == counts.compiled[2], counts.compiled
+        assert counts.read[50] == counts.read[1], "no step reads from the device"
+
+
+def test_ragged_last_batch(tmp_path, caplog):
+    """It compiles once more, and once alone: two shapes of batches in ten epochs."""
+    counts = Counts()
+    settings = {"samples": 17, "per_device_train_batch_size": 7}  # shapes that no other test has compiled
+    trained(tmp_path, max_steps=30, callbacks=[counts], **settings)
+    assert "dataloader_drop_last=True" in caplog.text
+    assert counts.compiled[30] == counts.compiled[7] > counts.compiled[2]
+    caplog.clear()
+    trained(tmp_path, max_steps=6, dataloader_drop_last=True, **settings)
+    assert "dataloader_drop_last" not in caplog.text
+
+
+class InfiniteOnce(Trainer):
+    """Its third loss is infinite."""
+
+    calls = 0
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss = super().compute_loss(model, inputs)
+        self.calls += 1
+        return loss * torch.tensor(math.inf, device=loss.device) if self.calls == 3 else loss
+
+
+@pytest.mark.parametrize("filters", [True, False])
+def test_infinite_losses(tmp_path, filters, caplog):
+    runs = [
+        trainer(
+            tmp_path, kind=InfiniteOnce, logging_nan_inf_filter=filters, max_steps=3, learning_rate=0.0, use_cpu=cpu
+        )
+        for cpu in (False, True)
+    ]
+    losses = [run.train().training_loss for run in runs]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6, nan_ok=True)
+    assert math.isfinite(losses[0]) == filters
+    assert ("not finite" in caplog.text) == filters
+
+
+@pytest.mark.parametrize("given", [{"debug": "tpu_metrics_debug"}, {"tpu_metrics_debug": True}])
+@pytest.mark.filterwarnings("ignore:Old names:FutureWarning")
+def test_metrics_report(tmp_path, capsys, given):
+    trained(tmp_path, max_steps=10, eval_strategy="epoch", **given)
+    assert capsys.readouterr().out.count("Metric: CompileTime") == 2 * 1  # the end of the epoch, and its evaluation
+
+
+def test_use_cpu_wins(tmp_path):
+    run = trained(tmp_path, use_cpu=True, max_steps=1)
+    assert run.args.device == torch.device("cpu")
+    assert run.args.parallel_mode == ParallelMode.NOT_PARALLEL
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"fp16": True}, "use bf16"),
+        ({"torch_compile": True}, "XLA already compiles"),
+        ({"tpu_num_cores": 8}, "run --tpu"),
+        ({"fsdp": True}, r"fsdp_config=\{'xla': True\}"),
+    ],
+)
+def test_refused(tmp_path, settings, message):
+    with pytest.raises(UnsupportedArgument, match=message):
+        trainer(tmp_path, **settings)
+
+
+def test_optimizer_made_before_the_model_moves(tmp_path):
+    model = MODELS["plain"][0]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    args = trainer(tmp_path).args
+    with pytest.raises(InvalidArgument, match=r"model\.to"):
+        Trainer(model, args, optimizers=(optimizer, None))
+    model.to(args.device)
+    Trainer(
+        model,
+        args,
+        train_dataset=MODELS["plain"][1](),
+        optimizers=(torch.optim.SGD(model.parameters(), lr=0.1), None),
+    ).train()
+
+
+def test_predictions(tmp_path):
+    ours, other = (trainer(tmp_path, "bert", use_cpu=cpu) for cpu in (False, True))
+    found, expected = (run.predict(run.eval_dataset).predictions for run in (ours, other))
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-5, atol=1e-5)
+
+
+def test_device_of_what_the_script_makes():
+    assert torch.zeros(1, device=torch_xla.device()).device == torch.device("xla", 0)
+
+
+def test_ours_is_the_rule_for_chips():
+    assert their_tpu._GOOGLE_PCI_VENDOR_ID == tpu._GOOGLE
+    assert tuple(their_tpu._TPU_PCI_DEVICE_IDS) == tpu._TPUS
+    assert tpu.chips() == their_tpu.num_available_chips()

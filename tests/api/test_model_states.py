@@ -1,8 +1,0 @@
-"""A model that is whole in each process."""
-
-from hftrainer.checkpointing.states.whole import WholeStates
-from tests.model_states import ModelStatesSuite
-
-
-class TestWhole(ModelStatesSuite):
-    implementation = WholeStates

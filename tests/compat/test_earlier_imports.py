@@ -1,0 +1,202 @@
+"""What took or changed transformers' Trainer before `install()` is named, with the line to move; nothing else is."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.support import warm
+
+#: A library with classes of its own, in a module of its own.
+LIBRARY = {
+    "lib/__init__.py": "from lib.trainers import SFTTrainer, SFTConfig\n",
+    "lib/trainers.py": """
+from transformers import Trainer, TrainerCallback, TrainingArguments
+class SFTConfig(TrainingArguments): pass
+class SFTTrainer(Trainer): pass
+class Further(SFTTrainer): pass
+class Logs(TrainerCallback): pass
+""",
+    "only_derives.py": """
+import transformers
+class Own(transformers.Trainer): pass
+class Generates(transformers.Seq2SeqTrainer): pass
+""",
+    "callbacks_only.py": "from transformers import TrainerCallback\nclass Logs(TrainerCallback): pass\n",
+    "patches.py": """
+from transformers.trainer import Trainer as T
+original = T.training_step
+def training_step(self, *args, **kwargs):
+    return original(self, *args, **kwargs)
+T.training_step = training_step
+del T
+""",
+    "early.py": "from transformers import Trainer\n",
+}
+
+
+#: The environments of older releases have no peft.
+PEFT = ", peft" if importlib.util.find_spec("peft") else ""
+#: Runs each script in a fork of a process that has transformers loaded, as importing it takes seconds.
+DRIVER = f"""
+import json, os, runpy, sys, warnings
+import transformers.trainer, transformers.trainer_seq2seq, hftrainer, accelerate, torch{PEFT}
+for name in sorted(os.listdir(".")):
+    if name.endswith("_train.py") and os.fork() == 0:
+        sys.path.insert(0, os.getcwd())
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", UserWarning)
+            runpy.run_path(name, run_name="__main__")
+        with open(name + ".json", "w") as file:
+            json.dump([[os.path.basename(w.filename), w.lineno, str(w.message)] for w in caught], file)
+        os._exit(0)
+while True:
+    try:
+        if os.wait()[1]:
+            sys.exit("a script has failed")
+    except ChildProcessError:
+        break
+"""
+
+
+def file_of(case: str) -> str:
+    return case.replace(" ", "_").replace("'", "") + "_train.py"
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """Case → the warnings of its script: file, line, and message."""
+    folder = tmp_path_factory.mktemp("scripts")
+    for name, text in LIBRARY.items():
+        path = folder / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    scripts = {case: script for case, (script, _) in CASES.items()} | SILENT
+    for case, script in scripts.items():
+        (folder / file_of(case)).write_text(script)
+    env = {**warm.environment(), **warm.LIBRARIES, "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([warm.PYTHON, "-c", DRIVER], cwd=folder, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return {case: json.loads((folder / f"{file_of(case)}.json").read_text()) for case in scripts}
+
+
+CASES = {
+    "a library": (
+        "import os\nfrom lib import SFTTrainer\nimport hftrainer\n\nhftrainer.install()\n",
+        [
+            "lib.trainers imported transformers.Trainer before hftrainer.install()",
+            "(lib.trainers.Further, lib.trainers.SFTTrainer)",
+            "move `from lib import SFTTrainer` (",
+            "_train.py:2) below install(), which line 5 calls",
+            "`python -m hftrainer run`",
+        ],
+    ),
+    "a library in a function": (
+        "import hftrainer\ndef main():\n    import lib as used\n    hftrainer.install()\nmain()\n",
+        ["move `import lib as used` (", "_train.py:3) below install(), which line 4 calls"],
+    ),
+    "only derived": (
+        "import only_derives, hftrainer\nhftrainer.install()\n",
+        ["(only_derives.Generates, only_derives.Own)", "_train.py:1) below"],
+    ),
+    "the script itself": (
+        "import torch\nfrom transformers import Seq2SeqTrainer\nimport hftrainer\nhftrainer.install()\n",
+        ["__main__ imported transformers.Trainer", "move `from transformers import Seq2SeqTrainer` (", "_train.py:2)"],
+    ),
+    "imported by another": (
+        "import importlib, hftrainer\nimportlib.import_module('early')\nhftrainer.install()\n",
+        ["early imported transformers.Trainer before hftrainer.install()", "it: call install() first, or run"],
+    ),
+    "replaced methods": (
+        "import patches\nimport hftrainer\nhftrainer.install()\n",
+        [
+            "Methods of transformers.Trainer were replaced before hftrainer.install(), which has no effect now",
+            "training_step by patches",
+            "To replace hftrainer's, move `import patches` (",
+        ],
+    ),
+}
+
+
+SILENT = {
+    "after": "import transformers\nimport hftrainer\nhftrainer.install()\nimport lib, early, patches\n",
+    "its own modules": f"import transformers.trainer, accelerate{PEFT}\nimport hftrainer\nhftrainer.install()\n",
+    "callbacks and arguments": (
+        "import callbacks_only, hftrainer\nfrom transformers import TrainingArguments\nhftrainer.install()\n"
+    ),
+    "twice": "import hftrainer\nhftrainer.install()\nhftrainer.install()\nhftrainer.uninstall()\nhftrainer.install()\n",
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_named_with_the_line(found, case):
+    script, expected = CASES[case]
+    ((file, line, warning),) = found[case]
+    for part in expected:
+        assert part in warning
+    assert file == file_of(case)  # the warning is at the call
+    assert "install()" in script.splitlines()[line - 1]
+
+
+@pytest.mark.parametrize("case", SILENT)
+def test_no_false_alarm(found, case):
+    assert found[case] == []
+
+
+def test_a_notebook_cell_that_is_no_python(tmp_path, monkeypatch):
+    """A cell with commands cannot be parsed: the sentence is without a line."""
+    import linecache
+
+    import transformers
+
+    from hftrainer.compat.earlier_imports import warnings_of_earlier_imports
+
+    kind = type("Own", (transformers.Trainer,), {"__module__": "somewhere"})
+    monkeypatch.setattr(linecache, "getlines", lambda *_: ["!pip install x\n", "import somewhere\n"])
+    sentence = next(warnings_of_earlier_imports(sys._getframe()))
+    assert "somewhere.Own" in sentence and "call install() first" in sentence
+    del kind
+
+
+LATE = """
+import copy, pickle, sys, warnings
+import transformers.trainer
+from transformers import EvalPrediction, Trainer, TrainingArguments
+from transformers.trainer_utils import IntervalStrategy, PredictionOutput
+import hftrainer
+warnings.simplefilter("ignore")
+hftrainer.install()
+from tests.support.tiny import make_plain, plain_data
+args = TrainingArguments("out", max_steps=2, save_steps=1, report_to="none", use_cpu=True, disable_tqdm=True)
+for copied in (copy.copy(args), copy.deepcopy(args)):
+    assert type(copied) is TrainingArguments and copied.max_steps == 2
+assert copy.deepcopy(args).accelerator_config is not args.accelerator_config
+output = PredictionOutput(1, 2, {})
+assert type(copy.deepcopy(output)) is PredictionOutput
+assert copy.deepcopy(IntervalStrategy.STEPS) is IntervalStrategy.STEPS
+Trainer(make_plain(), args, train_dataset=plain_data()).train()
+assert Trainer.__module__.startswith("transformers")
+with open("output.pickle", "wb") as file:
+    pickle.dump([output, IntervalStrategy.STEPS], file)
+"""
+READ = """
+import pickle, sys
+import torch
+args = torch.load("out/checkpoint-2/training_args.bin", weights_only=False)
+kinds = {type(args), type(args.accelerator_config)}
+with open("output.pickle", "rb") as file:
+    kinds |= {type(each) for each in pickle.load(file)}
+assert all(kind.__module__.split(".")[0] == "transformers" for kind in kinds), [kind.__module__ for kind in kinds]
+assert args.max_steps == 2
+"""
+
+
+def test_who_keeps_the_original_saves_checkpoints(tmp_path):
+    """Its arguments are pickled into them; when they are read, they are the original's."""
+    for code in (LATE, READ):
+        line = [warm.PYTHON, "-c", code]
+        env = {**warm.environment(), **warm.LIBRARIES, "HF_HUB_OFFLINE": "1"}
+        done = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-3000:]

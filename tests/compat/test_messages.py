@@ -1,0 +1,261 @@
+"""What is logged at info, and by which switches it is seen: those of transformers."""
+
+import os
+import re
+import subprocess
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.support import warm
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = """
+import logging, os, sys
+{before}
+import importlib
+library = importlib.import_module({library!r})
+from tests.support.tiny import make_bert, make_plain, plain_data, text_data
+{after}
+
+def make(**settings):
+    given = dict(
+        max_steps=6, per_device_train_batch_size=4, gradient_accumulation_steps=2, save_steps=2, save_total_limit=1,
+        eval_strategy="steps", eval_steps=3, disable_tqdm=True, use_cpu=True, report_to="none",
+    )
+    data = {model}_data()
+    args = library.TrainingArguments({folder!r}, **{{**given, **settings}})
+    return library.Trainer(make_{kind}(), args, train_dataset=data, eval_dataset=data[:9])
+
+{run}
+"""
+
+
+def program(
+    folder, library="hftrainer", before="", after="", run="make({settings}).train()", settings="", model="plain"
+):
+    """A script that trains with a library."""
+    return SCRIPT.format(
+        library=library,
+        folder=str(folder),
+        before=before,
+        after=after,
+        run=textwrap.dedent(run).replace("{settings}", settings),
+        model=model,
+        kind={"plain": "plain", "text": "bert"}[model],
+    )
+
+
+def python(*words, environment=None):
+    """What a process shows on stdout and on stderr."""
+    inherited = {name: value for name, value in os.environ.items() if name not in ("TRANSFORMERS_VERBOSITY", "CI")}
+    settings = {**warm.environment(inherited), **(environment or {})}
+    done = subprocess.run([warm.PYTHON, *words], env=settings, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout, done.stderr
+
+
+# ---- What is said ----------------------------------------------------------------------------------------------------
+
+#: What both must say of a run and of one that resumes: name → pattern of theirs, pattern of ours.
+FACTS = {
+    "examples": (r"Num examples = 38\b", r"Number of examples: 38\b"),
+    "epochs": (r"Num Epochs = 2\b", r"Epochs: 2\b"),
+    "batch of a device": (r"batch size per device = 4\b", r"Batch size of a device: 4\b"),
+    "batch of a step": (r"Total train batch size .* = 8\b", r"Batch size of an optimizer step, .*: 8\b"),
+    "accumulation": (r"Accumulation steps = 2\b", r"Gradient accumulation steps: 2\b"),
+    "steps": (r"Total optimization steps = 6\b", r"Optimizer steps: 6\b"),
+    "parameters": (r"trainable parameters = 6,147\b", r"Trainable parameters: 6,147\b"),
+    "max_steps": (r"max_steps is given", r"max_steps=6 is given"),
+    "evaluation": (r"Running Evaluation", r"Evaluation begins"),
+    "its examples": (r"Num examples = 9\b", r"Number of examples: 9\b"),
+    "its batch": (r"Batch size = 8\b", r"Batch size: 8\b"),
+    "prediction": (r"Running Prediction", r"Prediction begins"),
+    "saving": (r"Saving model checkpoint to \S*out/checkpoint-4\b", r"Saving the model to \S*out/checkpoint-4\."),
+    "saving a model": (r"Saving model checkpoint to \S*out/final\b", r"Saving the model to \S*out/final\."),
+    "the end": (r"Training completed", r"Training is complete"),
+    "loading": (r"Loading model from \S*checkpoint-6", r"Loading the model from \S*checkpoint-6"),
+    "steps done": (r"global step 6\b", r"Optimizer steps done: 6\b"),
+    "epochs done": (r"epoch 1\b", r"Epochs done: 1\b"),
+    "batches done": (r"1 epochs and\D* 2 batches|first 1 epochs then the first 2 b", r"that are skipped: 2\b"),
+}
+BOTH = """
+trainer = make({settings})
+trainer.train()
+trainer.predict(text_data()[:5])
+trainer.save_model(trainer.args.output_dir + "/final")
+make(max_steps=8, {settings}).train(resume_from_checkpoint=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def of_both(tmp_path_factory):
+    """What both libraries show of the same runs at info."""
+    folder = tmp_path_factory.mktemp("both")
+    shown = []
+    for library in ("transformers", "hftrainer"):
+        text = program(folder / library / "out", library, run=BOTH, settings="log_level='info'", model="text")
+        shown.append("".join(python("-c", text)))
+    return shown
+
+
+@pytest.mark.parametrize("fact", FACTS)
+def test_facts(of_both, fact):
+    for shown, pattern in zip(of_both, FACTS[fact], strict=True):
+        assert re.search(pattern, shown), pattern
+
+
+def test_all_numbers_at_the_beginning(of_both):
+    """Each that transformers logs there is in ours, in its order; steps per epoch since v5.4."""
+    theirs, ours = of_both
+    block = theirs[theirs.index("Running training") :].splitlines()[1:]
+    numbers = [
+        line.rpartition("= ")[2] for line in block[: block.index(next(x for x in block if "trainable" in x)) + 1]
+    ]
+    mine = [line.rpartition(": ")[2] for line in ours[ours.index("Training begins") :].splitlines()[1:9]]
+    assert numbers == (mine if len(numbers) == 8 else [*mine[:2], *mine[3:]])
+
+
+# ---- By which switches it is seen ------------------------------------------------------------------------------------
+
+LINE = "Number of examples: 38"
+THEIR_LINE = "Num examples = 38"
+VERBOSE = "import transformers; transformers.utils.logging.set_verbosity_info(); switches = transformers.utils.logging"
+TO_STDOUT = "logging.basicConfig(stream=sys.stdout)"
+INFO = "log_level='info'"
+#: Name → what the script does, and how often a line at info is seen on stdout and on stderr.
+SWITCHES = {
+    "nothing": ({}, (0, 0)),
+    "log_level": ({"settings": INFO}, (0, 1)),
+    "log_level warning": ({"settings": "log_level='warning'", "after": VERBOSE}, (0, 0)),
+    "set_verbosity_info": ({"after": VERBOSE}, (0, 1)),
+    "set_verbosity_info before": ({"before": VERBOSE}, (0, 1)),
+    "basicConfig": ({"before": "logging.basicConfig(level=logging.INFO)"}, (0, 0)),
+    "basicConfig and log_level": ({"before": TO_STDOUT, "settings": INFO}, (1, 0)),
+    "basicConfig to a file": ({"before": "logging.basicConfig(filename=os.devnull)", "settings": INFO}, (0, 1)),
+    "a root handler of errors": (
+        {"before": "h = logging.StreamHandler(); h.setLevel(40); logging.getLogger().addHandler(h)", "settings": INFO},
+        (0, 1),
+    ),
+    "scripts of transformers": (
+        {
+            "before": "logging.basicConfig(handlers=[logging.StreamHandler(sys.stdout)])",
+            "after": VERBOSE + "; switches.enable_default_handler(); switches.enable_explicit_format()",
+            "settings": INFO,
+        },
+        (1, 0),
+    ),
+    "disable_default_handler": ({"after": VERBOSE + "; switches.disable_default_handler()"}, (0, 0)),
+    "disable_default_handler and basicConfig": (
+        {"before": TO_STDOUT, "after": VERBOSE + "; switches.disable_default_handler()"},
+        (0, 0),
+    ),
+    "enable_propagation": (
+        {
+            "before": TO_STDOUT,
+            "after": VERBOSE + "; switches.disable_default_handler(); switches.enable_propagation()",
+        },
+        (1, 0),
+    ),
+    "add_handler": (
+        {
+            "after": VERBOSE
+            + "; switches.disable_default_handler(); switches.add_handler(logging.StreamHandler(sys.stdout))"
+        },
+        (1, 0),
+    ),
+    "switched off again": (
+        {"run": "trainer = make()\nswitches.set_verbosity_error()\ntrainer.train()", "after": VERBOSE},
+        (0, 0),
+    ),
+    "a higher level later": (
+        {"run": "trainer = make(log_level='info')\nswitches.set_verbosity_error()\ntrainer.train()", "after": VERBOSE},
+        (0, 0),
+    ),
+    "a lower level later": (
+        {
+            "run": "trainer = make(log_level='warning')\nswitches.set_verbosity_info()\ntrainer.train()",
+            "after": VERBOSE,
+        },
+        (0, 1),
+    ),
+    "enable_explicit_format": ({"after": VERBOSE + "; switches.enable_explicit_format()"}, (0, 1)),
+    "a warning": (
+        {"run": "make(max_steps=2).train()\nmake(max_steps=8).train(resume_from_checkpoint=True)"},
+        (0, 0),
+    ),
+    "Python's own": ({"after": "logging.getLogger('hftrainer').setLevel(logging.INFO)"}, (0, 1)),
+}
+
+
+@pytest.fixture(scope="module")
+def of_switches(tmp_path_factory):
+    """Switch → what is shown."""
+    folder = tmp_path_factory.mktemp("switches")
+    return {
+        switch: python("-c", program(folder / str(number), **how))
+        for number, (switch, (how, _)) in enumerate(SWITCHES.items())
+    }
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_switches(tmp_path, of_switches, switch):
+    how, expected = SWITCHES[switch]
+    found = of_switches[switch]
+    assert tuple(text.count(LINE) for text in found) == expected, found
+    if "'hftrainer'" not in str(how):  # a line is seen from ours where one is from theirs, if anywhere
+        theirs = python("-c", program(tmp_path, "transformers", **how))
+        assert sum(expected) == "".join(theirs).count(THEIR_LINE)
+
+
+@pytest.mark.parametrize(("level", "expected"), [("info", 1), ("error", 0)])
+def test_environment(tmp_path, level, expected):
+    def shown(library, line):
+        settings = {"TRANSFORMERS_VERBOSITY": level, **warm.LIBRARIES}
+        return [text.count(line) for text in python("-c", program(tmp_path / library, library), environment=settings)]
+
+    assert shown("hftrainer", LINE) == [0, expected]
+    assert shown("transformers", THEIR_LINE) == [0, expected]
+
+
+def test_explicit_format(of_switches):
+    found = of_switches["enable_explicit_format"][1]
+    assert re.search(r"\[INFO\|planner\.py:\d+\] .* >>   Number of examples: 38", found)
+
+
+def test_a_warning_is_shown_once(of_switches):
+    """By default, without any switch."""
+    assert "".join(of_switches["a warning"]).count("Resuming with max_steps=8, was 2") == 1
+
+
+WITHOUT = """
+import importlib.machinery, importlib.metadata
+
+class WithoutTransformers:
+    def find_spec(fullname, path=None, target=None):
+        hidden = fullname.partition(".")[0] == "transformers"
+        return None if hidden else importlib.machinery.PathFinder.find_spec(fullname, path, target)
+
+    def find_distributions(context=importlib.metadata.DistributionFinder.Context()):
+        hidden = context.name == "transformers"
+        return [] if hidden else importlib.machinery.PathFinder.find_distributions(context)
+
+sys.meta_path[sys.meta_path.index(importlib.machinery.PathFinder)] = WithoutTransformers
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "environment", "expected"),
+    [
+        ({}, {}, (0, 0)),
+        ({"settings": INFO}, {}, (0, 1)),
+        ({}, {"TRANSFORMERS_VERBOSITY": "info"}, (0, 1)),
+        ({"after": "logging.basicConfig(level=logging.INFO, stream=sys.stdout)"}, {}, (1, 0)),
+        ({"after": TO_STDOUT, "settings": INFO}, {}, (1, 0)),
+    ],
+)
+def test_without_transformers(tmp_path, how, environment, expected):
+    found = python("-c", program(tmp_path, before=WITHOUT, **how), environment={**environment, **warm.LIBRARIES})
+    assert tuple(text.count(LINE) for text in found) == expected, found
+    assert "[transformers]" not in "".join(found)

@@ -1,0 +1,127 @@
+"""Training in the kernel of a notebook, beside transformers' callback in the same kernel."""
+
+import re
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.support import warm
+
+nbclient = pytest.importorskip("nbclient", reason="needs nbclient and ipykernel")
+pytest.importorskip("ipykernel")
+jupyter_client = pytest.importorskip("jupyter_client")
+
+ROOT = Path(__file__).parents[2]
+SETUP = """
+    import sys
+    sys.path[:0] = {paths!r}
+    import importlib
+    from hftrainer.arguments import behaviours
+    from tests.support.tiny import make_plain, plain_data
+
+    behaviours.follow(behaviours.installed_release())  # as after install(): it is compared with that release
+
+    def make(name, *callbacks, two_sets=False, **settings):
+        library = importlib.import_module(name)
+        args = library.TrainingArguments({folder!r}, use_cpu=True, save_strategy="no", report_to="none", **settings)
+        data = plain_data()
+        sets = {{"a": data[:9], "b": data[9:14]}} if two_sets else data[:9]
+        metrics = lambda prediction: {{"f1_macro": 0.25}}
+        return library.Trainer(make_plain(), args, train_dataset=data, eval_dataset=sets, compute_metrics=metrics,
+            callbacks=list(callbacks))
+"""
+RUNS = {
+    "steps": {"max_steps": 6, "logging_steps": 3, "eval_strategy": "steps", "eval_steps": 2},
+    "epochs": {"num_train_epochs": 2, "logging_strategy": "epoch", "eval_strategy": "epoch"},
+    "no evaluation": {"max_steps": 6, "logging_steps": 2},
+    "on start": {"max_steps": 4, "logging_steps": 2, "eval_strategy": "steps", "eval_steps": 4, "eval_on_start": True},
+    "two sets": {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 2, "two_sets": True},
+}
+
+
+class WarmKernel(jupyter_client.AsyncKernelManager):
+    """Starts kernels that import transformers and hftrainer themselves, and find the rest imported."""
+
+    def format_kernel_cmd(self, extra_arguments=None):
+        return [warm.PYTHON, *super().format_kernel_cmd(extra_arguments)[1:]]
+
+
+def execute(folder, *cells):
+    """The outputs of each cell, run in one kernel."""
+    nbformat = pytest.importorskip("nbformat")
+    setup = SETUP.format(paths=[str(ROOT), str(ROOT / "adapters")], folder=str(folder))
+    sources = [textwrap.dedent(cell) for cell in (setup, *cells)]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
+    client = nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3", kernel_manager_class=WarmKernel)
+    client.execute(env={**warm.environment(), **warm.LIBRARIES})
+    return [cell.outputs for cell in notebook.cells[1:]]
+
+
+def pages(outputs):
+    found = [output["data"]["text/html"] for output in outputs if "text/html" in output.get("data", {})]
+    return [page for page in found if page.strip()]
+
+
+def tables(outputs):
+    """The tables shown, as lists of rows; a word for a missing value is the same in lower case."""
+    found = []
+    for page in pages(outputs):
+        if "<table" in page:
+            rows = re.findall(r"<tr.*?</tr>", page, re.DOTALL)
+            found.append([[cell.lower() for cell in re.findall(r"<t[hd]>(.*?)</t[hd]>", row)] for row in rows])
+    return found
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory):
+    """Name of a run → outputs of ours and of transformers'."""
+    cells = [
+        f"trainer = make({name!r}, **{settings!r})\ntrainer.train()"
+        for settings in RUNS.values()
+        for name in ("hftrainer", "transformers")
+    ]
+    outputs = execute(tmp_path_factory.mktemp("notebook"), *cells)
+    return {run: (outputs[2 * i], outputs[2 * i + 1]) for i, run in enumerate(RUNS)}
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_the_table_is_that_of_transformers(shown, run):
+    ours, theirs = map(tables, shown[run])
+    assert ours == theirs
+    assert len(ours) == 1
+    assert len(ours[0]) > 2
+
+
+def test_the_bar(shown):
+    (page,) = pages(shown["steps"][0])
+    assert re.search(r"<progress value='6' max='6'.*\[6/6 00:0\d, Epoch 1.20/2\]", page)
+    (page,) = pages(shown["epochs"][0])
+    assert re.search(r"\[10/10 00:0\d, Epoch 2/2\]", page)
+
+
+def test_outside_training(tmp_path):
+    evaluation, prediction, removed, plotted = execute(
+        tmp_path,
+        "trainer = make('hftrainer', max_steps=2)\n_ = trainer.evaluate()\n_ = trainer.evaluate()",
+        "_ = trainer.predict(plain_data())",
+        """
+        from transformers.utils.notebook import NotebookProgressCallback
+        trainer.remove_callback(NotebookProgressCallback)
+        print([type(callback).__name__ for callback in trainer.callback_handler.callbacks])
+        _ = trainer.evaluate()
+        """,
+        """
+        from hftrainer import PlotCallback, ProgressCallback
+        _ = make("hftrainer", ProgressCallback, PlotCallback, max_steps=2, logging_steps=1).train()
+        """,
+    )
+    head = ["step", "training loss", "validation loss", "f1 macro"]
+    assert [(table[0], table[1][:2]) for table in tables(evaluation)] == [(head, ["0", "no log"])] * 2
+    assert not pages(prediction)  # its bar is taken away
+    assert not pages(removed)
+    assert "['DefaultFlowCallback']" in "".join(output.get("text", "") for output in removed)
+    assert [output for output in plotted if "image/png" in output.get("data", {})]
+    text = "".join(output.get("text", "") for output in plotted)
+    assert "100%" in text  # the plain bar shows in a kernel, which is no terminal
+    assert "'train_loss'" in text

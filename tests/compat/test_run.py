@@ -1,0 +1,205 @@
+"""`python -m hftrainer run` and `install()`: unmodified scripts on Lightning."""
+
+import json
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support import warm
+from tests.support.differences import OWN_FILES
+
+SCRIPT = Path(__file__).parent / "ordinary_script.py"
+FLAGS = """
+    --output_dir out --num_train_epochs 2 --per_device_train_batch_size 4 --gradient_accumulation_steps 2
+    --learning_rate 0.01 --eval_strategy steps --eval_steps 3 --save_strategy steps --save_steps 3 --logging_steps 2
+    --load_best_model_at_end True --report_to none --disable_tqdm True --use_cpu True --warmup_steps 2
+""".split()
+
+
+def run(folder: Path, *command, **environment) -> subprocess.CompletedProcess:
+    folder.mkdir(parents=True, exist_ok=True)
+    env = {**warm.environment(), **warm.LIBRARIES, "HF_HUB_OFFLINE": "1", **environment}
+    line = [warm.PYTHON, *map(str, command)]
+    return subprocess.run(line, cwd=folder, env=env, capture_output=True, text=True)
+
+
+def report(done: subprocess.CompletedProcess) -> dict:
+    assert done.returncode == 0, done.stdout + done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("REPORT ")]
+    return json.loads(line.removeprefix("REPORT "))
+
+
+def test_ordinary_script_gives_the_same_numbers(tmp_path):
+    theirs = report(run(tmp_path / "theirs", SCRIPT, *FLAGS))
+    ours = report(run(tmp_path / "ours", "-m", "hftrainer", "run", SCRIPT, *FLAGS))
+    assert (ours.pop("trainer"), theirs.pop("trainer")) == ("hftrainer", "transformers")
+    assert ours == theirs
+    files = [
+        sorted(
+            str(path.relative_to(tmp_path / who)) for path in (tmp_path / who).rglob("*") if path.name not in OWN_FILES
+        )
+        for who in ("ours", "theirs")
+    ]
+    assert files[0] == files[1]
+
+
+def script(folder: Path, text: str) -> Path:
+    path = folder / "script.py"
+    path.write_text(textwrap.dedent(text))
+    return path
+
+
+def test_exceptions_and_exit_codes_pass_through(tmp_path):
+    path = script(
+        tmp_path, "import sys\nfrom transformers import Trainer\ndef f():\n    raise ValueError('mine')\nf()\n"
+    )
+    done = run(tmp_path, "-m", "hftrainer", "run", path, **warm.COLD)  # or frames of warm.py would come first
+    assert done.returncode == 1
+    lines = done.stderr.strip().splitlines()
+    assert lines[0] == "Traceback (most recent call last):"
+    assert lines[1].strip() == f'File "{path}", line 5, in <module>'
+    assert lines[-1] == "ValueError: mine"
+    path = script(tmp_path, "import sys\nprint(sys.argv[1:], __name__)\nsys.exit(7)\n")
+    done = run(tmp_path, "-m", "hftrainer", "run", path, "--epochs", "3", "-m")
+    assert done.returncode == 7
+    assert done.stdout.strip() == "['--epochs', '3', '-m'] __main__"
+    assert run(tmp_path, "-m", "hftrainer", "run", "absent.py").returncode == 1
+
+
+def test_modules(tmp_path):
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").touch()
+    (tmp_path / "package" / "train.py").write_text(
+        "import sys\nfrom transformers import Trainer\nprint(Trainer.__module__, sys.argv[1:], __package__)\n"
+    )
+    done = run(tmp_path, "-m", "hftrainer", "run", "-m", "package.train", "--a", "b")
+    assert done.stdout.strip() == "hftrainer.trainer ['--a', 'b'] package", done.stderr
+
+
+def test_ctrl_c(tmp_path):
+    path = script(
+        tmp_path,
+        """
+        import time
+        print("ready", flush=True)
+        try:
+            time.sleep(60)
+        except KeyboardInterrupt:
+            print("cleaned up", flush=True)
+            raise
+        """,
+    )
+    process = subprocess.Popen(
+        [warm.PYTHON, "-m", "hftrainer", "run", str(path)],
+        env={**warm.environment(), **warm.LIBRARIES},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell's background jobs, as these tests may be, ignore Ctrl-C, and what they start would too.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    assert process.stdout.readline().strip() == "ready"
+    time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert "cleaned up" in out
+    assert err.strip().endswith("KeyboardInterrupt")
+    assert process.returncode in (-signal.SIGINT, 130)
+
+
+ORDERS = {
+    "install-first": "import hftrainer; hftrainer.install()\nimport transformers",
+    "transformers-first": "import transformers\nimport hftrainer; hftrainer.install()",
+    "trainer-loaded-first": "import transformers.trainer\nimport hftrainer; hftrainer.install()",
+    "name-fetched-first": "import transformers; transformers.Trainer\nimport hftrainer; hftrainer.install()",
+}
+
+
+@pytest.mark.parametrize("order", sorted(ORDERS))
+def test_any_order_of_imports(tmp_path, order):
+    text = f"""
+{ORDERS[order]}
+from transformers import Trainer, TrainingArguments, EarlyStoppingCallback
+from transformers import Seq2SeqTrainer as S1, Seq2SeqTrainingArguments as S2
+from transformers.trainer_seq2seq import Seq2SeqTrainer as S3
+from transformers.trainer import Trainer as T1, TrainingArguments as T2
+from transformers.trainer_callback import TrainerState
+from transformers.trainer_utils import EvalPrediction
+kinds = (Trainer, TrainingArguments, EarlyStoppingCallback, T1, T2, S1, S2, S3, TrainerState, EvalPrediction)
+ours = {{kind.__module__.split('.')[0] for kind in kinds}}
+hftrainer.uninstall()
+import transformers.training_args
+kinds = (transformers.Trainer, transformers.trainer.Trainer, transformers.TrainingArguments)
+back = {{kind.__module__.split('.')[0] for kind in kinds}}
+print(sorted(ours), sorted(back))
+"""
+    done = run(tmp_path, script(tmp_path, text))
+    assert done.stdout.strip() == "['hftrainer'] ['transformers']", done.stderr
+
+
+def test_an_earlier_import_is_explained(tmp_path):
+    (tmp_path / "early.py").write_text("from transformers import Trainer\n")
+    done = run(tmp_path, script(tmp_path, "import early, hftrainer\nhftrainer.install()\n"))
+    assert "early imported transformers.Trainer before hftrainer.install()" in done.stderr
+
+
+def test_help(tmp_path):
+    done = run(tmp_path, "-m", "hftrainer", "--help")
+    assert "run an unmodified Trainer script" in done.stdout
+    assert run(tmp_path, "-m", "hftrainer").returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--nproc", "0"], "'0' is neither a number >= 1 nor auto, cpu, gpu"),
+        (["--nnodes", "3:2"], "'3:2' is neither a number >= 1 nor LEAST:MOST"),
+        (["--node-rank", "-1"], "'-1' is not a number >= 0"),
+        (["--nproc", "2", "--node_rank", "1"], "--node-rank 1 must be below --nnodes 1"),
+        (["--nnodes", "2"], "--nnodes 2 needs --rdzv-endpoint HOST:PORT, or --master-addr HOST"),
+        (["--nnodes", "2", "--standalone"], "--standalone is for one machine"),
+        (["--nproc", "2"], "the script 'absent.py' does not exist"),
+    ],
+)
+def test_wrong_numbers_of_processes(words, message, monkeypatch, capsys):
+    from hftrainer.__main__ import main
+
+    monkeypatch.setattr(sys, "argv", ["hftrainer", "run", *words, "absent.py"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--nproc", "2"], ["--nproc-per-node=2", "--standalone"]),
+        (
+            ["--nproc_per_node", "4", "--nnodes", "1:2", "--rdzv-endpoint", "a:1", "--rdzv-id", "x"],
+            ["--nproc-per-node=4", "--nnodes=1:2", "--rdzv-id=x", "--rdzv-endpoint=a:1", "--rdzv-backend=c10d"],
+        ),
+        (
+            ["--nnodes", "2", "--node-rank", "0", "--master-addr", "b", "--master-port", "5"],
+            ["--nproc-per-node=1", "--nnodes=2", "--node-rank=0", "--master-addr=b", "--master-port=5"],
+        ),
+    ],
+)
+def test_what_torchrun_is_told(words, expected, monkeypatch):
+    from torch.distributed import run as torchrun
+
+    from hftrainer.__main__ import main
+
+    told = []
+    monkeypatch.setattr(torchrun, "run", told.append)
+    monkeypatch.setattr(sys, "argv", ["hftrainer", "run", *words, "-m", "a.module", "--flag"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0
+    (options,) = told
+    assert options == torchrun.parse_args([*expected, "-m", "hftrainer", "run", "-m", "a.module", "--flag"])

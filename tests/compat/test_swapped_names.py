@@ -1,0 +1,104 @@
+"""Under `install()`, what scripts import to compare with is what the arguments and the Trainer have."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.support import warm
+
+SCRIPT = """
+import json, sys, warnings
+warnings.simplefilter("ignore")
+order = sys.argv[1]
+if order == "install first":
+    import hftrainer; hftrainer.install()
+import transformers.trainer, transformers.training_args
+if order == "transformers first":
+    import hftrainer; hftrainer.install()
+from transformers import Adafactor, SchedulerType, Trainer, TrainerCallback, TrainingArguments
+from transformers.debug_utils import DebugOption
+from transformers.trainer_utils import HPSearchBackend, HubStrategy, IntervalStrategy, SaveStrategy
+from transformers.training_args import OptimizerNames, ParallelMode
+import torch
+import transformers.optimization
+
+class Own(TrainerCallback):
+    pass
+
+class Bar(TrainerCallback):
+    pass
+
+KINDS = {
+    "eval_strategy": IntervalStrategy, "logging_strategy": IntervalStrategy, "save_strategy": SaveStrategy,
+    "hub_strategy": HubStrategy, "lr_scheduler_type": SchedulerType, "optim": OptimizerNames,
+}
+settings = {"use_cpu": True, "report_to": [], "optim": "adafactor", "eval_strategy": "steps", "max_steps": 1}
+args = TrainingArguments("out", debug="underflow_overflow", **settings)
+found = {
+    "isinstance": {name: isinstance(getattr(args, name), kind) for name, kind in KINDS.items()},
+    "str": {name: str(getattr(args, name)) for name in [*KINDS, "parallel_mode"]},
+    "format": [f"{args.lr_scheduler_type} {args.eval_strategy:>30}", "%s" % args.optim, repr(args.save_strategy)],
+    "mode": [args.parallel_mode is ParallelMode.NOT_PARALLEL, args.parallel_mode == ParallelMode.DISTRIBUTED],
+    "sagemaker": args.parallel_mode == ParallelMode.SAGEMAKER_MODEL_PARALLEL,
+    "debug": [DebugOption.UNDERFLOW_OVERFLOW in args.debug, isinstance(args.debug[0], DebugOption)],
+    "strings": [args.eval_strategy == "steps", args.optim in ("adafactor",), {"linear": 1}[args.lr_scheduler_type]],
+    "backend": str(HPSearchBackend.OPTUNA),
+    "one class": [
+        getattr(module, name, kind) is kind
+        for module in (transformers.trainer, transformers.training_args)
+        for name, kind in {"IntervalStrategy": IntervalStrategy, "ParallelMode": ParallelMode,
+                           "OptimizerNames": OptimizerNames, "DebugOption": DebugOption}.items()
+    ],
+    "members": {kind.__name__: sorted(kind.__members__) for kind in (OptimizerNames, ParallelMode, SchedulerType)},
+}
+schedule = transformers.get_scheduler(SchedulerType.COSINE, torch.optim.SGD([torch.ones(1)], lr=1.0), 1, 4)
+found["schedule"] = type(schedule).__name__
+transformers.trainer.DEFAULT_CALLBACKS.append(Own)
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 2)
+
+    def forward(self, x, labels=None):
+        loss = torch.nn.functional.cross_entropy(self.layer(x), labels)
+        return {"loss": loss}
+
+data = [{"x": torch.ones(2), "labels": 0}] * 8
+args.debug = []
+trainer = Trainer(Model(), args, train_dataset=data, eval_dataset=data)
+found["callbacks"] = trainer.callback_handler.callback_list.split()
+trainer.train()
+found["optimizer"] = isinstance(getattr(trainer.optimizer, "optimizer", trainer.optimizer), Adafactor)
+found["class"] = Trainer.get_optimizer_cls_and_kwargs(args)[0] is Adafactor
+transformers.trainer.DEFAULT_CALLBACKS = transformers.trainer.DEFAULT_CALLBACKS[:1]
+transformers.trainer.DEFAULT_PROGRESS_CALLBACK = Bar
+found["rebound"] = Trainer(Model(), args, eval_dataset=data).callback_handler.callback_list.split()
+args.optim = OptimizerNames.ADAMW_HF if hasattr(transformers.optimization, "AdamW") else "adamw_torch"
+expected = getattr(transformers.optimization, "AdamW", torch.optim.AdamW)
+found["adamw"] = Trainer.get_optimizer_cls_and_kwargs(args)[0] is expected
+print("FOUND", Trainer.__module__.split(".")[0], json.dumps(found))
+"""
+
+
+def run(folder: Path, order: str) -> tuple[str, dict]:
+    env = {**warm.environment(), **warm.LIBRARIES, "HF_HUB_OFFLINE": "1"}
+    line = [warm.PYTHON, "-c", SCRIPT, order]
+    done = subprocess.run(line, cwd=folder, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = next(line for line in done.stdout.splitlines() if line.startswith("FOUND "))
+    _, library, values = found.split(" ", 2)
+    return library, json.loads(values)
+
+
+@pytest.mark.parametrize("order", ["install first", "transformers first"])
+def test_as_in_transformers(tmp_path, order):
+    library, ours = run(tmp_path, order)
+    stock, theirs = run(tmp_path, "transformers alone")
+    assert (library, stock) == ("hftrainer", "transformers")
+    of_ours, of_theirs = ours.pop("members"), theirs.pop("members")
+    assert ours == theirs
+    for kind, members in of_theirs.items():  # ours has those of all releases
+        assert set(members) <= set(of_ours[kind])

@@ -1,0 +1,153 @@
+"""What Lightning's callbacks see of evaluations: hooks of the right loop, and every metric under its name."""
+
+import sys
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import (
+    Callback,
+    EarlyStopping,
+    ModelCheckpoint,
+    RichProgressBar,
+    TQDMProgressBar,
+)
+
+from hftrainer import Trainer, TrainingArguments
+from tests.support.tiny import Stream, make_plain, plain_data
+
+SETS = {"first": plain_data(9), "second": plain_data(20)[9:]}
+
+
+class Recorder(Callback):
+    """Writes down the hooks around evaluation, with the metrics that are there."""
+
+    def __init__(self):
+        self.hooks = []
+
+
+def _note(name):
+    def hook(self, trainer, pl_module, *args, **kwargs):
+        metrics = {key: value.item() for key, value in trainer.callback_metrics.items()}
+        self.hooks.append((name, metrics))
+
+    return hook
+
+
+for _stage in ("validation", "test", "predict"):
+    for _point in ("start", "epoch_start", "batch_start", "batch_end", "epoch_end", "end"):
+        setattr(Recorder, f"on_{_stage}_{_point}", _note(f"on_{_stage}_{_point}"))
+
+
+def make_trainer(tmp_path, callbacks, eval_dataset=None, **settings):
+    defaults = {"max_steps": 4, "per_device_train_batch_size": 4, "logging_steps": 1, "disable_tqdm": True}
+    args = TrainingArguments(str(tmp_path), use_cpu=True, **{"save_strategy": "no", **defaults, **settings})
+    data = plain_data()
+    evaluated = data[:9] if eval_dataset is None else eval_dataset
+    return Trainer(make_plain(), args, train_dataset=data, eval_dataset=evaluated, callbacks=callbacks)
+
+
+def loops(stage, batches):
+    each = [f"on_{stage}_batch_start", f"on_{stage}_batch_end"]
+    return [
+        f"on_{stage}_start",
+        f"on_{stage}_epoch_start",
+        *each * batches,
+        f"on_{stage}_epoch_end",
+        f"on_{stage}_end",
+    ]
+
+
+def test_each_stage_has_its_hooks(tmp_path):
+    recorder = Recorder()
+    trainer = make_trainer(tmp_path, [recorder])
+    metrics = trainer.evaluate()
+    trainer.evaluate(metric_key_prefix="test")
+    trainer.predict(plain_data(9))
+    names = [name for name, _ in recorder.hooks]
+    assert names == [*loops("validation", 2), *loops("test", 2), *loops("predict", 2)]
+    ends = {name: found for name, found in recorder.hooks if name.endswith(("validation_end", "test_end"))}
+    assert ends["on_validation_end"]["eval_loss"] == pytest.approx(metrics["eval_loss"])
+    assert ends["on_test_end"]["test_loss"] == pytest.approx(metrics["eval_loss"])
+
+
+def test_several_sets_are_one_validation_in_fit(tmp_path):
+    recorder = Recorder()
+    trainer = make_trainer(tmp_path, [recorder], SETS, eval_strategy="steps", eval_steps=2)
+    trainer.train()
+    names = [name for name, _ in recorder.hooks]
+    assert names.count("on_validation_start") == names.count("on_validation_end") == 2
+    assert names.count("on_validation_epoch_start") == names.count("on_validation_epoch_end") == 4
+    assert [name for name in names if not name.endswith(("batch_start", "batch_end"))][:6] == [
+        "on_validation_start",
+        *["on_validation_epoch_start", "on_validation_epoch_end"] * 2,
+        "on_validation_end",
+    ]
+    at_end = [found for name, found in recorder.hooks if name == "on_validation_end"][-1]
+    logged = {key: value for line in trainer.state.log_history for key, value in line.items()}
+    first, second = logged["eval_first_loss"], logged["eval_second_loss"]
+    assert at_end["eval_first_loss"] == pytest.approx(first)
+    assert at_end["eval_second_loss"] == pytest.approx(second)
+    assert at_end["eval_loss"] == pytest.approx((first + second) / 2)
+    assert "eval_loss" not in logged  # as in transformers
+
+
+def test_several_sets_alone(tmp_path):
+    recorder = Recorder()
+    trainer = make_trainer(tmp_path, [recorder], SETS)
+    trainer.evaluate()
+    names = [name for name, _ in recorder.hooks]
+    assert names.count("on_validation_start") == names.count("on_validation_end") == 2
+
+
+@pytest.mark.parametrize("monitor", ["eval_loss", "eval_first_loss", "eval_second_loss"])
+def test_monitors_find_the_metric_of_each_set(tmp_path, monitor):
+    stopper = EarlyStopping(monitor=monitor, patience=1, min_delta=10.0)
+    checkpoint = ModelCheckpoint(dirpath=tmp_path / "lightning", monitor=monitor, save_top_k=1)
+    settings = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 20}
+    trainer = make_trainer(tmp_path, [stopper, checkpoint], SETS, **settings)
+    assert trainer.train().global_step < 20
+    assert torch.isfinite(checkpoint.best_model_score)
+
+
+def test_best_model_of_several_sets(tmp_path):
+    """transformers stops at the first evaluation with a KeyError; the mean of the losses is what was meant."""
+    settings = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    trainer = make_trainer(tmp_path, [], SETS, load_best_model_at_end=True, **settings)
+    trainer.train()
+    means = [
+        (first["eval_first_loss"] + second["eval_second_loss"]) / 2
+        for first, second in zip(
+            (line for line in trainer.state.log_history if "eval_first_loss" in line),
+            (line for line in trainer.state.log_history if "eval_second_loss" in line),
+            strict=True,
+        )
+    ]
+    assert trainer.state.best_metric == pytest.approx(min(means))
+
+
+@pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])
+@pytest.mark.parametrize("source", ["sized", "stream"])
+def test_lightning_progress_bars(tmp_path, bar, source, capsys):
+    data = plain_data(9) if source == "sized" else Stream(9)
+    trainer = make_trainer(tmp_path, [bar()], data, eval_strategy="steps", eval_steps=2)
+    trainer.train()
+    trainer.evaluate()
+    trainer.predict(data)
+    shown = capsys.readouterr()
+    assert "Validation" in shown.out + shown.err
+    assert "Predicting" in shown.out + shown.err
+
+
+@pytest.mark.parametrize("source", ["sized", "stream"])
+def test_progress_of_evaluation(tmp_path, source, capfd, monkeypatch):
+    """Below the bar of training, with the number of batches where it is known."""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    data = plain_data(9) if source == "sized" else Stream(9)
+    trainer = make_trainer(tmp_path, [], data, eval_strategy="steps", eval_steps=2, disable_tqdm=False)
+    trainer.train()
+    alone = trainer.callback_handler.callbacks[-1]
+    assert alone.prediction_bar is None
+    trainer.predict(data)
+    shown = capfd.readouterr().err
+    assert ("2/2" if source == "sized" else "2it") in shown
+    assert "4/4" in shown  # training's own

@@ -1,0 +1,174 @@
+"""What a first training run imports, and that torchmetrics is as always for whoever imports it afterwards."""
+
+import subprocess
+
+import pytest
+
+from tests.support import warm
+
+TRAIN = """
+import gc, sys
+import torch
+from hftrainer import Trainer, TrainingArguments
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 2)
+
+    def forward(self, x, labels):
+        return {"loss": torch.nn.functional.cross_entropy(self.layer(x), labels)}
+
+data = [{"x": torch.ones(2), "labels": 0}] * 2
+quiet = dict(report_to="none", disable_tqdm=True, save_strategy="no", use_cpu=True)
+Trainer(Model(), TrainingArguments("unused", max_steps=1, **quiet), train_dataset=data).train()
+assert gc.isenabled()
+"""
+LEAN = """
+import sys
+from hftrainer.engine import adapter
+adapter()
+from hftrainer_lightning import lean_import
+from lightning.pytorch.core.module import Metric as of_lightning
+assert "torchmetrics" not in sys.modules
+assert [finder for finder in sys.meta_path if isinstance(finder, lean_import._SamePackage)]
+"""
+
+
+def run(code, tmp_path):
+    env = {**warm.environment(), **warm.LIBRARIES}
+    done = subprocess.run([warm.PYTHON, "-c", code], env=env, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_run_needs_no_metrics(tmp_path):
+    """Neither metrics, nor transformers and its models, which torchmetrics would import."""
+    run(
+        f"{TRAIN}\nassert not {{'torchmetrics', 'torchmetrics.functional', 'transformers'}} & {{*sys.modules}}",
+        tmp_path,
+    )
+
+
+#: Runs after LEAN, each in a fork of the same process.
+WHOLE = """
+import torchmetrics
+from torchmetrics.classification import BinaryAccuracy
+assert not [finder for finder in sys.meta_path if isinstance(finder, lean_import._SamePackage)]
+assert torchmetrics.classification.BinaryAccuracy is BinaryAccuracy and issubclass(BinaryAccuracy, of_lightning)
+assert torchmetrics.Metric is torchmetrics.metric.Metric is of_lightning
+assert torchmetrics.SumMetric()(2.0) == 2
+assert torchmetrics._logger.handlers and not hasattr(torchmetrics, "nothing")
+for name in [name for name in sys.modules if name.startswith("torchmetrics.")]:
+    parent, _, child = name.rpartition(".")
+    assert hasattr(sys.modules[parent], child), name
+"""
+FORKED = {
+    "the package": "import torchmetrics" + WHOLE,
+    "a submodule": "import torchmetrics.metric" + WHOLE,
+    "a metric": "from torchmetrics.classification import BinaryAccuracy" + WHOLE,
+    "pickled before": "import pickle; pickle.dumps(of_lightning); import torchmetrics" + WHOLE,
+    "two threads": """
+import threading
+thread = threading.Thread(target=__import__, args=("torchmetrics",))
+thread.start()
+import torchmetrics
+thread.join()
+"""
+    + WHOLE,
+    "a metric is known without the package": """
+from torchmetrics.metric import Metric
+from hftrainer.compat.peers import is_torchmetric
+
+class Own(Metric):
+    def update(self): ...
+    def compute(self): ...
+
+sys.modules.pop("torchmetrics", None)
+assert is_torchmetric(Own()) and not is_torchmetric(Own)
+""",
+}
+
+
+@pytest.fixture(scope="module")
+def forked(tmp_path_factory):
+    """What each of FORKED has raised, by name."""
+    folder = tmp_path_factory.mktemp("forked")
+    code = f"""{LEAN}
+import os, traceback
+for number, code in enumerate({list(FORKED.values())!r}):
+    if (child := os.fork()) == 0:
+        status = 0
+        try:
+            exec(code, globals())
+        except BaseException:
+            status = 1
+            with open(f"{{number}}", "w") as file:
+                traceback.print_exc(file=file)
+        os._exit(status)
+    if os.waitpid(child, 0)[1]:
+        open(f"{{number}}", "a").close()
+"""
+    run(code, folder)
+    files = {name: folder / str(number) for number, name in enumerate(FORKED)}
+    return {name: file.read_text() or "it was ended" for name, file in files.items() if file.exists()}
+
+
+@pytest.mark.parametrize("name", FORKED)
+def test_torchmetrics_is_whole_when_it_is_imported(forked, name):
+    assert name not in forked, forked[name]
+
+
+def test_torchmetrics_is_left_alone_once_it_is_there(tmp_path):
+    run(
+        """
+import sys
+import torchmetrics
+from hftrainer.engine import adapter
+finders = [*sys.meta_path]
+adapter()
+assert sys.modules["torchmetrics"] is torchmetrics and sys.meta_path == finders
+""",
+        tmp_path,
+    )
+
+
+def test_any_other_name_makes_it_whole(tmp_path):
+    """A release of Lightning may ask for more while it is imported."""
+    run(
+        """
+import sys
+from hftrainer_lightning import lean_import
+with lean_import._without_metrics():
+    from torchmetrics import Metric
+    assert "torchmetrics.functional" not in sys.modules
+    from torchmetrics import SumMetric
+    assert "torchmetrics.functional" in sys.modules and issubclass(SumMetric, Metric)
+import torchmetrics
+assert torchmetrics.SumMetric is SumMetric
+assert not [finder for finder in sys.meta_path if isinstance(finder, lean_import._SamePackage)]
+""",
+        tmp_path,
+    )
+
+
+def test_a_failed_import_can_be_repeated(tmp_path):
+    run(
+        """
+import sys
+from hftrainer_lightning import lean_import
+try:
+    with lean_import._without_metrics():
+        from torchmetrics import Metric
+        raise KeyboardInterrupt
+except KeyboardInterrupt:
+    assert "torchmetrics" not in sys.modules
+import torchmetrics
+assert torchmetrics.Metric is Metric and issubclass(torchmetrics.SumMetric, Metric)
+""",
+        tmp_path,
+    )
+
+
+@pytest.mark.parametrize("before", ["enable", "disable"])
+def test_garbage_collection_is_as_before(before, tmp_path):
+    run(f"import gc; gc.{before}()\n{LEAN}\nassert gc.isenabled() == ('{before}' == 'enable')", tmp_path)

@@ -1,0 +1,57 @@
+"""What a user sees who has set no logging: nothing of Lightning's tips, advertisements and announcements."""
+
+import os
+import re
+import subprocess
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.support import warm
+
+ROOT = Path(__file__).parents[2]
+NOISE = re.compile(
+    r"litmodels|litlogger|lightning\.ai|litdata|\btips?\b|💡|(GPU|TPU|MPS|HPU) available|using: \d+ TPU|"
+    r"Trainer was signaled|max_(steps|epochs)=.* reached|LOCAL_RANK|Missing logger|"
+    r"num_workers|does not have many workers|sanity|Experiment logs directory|LightningDeprecation|UserWarning",
+    re.IGNORECASE,
+)
+SCRIPT = """
+    import sys
+    sys.path[:0] = {paths!r}
+    from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, RichProgressBar, Timer
+    from hftrainer import Trainer, TrainingArguments
+    from tests.support.tiny import make_plain, plain_data
+
+    def make(*callbacks, **settings):
+        args = TrainingArguments({folder!r}, max_steps=4, logging_steps=2, use_cpu=True, report_to="none", **settings)
+        data = plain_data()
+        return Trainer(make_plain(), args, train_dataset=data, eval_dataset=data, callbacks=list(callbacks))
+"""
+RUNS = {
+    "train": """
+        trainer = make(ModelCheckpoint({folder!r} + "/lightning", monitor="eval_loss"), Timer(),
+            EarlyStopping("eval_loss", patience=1, min_delta=9.0), eval_strategy="steps", eval_steps=1, save_steps=2)
+        trainer.train()
+        trainer.train(resume_from_checkpoint=True)
+    """,
+    "bar": "make(RichProgressBar(), disable_tqdm=True).train()",
+    "evaluate": "make().evaluate()",
+    "test": "make().evaluate(metric_key_prefix='test')",
+    "predict": "make().predict(plain_data())",
+    "config": "make(lightning_config={{'limit_val_batches': 2, 'detect_anomaly': True}}).evaluate()",
+}
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_nothing_but_the_log_lines(tmp_path, run):
+    path = tmp_path / "script.py"
+    text = textwrap.dedent(SCRIPT) + textwrap.dedent(RUNS[run])
+    path.write_text(text.format(paths=[str(ROOT), str(ROOT / "adapters")], folder=str(tmp_path / "out")))
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTHONWARNINGS")}
+    environment = {**warm.environment(inherited), **warm.LIBRARIES}
+    done = subprocess.run([warm.PYTHON, str(path)], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    shown = done.stdout + done.stderr
+    assert done.returncode == 0, shown
+    assert not NOISE.findall(shown), shown

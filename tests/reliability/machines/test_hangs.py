@@ -1,0 +1,88 @@
+"""A rank that hangs: at whatever the other waits for, it ends within `ddp_timeout` and says for whom and what."""
+
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+
+from hftrainer.errors import RanksLost
+from hftrainer.parallel import process_group
+from tests.reliability.hang_job import TIMEOUT
+from tests.support.jobs import Group
+
+#: Kind of operation → what the message says that was awaited.
+AWAITED = {
+    "barrier": "a barrier",
+    "vote": "the vote of the ranks about what comes next",
+    "decision": "what rank 0 decides",
+    "scatter": "its part of what rank 0 has read",
+    "rows": "the rows of all ranks",
+    "numbers": "the numbers of all ranks",
+    "objects": "the objects of all ranks",
+    "reduction": "a reduction over all ranks",
+    "sizes": "the sizes in all ranks",
+    "metrics": "the metrics of all ranks",
+    "gradients": "gradients or weights of all ranks",
+    "shards": "gradients or weights of all ranks",
+    "evaluation": "",
+}
+#: And when rank 0 hangs, which has the store through which ranks meet. It alone decides and scatters, and a broadcast
+#: needs nobody to have received it.
+OF_RANK_0 = ("barrier", "decision", "scatter", "objects", "gradients", "evaluation")
+
+
+HANGS = [(kind, 1) for kind in AWAITED if kind not in ("decision", "scatter")] + [(kind, 0) for kind in OF_RANK_0]
+
+
+def hanging(folder, kind, victim):
+    return Group(folder / f"{kind}-{victim}", job="hang_job", kind=kind, victim=victim)
+
+
+@pytest.mark.parametrize("first", range(0, len(HANGS), 6))
+def test_a_rank_that_hangs(tmp_path, first):
+    """Some at a time: they wait more than they compute."""
+    began = time.monotonic()
+    groups = [(hanging(tmp_path, *case), *case) for case in HANGS[first : first + 6]]
+    for group, kind, victim in groups:
+        waiting = group.jobs[1 - victim]
+        waiting.process.join(timeout=60)
+        took = time.monotonic() - began
+        group.jobs[victim].kill()
+        printed = waiting.output.read_text()
+        assert waiting.process.exitcode not in (None, 0), printed
+        assert f"Rank {1 - victim} has lost rank {victim} while it waited for {AWAITED[kind]}" in printed
+        assert took < TIMEOUT.seconds + 20, kind  # of which most is the start
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_never_comes(tmp_path, victim):
+    group = Group(tmp_path / "out", job="hang_job", kind="meeting", victim=victim)
+    waiting = group.jobs[1 - victim]
+    waiting.process.join(timeout=60)
+    group.jobs[victim].kill()
+    printed = waiting.output.read_text()
+    assert waiting.process.exitcode not in (None, 0), printed
+    assert f"Rank {1 - victim} has not met the other 1 at 127.0.0.1:" in printed
+
+
+def test_a_rank_that_hangs_while_ranks_connect(tmp_path):
+    """At any of the milliseconds that it takes, in some of which gloo itself waits without end."""
+    after = [0.001 * number for number in range(6)]
+    groups = [Group(tmp_path / f"{each}", job="hang_job", kind="connecting", victim=1, after=each) for each in after]
+    for group in groups:
+        waiting = group.jobs[0]
+        waiting.process.join(timeout=60)
+        group.jobs[1].kill()
+        assert waiting.process.exitcode not in (None, 0), waiting.output.read_text()
+    printed = [group.jobs[0].output.read_text() for group in groups]
+    assert all("Rank 0 has not met the other" in text or "Rank 0 has lost rank 1" in text for text in printed), printed
+
+
+def test_a_meeting_that_does_not_end(monkeypatch):
+    monkeypatch.setattr(process_group, "_GRACE", 0.1)
+    with pytest.raises(RanksLost, match="have not met"):
+        process_group.met(threading.Event().wait, timedelta(seconds=0.1), "The ranks have not met.")
+    with pytest.raises(ZeroDivisionError):
+        process_group.met(lambda: 1 / 0, timedelta(seconds=10), "The ranks have not met.")
+    assert process_group.met(lambda: 1, timedelta(seconds=10), "The ranks have not met.") == 1

@@ -1,0 +1,68 @@
+"""A process that fails, is killed or is signalled ends the others that were launched with it."""
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.compat.test_run import run, script
+from tests.support.launching import DEVICES, LAUNCHERS, start
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_that_fails_ends_all(rank, tmp_path):
+    process = start(tmp_path, [], DEVICES, MISBEHAVE=f"fail {rank}")
+    printed = process.communicate(timeout=60)[0]  # both hold the pipe
+    assert process.returncode != 0
+    assert "as asked" in printed
+
+
+def test_one_that_fails_when_the_first_has_finished(tmp_path):
+    """Which waits for it; Lightning, which looks every five seconds, may be faster, and kills the first."""
+    process = start(tmp_path, [], DEVICES, MISBEHAVE="fail late")
+    printed = process.communicate(timeout=60)[0]
+    assert process.returncode == -signal.SIGKILL or (
+        process.returncode == 1 and "Rank 0 has finished, but rank 1 has ended with status 3" in printed
+    )
+
+
+def alive(pid):
+    """Whether a process runs; one that has ended and was not waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "number"),
+    [
+        ([], DEVICES, signal.SIGKILL),
+        ([], DEVICES, signal.SIGINT),
+        (LAUNCHERS["hftrainer"](), (), signal.SIGTERM),
+    ],
+    ids=["killed", "Ctrl-C", "SIGTERM to hftrainer run"],
+)
+def test_signals_to_the_first_end_all(before, after, number, tmp_path):
+    process = start(tmp_path, before, after, MISBEHAVE="wait")
+    printed, pids = "", []
+    while len(pids) < 2:
+        line = process.stdout.readline()
+        assert line, f"ended before it waited: {printed}"
+        printed += line
+        pids = [int(pid) for pid in re.findall(r"waiting (\d+)", printed)]
+    os.kill(process.pid, number)
+    process.communicate(timeout=60)
+    assert process.returncode != 0
+    deadline = time.monotonic() + 10
+    while any(alive(pid) for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_status_of_the_process_that_fails(tmp_path):
+    path = script(tmp_path, "import os, sys, time\nif os.environ['RANK'] == '1':\n    sys.exit(7)\ntime.sleep(60)\n")
+    assert run(tmp_path, "-m", "hftrainer", "run", "--nproc", "2", path).returncode == 7

@@ -1,0 +1,205 @@
+"""Two nodes on this machine, at two addresses: torchrun, nodes with disks of their own, and SLURM's requeueing."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support import warm
+from tests.support.jobs import JOB, Group, assert_same, weights
+from tests.support.launching import SCRIPT, port, read
+
+#: Nodes wait a second for more of them, and miss one after six: on a busy machine, one that is there may be silent for
+#: three.
+QUICKLY = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=6"
+#: A torchrun that has been in an earlier round tells a new one nothing of the store that both would share.
+REJOIN = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _warm_server():
+    """Started by nobody whose whole family is killed."""
+    subprocess.run([warm.PYTHON, "-c", "pass"], env=warm.environment(), check=True)
+
+
+class Node:
+    """A torchrun with one worker.
+
+    Args:
+        number: of the node, from 1; the first keeps the rendezvous, at `endpoint`.
+        endpoint: port of the rendezvous.
+        words: the script and its arguments.
+        nodes: as `--nnodes` takes them.
+        output: file for what it prints.
+    """
+
+    def __init__(self, number, endpoint, words, nodes, output):
+        self.output = output
+        launcher = ["-m", "torch.distributed.run", f"--nnodes={nodes}", "--nproc-per-node=1", "--max-restarts=3"]
+        launcher += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{endpoint}", "--rdzv-id=job"]
+        launcher += [f"--rdzv-conf={QUICKLY},is_host={int(number == 1)}", f"--local-addr=127.0.0.{number}"]
+        launcher += ["--monitor-interval=0.1", *words]
+        with open(output, "a") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, *launcher],
+                env={**warm.environment(), **warm.AGAIN, **REJOIN, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"},
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def lose(self):
+        """The machine is gone, with all that runs on it."""
+        for pid in family(self.process.pid):  # workers are in sessions of their own
+            os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+    def end(self):
+        assert self.process.wait(timeout=120) == 0, self.output.read_text()[-3000:]
+
+
+def family(pid):
+    """A process, and all that it has started."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [pid, *(each for child in children for each in family(int(child)))]
+
+
+def wait_for(path, pattern):
+    deadline = time.monotonic() + 90
+    while not re.search(pattern, text := path.read_text() if path.exists() else "", re.MULTILINE | re.DOTALL):
+        assert time.monotonic() < deadline, f"no {pattern!r} in {text[-3000:]}"
+        time.sleep(0.02)
+
+
+def job(folder, **settings):
+    return [str(JOB), str(folder), json.dumps(settings)]
+
+
+def test_two_nodes(tmp_path):
+    """The ranks of each process, and the weights of two processes of one node."""
+    settings = ["--max_steps=3", "--learning_rate=0.1", "--use_cpu=True", "--save_strategy=no", "--report_to=none"]
+    folders = {"2": tmp_path / "two nodes", "1": tmp_path / "one node"}
+    for folder in folders.values():
+        folder.mkdir()
+    words, endpoint = [SCRIPT, "--output_dir", str(folders["2"]), *settings], port()
+    nodes = [Node(number, endpoint, words, "2", tmp_path / f"node-{number}") for number in (1, 2)]
+    for node in nodes:
+        node.end()
+    one = [warm.PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", SCRIPT]
+    subprocess.run(
+        [*one, "--output_dir", str(folders["1"]), *settings], env={**warm.environment(), **warm.AGAIN}, check=True
+    )
+    found, expected = (read(folders[count]) for count in "21")
+    assert [process["place"] for process in found] == [[2, 0, 0], [2, 1, 0]]
+    assert [process["weights"] for process in found] == [process["weights"] for process in expected]
+
+
+def test_nodes_with_disks_of_their_own(tmp_path):
+    """Each writes its checkpoints, and goes on from them; one that has lost them is named."""
+    Group(tmp_path / "undisturbed", max_steps=20).end()
+    settings = {"save_on_each_node": True, "max_steps": 20}
+
+    def run(steps):
+        endpoint = port()
+        return [
+            Node(
+                number,
+                endpoint,
+                job(tmp_path / f"disk-{number}", **{**settings, **steps}),
+                "2",
+                tmp_path / f"node-{number}",
+            )
+            for number in (1, 2)
+        ]
+
+    nodes = run({"pause": 0.3})
+    for number in (1, 2):
+        wait_for(tmp_path / f"node-{number}", "^step 9$")
+    for node in nodes:
+        node.lose()
+    assert all((tmp_path / f"disk-{number}" / "checkpoint-7" / "model.safetensors").is_file() for number in (1, 2))
+    for node in run({}):
+        node.end()
+    assert_same(weights(tmp_path / "disk-1"), weights(tmp_path / "undisturbed"))
+    for number in (1, 2):
+        assert f"disk-{number}/checkpoint-7" in (tmp_path / f"node-{number}").read_text()
+        assert (tmp_path / f"disk-{number}" / "checkpoint-20" / "model.safetensors").is_file()
+
+
+def test_a_node_that_comes_back(tmp_path):
+    """It is lost: the other goes on alone from the last checkpoint. It is back: both go on from where the one was."""
+    settings = {"max_steps": 60, "save_total_limit": None}
+    folder, endpoint = tmp_path / "out", port()
+    words = job(folder, pause=0.1, **settings)
+    first, second = (Node(number, endpoint, words, "1:2", tmp_path / f"node-{number}") for number in (1, 2))
+    wait_for(first.output, "processes 2.*^step 9$")
+    second.lose()
+    wait_for(first.output, "processes 1.*^step 20$")
+    second = Node(2, endpoint, words, "1:2", second.output)
+    for node in (first, second):
+        node.end()
+    begun = re.findall(r"^resuming from (.*)\nprocesses (\d)$", first.output.read_text(), re.MULTILINE)
+    assert [count for _, count in begun] == ["2", "1", "2"], begun
+    assert begun[0][0] == "None"
+    lost, back = (int(path.rpartition("-")[2]) for path, _ in begun[1:])
+    assert lost >= 7
+    assert back >= 20  # torchrun asks the one to end: it saves first
+    expected = tmp_path / "expected"
+    for count, kept in ((2, lost), (1, back), (2, 60)):  # the same, each change between two runs
+        assert not any(Group(expected, count, save_steps=1, **settings).end())
+        for path in expected.glob("checkpoint-*"):
+            if int(path.name.rpartition("-")[2]) > kept:
+                shutil.rmtree(path)
+    assert_same(weights(folder), weights(expected))
+
+
+SLURM_GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "slurm.md"
+
+
+@pytest.fixture
+def slurm(tmp_path, monkeypatch):
+    """The path with a `srun` of two tasks, a `scontrol` that notes what it is called with, and python."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    shutil.copy(Path(__file__).with_name("fake_srun.py"), folder / "srun")
+    (folder / "scontrol").write_text(f'#!/bin/bash\necho "$@" >> {tmp_path}/requeued\n')
+    (folder / "python").symlink_to(warm.PYTHON)
+    for path in ("srun", "scontrol"):
+        (folder / path).chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+    return tmp_path
+
+
+def test_a_job_that_slurm_requeues(slurm):
+    """The guide's batch script, from the first start to the end: a signal, a requeued job, the undisturbed weights."""
+    script = re.search(r"```text\n(#!/bin/bash.*?)```", SLURM_GUIDE.read_text(), re.DOTALL)[1]
+    call = re.search(r"python train\.py .*", script)[0]
+    settings = json.dumps({"max_steps": 40, "pause": 0.05})
+    (slurm / "job.sh").write_text(script.replace(call, f"python {JOB} {slurm}/out '{settings}'"))
+    for restart in range(2):
+        output = slurm / f"slurm-{restart}"
+        variables = {"SLURM_JOB_ID": "4711", "SLURM_RESTART_COUNT": str(restart), "PYTHONUNBUFFERED": "1"}
+        with open(output, "w") as file:
+            batch = subprocess.Popen(
+                ["bash", str(slurm / "job.sh")],
+                env={**warm.environment(), **variables},
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        if restart == 0:
+            wait_for(output, "^step 10$")
+            os.kill(int((slurm / "bin" / "srun.pid").read_text()), signal.SIGUSR1)  # as SLURM does, to each task
+        batch.wait(timeout=120)
+        assert (batch.returncode == 0) == (restart == 1), output.read_text()
+    assert (slurm / "requeued").read_text() == "requeue 4711\n"
+    assert re.search("^resuming from .*/checkpoint-1[0-9]$", output.read_text(), re.MULTILINE)
+    Group(slurm / "undisturbed", max_steps=40).end()
+    assert_same(weights(slurm / "out"), weights(slurm / "undisturbed"))

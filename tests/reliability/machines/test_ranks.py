@@ -1,0 +1,165 @@
+"""A rank that is signalled, killed or hangs: all end, say why, and the next start ends with the undisturbed weights."""
+
+import json
+import os
+import random
+import re
+import signal
+import time
+from collections import Counter
+
+import pytest
+
+from tests.support import warm
+from tests.support.jobs import JOB, SHARDED, Group, assert_same, weights
+from tests.support.launching import TORCHRUN, python
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("undisturbed") / "out"
+    pair = Group(folder)
+    assert pair.end() == [0, 0], pair.printed()
+    return weights(folder)
+
+
+def finish(folder, **settings):
+    pair = Group(folder, **settings)
+    assert pair.end() == [0, 0], pair.printed()
+    assert pair.printed()[0].splitlines()[-1] == "done 36"
+    assert not list(folder.glob("tmp-*"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_signal_to_one_process(tmp_path, undisturbed, number):
+    """Both save after the same step and leave as the signal says, though a launcher sends another after it."""
+    pair = Group(tmp_path / "out", pause=0.02)
+    pair.jobs[1].wait_for("step 10")
+    os.kill(pair.jobs[1].process.pid, number)
+    time.sleep(0.005)
+    os.kill(pair.jobs[1].process.pid, signal.SIGTERM)
+    assert pair.end() == [128 + number] * 2, pair.printed()
+    last = [[line for line in printed.splitlines() if line.startswith("step")][-1] for printed in pair.printed()]
+    assert last[0] == last[1]
+    assert (tmp_path / "out" / f"checkpoint-{last[0].split()[1]}" / "progress_1.pt").is_file()
+    finish(tmp_path / "out")
+    assert_same(weights(tmp_path / "out"), undisturbed)
+
+
+def kill_somewhere(folder, moments, **settings):
+    """Start the pair and kill one of them, by the clock or at some touch of its files; what it was at."""
+    rank = moments.randrange(2)
+    if moments.random() < 0.5:
+        pair = Group(folder, pause=0.01, **settings)
+        pair.jobs[rank].wait_for("resuming")
+        time.sleep(moments.uniform(0.0, 0.8))
+        pair.jobs[rank].kill()
+    else:
+        pair = Group(folder, kill_at=(moments.randrange(1, 120), 0), **settings)
+    statuses = pair.end()
+    if statuses == [0, 0]:
+        return "finished"
+    assert -signal.SIGKILL in statuses, pair.printed()
+    if 0 in statuses:  # it came when both had done their work, or at the other's own end
+        assert "\ndone 36\n" in pair.printed()[statuses.index(0)]
+        return "finished"
+    if list(folder.glob("tmp-*")):
+        return "saving"
+    return "training" if "step" in pair.printed()[0] else "starting"
+
+
+def test_one_process_killed_at_random(tmp_path, undisturbed):
+    """Runs of 36 steps that save every 7, each killed a few times; the last end is torchrun's."""
+    moments, where, runs = random.Random(5), Counter(), 0
+    while where.total() - where["finished"] < 10:
+        folder, runs = tmp_path / f"run-{runs}", runs + 1
+        for _ in range(4):
+            place = kill_somewhere(folder, moments)
+            where[place] += 1
+            if place == "finished":
+                break
+        finish(folder)
+        assert_same(weights(folder), undisturbed)
+    print(dict(where))
+    assert where["training"]
+    assert where["saving"]
+
+
+def test_one_process_of_a_sharded_run_killed_at_random(tmp_path):
+    """Both write each checkpoint: it is whole or absent all the same."""
+    finish(tmp_path / "undisturbed", **SHARDED)
+    moments = random.Random(7)
+    for number in range(2):
+        folder = tmp_path / f"run-{number}"
+        for _ in range(3):
+            kill_somewhere(folder, moments, **SHARDED)
+        finish(folder, **SHARDED)
+        assert_same(weights(folder), weights(tmp_path / "undisturbed"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_the_other_ends_within_the_timeout_and_says_why(tmp_path, undisturbed, number):
+    """One that is killed, and one that hangs."""
+    pair = Group(tmp_path / "out", pause=0.02, ddp_timeout=5)
+    pair.jobs[1].wait_for("step 16")
+    began = time.monotonic()
+    os.kill(pair.jobs[1].process.pid, number)
+    pair.jobs[0].process.join(timeout=30)
+    took = time.monotonic() - began
+    pair.jobs[1].kill()
+    assert pair.jobs[0].process.exitcode not in (None, 0)
+    assert took < 15
+    assert "Rank 0 has lost rank 1 while it waited for " in pair.printed()[0]
+    finish(tmp_path / "out")
+    assert_same(weights(tmp_path / "out"), undisturbed)
+
+
+@pytest.mark.parametrize("settings", [{}, {"fsdp": True}], ids=["replicas", "sharded"])
+def test_saved_in_the_background(tmp_path, settings):
+    config = {"lightning_config": {"async_checkpoint": True}}
+    finish(tmp_path / "plain", **settings)
+    pair = Group(tmp_path / "out", **settings, **config)
+    pair.jobs[0].wait_for("step 16")
+    pair.jobs[1].kill()
+    pair.end()
+    finish(tmp_path / "out", **settings, **config)
+    assert_same(weights(tmp_path / "out"), weights(tmp_path / "plain"))
+
+
+def test_a_killed_run_goes_on_under_torchrun(tmp_path, undisturbed):
+    pair = Group(tmp_path / "out", pause=0.02)
+    pair.jobs[0].wait_for("step 16")
+    pair.jobs[0].kill()
+    pair.end()
+    run = python(*TORCHRUN, str(JOB), str(tmp_path / "out"), json.dumps({}))
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert "checkpoint-14" in run.stdout
+    assert_same(weights(tmp_path / "out"), undisturbed)
+
+
+# ---- At a run's own end ----------------------------------------------------------------------------------------------
+
+ENDS_BUSY = """
+import torch
+from torch import distributed
+from hftrainer import Trainer, TrainingArguments
+from tests.support.tiny import make_plain, plain_data
+
+args = TrainingArguments("out", max_steps=1, use_cpu=True, disable_tqdm=True, save_strategy="no", report_to="none")
+trainer = Trainer(make_plain(), args, train_dataset=plain_data())
+trainer.train()
+defaults = distributed.nn.functional.all_reduce.__defaults__
+print("held by torch" if any(isinstance(each, distributed.ProcessGroup) for each in defaults) else "free")
+del trainer  # whose wrapped model holds the group
+for _ in range(200):
+    distributed.all_reduce(torch.ones(10**5), async_op=True)
+"""
+
+
+def test_a_script_that_ends_while_the_group_is_busy(tmp_path, monkeypatch):
+    """A thread of gloo that frees a tensor when Python is gone aborts the process."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "script.py").write_text(ENDS_BUSY)
+    run = python(*TORCHRUN, "script.py", **warm.COLD)  # torch's functions are imported after the Trainer
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert re.findall("held by torch|free", run.stdout) == ["free", "free"]

@@ -1,0 +1,81 @@
+"""`kill -9` at random moments of a search, and several processes on one study: neither too many trials nor too few."""
+
+import random
+import time
+
+import optuna
+import pytest
+
+from hftrainer.search.studies import INTERRUPTED, OWNER, RETRY_OF
+from tests.reliability.search_job import storage_of
+from tests.support.jobs import Forked
+
+
+def start(folder, number=0, **settings):
+    """A search that is running; `number` tells those in one folder apart."""
+    return Forked(folder, {"RANK": str(number)} if number else None, job="search_job", **settings)
+
+
+def trials_of(folder):
+    return optuna.load_study(study_name="search", storage=storage_of(folder)).trials
+
+
+def check(folder, wanted):
+    """The finished study: as many completed trials as were asked for, and a mark on all others."""
+    trials = trials_of(folder)
+    complete = [trial for trial in trials if trial.state.name == "COMPLETE"]
+    others = [trial for trial in trials if trial not in complete]
+    assert len(complete) == wanted
+    assert all(trial.state.name == "FAIL" and trial.user_attrs[INTERRUPTED] for trial in others)
+    assert [trial.number for trial in trials] == list(range(len(trials)))
+    assert len({trial.params["learning_rate"] for trial in complete}) == wanted
+    assert all((folder / "out" / f"run-{trial.number}" / "checkpoint-4").is_dir() for trial in complete)
+    assert not list((folder / "out").glob("checkpoint-*"))
+    for trial in others:  # what was cut off has been tried again, unless it was itself another attempt
+        again = [other for other in trials if other.user_attrs.get(RETRY_OF) == trial.number and other.params]
+        assert RETRY_OF in trial.user_attrs or not trial.params or again[0].params == trial.params
+    return complete, others
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_killed_at_random(tmp_path, seed):
+    moments, folder, kept, kills = random.Random(seed), tmp_path / "search", {}, 0
+    for _ in range(4):
+        job = start(folder, n_trials=8)
+        job.wait_for("trial")
+        time.sleep(moments.uniform(0.0, 0.5))
+        job.kill()
+        if "done" in job.output.read_text():
+            break
+        kills += 1
+        now = {trial.number: trial.values for trial in trials_of(folder) if trial.state.name == "COMPLETE"}
+        assert kept.items() <= now.items()  # nothing that was finished is lost
+        kept = now
+    job = start(folder, n_trials=8)
+    printed = job.finish()
+    assert printed[-1].startswith("done")
+    complete, others = check(folder, 8)
+    assert kept.items() <= {trial.number: trial.values for trial in complete}.items()
+    assert kills >= 2 and len(others) <= kills
+    assert others  # a kill hits a trial nearly always
+
+
+def test_two_processes_share_a_study(tmp_path):
+    folder = tmp_path / "search"
+    jobs = [start(folder, number, n_trials=10, pause=0.03) for number in (0, 1)]
+    for job in jobs:
+        assert job.finish()[-1].startswith("done")
+    complete, _ = check(folder, 10)
+    assert len({trial.user_attrs[OWNER] for trial in complete}) == 2
+    begun = [line for job in jobs for line in job.output.read_text().splitlines() if line.startswith("trial")]
+    assert len(begun) == len(set(begun)) == 10
+
+
+def test_one_of_two_is_killed_and_the_other_does_its_part(tmp_path):
+    folder = tmp_path / "search"
+    survivor, victim = (start(folder, number, n_trials=10, pause=0.05) for number in (0, 1))
+    victim.wait_for("trial")
+    victim.kill()
+    assert survivor.finish()[-1].startswith("done")
+    _, (lost,) = check(folder, 10)
+    assert str(victim.process.pid) in lost.user_attrs[INTERRUPTED]

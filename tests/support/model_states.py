@@ -1,0 +1,153 @@
+"""What every implementation of `ModelStates` does: a suite that the tests of each strategy inherit.
+
+A subclass names the implementation, and how a Trainer comes to it. Strategies of several processes run the suite under
+torchrun, each process the same tests in the same order: `under_torchrun` does so.
+"""
+
+import errno
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hftrainer import Trainer, TrainingArguments
+from hftrainer.checkpointing import staging
+from hftrainer.checkpointing.states import ModelStates
+from tests.support import warm
+from tests.support.tiny import make_plain, plain_data
+
+#: The file of a plain module's weights.
+WHOLE = "pytorch_model.bin"
+#: Where the processes of one run meet: each has a tmp_path of its own.
+SHARED = "SHARED_FOLDER"
+
+
+def under_torchrun(path: Path, folder: Path, python: str = warm.PYTHON, processes: int = 2) -> str:
+    """Run a file of tests in several processes; returns what they print.
+
+    Raises:
+        AssertionError: with that text, when a test has failed in one of them.
+    """
+    launcher = [python, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    done = subprocess.run(
+        [*launcher, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(path)],
+        env={**warm.environment(), "PYTHON_EXEC": python, SHARED: str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+class ModelStatesSuite:
+    """Whatever the strategy, a checkpoint brings back what was there, and nothing gathered is left."""
+
+    implementation: type[ModelStates]
+    #: Arguments that choose the strategy.
+    settings: dict[str, Any] = {}
+
+    @pytest.fixture
+    def folder(self, request):
+        if SHARED not in os.environ:
+            return request.getfixturevalue("tmp_path")
+        return Path(os.environ[SHARED]) / re.sub(r"\W", "_", request.node.name)  # DeepSpeed reads [2] as a pattern
+
+    def make(self, folder, **settings):
+        """A Trainer with this strategy; the same model and data each time."""
+        torch.manual_seed(7)
+        defaults = {"max_steps": 4, "save_steps": 2, "logging_steps": 1, "learning_rate": 0.01, "optim": "adamw_torch"}
+        quiet = {"report_to": "none", "disable_tqdm": True, "use_cpu": True}
+        args = TrainingArguments(str(folder), **{**defaults, **quiet, **self.settings, **settings})
+        data = plain_data()
+        return Trainer(self.make_model(), args, train_dataset=data, eval_dataset=data[:8])
+
+    def make_model(self):
+        return make_plain()
+
+    def weights(self, trainer):
+        """The whole weights; those of the first process count."""
+        found = trainer.accelerator.get_state_dict(trainer.model)
+        return {name: value.clone() for name, value in found.items()} if trainer.args.process_index == 0 else {}
+
+    def assert_same(self, ours, theirs):
+        assert ours.keys() == theirs.keys()
+        assert not [name for name, value in ours.items() if not torch.equal(value, theirs[name])]
+
+    def test_implementation(self, folder):
+        trainer = self.make(folder)
+        assert type(trainer._hftrainer.states) is self.implementation
+        assert trainer.place_model_on_device is not trainer._hftrainer.states.spread
+
+    def test_a_checkpoint_brings_all_back(self, folder):
+        undisturbed = self.make(folder / "one")
+        undisturbed.train()
+        resumed = self.make(folder / "two")
+        resumed.train(resume_from_checkpoint=str(folder / "one" / "checkpoint-2"))
+        self.assert_same(self.weights(resumed), self.weights(undisturbed))
+        ours, theirs = ([line for line in each.state.log_history if "loss" in line] for each in (resumed, undisturbed))
+        assert ours == theirs and len(ours) == 4
+
+    def test_what_save_model_writes_is_whole(self, folder):
+        trainer = self.make(folder / "run", save_strategy="no")
+        trainer.train()
+        trainer.save_model(str(folder / "saved"))
+        expected = self.weights(trainer)
+        if trainer.args.process_index == 0:
+            (path,) = [path for path in (folder / "saved").iterdir() if path.name in ("model.safetensors", WHOLE)]
+            found = torch.load(path, weights_only=True) if path.name == WHOLE else load_file(path)
+            self.assert_same(found, expected)
+
+    def test_a_checkpoint_of_the_model_alone_has_no_optimizer(self, folder):
+        trainer = self.make(folder, save_only_model=True)
+        trainer.train()
+        trainer.accelerator.wait_for_everyone()
+        names = [path.name for path in (folder / "checkpoint-4").rglob("*")]
+        assert names and not [name for name in names if "optim" in name or name == "scheduler.pt"]
+
+    def test_nothing_that_was_gathered_is_kept(self, folder):
+        trainer = self.make(folder)
+        trainer.train()
+        assert (folder / "checkpoint-4").is_dir()
+        assert not [value for value in vars(trainer._hftrainer.states).values() if isinstance(value, dict) and value]
+
+    def test_the_best_is_loaded(self, folder):
+        """The weights of the step whose evaluation was best, not the last ones."""
+        settings = {"lr_scheduler_type": "constant", "eval_strategy": "steps", "eval_steps": 1}
+        highest = {"metric_for_best_model": "loss", "greater_is_better": True}  # early: it falls
+        trainer = self.make(folder / "run", save_steps=1, load_best_model_at_end=True, **highest, **settings)
+        trainer.train()
+        best = trainer.state.best_global_step
+        assert best < 4
+        short = self.make(folder / "short", save_strategy="no", max_steps=best, **settings)
+        short.train()
+        self.assert_same(self.weights(trainer), self.weights(short))
+
+    def test_a_folder_that_cannot_be_made(self, folder, monkeypatch):
+        """The checkpoint is skipped in all processes, and training goes on."""
+        begin = staging.begin
+
+        def begin_unless_full(path):
+            if "checkpoint-2" in str(path):
+                raise OSError(errno.ENOSPC, "No space left on device")
+            begin(path)
+
+        monkeypatch.setattr(staging, "begin", begin_unless_full)  # only the first process calls it
+        trainer = self.make(folder)
+        trainer.train()
+        assert trainer.state.global_step == 4
+        assert (folder / "checkpoint-4").is_dir() and not (folder / "checkpoint-2").exists()
+
+    def test_weight_decay_is_that_of_a_whole_model(self, folder):
+        trainer = self.make(folder)
+        trainer.train()
+        decayed = {name.replace("_fsdp_wrapped_module.", "") for name in self.decayed(trainer)}
+        assert decayed == {"layers.0.weight", "layers.4.weight"}
+
+    def decayed(self, trainer):
+        return trainer.get_decay_parameter_names(trainer.model)

@@ -1,0 +1,181 @@
+"""Runs the same training with either library, and keeps all that can be compared."""
+
+import importlib
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.support.differences import MEASURED, OWN_FILES
+from tests.support.tiny import MODELS
+
+LIBRARIES = ("transformers", "hftrainer")
+EVENTS = (
+    "on_init_end",
+    "on_train_begin",
+    "on_train_end",
+    "on_epoch_begin",
+    "on_epoch_end",
+    "on_step_begin",
+    "on_pre_optimizer_step",
+    "on_optimizer_step",
+    "on_substep_end",
+    "on_step_end",
+    "on_evaluate",
+    "on_predict",
+    "on_save",
+    "on_log",
+    "on_prediction_step",
+)
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}
+EVERY_STEP = {**EVALUATED, "save_strategy": "steps", "save_steps": 2}
+
+
+def make_recorder(library: Any) -> Any:
+    """A callback of `library` that writes down every event with what its state says then."""
+
+    class Recorder(library.TrainerCallback):
+        def __init__(self) -> None:
+            self.events: list[tuple] = []
+
+    def note(event: str):
+        def handler(self, args, state, control, **kwargs):
+            known = sorted(name for name, value in kwargs.items() if value is not None)
+            self.events.append((event, state.global_step, state.epoch, known))
+
+        return handler
+
+    for event in EVENTS:
+        setattr(Recorder, event, note(event))
+    return Recorder()
+
+
+@dataclass
+class Record:
+    """What one run left behind."""
+
+    logs: list[dict]
+    events: list[tuple]
+    files: dict[str, list[str]]
+    state_keys: list[str]
+    weights: dict[str, torch.Tensor]
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def comparable(logs: list[dict]) -> list[dict]:
+    """Log lines without the values of measured times, whose names stay; NaN equals NaN."""
+
+    def shown(name: str, value: Any) -> Any:
+        return "measured" if name.endswith(MEASURED) else "nan" if value != value else value
+
+    return [{name: shown(name, value) for name, value in line.items()} for line in logs]
+
+
+def accuracy(prediction: Any) -> dict[str, float]:
+    predictions = prediction.predictions
+    predictions = predictions[0] if isinstance(predictions, tuple) else predictions
+    return {"accuracy": float((predictions.argmax(-1) == prediction.label_ids).mean())}
+
+
+def build(name: str, model: str, folder: Path, **settings: Any) -> tuple[Any, Any]:
+    """A Trainer of library `name`, and its recorder."""
+    library = importlib.import_module(name)
+    make_model, make_data = MODELS[model]
+    trainer_settings = settings.pop("trainer", {})
+    trainer_class = settings.pop("trainer_class", lambda library: library.Trainer)(library)
+    data = make_data()
+    defaults = {
+        "num_train_epochs": 2,
+        "per_device_train_batch_size": 4,
+        "per_device_eval_batch_size": 8,
+        "learning_rate": 1e-2,
+        "weight_decay": 0.1,
+        "warmup_steps": 2,
+        "logging_steps": 2,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+    }
+    args = library.TrainingArguments(str(folder), **{**defaults, **settings})
+    recorder = make_recorder(library)
+    given = {"train_dataset": data, "eval_dataset": data[:19], "callbacks": [recorder], **trainer_settings}
+    if "model_init" not in given:
+        given.setdefault("model", make_model())
+    return trainer_class(args=args, **given), recorder
+
+
+def record(trainer: Any, recorder: Any, folder: Path, **extra: Any) -> Record:
+    """Everything comparable of a finished run."""
+    folders = sorted(path for path in folder.glob("*") if path.is_dir())
+    states = sorted(folder.glob("checkpoint-*/trainer_state.json"), key=os.path.getmtime)
+    import json
+
+    return Record(
+        logs=comparable(trainer.state.log_history),
+        events=recorder.events,
+        files={path.name: sorted(set(os.listdir(path)) - OWN_FILES) for path in folders},
+        state_keys=sorted(json.loads(states[-1].read_text())) if states else [],
+        weights={name: tensor.clone() for name, tensor in trainer.model.state_dict().items()},
+        extra=extra,
+    )
+
+
+def train(name: str, model: str, folder: Path, resume: Any = None, **settings: Any) -> Record:
+    """Train with library `name` in `folder`."""
+    trainer, recorder = build(name, model, folder, **settings)
+    output = trainer.train(resume_from_checkpoint=resume)
+    return record(trainer, recorder, folder, global_step=output.global_step, training_loss=output.training_loss)
+
+
+def assert_same(ours: Record, theirs: Record) -> None:
+    """Exactly: every log entry, every event, every file name, every weight."""
+    assert ours.logs == theirs.logs
+    assert [list(line) for line in ours.logs] == [list(line) for line in theirs.logs]  # the order of keys too
+    assert ours.events == theirs.events
+    assert ours.files == theirs.files
+    assert ours.state_keys == theirs.state_keys
+    assert ours.extra == theirs.extra
+    assert_same_weights(ours.weights, theirs.weights)
+
+
+def assert_same_weights(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    different = [name for name, tensor in ours.items() if not torch.equal(tensor, theirs[name])]
+    assert not different
+
+
+def assert_equal(ours: Any, theirs: Any) -> None:
+    """Plain equality."""
+    assert ours == theirs
+
+
+def alike(run: Callable[[str], Any], same: Callable[[Any, Any], None] = assert_same) -> Any:
+    """What `run("hftrainer")` returns, after asserting that `run("transformers")` is the same."""
+    ours, theirs = run("hftrainer"), run("transformers")
+    same(ours, theirs)
+    return ours
+
+
+def both(tmp_path: Path, make_settings: Callable[[], dict], **settings: Any) -> Record:
+    """Our run, after asserting that transformers does the same with fresh objects of the same settings."""
+    return alike(lambda name: train(name, "plain", tmp_path / name, trainer=make_settings(), **settings))
+
+
+def compare(tmp_path: Path, model: str, **settings: Any) -> Record:
+    """Our run, after asserting that transformers does the same with the same settings."""
+    return alike(lambda name: train(name, model, tmp_path / name, **settings))
+
+
+def leaves(data, path=""):
+    """Every leaf of nested outputs, by its path."""
+    if isinstance(data, Mapping):
+        return {name: leaf for key, value in data.items() for name, leaf in leaves(value, f"{path}.{key}").items()}
+    if isinstance(data, (list, tuple)):
+        kind = type(data).__name__
+        parts = [leaves(value, f"{path}.{kind}{i}") for i, value in enumerate(data)]
+        return {name: leaf for part in parts for name, leaf in part.items()}
+    return {path: data}

@@ -1,0 +1,170 @@
+"""`lightning_config`: Lightning's own keywords, and what the Trainer's arguments rule instead."""
+
+import inspect
+import json
+import re
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.profilers import PassThroughProfiler, PyTorchProfiler, SimpleProfiler
+
+from hftrainer import HfArgumentParser, Trainer, TrainingArguments
+from hftrainer.arguments.lightning_config import PASSED, PLACE, PLANNED, RULED
+from hftrainer.errors import InvalidArgument, UnsupportedArgument
+from tests.support.tiny import make_plain, plain_data
+
+
+def make_trainer(folder, config, **settings):
+    defaults = {"max_steps": 3, "disable_tqdm": True, "use_cpu": True, "save_strategy": "no"}
+    args = TrainingArguments(str(folder), lightning_config=config, **{**defaults, **settings})
+    return Trainer(make_plain(), args, train_dataset=plain_data(), eval_dataset=plain_data())
+
+
+def test_every_keyword_of_lightning_is_decided():
+    keywords = set(inspect.signature(pl.Trainer.__init__).parameters) - {"self"}
+    assert keywords == PASSED | RULED.keys() | PLANNED.keys() | set(PLACE)
+    assert not PASSED & RULED.keys()
+
+
+def test_passed_on(tmp_path, capsys):
+    config = {"profiler": "simple", "detect_anomaly": True, "limit_val_batches": 2, "benchmark": True}
+    trainer = make_trainer(tmp_path, config)
+    trainer.train()
+    assert "Profiler Report" in capsys.readouterr().out
+    assert trainer.lightning_trainer._detect_anomaly
+    assert isinstance(trainer.lightning_trainer.profiler, SimpleProfiler)
+    seen = []
+    trainer.compute_metrics = lambda prediction: seen.append(len(prediction.predictions)) or {}
+    trainer.evaluate()
+    assert seen == [16]
+
+
+#: What a report of Lightning's is full of.
+LIGHTNINGS = re.compile(
+    r"Strategy|LightningModule|TrainerModule|\b(training|validation)_step|run_training|dataloader_next|\[pl\]"
+)
+STEPS = ("get_batch_samples", "compute_loss (forward)", "backward", "clipping, grad_norm", "on_step_end, log, evaluate")
+EVALUATION = ("evaluation batches", "prediction_step", "compute_metrics, end of evaluation")
+
+
+def profiled(tmp_path, profiler, **settings):
+    settings = {"max_steps": 8, "gradient_accumulation_steps": 2, **settings}
+    trainer = make_trainer(tmp_path, {"profiler": profiler}, **settings)
+    if "eval_strategy" in settings:
+        trainer.add_callback(EarlyStopping("eval_loss"))
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize("profiler", ["simple", "advanced"])
+def test_report_in_our_words(tmp_path, profiler, capfd):
+    profiled(tmp_path, profiler, eval_strategy="steps", eval_steps=4)
+    out, err = capfd.readouterr()
+    assert out.count("Profiler Report") == 1
+    assert "Profiler Report" not in err
+    named = "\n".join(line for line in out.splitlines() if line.startswith(("|", "Profile stats for")))
+    for words in (*STEPS, *EVALUATION):
+        assert words in named
+    assert not LIGHTNINGS.search(named)
+    assert "{'monitor'" not in named
+    if profiler == "simple":
+        rows = [line.expandtabs() for line in out.splitlines() if line.startswith("|")]
+        assert len({tuple(place.start() for place in re.finditer(r"\|", row)) for row in rows}) == 1
+        assert sum(int(row.split("|")[3]) for row in rows[2:]) == int(rows[1].split("|")[3])  # all calls are there
+
+
+def test_report_of_the_pytorch_profiler(tmp_path, capfd):
+    profiled(tmp_path, PyTorchProfiler(row_limit=-1))  # all rows: which are the longest is a matter of chance
+    out, err = capfd.readouterr()
+    assert out.count("Profiler Report") == 1
+    assert "Profiler Report" not in err
+    names = [line[:55].strip() for line in out.splitlines()]
+    for words in ("compute_loss (forward)", "backward", "model.layers.0 (Linear)"):
+        assert words in names
+    assert not any(LIGHTNINGS.search(name) for name in names)
+
+
+def test_profile_in_a_file(tmp_path, capfd):
+    """Also with a profiler that a checkpoint's arguments must hold."""
+    profiler = SimpleProfiler(dirpath=tmp_path, filename="profile")
+    trainer = profiled(tmp_path, profiler, save_strategy="steps", save_steps=4)
+    report = next(tmp_path.glob("fit-profile*")).read_text()
+    assert report.count("Profiler Report") == 1
+    assert "compute_loss (forward)" in report
+    assert not LIGHTNINGS.search(report)
+    assert "Profiler Report" not in "".join(capfd.readouterr())
+    assert "SimpleProfiler" in trainer.args.to_json_string()
+    saved = torch.load(tmp_path / "checkpoint-4" / "training_args.bin", weights_only=False)
+    assert not [value for value in vars(saved.lightning_config["profiler"]).values() if hasattr(value, "parameters")]
+    assert "[Strategy]SingleDevice.backward" in profiler.recorded_durations  # what it recorded is as it was
+
+
+def test_profiler_without_a_report(tmp_path, capfd):
+    profiled(tmp_path, PassThroughProfiler())
+    assert "Profiler Report" not in "".join(capfd.readouterr())
+
+
+def test_max_time_stops_training(tmp_path):
+    trainer = make_trainer(tmp_path, {"max_time": {"seconds": 0}}, max_steps=50)
+    assert trainer.train().global_step < 50
+
+
+def test_precision_wins_and_the_conflict_is_named(tmp_path, caplog):
+    trainer = make_trainer(tmp_path, {"precision": "32-true"}, bf16=True)
+    assert "lightning_config['precision']='32-true' overrides bf16=True" in caplog.text
+    trainer.train()
+    assert trainer.lightning_trainer.precision == "32-true"
+    trainer = make_trainer(tmp_path, {"precision": "bf16-mixed"})
+    trainer.train()
+    assert trainer.lightning_trainer.precision == "bf16-mixed"
+
+
+@pytest.mark.parametrize("kind", ["json", "yaml"])
+def test_files(tmp_path, kind):
+    path = tmp_path / f"config.{kind}"
+    path.write_text(json.dumps({"detect_anomaly": True}) if kind == "json" else "detect_anomaly: true\n")
+    trainer = make_trainer(tmp_path, str(path))
+    trainer.train()
+    assert trainer.lightning_trainer._detect_anomaly
+
+
+def test_command_line(tmp_path):
+    line = ["--output_dir", str(tmp_path), "--lightning_config", '{"detect_anomaly": "true"}']
+    (args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(line)
+    assert args.lightning_config == {"detect_anomaly": True}
+    assert "detect_anomaly=True" in str(args.explain())
+
+
+@pytest.mark.parametrize("name", sorted(RULED))
+def test_what_the_arguments_rule(tmp_path, name):
+    with pytest.raises(UnsupportedArgument, match=f"lightning_config\\['{name}'\\]: the Trainer decides this; use "):
+        make_trainer(tmp_path, {name: 1})
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"strategy": "fsdp"}, r"\['strategy'\]='fsdp' is not supported yet"),
+        ({"precision": "64-true"}, r"\['precision'\]='64-true' is not supported yet"),
+        ({"profilr": "simple"}, r"\['profilr'\]: lightning.Trainer has no such keyword; did you mean 'profiler'"),
+        ("absent.json", "there is no such file"),
+    ],
+)
+def test_wrong(tmp_path, config, message):
+    with pytest.raises(UnsupportedArgument, match=message):
+        make_trainer(tmp_path, config)
+
+
+def test_malformed(tmp_path):
+    for name, text, message in (
+        ("a.json", '{"profiler": }', r"a.json is malformed: .*line 1 column 14"),
+        ("a.yaml", "profiler: [", r"a.yaml is malformed: (.|\n)*line 1"),
+        ("b.json", "[1]", "holds a list"),
+    ):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(UnsupportedArgument, match=message):
+            make_trainer(tmp_path, str(tmp_path / name))
+    with pytest.raises(InvalidArgument, match="lightning_config is not a valid JSON object"):
+        TrainingArguments("x", lightning_config="{broken")

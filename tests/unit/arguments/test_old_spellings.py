@@ -1,0 +1,301 @@
+"""Spellings of the documents of v4.1 to v4.48 that are more than a name: values, flags, positions, methods."""
+
+import dataclasses
+import logging
+import warnings
+
+import pytest
+import torch
+import transformers
+
+import hftrainer
+from hftrainer import Trainer, TrainingArguments
+from hftrainer.arguments.resolved import ResolvedArguments
+from hftrainer.arguments.table import check_supported, make_plan
+from hftrainer.errors import InvalidArgument, InvalidSetup, UnknownArgument, UnsupportedArgument
+from hftrainer.trainer_utils import default_hp_space_sigopt
+from tests.support.tiny import make_bert, make_plain, plain_data, text_data
+
+PARSERS = [hftrainer.HfArgumentParser, transformers.HfArgumentParser]
+
+
+def files_of(caught, text):
+    """The files that warnings with this text point at."""
+    return [each.filename for each in caught if text in str(each.message)]
+
+
+def make(folder, kind=Trainer, model=make_plain, data=plain_data, **settings):
+    settings = {"max_steps": 4, "save_steps": 2, "logging_steps": 1, **settings}
+    args = TrainingArguments(str(folder), use_cpu=True, report_to="none", disable_tqdm=True, **settings)
+    return kind(model(), args, train_dataset=data(16))
+
+
+# ---- train(model_path=...) ---------------------------------------------------------------------------------------
+
+
+def test_model_path_of_a_checkpoint_resumes(tmp_path):
+    whole = make(tmp_path)
+    whole.train()
+    resumed = make(tmp_path)
+    with pytest.warns(FutureWarning, match=r"model_path=.* is now train\(resume_from_checkpoint=...\)\.$") as caught:
+        resumed.train(model_path=str(tmp_path / "checkpoint-2"))
+    assert files_of(caught, "model_path") == [__file__]
+    assert [line["step"] for line in resumed.state.log_history] == [1, 2, 3, 4, 4]
+    for name, weight in whole.model.state_dict().items():
+        assert torch.equal(weight, resumed.model.state_dict()[name])
+
+
+def test_model_path_of_a_model_begins_anew(tmp_path):
+    """v4.1's scripts pass `model_name_or_path`, a folder of the model alone, or a name on the Hub."""
+    make(tmp_path).save_model(str(tmp_path / "model"))
+    for path in (str(tmp_path / "model"), "bert-base-uncased"):
+        trainer = make(tmp_path, save_strategy="no")
+        with pytest.warns(FutureWarning, match=f"{path!r} has no trainer_state.json, so nothing is resumed"):
+            assert trainer.train(model_path=path).global_step == 4
+        assert trainer.state.log_history[0]["step"] == 1
+
+
+def test_model_path_that_is_no_path(tmp_path):
+    make(tmp_path).train()
+    with pytest.warns(FutureWarning, match="model_path"):
+        assert make(tmp_path).train(model_path=True).global_step == 4  # of the last checkpoint, as in v4.15 and later
+    with pytest.raises(InvalidArgument, match="the first is the old name of the second"):
+        make(tmp_path).train("here", model_path="there")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        assert make(tmp_path).train(model_path=None).global_step == 4
+
+
+# ---- Flags -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("parser", PARSERS)
+@pytest.mark.parametrize(
+    ("words", "fsdp", "debug"),
+    [
+        (["--sharded_ddp"], "shard_grad_op", []),
+        (["--sharded_ddp", "--fp16"], "shard_grad_op", []),
+        (["--sharded_ddp", "zero_dp_3 offload"], "full_shard offload", []),
+        (["--debug"], None, ["tpu_metrics_debug"]),
+        (["--debug", "--fp16"], None, ["tpu_metrics_debug"]),
+        (["--debug", "underflow_overflow"], None, ["underflow_overflow"]),
+        (["--debug", "underflow_overflow tpu_metrics_debug"], None, ["underflow_overflow", "tpu_metrics_debug"]),
+        (["--debug", "underflow_overflow", "tpu_metrics_debug"], None, ["underflow_overflow", "tpu_metrics_debug"]),
+        (["--debug", ""], None, []),
+        ([], None, []),
+    ],
+)
+def test_flags(parser, words, fsdp, debug):
+    (args,) = parser(TrainingArguments).parse_args_into_dataclasses(["--output_dir", "x", "--use_cpu", *words])
+    assert (args.fsdp, args.debug) == (fsdp, debug)
+
+
+def test_debug_of_v4_1():
+    with pytest.warns(FutureWarning, match="debug=True is now debug='tpu_metrics_debug'"):
+        args = TrainingArguments("x", debug=True, use_cpu=True)
+    assert args.debug == ["tpu_metrics_debug"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert dataclasses.replace(args).debug == ["tpu_metrics_debug"]
+        assert TrainingArguments("x", debug=False, sharded_ddp=[], use_cpu=True).debug == []
+
+
+# ---- Arguments by position ---------------------------------------------------------------------------------------
+
+
+def test_positions_of_v4():
+    args = TrainingArguments("x", True, True, None, True, "steps", True, 2, 3, None, None, 4, 5, use_cpu=True)
+    assert (args.overwrite_output_dir, args.do_train, args.do_predict) == (True, True, True)
+    assert (args.eval_strategy, args.prediction_loss_only) == ("steps", True)
+    assert (args.per_device_train_batch_size, args.per_device_eval_batch_size) == (2, 3)
+    assert (args.gradient_accumulation_steps, args.eval_accumulation_steps) == (4, 5)
+    generating = hftrainer.Seq2SeqTrainingArguments("x", False, True, use_cpu=True)
+    assert (generating.overwrite_output_dir, generating.do_train) == (False, True)
+
+
+def test_positions_of_other_releases():
+    """v5 begins with the batch size; after those above the releases of v4 differ too."""
+    with pytest.raises(InvalidArgument, match=r"overwrite_output_dir=8 by position: .*give arguments by name"):
+        TrainingArguments("x", 8, 3.0)
+    before = ("x", True, True, False, False, "no", False, 2, 2, None, None, 1, 1)
+    with pytest.raises(UnknownArgument, match="takes 13 arguments by position, but 14 were given"):
+        TrainingArguments(*before, 5e-5)
+
+
+def test_positions_of_a_subclass():
+    @dataclasses.dataclass
+    class Mine(TrainingArguments):
+        temperature: float = 2.0
+
+    class Own(TrainingArguments):
+        def __init__(self, folder, size, *rest, **settings):
+            super().__init__(folder, *rest, per_device_train_batch_size=size, **settings)
+
+    assert Mine("x", True, True, temperature=3.0).do_train
+    args = Own("x", 5, False, True, use_cpu=True)
+    assert (args.per_device_train_batch_size, args.do_train) == (5, True)
+
+
+# ---- Libraries that are gone -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"fp16_backend": "apex"},
+        {"fp16_backend": "apex", "fp16_opt_level": "O1"},
+        {"half_precision_backend": "apex", "fp16_opt_level": "01"},
+    ],
+)
+def test_apex_is_autocast(tmp_path, settings):
+    with pytest.warns(FutureWarning, match="backend='apex': apex.amp is gone.* torch's float16 autocast") as caught:
+        args = TrainingArguments(str(tmp_path), fp16=True, use_cpu=True, **settings)
+    assert files_of(caught, "apex") == [__file__]
+    assert not check_supported(ResolvedArguments(args))
+    assert make_plan(ResolvedArguments(args)).precision == "16-mixed"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        dataclasses.replace(args, seed=3)
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_levels_of_apex_that_autocast_is_not(level):
+    args = TrainingArguments("x", fp16=True, fp16_opt_level=level, use_cpu=True)
+    (message,) = check_supported(ResolvedArguments(args))
+    assert f"fp16_opt_level={level!r} is not supported: O1 (or 01)" in message
+    assert "leave it out, or load the model with dtype=torch.bfloat16" in message
+
+
+def test_another_backend():
+    (message,) = check_supported(ResolvedArguments(TrainingArguments("x", fp16_backend="apx", use_cpu=True)))
+    assert "fp16_backend='apx' is not supported" in message
+    assert "cuda_amp" in message
+
+
+@pytest.mark.parametrize("name", ["jit_mode_eval", "use_ipex"])
+def test_what_only_tuned(tmp_path, name):
+    with pytest.warns(FutureWarning, match=f"{name}=True: .* the model"):
+        trainer = make(tmp_path, **{name: True})
+    plain = make(tmp_path)
+    assert trainer.evaluate(plain_data(8))["eval_loss"] == plain.evaluate(plain_data(8))["eval_loss"]
+
+
+def test_arguments_of_an_older_transformers_warn_too(tmp_path):
+    args = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
+    args.jit_mode_eval = True  # 5.23 does not have it
+    with pytest.warns(FutureWarning, match="jit_mode_eval=True: torch has discontinued TorchScript") as caught:
+        Trainer(make_plain(), args)
+    assert files_of(caught, "jit_mode_eval") == [__file__]
+
+
+def test_parallelism_of_sagemaker():
+    args = TrainingArguments("x", mp_parameters="ddp=True", use_cpu=True)
+    (message,) = check_supported(ResolvedArguments(args))
+    assert "use fsdp, and start the job with torchrun" in message
+    assert "torch_distributed" in message
+
+
+def test_search_with_sigopt(tmp_path):
+    with pytest.raises(UnsupportedArgument) as of_space:
+        default_hp_space_sigopt(None)
+    with pytest.raises(UnsupportedArgument) as of_search:
+        make(tmp_path).hyperparameter_search(backend="sigopt")
+    assert str(of_space.value) == str(of_search.value)
+
+
+# ---- Methods -----------------------------------------------------------------------------------------------------
+
+
+def test_noise_on_embeddings_by_hand(tmp_path):
+    trainer = make(tmp_path, model=make_bert, data=text_data, neftune_noise_alpha=5.0)
+    tokens = torch.arange(8)[None]
+
+    def embed():
+        return trainer.model.train().get_input_embeddings()(tokens)
+
+    quiet = embed()
+    assert trainer._activate_neftune(trainer.model) is trainer.model
+    assert not torch.equal(embed(), quiet)
+    trainer._deactivate_neftune(trainer.model)
+    assert torch.equal(embed(), quiet)
+
+
+def test_noise_that_is_not_there(tmp_path):
+    trainer = make(tmp_path, model=make_bert, data=text_data)
+    with pytest.raises(InvalidSetup, match="set neftune_noise_alpha"):
+        trainer._activate_neftune(trainer.model)
+    with pytest.raises(InvalidSetup, match="call _activate_neftune"):
+        trainer._deactivate_neftune(trainer.model)
+
+
+def test_noise_that_a_subclass_adds(tmp_path):
+    """A run calls overrides of both, as until v5.0."""
+    calls = []
+
+    class Own(Trainer):
+        def _activate_neftune(self, model):
+            calls.append("on")
+            return super()._activate_neftune(model)
+
+        def _deactivate_neftune(self, model):
+            calls.append("off")
+            super()._deactivate_neftune(model)
+
+    trainer = make(tmp_path, Own, make_bert, text_data, neftune_noise_alpha=5.0, save_strategy="no")
+    trainer.train()
+    assert calls == ["on", "off"]
+    assert not trainer.model.get_input_embeddings()._forward_hooks
+
+
+def test_a_checkpoint_in_a_folder_of_ray(tmp_path):
+    """It is whole: a run resumes from it; and this run's own checkpoints stay as they are."""
+
+    class Saving(Trainer):
+        def _maybe_log_save_evaluate(self, *args, **kwargs):
+            super()._maybe_log_save_evaluate(*args, **kwargs)
+            if self.state.global_step == 3:
+                self._tune_save_checkpoint(str(tmp_path / "ray"))
+
+    trainer = make(tmp_path / "own", Saving)
+    trainer.train()
+    assert sorted(path.name for path in (tmp_path / "own").iterdir()) == ["checkpoint-2", "checkpoint-4"]
+    resumed = make(tmp_path / "again")
+    resumed.train(str(tmp_path / "ray" / "checkpoint-3"))
+    for name, weight in trainer.model.state_dict().items():
+        assert torch.equal(weight, resumed.model.state_dict()[name])
+
+
+def test_arguments_are_compared_with_a_checkpoint(tmp_path, caplog):
+    trainer = make(tmp_path)
+    trainer.train()
+    with caplog.at_level(logging.WARNING, "hftrainer"):
+        trainer.compare_trainer_and_checkpoint_args(trainer.args, trainer.state)
+        assert "differ from the checkpoint" not in caplog.text
+        trainer.args.save_steps = 3
+        trainer.compare_trainer_and_checkpoint_args(trainer.args, trainer.state)
+    assert "save_steps=3, was 2" in caplog.text
+
+
+def test_arguments_for_deepspeed_without_it(tmp_path):
+    with pytest.raises(InvalidSetup, match=r"propagate_args_to_deepspeed\(\) needs the argument deepspeed"):
+        make(tmp_path).propagate_args_to_deepspeed()
+
+
+def test_files_of_sagemaker_are_ignored(tmp_path):
+    (tmp_path / ".gitignore").write_text("*.tmp")
+    trainer = make(tmp_path)
+    for _ in range(2):
+        trainer._add_sm_patterns_to_gitignore()
+        lines = (tmp_path / ".gitignore").read_text().splitlines()
+        assert lines == ["*.tmp", "*.sagemaker-uploading", "*.sagemaker-uploaded"]
+
+
+def test_number_of_gpus(tmp_path):
+    """Scripts of v4 read and set `args._n_gpu`."""
+    args = TrainingArguments(str(tmp_path), use_cpu=True)
+    assert args._n_gpu == 0
+    args._n_gpu = 1
+    assert args.n_gpu == 1
+    with pytest.raises(UnsupportedArgument, match="_n_gpu=2"):
+        args._n_gpu = 2

@@ -1,0 +1,231 @@
+"""The progress bar: which one there is, and what it writes where."""
+
+import fcntl
+import importlib
+import os
+import pty
+import re
+import struct
+import subprocess
+import termios
+import textwrap
+from pathlib import Path
+
+import pytest
+from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
+
+import hftrainer
+from hftrainer import Trainer, TrainingArguments
+from tests.support import warm
+from tests.support.parity import comparable
+from tests.support.tiny import make_plain, plain_data
+
+ROOT = Path(__file__).parents[3]
+SCRIPT = """
+    import sys
+    sys.path[:0] = {paths!r}
+    from hftrainer import Trainer, TrainingArguments
+    from tests.support.tiny import make_plain, plain_data
+
+    args = TrainingArguments({folder!r}, max_steps=4, gradient_accumulation_steps=2, logging_steps=2, use_cpu=True,
+        eval_strategy="steps", eval_steps=2, save_strategy="no", report_to="none")
+    trainer = Trainer(make_plain(), args, train_dataset=plain_data(), eval_dataset=plain_data())
+    trainer.train()
+    trainer.evaluate()
+"""
+
+
+def script(folder):
+    text = textwrap.dedent(SCRIPT).format(paths=[str(ROOT), str(ROOT / "adapters")], folder=str(folder))
+    path = folder / "script.py"
+    path.write_text(text)
+    return path
+
+
+def make_trainer(tmp_path, *callbacks, **settings):
+    args = TrainingArguments(
+        str(tmp_path), **{"max_steps": 2, "use_cpu": True, "save_strategy": "no", "logging_steps": 1, **settings}
+    )
+    return Trainer(make_plain(), args, train_dataset=plain_data(), callbacks=list(callbacks))
+
+
+def kinds(trainer):
+    return [type(callback).__name__ for callback in trainer.callback_handler.callbacks]
+
+
+def test_in_a_file(tmp_path):
+    """No bar and no control characters: each log line is a line."""
+    with (tmp_path / "out").open("w") as out:
+        subprocess.run(
+            [warm.PYTHON, script(tmp_path)], env=warm.environment(), cwd=tmp_path, stdout=out, stderr=out, check=True
+        )
+    text = (tmp_path / "out").read_text()
+    assert not re.search(r"[\r\x1b\x08]", text)
+    assert "it/s" not in text
+    lines = [line for line in text.splitlines() if line.startswith("{")]
+    assert [re.findall(r"'(loss|eval_loss|train_loss)'", line) for line in lines] == [
+        ["loss"],
+        ["eval_loss"],
+        ["loss"],
+        ["eval_loss"],
+        ["train_loss"],
+    ]
+    assert all(line.endswith("}") for line in lines)
+
+
+def test_on_a_terminal(tmp_path):
+    """The bar counts optimizer steps, that of the evaluation its batches."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0))
+    process = subprocess.Popen(
+        [warm.PYTHON, script(tmp_path)], env=warm.environment(), cwd=tmp_path, stdout=theirs, stderr=theirs
+    )
+    os.close(theirs)
+    text = b""
+    while True:
+        try:
+            text += os.read(ours, 65536)
+        except OSError:  # the other end is closed
+            break
+    os.close(ours)
+    assert process.wait() == 0
+    assert b"4/4" in text
+    assert b"5/5" in text
+    assert b"8/8" not in text
+
+
+@pytest.mark.parametrize(
+    "name", ["ProgressCallback", "PrinterCallback", "DefaultFlowCallback", "EarlyStoppingCallback"]
+)
+def test_transformers_class_finds_ours(tmp_path, name):
+    theirs = getattr(pytest.importorskip("transformers").trainer_callback, name)
+    ours = getattr(hftrainer, name)
+    for remove in (Trainer.remove_callback, Trainer.pop_callback):
+        trainer = make_trainer(tmp_path, hftrainer.EarlyStoppingCallback(), disable_tqdm=name == "PrinterCallback")
+        assert name in kinds(trainer)
+        removed = remove(trainer, theirs)
+        assert name not in kinds(trainer)
+        assert remove is Trainer.remove_callback or type(removed) is ours
+        assert trainer.pop_callback(theirs) is None
+
+
+def test_notebook_class_of_transformers(tmp_path):
+    pytest.importorskip("IPython")
+    notebook = importlib.import_module("transformers.utils.notebook")
+    trainer = make_trainer(tmp_path, hftrainer.NotebookProgressCallback)
+    assert "ProgressCallback" not in kinds(trainer)
+    trainer.remove_callback(notebook.NotebookProgressCallback)
+    assert "NotebookProgressCallback" not in kinds(trainer)
+
+
+def test_users_class_of_the_same_name_is_another(tmp_path):
+    class ProgressCallback(hftrainer.TrainerCallback):
+        pass
+
+    trainer = make_trainer(tmp_path, ProgressCallback)
+    assert kinds(trainer).count("ProgressCallback") == 2
+    trainer.remove_callback(ProgressCallback)
+    assert kinds(trainer).count("ProgressCallback") == 1
+    assert trainer.pop_callback(ProgressCallback) is None
+
+
+@pytest.mark.parametrize("library", ["hftrainer", "transformers"])
+@pytest.mark.parametrize("later", [False, True])
+def test_one_bar(tmp_path, library, later, capfd):
+    """A bar that is given takes the place of the Trainer's own."""
+    given = importlib.import_module(f"{library}.trainer_callback").ProgressCallback(max_str_len=7)
+    trainer = make_trainer(tmp_path, *[] if later else [given])
+    if later:
+        trainer.add_callback(given)
+    assert [it for it in trainer.callback_handler.callbacks if type(it).__name__ == "ProgressCallback"] == [given]
+    trainer.train()
+    assert capfd.readouterr().out.count("train_loss") == 1
+
+
+def test_one_printer(tmp_path, capsys):
+    transformers = pytest.importorskip("transformers")
+    trainer = make_trainer(tmp_path, transformers.PrinterCallback, disable_tqdm=True)
+    trainer.train()
+    assert capsys.readouterr().out.count("train_loss") == 1
+
+
+def test_default_flow_of_transformers_twice(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    trainer = make_trainer(tmp_path, transformers.DefaultFlowCallback, save_strategy="steps", save_steps=1)
+    trainer.train()
+    assert [line["step"] for line in trainer.state.log_history] == [1, 2, 2]
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-2"]
+    trainer.remove_callback(hftrainer.DefaultFlowCallback)
+    assert trainer.train().global_step == 2  # theirs does it alone
+
+
+@pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])
+@pytest.mark.parametrize("later", [False, True])
+def test_lightning_bar_replaces_ours(tmp_path, bar, later, caplog, capfd):
+    trainer = make_trainer(tmp_path, *[] if later else [bar])
+    if later:
+        assert "ProgressCallback" in kinds(trainer)
+        trainer.add_callback(bar())
+    trainer.add_callback(hftrainer.EarlyStoppingCallback)
+    trainer.pop_callback(hftrainer.EarlyStoppingCallback)
+    assert kinds(trainer) == ["DefaultFlowCallback"]
+    assert caplog.text.count("replaces the Trainer's own") == 1
+    trainer.train()
+    assert trainer.lightning_trainer.progress_bar_callback is not None
+    assert "Epoch 0" in capfd.readouterr().out
+
+
+def test_lightning_bar_with_disable_tqdm(tmp_path, caplog, capfd):
+    trainer = make_trainer(tmp_path, TQDMProgressBar(), disable_tqdm=True)
+    assert kinds(trainer) == ["DefaultFlowCallback", "PrinterCallback"]
+    assert "replaces the Trainer's own" not in caplog.text
+    trainer.train()
+    out = capfd.readouterr()
+    assert "'train_loss'" in out.out
+    assert "Epoch 0" in out.out + out.err
+
+
+def test_names_of_transformers_layout():
+    module = importlib.import_module("hftrainer.trainer_callback")
+    assert module.ProgressCallback is hftrainer.ProgressCallback
+    assert module.PrinterCallback is hftrainer.PrinterCallback
+    with pytest.raises(AttributeError, match=r"'hftrainer\.trainer_callback' has no attribute 'Absent'"):
+        module.Absent  # noqa: B018
+
+
+def test_only_the_main_process_shows(tmp_path, capfd):
+    for name in ("ProgressCallback", "NotebookProgressCallback"):
+        callback = getattr(hftrainer, name)()
+        trainer = make_trainer(tmp_path)
+        trainer.state.is_world_process_zero = False
+        state, control = trainer.state, trainer.control
+        callback.on_train_begin(trainer.args, state, control)
+        callback.on_step_end(trainer.args, state, control)
+        callback.on_prediction_step(trainer.args, state, control, eval_dataloader=[1, 2])
+        callback.on_log(trainer.args, state, control, logs={"loss": 1.0})
+        callback.on_evaluate(trainer.args, state, control, metrics={"eval_loss": 1.0})
+        callback.on_train_end(trainer.args, state, control)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_classes_of_transformers(tmp_path):
+    """All of them, and a user's, given as classes: the run is the one without them."""
+    transformers = pytest.importorskip("transformers")
+    counted = []
+
+    class Counting(transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            counted.append(state.global_step)
+
+    names = ("DefaultFlowCallback", "ProgressCallback", "PrinterCallback", "EarlyStoppingCallback")
+    given = [*(getattr(transformers.trainer_callback, name) for name in names), Counting]
+    settings = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps"}
+    histories = []
+    for callbacks in (given, []):
+        args = TrainingArguments(str(tmp_path), max_steps=3, use_cpu=True, save_steps=1, logging_steps=1, **settings)
+        data = plain_data()
+        trainer = Trainer(make_plain(), args, train_dataset=data, eval_dataset=data, callbacks=list(callbacks))
+        trainer.train()
+        histories.append(comparable(trainer.state.log_history))
+    assert histories[0] == histories[1]
+    assert counted == [1, 2, 3]

@@ -1,0 +1,165 @@
+"""`python -m hftrainer diff`: where two runs part, and in what."""
+
+import json
+import pickle
+import shutil
+
+import pytest
+import torch
+
+from hftrainer import TrainingArguments
+from hftrainer.__main__ import main
+from hftrainer.checkpointing.saved_arguments import read_arguments
+from hftrainer.cli.diff import compare
+from hftrainer.errors import DamagedCheckpoint
+from tests.support.parity import accuracy, build
+
+SETTINGS = {
+    "learning_rate": 0.01,
+    "max_steps": 12,
+    "logging_steps": 2,
+    "eval_strategy": "steps",
+    "eval_steps": 4,
+    "save_strategy": "steps",
+    "save_steps": 6,
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Trains, once for each settings."""
+    made = {}
+
+    def train(name, **settings):
+        if name not in made:
+            folder = tmp_path_factory.mktemp(name)
+            trainer = {"compute_metrics": accuracy}
+            build("hftrainer", "plain", folder, **{**SETTINGS, **settings}, trainer=trainer)[0].train()
+            made[name] = str(folder)
+        return made[name]
+
+    return train
+
+
+def command(capsys, *words):
+    capsys.readouterr()  # log lines of the runs
+    with pytest.raises(SystemExit) as ended:
+        main(["diff", *words])
+    return ended.value.code, capsys.readouterr()
+
+
+def test_equal_runs(run, capsys):
+    found = compare(run("a"), run("again"))
+    assert found.equal and found.arguments == {} and all(found.compared.values())
+    status, shown = command(capsys, run("a"), run("again"))
+    assert status == 0 and shown.out.startswith("The runs are equal.\n")
+
+
+def test_another_learning_rate(run, capsys):
+    found = compare(run("a"), run("rate", learning_rate=0.1))
+    assert not found.equal and found.arguments == {"learning_rate": (0.01, 0.1)}
+    steps = {subject: parting.step for subject, parting in found.partings.items()}
+    # The learning rate of the first step is 0, so the losses of the first two are equal.
+    assert steps == {"loss": 4, "gradient norm": 4, "learning rate": 2, "metrics": 4}
+    status, shown = command(capsys, run("a"), run("rate"))
+    assert (
+        status == 1 and "in learning rate" in shown.out.splitlines()[0] and "  learning_rate: 0.01 | 0.1" in shown.out
+    )
+
+
+def test_another_order_of_the_data(run):
+    found = compare(run("a"), run("seed", data_seed=7))
+    assert found.partings["loss"].step == 2 and "learning rate" not in found.partings
+    assert (found.partings["data"].step, found.partings["data"].name) == (6, "data_seed")
+    assert found.arguments == {"data_seed": (None, 7)}
+
+
+def test_json_of_two_checkpoints(run, tmp_path, capsys):
+    folder = shutil.copytree(run("a"), tmp_path / "changed")
+    for state in folder.glob("checkpoint-*/trainer_state.json"):
+        content = json.loads(state.read_text())
+        for line in content["log_history"]:
+            if line["step"] >= 8 and "grad_norm" in line:
+                line["grad_norm"] *= 2
+        state.write_text(json.dumps(content))
+    status, shown = command(capsys, "--json", f"{run('a')}/checkpoint-12", f"{folder}/checkpoint-12")
+    found = json.loads(shown.out)
+    assert status == 1 and found["equal"] is False
+    assert list(found["partings"]) == ["gradient norm"] and found["partings"]["gradient norm"]["step"] == 8
+
+
+def test_a_run_that_is_shorter(run):
+    found = compare(run("a"), run("a") + "/checkpoint-6")
+    assert found.steps == (12, 6) and not found.partings and not found.equal
+    assert "A has 12 steps, B 6" in str(found)
+
+
+def test_what_one_run_does_not_record(run, tmp_path):
+    folder = tmp_path / "bare"
+    folder.mkdir()
+    lines = [{"step": 2, "loss": float("nan")}, {"step": 2, "eval_f1": 1.0}]
+    state = {"global_step": 12, "log_history": lines, "epoch": 1.0}
+    (folder / "trainer_state.json").write_text(json.dumps(state))
+    found = compare(run("a"), str(folder))
+    assert found.arguments is None and found.only_in_one["eval_f1"] == "B"
+    assert found.partings["loss"].step == 2
+    assert "arguments      not recorded in both" in str(found)
+    assert compare(str(folder), str(folder)).equal  # NaN too
+
+
+@pytest.mark.newest_peer
+def test_a_run_of_transformers_is_equal_to_ours(run, tmp_path):
+    pytest.importorskip("transformers")
+    trainer = {"compute_metrics": accuracy}
+    build("transformers", "plain", tmp_path, **SETTINGS, trainer=trainer)[0].train()
+    found = compare(run("a"), str(tmp_path))
+    assert found.arguments == {} and found.partings == {} and found.equal
+
+
+def test_errors_say_what_to_do(run, tmp_path, capsys):
+    status, shown = command(capsys, run("a"), str(tmp_path / "none"))
+    assert status == 2 and "give the output_dir of a run" in shown.err
+    folder = shutil.copytree(run("a"), tmp_path / "damaged")
+    (folder / "checkpoint-12" / "training_args.bin").write_bytes(b"x")
+    status, shown = command(capsys, run("a"), str(folder))
+    assert status == 2 and "save the arguments again with trainer.save_model()" in shown.err
+    (folder / "trainer_state.json").write_text("{")
+    status, shown = command(capsys, run("a"), str(folder))
+    assert status == 2 and "trainer_state.json cannot be read" in shown.err and "give a whole checkpoint" in shown.err
+
+
+def test_saved_arguments_are_read_as_values(tmp_path):
+    args = TrainingArguments(str(tmp_path), lr_scheduler_type="cosine", hub_token="secret", optim_args={"a": 1})
+    torch.save(args, tmp_path / "training_args.bin")
+    found = read_arguments(tmp_path / "training_args.bin")
+    assert (found["lr_scheduler_type"], found["optim_args"], found["output_dir"]) == ("cosine", {"a": 1}, str(tmp_path))
+    assert "secret" not in str(found)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_saved_arguments_of_transformers(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    args = transformers.TrainingArguments(str(tmp_path), learning_rate=3e-4, use_cpu=True, report_to="none")
+    torch.save(args, tmp_path / "training_args.bin")
+    found = read_arguments(tmp_path / "training_args.bin")
+    assert (found["learning_rate"], found["lr_scheduler_type"], found["save_strategy"]) == (3e-4, "linear", "steps")
+
+
+class Mischief:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, trace):
+        self.trace = trace
+
+    def __reduce__(self):
+        return type(self.trace).touch, (self.trace,)
+
+
+def test_saved_arguments_run_no_code(tmp_path):
+    trace = tmp_path / "trace"
+    torch.save(Mischief(trace), tmp_path / "training_args.bin")
+    with pytest.raises(DamagedCheckpoint, match="cannot be read"):
+        read_arguments(tmp_path / "training_args.bin")
+    assert not trace.exists()
+    pickle.loads(pickle.dumps(Mischief(trace)))
+    assert trace.exists()  # it would have

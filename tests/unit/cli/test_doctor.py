@@ -1,0 +1,140 @@
+"""`python -m hftrainer doctor`: what is there, what is missing, and no secret."""
+
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+import torch
+
+from hftrainer.__main__ import main
+from hftrainer.cli import doctor
+from hftrainer.cli.variables import EFFECTS, environment
+from hftrainer.parallel import devices
+
+ROOT = Path(__file__).parents[3]
+REQUIRES = [
+    "torch>=2.6",
+    "lightning<2.7,>=2.6.0",
+    "matplotlib>=3.8; extra == 'plot'",
+    "torch-xla[tpu]>=2.6; (platform_system == 'Plan9') and extra == 'tpu'",
+    "pytest>=8.0; extra == 'test'",
+]
+VERSIONS = {"torch": "2.13.0", "lightning": "2.6.6", "matplotlib": "3.11"}
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """The versions that are said to be installed; a test may change them."""
+    versions = dict(VERSIONS)
+
+    def version(name):
+        if name not in versions:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: REQUIRES)
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    return versions
+
+
+def run(capsys, *words):
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", *words])
+    return ended.value.code, capsys.readouterr().out
+
+
+def test_a_machine_that_is_ready(installed, capsys):
+    status, text = run(capsys, "--json")
+    found = json.loads(text)
+    assert status == 0 and found["ready"] and found["missing"] == {}
+    assert found["versions"]["torch"] == "2.13.0" and found["versions"]["transformers"] is None
+    assert found["devices"]["used"] == devices.found()
+    assert found["launchers"].keys() == doctor.LAUNCHERS.keys()
+    assert found["disks"]["folder"]["path"] == os.getcwd()
+    status, text = run(capsys)
+    assert status == 0 and "  transformers not installed" in text and "Not installed, and needed" not in text
+
+
+def test_what_is_missing_and_the_command(installed, capsys):
+    del installed["matplotlib"]
+    status, text = run(capsys)
+    assert status == 0
+    assert "plots in model cards [plot]: pip install 'hftrainer[plot]'  # matplotlib" in text
+    installed["lightning"] = "2.7.1"
+    status, text = run(capsys)
+    assert status == 1
+    assert "hftrainer needs lightning<2.7,>=2.6.0, not 2.7.1: pip install --upgrade hftrainer" in text
+
+
+def test_a_folder_that_is_not_installed(monkeypatch):
+    def absent(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "requires", absent)
+    assert any("not installed by pip, so its requirements are not" in problem for problem in doctor.examine().problems)
+
+
+def test_each_extra_says_what_it_is_for():
+    section = (ROOT / "pyproject.toml").read_text().split("[project.optional-dependencies]")[1].split("\n[")[0]
+    assert set(re.findall(r"^([\w-]+) = \[", section, re.M)) - {"test", "docs", "dev"} == doctor.EXTRAS.keys()
+
+
+SECRETS = {
+    "HF_TOKEN": "hf_topsecret1",
+    "WANDB_API_KEY": "topsecret2",
+    "COMET_API_KEY": "topsecret3",
+    "MLFLOW_TRACKING_PASSWORD": "topsecret4",
+    "MLFLOW_TRACKING_URI": "https://me:topsecret5@example.org",
+    "AWS_SECRET_ACCESS_KEY": "topsecret6",
+    "SOME_SERVICE_TOKEN": "topsecret7",
+}
+
+
+@pytest.mark.parametrize("words", [(), ("--json",)])
+def test_secrets_are_never_printed(installed, capsys, monkeypatch, words):
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("WANDB_PROJECT", "visible")
+    text = run(capsys, *words)[1]
+    assert "topsecret" not in text
+    assert "visible (project in W&B)" in text
+    assert {name: value for name, value in environment().items() if name in SECRETS} == dict.fromkeys(SECRETS, "set")
+
+
+def test_no_secret_is_among_the_values_that_are_printed():
+    assert not [name for name in EFFECTS if re.search("TOKEN$|KEY|SECRET|PASSWORD|CREDENTIAL|URI|URL", name)]
+
+
+def test_variables_that_the_sources_read_are_shown(monkeypatch):
+    """Those of MPI, SLURM and TPUs are read by tables, and shown by what they lead to."""
+    files = [*(ROOT / "hftrainer").rglob("*.py"), *(ROOT / "adapters").rglob("*.py")]
+    read = {name for path in files for name in re.findall(r'environ(?:\.get\(|\[)"([A-Z_]+)"', path.read_text())}
+    assert {"COMET_MODE", "OMP_NUM_THREADS", "MASTER_PORT"} <= read
+    for name in read:
+        monkeypatch.setenv(name, "x")
+    assert read - {"SSH_CONNECTION"} <= environment().keys()
+
+
+def test_gpus_that_torch_does_not_see(monkeypatch):
+    monkeypatch.setattr(doctor, "_nvidia", lambda: ["NVIDIA H100, 81559 MiB"])
+    monkeypatch.setattr(devices, "found", lambda: "cpu")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert any("this torch is built without CUDA: install one" in problem for problem in doctor.examine().problems)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert any("CUDA_VISIBLE_DEVICES hides them: unset it" in problem for problem in doctor.examine().problems)
+
+
+def test_a_small_disk_and_a_wrong_launcher(monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(64 << 20, 0, 64 << 20))
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "many")
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    problems = " ".join(doctor.examine().problems)
+    assert "folder has 0.1 GB free" in problems and "save_total_limit" in problems
+    assert "SLURM_STEP_NUM_TASKS='many'" in problems

@@ -1,0 +1,187 @@
+"""`python -m hftrainer explain`: what becomes of each argument."""
+
+import inspect
+import json
+import subprocess
+
+import lightning.pytorch as pl
+import pytest
+
+from hftrainer import TrainingArguments
+from tests.support import warm
+
+
+def explain(*words: str, folder=None) -> subprocess.CompletedProcess:
+    env = {**warm.environment(), **warm.LIBRARIES}
+    command = [warm.PYTHON, "-m", "hftrainer", "explain", *words]
+    return subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True)
+
+
+def test_command_line(tmp_path):
+    done = explain(
+        *("--gradient_accumulation_steps", "4", "--do_train", "--learning_rate", "3e-4", "--no_cuda"),
+    )
+    assert done.returncode == 0, done.stderr
+    text = done.stdout
+    assert "  gradient_accumulation_steps=4: accumulate_grad_batches" in text
+    assert "  do_train=True: a switch for your script" in text
+    assert "accumulate_grad_batches=4" in text.split("The same by hand")[1]
+    assert max(map(len, text.splitlines())) <= 80
+    assert not list(tmp_path.iterdir())
+
+
+def test_refused():
+    done = explain("--train_sampling_strategy", "batch_rebalance", "--mp_parameters", "a=b")
+    assert done.returncode == 1
+    assert "  train_sampling_strategy='batch_rebalance': leave it at 'random'" in done.stdout
+    assert "A Trainer refuses train_sampling_strategy, mp_parameters, for the reasons" in done.stdout
+    assert "by hand" not in done.stdout
+
+
+@pytest.mark.parametrize("words", [("--json", "--max_steps", "3"), ("--max_steps", "3", "--json")])
+def test_json(words):
+    done = explain(*words)
+    assert json.loads(done.stdout)["arguments"] == [
+        {"argument": "max_steps", "value": 3, "kind": "handled", "detail": "data.schedule"}
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--learning_rat", "3"], "--learning_rat; did you mean --learning_rate"),
+        (["--logging_steps", "0"], "logging_steps=0"),
+        (["--eval_strategy", "sometimes"], "invalid choice"),
+        (["--max_steps", "3", "train.py"], "a script comes first: explain train.py --fp16"),
+        (["-m"], "-m needs the name of a module"),
+    ],
+)
+def test_wrong_arguments(words, message):
+    done = explain(*words)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize(
+    ("settings", "kind", "argument"),
+    [
+        ({"fsdp": "full_shard auto_wrap"}, "mapped", "fsdp"),
+        ({"sharded_ddp": "zero_dp_3"}, "mapped", "fsdp"),
+        ({"deepspeed": {"zero_optimization": {"stage": 2}}}, "mapped", "deepspeed"),
+        ({"tpu_num_cores": 8}, "handled", "tpu_num_cores"),
+        ({"use_mps_device": True}, "handled", "use_mps_device"),
+        ({"bf16": True}, "mapped", "bf16"),
+        ({"train_sampling_strategy": "batch_rebalance"}, "planned", "train_sampling_strategy"),
+        ({"train_sampling_strategy": "sequential"}, "handled", "train_sampling_strategy"),
+        ({"use_ipex": True}, "inert", "use_ipex"),
+        ({"fp16_backend": "apex"}, "handled", "fp16_backend"),
+        ({"fp16_opt_level": "O2"}, "refused", "fp16_opt_level"),
+        ({"mp_parameters": "ddp=True"}, "refused", "mp_parameters"),
+    ],
+)
+@pytest.mark.usefixtures("deepspeed_installed")
+def test_kinds(settings, kind, argument):
+    lines = {line.argument: line for line in TrainingArguments(**settings).explain().lines}
+    assert lines[argument].kind == kind
+    assert lines.keys() == {argument}
+
+
+def test_defaults_and_tokens():
+    assert "All arguments have their defaults." in str(TrainingArguments().explain())
+    assert "secret" not in str(TrainingArguments(hub_token="secret").explain())
+
+
+def test_the_call_is_one_that_lightning_takes():
+    from hftrainer.arguments.resolved import ResolvedArguments
+    from hftrainer.arguments.table import make_plan
+
+    keywords = make_plan(ResolvedArguments(TrainingArguments("x", bf16=True, use_cpu=True))).trainer_keywords()
+    assert keywords.keys() <= inspect.signature(pl.Trainer.__init__).parameters.keys()
+    trainer = pl.Trainer(**keywords, logger=False, enable_progress_bar=False, enable_model_summary=False)
+    assert trainer.precision == "bf16-mixed"
+
+
+def test_nothing_is_imported_for_it():
+    code = (
+        "import sys; from hftrainer import TrainingArguments; str(TrainingArguments(max_steps=1).explain());"
+        "print(sorted({name.split('.')[0] for name in sys.modules} & {'lightning', 'transformers'}))"
+    )
+    env = {**warm.environment(), **warm.LIBRARIES}
+    done = subprocess.run([warm.PYTHON, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+SCRIPT = """
+import os, sys
+from {library} import HfArgumentParser, Trainer, TrainingArguments
+
+class Prepares(Trainer):
+    def __init__(self, model, args):
+        open("prepared", "w")
+        super().__init__(model, args)
+
+print("of the script", sys.argv[1:], os.environ["HF_HUB_OFFLINE"])
+(args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
+args.max_steps = 7
+{ending}
+open("went-on", "w")
+"""
+ENDINGS = {
+    "Trainer": "Prepares(None, args)",
+    "caught": "try:\n    Trainer(args=args)\nexcept Exception:\n    pass",
+    "default": "Trainer()",
+    "none": "",
+    "fails": "raise OSError('not cached')",
+}
+
+
+@pytest.fixture
+def script(tmp_path):
+    def write(ending: str, library: str = "hftrainer") -> str:
+        path = tmp_path / "train.py"
+        path.write_text(SCRIPT.format(ending=ENDINGS[ending], library=library))
+        return str(path)
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("ending", "status", "steps", "message"),
+    [
+        ("Trainer", 0, 7, ""),
+        ("caught", 0, 7, ""),
+        ("default", 0, None, ""),
+        ("none", 0, 7, ""),
+        ("fails", 1, 7, "train.py ended before its Trainer with OSError: not cached. These are the arguments that it "),
+    ],
+)
+def test_script(script, tmp_path, ending, status, steps, message):
+    done = explain("--json", script(ending), "--bf16", "--learning_rate", "3e-4", folder=tmp_path)
+    assert done.returncode == status, done.stderr
+    given = {line["argument"]: line["value"] for line in json.loads(done.stdout)["arguments"]}
+    assert given.get("max_steps") == steps
+    assert given.get("learning_rate") == (None if steps is None else 3e-4)
+    assert message in done.stderr
+    assert "of the script ['--bf16', '--learning_rate', '3e-4'] 1" in done.stderr
+    written = {"went-on"} if ending == "none" else set()
+    assert {path.name for path in tmp_path.iterdir()} == {"train.py", *written}
+
+
+def test_script_as_a_module(script, tmp_path):
+    script("Trainer", "transformers")
+    done = explain("-m", "train", "--bf16", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "  max_steps=7" in done.stdout and "bf16-mixed" in done.stdout
+
+
+def test_script_without_arguments(tmp_path):
+    (tmp_path / "train.py").write_text("raise OSError('not cached')")
+    done = explain("train.py", folder=tmp_path)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "train.py ended before its Trainer with OSError: not cached, and made no TrainingArguments" in done.stderr
+    assert "python -m hftrainer run train.py shows where the script ends" in done.stderr
+    (tmp_path / "train.py").write_text("pass")
+    assert "train.py ended, and made no TrainingArguments" in explain("train.py", folder=tmp_path).stderr
+    assert explain("absent.py", folder=tmp_path).stderr.endswith("give the path of a file, or -m and a module\n")

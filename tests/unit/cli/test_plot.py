@@ -1,0 +1,201 @@
+"""`python -m hftrainer plot`: a picture and a page of one run or several."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hftrainer import PlotCallback, Trainer, TrainingArguments
+from hftrainer.__main__ import main
+from hftrainer.errors import InvalidArgument, MissingPackage
+from hftrainer.reporting.plot import Line, curves, lines_of, plot, read_run
+from hftrainer.reporting.sparklines import draw_text
+from tests.support import warm
+from tests.support.parity import accuracy, build
+from tests.support.tiny import make_plain, plain_data
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folders = []
+    for rate in (0.01, 0.1):
+        folder = tmp_path_factory.mktemp(f"rate-{rate}")
+        trainer, _ = build(
+            "hftrainer",
+            "plain",
+            folder,
+            learning_rate=rate,
+            max_steps=20,
+            logging_steps=2,
+            eval_strategy="steps",
+            eval_steps=5,
+            save_strategy="steps",
+            save_steps=10,
+            trainer={"compute_metrics": accuracy},
+        )
+        trainer.train()
+        folders.append(str(folder))
+    return folders
+
+
+def test_curves(runs):
+    found = curves(read_run(runs[0]))
+    assert {panel: sorted(lines) for panel, lines in found.items()} == {
+        "loss": ["eval_loss", "loss"],
+        "metrics": ["eval_accuracy"],
+        "learning rate": ["learning_rate"],
+        "gradient norm": ["grad_norm"],
+    }
+    steps, values = found["loss"]["loss"]
+    assert steps == list(range(2, 21, 2)) and len(values) == 10
+    assert found["metrics"]["eval_accuracy"][0] == [5, 10, 15, 20]
+
+
+def test_picture_and_page(runs, tmp_path):
+    from matplotlib.image import imread
+
+    written = plot(runs, html=True, out=str(tmp_path / "both.png"))
+    assert written == [str(tmp_path / "both.png"), str(tmp_path / "both.html")]
+    assert imread(written[0]).shape[:2] == (840, 1320)
+    page = Path(written[1]).read_text()
+    assert "eval_accuracy" in page and "<script src=" not in page  # nothing to fetch
+    assert all(Path(run).name in page for run in runs)
+    assert plot(runs[:1]) == [os.path.join(runs[0], "training.png")]
+
+
+def command(*words):
+    env = {**warm.environment(), **warm.LIBRARIES}
+    return subprocess.run([warm.PYTHON, "-m", "hftrainer", "plot", *words], env=env, capture_output=True, text=True)
+
+
+def test_command_line(runs, tmp_path):
+    done = command(*runs, "--out", str(tmp_path / "a.png"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str(tmp_path / "a.png")
+    failed = command(str(tmp_path / "none"))
+    assert failed.returncode == 2
+    assert "the folder does not exist; give the output_dir of a run" in failed.stderr
+    assert "Traceback" not in failed.stderr
+
+
+def test_nothing_to_draw(tmp_path):
+    with pytest.raises(InvalidArgument, match=r"neither it nor a checkpoint-xxx in it holds trainer_state\.json"):
+        plot([str(tmp_path)])
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": [{"step": 1, "epoch": 1.0}]}))
+    with pytest.raises(InvalidArgument, match="has nothing to draw"):
+        plot([str(tmp_path)])
+    with pytest.raises(InvalidArgument, match=r"ends in \.png"):
+        plot([str(tmp_path)], out="picture.gif")
+
+
+@pytest.mark.parametrize(("package", "html"), [("matplotlib.figure", False), ("plotly.subplots", True)])
+def test_missing_packages(runs, tmp_path, monkeypatch, package, html):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(MissingPackage, match=r"pip install 'hftrainer\[plot\]'"):
+        plot(runs, html=html, out=str(tmp_path / "a.png"))
+
+
+def test_values_that_are_no_numbers(runs):
+    state = read_run(runs[0])
+    state.log_history = [
+        {"loss": float("nan"), "note": "text", "flag": True, "step": 1},
+        {"loss": 1.0, "eval_matrix": [[1]], "eval_runtime": 3.0, "step": 2},
+    ]
+    assert curves(state)["loss"] == {"loss": ([2], [1.0])}
+    assert curves(state)["metrics"] == {}
+
+
+def make_plotted(tmp_path, **settings):
+    args = TrainingArguments(
+        str(tmp_path / "out"), max_steps=4, use_cpu=True, save_strategy="no", disable_tqdm=True, **settings
+    )
+    return Trainer(make_plain(), args, train_dataset=plain_data(), callbacks=[PlotCallback])
+
+
+def test_callback_draws_when_training_ends(tmp_path):
+    trainer = make_plotted(tmp_path, logging_steps=1)
+    trainer.train()
+    assert (tmp_path / "out" / "training.png").read_bytes().startswith(b"\x89PNG")
+    assert {line.label for line in lines_of(trainer.state)} == {"loss", "learning_rate", "grad_norm"}
+
+
+def test_callback_of_a_run_that_logged_nothing(tmp_path, caplog):
+    make_plotted(tmp_path, logging_strategy="no").train()
+    assert "PlotCallback: the log of the run has nothing" in caplog.text
+    assert not (tmp_path / "out" / "training.png").exists()
+
+
+def test_callback_draws_on_the_main_process_only(tmp_path):
+    trainer = make_plotted(tmp_path, logging_steps=1)
+    trainer.is_world_process_zero = lambda: False
+    trainer.train()
+    assert not (tmp_path / "out" / "training.png").exists()
+
+
+def test_callback_without_matplotlib(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(MissingPackage, match=r"pip install 'hftrainer\[plot\]'"):
+        PlotCallback()
+
+
+def test_json(runs, tmp_path, capsys):
+    main(["plot", runs[0], "--html", "--json", "--out", str(tmp_path / "a.png")])
+    assert json.loads(capsys.readouterr().out) == {"files": [str(tmp_path / "a.png"), str(tmp_path / "a.html")]}
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    """The addresses that a browser would have been opened with."""
+    found = []
+    monkeypatch.setattr("webbrowser.open", found.append)
+    for name in ("DISPLAY", "WAYLAND_DISPLAY"):
+        monkeypatch.delenv(name, raising=False)
+    return found
+
+
+def show(runs, tmp_path, monkeypatch, capsys, *words, terminal=True):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal, raising=False)
+    main(["plot", *words, "--out", str(tmp_path / "a.png")])
+    return capsys.readouterr().out
+
+
+def test_a_terminal_without_a_desktop_shows_text(runs, tmp_path, monkeypatch, capsys, opened):
+    monkeypatch.setattr("sys.platform", "linux")
+    text = show(runs, tmp_path, monkeypatch, capsys, runs[0])
+    assert text.startswith(str(tmp_path / "a.png") + "\nloss by optimizer step, to 20\n  loss ")
+    assert "metrics by" in text and "eval_accuracy" in text and opened == []
+
+
+def test_a_desktop_shows_the_file(runs, tmp_path, monkeypatch, capsys, opened):
+    monkeypatch.setattr("sys.platform", "linux")
+    monkeypatch.setenv("DISPLAY", ":0")
+    assert show(runs, tmp_path, monkeypatch, capsys, runs[0]) == f"{tmp_path / 'a.png'}\n"
+    show(runs, tmp_path, monkeypatch, capsys, runs[0], "--html")
+    assert opened == [(tmp_path / "a.png").as_uri(), (tmp_path / "a.html").as_uri()]
+    show(runs, tmp_path, monkeypatch, capsys, runs[0], terminal=False)
+    assert len(opened) == 2
+
+
+def test_a_notebook_shows_the_picture(runs, tmp_path, monkeypatch, capsys, opened):
+    shown = []
+    monkeypatch.setattr("hftrainer.callbacks.progress.in_notebook", lambda: True)
+    monkeypatch.setattr("hftrainer.reporting.plot.show_in_notebook", shown.append)
+    show(runs, tmp_path, monkeypatch, capsys, runs[0], "--html")
+    assert shown == [str(tmp_path / "a.png")] and opened == []
+
+
+def test_text():
+    rising = Line("loss", "a", [1.0, 2.0, 3.0, 4.0], [0.0, 1.0, 2.0, 7.0], "", 0)
+    flat = Line("metrics", "longer", [2.0, 4.0], [5.0, 5.0], "", 0)
+    assert draw_text([rising, flat], 30, "utf-8").splitlines() == [
+        "loss by optimizer step, to 4",
+        "  a          ▁▁▁▂▂▂▃▃▃█  0 → 7",
+        "metrics by optimizer step, to 4",
+        "  longer        ▁▁▁▁▁▁▁  5 → 5",
+    ]
+    plain = draw_text([rising], 30, "ascii")
+    assert plain.isascii() and plain.endswith("@  0 to 7")
+    assert draw_text([], 30, "utf-8") == ""

@@ -1,0 +1,95 @@
+"""`python -m hftrainer plot --study`: which files it writes, and what it says when there is nothing to draw."""
+
+import os
+import sys
+
+import optuna
+import pytest
+
+from hftrainer.errors import InvalidArgument, MissingPackage
+from hftrainer.search.plots import plot_study
+from tests.unit.cli.test_plot import command
+
+
+def make_study(storage, name="a", trials=6, directions=("minimize",)):
+    study = optuna.create_study(
+        storage=storage, study_name=name, directions=directions, sampler=optuna.samplers.RandomSampler(seed=1)
+    )
+
+    def objective(trial):
+        rate, kind = trial.suggest_float("learning_rate", 1e-4, 1e-1, log=True), trial.suggest_categorical("kind", "ab")
+        return [rate + (kind == "a")] * len(directions)
+
+    study.optimize(objective, n_trials=trials)
+    return study
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory):
+    url = f"sqlite:///{tmp_path_factory.mktemp('study')}/search.db"
+    make_study(url)
+    return url
+
+
+NAMES = ("history", "importance", "parallel_coordinates")
+
+
+def test_command_line(url, tmp_path):
+    done = command("--study", url, "--output", str(tmp_path / "new"), "--html")
+    assert done.returncode == 0, done.stderr
+    expected = [str(tmp_path / "new" / f"{name}.{kind}") for name in NAMES for kind in ("png", "html")]
+    assert done.stdout.split() == expected
+    for path in expected:
+        assert os.path.getsize(path) > 10_000
+    page = (tmp_path / "new" / "importance.html").read_text()
+    assert "learning_rate" in page and "<script src=" not in page  # nothing to fetch
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "give the output folders of runs, or --study for a search"),
+        (("folder", "--study", "x"), "give the output folders of runs, or --study for a search"),
+        (("folder", "--output", "x"), "--output is for --study"),
+        (("--study", "x", "--out", "a.png"), "--out is for runs"),
+        (("--study", "sqlite:///nowhere/a.db"), "sqlite:///nowhere/a.db: the file does not exist"),
+    ],
+)
+def test_refused_on_the_command_line(words, said):
+    failed = command(*words)
+    assert failed.returncode == 2 and said in failed.stderr and "Traceback" not in failed.stderr
+
+
+def test_several_studies_and_objectives(tmp_path):
+    url = f"sqlite:///{tmp_path}/search.db"
+    for name in ("a", "b"):
+        make_study(url, name, directions=("minimize", "maximize"))
+    for name in (None, "c"):
+        with pytest.raises(InvalidArgument, match="has the studies a, b: name one of them with --study-name"):
+            plot_study(url, name, out=str(tmp_path))
+    written = plot_study(url, "b", out=str(tmp_path))
+    assert written == [str(tmp_path / f"{name}_{number}.png") for name in NAMES for number in (0, 1)]
+
+
+def test_journal(tmp_path, caplog):
+    path = str(tmp_path / "search.log")
+    make_study(optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(path)), trials=1)
+    assert plot_study(path, out=str(tmp_path)) == [str(tmp_path / "history.png")]
+    assert "Skipping importance: it needs 2 completed trials, and the study has 1" in caplog.text
+
+
+def test_nothing_to_draw(tmp_path):
+    url = f"sqlite:///{tmp_path}/search.db"
+    make_study(url, trials=0)
+    with pytest.raises(InvalidArgument, match="the study 'a' has no completed trial yet"):
+        plot_study(url)
+    optuna.delete_study(study_name="a", storage=url)
+    with pytest.raises(InvalidArgument, match="the storage has no study"):
+        plot_study(url)
+
+
+@pytest.mark.parametrize(("package", "html"), [("matplotlib", False), ("optuna.visualization", True)])
+def test_missing_packages(url, tmp_path, monkeypatch, package, html):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(MissingPackage, match=r"pip install 'hftrainer\[plot\]'"):
+        plot_study(url, out=str(tmp_path), html=html)

@@ -1,0 +1,78 @@
+"""Who may import whom, as far as import-linter cannot say it: its contracts are in pyproject.toml, for `make lint`."""
+
+import ast
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.support import warm
+
+ROOT = Path(__file__).parents[2]
+OPTIONAL = {"transformers", "accelerate", "datasets", "peft", "deepspeed", "sklearn"}
+
+
+def imported_at_once(node: ast.AST) -> Iterator[str]:
+    """The libraries that a file asks for while it is imported: outside functions, and not for type checkers alone."""
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        return
+    if isinstance(node, ast.Import):
+        yield from (alias.name.split(".")[0] for alias in node.names)
+    elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+        yield node.module.split(".")[0]
+    only_types = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+    for child in node.orelse if only_types else ast.iter_child_nodes(node):
+        yield from imported_at_once(child)
+
+
+def those_that_ask(folder: str, libraries: set[str]) -> dict[str, set[str]]:
+    """The files that import some of these libraries at once."""
+    files = sorted((ROOT / folder).rglob("*.py"))
+    assert files
+    asked = {str(path.relative_to(ROOT)): {*imported_at_once(ast.parse(path.read_text()))} for path in files}
+    return {path: names & libraries for path, names in asked.items() if names & libraries}
+
+
+def test_other_libraries_are_optional():
+    """They are imported inside functions only; to import-linter an import is an import, wherever it stands."""
+    assert not those_that_ask("hftrainer", OPTIONAL | {"hftrainer_lightning"})
+
+
+def test_the_adapter_asks_for_deepspeed_when_it_is_wanted():
+    """Inside functions, too. That it imports no other library, and not its host, import-linter sees."""
+    assert not those_that_ask("adapters", {"deepspeed"})
+
+
+def test_what_counts_as_asked_for():
+    text = """
+import a.b
+try:
+    from c.d import e
+except ImportError:
+    pass
+class F:
+    import g
+    def h(self):
+        import i
+from .j import k
+if TYPE_CHECKING:
+    import l
+else:
+    import m
+"""
+    assert list(imported_at_once(ast.parse(text))) == ["a", "c", "g", "m"]
+
+
+def test_adapters_is_a_folder_and_no_package():
+    """`import adapters` belongs to another library of the same users."""
+    assert not (ROOT / "adapters" / "__init__.py").exists()
+
+
+def test_importing_is_cheap():
+    """`from hftrainer import Trainer` must not pay for lightning or transformers."""
+    code = (
+        "import sys; from hftrainer import Trainer, TrainingArguments; TrainingArguments('unused');"
+        "print(sorted({name.split('.')[0] for name in sys.modules} & {'lightning', 'transformers', 'optuna'}))"
+    )
+    env = {**warm.environment(), **warm.LIBRARIES}
+    done = subprocess.run([warm.PYTHON, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,76 @@
+"""The memory report, and the search for infinite numbers."""
+
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from hftrainer import Trainer, TrainingArguments
+from tests.support.parity import assert_same, build, train
+from tests.support.tiny import Plain, plain_data
+
+
+def test_memory_metrics_as_in_transformers(tmp_path):
+    """The same names in the same metrics; the first stage also reports the construction."""
+    names = []
+    for name in ("hftrainer", "transformers"):
+        trainer, _ = build(name, "plain", tmp_path / name, skip_memory_metrics=False, eval_strategy="epoch")
+        trained = trainer.train().metrics
+        evaluated = trainer.evaluate()
+        predicted = trainer.predict(plain_data()[:5]).metrics
+        logs = [[key for key in line if "mem" in key] for line in trainer.state.log_history]
+        names.append([[key for key in found if "mem" in key] for found in (trained, evaluated, predicted)] + logs)
+    assert names[0] == names[1]
+    assert "init_mem_cpu_alloc_delta" in names[0][0]
+
+
+def test_memory_is_measured(tmp_path):
+    class Hungry(Plain):
+        def forward(self, x, labels=None):
+            big = torch.ones(40_000_000)  # 160 MB for a moment
+            assert big.sum() > 0
+            return super().forward(x, labels)
+
+    args = TrainingArguments(str(tmp_path), max_steps=5, skip_memory_metrics=False, use_cpu=True, disable_tqdm=True)
+    metrics = Trainer(Hungry(), args, train_dataset=plain_data()).train().metrics
+    assert metrics["train_mem_cpu_alloc_delta"] + metrics["train_mem_cpu_peaked_delta"] > 100 << 20
+    assert metrics["before_init_mem_cpu"] > 50 << 20
+
+
+def test_memory_report_needs_psutil(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "psutil", None)
+    args = TrainingArguments(str(tmp_path), skip_memory_metrics=False, use_cpu=True)
+    with pytest.raises(ImportError, match="pip install psutil"):
+        Trainer(Plain(), args)
+
+
+class Explodes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.second = nn.Linear(8, 3)
+        self.calls = 0
+
+    def forward(self, x, labels=None):
+        self.calls += 1
+        hidden = self.first(x)
+        logits = self.second(hidden / 0 if self.calls == 3 else hidden)
+        return nn.functional.cross_entropy(logits, labels), logits
+
+
+def test_underflow_overflow(tmp_path):
+    args = TrainingArguments(str(tmp_path), max_steps=5, debug="underflow_overflow", use_cpu=True, disable_tqdm=True)
+    trainer = Trainer(Explodes(), args, train_dataset=plain_data())
+    with pytest.raises(
+        ValueError, match=r"^second \(Linear\): input\[0\] has (inf|nan), output has (inf|nan)"
+    ) as caught:
+        trainer.train()
+    assert "first (Linear)" in str(caught.value)
+    assert trainer.state.global_step == 2
+    assert not any(module._forward_hooks for module in trainer.model.modules())
+
+
+def test_underflow_overflow_leaves_numbers_alone(tmp_path):
+    watched = train("hftrainer", "bert", tmp_path / "with", debug="underflow_overflow")
+    assert_same(watched, train("hftrainer", "bert", tmp_path / "without"))

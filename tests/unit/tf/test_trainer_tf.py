@@ -1,0 +1,558 @@
+"""TFTrainer with torch's models and without TensorFlow; `make test-tf` has the tests with it."""
+
+import json
+import math
+import sys
+import types
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from hftrainer import HfArgumentParser, TFTrainer, TFTrainingArguments, create_optimizer
+from hftrainer.errors import InvalidArgument, UnknownKey, UnsupportedArgument
+from hftrainer.optimization_tf import AdamWeightDecay, PolynomialDecay, WarmUp
+from hftrainer.tf import optimizers
+from hftrainer.tf.pipelines import Batches, RowDataset
+from hftrainer.trainer_callback import TrainerCallback
+from tests.support.tiny import make_plain
+
+
+class Still(nn.Module):
+    """A model without random numbers; its loss is a mean, as in transformers."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.dense = nn.Linear(4, 6)
+        self.LayerNorm = nn.LayerNorm(6)
+        self.out = nn.Linear(6, 3)
+
+    def forward(self, x, labels=None):
+        logits = self.out(self.LayerNorm(torch.tanh(self.dense(x))))
+        if labels is None:
+            return {"logits": logits}
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def rows(count=20, seed=0):
+    rng = np.random.default_rng(seed)
+    return [{"x": rng.normal(size=4).astype("float32"), "label": int(rng.integers(3))} for _ in range(count)]
+
+
+def arguments(folder, **settings):
+    defaults = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "logging_steps": 1}
+    quiet = {"report_to": "none", "disable_tqdm": True, "use_cpu": True, "save_strategy": "no"}
+    return TFTrainingArguments(str(folder), **{**defaults, **quiet, "learning_rate": 1e-2, **settings})
+
+
+class Loud(TFTrainer):
+    def __init__(self, *args, **kwargs):
+        self.seen = []
+        super().__init__(*args, **kwargs)
+
+    def log(self, logs):
+        super().log(logs)
+        self.seen.append(dict(logs))
+
+
+def by_hand(args, data, accumulation=1):
+    """The losses and weights of a TFTrainer, computed with the formulas of Keras in float64's place: plain torch."""
+    model = Still()
+    steps_per_epoch = math.ceil(len(data) / (4 * accumulation))
+    steps = steps_per_epoch * int(args.num_train_epochs)
+    first = [torch.zeros_like(each) for each in model.parameters()]
+    second = [torch.zeros_like(each) for each in model.parameters()]
+    pipeline = RowDataset(data).repeat().shuffle(len(data), seed=args.seed).batch(4 * accumulation)
+    losses, done = [], 0
+    for _ in range(int(args.num_train_epochs)):
+        total = 0.0
+        for number, (features, labels) in zip(range(steps_per_epoch), pipeline, strict=False):
+            model.zero_grad()
+            outputs = model(torch.from_numpy(features["x"]), torch.from_numpy(labels).long())
+            outputs["loss"].backward()
+            total += outputs["loss"].item()
+            rate = args.learning_rate * (1 - done / steps)
+            done += 1
+            correction = math.sqrt(1 - args.adam_beta2**done) / (1 - args.adam_beta1**done)
+            for parameter, m, v, (name, _) in zip(
+                model.parameters(), first, second, model.named_parameters(), strict=True
+            ):
+                gradient = parameter.grad
+                if accumulation > 1:
+                    gradient = gradient.clamp(-args.max_grad_norm, args.max_grad_norm)
+                m.mul_(args.adam_beta1).add_(gradient, alpha=1 - args.adam_beta1)
+                v.mul_(args.adam_beta2).addcmul_(gradient, gradient, value=1 - args.adam_beta2)
+                decays = "LayerNorm" not in name and "bias" not in name
+                with torch.no_grad():
+                    parameter.mul_(1 - rate * args.weight_decay * decays)
+                    parameter.sub_(rate * correction * m / (v.sqrt() + args.adam_epsilon))
+            losses.append({"loss": total / (number + 1), "learning_rate": args.learning_rate * (1 - done / steps)})
+    return losses, model.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("settings", "accumulation"),
+    [({}, 1), ({"weight_decay": 0.3, "adam_epsilon": 1e-3}, 1), ({"max_grad_norm": 1e-3}, 2)],
+    ids=["adam", "decay", "accumulation"],
+)
+def test_formulas(tmp_path, settings, accumulation):
+    args = arguments(tmp_path, num_train_epochs=2, gradient_accumulation_steps=accumulation, **settings)
+    data = rows(24)
+    trainer = Loud(Still(), args, train_dataset=data)
+    trainer.train()
+    losses, weights = by_hand(args, data, accumulation)
+    epochs = [(step + 1) / trainer.steps_per_epoch for step in range(len(losses))]
+    assert [line["epoch"] for line in trainer.seen] == pytest.approx(epochs)
+    for line, expected in zip(trainer.seen, losses, strict=True):
+        assert line["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        assert line["learning_rate"] == pytest.approx(expected["learning_rate"], abs=1e-9)
+    for name, value in trainer.model.state_dict().items():
+        torch.testing.assert_close(value, weights[name], rtol=1e-4, atol=1e-5)
+
+
+def test_schedule_with_a_warm_up():
+    _, schedule = create_optimizer(1.0, 10, 4, power=2.0, min_lr_ratio=0.1)
+    expected = [0.0, 0.25, 0.5, 0.75] + [0.9 * (1 - step / 6) ** 2 + 0.1 for step in range(7)]
+    assert [schedule(step) for step in range(11)] == pytest.approx(expected)
+    assert schedule(50) == pytest.approx(0.1)
+    assert isinstance(schedule, WarmUp)
+    assert isinstance(create_optimizer(1.0, 10, 0)[1], PolynomialDecay)
+
+
+def test_resumed(tmp_path):
+    """Within an epoch: the same lines and weights as the undisturbed run, by the `checkpoint-xxx` in the folder."""
+    settings = {"num_train_epochs": 3, "save_strategy": "steps", "save_steps": 7, "eval_strategy": "epoch"}
+    given = {"train_dataset": rows(), "eval_dataset": rows(6)}
+    whole = Loud(Still(), arguments(tmp_path / "whole", **settings), **given)
+    whole.train()
+
+    class Stop(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_training_stop = state.global_step == 7
+
+    part = Loud(Still(), arguments(tmp_path / "part", **settings), **given)
+    part._engine.add_callback(Stop())
+    part.train()
+    resumed = Loud(Still(), arguments(tmp_path / "part", **settings), **given)
+    resumed.train()
+    assert resumed.global_step == 15
+    begun = next(index for index, line in enumerate(whole.seen) if line.get("epoch", 0) > 7 / 5)
+    assert resumed.seen == whole.seen[begun:]
+    for name, value in resumed.model.state_dict().items():
+        assert torch.equal(value, whole.model.state_dict()[name])
+
+
+def test_each_sample_is_evaluated_once(tmp_path):
+    def compute_metrics(prediction):
+        return {"rows": len(prediction.predictions), "eval_right": float(prediction.label_ids.sum())}
+
+    data = rows(10)
+    trainer = Loud(Still(), arguments(tmp_path), eval_dataset=data, compute_metrics=compute_metrics)
+    metrics = trainer.evaluate()
+    assert metrics["eval_rows"] == 10
+    assert metrics["eval_right"] == sum(row["label"] for row in data)
+    with torch.no_grad():
+        outputs = trainer.model(torch.from_numpy(np.stack([row["x"] for row in data])))["logits"]
+    each = nn.functional.cross_entropy(outputs, torch.tensor([row["label"] for row in data]), reduction="none")
+    assert metrics["eval_loss"] == pytest.approx(np.mean([part.mean().item() for part in each.split(4)]), rel=1e-6)
+    predictions, labels, metrics = trainer.predict(data[:7])
+    np.testing.assert_allclose(predictions, outputs[:7].numpy(), atol=1e-6)
+    assert labels.tolist() == [row["label"] for row in data[:7]]
+    assert set(metrics) == {"eval_rows", "eval_right", "eval_loss"}
+    dropping = TFTrainer(Still(), arguments(tmp_path, dataloader_drop_last=True), eval_dataset=data)
+    assert dropping.get_eval_tfdataset()[1:] == (2, 8)
+
+
+def test_evaluates_before_it_logs(tmp_path):
+    args = arguments(tmp_path, max_steps=2, eval_strategy="steps", eval_steps=1)
+    trainer = Loud(Still(), args, train_dataset=rows(), eval_dataset=rows(4))
+    trainer.train()
+    assert [next(iter(line)) for line in trainer.seen] == ["eval_loss", "loss"] * 2
+    assert [next(iter(line)) for line in trainer._engine.state.log_history] == ["eval_loss", "loss"] * 2
+
+
+def test_overrides(tmp_path):
+    calls = []
+
+    class Own(TFTrainer):
+        def get_train_tfdataset(self):
+            calls.append("data")
+            return super().get_train_tfdataset()
+
+        def create_optimizer_and_scheduler(self, num_training_steps):
+            calls.append(num_training_steps)
+            self.optimizer, self.lr_scheduler = torch.optim.SGD(self.model.parameters(), lr=1.0), lambda step: 0.5
+
+        def run_model(self, features, labels, training):
+            logits = self.model(features["x"])["logits"]
+            return nn.functional.cross_entropy(logits, labels, reduction="none"), logits  # of each instance
+
+        def training_step(self, features, labels, nb_instances_in_global_batch):
+            calls.append((len(labels), nb_instances_in_global_batch))
+            return 2 * super().training_step(features, labels, nb_instances_in_global_batch)
+
+        def prediction_step(self, features, labels, nb_instances_in_global_batch):
+            return super().prediction_step(features, labels, nb_instances_in_global_batch) + 1
+
+    data = rows(8)
+    trainer = Own(Still(), arguments(tmp_path, num_train_epochs=1), train_dataset=data)
+    trainer.train()
+    assert calls == ["data", 2, (4, 4), (4, 4)]
+    model = Still()
+    pipeline = RowDataset(data).repeat().shuffle(8, seed=42).batch(4)
+    for _, (features, labels) in zip(range(2), pipeline, strict=False):
+        loss = 2 * model(torch.from_numpy(features["x"]), torch.from_numpy(labels))["loss"]
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            parameter.data.sub_(0.5 * gradient)
+    for ours, expected in zip(trainer.model.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(ours, expected)
+    with torch.no_grad():
+        expected = trainer.model(torch.from_numpy(data[0]["x"])[None])["logits"] + 1
+    np.testing.assert_allclose(trainer.predict(data).predictions[:1], expected.numpy(), rtol=1e-5)
+
+
+def test_dict_of_labels(tmp_path):
+    """Counts as one instance: the loss of a batch is a sum, as in TFTrainer."""
+
+    class Spans(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.dense = nn.Linear(4, 4)
+
+        def forward(self, x, start_positions, end_positions):
+            logits = self.dense(x)
+            both = [nn.functional.cross_entropy(logits, each) for each in (start_positions, end_positions)]
+            return sum(both) / 2, logits
+
+    data = [{"x": row["x"], "start_positions": row["label"], "end_positions": 0} for row in rows(8)]
+    trainer = Loud(Spans(), arguments(tmp_path, num_train_epochs=1), train_dataset=data)
+    with torch.no_grad():
+        features, labels = next(iter(RowDataset(data).repeat().shuffle(8, seed=42).batch(4)))
+        expected = trainer.model(
+            torch.from_numpy(features["x"]), **{name: torch.from_numpy(each) for name, each in labels.items()}
+        )[0]
+    trainer.train()
+    assert trainer.seen[0]["loss"] == pytest.approx(4 * expected.item(), rel=1e-5)
+
+
+def test_optimizers_of_keras():
+    """Read by what Keras shows of them; momentum has the rate of its step in it."""
+    model = Still()
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+
+    class SGD:
+        learning_rate = 0.1
+
+        def get_config(self):
+            settings = {"momentum": 0.9, "nesterov": True, "weight_decay": None, "clipvalue": 0.5, "ema_momentum": 0.99}
+            return {"name": "SGD", "learning_rate": 0.1, "use_ema": False, **settings}
+
+    made, schedule = optimizers.to_torch(SGD(), None, model, names)
+    parameter, velocity = model.out.bias, torch.zeros(3)
+    expected = parameter.detach().clone()
+    for gradient in ([1.0, -0.2, 0.1], [0.3, 0.3, -4.0]):
+        parameter.grad = torch.tensor(gradient)
+        clipped = torch.tensor(gradient).clamp(-0.5, 0.5)
+        velocity = 0.9 * velocity - 0.1 * clipped
+        expected = expected + 0.9 * velocity - 0.1 * clipped
+        made.step()
+        schedule.step()
+    torch.testing.assert_close(parameter.detach(), expected)
+
+    class EMA(SGD):
+        def get_config(self):
+            return {**super().get_config(), "use_ema": True}
+
+    EMA.__name__ = "SGD"
+    with pytest.raises(UnsupportedArgument, match="SGD with use_ema=True"):
+        optimizers.to_torch(EMA(), None, model, names)
+
+
+@pytest.mark.parametrize(
+    ("clipping", "factor"), [({"clipnorm": 1.0}, 1 / 5), ({"global_clipnorm": 1.0}, 1 / 13), ({"clipnorm": 9.0}, 1)]
+)
+def test_clipping_by_norm(clipping, factor):
+    first, second = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1))
+    first.grad, second.grad = torch.tensor([3.0, 4.0]), torch.tensor([12.0])
+    optimizers.clip([first, second], clipping)
+    torch.testing.assert_close(first.grad, torch.tensor([3.0, 4.0]) * factor)
+
+
+def test_weight_decay_by_name():
+    model = Still()
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    given = AdamWeightDecay(
+        0.1,
+        weight_decay_rate=0.5,
+        include_in_weight_decay=["LayerNorm.w"],
+        exclude_from_weight_decay=["LayerNorm", "bias"],
+    )
+    made, schedule = optimizers.to_torch(given, None, model, names)
+    decayed = {names[id(parameter)] for parameter in made.param_groups[0]["params"]}
+    assert decayed == {"dense.weight", "LayerNorm.weight", "out.weight"}
+    assert [group["weight_decay"] for group in made.param_groups] == [0.5, 0.0]
+    assert schedule.get_last_lr() == [0.1, 0.1]
+    with pytest.raises(InvalidArgument, match=r"'kernel' is in no parameter's name.*'dense.weight'"):
+        optimizers.to_torch(AdamWeightDecay(include_in_weight_decay=["kernel"]), None, model, names)
+    with pytest.raises(UnknownKey, match="no argument decay"):
+        AdamWeightDecay(decay=0.1)
+
+
+def test_tb_writer(tmp_path, monkeypatch):
+    written = []
+
+    class Writer:
+        def as_default(self):
+            return open(tmp_path / "context", "w")
+
+        def flush(self):
+            written.append("flushed")
+
+    summary = types.SimpleNamespace(scalar=lambda name, value, step: written.append((name, step)))
+    fake = types.SimpleNamespace(summary=summary, random=types.SimpleNamespace(set_seed=written.append))
+    fake.config = types.SimpleNamespace(set_visible_devices=lambda devices, kind: written.append(kind))
+    monkeypatch.setitem(sys.modules, "tensorflow", fake)
+    args = arguments(tmp_path, max_steps=1)
+    assert written == ["GPU"]
+    TFTrainer(Still(), args, train_dataset=rows(), tb_writer=Writer()).train()
+    assert written == ["GPU", 42, ("loss", 1), ("learning_rate", 1), ("epoch", 1), "flushed"]
+
+
+def test_trackers_are_set_up_by_overrides(tmp_path, monkeypatch):
+    called = []
+
+    class Own(TFTrainer):
+        def setup_wandb(self):
+            called.append("wandb")
+
+        def setup_comet(self):
+            called.append("comet")
+
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    pytest.importorskip("wandb")
+    Own(Still(), arguments(tmp_path, report_to="wandb"))
+    assert called == ["wandb"]
+    Own(Still(), arguments(tmp_path))
+    assert called == ["wandb"]
+
+
+def test_saved_model_and_state(tmp_path):
+    trainer = TFTrainer(Still(), arguments(tmp_path, max_steps=3, save_strategy="steps", save_steps=2), rows())
+    trainer.train()
+    trainer.save_model()
+    assert (tmp_path / "model.safetensors").is_file()
+    assert json.loads((tmp_path / "checkpoint-2" / "epoch_loss.json").read_text())["step"] == 2
+    assert not (tmp_path / "epoch_loss.json").exists()
+    assert trainer.args.n_replicas == trainer.args.strategy.num_replicas_in_sync == 1
+    with pytest.warns(FutureWarning, match="n_replicas"):
+        assert trainer.args.n_gpu == 1
+
+
+class TwoEpochs(torch.utils.data.IterableDataset):
+    """Its length is unknown."""
+
+    def __iter__(self):
+        yield from rows(6)
+
+
+def test_length_is_counted(tmp_path, caplog):
+    trainer = TFTrainer(Still(), arguments(tmp_path, num_train_epochs=1), train_dataset=TwoEpochs())
+    trainer.train()
+    assert (trainer.num_train_examples, trainer.steps_per_epoch) == (6, 2)
+
+
+def test_datasets_of_other_libraries(tmp_path):
+    """The columns that the model does not take go; pairs of a torch dataset are as those of tf.data."""
+    datasets = pytest.importorskip("datasets")
+    named = datasets.Dataset.from_list([{**row, "x": row["x"].tolist(), "text": "a word"} for row in rows()])
+
+    class Pairs(torch.utils.data.Dataset):
+        def __len__(self):
+            return 20
+
+        def __getitem__(self, index):
+            return {"x": torch.from_numpy(rows()[index]["x"])}, rows()[index]["label"]
+
+    found = []
+    for data in (rows(), named, Pairs()):
+        trainer = Loud(Still(), arguments(tmp_path, num_train_epochs=1), train_dataset=data)
+        trainer.train()
+        found.append(trainer.seen)
+    assert found[0] == found[2]
+    assert [line["loss"] for line in found[0]] == pytest.approx([line["loss"] for line in found[1]], rel=1e-6)
+
+
+def test_command_line(tmp_path):
+    parser = HfArgumentParser(TFTrainingArguments)
+    words = "--poly_power 2 --xla --evaluation_strategy epoch --report_to none --use_cpu"
+    with pytest.warns(FutureWarning, match="evaluation_strategy is now eval_strategy"):
+        (args,) = parser.parse_args_into_dataclasses(["--output_dir", str(tmp_path), *words.split()])
+    assert (args.poly_power, args.torch_compile, args.eval_strategy) == (2.0, True, "epoch")
+
+
+def test_each_iteration_has_its_own_order():
+    pipeline = RowDataset([{"x": np.array([number]), "label": number} for number in range(50)]).shuffle(50, seed=1)
+    first, second = ([label for _, label in pipeline] for _ in range(2))
+    assert first != second
+    assert sorted(first) == sorted(second) == list(range(50))
+    again = RowDataset([{"x": 0, "label": number} for number in range(50)]).shuffle(50, seed=1)
+    assert [label for _, label in again] == first
+    resumed = Batches(pipeline.batch(50), 1)  # a new pipeline, whose second pass a resumed run begins with
+    resumed.epoch = 1
+    assert next(iter(resumed))["labels"].tolist() == second
+
+
+# ---- What cannot work
+
+
+class Endless:
+    """As tf.data answers for a dataset that repeats."""
+
+    def __init__(self, cardinality=-1):
+        self.rows = RowDataset(rows())
+        self._cardinality = cardinality
+
+    def cardinality(self):
+        return self._cardinality
+
+    def batch(self, size, drop_remainder=False):
+        return self.rows.repeat().batch(size)
+
+
+def test_infinite_data_needs_max_steps(tmp_path):
+    with pytest.raises(InvalidArgument, match=r"infinite: dataset\.take"):
+        TFTrainer(Still(), arguments(tmp_path), train_dataset=Endless()).train()
+    trainer = Loud(Still(), arguments(tmp_path, max_steps=3), train_dataset=Endless())
+    trainer.train()
+    assert trainer.global_step == len(trainer.seen) == 3
+    with pytest.raises(InvalidArgument, match="infinite"):
+        trainer.evaluate(Endless())
+
+
+x = np.zeros(4, "float32")
+BAD_DATA = {
+    "strings": ([({"x": np.array(["a", "b"])}, 0)] * 4, "yields strings.*tokenize"),
+    "lengths": ([({"x": x}, 0), ({"x": x[:2]}, 0)] * 2, "pad them to one length"),
+    "no labels": ([{"x": x}] * 4, "a dict without labels"),
+    "single": ([x] * 4, "yields ndarray: TFTrainer takes pairs"),
+    "triple": ([({"x": x}, 0, 1.0)] * 4, "yields 3 values: TFTrainer takes pairs"),
+    "no names": ([(x, 0)] * 4, "features being a dict of names"),
+    "empty": ([], "The dataset is empty"),
+    "no dataset": (7, "int is no dataset"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_DATA)
+def test_bad_data(tmp_path, name):
+    data, message = BAD_DATA[name]
+    with pytest.raises(InvalidArgument, match=message):
+        TFTrainer(Still(), arguments(tmp_path, remove_unused_columns=False), train_dataset=data).train()
+
+
+def test_ragged_tensors_are_refused():
+    ragged = types.SimpleNamespace(row_splits=[0, 1, 3])
+    with pytest.raises(InvalidArgument, match=r"ragged tensors.*to_tensor"):
+        next(iter(Batches([({"x": ragged, "y": x}, [0, 1, 2, 3])], 1)))
+
+
+def test_missing_data(tmp_path):
+    trainer = TFTrainer(Still(), arguments(tmp_path))
+    with pytest.raises(InvalidArgument, match="needs a train_dataset"):
+        trainer.train()
+    with pytest.raises(InvalidArgument, match="needs an eval_dataset"):
+        trainer.evaluate()
+    dropping = TFTrainer(Still(), arguments(tmp_path, dataloader_drop_last=True))
+    with pytest.raises(InvalidArgument, match="leaves nothing of the 3 samples"):
+        dropping.evaluate(rows(3))
+
+
+def of_keras(**attributes):
+    return type("Functional", (), {"__module__": "keras.src.models", **attributes})()
+
+
+class TFBertForNothing:
+    config = None
+
+    def get_weights(self):
+        return []
+
+
+BAD_MODELS = {
+    "keras on TensorFlow": (of_keras(), "Functional is a Keras model.*KERAS_BACKEND=torch"),
+    "no model": ("bert-base", "str is neither a torch module"),
+    "no twin": (TFBertForNothing(), "transformers has no BertForNothing"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_MODELS)
+def test_bad_models(tmp_path, name):
+    pytest.importorskip("transformers")
+    model, message = BAD_MODELS[name]
+    with pytest.raises(UnsupportedArgument, match=message):
+        TFTrainer(model, arguments(tmp_path))
+
+
+def test_loss_of_another_library(tmp_path):
+    tensor = type("EagerTensor", (), {"__module__": "tensorflow.python.framework.ops"})
+
+    class Own(TFTrainer):
+        def run_model(self, features, labels, training):
+            return tensor(), None
+
+    with pytest.raises(UnsupportedArgument, match=r"a loss of tensorflow \(EagerTensor\).*torch has to"):
+        Own(Still(), arguments(tmp_path), train_dataset=rows()).train()
+
+
+def test_gradients_are_not_returned(tmp_path):
+    class Own(TFTrainer):
+        def training_step(self, features, labels, nb_instances_in_global_batch):
+            return [torch.zeros(3)]
+
+    with pytest.raises(UnsupportedArgument, match="training_step returns list: return the loss"):
+        Own(Still(), arguments(tmp_path), train_dataset=rows()).train()
+
+
+@pytest.mark.parametrize("name", ["apply_gradients", "distributed_training_steps", "distributed_prediction_steps"])
+def test_overrides_that_nothing_calls(tmp_path, name):
+    own = type("Own", (TFTrainer,), {name: lambda self, *args: None})
+    with pytest.raises(UnsupportedArgument, match=rf"Own\.{name}: Lightning runs the steps"):
+        own(Still(), arguments(tmp_path))
+
+
+def test_optimizers_that_have_no_counterpart(tmp_path):
+    class Nadam:
+        def get_config(self):
+            return {}
+
+    args = arguments(tmp_path, max_steps=1)
+    with pytest.raises(UnsupportedArgument, match="optimizers: Nadam has no counterpart"):
+        TFTrainer(Still(), args, rows(), optimizers=(Nadam(), lambda step: 0.1)).train()
+    with pytest.raises(InvalidArgument, match="a schedule and no optimizer"):
+        TFTrainer(Still(), args, rows(), optimizers=(None, lambda step: 0.1)).train()
+
+
+def test_checkpoints_of_tensorflow(tmp_path):
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "checkpoint" / "ckpt-3.index").touch()
+    with pytest.raises(UnsupportedArgument, match=r"ckpt-3\.index is a checkpoint of TensorFlow"):
+        TFTrainer(Still(), arguments(tmp_path, max_steps=1), train_dataset=rows()).train()
+
+
+@pytest.mark.parametrize("name", ["tpu_name", "tpu_zone", "gcp_project"])
+def test_tpus_of_the_cloud(tmp_path, name):
+    with pytest.raises(UnsupportedArgument, match=rf"{name}: TensorFlow connects.*run --tpu"):
+        arguments(tmp_path, **{name: "mine"})
+
+
+def test_xla_compiles(tmp_path):
+    assert arguments(tmp_path, xla=True).torch_compile
+    assert not arguments(tmp_path).torch_compile
+
+
+def test_dropout_is_off_in_evaluations(tmp_path):
+    data = [{"x": torch.ones(8), "labels": 1}] * 4
+    trainer = TFTrainer(make_plain(), arguments(tmp_path), eval_dataset=data)
+    assert trainer.evaluate() == trainer.evaluate()
