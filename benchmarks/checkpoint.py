@@ -1,6 +1,6 @@
 """How long training stands still for a checkpoint: transformers, hftrainer, and hftrainer in the background.
 
-    make bench-checkpoint
+    make bench BENCH=checkpoint
 
 A model of 537 MB of weights with AdamW, so that a checkpoint has 1.6 GB. The time from the end of the step that saves
 to the beginning of the next, less what passes there without a save; the steps until the next save, of which the first

@@ -1,6 +1,6 @@
 """Memory and time of an evaluation: transformers against hftrainer with a function, and with torchmetrics.
 
-    make bench-eval
+    make bench BENCH=eval_memory
 
 Part one evaluates a language model with a vocabulary of 32,000 on 64, 256 and 1,024 samples of 16 tokens, in batches of
 16, each in a process of its own: the peak of resident memory above what was there before, and the time. Part two

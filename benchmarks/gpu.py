@@ -1,6 +1,6 @@
 """Tokens a second, peak memory and host synchronizations a step on a GPU: hftrainer, transformers and a raw loop.
 
-    make bench-gpu    # or: python benchmarks/gpu.py --rounds 3 --json results.json
+    make bench BENCH=gpu    # or: python benchmarks/gpu.py --rounds 3 --json results.json
 
 A Llama of 125M parameters in bf16 (autocast), fused AdamW, a linear schedule and clipping at 1.0, with and without
 `torch.compile`, a log line every 10 steps. Each contender trains in a process of its own, in turns: first the steps

@@ -1,6 +1,6 @@
 """Peak resident memory of training, evaluating, saving and searching, by size of the model, against transformers.
 
-    make bench-memory    # or: python benchmarks/memory.py --sizes 10M 100M --json results.json
+    make bench BENCH=memory    # or: python benchmarks/memory.py --sizes 10M 100M --json results.json
 
 A Llama with a vocabulary of 1,024 and AdamW in float32, batches of 2 samples of 16 tokens, one thread. Each figure is
 taken in a process of its own, which first does the same with a tiny model, so that whatever is imported on first use is

@@ -62,7 +62,7 @@ DEEPSPEED = """
 ## DeepSpeed
 
 `deepspeed` is a dict, the path of a JSON or YAML file, JSON, or True for ZeRO-2 with all from the arguments. DeepSpeed
-has to be there: `pip install 'hftrainer[deepspeed]'` (0.19.8 is what is tested, `make test-deepspeed`). On a machine
+has to be there: `pip install 'hftrainer[deepspeed]'` (0.19.8 is what is tested, `make test-adapters`). On a machine
 without a GPU it wants `DS_ACCELERATOR=cpu`.
 
 | in the configuration | what becomes of it |

@@ -1,13 +1,24 @@
 """The package in an environment that pip has made: `make test-install`."""
 
 import json
+import os
 import re
+import subprocess
 import sys
 import zipfile
 
 import pytest
+from packaging.version import Version
 
-from tests.docs.test_first_examples import ROOT, run
+from tests.support.processes import ROOT, environment
+
+
+def run(command, cwd, **variables):
+    """What a command prints."""
+    env = {**environment(), **variables}
+    done = subprocess.run([str(word) for word in command], cwd=cwd, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def test_an_environment_with_only_the_declared_dependencies(tmp_path):
@@ -63,3 +74,27 @@ def test_torch_xla_comes_with_its_torch(resolve):
 def test_torch_tpu_comes_with_what_it_imports(resolve):
     imported = {"absl-py", "frozendict", "immutabledict", "libtpu", "portpicker", "pyzmq", "torch"}
     assert imported <= resolve("torch-tpu").keys()
+
+
+def newest(package, folder, *options):
+    """The version that pip would install, which it asks for without installing it."""
+    line = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--quiet", "--dry-run"]
+    line += ["--ignore-installed", "--no-deps", "--report", "-", *options, package]
+    (found,) = json.loads(run(line, folder))["install"]
+    return Version(found["metadata"]["version"])
+
+
+def test_a_pre_release_of_lightning(tmp_path):
+    """A report: pyproject.toml does not admit it, so what fails with it is the reason of a skip, and no failure."""
+    candidate = newest("lightning", tmp_path, "--pre")
+    if candidate <= newest("lightning", tmp_path):
+        pytest.skip("no pre-release of lightning is newer than its newest release")
+    target = tmp_path / "lightning"
+    run(
+        [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", target, f"lightning=={candidate}"], ROOT
+    )
+    paths = os.pathsep.join([str(target), environment()["PYTHONPATH"]])
+    line = [sys.executable, "-m", "pytest", "-q", "tests/lightning", "tests/parity/test_matrix.py"]
+    done = subprocess.run(line, cwd=ROOT, env={**environment(), "PYTHONPATH": paths}, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"lightning {candidate}: {done.stdout[-3000:]}")

@@ -1,6 +1,6 @@
 """Contents that somebody made up, for the fuzzers.
 
-`make fuzz` tries many more (`FUZZ=1000`); a failure prints the seed of its case.
+`make soak` tries many more (`FUZZ=1000`); a failure prints the seed of its case.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""What pyproject.toml claims as the oldest release of a package is what `make test-floor` tries."""
+"""What pyproject.toml claims as the oldest release of a package is what `make test-versions RELEASES=floor` tries."""
 
 import sys
 from pathlib import Path
@@ -19,11 +19,11 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 #: Extras that the lane leaves out.
 ELSEWHERE = {
-    "deepspeed": "make test-deepspeed",
-    "ray": "make test-ray",
+    "deepspeed": "make test-adapters",
+    "ray": "make test-adapters",
     "mlflow": "the lane takes mlflow-skinny, the same code without its server",
-    "tf": "make test-tf, beside transformers 4.57",
-    "tpu": "make test-xla; it needs one torch alone",
+    "tf": "make test-adapters, beside transformers 4.57",
+    "tpu": "make test-adapters ADAPTERS=xla; it needs one torch alone",
     "docs": "tools, not what the package runs with",
     "torch-tpu": "it loads on a machine with a TPU only; make test-install resolves it",
     "dev": "tools, not what the package runs with",

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from tests.support import warm
+from tests.support import processes
 from tests.support.differences import MEASURED
 
 ROOT = Path(__file__).parents[3]
@@ -26,19 +26,19 @@ def environment(folder: Path) -> dict[str, str]:
         "CUDA_VISIBLE_DEVICES": "",
         "PYTHONHASHSEED": "0",  # libraries write sets into their files
     }
-    return {**warm.environment(), **more}
+    return {**processes.environment(), **more}
 
 
 def run_both(module: str, names: Iterable[str], folder: Path, python: str = sys.executable) -> Path:
     """Run cases `names` of `module` in two processes of `python`; returns `folder`, with one folder for each way."""
-    processes = {}
+    started = {}
     for way, words in WAYS.items():
         (folder / way).mkdir(parents=True)
         line = [python, "-m", "tests.adapters.downstream.driver", *words, module, str(folder / way), *names]
         with (folder / f"{way}.txt").open("w") as output:
             env = environment(folder / way)
-            processes[way] = subprocess.Popen(line, env=env, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
-    for way, process in processes.items():
+            started[way] = subprocess.Popen(line, env=env, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
+    for way, process in started.items():
         assert process.wait() == 0, f"{way}:\n{(folder / f'{way}.txt').read_text()[-10_000:]}"
     return folder
 

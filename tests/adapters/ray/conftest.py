@@ -3,7 +3,7 @@ import os
 
 import pytest
 
-#: `make test-ray` has an environment of its own for these.
+#: `make test-adapters` has an environment of its own for these.
 collect_ignore_glob = [] if importlib.util.find_spec("ray") else ["test_*.py"]
 
 

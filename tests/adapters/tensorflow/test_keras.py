@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import warm
+from tests.support import processes
 
 OPTIMIZERS = [
     *("adam", "amsgrad", "adamw", "sgd", "schedule"),
@@ -17,7 +17,7 @@ OPTIMIZERS = [
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    environment = {**warm.environment(), "TF_CPP_MIN_LOG_LEVEL": "3", "OMP_NUM_THREADS": "1"}
+    environment = {**processes.environment(), "TF_CPP_MIN_LOG_LEVEL": "3", "OMP_NUM_THREADS": "1"}
     line = [sys.executable, str(Path(__file__).with_name("keras_cases.py")), str(tmp_path_factory.mktemp("keras"))]
     done = subprocess.run(line, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support import warm
+from tests.support import processes
 
 HERE = Path(__file__).parent
 REFERENCE = HERE / "reference"
@@ -37,7 +37,7 @@ EACH_SAMPLE_ONCE = {"text_odd"}
 def run(folder: Path, words: str, task: str, **environment: str) -> dict:
     line = [sys.executable, "-m", "hftrainer", "run", str(HERE / "script_v4.py")]
     line += ["--model_dir", str(REFERENCE / f"model_{task}"), "--output_dir", str(folder), *COMMON.split()]
-    environment = {**warm.environment(), "TF_CPP_MIN_LOG_LEVEL": "3", "OMP_NUM_THREADS": "1", **environment}
+    environment = {**processes.environment(), "TF_CPP_MIN_LOG_LEVEL": "3", "OMP_NUM_THREADS": "1", **environment}
     done = subprocess.run([*line, *words.split()], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads((folder / "result.json").read_text())
@@ -76,7 +76,7 @@ def test_example(tmp_path):
         pytest.skip("TensorFlow computes convolutions of images with channels last only, on the CPU")
     done = subprocess.run(
         [sys.executable, "-m", "hftrainer", "run", str(HERE.parents[2] / "examples" / "tf_trainer.py")],
-        env={**warm.environment(), "TF_CPP_MIN_LOG_LEVEL": "3"},
+        env={**processes.environment(), "TF_CPP_MIN_LOG_LEVEL": "3"},
         cwd=tmp_path,
         capture_output=True,
         text=True,

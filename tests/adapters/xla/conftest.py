@@ -1,4 +1,4 @@
-"""What needs torch_xla: `make test-xla` has it, in an environment of its own; elsewhere there is nothing to collect."""
+"""What needs torch_xla: `make test-adapters ADAPTERS=xla` has it, in an environment of its own; elsewhere there is nothing to collect."""
 
 import importlib.util
 import os

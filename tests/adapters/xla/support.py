@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hftrainer import Trainer, TrainingArguments
-from tests.support import tiny, warm
+from tests.support import processes, tiny
 
 ROOT = Path(__file__).parents[3]
 #: XLA sums up the products of a matrix in another order than torch's kernels, and fuses multiplications with additions:
@@ -69,7 +69,7 @@ def weights(done: Trainer) -> dict[str, torch.Tensor]:
 
 def run_script(*words: str, timeout: float = 240, **environment: str) -> subprocess.CompletedProcess:
     """A script in a process of its own, from the root of the repository."""
-    env = {**warm.environment(), "PJRT_DEVICE": "CPU", **environment}
+    env = {**processes.environment(), "PJRT_DEVICE": "CPU", **environment}
     return subprocess.run(
         [sys.executable, *words], cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout, check=False
     )

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.adapters.xla.support import ROOT, TOLERANCE, numbers, run_script, trainer, weights
-from tests.support import warm
+from tests.support import processes
 
 SCRIPT = """
 import os, sys
@@ -46,7 +46,7 @@ def replicas(tmp_path_factory):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     env = {
-        **warm.environment(),
+        **processes.environment(),
         "PJRT_LOCAL_PROCESS_COUNT": "2",
         "MASTER_PORT": str(port),
     }

@@ -31,7 +31,7 @@ class Block(NamedTuple):
         begins: how, as far as the line has it.
         outcome: SAME (as the document's release), LEDGER with the row of tests/support/differences.py, or NOT_OURS with
             the reason.
-        lane: where its test runs, if not in `make test-documents`.
+        lane: where its test runs, if not in `make docs`.
         test: what tests it, if not the document's file: `document:line` of the same block, or `path::function`.
     """
 

@@ -1,4 +1,4 @@
-"""TFTrainer with torch's models and without TensorFlow; `make test-tf` has the tests with it."""
+"""TFTrainer with torch's models and without TensorFlow; `make test-adapters` has the tests with it."""
 
 import json
 import math
