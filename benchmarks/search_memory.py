@@ -1,4 +1,4 @@
-"""Resident memory after each of 30 trials of a hyperparameter search on the digits example: `make bench BENCH=search_memory`.
+"""Resident memory after each of 30 trials of a search on the digits example: `make bench BENCH=search_memory`.
 
 Fails when the 30th has more than 5 % more than the 5th.
 """

@@ -1,4 +1,4 @@
-"""What needs torch_xla: `make test-adapters ADAPTERS=xla` has it, in an environment of its own; elsewhere there is nothing to collect."""
+"""Collects nothing without torch_xla, which `make test-adapters ADAPTERS=xla` installs in an environment of its own."""
 
 import importlib.util
 import os
