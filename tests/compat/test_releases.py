@@ -1,109 +1,69 @@
 """Runs through `install()` are those of the installed release of transformers, exactly.
 
-The lane of each release runs this file in an environment of its own.
+`make test-versions` runs this file beside each of several releases. A case is a function of a folder that trains with
+the classes that `transformers` has, and returns what can be compared. `SHOWN_BY` names the case that shows each switch
+of the table of behaviours: with the switch the other way round, it finds something else.
 """
 
 import copy
+import dataclasses
+import functools
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import BertForSequenceClassification
+import transformers
 
-from tests.compat.installed import compare, installed, train_both
-from tests.support.matrix import check_run, over_the_matrix
-from tests.support.parity import assert_same, build, record, train
+from hftrainer.arguments import behaviours
+from tests.compat.installed import installed
+from tests.support.parity import accuracy, assert_same, build, record, train
 from tests.support.releases import TRANSFORMERS
-from tests.support.tiny import make_bert, make_plain, plain_data
-
-
-@over_the_matrix
-def test_same_run(tmp_path, model, accumulation, length, precision, evaluation):
-    case = {"model": model, "accumulation": accumulation, "length": length}
-    check_run(compare, tmp_path, **case, precision=precision, evaluation=evaluation)
-
+from tests.support.tiny import (
+    Plain,
+    make_bert,
+    make_llama,
+    make_plain,
+    pad,
+    plain_data,
+    tokenizer,
+    varied_language_data,
+)
 
 STEPS = {"eval_strategy": "steps", "eval_steps": 3, "save_strategy": "steps", "save_steps": 3}
 ACCUMULATING = {"gradient_accumulation_steps": 4}  # 10 micro-batches: the last window has 2
+BEST = {**STEPS, "load_best_model_at_end": True}
+METRICS = {"trainer": {"compute_metrics": accuracy}}
+by_length = {"group_by_length": True} if TRANSFORMERS < (5,) else {"train_sampling_strategy": "group_by_length"}
 
 
-@pytest.mark.parametrize(
-    ("model", "settings"),
-    [
-        # Of 20 steps the last is not a multiple of 3.
-        pytest.param("plain", {**STEPS, "load_best_model_at_end": True}, id="best-model"),
-        pytest.param("plain", {**STEPS, "load_best_model_at_end": True, "save_total_limit": 1}, id="best-limit-1"),
-        pytest.param("plain", {"eval_strategy": "epoch", "save_strategy": "epoch"}, id="by-epoch"),
-        pytest.param("plain", {"max_grad_norm": 0.0}, id="not-clipped"),
-        pytest.param("plain", {**STEPS, "eval_on_start": True}, id="eval-on-start"),
-        pytest.param("plain", {"num_train_epochs": 1.35, **ACCUMULATING}, id="part-of-an-epoch"),
-        pytest.param("plain", {"max_steps": 9, **ACCUMULATING}, id="max-steps"),
-        pytest.param("bert", {**STEPS, "label_smoothing_factor": 0.1}, id="smoothing"),
-        pytest.param("llama", {**STEPS, "label_smoothing_factor": 0.1, **ACCUMULATING}, id="smoothing-accumulating"),
-        pytest.param("llama", {**STEPS, "include_num_input_tokens_seen": True}, id="tokens-seen"),
-        pytest.param("llama", {"neftune_noise_alpha": 5.0, "gradient_checkpointing": True}, id="neftune"),
-        pytest.param("llama", {"optim": "adamw_torch", "lr_scheduler_type": "cosine"}, id="adamw-cosine"),
-        pytest.param(
-            "plain",
-            {**STEPS, "lr_scheduler_type": "reduce_lr_on_plateau", "metric_for_best_model": "loss"},
-            id="plateau",
-        ),
-    ],
-)
-def test_features(tmp_path, model, settings):
-    compare(tmp_path, model, **settings)
+def trained(model, **settings):
+    """A case that trains once."""
+    return lambda folder: train("transformers", model, folder, **copy.deepcopy(settings))
 
 
-@pytest.mark.parametrize(
-    ("accumulation", "step"),
-    [
-        pytest.param(1, 4, id="mid-epoch"),
-        pytest.param(1, 10, id="epoch-end"),
-        pytest.param(3, 2, id="accumulating"),
-        pytest.param(5, 3, id="full-windows"),
-    ],
-)
-def test_resumed(tmp_path, accumulation, step):
-    """Both go on from the checkpoint of the installed release."""
-    if accumulation == 3 and TRANSFORMERS < (4, 52):
-        pytest.skip("the ledger: a resumed run with a ragged last window (transformers before 4.52)")
-    settings = {**STEPS, "save_steps": step, "gradient_accumulation_steps": accumulation, "logging_steps": 1}
-    train("transformers", "llama", tmp_path / "whole", **settings)
-    for who in ("ours", "theirs"):
-        shutil.copytree(tmp_path / "whole" / f"checkpoint-{step}", tmp_path / who / f"checkpoint-{step}")
-    compare(tmp_path, "llama", resume=True, **settings)
+def begin(folder, model, step, **settings):
+    """Write the checkpoint that a case resumes from: by transformers itself, whoever resumes."""
+    assert transformers.Trainer.__module__ == "transformers.trainer"
+    train("transformers", model, folder, **{**settings, "save_steps": step})
 
 
-def test_a_resumed_run_with_another_batch_size(tmp_path):
-    settings = {"save_strategy": "steps", "save_steps": 4, "max_steps": 7}
-    train("transformers", "plain", tmp_path / "whole", **settings)
-    for who in ("ours", "theirs"):
-        shutil.copytree(tmp_path / "whole" / "checkpoint-4", tmp_path / who / "checkpoint-4")
-    compare(tmp_path, "plain", resume=True, per_device_train_batch_size=6, ignore_data_skip=True, **settings)
+def resume(folder, model, step, again=(), **settings):
+    """A case that resumes from what `begin` has written."""
+    shutil.copytree(folder.parent / "begun" / f"checkpoint-{step}", folder / f"checkpoint-{step}")
+    return train("transformers", model, folder, resume=True, **{**settings, "save_steps": step, **dict(again)})
 
 
-def test_evaluate_and_predict_before_and_after(tmp_path):
-    """The epoch in the log, the loss of language models, and what predictions consist of."""
-
-    def run(folder):
-        trainer, recorder = build("transformers", "llama", folder, max_steps=3)
-        trainer.evaluate()
-        trainer.train()
-        output = trainer.predict(trainer.eval_dataset)
-        return record(trainer, recorder, folder, names=sorted(output.metrics)), output
-
-    theirs, their_output = run(tmp_path / "theirs")
-    with installed():
-        ours, our_output = run(tmp_path / "ours")
-    assert_same(ours, theirs)
-    assert (our_output.predictions == their_output.predictions).all()
+def resumed(model, step, **settings):
+    return functools.partial(resume, model=model, step=step, **settings)
 
 
-@pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("model", ["plain", "llama"])
-def test_items_that_a_loss_function_gets(tmp_path, model, accumulation):
-    """Their number and type, in training and evaluation."""
+# ---- Cases with code of their own ------------------------------------------------------------------------------------
+
+
+def what_a_loss_function_gets(model, folder, **settings):
+    """The number of items and its type, in training and evaluation."""
     seen = []
 
     def loss(outputs, labels, num_items_in_batch=None):
@@ -112,41 +72,37 @@ def test_items_that_a_loss_function_gets(tmp_path, model, accumulation):
         losses = torch.nn.functional.cross_entropy(outputs["logits"].flatten(0, -2), labels.flatten(), reduction="sum")
         return losses / (labels.numel() if items is None else items)
 
-    settings = {**STEPS, "gradient_accumulation_steps": accumulation, "max_steps": 5}
-    theirs = train("transformers", model, tmp_path / "theirs", trainer={"compute_loss_func": loss}, **settings)
-    given, seen = seen, []
-    with installed():
-        ours = train("transformers", model, tmp_path / "ours", trainer={"compute_loss_func": loss}, **settings)
-    assert seen == given
-    assert_same(ours, theirs)
+    found = train("transformers", model, folder, trainer={"compute_loss_func": loss}, max_steps=5, **STEPS, **settings)
+    found.extra["items"] = seen
+    return found
 
 
-def test_an_infinite_loss_in_an_evaluation(tmp_path):
-    data = copy.deepcopy(plain_data())
-    data[3]["x"][0] = float("nan")
-    theirs, ours = (
-        result.logs for result in reversed(train_both(tmp_path, "plain", trainer={"eval_dataset": data}, **STEPS))
-    )
-    assert ours == theirs
-    assert ("nan" in [line.get("eval_loss") for line in ours]) == (TRANSFORMERS < (5, 23))
+def what_an_override_gets(folder):
+    """The items that an override of compute_loss gets with a model that does not ask for them."""
+    seen = []
+
+    class Own(transformers.Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            seen.append(None if num_items_in_batch is None else float(num_items_in_batch))
+            return super().compute_loss(model, inputs, return_outputs=return_outputs)
+
+    found = train("transformers", "plain", folder, trainer_class=lambda library: Own, max_steps=3, **ACCUMULATING)
+    found.extra["items"] = seen
+    return found
 
 
-def test_evaluation_grouped_by_length(tmp_path):
-    """Which random numbers it draws, and so what training draws after it."""
-    from tests.support.tiny import text_data
+class Keywords(Plain):
+    """Takes num_items_in_batch, and labels under a name by which nobody counts them."""
 
-    data = [{**sample, "input_ids": sample["input_ids"][: 4 + i % 7]} for i, sample in enumerate(text_data())]
-    for sample in data:
-        sample["attention_mask"] = torch.ones_like(sample["input_ids"])
+    def forward(self, x, target=None, **kwargs):
+        return super().forward(x, target)
 
-    def collate(samples):
-        padded = torch.nn.utils.rnn.pad_sequence([sample["input_ids"] for sample in samples], batch_first=True)
-        masks = torch.nn.utils.rnn.pad_sequence([sample["attention_mask"] for sample in samples], batch_first=True)
-        return {"input_ids": padded, "attention_mask": masks, "labels": torch.tensor([s["label"] for s in samples])}
 
-    by_length = {"group_by_length": True} if TRANSFORMERS < (5,) else {"train_sampling_strategy": "group_by_length"}
-    sets = {"train_dataset": data, "eval_dataset": data[:19], "data_collator": collate}
-    compare(tmp_path, "bert", trainer=sets, **STEPS, **by_length)
+def items_that_nobody_counts(folder):
+    torch.manual_seed(1)
+    data = [{"x": row["x"], "target": row["labels"]} for row in plain_data()]
+    given = {"model": Keywords(), "train_dataset": data, "eval_dataset": data[:19]}
+    return train("transformers", "plain", folder, trainer=given, label_names=["target"], **ACCUMULATING)
 
 
 class Scale(torch.nn.Module):
@@ -160,86 +116,129 @@ class Scale(torch.nn.Module):
         return x * self.weight
 
 
-def make_scaled():
+def a_model_of_its_own(name, folder):
+    """Which of its parameters decay, and the operations that it counts itself."""
     model = make_plain()
     model.layers[1] = torch.nn.Sequential()
-    model.layers[1].add_module("norm", Scale())
+    model.layers[1].add_module(name, Scale())
     model.floating_point_ops = lambda inputs: 7 * len(inputs["x"])
-    return model
+    trainer, recorder = build("transformers", "plain", folder, trainer={"model": model}, **STEPS)
+    trainer.train()
+    return record(trainer, recorder, folder, decays=trainer.get_decay_parameter_names(trainer.model))
 
 
-def test_weight_decay_and_operations_of_a_model_of_ones_own(tmp_path):
-    def run(folder):
-        trainer, recorder = build("transformers", "plain", folder, trainer={"model": make_scaled()}, **STEPS)
-        trainer.train()
-        return record(trainer, recorder, folder, decays=trainer.get_decay_parameter_names(trainer.model))
-
-    theirs = run(tmp_path / "theirs")
-    with installed():
-        ours = run(tmp_path / "ours")
-    assert_same(ours, theirs)
-    assert ("layers.1.norm.weight" in ours.extra["decays"]) == (TRANSFORMERS < (4, 53))
-
-
-def test_special_tokens_and_printed_lines(tmp_path, capsys):
+def special_tokens_and_printed_lines(folder, capsys, bos=7, eos=8):
     """What the processing class changes in the model's config, and in which form log lines are printed."""
-    import tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    core = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[PAD]": 0, "[UNK]": 1, "[END]": 2}, unk_token="[UNK]"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="[PAD]", eos_token="[END]")
-
-    def run(folder):
-        model = make_bert()
-        model.config.bos_token_id, model.config.eos_token_id = 7, 8
-        capsys.readouterr()
-        trainer, _ = build("transformers", "bert", folder, trainer={"model": model, "processing_class": tokenizer})
-        trainer.train()
-        lines = [line for line in capsys.readouterr().out.splitlines() if "'loss'" in line]
-        return model.config.to_dict(), lines
-
-    theirs = run(tmp_path / "theirs")
-    with installed():
-        ours = run(tmp_path / "ours")
-    assert ours == theirs
-    assert ours[1]
+    model = make_bert()
+    model.config.bos_token_id, model.config.eos_token_id = bos, eos
+    capsys.readouterr()
+    given = {"model": model, "processing_class": tokenizer()}
+    trainer, recorder = build("transformers", "bert", folder, trainer=given)
+    trainer.train()
+    lines = [line for line in capsys.readouterr().out.splitlines() if "'loss'" in line]
+    assert lines
+    return record(trainer, recorder, folder, config=model.config.to_dict(), lines=lines)
 
 
-@pytest.mark.skipif(TRANSFORMERS < (4, 49), reason="set_initial_training_values is there since v4.49")
-@pytest.mark.parametrize("settings", [{}, {"max_steps": 5, "gradient_accumulation_steps": 3}])
-def test_the_lengths_of_a_run(tmp_path, settings):
+def the_cache_of_a_config(folder):
+    model = make_llama()
+    trainer, recorder = build("transformers", "llama", folder, trainer={"model": model}, max_steps=1)
+    trainer.train()
+    return record(trainer, recorder, folder, use_cache=model.config.use_cache)
+
+
+def a_trial_with_another_seed(folder):
+    given = {"model_init": make_of_seed}
+    trainer, recorder = build("transformers", "plain", folder, trainer=given, max_steps=2, eval_strategy="epoch")
+    trainer.hyperparameter_search(lambda trial: {"seed": 7}, n_trials=1, backend="optuna")
+    return record(trainer, recorder, folder)
+
+
+def make_of_seed():
+    return Plain()
+
+
+def a_batch_size_set_later(folder):
+    trainer, recorder = build("transformers", "plain", folder, max_steps=3)
+    trainer.args.per_device_train_batch_size = 2
+    trainer.train()
+    return record(trainer, recorder, folder)
+
+
+def before_and_after_training(folder):
+    """The epoch in the log, the loss of language models, and what predictions consist of."""
+    trainer, recorder = build("transformers", "llama", folder, max_steps=3)
+    trainer.evaluate()
+    trainer.train()
+    output = trainer.predict(trainer.eval_dataset)
+    return record(trainer, recorder, folder, names=sorted(output.metrics), predicted=output.predictions.tolist())
+
+
+class Past(Plain):
+    """Its config says nothing of the state that it returns."""
+
+    def forward(self, x, labels=None):
+        return {**super().forward(x, labels), "past_key_values": torch.zeros(len(x), 2)}
+
+
+def predictions_with_a_past(folder):
+    torch.manual_seed(1)
+    model = Past()
+    model.config = transformers.PretrainedConfig()
+    trainer, recorder = build("transformers", "plain", folder, trainer={"model": model})
+    predicted = trainer.predict(trainer.eval_dataset).predictions
+    return record(trainer, recorder, folder, arrays=len(predicted) if isinstance(predicted, tuple) else 1)
+
+
+def an_infinite_loss(folder):
+    data = copy.deepcopy(plain_data())
+    data[3]["x"][0] = float("nan")
+    return train("transformers", "plain", folder, trainer={"eval_dataset": data}, **STEPS)
+
+
+def grouped_by_length(folder):
+    """Which random numbers an evaluation draws, and so what training draws after it."""
+    rows = varied_language_data(38)
+    given = {"train_dataset": rows, "eval_dataset": rows[:19], "data_collator": pad}
+    return train("transformers", "llama", folder, trainer=given, **STEPS, **by_length)
+
+
+def the_best_model_when_it_is_logged(folder):
+    """Whether the weights are the best ones already when the last line is logged."""
+    sums = []
+
+    class Weights(transformers.TrainerCallback):
+        def on_log(self, args, state, control, model=None, **kwargs):
+            sums.append(sum(parameter.sum().item() for parameter in model.parameters()))
+
+    settings = {**BEST, "greater_is_better": True, "trainer": {"callbacks": [Weights()]}}  # the first, then
+    trainer, recorder = build("transformers", "plain", folder, **settings)
+    recorder.events = sums
+    trainer.train()
+    return record(trainer, recorder, folder)
+
+
+def a_tokenizer_of_the_collator(folder):
+    collate = transformers.DataCollatorWithPadding(tokenizer())
+    return train("transformers", "bert", folder, trainer={"data_collator": collate}, max_steps=3, **STEPS)
+
+
+def the_lengths_of_a_run(folder, **settings):
     """With the signature of the release, and the values that it returns."""
     seen = []
 
-    def lengths(library):
-        class Lengths(library.Trainer):
-            def set_initial_training_values(self, args, dataloader, *more):
-                values = super().set_initial_training_values(args, dataloader, *more)
-                seen.append((more, tuple(values), [type(value) for value in values]))
-                return tuple(values)
+    class Lengths(transformers.Trainer):
+        def set_initial_training_values(self, args, dataloader, *more):
+            values = super().set_initial_training_values(args, dataloader, *more)
+            seen.append((more, tuple(values), [str(type(value)) for value in values]))
+            return tuple(values)
 
-        return Lengths
-
-    assert_same(*train_both(tmp_path, "plain", trainer_class=lengths, **settings))
-    ours, theirs = seen
-    assert ours == theirs
-    assert bool(ours[0]) == (TRANSFORMERS < (5, 3))
+    found = train("transformers", "plain", folder, trainer_class=lambda library: Lengths, **settings)
+    found.extra["lengths"] = seen
+    return found
 
 
-def test_a_package_that_the_script_holds_is_swapped_too():
-    """`import transformers` may give another module than `sys.modules` has later: it executes itself again."""
-    import sys
-
-    import transformers
-
-    with installed():
-        assert {transformers.Trainer, sys.modules["transformers"].Trainer} == {transformers.trainer.Trainer}
-        assert transformers.Trainer.__module__ == "hftrainer.trainer"
-    assert {transformers.Trainer, sys.modules["transformers"].Trainer} == {transformers.trainer.Trainer}
-    assert transformers.Trainer.__module__ == "transformers.trainer"
-
-
-class OwnDefault(BertForSequenceClassification):
+class OwnDefault(transformers.BertForSequenceClassification):
     """Saves .bin files where it is not told to write safetensors, as SpanMarker's models do."""
 
     def save_pretrained(self, save_directory, safe_serialization=False, **kwargs):
@@ -247,8 +246,170 @@ class OwnDefault(BertForSequenceClassification):
         Path(save_directory, "told").write_text(str(safe_serialization))
 
 
-def test_a_model_with_another_format_by_default(tmp_path):
+def a_model_with_another_format_by_default(folder):
     settings = {"save_strategy": "epoch", "trainer": {"model_init": lambda: OwnDefault(make_bert().config)}}
-    assert_same(*train_both(tmp_path, "bert", **settings))
-    told = [(tmp_path / who / "checkpoint-10" / "told").read_text() for who in ("ours", "theirs")]
-    assert told[0] == told[1] == str(TRANSFORMERS < (5, 0))
+    found = train("transformers", "bert", folder, **settings)
+    found.extra["told"] = (folder / "checkpoint-10" / "told").read_text()
+    assert found.extra["told"] == str(TRANSFORMERS < (5, 0))
+    return found
+
+
+FP16 = {"fp16": True, "save_strategy": "steps", "save_steps": 3, "max_steps": 3}
+CASES = {
+    # A row for each pair of settings of the matrix in test_matrix.py.
+    "plain": trained("plain", **STEPS, **METRICS),
+    "plain, accumulating, bf16": trained("plain", max_steps=5, gradient_accumulation_steps=3, bf16=True),
+    "bert, accumulating": trained("bert", gradient_accumulation_steps=3, **STEPS, **METRICS),
+    "bert, bf16": trained("bert", max_steps=5, bf16=True, **STEPS),
+    "llama, accumulating": trained("llama", **ACCUMULATING, **STEPS),
+    "llama, bf16": trained("llama", max_steps=5, bf16=True),
+    # Of 20 steps the last is not a multiple of 3.
+    "best model": trained("plain", **BEST),
+    "best model, one kept": trained("plain", **BEST, save_total_limit=1),
+    "by epoch": trained("plain", eval_strategy="epoch", save_strategy="epoch"),
+    "not clipped": trained("plain", max_grad_norm=0.0),
+    "evaluated at the start": trained("plain", eval_on_start=True, **STEPS),
+    "part of an epoch": trained("plain", num_train_epochs=1.35, **ACCUMULATING),
+    "accumulating": trained("plain", **ACCUMULATING),
+    "smoothed": trained("bert", label_smoothing_factor=0.1, **STEPS),
+    "smoothed, accumulating": trained("llama", label_smoothing_factor=0.1, **ACCUMULATING, **STEPS),
+    "tokens seen": trained("llama", include_num_input_tokens_seen=True, **STEPS),
+    "neftune": trained("llama", neftune_noise_alpha=5.0, gradient_checkpointing=True),
+    "cosine": trained("llama", optim="adamw_torch", lr_scheduler_type="cosine"),
+    "plateau": trained("plain", lr_scheduler_type="reduce_lr_on_plateau", metric_for_best_model="loss", **STEPS),
+    "fp16": trained("plain", **FP16),
+    "resumed within an epoch": resumed("llama", 4, logging_steps=1, **STEPS),
+    "resumed at the end of an epoch": resumed("llama", 10, logging_steps=1, **STEPS),
+    "resumed, accumulating": resumed("llama", 2, logging_steps=1, gradient_accumulation_steps=3, **STEPS),
+    "resumed, full windows": resumed("llama", 3, logging_steps=1, gradient_accumulation_steps=5, **STEPS),
+    "resumed with another batch size": resumed(
+        "plain",
+        4,
+        again={"per_device_train_batch_size": 6, "ignore_data_skip": True},
+        save_strategy="steps",
+        max_steps=7,
+    ),
+    "items of a plain model": functools.partial(what_a_loss_function_gets, "plain"),
+    "items of a language model": functools.partial(what_a_loss_function_gets, "llama", gradient_accumulation_steps=3),
+    "items for an override": what_an_override_gets,
+    "items that nobody counts": items_that_nobody_counts,
+    "a norm": functools.partial(a_model_of_its_own, "norm"),
+    "a layernorm": functools.partial(a_model_of_its_own, "layernorm"),
+    "special tokens": special_tokens_and_printed_lines,
+    "end tokens": functools.partial(special_tokens_and_printed_lines, bos=None, eos=[8, 9]),
+    "the cache of a config": the_cache_of_a_config,
+    "a trial with another seed": a_trial_with_another_seed,
+    "a batch size set later": a_batch_size_set_later,
+    "before and after training": before_and_after_training,
+    "predictions with a past": predictions_with_a_past,
+    "an infinite loss": an_infinite_loss,
+    "grouped by length": grouped_by_length,
+    "the best model when it is logged": the_best_model_when_it_is_logged,
+    "a tokenizer of the collator": a_tokenizer_of_the_collator,
+    "the lengths of a run": the_lengths_of_a_run,
+    "the lengths of some steps": functools.partial(the_lengths_of_a_run, max_steps=5, gradient_accumulation_steps=3),
+    "a model with another format by default": a_model_with_another_format_by_default,
+}
+#: Switch → the case that shows it, or the test elsewhere.
+SHOWN_BY = {
+    "counts_shifted_labels": "llama, accumulating",
+    "counts_only_for_those_who_ask": "items for an override",
+    "counts_items_on_device": "items of a plain model",
+    "counts_items_as_float": "items of a plain model",
+    "divides_by_window": "accumulating",
+    "divides_uncounted_loss": "items that nobody counts",
+    "divides_gradients_once": "accumulating",
+    "smooths_over_items": "smoothed, accumulating",
+    "counts_last_window": "accumulating",
+    "leaves_named_norms_undecayed": "a layernorm",
+    "decays_by_name": "a norm",
+    "sets_use_cache": "the cache of a config",
+    "aligns_special_tokens": "special tokens",
+    "aligns_tokens_that_are_set": "end tokens",
+    "makes_model_before_trial": "a trial with another seed",
+    "takes_given_batch_size": "resumed with another batch size",
+    "keeps_batch_size": "a batch size set later",
+    "logs_whole_loss": "plain",
+    "logs_rate_of_step": "plain",
+    "logs_unclipped_norm": "not clipped",
+    "logs_tokens_per_second": "tokens seen",
+    "averages_over_own_steps": "resumed within an epoch",
+    "begins_at_epoch_zero": "before and after training",
+    "counts_operations_itself": "a norm",
+    "prints_four_digits": "special tokens",
+    "evaluates_at_last_step": "best model",
+    "evaluates_by_items": "llama, accumulating",
+    "leaves_out_infinite_losses": "an infinite loss",
+    "seeds_order_of_evaluation": "grouped by length",
+    "leaves_out_past": "predictions with a past",
+    "loads_best_after_logging": "the best model when it is logged",
+    "saves_last_step_by_steps": "by epoch",
+    "keeps_best_step": "best model",
+    "saves_tokenizer_of_collator": "a tokenizer of the collator",
+    "saves_scaler": "fp16",
+    "returns_steps_in_epoch": "the lengths of a run",
+}
+#: Switches that one process does not show → the test that does.
+SHOWN_ELSEWHERE = {"seeds_workers_by_rank": "tests/distributed/test_data.py"}
+SKIPPED = {
+    "resumed, accumulating": (TRANSFORMERS < (4, 52), "the ledger: a resumed run with a ragged last window"),
+    "the lengths of a run": (TRANSFORMERS < (4, 49), "set_initial_training_values is there since v4.49"),
+    "the lengths of some steps": (TRANSFORMERS < (4, 49), "set_initial_training_values is there since v4.49"),
+}
+
+
+@pytest.fixture
+def observe(tmp_path, capsys):
+    """A function that runs a case in a folder of its own."""
+
+    def run(name, who):
+        case = CASES[name]
+        function = getattr(case, "func", case)
+        if function is resume and not (tmp_path / "begun").exists():
+            settings = {key: value for key, value in case.keywords.items() if key != "again"}
+            begin(tmp_path / "begun", **settings)
+        more = {"capsys": capsys} if function is special_tokens_and_printed_lines else {}
+        return case(tmp_path / who, **more)
+
+    return run
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_as_the_installed_release(observe, name):
+    condition, reason = SKIPPED.get(name, (False, ""))
+    if condition:
+        pytest.skip(reason)
+    theirs = observe(name, "theirs")
+    with installed():
+        ours = observe(name, "ours")
+    assert_same(ours, theirs)
+
+
+def test_every_switch_has_its_case():
+    assert SHOWN_BY.keys() | SHOWN_ELSEWHERE.keys() == behaviours.TABLE.keys()
+
+
+@pytest.mark.newest_peer
+@pytest.mark.parametrize("switch", SHOWN_BY)
+def test_the_case_of_a_switch_shows_it(observe, monkeypatch, switch):
+    """In the last release without it, it makes a difference."""
+    name, releases = SHOWN_BY[switch], behaviours.RELEASES
+    before = behaviours.of(releases[releases.index(behaviours.TABLE[switch].since) - 1])
+    if getattr(CASES[name], "func", None) is resume:
+        observe(name, "theirs")  # which writes what is resumed from
+    found = []
+    for followed in (before, dataclasses.replace(before, **{switch: True})):
+        monkeypatch.setattr(behaviours, "_of", lambda release, followed=followed: followed)
+        with installed():
+            found.append(observe(name, str(len(found))))
+    with pytest.raises(AssertionError):
+        assert_same(*found)
+
+
+def test_a_package_that_the_script_holds_is_swapped_too():
+    """`import transformers` may give another module than `sys.modules` has later: it executes itself again."""
+    with installed():
+        assert {transformers.Trainer, sys.modules["transformers"].Trainer} == {transformers.trainer.Trainer}
+        assert transformers.Trainer.__module__ == "hftrainer.trainer"
+    assert {transformers.Trainer, sys.modules["transformers"].Trainer} == {transformers.trainer.Trainer}
+    assert transformers.Trainer.__module__ == "transformers.trainer"
