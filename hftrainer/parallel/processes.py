@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -14,7 +16,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import distributed
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
@@ -200,7 +201,7 @@ class Processes(RankInfo):
             return _gathered(leaf, pad_index, self.tp_size if distinct else 1)
 
         with Awaiting("the rows of all ranks"):
-            return apply_to_collection(data, (list, *_LEAVES), gathered)
+            return map_leaves(data, (list, *_LEAVES), gathered)
 
     def gather_numbers(self, number: torch.Tensor, *, distinct: bool = False) -> torch.Tensor:
         """Gather one number of each process, shape `(processes,)`, without waiting for an accelerator.
@@ -241,8 +242,8 @@ class Processes(RankInfo):
     def first_rows(data: Any, count: int, *, objects: bool = False) -> Any:
         """The first rows of tensors in nested containers, or with `objects` of lists; scalars are kept."""
         if objects and not isinstance(data, torch.Tensor):
-            return apply_to_collection(data, list, lambda items: items[:count])
-        return apply_to_collection(data, (torch.Tensor, np.ndarray), lambda rows: rows[:count] if rows.ndim else rows)
+            return map_leaves(data, list, lambda items: items[:count])
+        return map_leaves(data, (torch.Tensor, np.ndarray), lambda rows: rows[:count] if rows.ndim else rows)
 
     def gather_objects(self, items: Any, distinct: bool = False) -> Any:
         """Gather sequences of picklable items from all processes into one list; `distinct` as in `gather`."""
@@ -270,7 +271,7 @@ class Processes(RankInfo):
             return (result / self.world_size if reduction == "mean" else result).to(tensor.device)
 
         with Awaiting("a reduction over all ranks"):
-            return apply_to_collection(data, torch.Tensor, reduced)
+            return map_leaves(data, torch.Tensor, reduced)
 
     def pad(self, data: Any, dim: int, pad_index: int, pad_first: bool) -> Any:
         """Pad tensors in nested containers, in one dimension, to the longest of all processes."""
@@ -283,7 +284,7 @@ class Processes(RankInfo):
             return _padded(tensor, dim % tensor.ndim, int(longest), pad_index, pad_first)
 
         with Awaiting("the sizes in all ranks"):
-            return apply_to_collection(data, torch.Tensor, pad) if self.several else data
+            return map_leaves(data, torch.Tensor, pad) if self.several else data
 
     def part_of(self, items: Any, padded: bool) -> Any:
         """The part of this process of a sequence or tensor; the first ranks get one item more, unless `padded`."""
@@ -325,6 +326,27 @@ def _has_ended(job: Future[None] | None) -> bool:
     for each in ended:
         each.result()
     return bool(ended)
+
+
+def map_leaves(data: Any, kinds: type | tuple[type, ...], function: Callable[[Any], Any]) -> Any:
+    """A copy of nested data with `function` applied to each value of `kinds`.
+
+    Mappings, sequences and instances of dataclasses keep their type. A container that is one of `kinds` is passed as a
+    whole, and values of other types are kept.
+    """
+    if isinstance(data, kinds):
+        return function(data)
+    container: Any = type(data)
+    if isinstance(data, Mapping):
+        items = {key: map_leaves(value, kinds, function) for key, value in data.items()}
+        return container(data.default_factory, items) if isinstance(data, defaultdict) else container(items)
+    if dataclasses.is_dataclass(data) and not isinstance(data, type):
+        names = [field.name for field in dataclasses.fields(data) if field.init]
+        return dataclasses.replace(data, **{name: map_leaves(getattr(data, name), kinds, function) for name in names})
+    if isinstance(data, Sequence) and not isinstance(data, (str, bytes)):
+        values = [map_leaves(value, kinds, function) for value in data]
+        return container(*values) if hasattr(data, "_fields") else container(values)
+    return data
 
 
 #: Leaves of a nested structure; only tensors and arrays can be gathered.
