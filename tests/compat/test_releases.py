@@ -148,14 +148,17 @@ def the_cache_of_a_config(folder):
 
 
 def a_trial_with_another_seed(folder):
-    given = {"model_init": make_of_seed}
-    trainer, recorder = build("transformers", "plain", folder, trainer=given, max_steps=2, eval_strategy="epoch")
+    """The weights with which a trial begins."""
+    begun = {}
+
+    class Begun(transformers.TrainerCallback):
+        def on_train_begin(self, args, state, control, model=None, **kwargs):
+            begun.update({name: value.clone() for name, value in model.state_dict().items()})
+
+    given = {"model": None, "model_init": Plain, "callbacks": [Begun()]}
+    trainer, _ = build("transformers", "plain", folder, trainer=given, max_steps=2, eval_strategy="epoch")
     trainer.hyperparameter_search(lambda trial: {"seed": 7}, n_trials=1, backend="optuna")
-    return record(trainer, recorder, folder)
-
-
-def make_of_seed():
-    return Plain()
+    return Record(logs=[], events=[], files={}, state_keys=[], weights=begun)
 
 
 def a_batch_size_set_later(folder):
@@ -352,6 +355,7 @@ SHOWN_BY = {
 #: Switches that one process does not show → the test that does.
 SHOWN_ELSEWHERE = {"seeds_workers_by_rank": "tests/distributed/test_data.py"}
 SKIPPED = {
+    "fp16": (True, "transformers leaves fp16 out on a CPU: tests/parity/test_precision.py"),
     "resumed, accumulating": (TRANSFORMERS < (4, 52), "the ledger: a resumed run with a ragged last window"),
     "the lengths of a run": (TRANSFORMERS < (4, 49), "set_initial_training_values is there since v4.49"),
     "the lengths of some steps": (TRANSFORMERS < (4, 49), "set_initial_training_values is there since v4.49"),
