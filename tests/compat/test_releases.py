@@ -18,7 +18,7 @@ import transformers
 
 from hftrainer.arguments import behaviours
 from tests.compat.installed import installed
-from tests.support.parity import accuracy, assert_same, build, record, train
+from tests.support.parity import Record, accuracy, assert_same, build, record, train
 from tests.support.releases import TRANSFORMERS
 from tests.support.tiny import (
     Plain,
