@@ -2,12 +2,9 @@
 
 import importlib.util
 import json
-import subprocess
 import sys
 
 import pytest
-
-from tests.support import warm
 
 #: A library with classes of its own, in a module of its own.
 LIBRARY = {
@@ -66,7 +63,7 @@ def file_of(case: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
+def found(tmp_path_factory, processes):
     """Case → the warnings of its script: file, line, and message."""
     folder = tmp_path_factory.mktemp("scripts")
     for name, text in LIBRARY.items():
@@ -76,8 +73,7 @@ def found(tmp_path_factory):
     scripts = {case: script for case, (script, _) in CASES.items()} | SILENT
     for case, script in scripts.items():
         (folder / file_of(case)).write_text(script)
-    env = {**warm.environment(), **warm.LIBRARIES, "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([warm.PYTHON, "-c", DRIVER], cwd=folder, env=env, capture_output=True, text=True)
+    done = processes.run("-c", DRIVER, cwd=folder, fresh=True)
     assert done.returncode == 0, done.stderr
     return {case: json.loads((folder / f"{file_of(case)}.json").read_text()) for case in scripts}
 
@@ -193,10 +189,8 @@ assert args.max_steps == 2
 """
 
 
-def test_who_keeps_the_original_saves_checkpoints(tmp_path):
+def test_who_keeps_the_original_saves_checkpoints(tmp_path, processes):
     """Its arguments are pickled into them; when they are read, they are the original's."""
     for code in (LATE, READ):
-        line = [warm.PYTHON, "-c", code]
-        env = {**warm.environment(), **warm.LIBRARIES, "HF_HUB_OFFLINE": "1"}
-        done = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True)
+        done = processes.run("-c", code, cwd=tmp_path, fresh=True)
         assert done.returncode == 0, done.stderr[-3000:]

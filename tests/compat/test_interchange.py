@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import load_file
 
 from tests.compat.interchange import SHAPES
-from tests.support import warm
 from tests.support.differences import OWN_FILES
+from tests.support.processes import environment
 
 ROOT = Path(__file__).parents[2]
 PYTHONS = {"4.57": sys.executable, "newest": os.environ.get("NEWEST_PYTHON", "")}
@@ -34,7 +34,7 @@ pytestmark = [
 
 def run(jobs: dict[str, list]) -> None:
     """Each environment's jobs in a process of its own, side by side."""
-    env = {**warm.environment(), "HF_HUB_OFFLINE": "1"}
+    env = {**environment(), "HF_HUB_OFFLINE": "1"}
     started = [
         subprocess.Popen(
             [PYTHONS[name], "-m", "tests.compat.interchange", json.dumps(given)],

@@ -2,15 +2,10 @@
 
 import os
 import re
-import subprocess
 import textwrap
-from pathlib import Path
 
 import pytest
 
-from tests.support import warm
-
-ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import logging, os, sys
 {before}
@@ -47,13 +42,17 @@ def program(
     )
 
 
-def python(*words, environment=None):
-    """What a process shows on stdout and on stderr."""
-    inherited = {name: value for name, value in os.environ.items() if name not in ("TRANSFORMERS_VERBOSITY", "CI")}
-    settings = {**warm.environment(inherited), **(environment or {})}
-    done = subprocess.run([warm.PYTHON, *words], env=settings, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout, done.stderr
+@pytest.fixture(scope="module")
+def shown(processes):
+    """A function that runs a script, and returns what it shows on stdout and on stderr."""
+
+    def run(text, fresh=False, **variables):
+        inherited = {name: value for name, value in os.environ.items() if name != "TRANSFORMERS_VERBOSITY"}
+        done = processes.run("-c", text, env={**processes.environment(inherited), **variables}, fresh=fresh)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout, done.stderr
+
+    return run
 
 
 # ---- What is said ----------------------------------------------------------------------------------------------------
@@ -90,20 +89,20 @@ make(max_steps=8, {settings}).train(resume_from_checkpoint=True)
 
 
 @pytest.fixture(scope="module")
-def of_both(tmp_path_factory):
+def of_both(tmp_path_factory, shown):
     """What both libraries show of the same runs at info."""
     folder = tmp_path_factory.mktemp("both")
-    shown = []
+    found = []
     for library in ("transformers", "hftrainer"):
         text = program(folder / library / "out", library, run=BOTH, settings="log_level='info'", model="text")
-        shown.append("".join(python("-c", text)))
-    return shown
+        found.append("".join(shown(text)))
+    return found
 
 
 @pytest.mark.parametrize("fact", FACTS)
 def test_facts(of_both, fact):
-    for shown, pattern in zip(of_both, FACTS[fact], strict=True):
-        assert re.search(pattern, shown), pattern
+    for text, pattern in zip(of_both, FACTS[fact], strict=True):
+        assert re.search(pattern, text), pattern
 
 
 def test_all_numbers_at_the_beginning(of_both):
@@ -190,33 +189,30 @@ SWITCHES = {
 
 
 @pytest.fixture(scope="module")
-def of_switches(tmp_path_factory):
+def of_switches(tmp_path_factory, shown):
     """Switch → what is shown."""
     folder = tmp_path_factory.mktemp("switches")
     return {
-        switch: python("-c", program(folder / str(number), **how))
+        switch: shown(program(folder / str(number), **how))
         for number, (switch, (how, _)) in enumerate(SWITCHES.items())
     }
 
 
 @pytest.mark.parametrize("switch", SWITCHES)
-def test_switches(tmp_path, of_switches, switch):
+def test_switches(tmp_path, shown, of_switches, switch):
     how, expected = SWITCHES[switch]
     found = of_switches[switch]
     assert tuple(text.count(LINE) for text in found) == expected, found
     if "'hftrainer'" not in str(how):  # a line is seen from ours where one is from theirs, if anywhere
-        theirs = python("-c", program(tmp_path, "transformers", **how))
+        theirs = shown(program(tmp_path, "transformers", **how))
         assert sum(expected) == "".join(theirs).count(THEIR_LINE)
 
 
 @pytest.mark.parametrize(("level", "expected"), [("info", 1), ("error", 0)])
-def test_environment(tmp_path, level, expected):
-    def shown(library, line):
-        settings = {"TRANSFORMERS_VERBOSITY": level, **warm.LIBRARIES}
-        return [text.count(line) for text in python("-c", program(tmp_path / library, library), environment=settings)]
-
-    assert shown("hftrainer", LINE) == [0, expected]
-    assert shown("transformers", THEIR_LINE) == [0, expected]
+def test_environment(tmp_path, shown, level, expected):
+    for library, line in {"hftrainer": LINE, "transformers": THEIR_LINE}.items():
+        found = shown(program(tmp_path / library, library), fresh=True, TRANSFORMERS_VERBOSITY=level)
+        assert [text.count(line) for text in found] == [0, expected]
 
 
 def test_explicit_format(of_switches):
@@ -255,7 +251,7 @@ sys.meta_path[sys.meta_path.index(importlib.machinery.PathFinder)] = WithoutTran
         ({"after": TO_STDOUT, "settings": INFO}, {}, (1, 0)),
     ],
 )
-def test_without_transformers(tmp_path, how, environment, expected):
-    found = python("-c", program(tmp_path, before=WITHOUT, **how), environment={**environment, **warm.LIBRARIES})
+def test_without_transformers(tmp_path, shown, how, environment, expected):
+    found = shown(program(tmp_path, before=WITHOUT, **how), fresh=True, **environment)
     assert tuple(text.count(LINE) for text in found) == expected, found
     assert "[transformers]" not in "".join(found)

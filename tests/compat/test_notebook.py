@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import warm
+from tests.support.processes import environment
 
 nbclient = pytest.importorskip("nbclient", reason="needs nbclient and ipykernel")
 pytest.importorskip("ipykernel")
-jupyter_client = pytest.importorskip("jupyter_client")
 
 ROOT = Path(__file__).parents[2]
 SETUP = """
@@ -40,21 +39,14 @@ RUNS = {
 }
 
 
-class WarmKernel(jupyter_client.AsyncKernelManager):
-    """Starts kernels that import transformers and hftrainer themselves, and find the rest imported."""
-
-    def format_kernel_cmd(self, extra_arguments=None):
-        return [warm.PYTHON, *super().format_kernel_cmd(extra_arguments)[1:]]
-
-
 def execute(folder, *cells):
     """The outputs of each cell, run in one kernel."""
     nbformat = pytest.importorskip("nbformat")
     setup = SETUP.format(paths=[str(ROOT), str(ROOT / "adapters")], folder=str(folder))
     sources = [textwrap.dedent(cell) for cell in (setup, *cells)]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
-    client = nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3", kernel_manager_class=WarmKernel)
-    client.execute(env={**warm.environment(), **warm.LIBRARIES})
+    client = nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3")
+    client.execute(env=environment())
     return [cell.outputs for cell in notebook.cells[1:]]
 
 
@@ -73,15 +65,37 @@ def tables(outputs):
     return found
 
 
+#: What else is run in the kernel of ours.
+OTHERS = (
+    "trainer = make('hftrainer', max_steps=2)\n_ = trainer.evaluate()\n_ = trainer.evaluate()",
+    "_ = trainer.predict(plain_data())",
+    """
+    from transformers.utils.notebook import NotebookProgressCallback
+    trainer.remove_callback(NotebookProgressCallback)
+    print([type(callback).__name__ for callback in trainer.callback_handler.callbacks])
+    _ = trainer.evaluate()
+    """,
+    """
+    from hftrainer import PlotCallback, ProgressCallback
+    _ = make("hftrainer", ProgressCallback, PlotCallback, max_steps=2, logging_steps=1).train()
+    """,
+)
+
+
 @pytest.fixture(scope="module")
-def shown(tmp_path_factory):
-    """Name of a run → outputs of ours and of transformers'."""
+def outputs(tmp_path_factory, processes):
+    """The outputs of each run by ours and by transformers', and of the other cells, of one kernel."""
     cells = [
         f"trainer = make({name!r}, **{settings!r})\ntrainer.train()"
         for settings in RUNS.values()
         for name in ("hftrainer", "transformers")
     ]
-    outputs = execute(tmp_path_factory.mktemp("notebook"), *cells)
+    return execute(tmp_path_factory.mktemp("notebook"), *cells, *OTHERS)
+
+
+@pytest.fixture(scope="module")
+def shown(outputs):
+    """Name of a run → outputs of ours and of transformers'."""
     return {run: (outputs[2 * i], outputs[2 * i + 1]) for i, run in enumerate(RUNS)}
 
 
@@ -100,22 +114,8 @@ def test_the_bar(shown):
     assert re.search(r"\[10/10 00:0\d, Epoch 2/2\]", page)
 
 
-def test_outside_training(tmp_path):
-    evaluation, prediction, removed, plotted = execute(
-        tmp_path,
-        "trainer = make('hftrainer', max_steps=2)\n_ = trainer.evaluate()\n_ = trainer.evaluate()",
-        "_ = trainer.predict(plain_data())",
-        """
-        from transformers.utils.notebook import NotebookProgressCallback
-        trainer.remove_callback(NotebookProgressCallback)
-        print([type(callback).__name__ for callback in trainer.callback_handler.callbacks])
-        _ = trainer.evaluate()
-        """,
-        """
-        from hftrainer import PlotCallback, ProgressCallback
-        _ = make("hftrainer", ProgressCallback, PlotCallback, max_steps=2, logging_steps=1).train()
-        """,
-    )
+def test_outside_training(outputs):
+    evaluation, prediction, removed, plotted = outputs[-len(OTHERS) :]
     head = ["step", "training loss", "validation loss", "f1 macro"]
     assert [(table[0], table[1][:2]) for table in tables(evaluation)] == [(head, ["0", "no log"])] * 2
     assert not pages(prediction)  # its bar is taken away

@@ -5,12 +5,10 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.support import warm
 from tests.support.differences import OWN_FILES
 
 SCRIPT = Path(__file__).parent / "ordinary_script.py"
@@ -21,11 +19,15 @@ FLAGS = """
 """.split()
 
 
-def run(folder: Path, *command, **environment) -> subprocess.CompletedProcess:
-    folder.mkdir(parents=True, exist_ok=True)
-    env = {**warm.environment(), **warm.LIBRARIES, "HF_HUB_OFFLINE": "1", **environment}
-    line = [warm.PYTHON, *map(str, command)]
-    return subprocess.run(line, cwd=folder, env=env, capture_output=True, text=True)
+@pytest.fixture
+def run(processes):
+    """A function that runs Python in a folder."""
+
+    def run_in(folder: Path, *words):
+        folder.mkdir(parents=True, exist_ok=True)
+        return processes.run(*words, cwd=folder, fresh=True)
+
+    return run_in
 
 
 def report(done: subprocess.CompletedProcess) -> dict:
@@ -34,7 +36,7 @@ def report(done: subprocess.CompletedProcess) -> dict:
     return json.loads(line.removeprefix("REPORT "))
 
 
-def test_ordinary_script_gives_the_same_numbers(tmp_path):
+def test_ordinary_script_gives_the_same_numbers(tmp_path, run):
     theirs = report(run(tmp_path / "theirs", SCRIPT, *FLAGS))
     ours = report(run(tmp_path / "ours", "-m", "hftrainer", "run", SCRIPT, *FLAGS))
     assert (ours.pop("trainer"), theirs.pop("trainer")) == ("hftrainer", "transformers")
@@ -54,11 +56,12 @@ def script(folder: Path, text: str) -> Path:
     return path
 
 
-def test_exceptions_and_exit_codes_pass_through(tmp_path):
+def test_exceptions_and_exit_codes_pass_through(tmp_path, run, processes):
     path = script(
         tmp_path, "import sys\nfrom transformers import Trainer\ndef f():\n    raise ValueError('mine')\nf()\n"
     )
-    done = run(tmp_path, "-m", "hftrainer", "run", path, **warm.COLD)  # or frames of warm.py would come first
+    line = [sys.executable, "-m", "hftrainer", "run", str(path)]  # no frames of ours come first
+    done = subprocess.run(line, env=processes.environment(), capture_output=True, text=True)
     assert done.returncode == 1
     lines = done.stderr.strip().splitlines()
     assert lines[0] == "Traceback (most recent call last):"
@@ -71,7 +74,7 @@ def test_exceptions_and_exit_codes_pass_through(tmp_path):
     assert run(tmp_path, "-m", "hftrainer", "run", "absent.py").returncode == 1
 
 
-def test_modules(tmp_path):
+def test_modules(tmp_path, run):
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").touch()
     (tmp_path / "package" / "train.py").write_text(
@@ -81,32 +84,23 @@ def test_modules(tmp_path):
     assert done.stdout.strip() == "hftrainer.trainer ['--a', 'b'] package", done.stderr
 
 
-def test_ctrl_c(tmp_path):
+def test_ctrl_c(tmp_path, processes):
     path = script(
         tmp_path,
         """
         import time
-        print("ready", flush=True)
         try:
+            print("ready", flush=True)
             time.sleep(60)
         except KeyboardInterrupt:
             print("cleaned up", flush=True)
             raise
         """,
     )
-    process = subprocess.Popen(
-        [warm.PYTHON, "-m", "hftrainer", "run", str(path)],
-        env={**warm.environment(), **warm.LIBRARIES},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        # A shell's background jobs, as these tests may be, ignore Ctrl-C, and what they start would too.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+    process = processes.start("-m", "hftrainer", "run", path, fresh=True)
     assert process.stdout.readline().strip() == "ready"
-    time.sleep(0.2)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate()
     assert "cleaned up" in out
     assert err.strip().endswith("KeyboardInterrupt")
     assert process.returncode in (-signal.SIGINT, 130)
@@ -121,7 +115,7 @@ ORDERS = {
 
 
 @pytest.mark.parametrize("order", sorted(ORDERS))
-def test_any_order_of_imports(tmp_path, order):
+def test_any_order_of_imports(tmp_path, run, order):
     text = f"""
 {ORDERS[order]}
 from transformers import Trainer, TrainingArguments, EarlyStoppingCallback
@@ -142,13 +136,13 @@ print(sorted(ours), sorted(back))
     assert done.stdout.strip() == "['hftrainer'] ['transformers']", done.stderr
 
 
-def test_an_earlier_import_is_explained(tmp_path):
+def test_an_earlier_import_is_explained(tmp_path, run):
     (tmp_path / "early.py").write_text("from transformers import Trainer\n")
     done = run(tmp_path, script(tmp_path, "import early, hftrainer\nhftrainer.install()\n"))
     assert "early imported transformers.Trainer before hftrainer.install()" in done.stderr
 
 
-def test_help(tmp_path):
+def test_help(tmp_path, run):
     done = run(tmp_path, "-m", "hftrainer", "--help")
     assert "run an unmodified Trainer script" in done.stdout
     assert run(tmp_path, "-m", "hftrainer").returncode == 2

@@ -1,12 +1,8 @@
 """Under `install()`, what scripts import to compare with is what the arguments and the Trainer have."""
 
 import json
-import subprocess
-from pathlib import Path
 
 import pytest
-
-from tests.support import warm
 
 SCRIPT = """
 import json, sys, warnings
@@ -83,10 +79,15 @@ print("FOUND", Trainer.__module__.split(".")[0], json.dumps(found))
 """
 
 
-def run(folder: Path, order: str) -> tuple[str, dict]:
-    env = {**warm.environment(), **warm.LIBRARIES, "HF_HUB_OFFLINE": "1"}
-    line = [warm.PYTHON, "-c", SCRIPT, order]
-    done = subprocess.run(line, cwd=folder, env=env, capture_output=True, text=True)
+@pytest.fixture(scope="module")
+def found(tmp_path_factory, processes):
+    """Order of the imports → the library of the Trainer, and what the script found."""
+    orders = ("install first", "transformers first", "transformers alone")
+    return {order: run(processes, tmp_path_factory.mktemp("out"), order) for order in orders}
+
+
+def run(processes, folder, order):
+    done = processes.run("-c", SCRIPT, order, cwd=folder, fresh=True)
     assert done.returncode == 0, done.stderr
     found = next(line for line in done.stdout.splitlines() if line.startswith("FOUND "))
     _, library, values = found.split(" ", 2)
@@ -94,10 +95,10 @@ def run(folder: Path, order: str) -> tuple[str, dict]:
 
 
 @pytest.mark.parametrize("order", ["install first", "transformers first"])
-def test_as_in_transformers(tmp_path, order):
-    library, ours = run(tmp_path, order)
-    stock, theirs = run(tmp_path, "transformers alone")
+def test_as_in_transformers(found, order):
+    (library, ours), (stock, theirs) = found[order], found["transformers alone"]
     assert (library, stock) == ("hftrainer", "transformers")
+    ours, theirs = dict(ours), dict(theirs)
     of_ours, of_theirs = ours.pop("members"), theirs.pop("members")
     assert ours == theirs
     for kind, members in of_theirs.items():  # ours has those of all releases

@@ -1,11 +1,8 @@
 """`install()` gives scripts of v4 the names of TensorFlow's classes, and takes them back."""
 
 import json
-import subprocess
 
 import pytest
-
-from tests.support import warm
 
 SCRIPT = """
 import json, sys, tempfile, warnings
@@ -46,9 +43,8 @@ print("FOUND", json.dumps(found))
 
 
 @pytest.mark.parametrize("order", ["install first", "transformers first"])
-def test_names(tmp_path, order):
-    env = {**warm.environment(), **warm.LIBRARIES, "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([warm.PYTHON, "-c", SCRIPT, order], cwd=tmp_path, env=env, capture_output=True, text=True)
+def test_names(tmp_path, processes, order):
+    done = processes.run("-c", SCRIPT, order, cwd=tmp_path, fresh=True)
     assert done.returncode == 0, done.stderr
     found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("FOUND "))[6:])
     assert found["ours"] == [True, True]
