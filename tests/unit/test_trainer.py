@@ -4,7 +4,6 @@ import importlib
 import json
 import multiprocessing
 import os
-import subprocess
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from torch import nn
 import hftrainer
 from hftrainer import Trainer, TrainerCallback, TrainingArguments
 from hftrainer.errors import CheckpointNotWritten
-from tests.support import warm
 from tests.support.tiny import Plain, make_bert, make_llama, make_peft, make_plain, plain_data, text_data
 
 transformers = importlib.import_module("transformers")
@@ -455,7 +453,7 @@ def test_accelerator_names(make_trainer):
     assert model.layers[0].weight.grad is not None
 
 
-def test_the_seed_holds_in_a_fresh_process():
+def test_the_seed_holds_in_a_fresh_process(processes):
     """Libraries that the engine imports draw random numbers; the first Trainer of a process is seeded all the same."""
     code = """
 import random, tempfile
@@ -466,4 +464,5 @@ drawn = random.getstate()
 random.seed(42)
 assert drawn == random.getstate()
 """
-    subprocess.run([warm.PYTHON, "-c", code], env={**warm.environment(), **warm.LIBRARIES}, check=True)
+    done = processes.run("-c", code, fresh=True)
+    assert done.returncode == 0, done.stderr

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from hftrainer.__main__ import main
 from hftrainer.errors import InvalidArgument, MissingPackage
 from hftrainer.reporting.plot import Line, curves, lines_of, plot, read_run
 from hftrainer.reporting.sparklines import draw_text
-from tests.support import warm
 from tests.support.parity import accuracy, build
 from tests.support.tiny import make_plain, plain_data
 
@@ -66,19 +64,13 @@ def test_picture_and_page(runs, tmp_path):
     assert plot(runs[:1]) == [os.path.join(runs[0], "training.png")]
 
 
-def command(*words):
-    env = {**warm.environment(), **warm.LIBRARIES}
-    return subprocess.run([warm.PYTHON, "-m", "hftrainer", "plot", *words], env=env, capture_output=True, text=True)
-
-
-def test_command_line(runs, tmp_path):
-    done = command(*runs, "--out", str(tmp_path / "a.png"))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == str(tmp_path / "a.png")
-    failed = command(str(tmp_path / "none"))
-    assert failed.returncode == 2
-    assert "the folder does not exist; give the output_dir of a run" in failed.stderr
-    assert "Traceback" not in failed.stderr
+def test_command_line(runs, tmp_path, capsys):
+    main(["plot", *runs, "--out", str(tmp_path / "a.png")])
+    assert capsys.readouterr().out.strip() == str(tmp_path / "a.png")
+    with pytest.raises(SystemExit) as ended:
+        main(["plot", str(tmp_path / "none")])
+    assert ended.value.code == 2
+    assert "the folder does not exist; give the output_dir of a run" in capsys.readouterr().err
 
 
 def test_nothing_to_draw(tmp_path):

@@ -1,6 +1,5 @@
 """What an evaluation saves per batch: memory that comes and goes, and calls that change nothing."""
 
-import os
 import platform
 import subprocess
 import sys
@@ -44,9 +43,11 @@ print(min(faults() for _ in range(3)))  # what else has happened to the heap dif
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc's heap is set")
 @pytest.mark.parametrize("own_setting", [False, True])
-def test_memory_of_a_batch_is_used_again(tmp_path, own_setting):
+def test_memory_of_a_batch_is_used_again(tmp_path, processes, own_setting):
     """A batch's logits and their log-softmax are 4,000 pages; a user's own setting of the heap is left alone."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    environment = {
+        name: value for name, value in processes.environment().items() if not name.startswith(("MALLOC_", "GLIBC_"))
+    }
     if own_setting:
         environment |= {"MALLOC_TRIM_THRESHOLD_": "131072", "MALLOC_MMAP_THRESHOLD_": "131072"}
     run = subprocess.run(

@@ -1,14 +1,11 @@
 """Devices that no test machine has: what is planned for them, with torch told that they are there."""
 
-import json
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils import backend_registration
 
 from hftrainer import Trainer, TrainingArguments
 from hftrainer.arguments.accelerator_config import AcceleratorConfig
@@ -20,12 +17,11 @@ from hftrainer.errors import UnsupportedArgument
 from hftrainer.parallel import devices
 from hftrainer.parallel.parallelism import Parallelism
 from hftrainer_lightning.strategies.precision import precision_plugin
-from tests.support import warm
+from tests.support.plug_in_devices import SECOND, needs_python_device, run_on_plug_in
 from tests.support.releases import TORCH
 from tests.support.tiny import make_plain, plain_data
 
 ROOT = Path(__file__).parents[3]
-TWO = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29501"}
 NO_OPERATOR = (
     "The operator 'aten::foo' is not currently implemented for the MPS device. As a temporary fix, you can set the "
     "environment variable `PYTORCH_ENABLE_MPS_FALLBACK=1`"
@@ -50,7 +46,7 @@ def xpu(monkeypatch):
 
 @pytest.fixture
 def two_processes(monkeypatch):
-    for name, value in TWO.items():
+    for name, value in SECOND.items():
         monkeypatch.setenv(name, value)
 
 
@@ -302,30 +298,10 @@ def test_refused_accelerators(monkeypatch, name):
     assert not check_supported(ResolvedArguments(make(use_cpu=True)))
 
 
-needs_python_device = pytest.mark.skipif(
-    not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
-    reason="this torch has no device made of Python",
-)
-
-
-def run_on_plug_in(script, folder):
-    """What a script found that trains on a device made of Python."""
-    done = subprocess.run(
-        [warm.PYTHON, script, str(folder)],
-        cwd=ROOT,
-        env={**warm.environment(), **warm.LIBRARIES},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 @needs_python_device
-def test_training_on_a_plug_in(tmp_path):
+def test_training_on_a_plug_in(tmp_path, processes):
     """A run on torch's plug-in device, resumed too, is one on the CPU; the device is made of Python."""
-    found = run_on_plug_in("tests/support/fake_npu.py", tmp_path)
+    found = run_on_plug_in(processes, "tests/support/fake_npu.py", tmp_path)
     assert found.pop("losses off by") < 1e-6
     assert found.pop("weights off by") < 1e-6
     assert found.pop("scaled losses off by") < 1e-3

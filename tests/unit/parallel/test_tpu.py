@@ -14,16 +14,15 @@ from hftrainer.arguments.table import check_supported, make_plan
 from hftrainer.errors import MissingPackage, UnsupportedArgument
 from hftrainer.parallel import tpu
 from hftrainer.parallel.xla import devices as xla
+from tests.support.plug_in_devices import SECOND, VARIABLES, needs_python_device, run_on_plug_in
 from tests.support.tiny import make_plain
-from tests.unit.parallel.test_devices import TWO, needs_python_device, run_on_plug_in
-from tests.unit.parallel.test_xla import VARIABLES
 
 UNDEFINED = "_XLAC.cpython-311-x86_64-linux-gnu.so: undefined symbol: _ZN5torch8autograd10deleteNodeEPNS0_4NodeE"
 
 
 @pytest.fixture(autouse=True)
 def _no_tpu(monkeypatch):
-    for name in (*VARIABLES, *TWO, tpu.ADDRESSES):
+    for name in (*VARIABLES, *SECOND, tpu.ADDRESSES):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(tpu, "chips", lambda: 0)
 
@@ -100,9 +99,9 @@ def test_torch_xla_for_another_torch(tmp_path, monkeypatch):
 
 
 @needs_python_device
-def test_training_on_torch_tpu(tmp_path):
+def test_training_on_torch_tpu(tmp_path, processes):
     """A run on a device with torch_tpu's interface, resumed too, is one on the CPU."""
-    found = run_on_plug_in("tests/support/fake_tpu.py", tmp_path)
+    found = run_on_plug_in(processes, "tests/support/fake_tpu.py", tmp_path)
     assert found.pop("losses off by") < 1e-6
     assert found.pop("weights off by") < 1e-6
     assert found == {
@@ -145,7 +144,7 @@ def test_checks(settings, message):
 
 def test_several_processes(monkeypatch):
     """torchrun alone lacks what all processes of torch_tpu have to know."""
-    for name, value in TWO.items():
+    for name, value in SECOND.items():
         monkeypatch.setenv(name, value)
     resolved = ResolvedArguments(OnTpu("unused"))
     assert (

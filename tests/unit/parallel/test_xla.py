@@ -16,8 +16,7 @@ from hftrainer.parallel.environment import LAUNCHERS, RankInfo, detect
 from hftrainer.parallel.fsdp.settings import FsdpSettings, XlaSettings, read_fsdp
 from hftrainer.parallel.xla import devices as xla
 from hftrainer.trainer_utils import ParallelMode
-
-VARIABLES = ("PJRT_DEVICE", "PJRT_LOCAL_PROCESS_COUNT", "USE_TORCH_XLA", *xla._OF_TPUS)
+from tests.support.plug_in_devices import VARIABLES
 
 
 @pytest.fixture(autouse=True)

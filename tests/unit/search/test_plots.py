@@ -6,9 +6,9 @@ import sys
 import optuna
 import pytest
 
+from hftrainer.__main__ import main
 from hftrainer.errors import InvalidArgument, MissingPackage
 from hftrainer.search.plots import plot_study
-from tests.unit.cli.test_plot import command
 
 
 def make_study(storage, name="a", trials=6, directions=("minimize",)):
@@ -34,11 +34,10 @@ def url(tmp_path_factory):
 NAMES = ("history", "importance", "parallel_coordinates")
 
 
-def test_command_line(url, tmp_path):
-    done = command("--study", url, "--output", str(tmp_path / "new"), "--html")
-    assert done.returncode == 0, done.stderr
+def test_command_line(url, tmp_path, capsys):
+    main(["plot", "--study", url, "--output", str(tmp_path / "new"), "--html"])
     expected = [str(tmp_path / "new" / f"{name}.{kind}") for name in NAMES for kind in ("png", "html")]
-    assert done.stdout.split() == expected
+    assert capsys.readouterr().out.split() == expected
     for path in expected:
         assert os.path.getsize(path) > 10_000
     page = (tmp_path / "new" / "importance.html").read_text()
@@ -55,9 +54,10 @@ def test_command_line(url, tmp_path):
         (("--study", "sqlite:///nowhere/a.db"), "sqlite:///nowhere/a.db: the file does not exist"),
     ],
 )
-def test_refused_on_the_command_line(words, said):
-    failed = command(*words)
-    assert failed.returncode == 2 and said in failed.stderr and "Traceback" not in failed.stderr
+def test_refused_on_the_command_line(words, said, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["plot", *words])
+    assert ended.value.code == 2 and said in capsys.readouterr().err
 
 
 def test_several_studies_and_objectives(tmp_path):
