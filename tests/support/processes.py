@@ -88,6 +88,7 @@ def _run_script(words: list[str], *own: Any) -> None:
     _become(*own)
     kind, what = (words[0], words[1]) if words[0] in ("-c", "-m") else ("", words[0])
     sys.argv = [kind or what, *words[2 if kind else 1 :]]
+    sys.orig_argv = [sys.executable, *words]  # by which a script starts itself again
     sys.path[0] = "" if kind else str(Path(what).resolve().parent)
     try:
         if kind == "-m":
@@ -119,13 +120,15 @@ class Started:
 
     Attributes:
         stdout: what the process prints, to be read while it runs; None if that goes to the standard error.
+        errors: the file that takes the standard error.
         returncode: the exit status, negative for a signal; None while it runs.
     """
 
     def __init__(self, target: Callable, *args: Any, cwd: Any, env: Mapping[str, str], fresh: bool, merge: bool):
-        self._errors = tempfile.NamedTemporaryFile()  # noqa: SIM115
+        self._file = tempfile.NamedTemporaryFile()  # noqa: SIM115  deleted with this object
+        self.errors = Path(self._file.name)
         read, write = (None, None) if merge else multiprocessing.Pipe(duplex=False)
-        self.process = _Process(target=target, args=(*args, write, self._errors.name, str(cwd), dict(env)))
+        self.process = _Process(target=target, args=(*args, write, str(self.errors), str(cwd), dict(env)))
         self.process.fresh = fresh
         self.process.start()
         self.pid = self.process.pid
@@ -161,7 +164,7 @@ class Started:
     @property
     def stderr(self) -> str:
         """What went to the standard error so far."""
-        return Path(self._errors.name).read_text()
+        return self.errors.read_text()
 
     def send_signal(self, number: int) -> None:
         os.kill(self.pid, number)
