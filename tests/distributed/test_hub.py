@@ -11,22 +11,22 @@ SCRIPT = """
 import sys
 import torch
 from hftrainer.errors import HubError
-from tests.reliability.test_hub import At, make
+from tests.support.hub_runs import At, make_uploading
 
 folder = sys.argv[1]
 torch.set_num_threads(1)
-undisturbed = make(f"{folder}/undisturbed", push_to_hub=False)
+undisturbed = make_uploading(f"{folder}/undisturbed", push_to_hub=False)
 undisturbed.train()
 rank = undisturbed.args.process_index
-stopped = make(f"{folder}/run", hub_strategy="checkpoint", hub_always_push=True)
+stopped = make_uploading(f"{folder}/run", hub_strategy="checkpoint", hub_always_push=True)
 stopped.add_callback(At(4, lambda: setattr(stopped.control, "should_training_stop", True)))
 stopped.train()
 committed = stopped.push_to_hub() is not None
-resumed = make(f"{folder}/resumed", push_to_hub=False)
+resumed = make_uploading(f"{folder}/resumed", push_to_hub=False)
 resumed.train(resume_from_checkpoint="hub:me/run")
 weights = [trainer.accelerator.get_state_dict(trainer.model) for trainer in (undisturbed, resumed)]
 try:
-    make(f"{folder}/refused", hub_token="hf_wrong")
+    make_uploading(f"{folder}/refused", hub_token="hf_wrong")
 except HubError as error:
     torch.save([committed, weights, str(error)], f"{folder}/{rank}.pt")
 """

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from hftrainer import TFTrainer, TFTrainingArguments
-from tests.unit.tf.test_trainer_tf import Still, rows
+from tests.support.tensorflow import Still, rows
 
 folder, per_device = Path(sys.argv[1]), int(sys.argv[2])
 size = {"per_device_train_batch_size": per_device, "per_device_eval_batch_size": per_device}

@@ -15,7 +15,7 @@ import torch
 import hftrainer
 from hftrainer.arguments.table import READ_ONCE, TABLE
 from hftrainer.errors import InvalidArgument
-from tests.parity.test_every_argument import DEFAULTS, HANDLED, STEPS
+from tests.support.arguments import DEFAULTS, HANDLED, STEPS
 from tests.support.parity import EVENTS, accuracy, alike, assert_equal, comparable, make_recorder
 from tests.support.tiny import MODELS
 

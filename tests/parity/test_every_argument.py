@@ -19,113 +19,12 @@ import hftrainer.errors
 from hftrainer.arguments.legacy import LegacyArguments
 from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.arguments.table import TABLE, check_supported, make_plan
+from tests.support.arguments import DEFAULTS, HANDLED
 from tests.support.parity import accuracy, make_recorder, record
 from tests.support.tiny import make_plain, plain_data
 
-STEPS = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
-WORKERS = {"dataloader_num_workers": 1}
-PUSHED = {**STEPS, "push_to_hub": True}
-BEST = {**STEPS, "metric_for_best_model": "loss"}
 LEGACY = {field.name for field in dataclasses.fields(LegacyArguments)}
 
-# argument -> (its value, what else is set in both runs)
-HANDLED = {
-    "per_device_train_batch_size": (3, {}),
-    "num_train_epochs": (1, {}),
-    "max_steps": (3, {}),
-    "lr_scheduler_type": ("cosine", {}),
-    "lr_scheduler_kwargs": ({"num_cycles": 2}, {"lr_scheduler_type": "cosine"}),
-    "warmup_steps": (3, {}),
-    "learning_rate": (0.5, {}),
-    "optim": ("adamw_torch", {}),
-    "weight_decay": (0.5, {}),
-    "adam_beta1": (0.5, {}),
-    "adam_beta2": (0.5, {}),
-    "adam_epsilon": (0.1, {}),
-    "max_grad_norm": (0.01, {}),
-    "use_cache": (True, {}),
-    "seed": (7, {}),
-    "data_seed": (7, {}),
-    "dataloader_drop_last": (True, {}),
-    "dataloader_num_workers": (1, {}),
-    "dataloader_pin_memory": (False, {}),
-    "dataloader_persistent_workers": (True, WORKERS),
-    "dataloader_prefetch_factor": (3, WORKERS),
-    "dataloader_multiprocessing_context": ("forkserver", WORKERS),
-    "dataloader_in_order": (False, {}),
-    "remove_unused_columns": (False, {}),
-    "label_names": (["other"], STEPS),
-    "train_sampling_strategy": ("sequential", {}),
-    "logging_strategy": ("epoch", {}),
-    "logging_steps": (3, {}),
-    "logging_first_step": (True, {}),
-    "logging_nan_inf_filter": (False, {}),
-    "log_on_each_node": (False, {}),
-    "average_tokens_across_devices": (False, {}),
-    "log_level": ("error", {}),
-    "log_level_replica": ("error", {}),
-    "disable_tqdm": (False, {}),
-    "eval_strategy": ("epoch", {}),
-    "eval_steps": (3, {"eval_strategy": "steps"}),
-    "eval_delay": (4, STEPS),
-    "eval_on_start": (True, STEPS),
-    "per_device_eval_batch_size": (3, STEPS),
-    "prediction_loss_only": (True, STEPS),
-    "eval_accumulation_steps": (1, STEPS),
-    "eval_do_concat_batches": (False, STEPS),
-    "include_for_metrics": (["loss"], STEPS),
-    "batch_eval_metrics": (True, STEPS),
-    "eval_use_gather_object": (True, STEPS),
-    "eval_memmap_dir": (None, STEPS),
-    "bf16_full_eval": (True, STEPS),
-    "fp16_full_eval": (True, STEPS),
-    "include_num_input_tokens_seen": ("all", {}),
-    "length_column_name": ("other", {}),
-    "accelerator_config": ({"use_seedable_sampler": False}, {}),
-    "optim_args": ("momentum=0.9", {"optim": "sgd"}),
-    "optim_target_modules": ("all-linear", {}),
-    "tf32": (False, {}),
-    "activation_checkpointing": (True, {}),
-    "activation_checkpointing_kwargs": ({"use_reentrant": False}, {}),
-    "gradient_checkpointing": (True, {}),
-    "gradient_checkpointing_kwargs": ({"use_reentrant": False}, {}),
-    "torch_compile": (True, {}),
-    "torch_compile_backend": ("eager", {}),
-    "torch_compile_mode": ("reduce-overhead", {}),
-    "use_liger_kernel": (True, {}),
-    "liger_kernel_config": ({"rope": False}, {}),
-    "label_smoothing_factor": (0.1, {}),
-    "neftune_noise_alpha": (5.0, {}),
-    "auto_find_batch_size": (True, {}),
-    "torch_empty_cache_steps": (2, {}),
-    "metric_for_best_model": ("accuracy", STEPS),
-    "greater_is_better": (True, BEST),
-    "save_strategy": ("epoch", {}),
-    "save_steps": (3, {"save_strategy": "steps"}),
-    "save_total_limit": (1, STEPS),
-    "save_only_model": (True, STEPS),
-    "save_on_each_node": (True, {}),
-    "load_best_model_at_end": (True, {**BEST, "learning_rate": 0.5}),
-    "ignore_data_skip": (True, {}),
-    "restore_callback_states_from_checkpoint": (True, {}),
-    "save_on_interrupt": (False, STEPS),
-    "enable_jit_checkpoint": (True, STEPS),
-    "debug": ("underflow_overflow", {}),
-    "skip_memory_metrics": (False, {}),
-    "report_to": ("csv", {}),
-    "run_name": ("a run", {"report_to": "wandb"}),
-    "project": ("other", {"report_to": "trackio"}),
-    "trackio_space_id": ("space", {"report_to": "trackio"}),
-    "trackio_bucket_id": ("bucket", {"report_to": "trackio"}),
-    "trackio_static_space_id": ("space", {"report_to": "trackio"}),
-    "push_to_hub": (True, {}),
-    "hub_model_id": ("org/name", PUSHED),
-    "hub_strategy": ("end", PUSHED),
-    "hub_token": ("hf_token", PUSHED),
-    "hub_private_repo": (True, PUSHED),
-    "hub_always_push": (True, PUSHED),
-    "hub_revision": ("dev", PUSHED),
-}
 # Where a run on this machine is the same either way, the test that shows the effect:
 ELSEWHERE = {
     "average_tokens_across_devices": "tests/distributed/test_training.py::test_same_as_transformers",
@@ -171,19 +70,6 @@ ELSEWHERE = {
         "project trackio_space_id trackio_bucket_id trackio_static_space_id".split(),
         "tests/lightning/test_loggers.py::test_callbacks_of_transformers",
     ),
-}
-
-
-#: What is set unless the case says otherwise.
-DEFAULTS = {
-    "num_train_epochs": 2,
-    "per_device_train_batch_size": 4,
-    "learning_rate": 1e-2,
-    "logging_steps": 2,
-    "save_strategy": "no",
-    "report_to": "none",
-    "disable_tqdm": True,
-    "use_cpu": True,
 }
 
 

@@ -10,7 +10,7 @@ import torch
 
 import hftrainer
 from hftrainer.errors import UnsupportedArgument
-from tests.parity.test_replaced_methods import TRAINER
+from tests.support.methods import TRAINER
 from tests.support.parity import (
     accuracy,
     alike,

@@ -283,7 +283,7 @@ def test_replaced_before_the_seq2seq_trainer_is_imported(tmp_path):
     script = f"""
 import hftrainer
 from tests.support.tiny import make_plain, plain_data
-from tests.parity.test_replacements import count_calls
+from tests.support.methods import count_calls
 
 calls = count_calls(hftrainer.Trainer, "training_step")
 args = hftrainer.Seq2SeqTrainingArguments({str(tmp_path)!r}, max_steps=3, use_cpu=True, report_to="none")
@@ -293,15 +293,3 @@ print("called", len(calls))
     env = {**warm.environment(), **warm.LIBRARIES}
     done = subprocess.run([warm.PYTHON, "-c", script], env=env, capture_output=True, text=True, cwd=ROOT, check=True)
     assert "called 3" in done.stdout
-
-
-def count_calls(kind, name):
-    """A list that gets an entry for each call of a method of the class."""
-    calls, original = [], getattr(kind, name)
-
-    def counted(*args, **kwargs):
-        calls.append(name)
-        return original(*args, **kwargs)
-
-    setattr(kind, name, counted)
-    return calls

@@ -12,6 +12,7 @@ import optuna
 import torch
 
 from hftrainer import Trainer, TrainerCallback, TrainingArguments
+from hftrainer.search.studies import INTERRUPTED, RETRY_OF
 from tests.reliability.job import Net, data, kill_at
 
 
@@ -60,3 +61,24 @@ def main(folder, settings):
     )
     print("memory in MB:", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024, flush=True)
     print("done", best.run_id, flush=True)
+
+
+def trials_of(folder):
+    return optuna.load_study(study_name="search", storage=storage_of(folder)).trials
+
+
+def check(folder, wanted):
+    """The finished study: as many completed trials as were asked for, and a mark on all others."""
+    trials = trials_of(folder)
+    complete = [trial for trial in trials if trial.state.name == "COMPLETE"]
+    others = [trial for trial in trials if trial not in complete]
+    assert len(complete) == wanted
+    assert all(trial.state.name == "FAIL" and trial.user_attrs[INTERRUPTED] for trial in others)
+    assert [trial.number for trial in trials] == list(range(len(trials)))
+    assert len({trial.params["learning_rate"] for trial in complete}) == wanted
+    assert all((folder / "out" / f"run-{trial.number}" / "checkpoint-4").is_dir() for trial in complete)
+    assert not list((folder / "out").glob("checkpoint-*"))
+    for trial in others:  # what was cut off has been tried again, unless it was itself another attempt
+        again = [other for other in trials if other.user_attrs.get(RETRY_OF) == trial.number and other.params]
+        assert RETRY_OF in trial.user_attrs or not trial.params or again[0].params == trial.params
+    return complete, others

@@ -23,7 +23,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.reliability.machines.test_search_kill import check
+from tests.reliability.search_job import check
 from tests.support import faults, warm
 from tests.support.hub_server import HubServer
 from tests.support.jobs import SHARDED, Group, assert_same, log, names, weights

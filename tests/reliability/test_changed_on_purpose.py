@@ -14,8 +14,8 @@ from hftrainer.checkpointing import readable
 from hftrainer.checkpointing.manifest import changes
 from hftrainer.errors import CheckpointNotFound
 from hftrainer.trainer_utils import get_last_checkpoint
-from tests.reliability.test_damage import flip, grow, make_trainer, truncate
 from tests.support import warm
+from tests.support.checkpoints import flip, grow, make_trainer, truncate
 from tests.support.tiny import make_bert
 
 WARNING = "was changed since it was written"

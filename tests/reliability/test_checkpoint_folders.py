@@ -12,7 +12,7 @@ from hftrainer import Trainer, TrainerCallback
 from hftrainer.checkpointing import staging
 from hftrainer.checkpointing.folders import rotate_checkpoints
 from hftrainer.trainer_utils import get_last_checkpoint
-from tests.reliability.test_background import make_trainer
+from tests.support.checkpoints import make_trainer
 from tests.support.jobs import names
 
 

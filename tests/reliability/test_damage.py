@@ -11,6 +11,7 @@ import torch
 from hftrainer import Trainer, TrainerCallback, TrainingArguments
 from hftrainer.errors import CheckpointNotFound
 from hftrainer.trainer_utils import get_last_checkpoint
+from tests.support.checkpoints import empty, flip, grow, truncate
 from tests.support.tiny import make_bert, make_plain, plain_data, text_data
 
 
@@ -35,25 +36,6 @@ def run(request, tmp_path_factory):
     trainer = make_trainer(folder, request.param)
     trainer.train()
     return request.param, folder, {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
-
-
-def truncate(path):
-    os.truncate(path, path.stat().st_size // 2)
-
-
-def flip(path):
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 0x10
-    path.write_bytes(content)
-
-
-def empty(path):
-    os.truncate(path, 0)
-
-
-def grow(path):
-    with path.open("ab") as file:
-        file.write(b"\0" * 100)
 
 
 HARM = {"truncated": truncate, "flipped": flip, "deleted": os.remove, "empty": empty, "grown": grow}

@@ -7,7 +7,7 @@ import pytest
 
 from hftrainer.checkpointing.distributed import PARTS, load_model_parts, load_optimizer_parts
 from tests.support import fuzz
-from tests.unit.checkpointing.test_parts_reader import stepped, write
+from tests.support.parts import stepped, write
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -25,13 +25,12 @@ from hftrainer.hub import background, failures, repository, snapshots, uploads
 from hftrainer.hub.pending import PendingCommit
 from hftrainer.search.packing import pack
 from tests.support import warm
+from tests.support.hub_runs import READS, STEPS, At, make_uploading
 from tests.support.hub_server import Commit, HubServer, Repo
 from tests.support.jobs import read_until
-from tests.support.tiny import make_plain, plain_data
+from tests.support.tiny import make_plain
 
 TOKEN = "hf_aVeryPrivateTokenIndeed"
-READS = "hf_mayOnlyRead"
-STEPS = 6
 
 
 @pytest.fixture
@@ -73,28 +72,11 @@ class Saved(TrainerCallback):
         self.weights[state.global_step] = path.read_bytes()
 
 
-def make(folder, callbacks=(), **settings):
-    defaults = {
-        "max_steps": STEPS,
-        "save_steps": 2,
-        "per_device_train_batch_size": 4,
-        "learning_rate": 1e-2,
-        "logging_steps": 2,
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "push_to_hub": True,
-        "hub_token": TOKEN,
-    }
-    args = TrainingArguments(str(folder), **{**defaults, **settings})
-    data = {"train_dataset": plain_data(), "eval_dataset": plain_data()}
-    return Trainer(make_plain(), args, callbacks=[*callbacks], **data)
-
-
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     """The weights of the same run without uploads."""
     torch.set_num_threads(1)
-    trainer = make(tmp_path_factory.mktemp("undisturbed"), push_to_hub=False)
+    trainer = make_uploading(tmp_path_factory.mktemp("undisturbed"), push_to_hub=False)
     trainer.train()
     return trainer.model.state_dict()
 
@@ -113,17 +95,6 @@ def last(hub, name="me/run"):
 
 def messages(hub, name="me/run"):
     return [commit.message for commit in hub.repos[name].branches["main"][1:]]
-
-
-class At(TrainerCallback):
-    """Does something when a step ends."""
-
-    def __init__(self, step, act):
-        self.step, self.act = step, act
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            self.act()
 
 
 class Hangs(TrainerCallback):
@@ -164,7 +135,7 @@ def fail(hub, **how):
 def test_a_hub_that_fails_for_a_while(hub, tmp_path, undisturbed, how, caplog):
     """Training yields the same weights, and at its end the repository has the last checkpoint."""
     saved, well = Saved(), {"refusing": False, "failures": 0, "cuts": 0, "failing": None, "delay": 0.0}
-    trainer = make(tmp_path / "run", [saved, At(1, fail(hub, **how))], hub_strategy="checkpoint")
+    trainer = make_uploading(tmp_path / "run", [saved, At(1, fail(hub, **how))], hub_strategy="checkpoint")
     finish = trainer._finish_current_push
 
     def repaired():
@@ -193,7 +164,7 @@ def test_an_upload_is_tried_again_at_once(hub, tmp_path, monkeypatch, caplog):
         return real(*args, **kwargs)
 
     monkeypatch.setattr(repository.HfApi, "upload_folder", once_away)
-    make(tmp_path / "run").train()
+    make_uploading(tmp_path / "run").train()
     assert messages(hub)[-1] == "Training in progress, step 6"
     assert not left
     assert "is retried at the end" not in caplog.text
@@ -201,7 +172,7 @@ def test_an_upload_is_tried_again_at_once(hub, tmp_path, monkeypatch, caplog):
 
 def test_a_commit_that_the_client_does_not_retry(hub, tmp_path, caplog):
     """The client retries the requests before the commit. Without Xet, it does not retry the commit itself."""
-    trainer = make(tmp_path / "run", max_steps=2)
+    trainer = make_uploading(tmp_path / "run", max_steps=2)
     hub.fails_once = "/commit/"
     trainer.train()
     assert hub.fails_once is None
@@ -219,7 +190,7 @@ def test_a_hub_that_is_away_is_asked_once(hub, tmp_path, monkeypatch, caplog):
         raise ConnectionError("no route")
 
     monkeypatch.setattr(repository.HfApi, "upload_folder", away)
-    trainer = make(tmp_path / "run", hub_strategy="all_checkpoints", hub_always_push=True)
+    trainer = make_uploading(tmp_path / "run", hub_strategy="all_checkpoints", hub_always_push=True)
     trainer.train()
     assert attempts.count("Training in progress, step 2") == 3
     assert len(attempts) <= 3 + 5 + 1
@@ -231,7 +202,7 @@ def test_a_hub_that_is_away_is_asked_once(hub, tmp_path, monkeypatch, caplog):
 
 def test_a_hub_that_stays_away(hub, tmp_path, undisturbed, caplog):
     """The log names what is uploaded and what is not, with the command; `push_to_hub` uploads the rest."""
-    trainer = make(tmp_path / "run", hub_strategy="all_checkpoints")
+    trainer = make_uploading(tmp_path / "run", hub_strategy="all_checkpoints")
     trainer.add_callback(
         At(3, lambda: (trainer.push_in_progress.wait_until_done(), fail(hub, failing="/preupload/")()))
     )
@@ -267,7 +238,7 @@ def test_a_hub_that_stays_away(hub, tmp_path, undisturbed, caplog):
 def test_saves_that_wait_for_their_turn(hub, tmp_path, undisturbed):
     """`hub_always_push` uploads all saves in order, even if the checkpoints have been deleted."""
     saved = Saved()
-    trainer = make(
+    trainer = make_uploading(
         tmp_path / "run",
         [saved, At(1, fail(hub, delay=0.1))],
         **{"hub_strategy": "all_checkpoints", "hub_always_push": True, "save_total_limit": 1, "save_steps": 1},
@@ -288,7 +259,7 @@ def test_saves_that_wait_for_their_turn(hub, tmp_path, undisturbed):
 
 def test_skipped_saves(hub, tmp_path):
     """Without `hub_always_push`, saves during an upload are skipped, and the last one is uploaded at the end."""
-    trainer = make(tmp_path / "run", [Hangs(hub)], save_steps=1)
+    trainer = make_uploading(tmp_path / "run", [Hangs(hub)], save_steps=1)
     trainer.train()
     assert messages(hub) == ["Training in progress, step 1", "Training in progress, step 6"]
 
@@ -297,7 +268,7 @@ def test_the_last_save_is_made_up_for_though_it_is_deleted(hub, tmp_path):
     """`save_total_limit=1` keeps only the best checkpoint."""
     saved, begun = Saved(), []
     args = {"save_total_limit": 1, "eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
-    trainer = make(tmp_path / "run", [saved, Hangs(hub)], metric_for_best_model="eval_x", **args)
+    trainer = make_uploading(tmp_path / "run", [saved, Hangs(hub)], metric_for_best_model="eval_x", **args)
 
     def evaluate(*_, **__):
         begun.append(None)
@@ -312,8 +283,8 @@ def test_the_last_save_is_made_up_for_though_it_is_deleted(hub, tmp_path):
 
 def test_another_trainer_in_the_same_folder(hub, tmp_path):
     """It does not delete the snapshots of queued uploads."""
-    another = At(5, lambda: make(tmp_path / "run", hub_model_id="me/second", hub_strategy="end"))
-    trainer = make(tmp_path / "run", [Hangs(hub)], hub_always_push=True)
+    another = At(5, lambda: make_uploading(tmp_path / "run", hub_model_id="me/second", hub_strategy="end"))
+    trainer = make_uploading(tmp_path / "run", [Hangs(hub)], hub_always_push=True)
     trainer.callback_handler.callbacks.append(another)
     trainer.train()
     assert messages(hub) == [f"Training in progress, step {step}" for step in (2, 4, 6)]
@@ -321,7 +292,7 @@ def test_another_trainer_in_the_same_folder(hub, tmp_path):
 
 def test_patterns_of_sagemaker_are_uploaded(hub, tmp_path):
     """The Hub's client reads `.gitignore` in a repository, and leaves out what it names."""
-    trainer = make(tmp_path / "run", max_steps=2)
+    trainer = make_uploading(tmp_path / "run", max_steps=2)
     trainer._add_sm_patterns_to_gitignore()
     trainer.train()
     assert b"*.sagemaker-uploading" in last(hub).files[".gitignore"]
@@ -329,7 +300,7 @@ def test_patterns_of_sagemaker_are_uploaded(hub, tmp_path):
 
 def test_another_branch(hub, tmp_path, caplog):
     """An upload to another branch does not replace a pending upload to this one."""
-    trainer = make(tmp_path / "run", max_steps=2)
+    trainer = make_uploading(tmp_path / "run", max_steps=2)
     hub.repos["me/run"].branches["dev"] = list(hub.repos["me/run"].branches["main"])
     hub.failing = "/commit/main"
     trainer.train()
@@ -342,7 +313,7 @@ def test_another_branch(hub, tmp_path, caplog):
 
 def test_uploads_called_off(hub, tmp_path):
     """Cancelled uploads are not retried, and leave no files."""
-    trainer = make(tmp_path / "run", [Hangs(hub)], hub_strategy="checkpoint", max_steps=4)
+    trainer = make_uploading(tmp_path / "run", [Hangs(hub)], hub_strategy="checkpoint", max_steps=4)
 
     def call_off():
         while not any(method == "PUT" for method, _ in hub.requests):  # the first of the two is running
@@ -361,7 +332,7 @@ def test_a_search(hub, tmp_path, monkeypatch):
     optuna = pytest.importorskip("optuna")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     monkeypatch.setattr(background, "_GRACE", 0.1)
-    trainer = make(tmp_path / "run", [At(1, fail(hub, delay=1.0))], eval_strategy="steps", eval_steps=2)
+    trainer = make_uploading(tmp_path / "run", [At(1, fail(hub, delay=1.0))], eval_strategy="steps", eval_steps=2)
     trainer.model_init = make_plain
 
     class Prunes(optuna.pruners.BasePruner):
@@ -389,7 +360,7 @@ def test_a_trainer_on_its_way_to_another_process(hub, tmp_path, monkeypatch):
     """The copy has no uploads of the original, and opens the repository itself."""
     cloudpickle = SimpleNamespace(CloudPickler=Pickler, loads=pickle.loads)
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(cloudpickle=cloudpickle))
-    trainer = make(tmp_path / "run", max_steps=2)
+    trainer = make_uploading(tmp_path / "run", max_steps=2)
     packed = pack(trainer._hftrainer)
     assert trainer._hftrainer.uploads is not None
     unpacked = packed.unpack().trainer
@@ -435,7 +406,7 @@ def refuse(*_):
 
 def test_a_storage_that_fails(hub, tmp_path, caplog, monkeypatch):
     """If storage fails, the upload is skipped and training goes on."""
-    trainer = make(tmp_path / "run", save_steps=4)
+    trainer = make_uploading(tmp_path / "run", save_steps=4)
     monkeypatch.setattr(snapshots.shutil, "copyfile", refuse)
     monkeypatch.setattr(snapshots.os, "link", refuse)
     trainer.train()
@@ -454,7 +425,7 @@ class Tokens:
 
 
 def test_a_processing_class_that_fails(hub, tmp_path, caplog):
-    trainer = make(tmp_path / "run")
+    trainer = make_uploading(tmp_path / "run")
     trainer._hftrainer.uploads._snapshots.processing_class = Tokens()
     trainer.add_callback(At(3, lambda: shutil.rmtree(tmp_path / "run" / "checkpoint-2")))
     trainer.train()
@@ -524,16 +495,16 @@ HANGS = """
 import sys
 from hftrainer.hub import background
 background._GRACE = 0.5
-from tests.reliability.test_hub import At, make
-trainer = make(sys.argv[1], [At(3, lambda: print("third step", flush=True))], max_steps=100000, save_steps=2)
+from tests.support.hub_runs import At, make_uploading
+trainer = make_uploading(sys.argv[1], [At(3, lambda: print("third step", flush=True))], max_steps=100000, save_steps=2)
 trainer.train()
 """
 
 
 STOPPED_AGAIN = """
 import sys
-from tests.reliability.test_hub import make
-trainer = make(sys.argv[1], max_steps=1, hub_strategy="end")
+from tests.support.hub_runs import make_uploading
+trainer = make_uploading(sys.argv[1], max_steps=1, hub_strategy="end")
 trainer.train()
 trainer.push_to_hub(blocking=False)
 print("waiting", flush=True)
@@ -586,7 +557,7 @@ def test_stopped_while_an_upload_hangs(hub, tmp_path):
     assert "Not uploaded to me/run" in err
     assert "hf upload me/run" in err
     assert TOKEN not in err
-    assert make(tmp_path / "run", push_to_hub=False, max_steps=1).train(resume_from_checkpoint=True)
+    assert make_uploading(tmp_path / "run", push_to_hub=False, max_steps=1).train(resume_from_checkpoint=True)
     assert not messages(hub)
     assert not (tmp_path / "run" / "_hub_uploads").exists()  # the next run has removed it
 
@@ -614,7 +585,7 @@ def test_stopped_while_an_upload_hangs(hub, tmp_path):
 def test_refused_at_the_start(hub, tmp_path, settings, words):
     hub.repos["me/there"] = Repo()
     with pytest.raises((HubError, InvalidArgument)) as caught:
-        make(tmp_path / "run", **settings)
+        make_uploading(tmp_path / "run", **settings)
     assert words in str(caught.value)
     shown = "".join(traceback.format_exception(caught.value))
     assert TOKEN not in shown
@@ -626,15 +597,15 @@ def test_no_network_at_the_start(hub, tmp_path, monkeypatch):
     with pytest.raises(
         HubError, match=r"push_to_hub to 'run': the Hub cannot be reached: .* You can train without push_to_hub"
     ):
-        make(tmp_path / "run")
+        make_uploading(tmp_path / "run")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(HubError, match="HF_HUB_OFFLINE=1 is set: unset it, or train without push_to_hub"):
-        make(tmp_path / "run")
+        make_uploading(tmp_path / "run")
 
 
 def test_a_hub_that_wakes_up(hub, tmp_path):
     hub.failures = 1
-    assert make(tmp_path / "run").hub_model_id == "me/run"
+    assert make_uploading(tmp_path / "run").hub_model_id == "me/run"
 
 
 def test_errors_in_words(hub, tmp_path, monkeypatch):
@@ -642,7 +613,7 @@ def test_errors_in_words(hub, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", READS)
     shown = failures.without_tokens(f"a {TOKEN}, b {READS}, https://x.co/y?X-Sig=abc", TOKEN)
     assert shown == "a <HUB_TOKEN>, b <HUB_TOKEN>, https://x.co/y"
-    trainer = make(tmp_path / "run", hub_strategy="end", max_steps=1)
+    trainer = make_uploading(tmp_path / "run", hub_strategy="end", max_steps=1)
     with pytest.raises(InvalidArgument, match="contains a space or a line break") as caught:
         trainer.push_to_hub(token=TOKEN + "\n")
     assert TOKEN not in "".join(traceback.format_exception(caught.value))
@@ -679,13 +650,13 @@ def test_tokens_are_not_saved(tmp_path, no_token):
 @pytest.mark.parametrize("strategy", ["checkpoint", "all_checkpoints"])
 def test_resume(hub, tmp_path, undisturbed, strategy):
     """A reference names the newest checkpoint, that of a revision, or a folder; it is downloaded once."""
-    trainer = make(tmp_path / "run", hub_strategy=strategy, hub_always_push=True)
+    trainer = make_uploading(tmp_path / "run", hub_strategy=strategy, hub_always_push=True)
     trainer.add_callback(At(4, lambda: setattr(trainer.control, "should_training_stop", True)))
     trainer.train()
     commit = last(hub).oid
     for reference in ("hub:me/run", f"hub:me/run@{commit}", *(["hub:me/run/checkpoint-2"] * ("all" in strategy))):
         hub.requests.clear()
-        resumed = make(tmp_path / "resumed", push_to_hub=False)
+        resumed = make_uploading(tmp_path / "resumed", push_to_hub=False)
         resumed.train(resume_from_checkpoint=reference)
         weights = resumed.model.state_dict()
         assert not [name for name, value in undisturbed.items() if not torch.equal(value, weights[name])]
@@ -700,9 +671,9 @@ def test_resume(hub, tmp_path, undisturbed, strategy):
 @pytest.mark.parametrize("strategy", ["every_save", "checkpoint", "all_checkpoints"])
 def test_a_run_that_ended_before_its_last_upload(hub, tmp_path, strategy):
     """Started again it has nothing to train, and uploads what is missing, but not twice."""
-    make(tmp_path / "run", push_to_hub=False).train()  # as one that was killed with its uploads still to come
+    make_uploading(tmp_path / "run", push_to_hub=False).train()  # as one that was killed with its uploads still to come
     for _ in range(2):
-        again = make(tmp_path / "run", hub_strategy=strategy)
+        again = make_uploading(tmp_path / "run", hub_strategy=strategy)
         again.train(resume_from_checkpoint="auto")
         assert again._initial_global_step == STEPS
         files = last(hub).files
@@ -716,8 +687,8 @@ def test_resume_from_the_branch_of_the_run(hub, tmp_path):
     hub.repos["me/run"] = Repo()
     hub.repos["me/run"].branches["dev"] = list(hub.repos["me/run"].branches["main"])
     there = {"hub_model_id": "me/run", "hub_revision": "dev", "hub_strategy": "checkpoint"}
-    make(tmp_path / "run", **there, max_steps=2).train()
-    resumed = make(tmp_path / "resumed", **there, max_steps=3, push_to_hub=False)
+    make_uploading(tmp_path / "run", **there, max_steps=2).train()
+    resumed = make_uploading(tmp_path / "resumed", **there, max_steps=3, push_to_hub=False)
     resumed.train(resume_from_checkpoint="hub:me/run")
     assert resumed._initial_global_step == 2
     with pytest.raises(CheckpointNotFound, match="has no checkpoint"):
@@ -727,7 +698,7 @@ def test_resume_from_the_branch_of_the_run(hub, tmp_path):
 def test_nothing_to_resume_from(hub, tmp_path):
     hub.repos["me/weights"] = Repo(branches={"main": [Commit("m", {"model.safetensors": b"x"}, ())]})
     hub.repos["me/private"] = Repo(private=True)
-    trainer = make(tmp_path / "run", push_to_hub=False, hub_token=None)
+    trainer = make_uploading(tmp_path / "run", push_to_hub=False, hub_token=None)
     for reference, words in {
         "hub:me/none": "the repository does not exist, or the token has no read access",
         "hub:me/private": "the repository does not exist, or the token has no read access",

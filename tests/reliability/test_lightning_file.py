@@ -6,7 +6,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 
 from hftrainer import TrainerCallback
 from hftrainer.errors import CheckpointNotFound, InvalidArgument
-from tests.reliability.test_background import make_trainer
+from tests.support.checkpoints import make_trainer
 
 
 class Saves(TrainerCallback):

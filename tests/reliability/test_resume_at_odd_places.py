@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hftrainer import Trainer, TrainerCallback, TrainingArguments
-from tests.reliability.test_background import make_trainer
+from tests.support.checkpoints import make_trainer
 from tests.support.jobs import names
 from tests.support.tiny import Plain, plain_data
 

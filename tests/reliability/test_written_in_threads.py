@@ -18,7 +18,7 @@ from hftrainer import Trainer
 from hftrainer.checkpointing import manifest, staging, streamed
 from hftrainer.checkpointing.folders import get_last_checkpoint
 from hftrainer.checkpointing.manifest import damage, write_manifest
-from tests.reliability.test_background import make_trainer
+from tests.support.checkpoints import make_trainer
 from tests.support.jobs import names
 
 LARGE = 5 * 2**20 + 12_345  # more than a part that is read at once, and no multiple of it

@@ -4,8 +4,10 @@ import importlib
 
 import pytest
 
+from hftrainer import Trainer, TrainerCallback, TrainingArguments
 from tests.support.hub_server import HubServer
 from tests.support.parity import build
+from tests.support.tiny import make_plain, plain_data
 
 TOKEN = "hf_aVeryPrivateTokenIndeed"
 
@@ -45,3 +47,38 @@ def make_pushing(name, folder, model="bert", trainer=None, **settings):
     built, _ = build(name, model, folder, trainer=given, **{**defaults, **settings})
     callback.trainer = built
     return built, callback
+
+
+READS = "hf_mayOnlyRead"
+
+
+#: Of a run that uploads.
+STEPS = 6
+
+
+def make_uploading(folder, callbacks=(), **settings):
+    defaults = {
+        "max_steps": STEPS,
+        "save_steps": 2,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 1e-2,
+        "logging_steps": 2,
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "push_to_hub": True,
+        "hub_token": TOKEN,
+    }
+    args = TrainingArguments(str(folder), **{**defaults, **settings})
+    data = {"train_dataset": plain_data(), "eval_dataset": plain_data()}
+    return Trainer(make_plain(), args, callbacks=[*callbacks], **data)
+
+
+class At(TrainerCallback):
+    """Does something when a step ends."""
+
+    def __init__(self, step, act):
+        self.step, self.act = step, act
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            self.act()

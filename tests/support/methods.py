@@ -101,3 +101,33 @@ def run(library: str, way: str, names: set[str], folder: Path) -> tuple[Calls, l
                 setattr(holder, name, calling(getattr(holder, name), functools.partial(note, name)))
         use(trainer, folder)
     return calls, [event[0] for event in events]
+
+
+#: What transformers 5.23 calls when a Trainer trains, evaluates, predicts, saves and resumes.
+TRAINER = """
+    _clip_grad_norm _determine_best_metric _evaluate _finalize_training _finish_current_push
+    _get_collator_with_removed_columns _get_dataloader _get_eval_sampler _get_grad_norm _get_learning_rate
+    _get_num_items_in_batch _get_output_dir _get_train_sampler _has_mixed_mesh_grads _hp_search_setup
+    _init_training_state _inner_training_loop _issue_warnings_after_load _load_best_model _load_callback_state
+    _load_from_checkpoint _load_optimizer_and_scheduler _load_rng_state _load_scaler _maybe_log_save_evaluate
+    _move_model_to_device _prepare_context_parallel_inputs _prepare_for_training _prepare_input _prepare_inputs
+    _report_to_hp_search _run_epoch _save _save_checkpoint _save_optimizer_and_scheduler _save_rng_state _save_scaler
+    _set_signature_columns_if_needed _track_num_input_tokens _wrap_model autocast_smart_context_manager
+    call_model_init compute_loss compute_loss_context_manager create_optimizer create_scheduler evaluate
+    evaluation_loop floating_point_ops get_batch_samples get_cp_size get_decay_parameter_names get_eval_dataloader
+    get_optimizer_cls_and_kwargs get_sp_size get_test_dataloader get_total_train_batch_size get_tp_size
+    get_train_dataloader is_local_process_zero is_world_process_zero log num_examples predict prediction_step
+    save_model save_state set_initial_training_values store_flos train training_step
+""".split()
+
+
+def count_calls(kind, name):
+    """A list that gets an entry for each call of a method of the class."""
+    calls, original = [], getattr(kind, name)
+
+    def counted(*args, **kwargs):
+        calls.append(name)
+        return original(*args, **kwargs)
+
+    setattr(kind, name, counted)
+    return calls

@@ -167,3 +167,7 @@ def resumed(library, writer, name, step, folder):
 
 if __name__ == "__main__":
     main(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:])
+
+
+#: Of losses and norms: DeepSpeed adds gradients up in another order than DDP, in float32.
+TOLERANCE = 5e-7

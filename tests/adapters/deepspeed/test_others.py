@@ -8,8 +8,7 @@ import pytest
 from safetensors.torch import load_file
 
 from hftrainer import TrainingArguments
-from tests.adapters.deepspeed.sets import AUTO, STAGES
-from tests.adapters.deepspeed.test_training import TOLERANCE
+from tests.adapters.deepspeed.sets import AUTO, STAGES, TOLERANCE
 from tests.support.jobs import assert_same
 from tests.support.launching import TORCHRUN, accelerate, port, python, read
 from tests.support.launching import start as start_script

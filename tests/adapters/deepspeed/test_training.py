@@ -5,13 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.adapters.deepspeed.sets import CASES, RESUMED
+from tests.adapters.deepspeed.sets import CASES, RESUMED, TOLERANCE
 from tests.support.jobs import assert_same
 from tests.support.launching import of_both_libraries
 
 RANKS = ("0", "1")
-#: Of losses and norms: DeepSpeed adds gradients up in another order than DDP, in float32.
-TOLERANCE = 5e-7
 
 
 @pytest.fixture(scope="module")

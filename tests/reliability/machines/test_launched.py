@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.compat.test_run import run, script
 from tests.support.launching import DEVICES, LAUNCHERS, start
 
 
@@ -63,6 +62,7 @@ def test_signals_to_the_first_end_all(before, after, number, tmp_path):
         time.sleep(0.1)
 
 
-def test_status_of_the_process_that_fails(tmp_path):
-    path = script(tmp_path, "import os, sys, time\nif os.environ['RANK'] == '1':\n    sys.exit(7)\ntime.sleep(60)\n")
-    assert run(tmp_path, "-m", "hftrainer", "run", "--nproc", "2", path).returncode == 7
+def test_status_of_the_process_that_fails(tmp_path, processes):
+    path = tmp_path / "script.py"
+    path.write_text("import os, sys, time\nif os.environ['RANK'] == '1':\n    sys.exit(7)\ntime.sleep(60)\n")
+    assert processes.run("-m", "hftrainer", "run", "--nproc", "2", path, cwd=tmp_path, fresh=True).returncode == 7

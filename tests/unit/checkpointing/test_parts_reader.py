@@ -11,33 +11,13 @@ from hftrainer.checkpointing.distributed import (
     PARTS,
     load_model_parts,
     load_optimizer_parts,
-    model_state,
-    optimizer_state,
-    save_parts,
 )
 from hftrainer.errors import DamagedCheckpoint, UnsafeCheckpoint
 from tests.support.fuzz import Mischief
-from tests.support.tiny import make_plain
-from tests.unit.checkpointing.test_readable import Note
+from tests.support.parts import stepped, write
+from tests.support.tiny import Note, make_plain
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
-
-def stepped():
-    model = make_plain()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    model(torch.ones(2, 8), torch.tensor([0, 1]))["loss"].backward()
-    optimizer.step()
-    return model, optimizer
-
-
-def write(folder, **more):
-    model, optimizer = stepped()
-    optimizer.param_groups[0].update(more)
-    save_parts(
-        {"model": model_state(model, whole=False), "optimizer": optimizer_state(model, optimizer, whole=False)}, folder
-    )
-    return model
 
 
 def load_optimizer(folder, **more):

@@ -10,7 +10,7 @@ from hftrainer.checkpointing.names import MANIFEST_NAME
 from hftrainer.compat.reading import read_torch, read_weights
 from hftrainer.errors import DamagedCheckpoint, UnsafeCheckpoint
 from tests.support.fuzz import Mischief
-from tests.support.tiny import language_data, make_peft, make_plain, plain_data
+from tests.support.tiny import Note, language_data, make_peft, make_plain, plain_data
 
 lightning = pytest.importorskip("lightning.pytorch")
 
@@ -62,11 +62,6 @@ def test_the_arguments_are_never_read(tmp_path):
     torch.save(Mischief(tmp_path / "trace"), tmp_path / "checkpoint-2" / "training_args.bin")
     make_trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert not (tmp_path / "trace").exists()
-
-
-class Note:
-    def __init__(self):
-        self.text = "kept"
 
 
 def test_a_class_that_the_user_allows(tmp_path):

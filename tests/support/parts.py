@@ -1,0 +1,23 @@
+"""A model and its optimizer in the parts of torch's distributed checkpoints."""
+
+import torch
+
+from hftrainer.checkpointing.distributed import model_state, optimizer_state, save_parts
+from tests.support.tiny import make_plain
+
+
+def stepped():
+    model = make_plain()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(2, 8), torch.tensor([0, 1]))["loss"].backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def write(folder, **more):
+    model, optimizer = stepped()
+    optimizer.param_groups[0].update(more)
+    save_parts(
+        {"model": model_state(model, whole=False), "optimizer": optimizer_state(model, optimizer, whole=False)}, folder
+    )
+    return model
