@@ -98,14 +98,19 @@ def search_with(backend):
     return provoke
 
 
-def search_without_any(library, folder):
-    with contextlib.ExitStack() as stack:
-        for package in ("optuna", "ray", "wandb"):
-            stack.enter_context(without(package, transformers.integrations.integration_utils))
-        patched = importlib.import_module("transformers.hyperparameter_search")
-        for name in [name for name in vars(patched) if name.startswith("is_") and name.endswith("_available")]:
-            stack.enter_context(mock.patch.object(patched, name, return_value=False))
-        return search_with(None)(library, folder)
+def search_without_any(backend):
+    """A search where no library for one is installed."""
+
+    def provoke(library, folder):
+        with contextlib.ExitStack() as stack:
+            for package in ("optuna", "ray", "wandb"):
+                stack.enter_context(without(package, transformers.integrations.integration_utils))
+            patched = importlib.import_module("transformers.hyperparameter_search")
+            for name in [name for name in vars(patched) if name.startswith("is_") and name.endswith("_available")]:
+                stack.enter_context(mock.patch.object(patched, name, return_value=False))
+            return search_with(backend)(library, folder)
+
+    return provoke
 
 
 def early_stopping(**settings):
@@ -236,8 +241,8 @@ SITUATIONS = {
     "search without model_init": search(),
     "search by nothing that is known": search_with("guessing"),
     "search by what has ended": search_with("sigopt"),
-    "search without ray": search_with("ray"),
-    "search without any": search_without_any,
+    "search without ray": search_without_any("ray"),
+    "search without any": search_without_any(None),
     # small ones
     "parser: key": lambda library, folder: library.HfArgumentParser(library.TrainingArguments).parse_dict({"x": 1}),
     "parser: truth": lambda library, folder: module(library, "hf_argparser").string_to_bool("perhaps"),

@@ -8,6 +8,7 @@ import pytest
 
 from tests.support.differences import OWN_FILES
 from tests.support.hub_runs import TOKEN, make_pushing
+from tests.support.hub_runs import hub as hub
 from tests.support.parity import LIBRARIES, build
 from tests.support.tiny import tokenizer
 

@@ -16,7 +16,7 @@ import torch
 
 from tests.support import warm
 
-JOB = Path(__file__).with_name("job.py")
+JOB = Path(__file__).parents[1] / "reliability" / "job.py"
 ENVIRONMENT = {**warm.environment(), "PYTHONUNBUFFERED": "1"}
 #: Settings of a job whose ranks each write their part of a checkpoint.
 SHARDED = {"fsdp": True, "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}
