@@ -345,7 +345,7 @@ def map_leaves(data: Any, kinds: type | tuple[type, ...], function: Callable[[An
         return dataclasses.replace(data, **{name: map_leaves(getattr(data, name), kinds, function) for name in names})
     if isinstance(data, Sequence) and not isinstance(data, (str, bytes)):
         values = [map_leaves(value, kinds, function) for value in data]
-        return container(*values) if hasattr(data, "_asdict") else container(values)
+        return container(*values) if hasattr(data, "_fields") else container(values)
     return data
 
 

@@ -40,6 +40,7 @@ OF_OTHERS = {
     "hftrainer.parallel.fsdp.sharding": {"_no_split_modules": "transformers' models"},
     "hftrainer.parallel.layout": {"_is_distributed_loading_by_transformers": "transformers' models"},
     "hftrainer.parallel.parallelism": {"_fsdp_wrapped_module": "torch's FSDP1", "_modules": "torch's modules"},
+    "hftrainer.parallel.processes": {"_fields": "Python, whose named tuples have it"},
     "hftrainer.parallel.xla.devices": _XLA,
     "hftrainer.parallel.xla.sharding": {"_XLAC": "torch_xla", "_get_xla_sharding_spec": "torch_xla"},
     "hftrainer_lightning.module": {"_opt_called": "torch's schedules"},
@@ -145,7 +146,7 @@ def name_of(path: Path) -> str:
     return ".".join(parts[1:] if parts[0] == "adapters" else parts).removesuffix(".__init__")
 
 
-@pytest.mark.parametrize("name", map(name_of, SOURCES))
+@pytest.mark.parametrize("name", list(map(name_of, SOURCES)))
 def test_private_names_of_lightning_are_in_private_api(name):
     module = importlib.import_module(name)
     assert lightnings(module) == set()
