@@ -1,0 +1,81 @@
+"""What the tests of a device share: which device, models for it, and comparisons with transformers."""
+
+import functools
+import os
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.parity import assert_same, assert_same_weights, build, comparable, record, train
+from tests.support.tiny import MODELS, language_data, make_llama, make_plain, plain_data, without_dropout
+
+__all__ = [
+    "assert_same",
+    "assert_same_weights",
+    "build",
+    "comparable",
+    "plain_data",
+    "record",
+    "train",
+]  # for the tests
+
+DEVICE = os.environ.get("DEVICE", "cpu")
+ON_GPU = DEVICE == "cuda"
+#: Arguments of every run.
+HERE = {"use_cpu": not ON_GPU}
+#: Features of the wide model: on a GPU its weights take 33 MB, and the outputs of 64 samples 0.5 MB.
+WIDTH = 2048 if ON_GPU else 64
+
+
+class Wide(nn.Module):
+    """Weights and outputs that are large beside all else that a run keeps."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(8, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH)
+        )
+
+    def forward(self, x, labels=None):
+        logits = self.layers(x)
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def make_wide():
+    torch.manual_seed(1)
+    return Wide()
+
+
+#: Without dropout, since several processes draw other masks than one; 40 samples, since 8 divides them.
+MODELS["llama without dropout"] = (without_dropout(make_llama), functools.partial(language_data, 40))
+MODELS["plain without dropout"] = (without_dropout(make_plain), functools.partial(plain_data, 40))
+MODELS["wide"] = (make_wide, plain_data)
+
+
+def needs_gpu(reason):
+    return pytest.mark.skipif(not ON_GPU, reason=f"DEVICE=cpu: {reason}")
+
+
+def be_deterministic():
+    """The settings of a process under which the same run gives the same bits."""
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    # Filling memory that NCCL's stream still uses made gradients NaN: https://github.com/pytorch/pytorch/issues/147810
+    torch.utils.deterministic.fill_uninitialized_memory = False
+
+
+def assert_as_transformers(run, same=assert_same):
+    """Our record, after asserting that transformers' is the same; `run` takes the name of a library."""
+    theirs, ours = run("transformers"), run("hftrainer")
+    assert {tensor.device.type for tensor in ours.weights.values()} == {DEVICE}
+    same(ours, theirs)
+    return ours
+
+
+def assert_close(logs, expected, relative):
+    """The same log lines, but for rounding."""
+    assert [list(line) for line in logs] == [list(line) for line in expected]
+    for line, other in zip(logs, expected, strict=True):
+        numbers = {name: value for name, value in other.items() if value != "measured"}
+        assert {name: line[name] for name in numbers} == pytest.approx(numbers, rel=relative)

@@ -1,0 +1,106 @@
+"""What a run asks of its device: memory, waiting for it, and its statistics."""
+
+import gc
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import DeviceStatsMonitor
+
+from hftrainer import TrainerCallback
+from tests.gpu.support import HERE, ON_GPU, WIDTH, build, needs_gpu, plain_data, train
+
+MB = 2**20
+
+
+def allocated_above_start(work):
+    """Bytes of device memory that `work` needs at its peak, above what is in use before."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    work()
+    return torch.cuda.max_memory_allocated() - before
+
+
+@needs_gpu("the outputs of all samples are in the memory that would be measured; see benchmarks/eval_memory.py")
+@pytest.mark.parametrize("metrics", [False, True], ids=["loss only", "outputs kept"])
+def test_evaluation_memory_is_flat(tmp_path, metrics):
+    batch = 64
+    settings = {**HERE, "per_device_eval_batch_size": batch}
+    kept = {"compute_metrics": lambda prediction: {"rows": len(prediction.predictions)}} if metrics else {}
+    trainer, _ = build("hftrainer", "wide", tmp_path, **settings, trainer=kept)
+    few, many = plain_data(4 * batch), plain_data(64 * batch)
+    trainer.evaluate(few)  # allocates what cuBLAS keeps
+    needed = [allocated_above_start(lambda data=data: trainer.evaluate(data)) for data in (few, many)]
+    # Outputs that stayed would take 60 batches more; less than one is what blocks of other sizes can make.
+    assert needed[1] - needed[0] < batch * WIDTH * 4, [size / MB for size in needed]
+
+
+class Watch(TrainerCallback):
+    """Lets the host wait for the device between two steps only where there is a log line.
+
+    Attributes:
+        steps: optimizer steps without one.
+    """
+
+    def __init__(self):
+        self.steps = []
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 3:  # the first steps allocate
+            torch.cuda.set_sync_debug_mode("error")
+            with pytest.raises(RuntimeError, match="synchroniz"):  # or the mode would show nothing
+                torch.ones(1, device="cuda").item()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if torch.cuda.get_sync_debug_mode():
+            self.steps.append(state.global_step)
+        if control.should_log:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@needs_gpu("there is nothing to wait for")
+@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_no_waiting_between_log_lines(tmp_path, bf16, accumulation):
+    """With batches that are copied while the device computes, which transformers leaves off by default."""
+    settings = {**HERE, "bf16": bf16, "max_steps": 10, "logging_steps": 10, "num_train_epochs": 9}
+    settings |= {"gradient_accumulation_steps": accumulation, "accelerator_config": {"non_blocking": True}}
+    watch = Watch()
+    trainer, _ = build("hftrainer", "plain", tmp_path, **settings, trainer={"callbacks": [watch]})
+    try:
+        trainer.train()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert watch.steps == list(range(4, 11))
+    assert "loss" in trainer.state.log_history[0]
+
+
+@pytest.mark.parametrize("points", ["on_train_batch_start", "on_train_batch_end"])
+def test_device_statistics(tmp_path, points):
+    """Lightning's callback logs what its accelerator measures: of the GPU's allocator, or of the processor."""
+    if not ON_GPU:
+        pytest.importorskip("psutil", reason="DEVICE=cpu: Lightning measures the processor with psutil")
+    trainer, _ = build("hftrainer", "plain", tmp_path, **HERE, trainer={"callbacks": [DeviceStatsMonitor()]})
+    trainer.train()
+    logged = {name: value for line in trainer.state.log_history for name, value in line.items()}
+    name = "allocated_bytes.all.peak" if ON_GPU else "cpu_vm_percent"
+    (value,) = [value for key, value in logged.items() if points in key and key.endswith(name)]
+    assert value > 0
+
+
+@needs_gpu("the system measures whole processes there; see benchmarks/memory.py")
+@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_peak_memory_beside_transformers(tmp_path, bf16, accumulation):
+    settings = {**HERE, "bf16": bf16, "gradient_accumulation_steps": accumulation, "max_steps": 6}
+
+    def needed(library):
+        return allocated_above_start(lambda: train(library, "wide", tmp_path / library, **settings))
+
+    needed("transformers")  # allocates what cuBLAS keeps
+    theirs, ours = needed("transformers"), needed("hftrainer")
+    # The weights take 33 MB, so a copy of any of them shows. We keep some numbers more on the device, such as the sum
+    # of the losses; each takes a block of 512 bytes.
+    assert ours <= theirs + 0.25 * MB, f"{ours / MB:.2f} MB, and {theirs / MB:.2f} MB with transformers"
+    assert theirs > 4 * 33 * MB, "weights, gradients and two averages were not measured"
