@@ -2,9 +2,8 @@
 
 import os
 
-# cuBLAS reads it when it is first used, torch's threads when torch is imported.
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which deterministic kernels ask for
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # looking for GPUs must not begin to use all of them
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
@@ -19,13 +18,13 @@ def pytest_configure(config):
     """Show one device to the Trainers in this process: with several, transformers would use nn.DataParallel."""
     if support.DEVICE not in ("cpu", "cuda"):
         raise pytest.UsageError(f"DEVICE={support.DEVICE}: it must be cpu or cuda.")
-    if not support.ON_GPU:
-        return
-    if not torch.cuda.is_available():
+    if ranks.DEVICES == 0:
         raise pytest.UsageError(f"DEVICE=cuda, but torch {torch.__version__} finds no GPU.")
-    os.environ["CUDA_VISIBLE_DEVICES"] = (ranks.VISIBLE or "0").split(",")[0]
-    if torch.cuda.device_count() != 1:
-        raise pytest.UsageError("CUDA was in use before pytest began: set CUDA_VISIBLE_DEVICES to one device.")
+    if support.ON_GPU:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ranks.VISIBLE.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+        torch.cuda.init()
+        if torch.cuda.device_count() != 1:
+            raise pytest.UsageError("CUDA was in use before it was limited: set CUDA_VISIBLE_DEVICES to one device.")
 
 
 def pytest_report_header():

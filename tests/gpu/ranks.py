@@ -4,7 +4,6 @@ A process that is forked where CUDA was used, or only looked for, cannot use it:
 they are forked from a server, which spares them most imports.
 """
 
-import contextlib
 import copy
 import multiprocessing
 import os
@@ -20,9 +19,9 @@ from hftrainer import TrainerCallback
 from tests.gpu.support import HERE, ON_GPU, be_deterministic, build, comparable
 from tests.support.processes import ranks
 
-#: The devices that the user lets the tests see, as CUDA_VISIBLE_DEVICES has it; None for all.
-VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES")
-#: Their number, which torch asks of the driver without using CUDA in this process.
+#: The variable that limits the devices, if the user has set it.
+VISIBLE = {name: value for name, value in os.environ.items() if name == "CUDA_VISIBLE_DEVICES"}
+#: Number of devices, which torch asks of the driver without using CUDA in this process.
 DEVICES = torch.cuda.device_count() if ON_GPU else 2
 #: Samples in an optimizer step of all ranks; 40 samples make 5 steps an epoch.
 GLOBAL_BATCH = 8
@@ -39,15 +38,6 @@ STRATEGIES = {
 }
 
 
-@contextlib.contextmanager
-def _all_devices_visible():
-    with mock.patch.dict(os.environ):
-        os.environ.pop("CUDA_VISIBLE_DEVICES", None)
-        if VISIBLE is not None:
-            os.environ["CUDA_VISIBLE_DEVICES"] = VISIBLE
-        yield
-
-
 def _be_rank(rank, variables, folder, function, given):
     os.environ.update(variables[rank])
     be_deterministic()
@@ -61,7 +51,9 @@ def run(function, count, *given):
         torch.multiprocessing.ProcessException: if one of them raises or is killed. The others are then ended.
     """
     store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with tempfile.TemporaryDirectory() as folder, _all_devices_visible():
+    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ):
+        os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # the tests' own process sees one device
+        os.environ.update(VISIBLE)
         given = (ranks(count, store), folder, function, given)
         torch.multiprocessing.start_processes(_be_rank, given, count, start_method=START_METHOD)
         return [torch.load(Path(folder, f"{rank}.pt"), weights_only=False) for rank in range(count)]

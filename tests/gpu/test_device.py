@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch.callbacks import DeviceStatsMonitor
 
 from hftrainer import TrainerCallback
-from tests.gpu.support import HERE, ON_GPU, WIDTH, build, needs_gpu, plain_data, train
+from tests.gpu.support import HERE, ON_GPU, WIDTH, build, make_wide, needs_gpu, plain_data
 
 MB = 2**20
 
@@ -25,15 +25,13 @@ def allocated_above_start(work):
 @needs_gpu("the outputs of all samples are in the memory that would be measured; see benchmarks/eval_memory.py")
 @pytest.mark.parametrize("metrics", [False, True], ids=["loss only", "outputs kept"])
 def test_evaluation_memory_is_flat(tmp_path, metrics):
-    batch = 64
-    settings = {**HERE, "per_device_eval_batch_size": batch}
     kept = {"compute_metrics": lambda prediction: {"rows": len(prediction.predictions)}} if metrics else {}
-    trainer, _ = build("hftrainer", "wide", tmp_path, **settings, trainer=kept)
-    few, many = plain_data(4 * batch), plain_data(64 * batch)
+    trainer, _ = build("hftrainer", "wide", tmp_path, per_device_eval_batch_size=64, trainer=kept, **HERE)
+    few, many = plain_data(4 * 64), plain_data(64 * 64)
     trainer.evaluate(few)  # allocates what cuBLAS keeps
     needed = [allocated_above_start(lambda data=data: trainer.evaluate(data)) for data in (few, many)]
     # Outputs that stayed would take 60 batches more; less than one is what blocks of other sizes can make.
-    assert needed[1] - needed[0] < batch * WIDTH * 4, [size / MB for size in needed]
+    assert needed[1] - needed[0] < 64 * WIDTH * 4, [size / MB for size in needed]
 
 
 class Watch(TrainerCallback):
@@ -96,11 +94,12 @@ def test_peak_memory_beside_transformers(tmp_path, bf16, accumulation):
     settings = {**HERE, "bf16": bf16, "gradient_accumulation_steps": accumulation, "max_steps": 6}
 
     def needed(library):
-        return allocated_above_start(lambda: train(library, "wide", tmp_path / library, **settings))
+        return allocated_above_start(lambda: build(library, "wide", tmp_path / library, **settings)[0].train())
 
     needed("transformers")  # allocates what cuBLAS keeps
     theirs, ours = needed("transformers"), needed("hftrainer")
     # The weights take 33 MB, so a copy of any of them shows. We keep some numbers more on the device, such as the sum
     # of the losses; each takes a block of 512 bytes.
     assert ours <= theirs + 0.25 * MB, f"{ours / MB:.2f} MB, and {theirs / MB:.2f} MB with transformers"
-    assert theirs > 4 * 33 * MB, "weights, gradients and two averages were not measured"
+    weights = sum(weight.nbytes for weight in make_wide().parameters())
+    assert theirs > 4 * weights, "weights, gradients and two averages were not measured"
