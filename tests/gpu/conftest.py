@@ -5,6 +5,8 @@ import os
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which deterministic kernels ask for
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # looking for GPUs must not begin to use all of them
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+if os.environ.get("DEVICE", "cpu") == "cpu":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # checkpoints would have the random states of GPUs
 
 import pytest
 import torch
