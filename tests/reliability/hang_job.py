@@ -1,7 +1,9 @@
 """Two processes, of which one stops before a collective operation: the other waits for it."""
 
+import json
 import os
 import signal
+import sys
 import threading
 from datetime import timedelta
 
@@ -101,3 +103,7 @@ def main(folder, settings):
     if processes.rank == victim:
         stop()
     ALONE[kind](processes)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], json.loads(sys.argv[2]))
