@@ -24,12 +24,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.reliability.search_job import check
-from tests.support import faults, warm
+from tests.support import faults, processes
+from tests.support.checkpoints import BACKGROUND
 from tests.support.hub_server import HubServer
 from tests.support.jobs import SHARDED, Group, assert_same, log, names, weights
 
 TOKEN = "hf_ofTheSoak"
-BACKGROUND = {"lightning_config": {"async_checkpoint": True}}
 #: What the errors of a full or read-only disk say; the last one is torch's, of a file that the job itself saves.
 FULL = ("No space left", "Read-only file system", "iostream error")
 #: In the traceback of a loading process whose parent is killed while it hands over a batch.
@@ -37,6 +37,8 @@ HANDS_OVER = ", in _serve\n"
 #: A run is disturbed at most so often: it should end, too.
 MOST = 6
 MEGABYTES = 24
+#: A run that has not ended after so many seconds hangs.
+SECONDS = 120
 #: The optimizer steps of a run.
 LAST = 72
 
@@ -184,7 +186,7 @@ class Run:
         else:
             group = self._start(pause=0.004)
             fault(group, self.disk, self.moments)
-        statuses = group.end()
+        statuses = group.end(SECONDS)
         self.disk.mend()
         name = fault.__name__ if fault else "kill at a touch of a file"
         self.history.append((name, statuses, *group.printed()))
@@ -245,7 +247,7 @@ class Run:
     def finish(self):
         """Let it go on to its end, undisturbed."""
         group = self._start()
-        statuses = group.end()
+        statuses = group.end(SECONDS)
         assert not any(statuses), group.printed()
         self._check(group, "nothing")
         self.found.megabytes += numbers_of(group.printed()[0].splitlines(), "memory in MB:")
@@ -321,5 +323,5 @@ def main(words=None):
 
 
 if __name__ == "__main__":
-    os.environ.update(warm.environment())
+    os.environ.update(processes.environment())
     sys.exit(main())
