@@ -36,7 +36,8 @@ FULL = ("No space left", "Read-only file system", "iostream error")
 HANDS_OVER = ", in _serve\n"
 #: A run is disturbed at most so often: it should end, too.
 MOST = 6
-MEGABYTES = 24
+#: Of the disk of a run.
+SIZE = "24m"
 #: A run that has not ended after so many seconds hangs.
 SECONDS = 120
 #: The optimizer steps of a run.
@@ -145,7 +146,7 @@ class Run:
         self.name, self.scenario, self.found = f"{name}, seed {seed}", SCENARIOS[name], found
         self.moments = random.Random(self.name)
         folder.mkdir(parents=True)
-        self.disk = faults.Disk(folder / "out", MEGABYTES)
+        self.disk = faults.Disk(folder / "out", SIZE)
         self.folder = self.disk.folder
         self.repo = f"me/{name.replace(' ', '-').replace(',', '')}-{seed}"
         self.durable = 0  # the step that the next start must not be before

@@ -13,13 +13,13 @@ class Disk:
 
     Args:
         folder: where it is mounted.
-        megabytes: its size.
+        size: as `mount` takes it.
     """
 
-    def __init__(self, folder, megabytes):
+    def __init__(self, folder, size):
         self.folder, self.filler = folder, folder / "filler"
         folder.mkdir(parents=True)
-        self.mounted = self._mount("-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs")
+        self.mounted = self._mount("-t", "tmpfs", "-o", f"size={size}", "tmpfs")
 
     def _mount(self, *words):
         return subprocess.run(["mount", *words, str(self.folder)], capture_output=True).returncode == 0
