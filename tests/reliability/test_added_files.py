@@ -17,7 +17,7 @@ from tests.support.tiny import make_plain, plain_data
 
 
 def saving(before=None, after=None, asks=False):
-    """For a Trainer that calls functions before super() writes a checkpoint, and after; super() may ask for its place."""
+    """For a Trainer that calls functions before super() writes a checkpoint and after; super() may ask where."""
 
     def make_class(library):
         class Own(library.Trainer):
