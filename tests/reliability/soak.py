@@ -34,6 +34,8 @@ TOKEN = "hf_ofTheSoak"
 FULL = ("No space left", "Read-only file system", "iostream error")
 #: In the traceback of a loading process whose parent is killed while it hands over a batch.
 HANDS_OVER = ", in _serve\n"
+#: The fault that a job does to itself.
+AT_A_TOUCH = "kill at a touch of a file"
 #: A run is disturbed at most so often: it should end, too.
 MOST = 6
 #: Of the disk of a run.
@@ -180,16 +182,15 @@ class Run:
     def disturb(self):
         """One start that something happens to; whether the run has ended all the same."""
         has_disk = self.disk.mounted and not self.scenario.searches
-        possible = [*faults.ANYWHERE, *(faults.OF_DISKS if has_disk else ())]
-        fault = self.moments.choice([*possible, None, None, None])
-        if fault is None:
+        possible = [*faults.SIGNALS, *(faults.OF_DISKS if has_disk else ())]
+        name = self.moments.choice([*possible, *[AT_A_TOUCH] * 3])
+        if name == AT_A_TOUCH:
             group = self._start(kill_at=self.moments.randrange(1, 250 // self.scenario.count))
         else:
             group = self._start(pause=0.004)
-            fault(group, self.disk, self.moments)
+            faults.disturb(name, group, self.disk, self.moments)
         statuses = group.end(SECONDS)
         self.disk.mend()
-        name = fault.__name__ if fault else "kill at a touch of a file"
         self.history.append((name, statuses, *group.printed()))
         self._check(group, name)
         if not any(statuses):
@@ -224,9 +225,8 @@ class Run:
         complete = numbers_of(lines, "done") or self.durable == LAST  # it may be killed before it says so
         if self.scenario.settings.get("save_total_limit") == 1 and complete:
             self.durable = 0  # of a complete run the best is kept, though a later one was saved
-        of_disk = name in [fault.__name__ for fault in faults.OF_DISKS]
         if self.scenario.count == 1:
-            excused = of_disk and any(words in printed[0] for words in FULL)
+            excused = name in faults.OF_DISKS and any(words in printed[0] for words in FULL)
             assert printed[0].count("Traceback") == printed[0].count(HANDS_OVER) or excused, printed[0]
         self._check_processes(group)
 

@@ -4,6 +4,7 @@ import importlib
 import os
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -13,7 +14,7 @@ from hftrainer.checkpointing.manifest import read_manifest, why_unusable
 from tests.support.checkpoints import BACKGROUND, finished
 from tests.support.differences import OWN_FILES
 from tests.support.parity import alike, assert_equal, assert_same_weights, build
-from tests.support.tiny import make_plain, plain_data
+from tests.support.tiny import make_plain
 
 
 def saving(before=None, after=None, asks=False):
@@ -168,10 +169,7 @@ def test_hyperparameter_trials(tmp_path):
 
 
 def test_copied_where_files_cannot_be_linked(tmp_path, monkeypatch):
-    def refuse(*args, **kwargs):
-        raise OSError("no links here")
-
-    monkeypatch.setattr(added.os, "link", refuse)
+    monkeypatch.setattr(added.os, "link", mock.Mock(side_effect=OSError("no links here")))
     make(tmp_path).train()
     assert (tmp_path / "checkpoint-4" / "deeper" / "before.txt").read_text() == "deeper"
     assert why_unusable(tmp_path / "checkpoint-4") is None
@@ -204,8 +202,7 @@ def test_storage_that_fails_leaves_the_files_of_the_script(tmp_path, monkeypatch
 
 def test_outside_a_run(tmp_path):
     """`_save_checkpoint` by itself, where no run says what is left over: only what the Trainer writes."""
-    args = hftrainer.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
-    trainer = hftrainer.Trainer(make_plain(), args, train_dataset=plain_data())
+    trainer = make(tmp_path, trainer_class=saving())
     trainer.create_optimizer_and_scheduler(10)
     (tmp_path / "checkpoint-0").mkdir()
     (tmp_path / "checkpoint-0" / "stale.txt").write_text("?")

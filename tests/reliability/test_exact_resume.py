@@ -213,6 +213,15 @@ def test_own_batch_sampler(tmp_path, prepared, workers):
     resumed_from_each(tmp_path, [2, 6, 8], trainer_class=Own, make_data=lambda: Augmented(draws=draws))
 
 
+#: Kind of generator → makes one, and draws from it.
+KINDS = {
+    "torch": (seeded, lambda generator: torch.rand(8, generator=generator)),
+    "numpy": (lambda: np.random.default_rng(5), lambda generator: float(generator.normal())),
+    "numpy-legacy": (lambda: np.random.RandomState(5), lambda generator: float(generator.normal())),
+    "python": (lambda: random.Random(5), random.Random.random),
+}
+
+
 class NoisyCollator:
     """Has a generator of its own, made when it is first used, as those of transformers have."""
 
@@ -222,23 +231,10 @@ class NoisyCollator:
         self.kind = kind
 
     def __call__(self, samples):
+        make, draw = KINDS[self.kind]
+        self.generator = self.generator or make()
         batch = default_data_collator(samples)
-        self.generator = self.generator or KINDS[self.kind]()
-        batch["x"] = batch["x"] * self.draw()
-        return batch
-
-    def draw(self):
-        if isinstance(self.generator, torch.Generator):
-            return torch.rand(8, generator=self.generator)
-        return float(self.generator.normal() if hasattr(self.generator, "normal") else self.generator.random())
-
-
-KINDS = {
-    "torch": seeded,
-    "numpy": lambda: np.random.default_rng(5),
-    "numpy-legacy": lambda: np.random.RandomState(5),
-    "python": lambda: random.Random(5),
-}
+        return {**batch, "x": batch["x"] * draw(self.generator)}
 
 
 @pytest.mark.parametrize(("kind", "workers"), [*((kind, 0) for kind in KINDS), ("torch", 2), ("numpy", 2)])
