@@ -58,7 +58,7 @@ $(VENV)/.libraries: tests/adapters/downstream/requirements.txt $(VENV)/.dev
 	@$(PYTHON) -m venv .venv-deepspeed
 	@$(call pip,.venv-deepspeed) -c constraints.txt torch setuptools wheel ninja py-cpuinfo
 	@DS_BUILD_OPS=0 $(call pip,.venv-deepspeed) --no-build-isolation -c constraints.txt deepspeed
-	@$(call pip,.venv-deepspeed) -c constraints.txt -e '.[transformers,deepspeed]' peft pytest pytest-timeout
+	@$(call pip,.venv-deepspeed) -c constraints.txt -e '.[transformers,deepspeed]' peft pytest pytest-timeout hypothesis
 	@touch $@
 
 # Releases of transformers, each with what it was tried with; torch_xla with its torch (8 GB); and floor, the oldest of
@@ -124,8 +124,8 @@ test-adapters: $(foreach adapter,$(ADAPTERS),$(READY_$(adapter)))  ## DeepSpeed,
 soak: $(VENV)/.dev .venv-deepspeed/.ready  ## 1,000 random kills, stops, full disks and damaged files; 1,000 made-up inputs a reader
 	@$(RUN) -m tests.reliability.soak --kills $${SOAK:-1000}
 	@$(DEEPSPEED) $(IN_MEMORY) .venv-deepspeed/bin/python -m tests.reliability.soak --kills $$(($${SOAK:-1000} / 20)) --only deepspeed
-	@FUZZ=$${SOAK:-1000} $(PYTEST) -q $(WORKERS) tests/reliability/test_fuzz*.py
-	@FUZZ=$${SOAK:-1000} $(DEEPSPEED) $(IN_MEMORY) .venv-deepspeed/bin/python -m pytest -q tests/adapters/deepspeed/test_untrusted.py
+	@FUZZ=$${SOAK:-1000} $(PYTEST) -q --timeout 3600 $(WORKERS) tests/reliability/test_fuzz*.py
+	@FUZZ=$${SOAK:-1000} $(DEEPSPEED) $(IN_MEMORY) .venv-deepspeed/bin/python -m pytest -q --timeout 3600 tests/adapters/deepspeed/test_untrusted.py
 
 # ---- Code ------------------------------------------------------------------------------------------------------------
 

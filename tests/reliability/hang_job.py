@@ -1,17 +1,19 @@
 """Two processes, of which one stops before a collective operation: the other waits for it."""
 
+import json
 import os
 import signal
+import sys
 import threading
 from datetime import timedelta
 
 import torch
 from torch.distributed import distributed_c10d
 
-from hftrainer import Trainer, TrainerCallback, TrainingArguments
+from hftrainer import TrainerCallback
 from hftrainer.parallel.environment import find_rank_info
 from hftrainer.parallel.processes import Processes
-from tests.support.tiny import make_plain, plain_data
+from tests.support.checkpoints import make_trainer
 
 TIMEOUT = timedelta(seconds=2)
 
@@ -43,21 +45,17 @@ class Stops(TrainerCallback):
             stop()
 
 
-def make_trainer(folder, **settings):
-    args = TrainingArguments(
-        str(folder), ddp_timeout=TIMEOUT.seconds, use_cpu=True, disable_tqdm=True, report_to="none", **settings
-    )
-    return Trainer(make_plain(), args, train_dataset=plain_data(), eval_dataset=plain_data(8))
+def make_hanging(folder, callbacks=(), **settings):
+    more = {"ddp_timeout": TIMEOUT.seconds, "save_strategy": "no"}
+    return make_trainer(folder, callbacks=callbacks, **more, **settings)
 
 
 def train(folder, victim, **settings):
-    trainer = make_trainer(folder, max_steps=4, **settings)
-    trainer.add_callback(Stops(victim))
-    trainer.train()
+    make_hanging(folder, [Stops(victim)], **settings).train()
 
 
 def evaluate(folder, victim):
-    trainer = make_trainer(folder)
+    trainer = make_hanging(folder)
     if trainer.args.process_index == victim:
         stop()
     trainer.evaluate()
@@ -101,3 +99,7 @@ def main(folder, settings):
     if processes.rank == victim:
         stop()
     ALONE[kind](processes)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], json.loads(sys.argv[2]))

@@ -20,6 +20,11 @@ from torch import nn
 from hftrainer import Trainer, TrainerCallback, TrainingArguments
 from hftrainer.trainer_utils import get_last_checkpoint
 
+#: What a job is given besides training arguments.
+OPTIONS = {"width": 64, "pause": 0.0, "waits_at": None, "kill_at": 0, "adds": False, "adapters": False}
+#: Events of the interpreter at which a file is touched.
+TOUCHES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir", "os.listdir"}
+
 
 class Net(nn.Module):
     """Large enough that writing it takes a moment, with dropout."""
@@ -33,28 +38,6 @@ class Net(nn.Module):
         return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
-def say(*words):
-    """A line in one write: `print` makes several with PYTHONUNBUFFERED, and those of two ranks would mix."""
-    sys.stdout.write(" ".join(map(str, words)) + "\n")
-    sys.stdout.flush()
-
-
-class Reports(TrainerCallback):
-    """Tells where training stands, line by line."""
-
-    def on_step_end(self, args, state, control, **kwargs):
-        say("step", state.global_step)
-
-    def on_save(self, args, state, control, **kwargs):
-        say("saved", state.global_step)
-
-
-def data(count=70):
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(count, 8, generator=generator)
-    return [{"x": row, "labels": index % 3} for index, row in enumerate(x)]
-
-
 def make_model(width, adapters):
     """The model, or adapters of it that are trained alone."""
     if not adapters:
@@ -64,8 +47,47 @@ def make_model(width, adapters):
     return get_peft_model(Net(width), LoraConfig(r=8, lora_dropout=0.1, target_modules=["layers.0", "layers.3"]))
 
 
+def data(count=70):
+    x = torch.randn(count, 8, generator=torch.Generator().manual_seed(0))
+    return [{"x": row, "labels": index % 3} for index, row in enumerate(x)]
+
+
+def say(*words):
+    """A line in one write: those of two ranks that share a pipe would mix."""
+    sys.stdout.write(" ".join(map(str, words)) + "\n")
+    sys.stdout.flush()
+
+
+class Reports(TrainerCallback):
+    """Tells where training stands, line by line, and slows it down.
+
+    Args:
+        pause: seconds of sleep in each step, so that a kill by the clock hits the middle of a run.
+        waits_at: number of steps after which the next one waits until the named pipe OUTPUT_DIR.go is opened.
+    """
+
+    def __init__(self, pause=0.0, waits_at=None):
+        self.pause, self.waits_at = pause, waits_at
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if state.trial_name:
+            say("trial", state.trial_name)
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == self.waits_at:
+            say("waiting")
+            open(f"{args.output_dir}.go").close()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        say("step", state.global_step)
+        time.sleep(self.pause)
+
+    def on_save(self, args, state, control, **kwargs):
+        say("saved", state.global_step)
+
+
 def kill_at(event, folder):
-    """`kill -9` this process when it has touched files below `folder` so many times."""
+    """`kill -9` this process when it has touched files below `folder` so many times; 0 for never."""
     left = event
 
     def audit(name, arguments):
@@ -76,20 +98,19 @@ def kill_at(event, folder):
             if left == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    sys.addaudithook(audit)
+    if event:
+        sys.addaudithook(audit)
 
 
-TOUCHES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir", "os.listdir"}
+class AddsFiles(Trainer):
+    """Writes a file into each checkpoint before the Trainer does, and one after."""
 
-
-#: What a job can be told besides training arguments.
-DEFAULTS = {"width": 64, "pause": 0.0, "kill_at": 0, "adds": False, "adapters": False}
-
-
-def write_whole(path):
-    """A file that says what it is, of some size."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"{path.parent.name}/{path.name} " * 1000)
+    def _save_checkpoint(self, model, trial):
+        place = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
+        place.mkdir(parents=True, exist_ok=True)
+        (place / "before.txt").write_text(f"{place.name}/before.txt " * 1000)
+        super()._save_checkpoint(model, trial)
+        (place / "after.txt").write_text(f"{place.name}/after.txt " * 1000)
 
 
 def main(folder, settings):
@@ -98,39 +119,18 @@ def main(folder, settings):
         from tests.adapters.deepspeed.sets import without_compiler
 
         without_compiler()
-    options = {key: settings.pop(key, default) for key, default in DEFAULTS.items()}
-    if options["kill_at"]:
-        kill_at(options["kill_at"], folder)
+    options = {key: settings.pop(key, default) for key, default in OPTIONS.items()}
+    kill_at(options["kill_at"], folder)
     torch.manual_seed(1)
     defaults = {
-        "per_device_train_batch_size": 4,
-        "num_train_epochs": 4,
-        "learning_rate": 1e-2,
-        "save_steps": 7,
-        "save_total_limit": 2,
-        "logging_steps": 5,
-        "disable_tqdm": True,
-        "use_cpu": True,
+        **{"per_device_train_batch_size": 4, "num_train_epochs": 4, "learning_rate": 1e-2, "save_steps": 7},
+        **{"save_total_limit": 2, "logging_steps": 5, "disable_tqdm": True, "use_cpu": True},
     }
     args = TrainingArguments(folder, **{**defaults, **settings})
-
-    class Paused(Trainer):
-        def compute_loss(self, *given, **keywords):
-            if options["pause"]:
-                time.sleep(options["pause"])
-            return super().compute_loss(*given, **keywords)
-
-        def _save_checkpoint(self, model, trial):
-            place = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
-            if options["adds"]:
-                write_whole(place / "before.txt")
-            super()._save_checkpoint(model, trial)
-            if options["adds"]:
-                write_whole(place / "after.txt")
-
-    samples = data()
-    model = make_model(options["width"], options["adapters"])
-    trainer = Paused(model, args, train_dataset=samples, eval_dataset=samples, callbacks=[Reports])
+    samples, model = data(), make_model(options["width"], options["adapters"])
+    trainer_class = AddsFiles if options["adds"] else Trainer
+    callbacks = [Reports(options["pause"], options["waits_at"])]
+    trainer = trainer_class(model, args, train_dataset=samples, eval_dataset=samples, callbacks=callbacks)
     say("resuming from", get_last_checkpoint(folder) if Path(folder).is_dir() else None)
     say("processes", args.world_size)
     trainer.train(resume_from_checkpoint="auto")

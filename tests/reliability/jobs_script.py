@@ -1,54 +1,53 @@
 """A script that searches with `n_jobs`: what the tests start, and what it starts again itself."""
 
 import json
-import logging
 import os
 import sys
-import time
-from pathlib import Path
+import threading
 
 import optuna
-import torch
 
-from hftrainer import Trainer, TrainerCallback, TrainingArguments
+from hftrainer import TrainerCallback
 from hftrainer.search.jobs import WORKER
 from hftrainer.search.studies import INTERRUPTED
-from tests.reliability.job import Net, data
+from tests.reliability.job import say
+from tests.reliability.search_job import make_trainer, rate
+
+#: None in the script itself.
+ASSIGNMENT = json.loads(os.environ.get(WORKER, "null"))
 
 
 class Together(TrainerCallback):
-    """Notes which processes take part, and waits in the first step until there are two."""
+    """Within its first trial, each process waits for the other one: a named pipe opens when both ends are there."""
 
-    def __init__(self, folder):
-        self.folder = Path(folder, "taking-part")
-        self.folder.mkdir(parents=True, exist_ok=True)
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        (self.folder / f"{'worker' if WORKER in os.environ else 'script'}-{os.getpid()}").touch()
+    def __init__(self, folder, mode):
+        self.pipe, self.mode = f"{folder}/together", mode
+        self.waits = ASSIGNMENT is None or len(ASSIGNMENT["searches"]) == 1  # of a later search the worker is alone
 
     def on_step_end(self, args, state, control, **kwargs):
-        deadline = time.monotonic() + 60
-        while len(list(self.folder.iterdir())) < 2 and time.monotonic() < deadline:
-            time.sleep(0.05)
-        time.sleep(0.05)
+        if not self.waits:
+            return
+        self.waits = False
+        with open(self.pipe, "w" if ASSIGNMENT else "r") as pipe:
+            pipe.write(str(os.getpid())) if ASSIGNMENT else say("worker", pipe.read())
+        if ASSIGNMENT and self.mode == "waits":
+            threading.Event().wait()  # until it is killed
 
 
-def rate(trial):
-    return {"learning_rate": trial.suggest_float("learning_rate", 1e-4, 1e-1)}
+def tell(best, study):
+    """Without the trials that were one too many: both processes may begin the last one at the same moment."""
+    counted = [trial for trial in study.trials if "at the same time" not in trial.user_attrs.get(INTERRUPTED, "")]
+    trials = [[trial.number, trial.state.name, int(trial.user_attrs["process"].split()[1])] for trial in counted]
+    say("found", json.dumps([best.run_id, trials]))
 
 
 def main(folder, n_trials, mode):
-    torch.set_num_threads(1)
-    optuna.logging.set_verbosity(logging.WARNING)
-    settings = {"max_steps": 4, "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
-    args = TrainingArguments(f"{folder}/out", disable_tqdm=True, use_cpu=True, **settings)
-    given = {"train_dataset": data(), "eval_dataset": data(20), "callbacks": [Together(folder)]}
-    trainer = Trainer(model_init=lambda: Net(), args=args, **given)
+    trainer = make_trainer(folder, Together(folder, mode))
 
     def in_the_worker(study, trial):
-        if WORKER in os.environ and mode == "fails":
+        if ASSIGNMENT and mode == "fails":
             raise KeyError("in the worker")
-        if WORKER in os.environ and mode == "stops":
+        if ASSIGNMENT and mode == "stops":
             study.stop()
 
     settings = {"n_jobs": 2, "pruner": optuna.pruners.NopPruner(), "callbacks": [in_the_worker]}
@@ -57,13 +56,6 @@ def main(folder, n_trials, mode):
     if mode == "twice":
         storage = f"sqlite:///{folder}/second.db"
         tell(trainer.hyperparameter_search(rate, n_trials=2, n_jobs=2, storage=storage), trainer.hp_study)
-
-
-def tell(best, study):
-    """Without the trials that were one too many: both processes may begin the last one at the same moment."""
-    counted = [trial for trial in study.trials if "at the same time" not in trial.user_attrs.get(INTERRUPTED, "")]
-    trials = [[trial.number, trial.state.name, int(trial.user_attrs["process"].split()[1])] for trial in counted]
-    print("found", json.dumps([best.run_id, trials]), flush=True)
 
 
 if __name__ == "__main__":

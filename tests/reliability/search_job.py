@@ -3,64 +3,22 @@
 It prints a line when a trial begins and when the search is done.
 """
 
+import json
 import logging
 import resource
-import time
+import sys
 from pathlib import Path
 
 import optuna
 import torch
 
-from hftrainer import Trainer, TrainerCallback, TrainingArguments
+from hftrainer import Trainer, TrainingArguments
 from hftrainer.search.studies import INTERRUPTED, RETRY_OF
-from tests.reliability.job import Net, data, kill_at
-
-
-class Reports(TrainerCallback):
-    """Tells which trial begins, and takes its time."""
-
-    def __init__(self, pause):
-        self.pause = pause
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        print("trial", state.trial_name, flush=True)
-
-    def on_step_end(self, args, state, control, **kwargs):
-        time.sleep(self.pause)
+from tests.reliability.job import Net, Reports, data, kill_at, say
 
 
 def storage_of(folder):
     return f"sqlite:///{folder}/search.db"
-
-
-def main(folder, settings):
-    torch.set_num_threads(1)
-    print("resuming a search", flush=True)
-    if settings.get("kill_at"):
-        kill_at(settings["kill_at"], folder)
-    optuna.logging.set_verbosity(logging.WARNING)
-    Path(folder).mkdir(exist_ok=True)
-    args = TrainingArguments(
-        f"{folder}/out", max_steps=5, save_steps=2, eval_strategy="steps", eval_steps=2, disable_tqdm=True, use_cpu=True
-    )
-    trainer = Trainer(
-        model_init=lambda: Net(),
-        args=args,
-        train_dataset=data(),
-        eval_dataset=data(20),
-        callbacks=[Reports(settings.get("pause", 0.01))],
-    )
-    best = trainer.hyperparameter_search(
-        lambda trial: {"learning_rate": trial.suggest_float("learning_rate", 1e-4, 1e-1)},
-        n_trials=settings["n_trials"],
-        hp_name=lambda trial: f"run-{trial.number}",
-        storage=storage_of(folder),
-        study_name="search",
-        load_if_exists=True,
-        pruner=optuna.pruners.NopPruner(),
-    )
-    print("memory in MB:", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024, flush=True)
-    print("done", best.run_id, flush=True)
 
 
 def trials_of(folder):
@@ -82,3 +40,38 @@ def check(folder, wanted):
         again = [other for other in trials if other.user_attrs.get(RETRY_OF) == trial.number and other.params]
         assert RETRY_OF in trial.user_attrs or not trial.params or again[0].params == trial.params
     return complete, others
+
+
+def make_trainer(folder, callback, **settings):
+    """A Trainer for a search, with trials of a few steps."""
+    torch.set_num_threads(1)
+    optuna.logging.set_verbosity(logging.WARNING)
+    settings = {"max_steps": 4, "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2, **settings}
+    args = TrainingArguments(f"{folder}/out", disable_tqdm=True, use_cpu=True, **settings)
+    datasets = {"train_dataset": data(), "eval_dataset": data(20)}
+    return Trainer(model_init=lambda: Net(), args=args, callbacks=[callback], **datasets)
+
+
+def rate(trial):
+    return {"learning_rate": trial.suggest_float("learning_rate", 1e-4, 1e-1)}
+
+
+def main(folder, settings):
+    say("resuming a search")
+    kill_at(settings.get("kill_at", 0), folder)
+    Path(folder).mkdir(exist_ok=True)
+    best = make_trainer(folder, Reports(settings.get("pause", 0.01)), max_steps=5).hyperparameter_search(
+        rate,
+        n_trials=settings["n_trials"],
+        hp_name=lambda trial: f"run-{trial.number}",
+        storage=storage_of(folder),
+        study_name="search",
+        load_if_exists=True,
+        pruner=optuna.pruners.NopPruner(),
+    )
+    say("memory in MB:", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
+    say("done", best.run_id)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], json.loads(sys.argv[2]))

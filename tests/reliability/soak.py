@@ -24,19 +24,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.reliability.search_job import check
-from tests.support import faults, warm
+from tests.support import faults, processes
+from tests.support.checkpoints import BACKGROUND
 from tests.support.hub_server import HubServer
 from tests.support.jobs import SHARDED, Group, assert_same, log, names, weights
 
 TOKEN = "hf_ofTheSoak"
-BACKGROUND = {"lightning_config": {"async_checkpoint": True}}
 #: What the errors of a full or read-only disk say; the last one is torch's, of a file that the job itself saves.
 FULL = ("No space left", "Read-only file system", "iostream error")
 #: In the traceback of a loading process whose parent is killed while it hands over a batch.
 HANDS_OVER = ", in _serve\n"
+#: The fault that a job does to itself.
+AT_A_TOUCH = "kill at a touch of a file"
 #: A run is disturbed at most so often: it should end, too.
 MOST = 6
-MEGABYTES = 24
+#: Of the disk of a run.
+SIZE = "24m"
+#: A run that has not ended after so many seconds hangs.
+SECONDS = 120
 #: The optimizer steps of a run.
 LAST = 72
 
@@ -143,7 +148,7 @@ class Run:
         self.name, self.scenario, self.found = f"{name}, seed {seed}", SCENARIOS[name], found
         self.moments = random.Random(self.name)
         folder.mkdir(parents=True)
-        self.disk = faults.Disk(folder / "out", MEGABYTES)
+        self.disk = faults.Disk(folder / "out", SIZE)
         self.folder = self.disk.folder
         self.repo = f"me/{name.replace(' ', '-').replace(',', '')}-{seed}"
         self.durable = 0  # the step that the next start must not be before
@@ -177,16 +182,15 @@ class Run:
     def disturb(self):
         """One start that something happens to; whether the run has ended all the same."""
         has_disk = self.disk.mounted and not self.scenario.searches
-        possible = [*faults.ANYWHERE, *(faults.OF_DISKS if has_disk else ())]
-        fault = self.moments.choice([*possible, None, None, None])
-        if fault is None:
+        possible = [*faults.SIGNALS, *(faults.OF_DISKS if has_disk else ())]
+        name = self.moments.choice([*possible, *[AT_A_TOUCH] * 3])
+        if name == AT_A_TOUCH:
             group = self._start(kill_at=self.moments.randrange(1, 250 // self.scenario.count))
         else:
             group = self._start(pause=0.004)
-            fault(group, self.disk, self.moments)
-        statuses = group.end()
+            faults.disturb(name, group, self.disk, self.moments)
+        statuses = group.end(SECONDS)
         self.disk.mend()
-        name = fault.__name__ if fault else "kill at a touch of a file"
         self.history.append((name, statuses, *group.printed()))
         self._check(group, name)
         if not any(statuses):
@@ -221,9 +225,8 @@ class Run:
         complete = numbers_of(lines, "done") or self.durable == LAST  # it may be killed before it says so
         if self.scenario.settings.get("save_total_limit") == 1 and complete:
             self.durable = 0  # of a complete run the best is kept, though a later one was saved
-        of_disk = name in [fault.__name__ for fault in faults.OF_DISKS]
         if self.scenario.count == 1:
-            excused = of_disk and any(words in printed[0] for words in FULL)
+            excused = name in faults.OF_DISKS and any(words in printed[0] for words in FULL)
             assert printed[0].count("Traceback") == printed[0].count(HANDS_OVER) or excused, printed[0]
         self._check_processes(group)
 
@@ -245,7 +248,7 @@ class Run:
     def finish(self):
         """Let it go on to its end, undisturbed."""
         group = self._start()
-        statuses = group.end()
+        statuses = group.end(SECONDS)
         assert not any(statuses), group.printed()
         self._check(group, "nothing")
         self.found.megabytes += numbers_of(group.printed()[0].splitlines(), "memory in MB:")
@@ -321,5 +324,5 @@ def main(words=None):
 
 
 if __name__ == "__main__":
-    os.environ.update(warm.environment())
+    os.environ.update(processes.environment())
     sys.exit(main())

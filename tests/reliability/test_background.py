@@ -1,29 +1,56 @@
 """Checkpoints written in the background: the same files in the same order, while training goes on."""
 
+import errno
 import os
 import threading
-import time
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from safetensors.torch import load_file
 
 from hftrainer import Trainer, TrainerCallback
-from hftrainer.checkpointing import staging
-from hftrainer.checkpointing import weights as weights_module
+from hftrainer.checkpointing import manifest, staging, streamed
+from hftrainer.checkpointing.manifest import damage
+from hftrainer.checkpointing.writer import CheckpointWriter
 from hftrainer.data.random_states import numpy_state_types
 from hftrainer.errors import CheckpointNotWritten
-from tests.support.checkpoints import MODELS, make_trainer
+from hftrainer.training import saver
+from tests.support.checkpoints import BACKGROUND, BEST, MODELS, assert_same_end, finished, make_trainer
 from tests.support.differences import OWN_FILES
 from tests.support.jobs import names
+from tests.support.parity import assert_same_weights
 
-BACKGROUND = {"async_checkpoint": True}
+
+@pytest.fixture
+def hold_back(monkeypatch):
+    """Holds a function of the writing thread back until training waits for it; returns the list of who calls it."""
+
+    def hold(module, name):
+        threads, waited, original, wait = [], threading.Event(), getattr(module, name), CheckpointWriter.wait
+
+        def held(*args, **kwargs):
+            threads.append(threading.current_thread())
+            if threads[-1] is not threading.main_thread():  # which writes adapters, for they are small
+                waited.wait()
+            return original(*args, **kwargs)
+
+        def wait_for_it(writer):
+            waited.set()
+            wait(writer)
+            waited.clear()
+
+        monkeypatch.setattr(module, name, held)
+        monkeypatch.setattr(CheckpointWriter, "wait", wait_for_it)
+        return threads
+
+    return hold
 
 
 def contents(path):
     """What a file holds, to compare."""
     if path.suffix == ".safetensors":
-        from safetensors.torch import load_file
-
         return {name: tensor.tolist() for name, tensor in load_file(path).items()}
     if path.suffix in (".pt", ".bin") and path.name != "training_args.bin":
         with torch.serialization.safe_globals(numpy_state_types()):
@@ -32,33 +59,19 @@ def contents(path):
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_the_same_files(tmp_path, model):
-    """Although training goes on while they are written, each holds its own step."""
-    from lightning.pytorch.callbacks import EMAWeightAveraging
-
+def test_the_same_files(tmp_path, model, hold_back):
+    """Although they are written when training is three steps further, each holds its own step."""
     for name, config in (("now", {}), ("later", BACKGROUND)):
         callbacks = [EMAWeightAveraging(decay=0.5)] if model == "plain" else []
-        make_trainer(tmp_path / name, model, callbacks, lightning_config=config).train()
+        if name == "later":
+            hold_back(saver, "save_weights")
+        make_trainer(tmp_path / name, model, callbacks, **config).train()
     for step in (3, 6, 9):
-        now, later = tmp_path / "now" / f"checkpoint-{step}", tmp_path / "later" / f"checkpoint-{step}"
-        assert sorted(os.listdir(now)) == sorted(os.listdir(later))
+        now, later = (tmp_path / name / f"checkpoint-{step}" for name in ("now", "later"))
+        assert names(now) == names(later)
         for path in now.iterdir():
             if path.name not in ("hftrainer_manifest.json", "README.md"):
                 assert contents(path) == contents(later / path.name), path.name
-
-
-class Slow:
-    """Makes publishing slow, and notes who does it."""
-
-    def __init__(self, monkeypatch, seconds):
-        self.threads, original = [], staging.publish
-
-        def publish(folder):
-            self.threads.append(threading.current_thread())
-            time.sleep(seconds)
-            original(folder)
-
-        monkeypatch.setattr(staging, "publish", publish)
 
 
 class Notes(TrainerCallback):
@@ -73,55 +86,59 @@ class Notes(TrainerCallback):
         assert os.path.isdir(f"{args.output_dir}/checkpoint-{state.global_step}"), "announced before it is there"
 
 
-def test_training_does_not_wait(tmp_path, monkeypatch):
-    slow, notes = Slow(monkeypatch, 0.5), Notes()
-    trainer = make_trainer(tmp_path, callbacks=[notes], lightning_config=BACKGROUND, max_steps=8)
-    trainer.train()
-    assert all(thread is not threading.main_thread() for thread in slow.threads)
+def test_training_does_not_wait(tmp_path, hold_back):
+    notes = Notes()
+    threads = hold_back(staging, "publish")
+    make_trainer(tmp_path, callbacks=[notes], max_steps=8, **BACKGROUND).train()
+    assert len(threads) == 3
+    assert threading.main_thread() not in threads
     saves = [event for event in notes.events if event[0] == "save"]
     assert saves == [("save", step, True) for step in (3, 6, 8)]
-    assert notes.events.index(("save", 3, True)) > notes.events.index(("step", 5))  # two steps later
-    assert sorted(os.listdir(tmp_path)) == ["checkpoint-3", "checkpoint-6", "checkpoint-8"]
+    assert notes.events.index(saves[0]) > notes.events.index(("step", 5))
+    assert names(tmp_path) == ["checkpoint-3", "checkpoint-6", "checkpoint-8"]
+
+
+def test_lightnings_plugin_means_the_same(tmp_path, hold_back):
+    threads = hold_back(staging, "publish")
+    make_trainer(tmp_path, lightning_config={"plugins": [AsyncCheckpointIO()]}).train()
+    assert len(threads) == 3
+    assert threading.main_thread() not in threads
 
 
 def test_rotation_and_the_best(tmp_path):
-    settings = {"eval_strategy": "steps", "eval_steps": 3, "load_best_model_at_end": True, "save_total_limit": 1}
-    for name, config in (("now", {}), ("later", BACKGROUND)):
-        trainer = make_trainer(tmp_path / name, lightning_config=config, **settings)
+    now, later = (
+        finished(make_trainer(tmp_path / name, save_total_limit=1, **BEST, **config))
+        for name, config in (("now", {}), ("later", BACKGROUND))
+    )
+    assert names(tmp_path / "later") == names(tmp_path / "now")
+    assert_same_end(later, now)
+
+
+def test_two_runs_with_one_trainer(tmp_path):
+    trainer = finished(make_trainer(tmp_path, **BACKGROUND))
+    finished(trainer, tmp_path / "checkpoint-6")
+    assert names(tmp_path) == ["checkpoint-3", "checkpoint-6", "checkpoint-9"]
+    assert OWN_FILES & set(names(tmp_path / "checkpoint-9")) == {"hftrainer_manifest.json", "progress.pt"}
+
+
+def test_training_again_while_a_checkpoint_is_written(tmp_path, hold_back):
+    class Fails(TrainerCallback):
+        failed = False
+
+        def on_pre_optimizer_step(self, args, state, control, **kwargs):
+            if state.global_step == 4 and not self.failed:
+                self.failed = True
+                raise RuntimeError("my own bug")
+
+    hold_back(staging, "publish")
+    trainer = make_trainer(tmp_path, callbacks=[Fails()], **BACKGROUND)
+    with pytest.raises(RuntimeError, match="my own bug"):
         trainer.train()
-        left = sorted(os.listdir(tmp_path / name))
-        if name == "now":
-            expected = left, {key: tensor.clone() for key, tensor in trainer.model.state_dict().items()}
-    assert left == expected[0]
-    assert all(torch.equal(tensor, expected[1][key]) for key, tensor in trainer.model.state_dict().items())
+    assert names(tmp_path) == ["checkpoint-3"]
+    assert finished(trainer, True).state.global_step == 9
 
 
-@pytest.mark.parametrize("stop", [False, True])
-def test_an_error_surfaces(tmp_path, monkeypatch, caplog, stop):
-    original = staging.publish
-
-    def publish(folder):
-        if folder.endswith("checkpoint-3"):
-            raise OSError(28, "No space left on device")
-        original(folder)
-
-    monkeypatch.setattr(staging, "publish", publish)
-    config = {**BACKGROUND, "on_save_error": "stop" if stop else "continue"}
-    trainer = make_trainer(tmp_path, lightning_config=config)
-    if stop:
-        with pytest.raises(CheckpointNotWritten, match="checkpoint-3 could not be written"):
-            trainer.train()
-        assert trainer.state.global_step <= 6
-    else:
-        trainer.train()
-        assert "checkpoint-3 could not be written (No space left on device)" in caplog.text
-        assert sorted(os.listdir(tmp_path)) == ["checkpoint-6", "checkpoint-9"]
-
-
-def test_errors_that_are_no_storages_are_raised(tmp_path, monkeypatch):
-    monkeypatch.setattr(staging, "publish", lambda folder: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        make_trainer(tmp_path, lightning_config=BACKGROUND).train()
+# ---- Overrides -------------------------------------------------------------------------------------------------------
 
 
 def test_overrides_write_at_once(tmp_path):
@@ -132,72 +149,108 @@ def test_overrides_write_at_once(tmp_path):
             super()._save(output_dir, state_dict)
             torch.save(self.model.state_dict(), f"{output_dir}/own.pt")
 
-    trainer = make_trainer(tmp_path, lightning_config=BACKGROUND)
-    trainer.__class__ = Own
-    trainer.train()
-    from safetensors.torch import load_file
-
+    make_trainer(tmp_path, trainer_class=Own, **BACKGROUND).train()
     for step in (3, 6, 9):
-        own = torch.load(tmp_path / f"checkpoint-{step}" / "own.pt")
-        saved = load_file(tmp_path / f"checkpoint-{step}" / "model.safetensors")
-        assert all(torch.equal(tensor, saved[name]) for name, tensor in own.items())
+        folder = tmp_path / f"checkpoint-{step}"
+        assert_same_weights(torch.load(folder / "own.pt"), load_file(folder / "model.safetensors"))
 
 
-def test_lightnings_plugin_means_the_same(tmp_path, monkeypatch):
-    from lightning.pytorch.plugins.io import AsyncCheckpointIO
+def test_overrides_find_the_files_that_transformers_has_written_before(tmp_path):
+    found = []
 
-    slow = Slow(monkeypatch, 0)
-    make_trainer(tmp_path, lightning_config={"plugins": [AsyncCheckpointIO()]}).train()
-    assert len(slow.threads) == 3
-    assert threading.main_thread() not in slow.threads
+    class Own(Trainer):
+        def _save_optimizer_and_scheduler(self, output_dir):
+            assert os.path.getsize(f"{output_dir}/model.safetensors")
+            super()._save_optimizer_and_scheduler(output_dir)
+            state = torch.load(f"{output_dir}/optimizer.pt")  # it is there when super() returns
+            torch.save({**state, "mine": self.state.global_step}, f"{output_dir}/optimizer.pt")
+            found.append(self.state.global_step)
 
-
-def test_two_runs_with_one_trainer(tmp_path):
-    trainer = make_trainer(tmp_path, lightning_config=BACKGROUND)
-    trainer.train()
-    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
-    assert sorted(os.listdir(tmp_path)) == ["checkpoint-3", "checkpoint-6", "checkpoint-9"]
-    assert OWN_FILES & set(os.listdir(tmp_path / "checkpoint-9")) == {"hftrainer_manifest.json", "progress.pt"}
-
-
-def test_adapters_in_the_background(tmp_path, monkeypatch):
-    """However slow the writing is, they are those of their step."""
-    original = weights_module.save_weights
-
-    def slow(*args, **kwargs):
-        time.sleep(0.3)
-        original(*args, **kwargs)
-
-    make_trainer(tmp_path / "now", "peft").train()
-    monkeypatch.setattr("hftrainer.training.saver.save_weights", slow)
-    make_trainer(tmp_path / "later", "peft", lightning_config=BACKGROUND).train()
-    from safetensors.torch import load_file
-
-    for step in (3, 6, 9):
-        now, later = (
-            load_file(tmp_path / name / f"checkpoint-{step}/adapter_model.safetensors") for name in ("now", "later")
-        )
-        assert all(torch.equal(tensor, later[name]) for name, tensor in now.items())
+    make_trainer(tmp_path, trainer_class=Own).train()
+    assert found == [3, 6, 9]
+    for step in found:
+        assert torch.load(tmp_path / f"checkpoint-{step}" / "optimizer.pt")["mine"] == step
+        assert damage(tmp_path / f"checkpoint-{step}") is None
 
 
-def test_training_again_while_a_checkpoint_is_written(tmp_path, monkeypatch):
-    original = staging.publish
+# ---- Errors ----------------------------------------------------------------------------------------------------------
 
-    def slow(folder):
-        time.sleep(0.5)
-        original(folder)
 
-    class Fails(TrainerCallback):
-        failed = False
+class Fails:
+    """Fails once in the place of a function that is called for a file of some name."""
 
-        def on_pre_optimizer_step(self, args, state, control, **kwargs):
-            if state.global_step == 4 and not Fails.failed:
-                Fails.failed = True
-                raise RuntimeError("my own bug")
+    def __init__(self, monkeypatch, module, function, name, error):
+        self.original, self.name, self.error, self.thread = getattr(module, function), name, error, None
+        self.failed = threading.Event()
+        monkeypatch.setattr(module, function, self)
 
-    monkeypatch.setattr(staging, "publish", slow)
-    trainer = make_trainer(tmp_path, callbacks=[Fails()], lightning_config=BACKGROUND)
-    with pytest.raises(RuntimeError, match="my own bug"):
+    def __call__(self, *arguments):
+        if self.thread is None and self.name in map(os.path.basename, map(str, arguments)):
+            self.thread = threading.current_thread()
+            self.failed.set()
+            raise self.error
+        return self.original(*arguments)
+
+
+#: Each but the last is in a thread of its own also without `async_checkpoint`.
+PLACES = {
+    "writing": (streamed, "save", "optimizer.pt"),
+    "flushing": (manifest, "flush_to_disk", "model.safetensors"),
+    "checksum": (manifest, "_crc32", "optimizer.pt"),
+    "publishing": (staging, "publish", "checkpoint-3"),
+}
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("place", PLACES)
+def test_an_error_of_the_storage(tmp_path, monkeypatch, caplog, place, background):
+    fails = Fails(monkeypatch, *PLACES[place], OSError(errno.EIO, "Input/output error"))
+    make_trainer(tmp_path, lightning_config={"async_checkpoint": background}).train()
+    assert (fails.thread is threading.main_thread()) == (place == "publishing" and not background)
+    assert "checkpoint-3 could not be written (Input/output error); its partial files were removed" in caplog.text
+    assert names(tmp_path) == ["checkpoint-6", "checkpoint-9"]
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("place", PLACES)
+def test_another_error(tmp_path, monkeypatch, place, background):
+    Fails(monkeypatch, *PLACES[place], ZeroDivisionError("my own bug"))
+    with pytest.raises(ZeroDivisionError, match="my own bug"):
+        make_trainer(tmp_path, lightning_config={"async_checkpoint": background}).train()
+    assert "checkpoint-3" not in names(tmp_path)
+    assert not list(tmp_path.glob("tmp-*"))
+
+
+def test_an_error_that_stops(tmp_path, monkeypatch):
+    Fails(monkeypatch, *PLACES["publishing"], OSError(errno.ENOSPC, "No space left on device"))
+    trainer = make_trainer(tmp_path, lightning_config={"async_checkpoint": True, "on_save_error": "stop"})
+    with pytest.raises(CheckpointNotWritten, match="checkpoint-3 could not be written"):
         trainer.train()
-    assert names(tmp_path) == ["checkpoint-3"]
-    assert trainer.train(resume_from_checkpoint=True).global_step == 9
+    assert trainer.state.global_step <= 6
+
+
+def test_a_failed_checkpoint_waits_for_its_other_thread(tmp_path, monkeypatch, caplog):
+    """Otherwise that thread would go on writing into a folder that is removed, or belongs to the next checkpoint."""
+    events, save, discard = [], streamed.save, staging.discard
+    # called as the weights are about to be written
+    fails = Fails(monkeypatch, staging, "final_folder", "checkpoint-3", OSError(errno.ENOSPC, "No space left"))
+
+    def save_after_it(values, path):
+        if "checkpoint-3" in path and path.endswith("optimizer.pt"):
+            fails.failed.wait()
+            save(values, path)
+            events.append("written")
+        else:
+            save(values, path)
+
+    def note_discard(folder):
+        events.append("discarded")
+        discard(folder)
+
+    monkeypatch.setattr(streamed, "save", save_after_it)
+    monkeypatch.setattr(staging, "discard", note_discard)
+    make_trainer(tmp_path).train()
+    assert fails.thread is threading.main_thread()
+    assert events == ["written", "discarded"]
+    assert "checkpoint-3 could not be written (No space left)" in caplog.text
+    assert names(tmp_path) == ["checkpoint-6", "checkpoint-9"]

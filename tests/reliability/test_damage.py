@@ -1,311 +1,360 @@
-"""Damaged checkpoints: each either gives way to an older whole one or is refused by the file's name, never believed."""
+"""Harmed files of checkpoints give way to an older whole one or are refused; those changed on purpose are used."""
 
-import contextlib
+import functools
+import json
 import logging
 import os
 import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from hftrainer import Trainer, TrainerCallback, TrainingArguments
+from hftrainer import TrainerCallback
+from hftrainer.__main__ import main
+from hftrainer.checkpointing import readable
+from hftrainer.checkpointing.manifest import changes
+from hftrainer.checkpointing.names import MANIFEST_NAME
 from hftrainer.errors import CheckpointNotFound
 from hftrainer.trainer_utils import get_last_checkpoint
-from tests.support.checkpoints import empty, flip, grow, truncate
-from tests.support.tiny import make_bert, make_plain, plain_data, text_data
+from tests.support.checkpoints import BEST, HARM, finished, flip, grow, make_trainer, truncate, weights_of
+from tests.support.jobs import names
+from tests.support.parity import assert_same_weights
+from tests.support.tiny import make_bert
+
+CHANGED = "was changed since it was written"
 
 
-def make_trainer(folder, model="plain", **settings):
-    defaults = {
-        "max_steps": 9,
-        "per_device_train_batch_size": 4,
-        "save_steps": 3,
-        "logging_steps": 3,
-        "disable_tqdm": True,
-        "use_cpu": True,
-    }
-    args = TrainingArguments(str(folder), **{**defaults, **settings})
-    made, data = (make_plain(), plain_data()) if model == "plain" else (make_bert(), text_data())
-    return Trainer(made, args, train_dataset=data, eval_dataset=data[:9])
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Model → a finished run of nine steps: its folder, and the weights that every resumed one must reach."""
+
+    @functools.cache
+    def run(model):
+        folder = tmp_path_factory.mktemp(model)
+        return folder, weights_of(finished(make_trainer(folder, model)))
+
+    return run
 
 
-@pytest.fixture(scope="module", params=["plain", "bert"])
-def run(request, tmp_path_factory):
-    """A finished run of nine steps, whose weights every resumed one must reach."""
-    folder = tmp_path_factory.mktemp("run")
-    trainer = make_trainer(folder, request.param)
-    trainer.train()
-    return request.param, folder, {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+@pytest.fixture
+def checkpoint(runs, tmp_path):
+    """A copy of a checkpoint of BERT, alone in its folder."""
+    shutil.copytree(runs("bert")[0] / "checkpoint-6", tmp_path / "out" / "checkpoint-6")
+    return tmp_path / "out" / "checkpoint-6"
 
 
-HARM = {"truncated": truncate, "flipped": flip, "deleted": os.remove, "empty": empty, "grown": grow}
+def copy(source, folder):
+    """The first two checkpoints of a run; returns the second."""
+    shutil.rmtree(folder, ignore_errors=True)
+    for step in (3, 6):
+        shutil.copytree(source / f"checkpoint-{step}", folder / f"checkpoint-{step}")
+    return folder / "checkpoint-6"
 
 
-def files_of(folder):
-    return sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+def resumed(checkpoint, resume=None, model="bert"):
+    """The weights at the end of a run that goes on from a checkpoint, or from what `resume` says."""
+    return finished(make_trainer(checkpoint.parent, model), resume or checkpoint).model.state_dict()
+
+
+# ---- Harm ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("harm", HARM)
-def test_every_file(run, tmp_path, harm, caplog):
+def test_every_file(runs, tmp_path, harm, caplog):
     """Of the newest checkpoint, each file in turn."""
-    model, source, expected = run
-    for name in files_of(source / "checkpoint-6"):
-        folder = tmp_path / "copy"
-        shutil.rmtree(folder, ignore_errors=True)
-        shutil.copytree(source, folder)
-        shutil.rmtree(folder / "checkpoint-9")
-        HARM[harm](folder / "checkpoint-6" / name)
+    caplog.set_level(logging.WARNING)
+    source, expected = runs("bert")
+    assert len(names(source / "checkpoint-6")) > 8
+    for name in names(source / "checkpoint-6"):
+        harmed = copy(source, tmp_path / "out") / name
+        HARM[harm](harmed)
         caplog.clear()
-        resumed = make_trainer(folder, model)
-        with caplog.at_level(logging.WARNING):
-            resumed.train(resume_from_checkpoint=True)
-        if name.name == "hftrainer_manifest.json" and harm == "deleted":  # then the folder is like one of transformers
+        assert_same_weights(resumed(harmed.parent, True), expected)
+        if name == MANIFEST_NAME and harm == "deleted":  # then the folder is like one of transformers
             assert not caplog.text
+            continue
+        assert str(harmed) in caplog.text
+        HARM[harm](copy(source, tmp_path / "out") / name)
+        if harm == "deleted" and name not in ("model.safetensors", "trainer_state.json"):  # can be meant
+            resumed(harmed.parent)
+            assert f"{CHANGED} (removed: {name}). It is used" in caplog.text
         else:
-            assert str(folder / "checkpoint-6" / name) in caplog.text, name
-            shutil.rmtree(folder / "checkpoint-6")
-            shutil.copytree(source / "checkpoint-6", folder / "checkpoint-6")
-            HARM[harm](folder / "checkpoint-6" / name)
-            by_name = make_trainer(folder, model)
-            if harm == "deleted" and str(name) not in ("model.safetensors", "trainer_state.json"):  # can be meant
-                by_name.train(resume_from_checkpoint=str(folder / "checkpoint-6"))
-                assert f"was changed since it was written (removed: {name}). It is used" in caplog.text
-                continue
-            with pytest.raises(CheckpointNotFound, match="(damaged|lacks).*" + str(name).replace(".", r"\.")):
-                by_name.train(resume_from_checkpoint=str(folder / "checkpoint-6"))
-        for key, tensor in resumed.model.state_dict().items():
-            assert torch.equal(tensor, expected[key]), name
+            with pytest.raises(CheckpointNotFound, match="(damaged|lacks).*" + name.replace(".", r"\.")):
+                resumed(harmed.parent)
 
 
 @pytest.mark.parametrize("harm", ["truncated", "empty", "deleted"])
-def test_folders_of_transformers(run, tmp_path, harm, caplog):
+def test_folders_of_transformers(runs, tmp_path, harm, caplog):
     """Without a manifest damage is known from the files themselves."""
-    model, source, expected = run
-    needed = {"model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"}
-    for name in sorted(needed):
-        folder = tmp_path / "copy"
-        shutil.rmtree(folder, ignore_errors=True)
-        shutil.copytree(source, folder)
-        shutil.rmtree(folder / "checkpoint-9")
-        for checkpoint in folder.glob("checkpoint-*"):
-            (checkpoint / "hftrainer_manifest.json").unlink()
-        HARM[harm](folder / "checkpoint-6" / name)
+    caplog.set_level(logging.WARNING)
+    source, expected = runs("plain")
+    for name in ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"):
+        folder = copy(source, tmp_path / "out")
+        for manifest in folder.parent.glob(f"*/{MANIFEST_NAME}"):
+            manifest.unlink()
+        HARM[harm](folder / name)
         caplog.clear()
-        resumed = make_trainer(folder, model)
-        with caplog.at_level(logging.WARNING):
-            resumed.train(resume_from_checkpoint=True)
+        end = resumed(folder, True, model="plain")
         assert name in caplog.text or "holds no weights" in caplog.text or "lacks the optimizer" in caplog.text
-        same = all(torch.equal(tensor, expected[key]) for key, tensor in resumed.model.state_dict().items())
-        # What save_only_model leaves out may be missing; that is said, and is another run.
-        assert same or (harm == "deleted" and name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"))
+        if harm != "deleted" or name in ("model.safetensors", "trainer_state.json"):
+            assert_same_weights(end, expected)  # what save_only_model leaves out may be missing, and is another run
 
 
-def test_nothing_whole_is_left(run, tmp_path):
-    model, source, _ = run
-    folder = tmp_path / "copy"
-    shutil.copytree(source, folder)
-    for checkpoint in folder.glob("checkpoint-*"):
-        truncate(checkpoint / "optimizer.pt")
+def test_nothing_whole_is_left(runs, tmp_path):
+    folder = copy(runs("plain")[0], tmp_path / "out")
+    for optimizer in folder.parent.glob("*/optimizer.pt"):
+        truncate(optimizer)
     with pytest.raises(CheckpointNotFound, match="no whole checkpoint-xxx folder"):
-        make_trainer(folder, model).train(resume_from_checkpoint=True)
-    assert get_last_checkpoint(str(folder)) is None
+        resumed(folder, True, model="plain")
+    assert get_last_checkpoint(str(folder.parent)) is None
 
 
 def test_auto(tmp_path):
     """From the beginning where there is nothing; then from the newest whole one."""
-    trainer = make_trainer(tmp_path, max_steps=3)
-    trainer.train(resume_from_checkpoint="auto")
-    assert trainer.state.global_step == 3
-    truncate(tmp_path / "checkpoint-3" / "optimizer.pt")
-    make_trainer(tmp_path, max_steps=6).train(resume_from_checkpoint="auto")
     begun = []
 
     class Notes(TrainerCallback):
         def on_train_begin(self, args, state, control, **kwargs):
             begun.append(state.global_step)
 
-    last = make_trainer(tmp_path, max_steps=9)
-    truncate(tmp_path / "checkpoint-6" / "optimizer.pt")
-    last.add_callback(Notes)
-    last.train(resume_from_checkpoint="auto")
-    assert begun == [3]  # checkpoint-3 was written anew
-
-
-def test_rotation_spares_the_last_whole_one(tmp_path):
-    """Two newer ones were damaged by something else; the last whole one stays until there is another."""
-    make_trainer(tmp_path).train()
-    for step in (6, 9):
-        truncate(tmp_path / f"checkpoint-{step}" / "optimizer.pt")
-
-    class Looks(Trainer):
-        def _save_checkpoint(self, model, trial):
-            super()._save_checkpoint(model, trial)
-            assert get_last_checkpoint(str(tmp_path)) is not None
-
-    from hftrainer.checkpointing.folders import rotate_checkpoints
-
-    rotate_checkpoints(str(tmp_path), 1, None)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-3", "checkpoint-9"]
-    resumed = make_trainer(tmp_path, save_total_limit=1)
-    resumed.__class__ = Looks
-    resumed.train(resume_from_checkpoint=True)
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-9"]
-
-
-def test_rotation_deletes_nothing_of_others(tmp_path):
-    (tmp_path / "checkpoint-1").mkdir()
-    (tmp_path / "checkpoint-1" / "notes.txt").write_text("mine")
-    (tmp_path / "tmp-checkpoint").mkdir()
-    (tmp_path / "checkpoint-best").mkdir()
-    make_trainer(tmp_path, save_total_limit=1).train()
-    left = {"checkpoint-1", "tmp-checkpoint", "checkpoint-best", "checkpoint-9"}
-    assert {path.name for path in tmp_path.iterdir()} == left
+    for steps in (3, 6, 9):
+        finished(make_trainer(tmp_path, callbacks=[Notes], max_steps=steps), "auto")
+        truncate(tmp_path / f"checkpoint-{steps}" / "optimizer.pt")
+    assert begun == [0, 0, 3]  # checkpoint-3 was written anew
 
 
 def test_a_best_model_that_was_moved(tmp_path, caplog):
-    settings = {"eval_strategy": "steps", "eval_steps": 3, "load_best_model_at_end": True}
-    make_trainer(tmp_path / "a", **settings).train()
+    make_trainer(tmp_path / "a", **BEST).train()
     shutil.move(tmp_path / "a", tmp_path / "b")
-    resumed = make_trainer(tmp_path / "b", max_steps=12, **settings)
-    resumed.train(resume_from_checkpoint=True)
+    moved = finished(make_trainer(tmp_path / "b", max_steps=12, **BEST), True)
     assert "is missing: " in caplog.text
-    assert resumed.state.best_model_checkpoint.startswith(str(tmp_path / "b"))
-    damaged = make_trainer(tmp_path / "c", learning_rate=1.0, **settings)
-
-    class Harms(TrainerCallback):
-        def on_log(self, args, state, control, logs=None, **kwargs):
-            if "train_loss" in logs:
-                truncate(tmp_path / "c" / os.path.basename(state.best_model_checkpoint) / "model.safetensors")
-
-    damaged.add_callback(Harms)
-    damaged.train()  # hours of training are not lost for it
-    assert "The best model cannot be loaded, and the last one is kept" in caplog.text
+    assert moved.state.best_model_checkpoint.startswith(str(tmp_path / "b"))
 
 
-# ---- Storage that fails ----------------------------------------------------------------------------------------------
+# ---- Purpose ---------------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def small_disk(folder, size):
-    """A file system of a size, or a skipped test where this process may not mount one."""
-    folder.mkdir()
-    if os.system(f"mount -t tmpfs -o size={size} tmpfs {folder} 2>/dev/null"):
-        pytest.skip("this process may not mount a file system")
-    try:
-        yield
-    finally:
-        os.system(f"umount {folder}")
+def to_bin_beside(folder):
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
 
 
-@pytest.mark.parametrize("background", [False, True])
-def test_full_disk(tmp_path, caplog, background):
-    folder = tmp_path / "disk"
-    config = {"async_checkpoint": background}
-    with small_disk(folder, "200k"):
-        filler = folder / "filler"
-
-        class Fills(TrainerCallback):
-            def on_save(self, args, state, control, **kwargs):
-                if state.global_step == 3:
-                    with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
-                        while True:
-                            file.write(b"x" * 1000)
-
-            def on_step_begin(self, args, state, control, **kwargs):
-                if state.global_step == 8:
-                    trainer._hftrainer.checkpoint_writer.wait()
-                    filler.unlink()
-
-        trainer = make_trainer(folder, lightning_config=config)
-        trainer.add_callback(Fills)
-        assert trainer.train().global_step == 9
-        assert {path.name for path in folder.iterdir()} == {"checkpoint-3", "checkpoint-9"}
-        assert "checkpoint-6 could not be written (No space left on device)" in caplog.text
-        assert "Training continues" in caplog.text
-        assert get_last_checkpoint(str(folder)) == str(folder / "checkpoint-9")
+def to_bin(folder):
+    to_bin_beside(folder)
+    (folder / "model.safetensors").unlink()
 
 
-def test_full_disk_at_the_end_of_a_run_that_keeps_one_checkpoint(tmp_path):
-    """The best stays alone when a run ends, but not when the end could not be saved: the newest is worth more."""
-    folder = tmp_path / "disk"
-    with small_disk(folder, "500k"):
-
-        class Fills(TrainerCallback):
-            def on_save(self, args, state, control, **kwargs):
-                if state.global_step == 6:
-                    with contextlib.suppress(OSError), (folder / "filler").open("wb", buffering=0) as file:
-                        while True:
-                            file.write(b"x" * 1000)
-
-        best = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 3, "greater_is_better": True}
-        trainer = make_trainer(folder, save_total_limit=1, **best)
-        trainer.add_callback(Fills)
-        trainer.train()
-        (folder / "filler").unlink()
-        assert trainer.state.best_global_step == 3
-        assert {path.name for path in folder.iterdir()} == {"checkpoint-3", "checkpoint-6"}
-        make_trainer(folder, save_total_limit=1, **best).train(resume_from_checkpoint="auto")
-        assert {path.name for path in folder.iterdir()} == {"checkpoint-3"}
+def to_shards(folder):
+    model = make_bert()
+    model.load_state_dict(load_file(folder / "model.safetensors"))
+    (folder / "model.safetensors").unlink()
+    model.save_pretrained(folder, max_shard_size="4KB")
 
 
-@pytest.mark.parametrize("kind", ["readonly", "limit"])
-def test_other_failures_of_the_storage(tmp_path, caplog, kind, monkeypatch):
-    """A folder that became read-only, and a file that may not grow, as under a quota."""
-    import resource
-    import signal
-
-    trainer = make_trainer(tmp_path / "out")
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-
-    class Hinders(TrainerCallback):
-        def on_step_begin(self, args, state, control, **kwargs):
-            on = state.global_step == 4
-            if kind == "limit" and state.global_step in (4, 7):
-                resource.setrlimit(resource.RLIMIT_FSIZE, (1000 if on else soft, hard))
-            elif kind == "readonly" and state.global_step in (4, 7):
-                os.rename(args.output_dir, tmp_path / "away") if on else os.remove(args.output_dir)
-                (tmp_path / "out").touch() if on else os.rename(tmp_path / "away", args.output_dir)
-
-    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    try:
-        trainer.add_callback(Hinders)
-        assert trainer.train().global_step == 9
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        signal.signal(signal.SIGXFSZ, before)
-    assert "checkpoint-6 could not be written" in caplog.text
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"checkpoint-3", "checkpoint-9"}
+def change_weights(folder, change):
+    weights = {name: change(tensor) for name, tensor in load_file(folder / "model.safetensors").items()}
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
 
 
-def test_stop_when_asked(tmp_path):
-    from hftrainer.errors import CheckpointNotWritten
-
-    trainer = make_trainer(tmp_path / "out", lightning_config={"on_save_error": "stop"})
-    (tmp_path / "out").rmdir()
-    (tmp_path / "out").touch()
-    with pytest.raises(CheckpointNotWritten, match="checkpoint-3 could not be written"):
-        trainer.train()
-    assert trainer.state.global_step == 3
+def and_back(folder):
+    """Shards are made, then one file again: the index stays, and lists shards that are gone."""
+    to_shards(folder)
+    type(make_bert()).from_pretrained(folder).save_pretrained(folder, max_shard_size="1GB")
+    assert (folder / "model.safetensors.index.json").is_file()
+    assert not list(folder.glob("model-*.safetensors"))
 
 
-def test_without_renaming_folders(tmp_path, monkeypatch, caplog):
-    """As on some network file systems: files are copied, `trainer_state.json` last."""
-    import pathlib
+def edit_config(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "note": "mine"}))
 
-    def refuse(self, target):
-        raise OSError(18, "Invalid cross-device link")
 
-    order = []
-    original = shutil.copyfile
+PURPOSES = {
+    "bin": (to_bin, ["added: pytorch_model.bin", "removed: model.safetensors"]),
+    "bin beside": (to_bin_beside, ["added: pytorch_model.bin"]),
+    "shards": (to_shards, ["model-00001-of-", "removed: model.safetensors"]),
+    "other types": (lambda folder: change_weights(folder, torch.Tensor.double), ["different size: model.safetensors"]),
+    "there and back": (and_back, ["added: model.safetensors.index.json"]),
+    "config": (edit_config, ["different size: config.json"]),
+    "removed": (lambda folder: (folder / "progress.pt").unlink(), ["removed: progress.pt"]),
+    "added": (lambda folder: (folder / "notes.bin").write_bytes(b"\xff mine"), ["added: notes.bin"]),
+}
 
-    def copy(source, target):
-        order.append(os.path.basename(target))
-        return original(source, target)
 
-    monkeypatch.setattr(pathlib.Path, "rename", refuse)
-    monkeypatch.setattr(shutil, "copyfile", copy)
-    make_trainer(tmp_path, save_total_limit=1).train()
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-9"]
-    assert get_last_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-9")
-    assert order[-2:] == ["hftrainer_manifest.json", "trainer_state.json"]
-    assert "copying its files one by one" in caplog.text
+@pytest.mark.parametrize("purpose", PURPOSES)
+def test_changed_on_purpose(runs, checkpoint, purpose, caplog):
+    """Named, it is used with a warning. `True` means one that is whole; what is only added changes nothing."""
+    caplog.set_level(logging.WARNING)
+    change, named = PURPOSES[purpose]
+    change(checkpoint)
+    older = checkpoint.with_name("checkpoint-3")
+    shutil.copytree(runs("bert")[0] / "checkpoint-3", older)
+    newest = checkpoint if purpose in ("added", "bin beside") else older
+    assert get_last_checkpoint(str(checkpoint.parent)) == str(newest)
+    caplog.clear()
+    assert_same_weights(resumed(checkpoint), runs("bert")[1])
+    (warning,) = [record.getMessage() for record in caplog.records if CHANGED in record.getMessage()]
+    assert all(part in warning for part in named)
+    assert f"python -m hftrainer checkpoint --accept {checkpoint}" in warning
+    flip(checkpoint / "optimizer.pt")
+    assert get_last_checkpoint(str(checkpoint.parent)) != str(checkpoint)
+
+
+def half_written(folder):
+    to_bin(folder)
+    truncate(folder / "pytorch_model.bin")
+
+
+def shard(harm):
+    def harm_second(folder):
+        to_shards(folder)
+        harm(next(folder.glob("model-00002-*")))
+
+    return harm_second
+
+
+DAMAGE = {
+    "half written": (half_written, "pytorch_model.bin is truncated"),
+    "shard lost": (shard(os.remove), "model-00002-.* is missing"),
+    "shard cut": (shard(truncate), "model-00002-.* cannot be read"),
+    "no weights": (
+        lambda folder: (folder / "model.safetensors").unlink(),
+        "model.safetensors is missing, and no weights replace it",
+    ),
+    "other bytes": (lambda folder: flip(folder / "model.safetensors"), "contents of .*model.safetensors have changed"),
+    "more bytes": (lambda folder: grow(folder / "optimizer.pt"), "optimizer.pt has extra bytes at its end"),
+    "no pickle": (lambda folder: truncate(folder / "training_args.bin"), "training_args.bin is truncated"),
+    "state": (
+        lambda folder: (folder / "trainer_state.json").write_text("[]"),
+        "trainer_state.json does not contain a state",
+    ),
+    "manifest": (lambda folder: flip(folder / MANIFEST_NAME), f"{MANIFEST_NAME} cannot be read"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damage_is_refused(checkpoint, kind):
+    harm, reason = DAMAGE[kind]
+    harm(checkpoint)
+    with pytest.raises(CheckpointNotFound, match=f"is damaged: .*{reason}") as refused:
+        resumed(checkpoint)
+    assert ("checkpoint --accept" in str(refused.value)) == (kind in ("other bytes", "manifest"))
+
+
+def test_every_byte_of_the_manifest(checkpoint):
+    """Damage to the list of files is never taken for a change of the files."""
+    manifest = checkpoint / MANIFEST_NAME
+    whole = manifest.read_bytes()
+    for place in range(0, whole.index(b'"crc32"', whole.rindex(b"}\n },")), 7):
+        flip(manifest, place, 0x01)
+        found = changes(checkpoint)
+        assert not found, place
+        assert found.damage(checkpoint) == f"{manifest} cannot be read", place
+        manifest.write_bytes(whole)
+    earlier = json.loads(whole)
+    del earlier["crc32"]  # as it was written before
+    manifest.write_text(json.dumps(earlier))
+    assert changes(checkpoint).damage(checkpoint) is None
+
+
+def test_forms(tmp_path):
+    """What has no form of its own is read as a text; legacy pickles of torch are read too."""
+    torch.save({"a": torch.ones(3)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    (tmp_path / "vocab.txt").write_text("wörter\n")
+    for name in ("old.pt", "vocab.txt"):
+        assert readable.why_unreadable(tmp_path / name) is None
+    truncate(tmp_path / "old.pt")
+    (tmp_path / "vocab.txt").write_bytes("wörter".encode()[:2])
+    (tmp_path / "part.distcp").write_bytes(b"\xff\x00")
+    (tmp_path / "empty.txt").touch()
+    reasons = {path.name: readable.why_unreadable(path) for path in tmp_path.iterdir()}
+    assert "cannot be read" in reasons.pop("old.pt")
+    assert reasons.pop("empty.txt") == "is empty"
+    assert set(reasons.values()) == {"is not text, and its format cannot be checked"}
+
+
+def test_best_model_that_a_callback_changes(tmp_path, caplog):
+    """As callbacks for adapters do in on_save; a damaged one loses nobody hours of training."""
+    changes_of = {"plain": (), "converted": (to_bin,), "cut": (half_written,)}
+    loaded = {}
+    for folder, applied in changes_of.items():
+
+        class Converts(TrainerCallback):
+            def on_save(self, args, state, control, applied=applied, **kwargs):
+                for change in applied:
+                    change(tmp_path / folder / f"checkpoint-{state.global_step}")  # noqa: B023  called in this round
+
+        settings = {**BEST, "learning_rate": 1.0, "save_total_limit": 1}
+        trainer = finished(make_trainer(tmp_path / folder, callbacks=[Converts], **settings))
+        assert trainer.state.best_global_step < 9
+        assert ("The best model cannot be loaded, and the last one is kept" in caplog.text) == (folder == "cut")
+        loaded[folder] = weights_of(trainer)
+    assert_same_weights(loaded["converted"], loaded["plain"])
+    with pytest.raises(AssertionError):
+        assert_same_weights(loaded["cut"], loaded["plain"])
+    assert len(list((tmp_path / "converted").glob("checkpoint-*"))) == 1
+
+
+# ---- The command -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def command(capsys):
+    """Runs `hftrainer checkpoint`; returns its status and what it prints."""
+
+    def run(*words):
+        capsys.readouterr()
+        try:
+            main(["checkpoint", *map(str, words)])
+        except SystemExit as ended:
+            return ended.code or 0, *capsys.readouterr()
+        return 0, *capsys.readouterr()
+
+    return run
+
+
+def test_accept(runs, checkpoint, command, caplog):
+    to_bin(checkpoint)
+    flip(checkpoint / "config.json")  # no JSON any more
+    status, _, errors = command("--accept", checkpoint)
+    assert status == 1
+    assert f"error: {checkpoint / 'config.json'} cannot be read" in errors
+    shutil.copy(runs("bert")[0] / "checkpoint-6" / "config.json", checkpoint)
+    manifest = (checkpoint / MANIFEST_NAME).read_text()
+    status, printed, errors = command("--accept", checkpoint)
+    assert (status, errors) == (0, "")
+    assert "is accepted (added: pytorch_model.bin; removed: model.safetensors)." in printed
+    assert (checkpoint / MANIFEST_NAME).read_text() != manifest
+    assert get_last_checkpoint(str(checkpoint.parent)) == str(checkpoint)
+    assert_same_weights(resumed(checkpoint), runs("bert")[1])
+    assert CHANGED not in caplog.text
+
+
+def test_accept_other_bytes(checkpoint, command):
+    """Weights that were edited in place have their old size: the command is how to say that it was meant."""
+    change_weights(checkpoint, lambda tensor: tensor * 2)
+    with pytest.raises(CheckpointNotFound, match="have changed since it was written, not its size"):
+        resumed(checkpoint)
+    status, printed, errors = command("--accept", checkpoint)
+    assert (status, errors) == (0, "")
+    assert "(same size, different contents: model.safetensors)" in printed
+    resumed(checkpoint, True)
+
+
+def test_accept_what_is_none(checkpoint, command):
+    for words, code, said in (
+        (["--accept", checkpoint / "missing"], 1, "is not a checkpoint: the folder does not exist"),
+        (["--accept", checkpoint.parent], 1, "is not a checkpoint: it lacks trainer_state.json"),
+        ([], 2, "the following arguments are required: --accept"),
+        (["--accept", checkpoint, "--fast"], 2, "unrecognized arguments: --fast"),
+        (["--help"], 0, ""),
+    ):
+        status, _, errors = command(*words)
+        assert (status, said in errors) == (code, True), errors
+    (checkpoint / MANIFEST_NAME).unlink()  # as transformers writes it
+    assert command("--accept", checkpoint)[0] == 0
+    assert (checkpoint / MANIFEST_NAME).is_file()
+    (checkpoint / "model.safetensors").unlink()
+    status, _, errors = command("--accept", checkpoint)
+    assert status == 1
+    assert "model.safetensors is missing, and no weights replace it: a run cannot resume from it" in errors

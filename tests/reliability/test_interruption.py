@@ -1,27 +1,47 @@
 """Signals, Ctrl-C and errors: one checkpoint, an exit with the documented status, and an exact way on."""
 
-import importlib
 import os
 import signal
-import time
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
 
-from hftrainer import Trainer, TrainerCallback, TrainingArguments
+from hftrainer import Trainer, TrainerCallback
 from hftrainer.checkpointing import staging
-from tests.support.jobs import assert_same, finish, names, read_until, start, weights
-from tests.support.parity import build
-from tests.support.tiny import make_plain, plain_data
+from tests.reliability import job
+from tests.support.checkpoints import BACKGROUND, BEST, assert_same_end, finished, make_trainer
+from tests.support.jobs import Forked, assert_same, names, weights
+from tests.support.tiny import Plain
+
+# ---- In processes ----------------------------------------------------------------------------------------------------
 
 STATUS = {signal.SIGTERM: 143, signal.SIGUSR1: 138, signal.SIGINT: -signal.SIGINT}
 
 
+def finish(folder, **settings):
+    """Run a job to its end, in this process."""
+    job.main(str(folder), settings)
+    return weights(folder)
+
+
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("undisturbed")
-    finish(folder)
-    return weights(folder)
+    return finish(tmp_path_factory.mktemp("undisturbed"))
+
+
+@pytest.fixture
+def waiting(processes, tmp_path):
+    """Starts a job that waits within its tenth optimizer step; returns it, and what lets it go on."""
+    pipe = tmp_path / "run.go"
+
+    def start(**settings):
+        os.mkfifo(pipe)
+        started = Forked(tmp_path / "run", waits_at=9, **settings)
+        started.wait_for("waiting")
+        return started, lambda: pipe.open("w").close()
+
+    return start
 
 
 @pytest.mark.parametrize(
@@ -29,170 +49,120 @@ def undisturbed(tmp_path_factory):
     [
         *((number, {}) for number in STATUS),
         (signal.SIGTERM, {"gradient_accumulation_steps": 2}),
-        (signal.SIGTERM, {"lightning_config": {"async_checkpoint": True}}),
+        (signal.SIGTERM, BACKGROUND),
     ],
 )
-def test_signal(tmp_path, undisturbed, number, settings):
-    process = start(tmp_path, pause=0.05, **settings)
-    read_until(process, "step 9")
-    process.send_signal(number)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == STATUS[number], err
-    assert f"{number.name}: saving after this optimizer step" in err
-    steps = [int(line.split()[1]) for line in out.splitlines() if line.startswith("step")]
-    saved = [int(line.split()[1]) for line in out.splitlines() if line.startswith("saved")]
-    last = steps[-1] if steps else 9
-    assert last <= 11
-    if settings.get("lightning_config"):  # one from before may be announced late, in the background
-        assert saved[-1] == last
-    else:
-        assert saved == [last]
-    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-7", f"checkpoint-{last}"}
-    lines, _ = finish(tmp_path, **settings)
-    assert lines[0] == f"resuming from {tmp_path}/checkpoint-{last}"
+def test_signal(tmp_path, undisturbed, waiting, capsys, number, settings):
+    folder = tmp_path / "run"
+    started, go_on = waiting(**settings)
+    os.kill(started.process.pid, number)
+    go_on()
+    started.process.join()
+    printed = started.output.read_text()
+    assert started.process.exitcode == STATUS[number], printed
+    assert f"{number.name}: saving after this optimizer step" in printed
+    assert [line for line in printed.splitlines() if line.startswith("step")][-1] == "step 10"
+    assert [line for line in printed.splitlines() if line.startswith("saved")] == ["saved 7", "saved 10"]
+    assert names(folder) == ["checkpoint-10", "checkpoint-7"]
+    end = finish(folder, **settings)
+    assert capsys.readouterr().out.startswith(f"resuming from {folder}/checkpoint-10\n")
     if "gradient_accumulation_steps" not in settings:
-        assert_same(weights(tmp_path), undisturbed)
+        assert_same(end, undisturbed)
 
 
-def test_second_signal_stops_at_once(tmp_path):
-    process = start(tmp_path, pause=3)
-    read_until(process, "resuming from None")
-    time.sleep(1)
-    for _ in range(2):
-        process.send_signal(signal.SIGTERM)
-        time.sleep(0.3)
-    process.communicate(timeout=2)
-    assert process.returncode == -signal.SIGTERM
+def test_second_signal_stops_at_once(tmp_path, waiting):
+    started, _ = waiting()
+    os.kill(started.process.pid, signal.SIGTERM)
+    started.wait_for(".*SIGTERM: saving after this optimizer step")
+    os.kill(started.process.pid, signal.SIGTERM)
+    started.process.join()
+    assert started.process.exitcode == -signal.SIGTERM
+    assert names(tmp_path / "run") == ["checkpoint-7"]
 
 
-def test_without_it_signals_are_as_ever(tmp_path):
-    process = start(tmp_path, pause=0.05, save_on_interrupt=False)
-    read_until(process, "step 9")
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=60)
-    assert process.returncode == -signal.SIGTERM
-    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-7"}
+def test_without_it_signals_are_as_ever(tmp_path, waiting):
+    started, _ = waiting(save_on_interrupt=False)
+    os.kill(started.process.pid, signal.SIGTERM)
+    started.process.join()
+    assert started.process.exitcode == -signal.SIGTERM
+    assert names(tmp_path / "run") == ["checkpoint-7"]
 
 
-def test_a_long_evaluation_is_left(tmp_path):
-    settings = {"eval_strategy": "steps", "eval_steps": 3}
-    finish(tmp_path / "whole", **settings)
-    process = start(tmp_path / "left", pause=0.2, per_device_eval_batch_size=1, **settings)
-    read_until(process, "step 3")  # 70 batches of evaluation, 14 seconds
-    process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=8)
-    assert process.returncode == 143
-    assert "The evaluation was aborted" in err
-    assert {path.name for path in (tmp_path / "left").iterdir()} == {"checkpoint-3"}
-    finish(tmp_path / "left", **settings)
-    assert_same(weights(tmp_path / "left"), weights(tmp_path / "whole"))
+# ---- In this process -------------------------------------------------------------------------------------------------
 
 
-# ---- In this process -----------------------------------------------------------------------------------------------
-
-
-def make_trainer(folder, callbacks, **settings):
-    defaults = {"max_steps": 8, "per_device_train_batch_size": 4, "disable_tqdm": True, "use_cpu": True}
-    args = TrainingArguments(str(folder), **{**defaults, **settings})
-    return Trainer(make_plain(), args, train_dataset=plain_data(), eval_dataset=plain_data(9), callbacks=callbacks)
-
-
-class Raises(TrainerCallback):
-    """Sends a signal, or fails, at a step."""
+class At(TrainerCallback):
+    """Fails at an event of a step, or raises a signal."""
 
     def __init__(self, step, number=None, event="on_step_end"):
         self.step, self.number = step, number
-        setattr(self, event, self._at)
+        setattr(self, event, self._act)
 
-    def _at(self, args, state, control, **kwargs):
+    def _act(self, args, state, control, **kwargs):
         if state.global_step == self.step:
             if self.number is None:
                 raise RuntimeError("my own bug")
             signal.raise_signal(self.number)
 
 
+def fail(folder, callback, **settings):
+    """Train until the callback's error."""
+    with pytest.raises(RuntimeError, match="my own bug"):
+        make_trainer(folder, callbacks=[callback], **{"save_steps": 4, **settings}).train()
+
+
 def test_jit_checkpoint(tmp_path):
     """As in transformers, `train()` returns, here with one checkpoint."""
-    trainer = make_trainer(tmp_path, [Raises(3, signal.SIGTERM)], enable_jit_checkpoint=True, save_strategy="no")
+    callbacks = [At(3, signal.SIGTERM)]
+    trainer = make_trainer(tmp_path, callbacks=callbacks, enable_jit_checkpoint=True, save_strategy="no")
     assert trainer.train().global_step == 3
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-3"]
+    assert names(tmp_path) == ["checkpoint-3"]
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 @pytest.mark.parametrize("event", ["on_step_end", "on_step_begin", "on_evaluate", "on_log"])
 def test_an_error_is_saved_before(tmp_path, event):
-    trainer = make_trainer(tmp_path, [Raises(3, event=event)], eval_strategy="steps", eval_steps=3, logging_steps=3)
-    with pytest.raises(RuntimeError, match="my own bug"):
-        trainer.train()
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-3"]
-    resumed = make_trainer(tmp_path, [])
-    assert resumed.train(resume_from_checkpoint=True).global_step == 8
+    fail(tmp_path, At(3, event=event), eval_strategy="steps", eval_steps=3)
+    assert names(tmp_path) == ["checkpoint-3"]
+    assert finished(make_trainer(tmp_path), True).state.global_step == 9
 
 
 @pytest.mark.parametrize(
-    ("event", "settings"),
+    ("event", "settings", "left"),
     [
-        ("on_optimizer_step", {}),  # the weights are between two steps
-        ("on_step_end", {"save_on_interrupt": False}),
-        ("on_step_end", {"save_strategy": "no"}),
+        ("on_optimizer_step", {}, []),  # the weights are between two steps
+        ("on_step_end", {"save_on_interrupt": False}, []),
+        ("on_step_end", {"save_strategy": "no"}, []),
+        ("on_step_begin", {"save_steps": 3}, ["checkpoint-3"]),  # nothing is saved twice
     ],
 )
-def test_errors_after_which_nothing_is_saved(tmp_path, event, settings):
-    with pytest.raises(RuntimeError, match="my own bug"):
-        make_trainer(tmp_path, [Raises(3, event=event)], **settings).train()
-    assert not list(tmp_path.iterdir())
-
-
-def test_an_error_right_after_a_save_saves_nothing_twice(tmp_path):
-    trainer = make_trainer(tmp_path, [Raises(4, event="on_step_begin")], save_steps=4)
-    with pytest.raises(RuntimeError, match="my own bug"):
-        trainer.train()
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-4"]
+def test_errors_after_which_nothing_is_saved(tmp_path, event, settings, left):
+    fail(tmp_path, At(3, event=event), **settings)
+    assert names(tmp_path) == left
 
 
 def test_averaged_weights_are_put_back_when_an_evaluation_fails(tmp_path):
     """A callback that has put the averaged weights in place is told of the end, so that a resumed run is exact."""
-    from lightning.pytorch.callbacks import EMAWeightAveraging
-
-    class Fails(TrainerCallback):
-        def on_prediction_step(self, args, state, control, **kwargs):
-            if state.global_step == 4:
-                raise RuntimeError("my own bug")
-
     settings = {"eval_strategy": "steps", "eval_steps": 4}
-    whole = make_trainer(tmp_path / "a", [EMAWeightAveraging(decay=0.7)], **settings)
-    whole.train()
+
+    def trainer(name, *more):
+        return make_trainer(tmp_path / name, callbacks=[EMAWeightAveraging(decay=0.7), *more], **settings)
+
     with pytest.raises(RuntimeError, match="my own bug"):
-        make_trainer(tmp_path / "b", [EMAWeightAveraging(decay=0.7), Fails()], **settings).train()
-    resumed = make_trainer(tmp_path / "b", [EMAWeightAveraging(decay=0.7)], **settings)
-    resumed.train(resume_from_checkpoint=True)
-    for ours, theirs in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
+        trainer("b", At(4, event="on_prediction_step")).train()
+    assert_same_end(finished(trainer("b"), True), finished(trainer("a")))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_signals_are_the_scripts(tmp_path, number, monkeypatch):
     """Lightning would end training, and requeue the job under SLURM."""
-    for name, value in {
-        "SLURM_NTASKS": "1",
-        "SLURM_JOB_NAME": "train",
-        "SLURM_JOB_ID": "7",
-        "SLURM_PROCID": "0",
-    }.items():
+    slurm = {"SLURM_NTASKS": "1", "SLURM_JOB_NAME": "train", "SLURM_JOB_ID": "7", "SLURM_PROCID": "0"}
+    for name, value in slurm.items():
         monkeypatch.setenv(name, value)
-    library = importlib.import_module("hftrainer")
     caught = []
     before = signal.signal(number, lambda *args: caught.append(args[0]))
-
-    class Sends(library.TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            if state.global_step == 2:
-                os.kill(os.getpid(), number)
-
     try:
-        trainer, _ = build("hftrainer", "plain", tmp_path, max_steps=6)
-        trainer.add_callback(Sends)
-        assert trainer.train().global_step == 6
+        assert finished(make_trainer(tmp_path, callbacks=[At(2, number)])).state.global_step == 9
     finally:
         signal.signal(number, before)
     assert caught == [number]
@@ -200,12 +170,8 @@ def test_signals_are_the_scripts(tmp_path, number, monkeypatch):
 
 
 def test_a_signal_after_the_last_step(tmp_path):
-    class Late(TrainerCallback):
-        def on_train_end(self, args, state, control, **kwargs):
-            signal.raise_signal(signal.SIGTERM)
-
     with pytest.raises(SystemExit) as left:
-        make_trainer(tmp_path, [Late()], max_steps=9, save_steps=3).train()
+        make_trainer(tmp_path, callbacks=[At(9, signal.SIGTERM, "on_train_end")]).train()
     assert left.value.code == 143
 
 
@@ -218,12 +184,88 @@ def test_a_signal_in_a_step_whose_save_failed(tmp_path, monkeypatch):
             raise OSError(28, "No space left on device")
         original(folder)
 
-    class Stops(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            if state.global_step == 3:
-                signal.raise_signal(signal.SIGTERM)
-
     monkeypatch.setattr(staging, "publish", once)
     with pytest.raises(SystemExit):
-        make_trainer(tmp_path, [Stops()], max_steps=9, save_steps=3).train()
+        make_trainer(tmp_path, callbacks=[At(3, signal.SIGTERM)]).train()
     assert names(tmp_path) == ["checkpoint-3"]
+
+
+# ---- Places within an epoch or an evaluation -------------------------------------------------------------------------
+
+
+def test_memory_runs_out_after_a_resume(tmp_path):
+    """Starting again with smaller batches needs the checkpoint that the run goes on from."""
+
+    class Hungry(Trainer):
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            if self.state.global_step >= 5 and len(inputs["labels"]) > 2:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    make_trainer(tmp_path, max_steps=3).train()
+    settings = {"auto_find_batch_size": True, "save_total_limit": 1, "save_steps": 4}
+    assert finished(make_trainer(tmp_path, trainer_class=Hungry, **settings), True).state.global_step == 9
+    assert names(tmp_path) == ["checkpoint-3", "checkpoint-9"]
+
+
+class Fails(Plain):
+    """Draws no random numbers, and fails in one of its calls."""
+
+    def __init__(self, call=None):
+        torch.manual_seed(1)
+        super().__init__()
+        self.layers[3].p = 0.0  # the dropout
+        self.left = call
+
+    def forward(self, x, labels=None):
+        if self.left and self.training:
+            self.left -= 1
+            if not self.left:
+                raise RuntimeError("my own bug")
+        return super().forward(x, labels)
+
+
+@pytest.mark.parametrize(("accumulation", "calls"), [(1, [4, 5]), (3, [4, 5, 6, 7])])
+def test_place_after_an_error(tmp_path, accumulation, calls):
+    """At each micro-batch of a window: the run that goes on is the undisturbed one."""
+
+    def make(name, call=None):
+        settings = {"gradient_accumulation_steps": accumulation, "max_steps": -1, "num_train_epochs": 2}
+        return make_trainer(tmp_path / name, trainer={"model": Fails(call)}, **settings)
+
+    whole = finished(make("whole"))
+    for call in calls:
+        with pytest.raises(RuntimeError, match="my own bug"):
+            make(f"{call}", call).train()
+        assert_same_end(finished(make(f"{call}"), True), whole)
+
+
+@pytest.mark.parametrize("max_steps", [8, 14])
+def test_more_steps_after_an_end_in_mid_epoch(tmp_path, max_steps):
+    settings = {"save_strategy": "epoch"}
+    make_trainer(tmp_path, max_steps=6, **settings).train()
+    further = finished(make_trainer(tmp_path, max_steps=max_steps, **settings), True)
+    assert further.state.global_step == max_steps
+    assert further.state.epoch == pytest.approx(max_steps / 10)
+
+
+def test_an_evaluation_that_was_left_is_made_up(tmp_path, caplog):
+    """Else the log and the best metric would lack it; the one after a signal is not run to its end."""
+    settings = {**BEST, "eval_steps": 1, "save_steps": 1, "max_steps": 11}
+    whole = finished(make_trainer(tmp_path / "whole", **settings))
+    for error, step, number in ((SystemExit, 3, signal.SIGTERM), (RuntimeError, 10, None), (SystemExit, 10, 15)):
+        folder = tmp_path / f"{step}-{number}"
+        with pytest.raises(error):
+            make_trainer(folder, callbacks=[At(step, number, "on_prediction_step")], **settings).train()
+        assert ("The evaluation was aborted" in caplog.text) == (error is SystemExit)
+        assert f"checkpoint-{step}" in names(folder)
+        caplog.clear()
+        resumed = finished(make_trainer(folder, **settings), True)
+        assert_same_end(resumed, whole)
+        losses = [
+            [(line["step"], line["eval_loss"]) for line in trainer.state.log_history if "eval_loss" in line]
+            for trainer in (resumed, whole)
+        ]
+        assert losses[0] == losses[1]
+        assert resumed.state.best_global_step == whole.state.best_global_step
+        assert resumed.state.best_metric == whole.state.best_metric

@@ -1,126 +1,119 @@
 """`n_jobs`: the script is started again, and both processes train trials of one study."""
 
+import contextlib
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
+from multiprocessing import connection
 
 import optuna
 import pytest
 import torch
 
-from hftrainer import Trainer, TrainingArguments
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
 from hftrainer.search import jobs
 from hftrainer.search.jobs import WORKER, Jobs
-from tests.support import warm
-from tests.support.tiny import make_plain, plain_data
+from tests.support.checkpoints import make_trainer
+from tests.support.tiny import make_plain
 
-SCRIPT = [warm.PYTHON, "-m", "tests.reliability.jobs_script"]
+# ---- In processes ----------------------------------------------------------------------------------------------------
 
 
-def start(folder, n_trials, mode="once"):
-    """The script, when both processes train; their numbers, first its own."""
-    script = subprocess.Popen(
-        [*SCRIPT, str(folder), str(n_trials), mode],
-        env={**warm.environment(), **warm.AGAIN},
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
-    taking_part = folder / "taking-part"
-    while not taking_part.is_dir() or len(list(taking_part.iterdir())) < 2:
-        assert script.poll() is None, script.communicate()
-        time.sleep(0.05)
-    numbers = dict(path.name.split("-") for path in taking_part.iterdir())
-    return script, [int(numbers[role]) for role in ("script", "worker")]
+@pytest.fixture
+def start(processes, tmp_path):
+    """Starts the script; returns it once both processes train, and the number of its worker."""
+
+    def start_script(n_trials, mode="once"):
+        os.mkfifo(tmp_path / "together")
+        words = ["-m", "tests.reliability.jobs_script", tmp_path, n_trials, mode]
+        script = processes.start(*words, cwd=tmp_path, env={**processes.environment(), "OMP_NUM_THREADS": "1"})
+        line = script.stdout.readline()
+        assert line.startswith("worker "), script.communicate()
+        return script, int(line.split()[1])
+
+    return start_script
 
 
 def is_there(process):
     """Whether a process has not ended."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    return True
+        return True
+    return False
 
 
-def found(script):
-    """What the script prints of each search, and its error output."""
-    output, errors = script.communicate(timeout=120)
+def found(text):
+    """What a process has printed of each search: the best trial, and all of them."""
+    return [json.loads(line.partition(" ")[2]) for line in text.splitlines() if line.startswith("found")]
+
+
+def test_two_searches(tmp_path, start):
+    script, worker = start(8, "twice")
+    output, errors = script.communicate()
     assert script.returncode == 0, errors
-    return [json.loads(line.partition(" ")[2]) for line in output.splitlines() if line.startswith("found")], errors
-
-
-def test_two_searches(tmp_path):
-    script, processes = start(tmp_path, 8, "twice")
-    ((best, trials), (second, others)), _ = found(script)
+    (best, trials), (second, others) = found(output)
     assert [number for number, _, _ in trials] == list(range(8))
     assert {state for _, state, _ in trials} == {"COMPLETE"}
-    assert {process for _, _, process in trials} == set(processes)
+    assert {process for _, _, process in trials} == {script.pid, worker}
     assert 0 <= int(best) < 8
     assert [(number, state) for number, state, _ in others] == [(0, "COMPLETE"), (1, "COMPLETE")]
     best_there = optuna.load_study(study_name=None, storage=f"sqlite:///{tmp_path}/second.db").best_trial
     assert second == str(best_there.number)
     log = (tmp_path / "out" / "worker-1.log").read_text()  # of the second search: it takes over what the first found
-    assert [json.loads(line.partition(" ")[2]) for line in log.splitlines() if line.startswith("found")] == [
-        [best, trials]
-    ]
+    assert found(log) == [[best, trials]]
 
 
-def test_a_worker_that_is_killed(tmp_path):
-    script, (_, worker) = start(tmp_path, 8)
+def test_a_worker_that_is_killed(start):
+    script, worker = start(4, "waits")
     os.kill(worker, signal.SIGKILL)
-    ((_, trials),), errors = found(script)
+    output, errors = script.communicate()
+    assert script.returncode == 0, errors
+    ((_, trials),) = found(output)
     assert [process for _, state, process in trials if state == "FAIL"] == [worker]
-    assert sum(state == "COMPLETE" for _, state, _ in trials) == 8
+    assert sum(state == "COMPLETE" for _, state, _ in trials) == 4
     assert "Worker 1 of n_jobs=2 was killed by signal 9. See " in errors
 
 
 @pytest.mark.parametrize("mode", ["stops", "fails"])
-def test_ended_in_a_worker(tmp_path, mode):
+def test_ended_in_a_worker(start, mode):
     """A callback of the worker stops the whole search; so does an error, which the script tells."""
-    script, (_, worker) = start(tmp_path, 1000, mode)
-    output, errors = script.communicate(timeout=120)
+    script, worker = start(1000, mode)
+    output, errors = script.communicate()
     assert not is_there(worker)
     if mode == "stops":
-        ((_, trials),) = (json.loads(line.partition(" ")[2]) for line in output.splitlines() if "found" in line)
+        ((_, trials),) = found(output)
         assert script.returncode == 0, errors
-        assert 2 <= len(trials) < 50
+        assert 2 <= len(trials) < 1000
     else:
         assert script.returncode == 1
         assert "SearchFailed: Worker 1 of n_jobs=2 failed. See " in errors
         assert "KeyError: 'in the worker'" in errors
 
 
-def test_workers_end_with_the_script(tmp_path):
-    script, (_, worker) = start(tmp_path, 1000)
-    script.kill()
-    script.communicate()
-    deadline = time.monotonic() + 30
-    while is_there(worker) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not is_there(worker)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_workers_end_with_the_script(start, number):
+    """Killed, it tells them nothing; at Ctrl-C it ends them first."""
+    script, worker = start(1000)
+    ended = os.pidfd_open(worker)
+    script.send_signal(number)
+    output, errors = script.communicate()
+    assert script.returncode == -number
+    if number == signal.SIGINT:
+        assert not is_there(worker)
+        assert "found" not in output
+        assert "KeyboardInterrupt" in errors
+    connection.wait([ended])
+    os.close(ended)
 
 
-def test_ctrl_c_ends_the_workers_too(tmp_path):
-    script, (_, worker) = start(tmp_path, 1000)
-    script.send_signal(signal.SIGINT)
-    output, errors = script.communicate(timeout=60)
-    assert script.returncode != 0
-    assert "found" not in output
-    assert "KeyboardInterrupt" in errors
-    assert not is_there(worker)
+# ---- In this process -------------------------------------------------------------------------------------------------
 
 
-def make_trainer(folder):
-    args = TrainingArguments(str(folder), max_steps=1, save_strategy="no", disable_tqdm=True, use_cpu=True)
-    return Trainer(model_init=lambda: make_plain(), args=args, train_dataset=plain_data(), eval_dataset=plain_data(8))
+def make_searcher(folder):
+    return make_trainer(folder, trainer={"model_init": make_plain}, max_steps=1, save_strategy="no")
 
 
 def rate(trial):
@@ -130,11 +123,11 @@ def rate(trial):
 @pytest.mark.parametrize("count", [0, -2, 1.5, "2"])
 def test_no_number_of_jobs(tmp_path, count):
     with pytest.raises(InvalidArgument, match=f"n_jobs={count!r}: give a positive integer, or -1"):
-        make_trainer(tmp_path).hyperparameter_search(rate, n_jobs=count)
+        make_searcher(tmp_path).hyperparameter_search(rate, n_jobs=count)
 
 
 def test_refused(tmp_path, monkeypatch):
-    trainer = make_trainer(tmp_path)
+    trainer = make_searcher(tmp_path)
     for storage in (optuna.storages.InMemoryStorage(), "sqlite://", "sqlite:///:memory:"):
         with pytest.raises(UnsupportedArgument, match="is in memory, and processes cannot share it"):
             trainer.hyperparameter_search(rate, n_jobs=2, storage=storage)
@@ -156,9 +149,9 @@ def test_a_worker_does_not_train_outside_the_search(tmp_path, monkeypatch):
     monkeypatch.setenv(WORKER, as_worker())
     wrong = "before this search. Put the search with n_jobs first"
     with pytest.raises(UnsupportedArgument, match=wrong):
-        make_trainer(tmp_path).train()
+        make_searcher(tmp_path).train()
     with pytest.raises(UnsupportedArgument, match=wrong):
-        make_trainer(tmp_path).hyperparameter_search(rate, n_trials=1)
+        make_searcher(tmp_path).hyperparameter_search(rate, n_trials=1)
 
 
 @pytest.mark.parametrize("count", [2, -1])
@@ -171,7 +164,7 @@ def test_a_worker_ends_after_its_search(tmp_path, monkeypatch, count):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv(WORKER, as_worker(searches=[[None, "mine"]], deadline=time.time() - 1))
     with pytest.raises(SystemExit) as ended:
-        make_trainer(tmp_path).hyperparameter_search(rate, n_trials=3, n_jobs=count, storage=storage, timeout=1000)
+        make_searcher(tmp_path).hyperparameter_search(rate, n_trials=3, n_jobs=count, storage=storage, timeout=1000)
     assert ended.value.code == jobs._SEARCH_DONE
     assert study.trials == []  # the time was up: the script tells it
 
@@ -208,5 +201,5 @@ def test_threads_share_the_random_generator():
 
 
 def test_one_job_starts_nothing(tmp_path):
-    make_trainer(tmp_path).hyperparameter_search(rate, n_trials=1, n_jobs=1)
+    make_searcher(tmp_path).hyperparameter_search(rate, n_trials=1, n_jobs=1)
     assert not list(tmp_path.glob("worker-*")) and not list(tmp_path.glob("search.journal"))

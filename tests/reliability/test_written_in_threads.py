@@ -1,4 +1,4 @@
-"""Several threads write, flush and check a checkpoint: errors reach the caller, and a kill leaves nothing half."""
+"""Several threads write, flush and check a checkpoint: it is on the disk before it has its name, whole or absent."""
 
 import contextlib
 import errno
@@ -7,18 +7,17 @@ import os
 import random
 import signal
 import threading
-import time
 import zipfile
 import zlib
 
 import pytest
 import torch
 
-from hftrainer import Trainer
 from hftrainer.checkpointing import manifest, staging, streamed
 from hftrainer.checkpointing.folders import get_last_checkpoint
 from hftrainer.checkpointing.manifest import damage, write_manifest
-from tests.support.checkpoints import make_trainer
+from hftrainer.checkpointing.names import MANIFEST_NAME
+from tests.support.checkpoints import finished, flip, make_trainer
 from tests.support.jobs import names
 
 LARGE = 5 * 2**20 + 12_345  # more than a part that is read at once, and no multiple of it
@@ -33,15 +32,56 @@ def write_files(folder):
     (folder / "trainer_state.json").write_text('{"global_step": 2}')
 
 
-def test_the_manifest_is_as_before(tmp_path):
-    """Sizes and CRC-32, so that checkpoints of other releases of this project are checked too."""
+def assert_listed(folder):
+    """The manifest has sizes and CRC-32, so that checkpoints of other releases of this project are checked too."""
+    listed = json.loads((folder / MANIFEST_NAME).read_text())["files"]
+    files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    del files[MANIFEST_NAME]
+    assert listed == {name: {"size": len(content), "crc32": zlib.crc32(content)} for name, content in files.items()}
+    assert damage(folder) is None
+
+
+@pytest.fixture
+def events(monkeypatch):
+    """What is flushed and dropped from the cache, as inodes, and what is renamed to which path, in this order."""
+    seen = []
+
+    def noting(name, note):
+        original = getattr(os, name)
+
+        def act(*arguments, **keywords):
+            returned = original(*arguments, **keywords)
+            seen.append((name, note(*arguments)))
+            return returned
+
+        monkeypatch.setattr(os, name, act)
+
+    noting("fsync", lambda descriptor: os.fstat(descriptor).st_ino)
+    noting("rename", lambda source, target: os.fspath(target))
+    if hasattr(os, "posix_fadvise"):
+        noting("posix_fadvise", lambda descriptor, *_: os.fstat(descriptor).st_ino)
+    return seen
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_flushed_before_it_is_named(tmp_path, events, background):
+    """The power may fail at any time."""
+    make_trainer(tmp_path, max_steps=2, save_steps=2, lightning_config={"async_checkpoint": background}).train()
+    folder = tmp_path / "checkpoint-2"
+    named = events.index(("rename", str(folder)))
+    inside = [folder, *folder.rglob("*")]
+    assert len(inside) > 6
+    assert {path.name for path in inside if ("fsync", path.stat().st_ino) not in events[:named]} == set()
+    assert ("fsync", tmp_path.stat().st_ino) in events[named:]  # the name itself
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="this system takes no advice on its page cache")
+def test_large_files_leave_the_cache_once_they_are_flushed(tmp_path, events):
     write_files(tmp_path)
     write_manifest(tmp_path)
-    listed = json.loads((tmp_path / "hftrainer_manifest.json").read_text())["files"]
-    files = {path.relative_to(tmp_path).as_posix(): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    del files["hftrainer_manifest.json"]
-    assert listed == {name: {"size": len(content), "crc32": zlib.crc32(content)} for name, content in files.items()}
-    assert damage(tmp_path) is None
+    large = [(tmp_path / name).stat().st_ino for name in ("model.safetensors", "optimizer.pt")]
+    assert sorted(inode for name, inode in events if name == "posix_fadvise") == sorted(large)
+    assert all(events.index(("fsync", inode)) < events.index(("posix_fadvise", inode)) for inode in large)
 
 
 @pytest.mark.parametrize("place", [0, 2**20 - 1, 2**20, LARGE - 1])
@@ -49,34 +89,12 @@ def test_the_manifest_is_as_before(tmp_path):
 def test_one_bit_after_the_writing(tmp_path, name, place):
     write_files(tmp_path)
     write_manifest(tmp_path)
-    with open(tmp_path / name, "r+b") as file:
-        file.seek(place)
-        byte = file.read(1)[0]
-        file.seek(place)
-        file.write(bytes([byte ^ 1]))
+    assert_listed(tmp_path)
+    flip(tmp_path / name, place, 1)
     assert damage(tmp_path) == f"the contents of {tmp_path / name} have changed since it was written"
 
 
-def test_large_files_leave_the_cache_once_they_are_flushed(tmp_path, monkeypatch):
-    if not hasattr(os, "posix_fadvise"):
-        pytest.skip("this system takes no advice on its page cache")
-    events, fsync, advise = [], os.fsync, os.posix_fadvise
-
-    def flush(descriptor):
-        fsync(descriptor)
-        events.append(("flushed", os.fstat(descriptor).st_ino))
-
-    def advice(descriptor, *arguments):
-        events.append(("dropped", os.fstat(descriptor).st_ino))
-        advise(descriptor, *arguments)
-
-    monkeypatch.setattr(os, "fsync", flush)
-    monkeypatch.setattr(os, "posix_fadvise", advice)
-    write_files(tmp_path)
-    write_manifest(tmp_path)
-    large = [(tmp_path / name).stat().st_ino for name in ("model.safetensors", "optimizer.pt")]
-    assert sorted(inode for event, inode in events if event == "dropped") == sorted(large)
-    assert all(events.index(("flushed", inode)) < events.index(("dropped", inode)) for inode in large)
+# ---- Streamed files --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -91,10 +109,10 @@ def test_a_streamed_file(tmp_path, small_windows, monkeypatch):
     value = {"a": torch.arange(5_000), "b": [torch.zeros(0), torch.ones(777, dtype=torch.bfloat16)], "c": "text"}
     path = tmp_path / "optimizer.pt"
     streamed.save(value, str(path))
-    monkeypatch.setattr(manifest, "_crc32", lambda path: pytest.fail(f"{path} is read again"))
-    write_manifest(tmp_path)
-    listed = json.loads((tmp_path / "hftrainer_manifest.json").read_text())["files"]
-    assert listed == {"optimizer.pt": {"size": path.stat().st_size, "crc32": zlib.crc32(path.read_bytes())}}
+    with monkeypatch.context() as patched:
+        patched.setattr(manifest, "_crc32", lambda path: pytest.fail(f"{path} is read again"))
+        write_manifest(tmp_path)
+    assert_listed(tmp_path)
     read = torch.load(path)
     assert torch.equal(read["a"], value["a"])
     assert torch.equal(read["b"][1], value["b"][1])
@@ -102,30 +120,24 @@ def test_a_streamed_file(tmp_path, small_windows, monkeypatch):
     assert zipfile.ZipFile(path).testzip() is None
 
 
-@pytest.mark.parametrize("change", ["patched", "replaced", "written again"])
+def replace(path):
+    torch.save(torch.ones(5_000), path.with_name("other"))
+    os.replace(path.with_name("other"), path)
+
+
+@pytest.mark.parametrize("change", [flip, replace, lambda path: streamed.save(torch.ones(5_000), str(path))])
 def test_a_streamed_file_that_is_changed_before_the_manifest(tmp_path, small_windows, change):
     """The manifest lists what is there, however soon after, and although the size is the same."""
-    path = tmp_path / "optimizer.pt"
-    streamed.save(torch.zeros(5_000), str(path))
-    if change == "patched":
-        with open(path, "r+b") as file:
-            file.seek(path.stat().st_size // 2)
-            file.write(b"x")
-    elif change == "replaced":
-        torch.save(torch.ones(5_000), tmp_path / "other")
-        os.replace(tmp_path / "other", path)
-    else:
-        streamed.save(torch.ones(5_000), str(path))
+    streamed.save(torch.zeros(5_000), str(tmp_path / "optimizer.pt"))
+    change(tmp_path / "optimizer.pt")
     write_manifest(tmp_path)
-    listed = json.loads((tmp_path / "hftrainer_manifest.json").read_text())["files"]
-    assert listed["optimizer.pt"] == {"size": path.stat().st_size, "crc32": zlib.crc32(path.read_bytes())}
-    assert damage(tmp_path) is None
+    assert_listed(tmp_path)
 
 
-@pytest.mark.parametrize("at", [1, 2, 5])
-def test_a_flush_of_a_streamed_file_fails(tmp_path, small_windows, monkeypatch, at):
-    """Also when the disk recovers: what it has lost then is not written again."""
-    calls, flush = [], manifest.flush_to_disk
+@pytest.mark.parametrize("at", [1, 2, 5, "full"])
+def test_a_streamed_file_that_cannot_be_written(tmp_path, small_windows, monkeypatch, at):
+    """Also when the disk recovers: what a failed flush has lost is not written again. No thread is left."""
+    path, calls, flush = "/dev/full" if at == "full" else str(tmp_path / "optimizer.pt"), [], manifest.flush_to_disk
 
     def fail_once(path):
         calls.append(path)
@@ -135,116 +147,27 @@ def test_a_flush_of_a_streamed_file_fails(tmp_path, small_windows, monkeypatch, 
 
     monkeypatch.setattr(manifest, "flush_to_disk", fail_once)
     threads = set(threading.enumerate())
-    with pytest.raises(OSError, match="Input/output error"):
-        streamed.save([torch.zeros(2_000) for _ in range(10)], str(tmp_path / "optimizer.pt"))
-    assert set(threading.enumerate()) <= threads  # those of other tests may end meanwhile
-
-
-def test_a_streamed_file_on_a_full_disk(small_windows):
-    threads = set(threading.enumerate())
-    with pytest.raises(OSError, match="No space left on device"):
-        streamed.save(torch.zeros(5_000), "/dev/full")
+    with pytest.raises(OSError, match="No space left on device" if at == "full" else "Input/output error"):
+        streamed.save([torch.zeros(2_000) for _ in range(10)], path)
     assert set(threading.enumerate()) <= threads  # those of other tests may end meanwhile
 
 
 @pytest.mark.parametrize("background", [False, True])
 def test_checkpoints_with_streamed_files(tmp_path, small_windows, background):
-    """The same contents as with files that torch writes at once, and a run resumes from them."""
-    config = {"async_checkpoint": background}
-    make_trainer(tmp_path / "streamed", lightning_config=config).train()
+    """A run resumes from them, and comes to the same optimizer."""
+    config = {"lightning_config": {"async_checkpoint": background}}
+    make_trainer(tmp_path, **config).train()
     for step in (3, 6, 9):
-        assert damage(tmp_path / "streamed" / f"checkpoint-{step}") is None
-    expected = torch.load(tmp_path / "streamed" / "checkpoint-9" / "optimizer.pt")
-    trainer = make_trainer(tmp_path / "streamed", lightning_config=config)
-    trainer.train(resume_from_checkpoint=str(tmp_path / "streamed" / "checkpoint-6"))
-    again = torch.load(tmp_path / "streamed" / "checkpoint-9" / "optimizer.pt")
-    assert again["state"].keys() == expected["state"].keys()
-    for key, state in expected["state"].items():
-        assert all(torch.equal(tensor, again["state"][key][name]) for name, tensor in state.items())
-
-
-class Fails:
-    """Fails in the place of a function for a file of some name, once."""
-
-    def __init__(self, original, name, error):
-        self.original, self.name, self.error, self.threads = original, name, error, []
-
-    def __call__(self, *arguments):
-        if not self.threads and self.name in map(os.path.basename, map(str, arguments)):
-            self.threads.append(threading.current_thread())
-            raise self.error
-        return self.original(*arguments)
-
-
-PLACES = {
-    "writing": (streamed, "save", "optimizer.pt"),
-    "flushing": (manifest, "flush_to_disk", "model.safetensors"),
-    "checksum": (manifest, "_crc32", "optimizer.pt"),
-}
-
-
-@pytest.mark.parametrize("background", [False, True])
-@pytest.mark.parametrize("place", PLACES)
-def test_an_error_of_the_storage_in_a_thread(tmp_path, monkeypatch, caplog, place, background):
-    module, function, name = PLACES[place]
-    fails = Fails(getattr(module, function), name, OSError(errno.EIO, "Input/output error"))
-    monkeypatch.setattr(module, function, fails)
-    make_trainer(tmp_path, lightning_config={"async_checkpoint": background}).train()
-    assert fails.threads[0] is not threading.main_thread()
-    assert "checkpoint-3 could not be written (Input/output error); its partial files were removed" in caplog.text
-    assert names(tmp_path) == ["checkpoint-6", "checkpoint-9"]
-
-
-@pytest.mark.parametrize("background", [False, True])
-@pytest.mark.parametrize("place", PLACES)
-def test_another_error_in_a_thread(tmp_path, monkeypatch, place, background):
-    module, function, name = PLACES[place]
-    monkeypatch.setattr(module, function, Fails(getattr(module, function), name, ZeroDivisionError("my own bug")))
-    with pytest.raises(ZeroDivisionError, match="my own bug"):
-        make_trainer(tmp_path, lightning_config={"async_checkpoint": background}).train()
-    assert "checkpoint-3" not in names(tmp_path)
-    assert not list(tmp_path.glob("tmp-*"))
-
-
-def test_a_failed_checkpoint_waits_for_its_other_thread(tmp_path, monkeypatch, caplog):
-    """Otherwise that thread would go on writing into a folder that is removed, or belongs to the next checkpoint."""
-    original, written = streamed.save, []
-
-    def slow(values, path):
-        if "checkpoint-3" in path and path.endswith("optimizer.pt"):
-            time.sleep(0.3)
-            original(values, path)
-            written.append(path)
-        else:
-            original(values, path)
-
-    failing = Fails(staging.final_folder, "checkpoint-3", OSError(errno.ENOSPC, "No space left on device"))
-    monkeypatch.setattr(streamed, "save", slow)
-    monkeypatch.setattr(staging, "final_folder", failing)  # called as the weights are about to be written
-    make_trainer(tmp_path).train()
-    assert failing.threads == [threading.main_thread()]
-    assert len(written) == 1
-    assert "checkpoint-3 could not be written (No space left on device)" in caplog.text
-    assert names(tmp_path) == ["checkpoint-6", "checkpoint-9"]
-
-
-def test_overrides_find_the_files_that_transformers_has_written_before(tmp_path):
-    found = {}
-
-    class Own(Trainer):
-        def _save_optimizer_and_scheduler(self, output_dir):
-            found[self.state.global_step] = os.path.getsize(f"{output_dir}/model.safetensors")
-            super()._save_optimizer_and_scheduler(output_dir)
-            state = torch.load(f"{output_dir}/optimizer.pt")  # it is there when super() returns
-            torch.save({**state, "mine": self.state.global_step}, f"{output_dir}/optimizer.pt")
-
-    trainer = make_trainer(tmp_path)
-    trainer.__class__ = Own
-    trainer.train()
-    assert list(found) == [3, 6, 9]
-    for step in found:
-        assert torch.load(tmp_path / f"checkpoint-{step}" / "optimizer.pt")["mine"] == step
         assert damage(tmp_path / f"checkpoint-{step}") is None
+    expected = torch.load(tmp_path / "checkpoint-9" / "optimizer.pt")["state"]
+    finished(make_trainer(tmp_path, **config), tmp_path / "checkpoint-6")
+    again = torch.load(tmp_path / "checkpoint-9" / "optimizer.pt")["state"]
+    assert again.keys() == expected.keys()
+    for key, state in expected.items():
+        assert all(torch.equal(tensor, again[key][name]) for name, tensor in state.items())
+
+
+# ---- Killed ----------------------------------------------------------------------------------------------------------
 
 
 def publish_and_kill(folder, flushes):
@@ -278,8 +201,7 @@ def test_killed_while_files_are_flushed(tmp_path):
     while killed:
         flushes += 1
         folder = tmp_path / str(flushes)
-        staged = staging.staging_folder(str(folder / "checkpoint-2"))
-        write_files(staged)
+        write_files(staging.staging_folder(str(folder / "checkpoint-2")))
         killed = publish_and_kill(folder, flushes)
         assert not killed or not (folder / "checkpoint-2").exists() or damage(folder / "checkpoint-2") is None
         staging.clear_stale(str(folder))

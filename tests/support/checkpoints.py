@@ -1,61 +1,129 @@
-"""Small runs that write checkpoints, and what damages their files."""
+"""Small runs that write checkpoints, and what may happen to those."""
 
 import os
+import shutil
+from pathlib import Path
+from typing import Any
 
 import torch
+from lightning.pytorch import Callback
 
 from hftrainer import Trainer, TrainingArguments
-from tests.support.tiny import language_data, make_bert, make_llama, make_peft, make_plain, plain_data, text_data
+from hftrainer.checkpointing.names import MANIFEST_NAME
+from tests.support import tiny
+from tests.support.parity import assert_same_weights
 
-MODELS = {
-    "plain": (make_plain, plain_data),
-    "bert": (make_bert, text_data),
-    "llama": (make_llama, language_data),
-    "peft": (make_peft, language_data),
-}
+BACKGROUND = {"lightning_config": {"async_checkpoint": True}}
+#: An evaluation at each checkpoint, of which the best is loaded at the end.
+BEST = {"eval_strategy": "steps", "eval_steps": 3, "load_best_model_at_end": True}
 
 
-def make_tied():
+def make_tied() -> torch.nn.Module:
     """A plain module with a shared parameter."""
-    model = make_plain()
+    model = tiny.make_plain()
     model.twin = torch.nn.Linear(8, 16)
     model.twin.weight = model.layers[0].weight
     return model
 
 
-MODELS["tied"] = (make_tied, plain_data)
+MODELS = {name: tiny.MODELS[name] for name in ("plain", "bert", "llama", "peft")}
+MODELS["tied"] = (make_tied, tiny.plain_data)
 
 
-def make_trainer(folder, model="plain", callbacks=(), **settings):
+def make_trainer(
+    folder: Path, model: str = "plain", callbacks: Any = (), trainer_class: Any = Trainer, **settings: Any
+) -> Any:
+    """A Trainer of nine steps with a checkpoint at each third.
+
+    Args:
+        folder: output folder.
+        model: key of `MODELS`.
+        callbacks: of the run.
+        trainer_class: `Trainer` or a subclass.
+        settings: training arguments; `trainer` has those of the Trainer itself.
+    """
+    make_model, make_data = MODELS[model]
     defaults = {
-        "max_steps": 9,
-        "per_device_train_batch_size": 4,
-        "save_steps": 3,
-        "logging_steps": 3,
-        "learning_rate": 1e-2,
-        "disable_tqdm": True,
-        "use_cpu": True,
+        **{"max_steps": 9, "save_steps": 3, "logging_steps": 3, "per_device_train_batch_size": 4},
+        **{"learning_rate": 1e-2, "disable_tqdm": True, "use_cpu": True, "report_to": "none"},
     }
-    make, data = MODELS[model]
+    given = settings.pop("trainer", {})
     args = TrainingArguments(str(folder), **{**defaults, **settings})
-    samples = data()
-    return Trainer(make(), args, train_dataset=samples, eval_dataset=samples[:9], callbacks=list(callbacks))
+    if not {"model", "model_init"} & given.keys():
+        given = {"model": make_model(), **given}
+    if "train_dataset" not in given:
+        samples = make_data()
+        given = {"train_dataset": samples, "eval_dataset": samples[:9], **given}
+    return trainer_class(args=args, callbacks=list(callbacks), **given)
 
 
-def truncate(path):
+def finished(trainer: Any, resume: Any = None) -> Any:
+    """The Trainer, after its run."""
+    trainer.train(resume_from_checkpoint=str(resume) if isinstance(resume, Path) else resume)
+    return trainer
+
+
+def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
+    """A copy of the weights."""
+    return {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+
+
+def assert_same_end(trainer: Any, other: Any) -> None:
+    """Two Trainers have come to the same weights at the same step."""
+    assert trainer.state.global_step == other.state.global_step
+    assert_same_weights(trainer.model.state_dict(), other.model.state_dict())
+
+
+class KeepsState(Callback):
+    """A callback of Lightning with a state in each checkpoint."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": 1}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.count = state_dict["count"]
+
+
+# ---- Harm ------------------------------------------------------------------------------------------------------------
+
+
+def truncate(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
-def flip(path):
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 0x10
-    path.write_bytes(content)
-
-
-def empty(path):
+def empty(path: Path) -> None:
     os.truncate(path, 0)
 
 
-def grow(path):
+def flip(path: Path, place: int | None = None, bits: int = 0x10) -> None:
+    """Change bits of one byte, by default of the middle one."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2 if place is None else place] ^= bits
+    path.write_bytes(content)
+
+
+def grow(path: Path) -> None:
     with path.open("ab") as file:
         file.write(b"\0" * 100)
+
+
+#: What a disk may do to a file.
+HARM = {"truncated": truncate, "flipped": flip, "deleted": os.remove, "empty": empty, "grown": grow}
+
+
+class Mischief:
+    """Leaves a folder behind when it is unpickled."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.trace),)
+
+
+def copy_without_manifest(source: Path, folder: Path) -> Path:
+    """A copy of a checkpoint in the place of what is there; who means harm would mend the manifest."""
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(source, folder)
+    (folder / MANIFEST_NAME).unlink()
+    return folder

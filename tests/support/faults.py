@@ -7,19 +7,21 @@ import subprocess
 import time
 from pathlib import Path
 
+from tests.support.checkpoints import flip
+
 
 class Disk:
     """A small file system in memory, which can be full or read-only, for one run.
 
     Args:
         folder: where it is mounted.
-        megabytes: its size.
+        size: as `mount` takes it.
     """
 
-    def __init__(self, folder, megabytes):
+    def __init__(self, folder, size):
         self.folder, self.filler = folder, folder / "filler"
         folder.mkdir(parents=True)
-        self.mounted = self._mount("-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs")
+        self.mounted = self._mount("-t", "tmpfs", "-o", f"size={size}", "tmpfs")
 
     def _mount(self, *words):
         return subprocess.run(["mount", *words, str(self.folder)], capture_output=True).returncode == 0
@@ -59,61 +61,36 @@ def _victim(group, moments):
     return job.process.pid
 
 
-def _send(pid, number):
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)
+#: What machines do to a process: signals, each with the least and the most seconds before the next.
+SIGNALS = {
+    "kill": [(signal.SIGKILL, 0.0, 0.0)],
+    "terminate": [(signal.SIGTERM, 0.0, 0.0)],
+    # impatient: it kills what does not end at once
+    "terminate twice": [(signal.SIGTERM, 0.0, 0.05), (signal.SIGKILL, 0.0, 0.0)],
+    # asleep for a while, and lost a moment after it has woken up
+    "stop": [(signal.SIGSTOP, 0.1, 0.6), (signal.SIGCONT, 0.0, 0.3), (signal.SIGKILL, 0.0, 0.0)],
+}
+#: What happens to a `Disk` that is mounted.
+OF_DISKS = {"fill disk": Disk.fill, "forbid writing": Disk.forbid}
 
 
-def kill(group, disk, moments):
-    _send(_victim(group, moments), signal.SIGKILL)
-
-
-def terminate(group, disk, moments):
-    _send(_victim(group, moments), signal.SIGTERM)
-
-
-def terminate_twice(group, disk, moments):
-    """An impatient machine: it kills what does not end at once."""
+def disturb(name, group, disk, moments):
+    """Let a fault happen to one of the processes, or to the disk."""
     pid = _victim(group, moments)
-    _send(pid, signal.SIGTERM)
-    time.sleep(moments.uniform(0.0, 0.05))
-    _send(pid, signal.SIGKILL)
-
-
-def stop(group, disk, moments):
-    """A machine that sleeps for a while, and is lost a moment after it has woken up."""
-    pid = _victim(group, moments)
-    _send(pid, signal.SIGSTOP)
-    time.sleep(moments.uniform(0.1, 0.6))
-    _send(pid, signal.SIGCONT)
-    time.sleep(moments.uniform(0.0, 0.3))
-    _send(pid, signal.SIGKILL)
-
-
-def fill_disk(group, disk, moments):
-    _victim(group, moments)
-    disk.fill()
-
-
-def forbid_writing(group, disk, moments):
-    _victim(group, moments)
-    disk.forbid()
-
-
-#: Faults that need nothing.
-ANYWHERE = (kill, terminate, terminate_twice, stop)
-#: And a `Disk` that is mounted.
-OF_DISKS = (fill_disk, forbid_writing)
+    if name in OF_DISKS:
+        OF_DISKS[name](disk)
+    for number, least, most in SIGNALS.get(name, ()):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+        time.sleep(moments.uniform(least, most))
 
 
 def damage(folder, moments):
     """Cut off a file's end, or flip a bit of it; what was done."""
     path = moments.choice(sorted(path for path in Path(folder).rglob("*") if path.is_file() and path.stat().st_size))
-    data = bytearray(path.read_bytes())
-    place = moments.randrange(len(data))
+    place = moments.randrange(path.stat().st_size)
     if moments.random() < 0.5:
-        del data[place:]
+        os.truncate(path, place)
     else:
-        data[place] ^= 1 << moments.randrange(8)
-    path.write_bytes(data)
+        flip(path, place, 1 << moments.randrange(8))
     return f"{path.parent.name}/{path.name}"

@@ -1,100 +1,106 @@
-"""Contents that somebody made up, for the fuzzers.
+"""Contents that somebody made up: strategies of hypothesis, and how many examples are tried.
 
-`make soak` tries many more (`FUZZ=1000`); a failure prints the seed of its case.
+`make test` tries the same few each time. `make soak` tries many new ones (FUZZ=1000), and says how to repeat a failure.
 """
 
 import contextlib
 import copy
 import os
-import random
-import time
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import hftrainer.errors
+from tests.support.checkpoints import Mischief
 
-TRIED = int(os.environ.get("FUZZ", "12"))
-FIRST = int(os.environ.get("FUZZ_FIRST", "0"))
+__all__ = [
+    "CLEAR",
+    "Mischief",
+    "accepted_or_refused",
+    "made_up",
+    "mutated",
+    "pickled",
+    "scrambled",
+    "tensors",
+    "values",
+]
+
+_MANY = int(os.environ.get("FUZZ", "0"))
 #: Errors that say what is wrong with a file or an argument.
 CLEAR = tuple(kind for kind in vars(hftrainer.errors).values() if isinstance(kind, type))
-SECONDS = 20
 
 
-def seeds(name: str, tried: int = TRIED) -> Iterator[tuple[int, random.Random]]:
-    """The numbers of the cases, and what they are made up with."""
-    for seed in range(FIRST, FIRST + tried):
-        yield seed, random.Random(f"{name} {seed}")
-
-
-@contextlib.contextmanager
-def clear(name: str, case: Any) -> Iterator[None]:
-    """Let a case be accepted, or refused with a clear error; fail if it takes long or raises anything else."""
-    start = time.monotonic()
-    try:
-        yield
-    except CLEAR:
-        pass
-    except Exception as error:
-        pytest.fail(f"{name} {case}: {type(error).__name__}: {error}")
-    assert time.monotonic() - start < SECONDS, case
-
-
-class Mischief:
-    """Leaves a folder behind when it is unpickled."""
-
-    def __init__(self, trace: Path) -> None:
-        self.trace = trace
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.trace),)
-
-
-def anything(rng: random.Random) -> Any:
-    """A value that a writer of JSON or of torch.save might have put there."""
-    return rng.choice(
-        [
-            *(None, True, -1, 0, 10**12, -(10**30), 2.5, float("nan"), float("inf"), "", "x" * 300, "../../outside"),
-            *([], {}, [1, "2", None], {"a": {"b": []}}, [[[[]]]], {"0": 1}),
-        ]
+def made_up(test: Callable) -> Callable:
+    """Call a test with `data`, whose method `draw` draws from a strategy, for each example."""
+    found = settings(
+        max_examples=_MANY or 12,
+        derandomize=not _MANY,
+        database=None,
+        deadline=None,
+        print_blob=True,
+        suppress_health_check=list(HealthCheck),  # the fixtures of one test serve all its examples
     )
+    return found(given(data=st.data())(test))
 
 
-def tensors(rng: random.Random) -> Any:
-    return rng.choice(
-        [torch.zeros(0), torch.zeros(3, 5), torch.full((2,), float("nan")), torch.tensor(7), anything(rng)]
-    )
+def accepted_or_refused() -> contextlib.AbstractContextManager[None]:
+    """What is inside succeeds, or raises one of the clear errors."""
+    return contextlib.suppress(*CLEAR)
 
 
-def mutate(value: Any, rng: random.Random, make: Any = anything) -> Any:
+#: What a writer of JSON might have put somewhere.
+values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.floats()
+    | st.text(max_size=9)
+    | st.sampled_from([-1, 0, 10**12, -(10**30), "x" * 300, "../../outside"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("0ab"), inner, max_size=2),
+    max_leaves=4,
+)
+#: What torch.save might have put there.
+tensors = values | st.sampled_from(
+    [torch.zeros(0), torch.zeros(3, 5), torch.full((2,), float("nan")), torch.tensor(7)]
+).map(torch.clone)
+
+
+@st.composite
+def mutated(draw: Any, value: Any, make: Any = values) -> Any:
     """A copy in which one part, anywhere, is another value, gone, or there under another name."""
-    if isinstance(value, (dict, list)) and value and rng.random() < 0.85:
-        value = copy.copy(value)
-        key = rng.choice(list(value) if isinstance(value, dict) else range(len(value)))
-        how = rng.random()
-        if how < 0.15:
-            del value[key]
-        elif how < 0.25 and isinstance(value, dict):
-            value[rng.choice(["more", 7, "../x"])] = make(rng)
-        else:
-            value[key] = mutate(value[key], rng, make)
-        return value
-    return make(rng)
-
-
-def scramble(path: Path, rng: random.Random) -> None:
-    """Other bytes: flipped, cut, or in between."""
-    data = bytearray(path.read_bytes())
-    how = rng.random()
-    if how < 0.3:
-        del data[rng.randrange(len(data)) :]
-    elif how < 0.8:
-        for _ in range(rng.choice([1, 8, 200])):
-            data[rng.randrange(len(data))] = rng.randrange(256)
+    if not isinstance(value, (dict, list)) or not value or draw(st.integers(0, 6)) == 6:
+        return draw(make)
+    value = copy.copy(value)
+    key = draw(st.sampled_from(list(value) if isinstance(value, dict) else range(len(value))))
+    how = draw(st.integers(0, 9))
+    if how == 9:
+        del value[key]
+    elif how == 8 and isinstance(value, dict):
+        value[draw(st.sampled_from(["more", 7, "../x"]))] = draw(make)
     else:
-        place = rng.randrange(len(data))
-        data[place:place] = rng.randbytes(rng.choice([1, 64]))
-    path.write_bytes(bytes(data))
+        value[key] = draw(mutated(value[key], make))
+    return value
+
+
+@st.composite
+def pickled(draw: Any, value: Any, trace: Any) -> Any:
+    """The same for a pickle of torch, which may also hold what leaves a trace when it is run."""
+    value = draw(mutated(value, tensors))
+    return {"all": value, "more": Mischief(trace)} if draw(st.integers(0, 9)) == 9 else value
+
+
+@st.composite
+def scrambled(draw: Any, data: bytes) -> bytes:
+    """Other bytes: cut, changed, or with more in between."""
+    places = st.integers(0, len(data) - 1)
+    place, how = draw(places), draw(st.sampled_from(["cut", "changed", "changed", "more"]))
+    if how == "cut":
+        return data[:place]
+    if how == "more":
+        return data[:place] + draw(st.binary(min_size=1, max_size=64)) + data[place:]
+    changed = bytearray(data)
+    for place, byte in draw(st.lists(st.tuples(places, st.integers(0, 255)), min_size=1, max_size=64)):
+        changed[place] = byte
+    return bytes(changed)

@@ -1,23 +1,22 @@
-"""Starting, stopping and comparing the jobs of `job.py`."""
+"""Starting, stopping and comparing the jobs of tests/reliability: `job.py`, `search_job.py`, `hang_job.py`."""
 
-import faulthandler
-import gc
-import importlib
 import json
-import multiprocessing
 import os
+import re
 import signal
 import socket
-import subprocess
 import time
+from multiprocessing import connection
 from pathlib import Path
 
 import torch
 
-from tests.support import warm
+from tests.support import processes
+from tests.support.parity import assert_same_weights as assert_same
+
+__all__ = ["JOB", "SHARDED", "Forked", "Group", "assert_same", "log", "names", "read_until", "weights"]
 
 JOB = Path(__file__).parents[1] / "reliability" / "job.py"
-ENVIRONMENT = {**warm.environment(), "PYTHONUNBUFFERED": "1"}
 #: Settings of a job whose ranks each write their part of a checkpoint.
 SHARDED = {"fsdp": True, "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}
 
@@ -27,21 +26,8 @@ def names(folder):
     return sorted(path.name for path in Path(folder).iterdir())
 
 
-def start(folder, **settings):
-    """A job that is running."""
-    return subprocess.Popen(
-        [warm.PYTHON, str(JOB), str(folder), json.dumps(settings)],
-        env=ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        # A shell's background jobs, as these tests may be, ignore Ctrl-C, and what they start would too.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-
-
 def read_until(process, line):
-    """Read the job's output until it prints a line; what it printed so far."""
+    """Read a process's output until it prints a line; what it printed so far."""
     seen = []
     for printed in process.stdout:
         seen.append(printed.strip())
@@ -50,54 +36,46 @@ def read_until(process, line):
     raise AssertionError(f"no {line!r} in {seen}: {process.stderr.read()}")
 
 
-def finish(folder, **settings):
-    """Run a job to its end; what it printed."""
-    process = start(folder, **settings)
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
-    return out.splitlines(), err
-
-
 class Forked:
-    """A job in a process forked from one that has imported everything, so that fifty of them take little time."""
+    """A job in a process of its own.
 
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        [
-            *("hftrainer_lightning.engine", "tests.reliability.job", "tests.reliability.search_job"),
-            *("optuna.storages._rdb.storage", "sqlalchemy.dialects.sqlite"),
-        ]
-    )
+    Args:
+        folder: of the run.
+        environment: variables besides those of the tests.
+        job: module of tests/reliability.
+        settings: what the job is given as JSON.
+
+    Attributes:
+        output: the file with all that it prints, errors too.
+        process: the `multiprocessing.Process`.
+    """
 
     def __init__(self, folder, environment=None, job="job", **settings):
-        environment = environment or {}
-        self.folder, self.output = Path(folder), Path(f"{folder}.out{environment.get('RANK', '')}")
-        self.output.write_text("")  # and not what an earlier one has printed
-        arguments = (str(folder), settings, str(self.output), environment, job)
-        self.process = self.context.Process(target=run_forked, args=arguments)
-        self.process.start()
+        words = ["-m", f"tests.reliability.{job}", folder, json.dumps(settings)]
+        env = {**processes.environment(), **(environment or {})}
+        self._started = processes.start(*words, env=env, merge=True)
+        self.output, self.process = self._started.errors, self._started.process
 
-    def wait_for(self, word):
-        """Wait until the job has printed a line that begins so."""
-        while not (self.output.exists() and f"\n{word}" in f"\n{self.output.read_text()}"):
+    def wait_for(self, pattern):
+        """Wait until the job has printed a line that begins with the regular expression `pattern`."""
+        while not re.search(f"^{pattern}", self.output.read_text(), re.MULTILINE):
             assert self.process.is_alive(), self.output.read_text()
             time.sleep(0.005)
 
     def kill(self):
-        """`kill -9`, and wait for the end."""
-        self.process.kill()
-        self.process.join()
+        """Send SIGKILL, and wait for the end."""
+        self._started.kill()
 
     def finish(self):
-        """Wait for the end; what the job printed."""
-        self.process.join(timeout=120)
+        """Wait for the end, which is a success; the lines that the job has printed."""
+        self.process.join()
         printed = self.output.read_text()
         assert self.process.exitcode == 0, printed
         return printed.splitlines()
 
 
 class Group:
-    """The processes of one job, with the environment that torchrun gives them if there are several.
+    """The processes of one job, with the environment of a launcher if there are several: rank 0 has the store.
 
     Args:
         folder: of the run.
@@ -110,53 +88,35 @@ class Group:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        shared = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1"}
-        places = [{**shared, "MASTER_PORT": str(port), "GROUP_RANK": "0", "RANK": str(rank)} for rank in range(count)]
+        shared = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "GROUP_RANK": "0"}
+        shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        places = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
         self.jobs = [
-            Forked(folder, {**place, "LOCAL_RANK": place["RANK"]} if count > 1 else None, kill_at=at, **settings)
+            Forked(folder, place if count > 1 else None, kill_at=at, **settings)
             for place, at in zip(places, kill_at, strict=False)
         ]
 
-    def end(self, seconds=120):
-        """Wait for the end; when one process has ended by itself, end the others, as torchrun does. The statuses."""
-        processes, deadline = [job.process for job in self.jobs], time.monotonic() + seconds
-        while all(process.is_alive() for process in processes):
-            time.sleep(0.01)
-            if time.monotonic() > deadline:
-                self._fail_as_hanging(seconds)
-        for process in processes:
-            process.join(timeout=5)
-            if process.is_alive():
-                process.terminate()
-                process.join(timeout=5)
-            if process.is_alive():
-                process.kill()
-                process.join()
-        return [process.exitcode for process in processes]
+    def end(self, seconds=None):
+        """Wait for the end; when one process has ended, end the others as torchrun does. The statuses.
 
-    def _fail_as_hanging(self, seconds):
-        for job in self.jobs:
-            os.kill(job.process.pid, signal.SIGUSR2)  # prints the stacks
-        time.sleep(1)
-        for job in self.jobs:
-            job.kill()
-        raise AssertionError(f"nothing has ended after {seconds} seconds: {self.printed()}")
+        Args:
+            seconds: after which processes that have not ended print their stacks and fail; None for never.
+        """
+        running = [job.process for job in self.jobs]
+        if not connection.wait([process.sentinel for process in running], seconds):
+            for process in running:
+                os.kill(process.pid, signal.SIGABRT)  # faulthandler prints the stacks
+                process.join()
+            raise AssertionError(f"nothing has ended after {seconds} seconds: {self.printed()}")
+        for process in running:
+            for end in (process.terminate, process.kill):
+                process.join(timeout=5)
+                end()
+            process.join()
+        return [process.exitcode for process in running]
 
     def printed(self):
         return [job.output.read_text() for job in self.jobs]
-
-
-def run_forked(folder, settings, output, environment, job):
-    """What the forked process does."""
-    gc.freeze()  # a search collects garbage after each trial: not among all that was imported
-    faulthandler.register(signal.SIGUSR2)  # says where it hangs
-    multiprocessing.set_start_method("fork", force=True)  # as in a script, for the processes of loaders
-    os.environ.update(environment)
-    main = importlib.import_module(f"tests.reliability.{job}").main
-    with open(output, "w", buffering=1) as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-        main(folder, settings)
 
 
 def weights(folder):
@@ -165,7 +125,7 @@ def weights(folder):
 
 
 def log(folder):
-    """What a job has logged from its first start on, without what is measured, and without the last line."""
+    """What a job has logged since its first start, without what is measured and without the last line's mean loss."""
     lines = [line for line in _final(folder)["log"] if "train_loss" not in line]  # which is of the last start
     measured = ("runtime", "per_second", "flos")
     return [{key: value for key, value in line.items() if not key.endswith(measured)} for line in lines]
@@ -173,9 +133,3 @@ def log(folder):
 
 def _final(folder):
     return torch.load(Path(folder) / "final.pt", weights_only=True)
-
-
-def assert_same(ours, theirs):
-    """Exactly the same weights."""
-    assert ours.keys() == theirs.keys()
-    assert not [name for name, tensor in ours.items() if not torch.equal(tensor, theirs[name])]

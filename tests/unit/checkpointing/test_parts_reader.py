@@ -7,13 +7,10 @@ import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from hftrainer.checkpointing.distributed import (
-    PARTS,
-    load_model_parts,
-    load_optimizer_parts,
-)
+from hftrainer.checkpointing.distributed import PARTS, load_model_parts, load_optimizer_parts
 from hftrainer.errors import DamagedCheckpoint, UnsafeCheckpoint
-from tests.support.fuzz import Mischief
+from tests.support.checkpoints import Mischief
+from tests.support.parity import assert_same_weights
 from tests.support.parts import stepped, write
 from tests.support.tiny import Note, make_plain
 
@@ -38,7 +35,7 @@ def test_what_was_written_is_read(tmp_path):
     model = write(tmp_path)
     fresh = make_plain()
     load_model_parts(fresh, str(tmp_path))
-    assert all(torch.equal(value, model.state_dict()[name]) for name, value in fresh.state_dict().items())
+    assert_same_weights(fresh.state_dict(), model.state_dict())
     assert load_optimizer(tmp_path).state_dict()["state"][0]["step"] == 1
 
 

@@ -1,0 +1,255 @@
+"""The folders of checkpoints: rotated, replaced, half copied, linked, on storage that fails."""
+
+import contextlib
+import os
+import resource
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from hftrainer import Trainer, TrainerCallback
+from hftrainer.checkpointing import staging
+from hftrainer.checkpointing.folders import rotate_checkpoints
+from hftrainer.errors import CheckpointNotWritten
+from hftrainer.trainer_utils import get_last_checkpoint
+from tests.support.checkpoints import BEST, finished, make_trainer, truncate
+from tests.support.faults import Disk
+from tests.support.jobs import names
+
+# ---- Rotation --------------------------------------------------------------------------------------------------------
+
+
+def test_rotation_keeps_what_was_just_written(tmp_path):
+    make_trainer(tmp_path).train()
+    later = (tmp_path / "checkpoint-9").stat().st_mtime + 60
+    os.utime(tmp_path / "checkpoint-3", (later, later))  # somebody wrote into the older one
+    rotate_checkpoints(str(tmp_path), 1, None, [str(tmp_path / "checkpoint-9")])
+    assert "checkpoint-9" in names(tmp_path)
+
+
+def test_rotation_spares_the_last_whole_one(tmp_path):
+    """Two newer ones were damaged by something else; the last whole one stays until there is another."""
+    make_trainer(tmp_path).train()
+    for step in (6, 9):
+        truncate(tmp_path / f"checkpoint-{step}" / "optimizer.pt")
+
+    class Looks(Trainer):
+        def _save_checkpoint(self, model, trial):
+            super()._save_checkpoint(model, trial)
+            assert get_last_checkpoint(str(tmp_path)) is not None
+
+    rotate_checkpoints(str(tmp_path), 1, None)
+    assert names(tmp_path) == ["checkpoint-3", "checkpoint-9"]
+    finished(make_trainer(tmp_path, trainer_class=Looks, save_total_limit=1), True)
+    assert names(tmp_path) == ["checkpoint-9"]
+
+
+def test_rotation_deletes_nothing_of_others(tmp_path):
+    for name in ("checkpoint-1", "tmp-checkpoint", "checkpoint-best"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "checkpoint-1" / "notes.txt").write_text("mine")
+    make_trainer(tmp_path, save_total_limit=1).train()
+    assert names(tmp_path) == ["checkpoint-1", "checkpoint-9", "checkpoint-best", "tmp-checkpoint"]
+
+
+def test_a_best_model_without_its_optimizer(tmp_path):
+    """Callbacks that delete what they do not need keep the weights."""
+
+    class Thrifty(TrainerCallback):
+        def on_save(self, args, state, control, **kwargs):
+            os.remove(f"{args.output_dir}/checkpoint-{state.global_step}/optimizer.pt")
+
+    trainer = finished(make_trainer(tmp_path, callbacks=[Thrifty()], learning_rate=0.5, **BEST))
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(trainer.state.best_metric)
+
+
+def test_links_and_foreign_manifests(tmp_path):
+    class Own(Trainer):
+        def _save(self, output_dir=None, state_dict=None):
+            super()._save(output_dir, state_dict)
+            Path(output_dir, "manifest.json").write_text("mine")
+
+    checkpoint = tmp_path / "out" / "checkpoint-9"
+    make_trainer(tmp_path / "out", trainer_class=Own, save_total_limit=1).train()
+    assert get_last_checkpoint(str(tmp_path / "out")) == str(checkpoint)
+    shutil.move(checkpoint, tmp_path / "elsewhere")
+    checkpoint.symlink_to(tmp_path / "elsewhere")
+    staging.remove(checkpoint)
+    assert names(tmp_path / "out") == []
+    assert (tmp_path / "elsewhere" / "trainer_state.json").is_file()
+
+
+# ---- Replaced --------------------------------------------------------------------------------------------------------
+
+
+def refuse_to_rename(self, target):
+    raise OSError(18, "Invalid cross-device link")
+
+
+@pytest.mark.parametrize("renames", [True, False])
+@pytest.mark.parametrize("moment", range(4))
+def test_interrupted_while_one_is_replaced(tmp_path, monkeypatch, renames, moment):
+    """A second Ctrl-C between two renamings leaves one of the two checkpoints of the step in its place."""
+    make_trainer(tmp_path, max_steps=3).train()
+    left = [moment]
+
+    def interrupting(original):
+        def act(*args):
+            left[0] -= 1
+            if left[0] == -1:
+                raise KeyboardInterrupt
+            return original(*args)
+
+        return act
+
+    if renames:
+        monkeypatch.setattr(Path, "rename", interrupting(Path.rename))
+    else:
+        monkeypatch.setattr(Path, "rename", refuse_to_rename)
+        monkeypatch.setattr(shutil, "copyfile", interrupting(shutil.copyfile))
+    with contextlib.suppress(KeyboardInterrupt):
+        make_trainer(tmp_path, max_steps=3).train()
+    monkeypatch.undo()
+    staging.clear_stale(str(tmp_path))
+    assert get_last_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-3")
+    assert names(tmp_path) == ["checkpoint-3"]
+
+
+def test_a_half_copied_one_does_not_hide_the_whole(tmp_path):
+    """Where folders cannot be renamed, a process may die with half of the target there."""
+    make_trainer(tmp_path, max_steps=3).train()
+    shutil.copytree(tmp_path / "checkpoint-3", tmp_path / "tmp-checkpoint-3" / "checkpoint-3")
+    (tmp_path / "checkpoint-3" / "trainer_state.json").unlink()
+    staging.clear_stale(str(tmp_path))
+    assert get_last_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-3")
+
+
+def test_without_renaming_folders(tmp_path, monkeypatch, caplog):
+    """As on some network file systems: files are copied, `trainer_state.json` last."""
+    order, original = [], shutil.copyfile
+
+    def copy(source, target):
+        order.append(os.path.basename(target))
+        return original(source, target)
+
+    monkeypatch.setattr(Path, "rename", refuse_to_rename)
+    monkeypatch.setattr(shutil, "copyfile", copy)
+    make_trainer(tmp_path, save_total_limit=1).train()
+    assert names(tmp_path) == ["checkpoint-9"]
+    assert get_last_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-9")
+    assert order[-2:] == ["hftrainer_manifest.json", "trainer_state.json"]
+    assert "copying its files one by one" in caplog.text
+
+
+# ---- Storage that fails ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError(2, "No such file or directory", "/vocab"), ConnectionError("hub")])
+def test_errors_of_the_users_own_are_not_the_storages(tmp_path, error):
+    class Own(Trainer):
+        def _save(self, output_dir=None, state_dict=None):
+            raise error
+
+    with pytest.raises(type(error)):
+        make_trainer(tmp_path, trainer_class=Own).train()
+
+
+@pytest.fixture
+def make_disk(tmp_path):
+    """Mounts a small file system; skips the test where this process may not."""
+    with contextlib.ExitStack() as stack:
+
+        def make(size):
+            disk = Disk(tmp_path / "disk", size)
+            stack.callback(disk.remove)
+            if not disk.mounted:
+                pytest.skip("this process may not mount a file system")
+            return disk
+
+        yield make
+
+
+class Fills(TrainerCallback):
+    """The disk is full from one save to the beginning of a step."""
+
+    def __init__(self, disk, saved, mended=None):
+        self.disk, self.saved, self.mended = disk, saved, mended
+
+    def on_save(self, args, state, control, **kwargs):
+        if state.global_step == self.saved:
+            self.disk.fill()
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == self.mended:
+            self.trainer._hftrainer.checkpoint_writer.wait()
+            self.disk.filler.unlink()
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_full_disk(caplog, background, make_disk):
+    disk = make_disk("200k")
+    fills = Fills(disk, 3, 8)
+    fills.trainer = make_trainer(disk.folder, callbacks=[fills], lightning_config={"async_checkpoint": background})
+    assert fills.trainer.train().global_step == 9
+    assert names(disk.folder) == ["checkpoint-3", "checkpoint-9"]
+    assert "checkpoint-6 could not be written (No space left on device)" in caplog.text
+    assert "Training continues" in caplog.text
+    assert get_last_checkpoint(str(disk.folder)) == str(disk.folder / "checkpoint-9")
+
+
+def test_full_disk_at_the_end_of_a_run_that_keeps_one_checkpoint(make_disk):
+    """The best stays alone when a run ends, but not when the end could not be saved: the newest is worth more."""
+    disk = make_disk("500k")
+    settings = {**BEST, "greater_is_better": True, "save_total_limit": 1, "learning_rate": 5e-5}
+    trainer = finished(make_trainer(disk.folder, callbacks=[Fills(disk, 6)], **settings))
+    disk.filler.unlink()
+    assert trainer.state.best_global_step == 3
+    assert names(disk.folder) == ["checkpoint-3", "checkpoint-6"]
+    finished(make_trainer(disk.folder, **settings), "auto")
+    assert names(disk.folder) == ["checkpoint-3"]
+
+
+class Hinders(TrainerCallback):
+    """The folder is away, or no file may grow, from the fourth step to the seventh."""
+
+    def __init__(self, kind, limits):
+        self.kind, self.limits = kind, limits
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        folder = Path(args.output_dir)
+        if state.global_step not in (4, 7):
+            return
+        if self.kind == "limit":
+            soft, hard = self.limits
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000 if state.global_step == 4 else soft, hard))
+        elif state.global_step == 4:
+            folder.rename(folder.with_name("away"))
+            folder.touch()
+        else:
+            folder.unlink()
+            folder.with_name("away").rename(folder)
+
+
+@pytest.mark.parametrize("kind", ["no folder", "limit"])
+def test_other_failures_of_the_storage(tmp_path, caplog, kind):
+    """A folder that is no folder any more, and a file that may not grow, as under a quota."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        assert finished(make_trainer(tmp_path / "out", callbacks=[Hinders(kind, limits)])).state.global_step == 9
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+    assert "checkpoint-6 could not be written" in caplog.text
+    assert names(tmp_path / "out") == ["checkpoint-3", "checkpoint-9"]
+
+
+def test_stop_when_asked(tmp_path):
+    trainer = make_trainer(tmp_path / "out", lightning_config={"on_save_error": "stop"})
+    (tmp_path / "out").rmdir()
+    (tmp_path / "out").touch()
+    with pytest.raises(CheckpointNotWritten, match="checkpoint-3 could not be written"):
+        trainer.train()
+    assert trainer.state.global_step == 3
