@@ -3,13 +3,13 @@
 import os
 from pathlib import Path
 
-import pytest
 import torch
 from lightning.pytorch.callbacks import LearningRateFinder
 
 from hftrainer import Trainer, TrainerCallback, TrainingArguments
 from hftrainer.errors import CheckpointNotFound
 from tests.support.parity import EVALUATED, EVERY_STEP, build, comparable, train
+from tests.support.ranks import error_of
 from tests.support.tiny import MODELS, Plain, make_plain, plain_data
 
 
@@ -142,9 +142,8 @@ def fill_the_disk(folder):
     """The best checkpoint, the folders that there are, and why the run cannot go on."""
     trainer, _ = build("hftrainer", "plain", folder, trainer_class=lambda _: Full, **BEST)
     trainer.train()
-    with pytest.raises(CheckpointNotFound) as caught:
-        trainer.train(resume_from_checkpoint=True)
-    return trainer.state.best_model_checkpoint, os.listdir(folder), str(caught.value)
+    error = error_of(CheckpointNotFound, trainer.train, resume_from_checkpoint=True)
+    return trainer.state.best_model_checkpoint, os.listdir(folder), error
 
 
 def refuse():
@@ -156,9 +155,8 @@ def refuse():
         ({}, [LearningRateFinder()], None),
     ):
         args = TrainingArguments("out", use_cpu=True, disable_tqdm=True, max_steps=2, **settings)
-        with pytest.raises(ValueError) as caught:
-            Trainer(make_plain(), args, train_dataset=plain_data(), callbacks=callbacks).train(resume)
-        found.append(str(caught.value))
+        trainer = Trainer(make_plain(), args, train_dataset=plain_data(), callbacks=callbacks)
+        found.append(error_of(ValueError, trainer.train, resume))
     return found
 
 

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from hftrainer.data.sharding import EvenBatchSampler, ShardSpec
 from tests.distributed import cases_training
 from tests.distributed.cases_training import CASES, RESUMED
 from tests.support.parity import LIBRARIES, assert_same, assert_same_weights
@@ -110,12 +109,3 @@ def test_a_failing_process_ends_all(processes, tmp_path, method):
     with pytest.raises(processes.RanksFailed, match="only here"):
         processes.run_ranks(cases_training.fail_in_one, 2, tmp_path, method)
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("rank", [0, 1, 2])
-def test_batches_of_any_size(rank):
-    from accelerate.data_loader import BatchSamplerShard
-
-    for count in range(9):
-        sizes = [[index] * (index % 3 + 1) for index in range(count)]
-        assert list(EvenBatchSampler(sizes, ShardSpec(rank, 3))) == list(BatchSamplerShard(sizes, 3, rank))
