@@ -54,7 +54,9 @@ class _Process(ForkServerProcess):
 
     def start(self) -> None:
         server = self.libraries if self.fresh else self.trainers
-        with mock.patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process):
+        connecting = mock.patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process)
+        # Python 3.11 starts a server without the folders of sys.path, and it would import an installed adapter.
+        with connecting, mock.patch.dict(os.environ, environment()):
             super().start()
 
 
