@@ -1,47 +1,23 @@
-"""Evaluates many small sets and writes what it found: run by one process, and by two under torchrun.
-
-python evaluate_sets.py FOLDER
-"""
-
-import os
-import pickle
-import sys
-from pathlib import Path
+"""Evaluations of many small sets, by one process or by ranks."""
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 from torchmetrics import MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassConfusionMatrix
 
-from hftrainer import Seq2SeqTrainer, Seq2SeqTrainingArguments, TorchMetrics, Trainer, TrainingArguments
-from tests.parity.test_seq2seq import make_decoder, pad_left, uneven_data
-from tests.support.tiny import (
-    Stream,
-    make_detector,
-    make_llama,
-    make_plain,
-    make_t5,
-    pad,
-    plain_data,
-    t5_data,
-    varied_language_data,
-)
+from hftrainer import Seq2SeqTrainer, Seq2SeqTrainingArguments, TorchMetrics, Trainer
+from tests.support import tiny
+from tests.support.ranks import error_of
+from tests.support.tiny import Stream, make_llama, plain_data
 
-SIZES = range(1, 18)
-BATCH = 2
+#: Batches have 2 samples: up to two rounds of two ranks, whole or not, and one of more.
+SIZES = (*range(1, 9), 13)
 
 
-def arguments(folder, kind=TrainingArguments, **settings):
-    defaults = {"per_device_eval_batch_size": BATCH, "report_to": "none", "disable_tqdm": True, "use_cpu": True}
-    return kind(folder, **{**defaults, **settings})
-
-
-def result(trainer, data, **settings):
-    """Metrics and predictions, without the times."""
-    metrics = trainer.evaluate(data, **settings)
-    output = trainer.predict(data, **settings)
-    kept = {name: value for name, value in metrics.items() if not name.endswith(("_second", "_runtime", "_time"))}
-    return {"metrics": kept, "predictions": output.predictions, "labels": output.label_ids}
+def make(make_model=tiny.make_plain, kind=Trainer, settings=None, **given):
+    quiet = {"report_to": "none", "disable_tqdm": True, "use_cpu": True}
+    args = Seq2SeqTrainingArguments("out", per_device_eval_batch_size=2, **quiet, **(settings or {}))
+    return kind(make_model(), args, **given)
 
 
 def all_of_it(prediction):
@@ -58,9 +34,11 @@ def all_of_it(prediction):
 class Prediction:
     """Counts what reaches a function called batch by batch."""
 
+    rows, total = 0, 0.0
+
     def __call__(self, prediction, compute_result):
-        self.rows = getattr(self, "rows", 0) + len(prediction.label_ids)
-        self.total = getattr(self, "total", 0.0) + float(prediction.predictions.double().sum())
+        self.rows += len(prediction.label_ids)
+        self.total += float(prediction.predictions.double().sum())
         if not compute_result:
             return {}
         found = {"rows": self.rows, "total": self.total}
@@ -82,8 +60,10 @@ class Halves(IterableDataset):
 class Gathers(Trainer):
     """Gathers by hand within the step."""
 
+    gathered = ()
+
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
-        self.gathered.append(self.accelerator.gather_for_metrics(inputs["x"]))
+        self.gathered = (*self.gathered, self.accelerator.gather_for_metrics(inputs["x"]))
         return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
 
 
@@ -95,100 +75,139 @@ class Objects(Trainer):
         return loss, [{"best": int(row.argmax()), "scores": row.tolist()} for row in logits], labels
 
 
-def cases(folder):
-    """Name → function of a size that returns a result."""
-    plain = Trainer(
-        make_plain(),
-        arguments(folder, include_for_metrics=["loss"]),
-        compute_metrics=lambda p: {"sum": float(p.predictions.sum()), "losses": [float(x) for x in p.losses]},
+class Boxes(Trainer):
+    """Its labels are a list with one item a sample."""
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        return loss, logits, [{"box": row} for row in labels]
+
+
+def torchmetrics(**settings):
+    metrics = {
+        "acc": MulticlassAccuracy(3, average="micro"),
+        "auroc": MulticlassAUROC(3),
+        "matrix": MulticlassConfusionMatrix(3),
+        "best": SumMetric(),
+    }
+    return TorchMetrics(
+        MetricCollection(metrics),
+        adapter=lambda p: {"preds": p.predictions, "target": p.label_ids, "value": p.predictions.argmax(-1)},
+        **settings,
     )
-    yield "plain", lambda size: result(plain, plain_data(size))
-    yield "stream", lambda size: result(plain, Stream(size))
-    varied = Trainer(make_llama(), arguments(folder), data_collator=pad, compute_metrics=all_of_it)
-    yield "varied lengths", lambda size: result(varied, varied_language_data(size))
-    apart = Trainer(make_llama(), arguments(folder, eval_do_concat_batches=False), data_collator=pad)
-    yield "loss only", lambda size: {"metrics": apart.evaluate(varied_language_data(size))["eval_loss"]}
-    nested = Trainer(make_detector(), arguments(folder))
-    boxes = [{**row, "box_labels": row["x"][:4]} for row in plain_data(17)]
-    yield "nested", lambda size: result(nested, boxes[:size])
-    metrics = MetricCollection(
+
+
+def make_decoder():
+    model = make_llama()
+    model.config.pad_token_id = model.generation_config.pad_token_id = 0
+    model.generation_config.max_new_tokens = 22  # more than max_length
+    return model
+
+
+def pad_left(samples):
+    """As decoders generate: prompts end together."""
+    turned = tiny.pad([{name: value.flip(0) for name, value in sample.items()} for sample in samples])
+    return {name: value.flip(1) for name, value in turned.items()}
+
+
+#: Name → the Trainer's settings, data by their number, and the numbers, if not all. Of each, metrics and predictions.
+CASES = {
+    "plain": (
         {
-            "acc": MulticlassAccuracy(3, average="micro"),
-            "auroc": MulticlassAUROC(3),
-            "matrix": MulticlassConfusionMatrix(3),
-            "best": SumMetric(),
-        }
-    )
+            "settings": {"include_for_metrics": ["loss"]},
+            "compute_metrics": lambda p: {"sum": float(p.predictions.sum()), "losses": [float(x) for x in p.losses]},
+        },
+        plain_data,
+    ),
+    "stream": ({}, Stream),
+    "varied lengths": (
+        {"make_model": make_llama, "data_collator": tiny.pad, "compute_metrics": all_of_it},
+        tiny.varied_language_data,
+    ),
+    "nested": ({"make_model": tiny.make_detector}, tiny.detection_data),
+    "torchmetrics": ({"compute_metrics": torchmetrics()}, plain_data),
+    "torchmetrics, drawn": ({"compute_metrics": torchmetrics(plot=True)}, plain_data, (1, 4, 7)),
+    "drawn without a cache": (
+        {"compute_metrics": TorchMetrics(MulticlassAccuracy(3, average="micro", compute_with_cache=False), plot=True)},
+        plain_data,
+        (1, 2, 3),
+    ),
+    "one number a batch": (
+        {"compute_metrics": TorchMetrics(SumMetric(), adapter=lambda p: {"value": p.predictions.new_ones(())})},
+        plain_data,
+    ),
+    "batch by batch": ({"settings": {"batch_eval_metrics": True}, "compute_metrics": Prediction()}, plain_data),
+    "workers": ({"settings": {"dataloader_num_workers": 1}}, plain_data, (1, 4, 7)),
+    "stream by a worker": ({"settings": {"dataloader_num_workers": 1}}, Stream, (1, 4, 7)),
+    "stream by two workers": ({"settings": {"dataloader_num_workers": 2}}, Halves, (5, 11)),
+    "generation": (
+        {
+            "make_model": tiny.make_t5,
+            "kind": Seq2SeqTrainer,
+            "settings": {"predict_with_generate": True, "generation_max_length": 7},
+            "compute_metrics": lambda p: {"sum": int(p.predictions.sum())},
+        },
+        tiny.t5_data,
+        range(1, 6),
+    ),
+    "generation of uneven lengths": (
+        {
+            "make_model": make_decoder,
+            "kind": Seq2SeqTrainer,
+            "settings": {"predict_with_generate": True},
+            "data_collator": pad_left,
+        },
+        lambda count: [{**row, "labels": row["input_ids"]} for row in tiny.varied_language_data(count)],
+    ),
+}
 
-    def streamed(**settings):
-        computing = TorchMetrics(
-            metrics,
-            adapter=lambda p: {"preds": p.predictions, "target": p.label_ids, "value": p.predictions.argmax(-1)},
-            **settings,
-        )
-        return Trainer(make_plain(), arguments(folder), compute_metrics=computing)
 
-    plain_metrics, drawn_metrics = streamed(), streamed(plot=True)
-    yield "torchmetrics", lambda size: result(plain_metrics, plain_data(size))
-    yield "torchmetrics, drawn", lambda size: result(drawn_metrics, plain_data(size)) if size in (1, 4, 7) else None
-    uncached = TorchMetrics(MulticlassAccuracy(3, average="micro", compute_with_cache=False), plot=True)
-    drawn = Trainer(make_plain(), arguments(folder), compute_metrics=uncached)
-    yield "drawn without a cache", lambda size: result(drawn, plain_data(size)) if size < 4 else None
-    counting = Trainer(
-        make_plain(),
-        arguments(folder),
-        compute_metrics=TorchMetrics(SumMetric(), adapter=lambda p: {"value": p.predictions.new_ones(())}),
-    )
-    yield "one number a batch", lambda size: result(counting, plain_data(size))
-    batched = Trainer(make_plain(), arguments(folder, batch_eval_metrics=True), compute_metrics=Prediction())
-    yield "batch by batch", lambda size: result(batched, plain_data(size))
-    objects = Objects(make_plain(), arguments(folder, eval_use_gather_object=True, eval_do_concat_batches=False))
+def result(trainer, data):
+    """Metrics and predictions, without the times."""
+    metrics = trainer.evaluate(data)
+    output = trainer.predict(data)
+    kept = {name: value for name, value in metrics.items() if not name.endswith(("_second", "_runtime", "_time"))}
+    return {"metrics": kept, "predictions": output.predictions, "labels": output.label_ids}
 
-    def predict_objects(size):
-        batches = objects.predict(plain_data(size)).predictions
-        return {"flat": [item for batch in batches for item in batch]}
 
-    yield "objects", predict_objects
-    workers = Trainer(make_plain(), arguments(folder, dataloader_num_workers=1))
-    yield "workers", lambda size: result(workers, plain_data(size)) if size in (1, 4, 7) else None
-    yield "stream by a worker", lambda size: result(workers, Stream(size)) if size in (1, 4, 7) else None
-    several = Trainer(make_plain(), arguments(folder, dataloader_num_workers=2))
-    yield "stream by two workers", lambda size: result(several, Halves(size)) if size in (5, 11) else None
-    gathers = Gathers(make_plain(), arguments(folder))
+def predict_objects():
+    objects = make(kind=Objects, settings={"eval_use_gather_object": True, "eval_do_concat_batches": False})
+    for size in SIZES:
+        yield size, [item for batch in objects.predict(plain_data(size)).predictions for item in batch]
 
-    def gather_in_step(size):
-        gathers.gathered = []
+
+def evaluate_loss():
+    apart = make(make_llama, settings={"eval_do_concat_batches": False}, data_collator=tiny.pad)
+    for size in SIZES:
+        yield size, apart.evaluate(tiny.varied_language_data(size))["eval_loss"]
+
+
+def gather_in_the_step():
+    for size in SIZES:
+        gathers = make(kind=Gathers)
         gathers.evaluate(Stream(size))
-        return {"rows": torch.cat(gathers.gathered).numpy()}
-
-    yield "gather in the step", gather_in_step
-    generating = Seq2SeqTrainer(
-        make_t5(),
-        arguments(folder, Seq2SeqTrainingArguments, predict_with_generate=True, generation_max_length=7),
-        compute_metrics=lambda p: {"sum": int(p.predictions.sum())},
-    )
-    yield "generation", lambda size: result(generating, t5_data(size)) if size < 6 else None
-
-    uneven = Seq2SeqTrainer(
-        make_decoder(), arguments(folder, Seq2SeqTrainingArguments, predict_with_generate=True), data_collator=pad_left
-    )
-    prompts = [{**row, "labels": row["input_ids"]} for row in uneven_data(17)]
-    yield "generation of uneven lengths", lambda size: result(uneven, prompts[:size], max_new_tokens=22)
-
-    def by_hand(size):
-        loader = plain.get_eval_dataloader(plain_data(size))
-        gathered = [plain.accelerator.gather_for_metrics(batch["x"]) for batch in loader]
-        return {"rows": torch.cat(gathered).numpy()}
-
-    yield "gather_for_metrics", by_hand
+        yield size, torch.cat(gathers.gathered).numpy()
 
 
-def main(folder):
-    torch.set_num_threads(1)
-    rank = os.environ.get("RANK", "alone")
-    found = {name: {size: run(size) for size in SIZES} for name, run in cases(str(folder / "out"))}
-    (folder / f"{rank}.pkl").write_bytes(pickle.dumps(found))
+def gather_for_metrics():
+    trainer = make()
+    for size in SIZES:
+        loader = trainer.get_eval_dataloader(plain_data(size))
+        yield size, torch.cat([trainer.accelerator.gather_for_metrics(batch["x"]) for batch in loader]).numpy()
 
 
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+OTHERS = {each.__name__: each for each in (predict_objects, evaluate_loss, gather_in_the_step, gather_for_metrics)}
+
+
+def evaluate_all():
+    """By case and size, what came of it."""
+    found = {name: dict(evaluate()) for name, evaluate in OTHERS.items()}
+    for name, (given, make_data, *sizes) in CASES.items():
+        trainer = make(**given)
+        found[name] = {size: result(trainer, make_data(size)) for size in (sizes[0] if sizes else SIZES)}
+    return found
+
+
+def predict_boxes():
+    """Why lists of samples are not gathered."""
+    return error_of(TypeError, make(kind=Boxes, settings={"eval_do_concat_batches": False}).predict, plain_data(10))
