@@ -91,6 +91,7 @@ def _run_script(words: list[str], *own: Any) -> None:
     kind, what = (words[0], words[1]) if words[0] in ("-c", "-m") else ("", words[0])
     sys.argv = [kind or what, *words[2 if kind else 1 :]]
     sys.orig_argv = [sys.executable, *words]  # by which a script starts itself again
+    multiprocessing.process._parent_process = None  # else the script could not be started again
     sys.path[0] = "" if kind else str(Path(what).resolve().parent)
     try:
         if kind == "-m":
