@@ -1,23 +1,17 @@
 """The names of accelerate in two processes, and arguments on which processes disagree."""
 
-import pickle
-from pathlib import Path
-
 import pytest
 import torch
 
 from hftrainer.assembly.argument_consistency import OWN
 from hftrainer.training_args_seq2seq import Seq2SeqTrainingArguments
-from tests.support.launching import TORCHRUN, python
+from tests.distributed.cases_accelerator import find_all
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    """What `accelerator_sets.py` wrote, by rank."""
-    folder = tmp_path_factory.mktemp("accelerator")
-    run = python(*TORCHRUN, str(Path(__file__).with_name("accelerator_sets.py")), str(folder))
-    assert run.returncode == 0, run.stderr[-3000:]
-    return [pickle.loads((folder / f"{rank}.pkl").read_bytes()) for rank in range(2)]
+def found(processes, tmp_path_factory):
+    """By rank and name."""
+    return processes.run_ranks(find_all, 2, tmp_path_factory.mktemp("accelerator"))
 
 
 #: What both processes find.
@@ -82,10 +76,8 @@ def test_no_sync_in_a_training_step(found):
 
 def test_processes_that_disagree(found):
     for of_rank in found:
-        said = of_rank["disagree"]
-        assert said["same"] is said["own"] is None
-        assert "learning_rate is 0.001 in rank 0; 0.002 in rank 1." in said["rate and seed"]
-        assert "seed is 7 in rank 0; 8 in rank 1." in said["rate and seed"]
+        assert "learning_rate is 0.001 in rank 0; 0.002 in rank 1." in of_rank["disagree"]
+        assert "seed is 7 in rank 0; 8 in rank 1." in of_rank["disagree"]
 
 
 def test_arguments_that_may_differ_are_there():

@@ -1,64 +1,65 @@
-"""accelerate's global states in two processes: under torchrun as transformers leaves them, and without a launcher."""
+"""accelerate's global states in two processes: under a launcher as transformers leaves them, and without one."""
 
 import pickle
-from pathlib import Path
 
 import pytest
 
-from tests.support.launching import TORCHRUN, Runs, python
-
-SCRIPT = Path(__file__).with_name("state_sets.py")
+from tests.distributed.cases_state import find_all
+from tests.support.parity import LIBRARIES
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    return Runs(SCRIPT, tmp_path_factory.mktemp("state"))
-
-
-def without_its_own(state):
-    """All but what accelerate alone touches."""
-    return {name: value for name, value in state.items() if name not in ("environment", "threads")}
-
-
-def of_transformers(found, rank):
-    state = without_its_own(found[f"transformers-{rank}"])
-    for part in (state["partial"], state["whole"]):
-        assert part["device"] == "cpu:0"  # ours is the device of the arguments, which has no number
-        part["device"] = "cpu"
-    return state
+def found(processes, tmp_path_factory):
+    """By library and rank."""
+    return {name: processes.run_ranks(find_all, 2, name, tmp_path_factory.mktemp("state")) for name in LIBRARIES}
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_as_transformers_leaves_them(found, rank):
-    ours = found[f"hftrainer-{rank}"]
-    assert without_its_own(ours) == of_transformers(found, rank)
-    assert all(ours["agree"]) and ours["connected"] and ours["in turn"] and ours["same"]
+    (ours, *_), (theirs, *_) = (found[name][rank] for name in ("hftrainer", "transformers"))
+    for part in ("partial", "whole"):
+        assert theirs[part]["device"] == "cpu:0"  # ours is the device of the arguments, which has no number
+        theirs[part]["device"] = "cpu"
+    assert ours == theirs
+    assert ours["agree"] and ours["connected"] and ours["in turn"] and ours["same"]
     assert ours["partial"]["distributed_type"] == "DistributedType.MULTI_CPU"
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_nothing_else_is_touched(found, rank):
     """accelerate would write the launcher's variables, and choose a number of threads."""
-    assert found[f"hftrainer-{rank}"]["environment"] == {}
-    assert found[f"hftrainer-{rank}"]["threads"] == 3
+    _, environment, threads = found["hftrainer"][rank]
+    assert environment == {}
+    assert threads == 3
 
 
-def test_processes_that_the_script_starts(tmp_path):
+def test_the_main_process_speaks(found):
+    assert [of_rank["said"].count("said by the main process") for of_rank, *_ in found["hftrainer"]] == [1, 0]
+
+
+#: Started with Lightning's devices, the script runs again in a process of its own.
+SCRIPT = """
+import os, pickle, sys
+from pathlib import Path
+from tests.distributed.cases_state import find_all
+
+folder = Path(sys.argv[1])
+found = find_all("hftrainer", folder, lightning_config={"devices": 2})
+(folder / os.environ.get("LOCAL_RANK", "0")).write_bytes(pickle.dumps(found))
+"""
+
+
+def test_processes_that_the_script_starts(processes, tmp_path):
     """Before the Trainer starts the second, nobody waits for it; from then on all is as with a launcher."""
-    run = python(str(SCRIPT), "hftrainer", str(tmp_path), "devices")
+    (tmp_path / "script.py").write_text(SCRIPT)
+    run = processes.run(tmp_path / "script.py", tmp_path)
     assert run.returncode == 0, run.stderr[-3000:]
-    assert run.stderr.count("said by the main process") == 1
     for rank in (0, 1):
-        found = pickle.loads((tmp_path / f"hftrainer-{rank}.pkl").read_bytes())
+        found, _, threads = pickle.loads((tmp_path / str(rank)).read_bytes())
         assert found["partial"]["distributed_type"] == "DistributedType.NO" and not found["connected"]
         assert found["main"] == [rank == 0, rank == 0, rank == 1] and found["same"]
-        assert all(found["agree"])
+        assert found["agree"]
         assert found["whole"]["distributed_type"] == "DistributedType.MULTI_CPU"
         assert found["gather"] == [0, 1] and found["objects"] == ["of 0", "of 1"]
-        assert found["broadcast"] == ["of 0"] and found["threads"] == 3
-
-
-def test_the_main_process_speaks(tmp_path):
-    run = python(*TORCHRUN, str(SCRIPT), "hftrainer", str(tmp_path))
-    assert run.returncode == 0, run.stderr[-3000:]
-    assert run.stderr.count("said by the main process") == 1
+        assert found["broadcast"] == ["of 0"] and threads == 3
+        assert found["said"].count("said by the main process") == (rank == 0)

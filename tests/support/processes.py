@@ -54,7 +54,9 @@ class _Process(ForkServerProcess):
 
     def start(self) -> None:
         server = self.libraries if self.fresh else self.trainers
-        with mock.patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process):
+        connecting = mock.patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process)
+        # Python 3.11 starts a server without the folders of sys.path, and it would import an installed adapter.
+        with connecting, mock.patch.dict(os.environ, environment()):
             super().start()
 
 
@@ -89,6 +91,7 @@ def _run_script(words: list[str], *own: Any) -> None:
     kind, what = (words[0], words[1]) if words[0] in ("-c", "-m") else ("", words[0])
     sys.argv = [kind or what, *words[2 if kind else 1 :]]
     sys.orig_argv = [sys.executable, *words]  # by which a script starts itself again
+    multiprocessing.process._parent_process = None  # else the script could not be started again
     sys.path[0] = "" if kind else str(Path(what).resolve().parent)
     try:
         if kind == "-m":

@@ -207,3 +207,16 @@ class SizedStream(Stream):
 class Note:
     def __init__(self):
         self.text = "kept"
+
+
+class Numbers(IterableDataset):
+    """The first integers."""
+
+    def __init__(self, count):
+        self.count = count
+
+    def __iter__(self):
+        return iter(range(self.count))
+
+    def __len__(self):
+        return self.count

@@ -1,13 +1,6 @@
-"""Trains on data that reaches two processes in every way, with one library, and writes what came of it.
+"""Data that reaches two ranks in every way, with either library."""
 
-python data_sets.py LIBRARY FOLDER
-"""
-
-import importlib
-import os
-import pickle
-import sys
-from pathlib import Path
+import copy
 
 import datasets
 import torch
@@ -15,7 +8,8 @@ from torch.utils.data import Dataset, IterableDataset
 
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
 from tests.support.parity import build, record
-from tests.support.tiny import language_data, plain_data
+from tests.support.ranks import Messages, error_of
+from tests.support.tiny import language_data, pad, plain_data
 
 
 class Noisy(Dataset):
@@ -101,16 +95,11 @@ def varied():
     return samples
 
 
-def padded(samples):
-    pad = torch.nn.utils.rnn.pad_sequence
-    values = {"input_ids": 0, "attention_mask": 0, "labels": -100}
-    return {name: pad([s[name] for s in samples], batch_first=True, padding_value=v) for name, v in values.items()}
-
-
 SHARED = {"logging_steps": 1}
 STREAM = {**SHARED, "max_steps": 8}
 SPLIT, ALONE = {"split_batches": True}, {"dispatch_batches": False}
 MAIN = {"dispatch_batches": True}
+EACH_BATCH = {"gradient_accumulation_kwargs": {"num_steps": 3, "sync_each_batch": True, "adjust_scheduler": False}}
 #: Name → accelerator_config, data, further settings. Batches of 4 for two processes, of 38 samples unless it is said.
 CASES = {
     "split": (SPLIT, Noisy, SHARED),
@@ -122,13 +111,13 @@ CASES = {
     "main, ragged": (MAIN, lambda: Noisy(41), SHARED),
     "torch's order": ({"use_seedable_sampler": False}, Noisy, SHARED),
     "torch's order, main": ({"use_seedable_sampler": False, **MAIN}, Noisy, SHARED),
-    "each batch": (
-        {"gradient_accumulation_kwargs": {"num_steps": 3, "sync_each_batch": True, "adjust_scheduler": False}},
-        Noisy,
-        SHARED,
-    ),
+    "each batch": (EACH_BATCH, Noisy, SHARED),
     "sequential": (None, Noisy, {**SHARED, "train_sampling_strategy": "sequential"}),
-    "by length": (None, varied, {**SHARED, "train_sampling_strategy": "group_by_length"}),
+    "by length": (
+        None,
+        varied,
+        {**SHARED, "train_sampling_strategy": "group_by_length", "trainer": {"data_collator": pad}},
+    ),
     "stream": (None, Stream, STREAM),
     "stream, noisy": (None, lambda: Stream(noisy=True), STREAM),
     "stream, drop last": (None, Stream, {**STREAM, "dataloader_drop_last": True}),
@@ -149,23 +138,14 @@ CASES = {
 }
 #: Runs that go on from a step in the middle of an epoch.
 RESUMED = (
-    "stream with a state",
-    "stream with a state, alone",
-    "split",
-    "main",
-    "main, kept workers",
-    "torch's order",
-    "stream, noisy",
-    "stream, worker",
-    "stream, alone",
-    "stream, alone, worker",
-    "stream, alone, shuffled",
-    "hub, alone",
+    *("stream with a state", "stream with a state, alone", "stream, noisy", "stream, worker", "stream, alone"),
+    *("stream, alone, worker", "stream, alone, shuffled", "hub, alone"),
+    *("split", "main", "main, kept workers", "torch's order"),
 )
-
-
 #: Cases in which processes have batches of different sizes, which no library can gather.
 UNGATHERED = ("split, uneven", "uneven")
+#: A run whose processes have 7 and 3 batches.
+DIFFERENT = (ALONE, lambda: hub(37, 3), {**STREAM, "max_steps": 5})
 
 
 def seeing(library):
@@ -173,6 +153,7 @@ def seeing(library):
 
     class Seeing(library.Trainer):
         seen = gathered = ()
+        gathers = False
 
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
             first = next(iter(inputs.values()))
@@ -184,44 +165,36 @@ def seeing(library):
     return Seeing
 
 
-def run(library, name, folder, resume=None):
-    config, data, settings = CASES[name]
-    model = "llama" if data is varied else "plain"
-    given = {"train_dataset": data()} | ({"data_collator": padded} if data is varied else {})
-    config = None if config is None else {key: dict(v) if isinstance(v, dict) else v for key, v in config.items()}
-    saves = {"save_strategy": "steps", "save_steps": 3} if name in RESUMED else {}
-    options = {**settings, **saves, "trainer": given, "trainer_class": seeing, "accelerator_config": config}
-    trainer, recorder = build(library, model, folder, **options)
-    trainer.gathers = name not in UNGATHERED
+def make(library, config, data, settings, folder):
+    """A Trainer with one row of a table, and its recorder."""
+    given = {"train_dataset": data(), **settings.get("trainer", {})}
+    options = {**settings, "trainer": given, "trainer_class": seeing, "accelerator_config": copy.deepcopy(config)}
+    return build(library, "llama" if data is varied else "plain", folder, **options)
+
+
+def run(library, case, folder, resume=None):
+    """What came of it, the random state at the end, and the batches seen and gathered."""
+    config, data, settings = CASES.get(case, DIFFERENT)
+    saves = {"save_strategy": "steps", "save_steps": 3} if case in RESUMED else {}
+    trainer, recorder = make(library, config, data, {**settings, **saves}, folder)
+    trainer.gathers = case not in UNGATHERED and case in CASES
     output = trainer.train(resume_from_checkpoint=resume)
     found = record(trainer, recorder, folder, global_step=output.global_step, training_loss=output.training_loss)
-    return {**vars(found), "random": torch.get_rng_state(), "seen": trainer.seen, "gathered": trainer.gathered}
+    return found, torch.get_rng_state(), trainer.seen, trainer.gathered
 
 
-def place(folder, library, name):
-    return folder / library / name.replace(", ", "-")
+def train_all(library, folder):
+    """By case, what came of it."""
+    return {case: run(library, case, folder / library / case.replace(", ", "-")) for case in CASES}
 
 
-def main(library, folder, cases):
-    torch.set_num_threads(1)
-    found = {}
-    for name in cases:
-        found[name] = run(library, name, place(folder, library, name))
-    if library == "hftrainer":
-        for name in RESUMED:
-            if name in cases:
-                checkpoint = str(place(folder, library, name) / "checkpoint-3")
-                found[f"{name}, resumed"] = run(library, name, folder / "resumed" / name, checkpoint)
-        DIFFERENT["trainer"] = {"train_dataset": hub(37, 3)}
-        trainer, recorder = build("hftrainer", "plain", folder / "lengths", **DIFFERENT)
-        trainer.train()
-        found["different lengths"] = vars(record(trainer, recorder, folder / "lengths"))
-        found["refused"] = [refusal(*refused) for refused in REFUSED]
-    (folder / f"{library}-{os.environ['RANK']}.pkl").write_bytes(pickle.dumps(found))
-
-
-#: Settings of a run whose processes have 7 and 3 batches.
-DIFFERENT = {**STREAM, "max_steps": 5, "accelerator_config": ALONE}
+def go_on(folder):
+    """By case, what came of a run that goes on; of one with shards of different length; and what both have logged."""
+    messages, found = Messages(), {}
+    for case in RESUMED:
+        checkpoint = folder / "hftrainer" / case.replace(", ", "-") / "checkpoint-3"
+        found[case] = run("hftrainer", case, folder / "resumed" / case, str(checkpoint))
+    return found, run("hftrainer", "different lengths", folder / "lengths")[0], messages.lines
 
 
 class Broken(Stream):
@@ -241,28 +214,35 @@ class Texts(Stream):
         return iter([{"x": "a", "labels": "b"}] * 16)
 
 
-#: accelerator_config, data, settings of runs that are refused.
+def texts(samples):
+    return {"x": [sample["x"] for sample in samples]}
+
+
+UNEVEN = "accelerator_config['even_batches']=False: the 2 processes would get different numbers"
+INDIVISIBLE = "accelerator_config['split_batches']=True splits each batch among 2 processes, but a batch has"
+
+
+#: accelerator_config, data, settings of runs that are refused, and how the error begins.
 REFUSED = (
-    ({"even_batches": False}, lambda: Noisy(33), {}),
-    ({"even_batches": False, **SPLIT}, lambda: Noisy(37), {}),
-    (SPLIT, Noisy, {"per_device_train_batch_size": 3}),
-    (SPLIT, Stream, {"max_steps": 1, "per_device_train_batch_size": 1}),
-    (None, Broken, {"max_steps": 9}),
-    (None, Ragged, {"max_steps": 9, "per_device_train_batch_size": 1}),
-    (None, Texts, {"max_steps": 9, "trainer": {"data_collator": lambda samples: {"x": [s["x"] for s in samples]}}}),
+    ({"even_batches": False}, lambda: Noisy(33), {}, UNEVEN),
+    ({"even_batches": False, **SPLIT}, lambda: Noisy(37), {}, UNEVEN),
+    (SPLIT, Noisy, {"per_device_train_batch_size": 3}, f"{INDIVISIBLE} 3"),
+    (SPLIT, Stream, {"max_steps": 1, "per_device_train_batch_size": 1}, f"{INDIVISIBLE} 1"),
+    (None, Broken, {"max_steps": 9}, "the stream is broken"),
+    (None, Ragged, {"max_steps": 9, "per_device_train_batch_size": 1}, "The main process cannot concatenate batches"),
+    (
+        None,
+        Texts,
+        {"max_steps": 9, "trainer": {"data_collator": texts}},
+        "The main process can scatter tensors, not a str",
+    ),
 )
 
 
-def refusal(config, data, settings):
-    given = {"train_dataset": data(), **settings.get("trainer", {})}
-    try:
-        options = {**settings, "trainer": given, "accelerator_config": config}
-        build("hftrainer", "plain", Path("unused"), **options)[0].train()
-    except (InvalidArgument, UnsupportedArgument, OSError) as error:
-        return str(error)
-    return None
-
-
-if __name__ == "__main__":
-    importlib.import_module(sys.argv[1])
-    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3:] or CASES)
+def refuse(folder):
+    """Why each run is refused."""
+    found = []
+    for row in REFUSED:
+        trainer, _ = make("hftrainer", *row[:3], folder)
+        found.append(error_of((InvalidArgument, UnsupportedArgument, OSError), trainer.train))
+    return found

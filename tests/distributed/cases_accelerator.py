@@ -1,37 +1,21 @@
-"""Uses the names of accelerate in two processes, and lets them disagree on arguments: what was found, by rank.
-
-python accelerator_sets.py FOLDER
-"""
+"""The names of accelerate in ranks, and arguments on which they disagree."""
 
 import contextlib
 import io
-import os
-import pickle
-import sys
-from pathlib import Path
 from unittest import mock
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from hftrainer import Trainer, TrainingArguments
+from tests.support.ranks import error_of
 from tests.support.tiny import make_plain, plain_data, without_dropout
-
-RANK = int(os.environ["RANK"])
 
 
 def make_trainer(folder, kind=Trainer, **settings):
     defaults = {"output_dir": str(folder / "out"), "use_cpu": True, "disable_tqdm": True, "report_to": "none"}
     args = TrainingArguments(**{**defaults, "max_steps": 1, "save_strategy": "no", **settings})
     return kind(without_dropout(make_plain)(), args, train_dataset=plain_data(10), eval_dataset=plain_data(5))
-
-
-def refusal(call, *arguments, **keywords):
-    try:
-        call(*arguments, **keywords)
-    except (AttributeError, ValueError) as error:
-        return str(error)
-    return None
 
 
 class Unsynced(Trainer):
@@ -52,23 +36,18 @@ class Unsynced(Trainer):
 def summed_count(trainer):
     """The sum of a count over both processes, and the collective operations that it takes."""
     names = ("all_gather", "all_reduce", "barrier")
-    with contextlib.ExitStack() as stack:
-        spies = {
-            name: stack.enter_context(
-                mock.patch.object(torch.distributed, name, wraps=getattr(torch.distributed, name))
-            )
-            for name in names
-        }
-        found = trainer._hftrainer.loaders.sum_over_data(torch.tensor(3 + RANK)).item()
+    spies = {name: mock.Mock(wraps=getattr(torch.distributed, name)) for name in names}
+    with mock.patch.multiple(torch.distributed, **spies):
+        found = trainer._hftrainer.loaders.sum_over_data(torch.tensor(3 + trainer.args.process_index)).item()
     return found, {name: spy.call_count for name, spy in spies.items()}
 
 
-def collectives(trainer):
-    accelerator, value = trainer.accelerator, torch.tensor([1.0 + RANK, 5.0 - RANK])
-    shorter = torch.ones(2, 2 + RANK)
+def collectives(trainer, folder):
+    accelerator, rank = trainer.accelerator, trainer.args.process_index
+    value, shorter = torch.tensor([1.0 + rank, 5.0 - rank]), torch.ones(2, 2 + rank)
     yield "reduce", {how: accelerator.reduce(value, how).tolist() for how in ("sum", "mean", "max", "none")}
-    yield "scale", refusal(accelerator.reduce, value, scale=2.0)
-    yield "unknown", refusal(accelerator.reduce, value, "min")
+    yield "scale", error_of(ValueError, accelerator.reduce, value, scale=2.0)
+    yield "unknown", error_of(ValueError, accelerator.reduce, value, "min")
     yield "padded", accelerator.pad_across_processes(shorter, dim=-1, pad_index=7).tolist()
     yield "padded first", accelerator.pad_across_processes(shorter, dim=1, pad_first=True).tolist()
     yield "gather", accelerator.gather({"a": value})["a"].tolist()
@@ -78,7 +57,7 @@ def collectives(trainer):
             with accelerator.split_between_processes(items, apply_padding=padded) as part:
                 yield f"split {name} {padded}", part.tolist() if isinstance(part, torch.Tensor) else part
     checks = [accelerator.check_trigger()]
-    if RANK == 1:
+    if rank == 1:
         accelerator.set_trigger()
     yield "trigger", [*checks, accelerator.check_trigger(), accelerator.check_trigger()]
 
@@ -100,11 +79,11 @@ def processes(trainer, folder):
     accelerator.save_model(trainer.model, folder / "model")
     accelerator.wait_for_everyone()
     yield "files", sorted(path.name for path in [*folder.glob("saved.*"), *(folder / "model").glob("*")])
-    yield "elsewhere", refusal(lambda: accelerator.save_state("x"))
-    yield "unheard of", refusal(lambda: accelerator.make_coffee())
+    yield "elsewhere", error_of(AttributeError, lambda: accelerator.save_state("x"))
+    yield "unheard of", error_of(AttributeError, lambda: accelerator.make_coffee())
 
 
-def models(trainer):
+def models(trainer, folder):
     accelerator, own, other = trainer.accelerator, trainer.model, make_plain()
     yield "own", accelerator.prepare(own) is own
     prepared = accelerator.prepare(other)
@@ -117,7 +96,7 @@ def models(trainer):
     yield "kept", kept is compiled and kept._orig_mod is other
 
 
-def loaders(trainer):
+def loaders(trainer, folder):
     accelerator, state = trainer.accelerator, trainer.accelerator.gradient_state
     yield "outside", [state.in_dataloader, state.end_of_dataloader, state.remainder]
     loader = accelerator.prepare(torch.utils.data.DataLoader(plain_data(7), batch_size=2))
@@ -127,31 +106,22 @@ def loaders(trainer):
     yield "skipped", [len(batch["x"]) for batch in skipped]
 
 
-def disagreements(folder):
-    cases = {
-        "same": {},
-        "own": {"output_dir": str(folder / f"out{RANK}"), "dataloader_num_workers": RANK},
-        "rate and seed": {"learning_rate": 1e-3 * (RANK + 1), "seed": 7 + RANK},
-    }
-    for name, settings in cases.items():
-        yield name, refusal(make_trainer, folder, **settings)
-
-
-def main(folder):
-    torch.set_num_threads(1)
-    trainer = make_trainer(folder)
-    found = {
-        **dict(collectives(trainer)),
-        **dict(processes(trainer, folder)),
-        **dict(models(trainer)),
-        **dict(loaders(trainer)),
-        "disagree": dict(disagreements(folder)),
-    }
+def synchronization(trainer, folder):
     unsynced = make_trainer(folder, Unsynced, ddp_find_unused_parameters=False)
     unsynced.train()
-    found["no_sync"] = {"own": unsynced.own, "exchanged": unsynced.exchanged}
-    (folder / f"{RANK}.pkl").write_bytes(pickle.dumps(found))
+    yield "no_sync", {"own": unsynced.own, "exchanged": unsynced.exchanged}
 
 
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+def disagreements(trainer, folder):
+    """Arguments that may differ by rank, and others."""
+    rank = trainer.args.process_index
+    make_trainer(folder, output_dir=str(folder / f"out{rank}"), dataloader_num_workers=rank)
+    differ = {"learning_rate": 1e-3 * (rank + 1), "seed": 7 + rank}
+    yield "disagree", error_of(ValueError, make_trainer, folder, **differ)
+
+
+def find_all(folder):
+    """By name, what this rank finds."""
+    trainer = make_trainer(folder)
+    parts = (collectives, processes, models, loaders, synchronization, disagreements)
+    return {name: value for part in parts for name, value in part(trainer, folder)}

@@ -1,13 +1,9 @@
-"""What accelerate's global states say in two processes, and what its helpers do: what was found, by library and rank.
+"""What accelerate's global states say in ranks, and what its helpers do, with either library."""
 
-python state_sets.py LIBRARY FOLDER [devices]
-"""
-
+import contextlib
 import importlib
+import io
 import os
-import pickle
-import sys
-from pathlib import Path
 
 import torch
 from accelerate.logging import get_logger
@@ -17,7 +13,7 @@ from accelerate.utils import broadcast_object_list, gather, gather_object, pad_a
 from tests.support.tiny import make_plain, plain_data
 
 
-def of_arguments(args, folder):
+def states_of_arguments(args, folder):
     """Before there is a Trainer: what scripts and libraries do with the states."""
     state = PartialState()
     yield "partial", {name: str(value) for name, value in state.__dict__.items()}
@@ -30,16 +26,11 @@ def of_arguments(args, folder):
     yield "main", [state.is_main_process, state.is_local_main_process, state.is_last_process]
 
 
-def of_trainer(trainer, rank):
-    state, own = AcceleratorState(), trainer.accelerator
+def states_of_trainer(trainer):
+    state, own, rank = AcceleratorState(), trainer.accelerator, trainer.args.process_index
+    names = ("device", "num_processes", "process_index", "distributed_type", "mixed_precision")
     yield "whole", {name: str(value) for name, value in state.__dict__.items()}
-    yield (
-        "agree",
-        [
-            getattr(state, name) == getattr(own.state, name) == getattr(own, name)
-            for name in ("device", "num_processes", "process_index", "distributed_type", "mixed_precision")
-        ],
-    )
+    yield "agree", all(getattr(state, name) == getattr(own.state, name) == getattr(own, name) for name in names)
     yield "gather", gather(torch.tensor([rank])).tolist()
     yield "reduce", reduce(torch.tensor([1.0 + rank]), "sum").tolist()
     yield "padded", tuple(pad_across_processes(torch.ones(2 + rank)).shape)
@@ -48,7 +39,7 @@ def of_trainer(trainer, rank):
     trainer.args.distributed_state.wait_for_everyone()
 
 
-def orders(trainer):
+def batches(trainer):
     """The batches of this process by what is set on the accelerator."""
     config = trainer.accelerator.dataloader_config
     for name in ("dispatch_batches", "split_batches"):
@@ -56,30 +47,18 @@ def orders(trainer):
         yield name, [batch["x"].tolist() for batch in trainer.get_train_dataloader()]
 
 
-def main(name, folder, *by_itself):
+def find_all(name, folder, **settings):
+    """By name, what this rank finds with a library."""
     torch.set_num_threads(3)
     library = importlib.import_module(name)
     before = dict(os.environ)
-    launcher = {"lightning_config": {"devices": 2}} if by_itself else {}
-    args = library.TrainingArguments(
-        str(folder / "out"),
-        use_cpu=True,
-        report_to="none",
-        max_steps=2,
-        disable_tqdm=True,
-        save_strategy="no",
-        **launcher,
-    )
-    found = dict(of_arguments(args, folder))
-    found["environment"] = {name: value for name, value in os.environ.items() if before.get(name) != value}
+    quiet = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "no"}
+    args = library.TrainingArguments(str(folder / "out"), max_steps=2, **quiet, **settings)
+    found = dict(states_of_arguments(args, folder))
+    environment = {name: value for name, value in os.environ.items() if before.get(name) != value}
     trainer = library.Trainer(make_plain(), args, train_dataset=plain_data(8))
-    found |= dict(of_trainer(trainer, args.process_index))
+    found |= dict(states_of_trainer(trainer))
     trainer.train()
-    found |= dict(orders(trainer))
-    found["threads"] = torch.get_num_threads()
-    get_logger("a.script", log_level="WARNING").warning("said by the main process")
-    (folder / f"{name}-{args.process_index}.pkl").write_bytes(pickle.dumps(found))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:])
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
+        get_logger("a.script", log_level="WARNING").warning("said by the main process")
+    return {**found, **dict(batches(trainer)), "said": printed.getvalue()}, environment, torch.get_num_threads()

@@ -1,0 +1,213 @@
+"""Evaluations of many small sets, by one process or by ranks."""
+
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+from torchmetrics import MetricCollection, SumMetric
+from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassConfusionMatrix
+
+from hftrainer import Seq2SeqTrainer, Seq2SeqTrainingArguments, TorchMetrics, Trainer
+from tests.support import tiny
+from tests.support.ranks import error_of
+from tests.support.tiny import Stream, make_llama, plain_data
+
+#: Batches have 2 samples: up to two rounds of two ranks, whole or not, and one of more.
+SIZES = (*range(1, 9), 13)
+
+
+def make(make_model=tiny.make_plain, kind=Trainer, settings=None, **given):
+    quiet = {"report_to": "none", "disable_tqdm": True, "use_cpu": True}
+    args = Seq2SeqTrainingArguments("out", per_device_eval_batch_size=2, **quiet, **(settings or {}))
+    return kind(make_model(), args, **given)
+
+
+def all_of_it(prediction):
+    """A metric that sees every row: order and padding count."""
+    logits = prediction.predictions[0] if isinstance(prediction.predictions, tuple) else prediction.predictions
+    weights = 1 + torch.arange(logits.size, dtype=torch.float64).reshape(logits.shape).numpy()
+    return {
+        "weighted": float((logits * weights).sum()),
+        "rows": len(prediction.label_ids),
+        "parts": len(prediction.elements),
+    }
+
+
+class Prediction:
+    """Counts what reaches a function called batch by batch."""
+
+    rows, total = 0, 0.0
+
+    def __call__(self, prediction, compute_result):
+        self.rows += len(prediction.label_ids)
+        self.total += float(prediction.predictions.double().sum())
+        if not compute_result:
+            return {}
+        found = {"rows": self.rows, "total": self.total}
+        self.rows, self.total = 0, 0.0
+        return found
+
+
+class Halves(IterableDataset):
+    """A stream that its workers share."""
+
+    def __init__(self, count):
+        self.count = count
+
+    def __iter__(self):
+        worker = get_worker_info()
+        return iter(plain_data(self.count)[worker.id :: worker.num_workers])
+
+
+class Gathers(Trainer):
+    """Gathers by hand within the step."""
+
+    gathered = ()
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        self.gathered = (*self.gathered, self.accelerator.gather_for_metrics(inputs["x"]))
+        return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+
+
+class Objects(Trainer):
+    """Predicts a list with one item a sample, which is no tensor."""
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        return loss, [{"best": int(row.argmax()), "scores": row.tolist()} for row in logits], labels
+
+
+class Boxes(Trainer):
+    """Its labels are a list with one item a sample."""
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        return loss, logits, [{"box": row} for row in labels]
+
+
+def torchmetrics(**settings):
+    metrics = {
+        "acc": MulticlassAccuracy(3, average="micro"),
+        "auroc": MulticlassAUROC(3),
+        "matrix": MulticlassConfusionMatrix(3),
+        "best": SumMetric(),
+    }
+    return TorchMetrics(
+        MetricCollection(metrics),
+        adapter=lambda p: {"preds": p.predictions, "target": p.label_ids, "value": p.predictions.argmax(-1)},
+        **settings,
+    )
+
+
+def make_decoder():
+    model = make_llama()
+    model.config.pad_token_id = model.generation_config.pad_token_id = 0
+    model.generation_config.max_new_tokens = 22  # more than max_length
+    return model
+
+
+def pad_left(samples):
+    """As decoders generate: prompts end together."""
+    turned = tiny.pad([{name: value.flip(0) for name, value in sample.items()} for sample in samples])
+    return {name: value.flip(1) for name, value in turned.items()}
+
+
+#: Name → the Trainer's settings, data by their number, and the numbers, if not all. Of each, metrics and predictions.
+CASES = {
+    "plain": (
+        {
+            "settings": {"include_for_metrics": ["loss"]},
+            "compute_metrics": lambda p: {"sum": float(p.predictions.sum()), "losses": [float(x) for x in p.losses]},
+        },
+        plain_data,
+    ),
+    "stream": ({}, Stream),
+    "varied lengths": (
+        {"make_model": make_llama, "data_collator": tiny.pad, "compute_metrics": all_of_it},
+        tiny.varied_language_data,
+    ),
+    "nested": ({"make_model": tiny.make_detector}, tiny.detection_data),
+    "torchmetrics": ({"compute_metrics": torchmetrics()}, plain_data),
+    "torchmetrics, drawn": ({"compute_metrics": torchmetrics(plot=True)}, plain_data, (1, 4, 7)),
+    "drawn without a cache": (
+        {"compute_metrics": TorchMetrics(MulticlassAccuracy(3, average="micro", compute_with_cache=False), plot=True)},
+        plain_data,
+        (1, 2, 3),
+    ),
+    "one number a batch": (
+        {"compute_metrics": TorchMetrics(SumMetric(), adapter=lambda p: {"value": p.predictions.new_ones(())})},
+        plain_data,
+    ),
+    "batch by batch": ({"settings": {"batch_eval_metrics": True}, "compute_metrics": Prediction()}, plain_data),
+    "workers": ({"settings": {"dataloader_num_workers": 1}}, plain_data, (1, 4, 7)),
+    "stream by a worker": ({"settings": {"dataloader_num_workers": 1}}, Stream, (1, 4, 7)),
+    "stream by two workers": ({"settings": {"dataloader_num_workers": 2}}, Halves, (5, 11)),
+    "generation": (
+        {
+            "make_model": tiny.make_t5,
+            "kind": Seq2SeqTrainer,
+            "settings": {"predict_with_generate": True, "generation_max_length": 7},
+            "compute_metrics": lambda p: {"sum": int(p.predictions.sum())},
+        },
+        tiny.t5_data,
+        range(1, 6),
+    ),
+    "generation of uneven lengths": (
+        {
+            "make_model": make_decoder,
+            "kind": Seq2SeqTrainer,
+            "settings": {"predict_with_generate": True},
+            "data_collator": pad_left,
+        },
+        lambda count: [{**row, "labels": row["input_ids"]} for row in tiny.varied_language_data(count)],
+    ),
+}
+
+
+def result(trainer, data):
+    """Metrics and predictions, without the times."""
+    metrics = trainer.evaluate(data)
+    output = trainer.predict(data)
+    kept = {name: value for name, value in metrics.items() if not name.endswith(("_second", "_runtime", "_time"))}
+    return {"metrics": kept, "predictions": output.predictions, "labels": output.label_ids}
+
+
+def predict_objects():
+    objects = make(kind=Objects, settings={"eval_use_gather_object": True, "eval_do_concat_batches": False})
+    for size in SIZES:
+        yield size, [item for batch in objects.predict(plain_data(size)).predictions for item in batch]
+
+
+def evaluate_loss():
+    apart = make(make_llama, settings={"eval_do_concat_batches": False}, data_collator=tiny.pad)
+    for size in SIZES:
+        yield size, apart.evaluate(tiny.varied_language_data(size))["eval_loss"]
+
+
+def gather_in_the_step():
+    for size in SIZES:
+        gathers = make(kind=Gathers)
+        gathers.evaluate(Stream(size))
+        yield size, torch.cat(gathers.gathered).numpy()
+
+
+def gather_for_metrics():
+    trainer = make()
+    for size in SIZES:
+        loader = trainer.get_eval_dataloader(plain_data(size))
+        yield size, torch.cat([trainer.accelerator.gather_for_metrics(batch["x"]) for batch in loader]).numpy()
+
+
+OTHERS = {each.__name__: each for each in (predict_objects, evaluate_loss, gather_in_the_step, gather_for_metrics)}
+
+
+def evaluate_all():
+    """By case and size, what came of it."""
+    found = {name: dict(evaluate()) for name, evaluate in OTHERS.items()}
+    for name, (given, make_data, *sizes) in CASES.items():
+        trainer = make(**given)
+        found[name] = {size: result(trainer, make_data(size)) for size in (sizes[0] if sizes else SIZES)}
+    return found
+
+
+def predict_boxes():
+    """Why lists of samples are not gathered."""
+    return error_of(TypeError, make(kind=Boxes, settings={"eval_do_concat_batches": False}).predict, plain_data(10))

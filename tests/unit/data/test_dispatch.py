@@ -1,0 +1,54 @@
+"""What the main process hands out is what that of accelerate does, over many sizes."""
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hftrainer.data.dispatch import parts, rounds
+from tests.support.tiny import Numbers
+
+
+def handed_out_by_accelerate(count, size, processes, **settings):
+    """The parts of each round, as its slices of the main process's batch are cut."""
+    from accelerate.data_loader import DataLoaderDispatcher
+
+    found = []
+
+    def cut(batch, part, process_index, num_processes):
+        found.append([batch[rank * part.stop : (rank + 1) * part.stop].tolist() for rank in range(num_processes)])
+        return batch[part]
+
+    loader = DataLoaderDispatcher(
+        Numbers(count),
+        split_batches=settings["split"],
+        _drop_last=settings["drop_last"],
+        slice_fn=cut,
+        batch_size=size,
+        drop_last=settings["drop_last"],
+    )
+    loader.state = SimpleNamespace(process_index=0, num_processes=processes, device=torch.device("cpu"))
+    return [found[-1] for _ in loader]
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize("split", [False, True])
+def test_the_main_process_hands_out_as_that_of_accelerate(processes, split, drop_last):
+    for count, factor in itertools.product(range(1, 20), range(1, 4)):
+        size = factor * processes if split else factor
+        if drop_last and count < (size if split else size * processes):
+            continue  # accelerate fails when there is not one round
+        loader = torch.utils.data.DataLoader(Numbers(count), batch_size=size, drop_last=drop_last)
+        read = rounds(iter(loader), 1 if split else processes, drop_last)
+        ours = [[part.tolist() for part in group] for group in parts(read, processes, drop_last)]
+        assert ours == handed_out_by_accelerate(count, size, processes, split=split, drop_last=drop_last)
+
+
+def test_batches_in_containers_are_handed_out():
+    batch = {"x": torch.arange(4), "nested": [torch.arange(8).reshape(4, 2), (torch.arange(4) * 2,)]}
+    (first, second) = next(parts(iter([[batch]]), 2, False))
+    assert first["x"].tolist() == [0, 1]
+    assert second["nested"][0].tolist() == [[4, 5], [6, 7]]
+    assert second["nested"][1][0].tolist() == [4, 6]

@@ -1,0 +1,68 @@
+"""The batches and samples of each process are those of accelerate's classes, over many sizes."""
+
+import itertools
+
+import pytest
+from torch.utils.data import BatchSampler, SequentialSampler
+
+from hftrainer.data.sharding import EvenBatchSampler, ShardedStream, ShardSpec
+from hftrainer.errors import UnsupportedArgument
+from tests.support.tiny import Numbers
+
+
+def batches(count, size, drop_last):
+    return BatchSampler(SequentialSampler(range(count)), size, drop_last)
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("even", [False, True])
+@pytest.mark.parametrize("processes", [2, 3, 4])
+@pytest.mark.parametrize("split", [False, True])
+def test_batches_are_those_of_accelerate(processes, split, even, drop_last):
+    """Where each process gets as many; elsewhere it is refused."""
+    from accelerate.data_loader import BatchSamplerShard
+
+    honoured = refused = 0
+    for count, size in itertools.product(range(30), range(1, 6)):
+        size *= processes if split else 1
+        settings = {"split_batches": split, "even_batches": even}
+        theirs = [
+            list(BatchSamplerShard(batches(count, size, drop_last), processes, rank, **settings))
+            for rank in range(processes)
+        ]
+        if len(set(map(len, theirs))) > 1:
+            refused += 1
+            with pytest.raises(UnsupportedArgument, match="even_batches"):
+                EvenBatchSampler(batches(count, size, drop_last), ShardSpec(0, processes), split=split, even=even)
+            continue
+        for rank in range(processes):
+            share = ShardSpec(rank, processes)
+            ours = EvenBatchSampler(batches(count, size, drop_last), share, split=split, even=even)
+            assert list(ours) == theirs[rank]
+            assert len(ours) == len(theirs[rank])
+            honoured += 1
+    assert honoured
+    assert bool(refused) == (not even and not drop_last)
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("processes", [2, 3, 4])
+def test_streams_are_those_of_accelerate(processes, drop_last):
+    from accelerate.data_loader import IterableDatasetShard
+
+    for count, size, rank in itertools.product(range(30), range(1, 5), range(processes)):
+        ours = ShardedStream(Numbers(count), ShardSpec(rank, processes), size, drop_last)
+        for batch_size, split in ((size, False), (size * processes, True)):
+            theirs = IterableDatasetShard(Numbers(count), batch_size, drop_last, processes, rank, split)
+            assert list(ours) == list(theirs)
+        assert len(ours) == len(IterableDatasetShard(Numbers(count), size, drop_last, processes, rank))
+        assert len(ours) == len(list(ours))
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_batches_of_any_size(rank):
+    from accelerate.data_loader import BatchSamplerShard
+
+    for count in range(9):
+        sizes = [[index] * (index % 3 + 1) for index in range(count)]
+        assert list(EvenBatchSampler(sizes, ShardSpec(rank, 3))) == list(BatchSamplerShard(sizes, 3, rank))

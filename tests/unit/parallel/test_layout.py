@@ -1,0 +1,65 @@
+"""The sizes of `parallelism_config`: which are refused, and where they come from."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from hftrainer import Trainer, TrainingArguments
+from hftrainer.errors import UnsupportedArgument, WrongConfig
+from hftrainer.parallel.layout import Layout, check_model_layout, read_layout
+from tests.support.tiny import make_plain
+
+REFUSED = {
+    "2x2 of 1": ({"dp_shard_size": 2, "dp_replicate_size": 2}, {}, "needs 4 processes, but there are 1"),
+    "unknown": ({"tp_sizes": 2}, {}, "did you mean 'tp_size'?"),
+    "no size": ({"dp_shard_size": 0}, {}, "parallelism_config['dp_shard_size']=0: it must be a number of processes"),
+    "cp": ({"cp_size": 2}, {}, "parallelism_config['cp_size'] is not supported"),
+    "sp": ({"sp_size": 2}, {}, "parallelism_config['sp_size'] is not supported"),
+    "fsdp1": ({"dp_shard_size": 2}, {"fsdp": "no_shard"}, "parallelism_config needs FSDP2"),
+    "fsdp without": ({"tp_size": 2}, {"fsdp": True}, "set dp_shard_size, or leave out fsdp"),
+    "copies": ({"tp_size": 2, "dp_replicate_size": 2}, {}, "set dp_shard_size too"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(tmp_path, case):
+    asked, settings, sentence = REFUSED[case]
+    args = TrainingArguments(str(tmp_path), use_cpu=True, parallelism_config=asked, **settings)
+    with pytest.raises(UnsupportedArgument) as caught:
+        Trainer(make_plain(), args)
+    assert sentence in str(caught.value)
+
+
+def loaded(**sizes):
+    """Something that looks like a model which transformers has split."""
+    sizes = {"tp_size": 1, "fsdp_size": 1, "dp_replicate_size": 1, **sizes}
+    config = SimpleNamespace(distributed_config=SimpleNamespace(**sizes))
+    return SimpleNamespace(config=config, _is_distributed_loading_by_transformers=True)
+
+
+def test_models_that_do_not_fit():
+    assert "Load it with from_pretrained(..., distributed_config=DistributedConfig(tp_size=2, fsdp_size=1))" in str(
+        check_model_layout(Layout(tp_size=2), make_plain())
+    )
+    assert "set parallelism_config to the former" in str(check_model_layout(Layout(), loaded(tp_size=2)))
+    assert check_model_layout(Layout(tp_size=2), loaded(tp_size=2)) is None
+    with pytest.raises(WrongConfig, match="sets dp_shard_size=2, but the model was loaded with tp_size=2"):
+        read_layout({"dp_shard_size": 2}, loaded(tp_size=2))
+    with pytest.raises(WrongConfig, match="pipeline parallelism is not supported yet"):
+        read_layout(None, loaded(pp_size=2))
+
+
+def test_accelerates_own_config_and_the_launchers_environment():
+    from accelerate import ParallelismConfig
+
+    wanted = Layout(dp_replicate_size=2, dp_shard_size=3)
+    assert read_layout(ParallelismConfig(dp_replicate_size=2, dp_shard_size=3)) == wanted
+    environment = {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "3"}
+    assert read_layout(None, environment=environment) == Layout()
+    assert read_layout(None, environment={**environment, "ACCELERATE_USE_PARALLELISM_CONFIG": "true"}) == wanted
+    assert read_layout({}, environment=environment) == Layout()
+    args = TrainingArguments("unused", parallelism_config=ParallelismConfig(dp_shard_size=2))
+    assert json.loads(args.to_json_string())["parallelism_config"]["dp_shard_size"] == 2
+    with pytest.raises(WrongConfig, match="give a dict of sizes"):
+        read_layout(3)
