@@ -1,4 +1,4 @@
-"""The callbacks of trackers, where and as scripts look for them. Each shape here is that of public code."""
+"""The callbacks of trackers, where and as scripts look for them. Each change here is that of public code."""
 
 import importlib
 import types
@@ -10,12 +10,18 @@ from lightning.pytorch.loggers import CSVLogger
 import hftrainer
 from hftrainer.reporting import tracker_callbacks
 from hftrainer.reporting.tracker_callbacks import ReportingCallback
-from tests.support.parity import LIBRARIES
-from tests.support.tracking import make_trainer, mlflow_database, scalars, texts, wandb_items, wandb_records
+from tests.support import tracking
+from tests.support.parity import LIBRARIES, alike, assert_equal
+from tests.support.tracking import make_trainer
 
-for package in ("tensorboard", "wandb", "mlflow", "comet_ml"):
-    pytest.importorskip(package)
-CLASSES = ("TensorBoardCallback", "WandbCallback", "MLflowCallback", "CometCallback")
+CLASSES = {
+    "TensorBoardCallback": tracking.TensorBoard,
+    "WandbCallback": tracking.WandB,
+    "MLflowCallback": tracking.MLflow,
+    "CometCallback": tracking.Comet,
+}
+for _tracker in CLASSES.values():
+    pytest.importorskip(_tracker.package)
 
 
 def kind_of(library, name):
@@ -28,23 +34,17 @@ def kinds(trainer):
     return [type(callback).__name__ for callback in trainer.callback_handler.callbacks]
 
 
-def callback_of(trainer, kind):
+def place_of(callbacks, kind):
     """As scripts look for one."""
-    return next(callback for callback in trainer.callback_handler.callbacks if isinstance(callback, kind))
+    return next(i for i, callback in enumerate(callbacks) if isinstance(callback, kind))
 
 
-@pytest.fixture(autouse=True)
-def _elsewhere(tmp_path, monkeypatch):
-    """Trackers write below the test's folder, and to no server."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
-    monkeypatch.setenv("COMET_START_ONLINE", "0")
-    yield
-    wandb = importlib.import_module("wandb")
-    wandb.finish()
-    wandb.teardown()
+def callback_of(trainer, kind):
+    return trainer.callback_handler.callbacks[place_of(trainer.callback_handler.callbacks, kind)]
+
+
+def base_of(trainer):
+    return importlib.import_module(type(trainer).__module__.partition(".")[0]).TrainerCallback
 
 
 @pytest.mark.parametrize(
@@ -58,8 +58,7 @@ def test_order(tmp_path, report_to):
         own = type("Own", (importlib.import_module(library).TrainerCallback,), {})
         return kinds(make_trainer(library, tmp_path, report_to=report_to, trainer={"callbacks": [own]}))
 
-    ours, theirs = made("hftrainer"), made("transformers")
-    assert ours == theirs
+    alike(made, assert_equal)
 
 
 @pytest.mark.parametrize("name", CLASSES)
@@ -72,13 +71,13 @@ def test_every_public_name(name):
     assert wanted - set(dir(ours)) - known == set()
 
 
-# ---- TensorBoard -----------------------------------------------------------------------------------------------------
+# ---- What scripts change before training: a function for each, which may return what they look at afterwards --------
 
 
 def write_before(trainer, kind):
     """A script that notes its settings before training."""
     callback = callback_of(trainer, kind)
-    callback.logging_dir = f"{trainer.args.output_dir}/logs"
+    callback.logging_dir = f"{trainer.args.output_dir}/mine"
     if callback.tb_writer is None:
         callback._init_summary_writer(args=trainer.args)
     callback.tb_writer.add_text("settings", "mine")
@@ -87,19 +86,16 @@ def write_before(trainer, kind):
 def move_to_the_end(trainer, kind):
     """So that it sees what other callbacks add to the line."""
     callbacks = trainer.callback_handler.callbacks
-    place = next(i for i, callback in enumerate(callbacks) if isinstance(callback, kind))
-    callbacks.append(callbacks.pop(place))
-    adding = type(
-        "Adds", (type(callbacks[0]).__mro__[1],), {"on_log": lambda self, *a, logs=None, **k: logs.update(added=1.0)}
-    )
-    callbacks.insert(0, adding())
+    callbacks.append(callbacks.pop(place_of(callbacks, kind)))
+    add = {"on_log": lambda self, *args, logs=None, **kwargs: logs.update(added=1.0)}
+    callbacks.insert(0, type("Adds", (base_of(trainer),), add)())
 
 
 def patch_the_beginning(trainer, kind):
     """Another `on_train_begin` on the instance."""
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self.logging_dir = f"{args.output_dir}/logs"
+        self.logging_dir = f"{args.output_dir}/mine"
         self._init_summary_writer(args)
         self.tb_writer.add_text("begun", "mine")
 
@@ -112,9 +108,8 @@ def write_from_the_loss(trainer, kind):
     compute_loss = trainer.compute_loss
 
     def with_scalar(*args, **kwargs):
-        callback_of(trainer, kind).tb_writer.add_scalar(
-            "mine/step", trainer.state.global_step, trainer.state.global_step
-        )
+        step = trainer.state.global_step
+        callback_of(trainer, kind).tb_writer.add_scalar("mine/step", step, step)
         return compute_loss(*args, **kwargs)
 
     trainer.compute_loss = with_scalar
@@ -123,22 +118,14 @@ def write_from_the_loss(trainer, kind):
 
 def wrap(trainer, kind):
     """Something around the callback in its place."""
-    callbacks = trainer.callback_handler.callbacks
 
-    class Tolerant(type(callbacks[0]).__mro__[1]):
+    class Tolerant(base_of(trainer)):
         def __init__(self, inner):
-            self.inner = inner
+            for event in ("on_train_begin", "on_log", "on_train_end"):
+                setattr(self, event, getattr(inner, event))
 
-        def on_train_begin(self, *args, **kwargs):
-            self.inner.on_train_begin(*args, **kwargs)
-
-        def on_log(self, *args, **kwargs):
-            self.inner.on_log(*args, **kwargs)
-
-        def on_train_end(self, *args, **kwargs):
-            self.inner.on_train_end(*args, **kwargs)
-
-    place = next(i for i, callback in enumerate(callbacks) if isinstance(callback, kind))
+    callbacks = trainer.callback_handler.callbacks
+    place = place_of(callbacks, kind)
     callbacks[place] = Tolerant(callbacks[place])
 
 
@@ -148,7 +135,7 @@ def take_out(trainer, kind):
 
     assert isinstance(trainer.pop_callback(kind), kind)
     assert trainer.pop_callback(kind) is None
-    trainer.add_callback(kind(tb_writer=SummaryWriter(f"{trainer.args.output_dir}/logs")))
+    trainer.add_callback(kind(tb_writer=SummaryWriter(f"{trainer.args.output_dir}/mine")))
 
 
 def take_out_for_good(trainer, kind):
@@ -170,79 +157,143 @@ def no_writer(trainer, kind):
     callback_of(trainer, kind)._SummaryWriter = None
 
 
-SHAPES = [
-    write_before,
-    move_to_the_end,
-    patch_the_beginning,
-    write_from_the_loss,
-    wrap,
-    take_out,
-    take_out_for_good,
-    other_writer,
-    no_writer,
-]
+def subclass(trainer, kind, give=lambda own, folder: own):
+    """One with a folder and names of its own, which evaluations open again."""
 
-
-def written(folder):
-    """Scalars, and the tags of texts, of all folders with event files."""
-    found = sorted({path.parent for path in folder.rglob("events*")})
-    tags = [{**scalars(path), "texts": sorted(texts(path))} for path in found]
-    for each in tags:
-        each.pop("train/total_flos", None)  # which their PrinterCallback takes out of the line, for all behind it
-    return tags
-
-
-def assert_equal(ours, theirs):
-    assert len(ours) == len(theirs)
-    for our_tags, their_tags in zip(ours, theirs, strict=True):
-        assert our_tags.keys() == their_tags.keys()
-        assert {tag: (our_tags[tag], value) for tag, value in their_tags.items() if our_tags[tag] != value} == {}
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_tensorboard(tmp_path, shape):
-    found = {}
-    for library in LIBRARIES:
-        trainer = make_trainer(library, tmp_path / library, report_to="tensorboard")
-        shape(trainer, kind_of(library, "TensorBoardCallback"))
-        trainer.train()
-        found[library] = written(tmp_path / library)
-    assert_equal(found["hftrainer"], found["transformers"])
-    assert bool(found["hftrainer"]) == (shape not in (take_out_for_good, no_writer))
-
-
-def subclass_of(kind):
     class Renames(kind):
-        """Its own folder, and its own names."""
-
         def _init_summary_writer(self, args, log_dir=None):
             self.tb_writer = self._SummaryWriter(log_dir=f"{args.output_dir}/own")
 
         def on_log(self, args, state, control, logs=None, **kwargs):
-            super().on_log(
-                args, state, control, logs={f"renamed_{name}": value for name, value in logs.items()}, **kwargs
-            )
+            renamed = {f"renamed_{name}": value for name, value in logs.items()}
+            super().on_log(args, state, control, logs=renamed, **kwargs)
             self.tb_writer.add_scalar("more", 1.0, state.global_step)
 
-    return Renames
+    trainer.remove_callback(kind)
+    trainer.add_callback(give(Renames, trainer.args.output_dir))
+
+    def open_again():
+        trainer.evaluate()
+        callback_of(trainer, Renames).tb_writer.flush()
+
+    return open_again
 
 
-@pytest.mark.parametrize("given", ["class", "instance", "writer"])
-def test_subclass_of_the_tensorboard_callback(tmp_path, given):
+def subclass_as_instance(trainer, kind):
+    return subclass(trainer, kind, lambda own, folder: own())
+
+
+def subclass_with_a_writer(trainer, kind):
     from torch.utils.tensorboard import SummaryWriter
 
-    found = {}
-    for library in LIBRARIES:
-        kind = subclass_of(kind_of(library, "TensorBoardCallback"))
-        made = {"class": lambda kind=kind: kind, "instance": kind}.get(given)
-        callback = made() if made else kind(SummaryWriter(str(tmp_path / library / "given")))
-        trainer = make_trainer(library, tmp_path / library, report_to="none", trainer={"callbacks": [callback]})
+    return subclass(trainer, kind, lambda own, folder: own(SummaryWriter(f"{folder}/given")))
+
+
+def begin_the_run(trainer, kind):
+    """A subclass that begins the run itself, as the documentation of `setup` proposes."""
+
+    class Own(kind):
+        def setup(self, args, state, model, **kwargs):
+            self._wandb.init(project="mine", name="by setup")
+            super().setup(args, state, model, **kwargs)
+            self._wandb.config.update({"more": 1})
+
+        def on_evaluate(self, args, state, control, **kwargs):
+            self._wandb.log({"samples": state.global_step})
+
+    callbacks = trainer.callback_handler.callbacks
+    callbacks[place_of(callbacks, kind)] = Own()
+
+
+def set_up_before(trainer, kind):
+    callback = callback_of(trainer, kind)
+    assert callback._initialized is False
+    callback.setup(trainer.args, trainer.state, trainer.model, reinit=False)
+    assert callback._initialized is True
+    callback._wandb.config.update({"more": 2}, allow_val_change=True)
+
+
+def log_otherwise(trainer, kind):
+    def on_log(self, args, state, control, model=None, logs=None, **kwargs):
+        self._wandb.log({"only": state.global_step})
+
+    callback = callback_of(trainer, kind)
+    callback.on_log = types.MethodType(on_log, callback)
+
+
+def leave_the_run_open(trainer, kind):
+    """The module, and what `setup` leaves behind."""
+    callback = callback_of(trainer, kind)
+    callback.setup(trainer.args, trainer.state, trainer.model)
+    callback._ml_flow.log_param("mine", 3)
+    begun = [callback._initialized, callback._auto_end_run, callback._log_artifacts]
+    assert begun == [True, True, False]
+    callback._auto_end_run = False
+    return lambda: callback._ml_flow.active_run() is not None
+
+
+def look_at_the_experiment(trainer, kind):
+    import comet_ml
+
+    callback = callback_of(trainer, kind)
+    assert callback._experiment is None
+
+    def afterwards():
+        running = comet_ml.get_running_experiment()
+        return callback._initialized and callback._experiment.get_key() == running.get_key()
+
+    return afterwards
+
+
+CHANGES = {
+    "TensorBoardCallback": [
+        *(write_before, move_to_the_end, patch_the_beginning, write_from_the_loss, wrap, take_out, take_out_for_good),
+        *(other_writer, no_writer, subclass, subclass_as_instance, subclass_with_a_writer),
+    ],
+    "WandbCallback": [begin_the_run, set_up_before, log_otherwise],
+    "MLflowCallback": [leave_the_run_open],
+    "CometCallback": [look_at_the_experiment],
+}
+#: A name among the curves or details of those that leave one.
+SEEN = {
+    write_before: "settings",
+    move_to_the_end: "train/added",
+    patch_the_beginning: "begun",
+    write_from_the_loss: "mine/step",
+    other_writer: "doubled/train/loss",
+    subclass: "train/renamed_loss",
+    begin_the_run: "('mine', 'by setup')",
+    log_otherwise: "only",
+}
+
+
+@pytest.mark.parametrize(("name", "change"), [(name, each) for name, changes in CHANGES.items() for each in changes])
+def test_changes(tmp_path, monkeypatch, name, change):
+    """The run is that of transformers with the same change."""
+
+    def run(library):
+        tracker = CLASSES[name](tmp_path / library, monkeypatch)
+        monkeypatch.chdir(tracker.folder)
+        trainer = make_trainer(library, tracker.folder, **tracker.settings)
+        look = change(trainer, kind_of(library, name))
         trainer.train()
-        found[library] = written(tmp_path / library)
-        trainer.evaluate()
-        assert callback_of(trainer, kind).tb_writer is not None  # opened again for the evaluation
-    assert_equal(found["hftrainer"], found["transformers"])
-    assert "train/renamed_loss" in str(found["hftrainer"])
+        seen = look and look()
+        written = tracker.read()
+        tracker.close()
+        # their PrinterCallback takes the flops out of the line, for all behind it
+        curves = {name: curve for name, curve in written.curves.items() if not name.endswith("total_flos")}
+        for tags in written.details.get("scalars", []):
+            tags[:] = [tag for tag in tags if not tag.endswith("total_flos")]
+        parameters = {key: value for each in written.hyperparameters for key, value in each.items()}
+        parameters |= written.details.pop("configuration", {})
+        shown = {key: str(parameters.get(key)) for key in ("mine", "more", "learning_rate", "hidden_size")}
+        details = {key: written.details[key] for key in written.details if key not in ("axes", "summary")}
+        return seen, curves, details, shown
+
+    seen, curves, details, _ = alike(run, assert_equal)
+    assert seen in (None, True)
+    assert bool(curves) == (change not in (take_out_for_good, no_writer))
+    assert SEEN.get(change, "") in f"{list(curves)} {details}"
 
 
 def test_writer_during_and_after_training(tmp_path):
@@ -254,120 +305,14 @@ def test_writer_during_and_after_training(tmp_path):
 
     class Looks(hftrainer.TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
-            seen.append((callback.tb_writer, trainer.loggers[0].experiment, trainer.lightning_trainer.loggers[0]))
+            assert trainer.loggers[0].experiment is callback.tb_writer
+            seen.append(callback.tb_writer)
 
     trainer.add_callback(Looks)
     trainer.train()
-    assert len({id(writer) for writer, _, _ in seen}) == 1
-    assert all(writer is experiment for writer, experiment, _ in seen)
+    assert len(set(map(id, seen))) == 1
     assert callback.tb_writer is None
     assert callback.logging_dir.startswith(str(tmp_path / "runs"))
-
-
-# ---- Under install() -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", CLASSES)
-def test_classes_of_transformers_under_install(tmp_path, name, monkeypatch):
-    monkeypatch.setattr(
-        "hftrainer.cli.install.warnings_of_earlier_imports", lambda caller: []
-    )  # of what other tests import
-    from transformers.integrations import integration_utils
-
-    theirs = getattr(integration_utils, name)
-    report_to = next(key for key, kind in integration_utils.INTEGRATION_TO_CALLBACK.items() if kind is theirs)
-    hftrainer.install()
-    try:
-        import transformers
-        from transformers import integrations
-
-        kind = getattr(integrations, name)
-        trainer = make_trainer("transformers", tmp_path, report_to=report_to)
-        assert isinstance(trainer, hftrainer.Trainer)
-        assert isinstance(callback_of(trainer, kind), getattr(tracker_callbacks, name))
-        assert integrations.get_reporting_integration_callbacks([report_to]) == [kind]
-        assert issubclass(kind, transformers.TrainerCallback)
-        trainer.remove_callback(kind)
-        assert name not in kinds(trainer)
-    finally:
-        hftrainer.uninstall()
-    assert getattr(integration_utils, name) is theirs
-    assert integration_utils.INTEGRATION_TO_CALLBACK[report_to] is theirs
-
-
-# ---- The others ------------------------------------------------------------------------------------------------------
-
-
-def project_of_its_own(kind):
-    class Own(kind):
-        """Begins the run itself, as the documentation of `setup` proposes."""
-
-        def setup(self, args, state, model, **kwargs):
-            self._wandb.init(project="mine", name="by setup")
-            super().setup(args, state, model, **kwargs)
-            self._wandb.config.update({"more": 1})
-
-        def on_evaluate(self, args, state, control, **kwargs):
-            self._wandb.log({"samples": state.global_step})
-
-    return Own
-
-
-def wandb_run(trainer, folder):
-    """Curves, configuration, and names of the run that a training writes."""
-    import wandb
-
-    trainer.train()
-    wandb.finish()
-    wandb.teardown()
-    found = {"history": [], "config": {}, "run": []}
-    for record in wandb_records(folder):
-        kind = record.WhichOneof("record_type")
-        if kind == "history":
-            found["history"].append(wandb_items(record.history.item))
-        elif kind == "config":
-            found["config"] |= wandb_items(record.config.update)
-        elif kind == "run":
-            found["run"] = [record.run.project, record.run.display_name]
-    config = found["config"]
-    return found["history"], {name: config.get(name) for name in ("more", "learning_rate", "hidden_size")}, found["run"]
-
-
-def replaced(trainer, kind):
-    callbacks = trainer.callback_handler.callbacks
-    place = next(i for i, callback in enumerate(callbacks) if isinstance(callback, kind))
-    callbacks[place] = project_of_its_own(kind)()
-
-
-def set_up_before(trainer, kind):
-    callback = callback_of(trainer, kind)
-    assert callback._initialized is False
-    callback.setup(trainer.args, trainer.state, trainer.model, reinit=False)
-    assert callback._initialized is True
-    callback._wandb.config.update({"more": 2}, allow_val_change=True)
-
-
-def patched_log(trainer, kind):
-    def on_log(self, args, state, control, model=None, logs=None, **kwargs):
-        self._wandb.log({"only": state.global_step})
-
-    callback = callback_of(trainer, kind)
-    callback.on_log = types.MethodType(on_log, callback)
-
-
-@pytest.mark.parametrize("shape", [replaced, set_up_before, patched_log])
-def test_wandb(tmp_path, monkeypatch, shape):
-    found = {}
-    for library in LIBRARIES:
-        (tmp_path / library).mkdir()
-        monkeypatch.setenv("WANDB_DIR", str(tmp_path / library))
-        trainer = make_trainer(library, tmp_path / library, report_to="wandb", run_name="a-run")
-        shape(trainer, kind_of(library, "WandbCallback"))
-        found[library] = wandb_run(trainer, tmp_path / library)
-    assert found["hftrainer"] == found["transformers"]
-    assert found["hftrainer"][0]
-    if shape is replaced:
-        assert found["hftrainer"][2] == ["mine", "by setup"]
 
 
 def test_wandb_switched_off(tmp_path):
@@ -380,54 +325,42 @@ def test_wandb_switched_off(tmp_path):
     assert wandb.run is None
 
 
-def test_mlflow(tmp_path):
-    """The module, what `setup` leaves behind, and the run."""
-    found = {}
-    for library in LIBRARIES:
-        import mlflow
+@pytest.mark.parametrize("name", CLASSES)
+def test_classes_of_transformers_under_install(tmp_path, name, monkeypatch):
+    from transformers import integrations
+    from transformers.integrations import integration_utils
 
-        mlflow.set_tracking_uri(mlflow_database(tmp_path / f"{library}.db"))
-        trainer = make_trainer(library, tmp_path / library, report_to="mlflow", run_name="a-run")
-        callback = callback_of(trainer, kind_of(library, "MLflowCallback"))
-        callback.setup(trainer.args, trainer.state, trainer.model)
-        callback._ml_flow.log_param("mine", 3)
-        states = [callback._initialized, callback._auto_end_run, callback._log_artifacts]
-        callback._auto_end_run = False
-        trainer.train()
-        states.append(callback._ml_flow.active_run() is not None)
-        run = mlflow.get_run(mlflow.last_active_run().info.run_id)
-        found[library] = states, run.data.params["mine"], run.info.run_name
-        mlflow.end_run()
-    assert found["hftrainer"] == found["transformers"]
-    assert found["hftrainer"][0] == [True, True, False, True]
-
-
-def test_comet(tmp_path, monkeypatch):
-    import comet_ml
-
-    for library in LIBRARIES:
-        monkeypatch.setenv("COMET_OFFLINE_DIRECTORY", str(tmp_path / library))
-        trainer = make_trainer(library, tmp_path / library, report_to="comet_ml")
-        callback = callback_of(trainer, kind_of(library, "CometCallback"))
-        assert callback._experiment is None
-        trainer.train()
-        assert callback._initialized
-        assert callback._experiment.get_key() == comet_ml.get_running_experiment().get_key()
-        comet_ml.get_running_experiment().end()
+    # of what other tests import
+    monkeypatch.setattr("hftrainer.cli.install.warnings_of_earlier_imports", lambda caller: [])
+    theirs = getattr(integration_utils, name)
+    report_to = next(key for key, kind in integration_utils.INTEGRATION_TO_CALLBACK.items() if kind is theirs)
+    trainer = make_trainer("hftrainer", tmp_path, report_to=report_to)
+    assert type(trainer.pop_callback(theirs)).__name__ == name  # by its class, without install() too
+    assert trainer.pop_callback(theirs) is None
+    hftrainer.install()
+    try:
+        kind = getattr(integrations, name)
+        trainer = make_trainer("transformers", tmp_path, report_to=report_to)
+        assert isinstance(trainer, hftrainer.Trainer)
+        assert isinstance(callback_of(trainer, kind), getattr(tracker_callbacks, name))
+        assert integrations.get_reporting_integration_callbacks([report_to]) == [kind]
+        assert issubclass(kind, importlib.import_module("transformers").TrainerCallback)
+        trainer.remove_callback(kind)
+        assert name not in kinds(trainer)
+    finally:
+        hftrainer.uninstall()
+    assert getattr(integration_utils, name) is theirs
+    assert integration_utils.INTEGRATION_TO_CALLBACK[report_to] is theirs
 
 
 def test_in_a_list_without_its_trainer(tmp_path):
     """One that a script has put there by hand has no Trainer to ask: it saves what it is given."""
-    trainer = make_trainer("hftrainer", tmp_path / "run", max_steps=2)
+    trainer = make_trainer("hftrainer", tmp_path / "run", max_steps=2, save_strategy="steps", save_steps=2)
     folders = []
 
     class Tracker:
         logger = CSVLogger(str(tmp_path))
-
-        def begin(self, model, state):
-            pass
-
-        log = predicted = lambda self, *args: None
+        begin = log = predicted = lambda self, *args: None
 
         def saved(self, checkpoint, state):
             folders.append(checkpoint)
@@ -436,8 +369,6 @@ def test_in_a_list_without_its_trainer(tmp_path):
             (tmp_path / "saved").mkdir()
             save_model(str(tmp_path / "saved"))
 
-    trainer.args.save_strategy = type(trainer.args.save_strategy)("steps")
-    trainer.args.save_steps = 2
     trainer.callback_handler.callbacks.append(ReportingCallback([Tracker()]))
     trainer.train()
     assert folders == [str(tmp_path / "run" / "checkpoint-2")]

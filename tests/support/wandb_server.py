@@ -2,16 +2,17 @@
 
 import itertools
 import json
-import threading
+from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import yaml
+from pytest_httpserver import HTTPServer
+from werkzeug import Request, Response
 
 
 class Sweeps:
-    """What the server holds.
+    """What the server holds; each method below answers the query of its name as W&B does.
 
     Attributes:
         configurations: of the sweeps, by id.
@@ -19,72 +20,44 @@ class Sweeps:
 
     def __init__(self) -> None:
         self.configurations: dict[str, dict[str, Any]] = {}
-        self._left: dict[str, Any] = {}
-        self._agents: dict[str, str] = {}
+        self._left: dict[str, Iterator[dict[str, Any]]] = {}
 
-    def answer(self, operation: str, variables: dict[str, Any]) -> dict[str, Any]:
-        """What the real server answers."""
-        return getattr(self, f"_{operation}")(variables)
+    def answer(self, request: Request) -> Response:
+        operation = request.json.get("operationName") or request.json["query"].split("(")[0].split("{")[0].split()[-1]
+        data = getattr(self, f"_{operation}")(**(request.json.get("variables") or {}))
+        return Response(json.dumps({"data": data}), content_type="application/json")
 
-    def _Viewer(self, variables):
+    def _Viewer(self):
         return {"viewer": {"id": "1", "entity": "me", "username": "me", "flags": "{}", "teams": {"edges": []}}}
 
-    def _UpsertSweep(self, variables):
-        configuration = yaml.safe_load(variables["config"])
+    def _UpsertSweep(self, config, **variables):
         sweep = f"sweep{len(self.configurations)}"
-        self.configurations[sweep] = configuration
-        values = [parameter["values"] for parameter in configuration["parameters"].values()]
-        self._left[sweep] = enumerate(itertools.product(*values))
+        self.configurations[sweep] = configuration = yaml.safe_load(config)
+        names, values = zip(
+            *((name, each["values"]) for name, each in configuration["parameters"].items()), strict=True
+        )
+        runs = (zip(names, chosen, strict=True) for chosen in itertools.product(*values))
+        commands = (
+            {"type": "run", "run_id": f"{sweep}-{number}", "args": {name: {"value": value} for name, value in run}}
+            for number, run in enumerate(runs)
+        )
+        self._left[sweep] = itertools.chain(commands, itertools.repeat({"type": "exit"}))
         project = {"id": "1", "name": "tests", "entity": {"id": "1", "name": "me"}}
         return {"upsertSweep": {"sweep": {"name": sweep, "project": project}, "configValidationWarnings": []}}
 
-    def _CreateAgent(self, variables):
-        agent = f"agent{len(self._agents)}"
-        self._agents[agent] = variables["sweep"]
-        return {"createAgent": {"agent": {"id": agent}}}
+    def _CreateAgent(self, sweep, **variables):
+        return {"createAgent": {"agent": {"id": f"agent of {sweep}"}}}
 
-    def _Heartbeat(self, variables):
-        sweep = self._agents[variables["id"]]
-        commands: list[dict[str, Any]] = []
-        if "true" not in variables["runState"]:
-            number, values = next(self._left[sweep], (None, ()))
-            if number is None:
-                commands = [{"type": "exit"}]
-            else:
-                names = self.configurations[sweep]["parameters"]
-                chosen = {name: {"value": value} for name, value in zip(names, values, strict=True)}
-                commands = [{"type": "run", "run_id": f"{sweep}-{number}", "args": chosen}]
-        return {"agentHeartbeat": {"agent": {"id": variables["id"]}, "commands": json.dumps(commands)}}
+    def _Heartbeat(self, id, runState, **variables):
+        commands = [] if "true" in runState else [next(self._left[id.removeprefix("agent of ")])]
+        return {"agentHeartbeat": {"agent": {"id": id}, "commands": json.dumps(commands)}}
 
 
 @contextmanager
-def serving():
+def serving() -> Iterator[tuple[str, Sweeps]]:
     """A server with no sweep; yields its address and what it holds."""
     sweeps = Sweeps()
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            operation = asked.get("operationName") or asked["query"].split("(")[0].split("{")[0].split()[-1]
-            try:
-                body = json.dumps({"data": sweeps.answer(operation, asked.get("variables") or {})}).encode()
-                self.send_response(200)
-            except Exception as error:
-                body = json.dumps({"errors": [{"message": repr(error)}]}).encode()
-                self.send_response(400)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *words):
-            """Nothing."""
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}", sweeps
-        finally:
-            server.shutdown()
-            thread.join()
+    with HTTPServer() as server:
+        server.expect_request("/graphql", method="POST").respond_with_handler(sweeps.answer)
+        yield server.url_for("").rstrip("/"), sweeps
+        server.check()  # an answer that failed fails the test

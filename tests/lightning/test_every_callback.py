@@ -1,0 +1,489 @@
+"""Every class of `lightning.pytorch.callbacks` in the four ways of training, and what each does besides."""
+
+import json
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning.pytorch.callbacks as of
+import pytest
+import torch
+from lightning.fabric.utilities.spike import TrainingSpikeException
+from safetensors.torch import load_file
+from torch import nn
+
+from hftrainer import Trainer, TrainingArguments
+from hftrainer.errors import UnsupportedArgument
+from tests.support.differences import LIGHTNING_CALLBACKS
+from tests.support.tiny import Plain, plain_data
+
+
+class Model(Plain):
+    """A pretrained part and a head."""
+
+    def __init__(self):
+        torch.manual_seed(1)
+        super().__init__()
+        *backbone, self.head = self._modules.pop("layers")
+        self.backbone = nn.Sequential(*backbone)
+
+    def layers(self, x):
+        return self.head(self.backbone(x))
+
+
+DEFAULTS = {
+    "max_steps": 20,
+    "num_train_epochs": 3,
+    "per_device_train_batch_size": 4,
+    "per_device_eval_batch_size": 8,
+    "learning_rate": 1e-2,
+    "save_strategy": "steps",
+    "save_steps": 5,
+    "logging_steps": 5,
+    "disable_tqdm": True,
+    "use_cpu": True,
+}
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 5}
+
+
+def make_trainer(folder, *callbacks, kind=Trainer, model=None, **settings):
+    args = TrainingArguments(str(folder), **{**DEFAULTS, **settings})
+    data = plain_data()
+    return kind(model or Model(), args, train_dataset=data, eval_dataset=data[:19], callbacks=list(callbacks))
+
+
+def trained(*given, **settings):
+    trainer = make_trainer(*given, **settings)
+    trainer.train()
+    return trainer
+
+
+def are_same(ours, theirs):
+    ours, theirs = ours.state_dict(), theirs.state_dict()
+    assert ours.keys() == theirs.keys()
+    return all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+
+
+# ---- A case for each class ------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Run:
+    """One finished run, as the checks look at it."""
+
+    trainer: Trainer
+    callback: Any
+    mode: str
+    folder: Any
+    out: str
+
+    @property
+    def logs(self):
+        return {name: value for line in self.trainer.state.log_history for name, value in line.items()}
+
+    @property
+    def groups(self):
+        return len(self.trainer.optimizer.param_groups)
+
+
+@dataclass
+class Case:
+    """How to make a callback, what must be seen of it, and the settings of the run if they matter."""
+
+    make: Callable[[], Any]
+    check: Callable[[Run], Any]
+    settings: dict[str, Any] = field(default_factory=dict)
+    changes_weights: bool = False
+
+
+class Writer(of.BasePredictionWriter):
+    def __init__(self):
+        super().__init__("batch_and_epoch")
+        self.batches, self.epoch = [], None
+
+    def write_on_batch_end(self, trainer, pl_module, prediction, batch_indices, batch, batch_idx, dataloader_idx):
+        self.batches.append((list(batch_indices), len(batch["labels"])))
+
+    def write_on_epoch_end(self, trainer, pl_module, predictions, batch_indices):
+        self.epoch = predictions, batch_indices
+
+
+def predictions_written(run):
+    output = run.trainer.predict(plain_data(9))
+    predictions, indices = run.callback.epoch
+    assert run.callback.batches == [(list(range(8)), 8), ([8], 1)]
+    assert indices == [[list(range(8)), [8]]]
+    return torch.equal(torch.cat(predictions), torch.from_numpy(output.predictions))
+
+
+class Freezes(of.BaseFinetuning):
+    """Trains the head alone for an epoch."""
+
+    def freeze_before_training(self, pl_module):
+        self.freeze(pl_module.model.backbone)
+
+    def finetune_function(self, pl_module, epoch, optimizer):
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.model.backbone, optimizer)
+
+
+class Saves(of.Checkpoint):
+    def on_train_epoch_end(self, trainer, pl_module):
+        trainer.save_checkpoint(f"{trainer.default_root_dir}/own-{trainer.global_step}.ckpt")
+
+
+class Counts(of.Callback):
+    batches = 0
+
+    def on_train_batch_end(self, *args):
+        self.batches += 1
+
+
+class Bar(of.ProgressBar):
+    """The least of a progress bar."""
+
+    batches = 0
+    enable = disable = lambda self: None
+    on_train_batch_end = Counts.on_train_batch_end
+
+
+def count_saves(trainer, module, checkpoint):
+    trainer.saves = getattr(trainer, "saves", 0) + 1
+
+
+def asked_once_for_each_checkpoint(run):
+    lightning = run.trainer.lightning_trainer
+    return lightning.ended and lightning.saves == len(list(run.folder.glob("checkpoint-*")))
+
+
+def batch_size_found(run):
+    found = 8 if run.mode == "resume" else run.callback.optimal_batch_size
+    return run.trainer.state.train_batch_size == run.trainer._train_batch_size == found == 8
+
+
+def rate_found(run):
+    found = run.callback.optimal_lr
+    if run.mode == "resume":
+        return found is None  # the learning rate is in the checkpoint
+    first = next(line["learning_rate"] for line in run.trainer.state.log_history if "learning_rate" in line)
+    at_fifth_step = found.suggestion() * (1 - 4 / 20)
+    return len(found.results["loss"]) > 5 and first == pytest.approx(at_fifth_step)
+
+
+def saved_beside_ours(run):
+    saved = torch.load(run.callback.best_model_path, weights_only=False)["state_dict"]
+    assert {name.removeprefix("model.") for name in saved} == set(run.trainer.model.state_dict())
+    return (run.folder / "checkpoint-20").is_dir()
+
+
+def averaged(run):
+    """The final weights are the average, which is what was saved last; evaluation saw the average of its time."""
+    saved = load_file(run.folder / "checkpoint-20" / "model.safetensors") if run.mode != "accumulation 2" else {}
+    own = run.trainer.model.state_dict()
+    return all(torch.equal(tensor, own[name]) for name, tensor in saved.items())
+
+
+def pruned(run):
+    weights = [part.weight for part in run.trainer.model.modules() if isinstance(part, nn.Linear)]
+    assert not any(name.endswith("_mask") for name, _ in run.trainer.model.named_buffers())
+    return all((weight == 0).float().mean() > 0.2 for weight in weights)
+
+
+def spikes_looked_for(run):
+    first = run.folder if run.mode != "resume" else run.folder.parent / "a"  # its place is part of its state
+    return run.callback.exclude_batches_path == str(first / "skip_batches.json") and run.callback.last_val > 0
+
+
+def shown(words):
+    return lambda run: words in run.out
+
+
+def logged(name):
+    return lambda run: any(name in key for key in run.logs)
+
+
+CASES = {
+    "BackboneFinetuning": Case(
+        lambda: of.BackboneFinetuning(unfreeze_backbone_at_epoch=1, verbose=False),
+        lambda run: run.groups == 3,
+        {"max_steps": 40, "num_train_epochs": 5},  # the callback moves its rate on in the third epoch
+        changes_weights=True,
+    ),
+    "BaseFinetuning": Case(Freezes, lambda run: run.groups == 3, changes_weights=True),
+    "BasePredictionWriter": Case(Writer, predictions_written),
+    "BatchSizeFinder": Case(
+        lambda: of.BatchSizeFinder(steps_per_trial=1, max_trials=3), batch_size_found, changes_weights=True
+    ),
+    "Callback": Case(Counts, lambda run: run.callback.batches > 0),
+    "Checkpoint": Case(Saves, lambda run: list(run.folder.glob("own-*.ckpt"))),
+    "DeviceStatsMonitor": Case(lambda: of.DeviceStatsMonitor(cpu_stats=True), logged("DeviceStatsMonitor")),
+    "EarlyStopping": Case(
+        lambda: of.EarlyStopping("eval_loss", patience=2, min_delta=10.0),
+        lambda run: run.trainer.state.global_step < 20,
+    ),
+    "GradientAccumulationScheduler": Case(
+        lambda: of.GradientAccumulationScheduler({0: 1, 1: 2}),
+        lambda run: run.trainer.state.epoch == 3 and run.trainer.state.global_step == 10 + 5 + 5,
+        {"max_steps": -1},
+        changes_weights=True,
+    ),
+    "LambdaCallback": Case(
+        lambda: of.LambdaCallback(
+            on_train_end=lambda trainer, module: setattr(trainer, "ended", True), on_save_checkpoint=count_saves
+        ),
+        asked_once_for_each_checkpoint,
+    ),
+    "LearningRateFinder": Case(
+        lambda: of.LearningRateFinder(num_training_steps=20, min_lr=1e-5, max_lr=0.1, early_stop_threshold=None),
+        rate_found,
+        changes_weights=True,
+    ),
+    "LearningRateMonitor": Case(of.LearningRateMonitor, logged("lr-AdamW")),
+    "ModelCheckpoint": Case(lambda: of.ModelCheckpoint(every_n_train_steps=5, save_top_k=-1), saved_beside_ours),
+    "ModelPruning": Case(
+        lambda: of.ModelPruning("l1_unstructured", parameter_names=["weight"], amount=0.3), pruned, changes_weights=True
+    ),
+    "ModelSummary": Case(of.ModelSummary, shown("Trainable params")),
+    # without an exception it does nothing
+    "OnExceptionCheckpoint": Case(
+        lambda: of.OnExceptionCheckpoint("unused"), lambda run: not list(run.folder.glob("**/*.ckpt"))
+    ),
+    "ProgressBar": Case(Bar, lambda run: run.callback.batches > 0),
+    "RichModelSummary": Case(of.RichModelSummary, shown("Trainable params")),
+    "RichProgressBar": Case(of.RichProgressBar, shown("Epoch")),
+    "StochasticWeightAveraging": Case(
+        lambda: of.StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1, annealing_epochs=1),
+        lambda run: run.callback.n_averaged.item() > 0 and run.logs["learning_rate"] == pytest.approx(0.05),
+        {"max_steps": -1, "num_train_epochs": 4},
+        changes_weights=True,
+    ),
+    "SpikeDetection": Case(lambda: of.SpikeDetection(warmup=1000), spikes_looked_for),
+    "ThroughputMonitor": Case(
+        lambda: of.ThroughputMonitor(batch_size_fn=lambda batch: len(batch["labels"]), window_size=4),
+        logged("train/device/batches_per_sec"),
+        {"logging_steps": 2},
+    ),
+    "Timer": Case(lambda: of.Timer(duration={"hours": 1}), lambda run: run.callback.time_elapsed("train") > 0),
+    "TQDMProgressBar": Case(of.TQDMProgressBar, shown("Epoch")),
+    "EMAWeightAveraging": Case(lambda: of.EMAWeightAveraging(decay=0.8), averaged, changes_weights=True),
+    "WeightAveraging": Case(of.WeightAveraging, averaged, changes_weights=True),
+}
+MODES = {
+    "fit": {},
+    "fit with evaluation": EVALUATED,
+    "accumulation 2": {"eval_strategy": "steps", "eval_steps": 2, "gradient_accumulation_steps": 2},
+    "resume": EVALUATED,
+}
+REFUSED = {
+    ("GradientAccumulationScheduler", "accumulation 2"): "gradient_accumulation_steps=2 and Gradient",
+    ("EarlyStopping", "fit"): "reads evaluations, and the run has none",
+}
+
+
+def test_every_class_has_its_case():
+    assert CASES.keys() == LIGHTNING_CALLBACKS.keys() == set(of.__all__)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", CASES)
+def test_callback(tmp_path, name, mode, capfd, monkeypatch):
+    """It does its work, and changes no weight unless that is its work; a resumed run ends as the whole one."""
+    case, folder = CASES[name], tmp_path / "a"
+    settings = {**case.settings, **MODES[mode]}
+    if (name, mode) in REFUSED:
+        with pytest.raises(UnsupportedArgument, match=REFUSED[name, mode]):
+            trained(tmp_path, case.make(), **settings)
+        return
+    # the level of the tests leaves its table out
+    monkeypatch.setattr(logging.getLogger("lightning.pytorch.callbacks.model_summary"), "info", print)
+    callback = case.make()
+    whole = trainer = trained(folder, callback, **settings)
+    for step in (5, 15, 25, 10) if mode == "resume" else ():  # in the middle of an epoch, and at its end
+        if step >= whole.state.global_step:
+            continue
+        folder, callback = tmp_path / f"from-{step}", case.make()
+        trainer = make_trainer(folder, callback, **settings)
+        trainer.train(resume_from_checkpoint=str(tmp_path / "a" / f"checkpoint-{step}"))
+        if name != "EarlyStopping" or step < 15:  # which is where it had stopped
+            assert trainer.state.global_step == whole.state.global_step
+            assert are_same(trainer.model, whole.model)
+    captured = capfd.readouterr()
+    assert case.check(Run(trainer, callback, mode, folder, captured.out + captured.err)), name
+    if mode in ("fit", "fit with evaluation"):
+        plain = trained(tmp_path / "plain", **settings)
+        stopped = trainer.state.global_step < plain.state.global_step
+        assert stopped or are_same(plain.model, trainer.model) != case.changes_weights
+
+
+# ---- Averages -------------------------------------------------------------------------------------------------------
+
+AVERAGING = {
+    "ema": lambda: of.EMAWeightAveraging(decay=0.8),
+    "mean": of.WeightAveraging,
+    "swa": lambda: of.StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1),
+}
+
+
+@pytest.mark.parametrize("make", AVERAGING.values(), ids=AVERAGING)
+def test_one_callback_for_several_runs(tmp_path, make):
+    """Each is what it is with a callback of its own; an evaluation after training is of the model."""
+    settings = {"max_steps": -1, "save_strategy": "no", "logging_steps": 1}
+    callback = make()
+    trained(tmp_path, callback, **settings)
+    trainer, own = trained(tmp_path, callback, **settings), trained(tmp_path, make(), **settings)
+    assert are_same(trainer.model, own.model)
+    assert not are_same(trainer.model, Model())
+    before, logs = Model(), trainer.state.log_history
+    before.load_state_dict(trainer.model.state_dict())
+    trainer.train()
+    assert trainer.state.log_history[0]["learning_rate"] == logs[0]["learning_rate"]
+    assert not are_same(trainer.model, before)
+    for parameter in trainer.model.parameters():
+        parameter.data.zero_()
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(math.log(3))
+
+
+def test_evaluations_and_checkpoints_are_of_the_average(tmp_path):
+    """Those too that overrides write, as libraries do that save the model themselves; a resumed run is exact."""
+
+    class Own(Trainer):
+        def _save(self, output_dir=None, state_dict=None):
+            super()._save(output_dir)
+            torch.save(self.model.state_dict(), f"{output_dir}/own.pt")
+
+    def make(folder):
+        settings = {**EVALUATED, "load_best_model_at_end": True}
+        return make_trainer(folder, of.EMAWeightAveraging(decay=0.7), kind=Own, **settings)
+
+    whole, plain = make(tmp_path / "a"), trained(tmp_path / "plain", **EVALUATED)
+    whole.train()
+    losses = {line["step"]: line["eval_loss"] for line in whole.state.log_history if "eval_loss" in line}
+    for step in (5, 10, 15, 20):
+        other, folder = Model(), tmp_path / "a" / f"checkpoint-{step}"
+        other.load_state_dict(load_file(folder / "model.safetensors"))
+        own = Model()
+        own.load_state_dict(torch.load(folder / "own.pt"))
+        assert are_same(own, other)
+        assert make_trainer(tmp_path / "other", model=other).evaluate()["eval_loss"] == losses[step]
+        assert losses[step] not in [line.get("eval_loss") for line in plain.state.log_history]
+    resumed = make(tmp_path / "b")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-5"))
+    assert are_same(resumed.model, whole.model)
+
+
+def test_averaged_batch_norm_has_statistics_of_its_own(tmp_path):
+    model = Model()
+    model.backbone = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16))
+    averaging = of.StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1)
+    settings = {"max_steps": -1, "num_train_epochs": 4, "per_device_train_batch_size": 19}
+    trained(tmp_path, averaging, model=model, **settings)
+    linear, norm = model.backbone
+    with torch.no_grad():
+        x = linear(torch.stack([sample["x"] for sample in plain_data()]))
+    assert norm.num_batches_tracked == 2
+    torch.testing.assert_close(norm.running_mean, x.mean(0))  # of two batches of one size
+    assert norm.momentum == 0.1
+    assert model.training
+
+
+# ---- Finders, stopping, and what is refused -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [of.LearningRateFinder, of.BatchSizeFinder])
+def test_finders_leave_nothing_behind(tmp_path, kind):
+    """A run with the found numbers given by hand is the same run."""
+    options = {"num_training_steps": 15, "max_lr": 0.1} if kind is of.LearningRateFinder else {"max_trials": 3}
+    finder = kind(**options)
+    found = trained(tmp_path / "a", finder, weight_decay=0.1)
+    if kind is of.LearningRateFinder:
+        settings = {"learning_rate": finder.optimal_lr.suggestion()}
+    else:
+        settings = {"per_device_train_batch_size": finder.optimal_batch_size}
+    given = trained(tmp_path / "b", weight_decay=0.1, **settings)
+    assert found.state.log_history[:-1] == given.state.log_history[:-1]
+    assert are_same(found.model, given.model)
+    assert not [*tmp_path.glob("**/.lr_find*"), *tmp_path.glob("**/.scale_batch_size*")]
+
+
+def test_one_that_suggests_only(tmp_path):
+    finder = of.LearningRateFinder(num_training_steps=15, max_lr=0.1, update_attr=False)
+    assert trained(tmp_path, finder).state.log_history[0]["learning_rate"] < 1e-2
+    assert math.isfinite(finder.optimal_lr.suggestion())
+
+
+@pytest.mark.parametrize("calls_super", [True, False])
+def test_metrics_that_overrides_add_are_monitored(tmp_path, calls_super):
+    class Adds(Trainer):
+        def evaluate(self, *args, **kwargs):
+            metrics = super().evaluate(*args, **kwargs) if calls_super else {}
+            metrics["eval_extra"] = float(self.state.global_step)
+            return metrics
+
+    stopper = of.EarlyStopping("eval_extra", patience=1)
+    assert trained(tmp_path, stopper, kind=Adds, **EVALUATED).state.global_step == 10  # smaller is better, but it grows
+    assert stopper.best_score == 5
+
+
+def test_spike_stops_training_and_names_the_batches(tmp_path):
+    class Spikes(Trainer):
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            loss = super().compute_loss(model, inputs, *args, **kwargs)
+            return loss * 1000 if self.state.global_step == 8 else loss
+
+    with pytest.raises(TrainingSpikeException):
+        trained(tmp_path, of.SpikeDetection(window=5, warmup=5, atol=1.0), kind=Spikes)
+    assert json.loads((tmp_path / "skip_batches.json").read_text())
+
+
+def test_exception_leaves_a_lightning_checkpoint(tmp_path):
+    class Fails(of.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if trainer.global_step == 3:
+                raise RuntimeError("enough")
+
+    with pytest.raises(RuntimeError, match="enough"):
+        trained(tmp_path, of.OnExceptionCheckpoint(tmp_path / "rescued"), Fails())
+    saved = torch.load(tmp_path / "rescued" / "on_exception.ckpt", weights_only=False)
+    assert saved["global_step"] == 3
+
+
+def test_timer_stops_training(tmp_path):
+    assert trained(tmp_path, of.Timer(duration={"seconds": 0}), max_steps=10_000).state.global_step < 10_000
+
+
+@pytest.mark.parametrize(("max_steps", "steps", "epoch"), [(-1, 10 + 3, 2), (7, 7, 0.7), (18, 18, 3.8)])
+def test_accumulation_by_epoch_counts_steps(tmp_path, max_steps, steps, epoch):
+    scheduler = of.GradientAccumulationScheduler({0: 1, 1: 4})
+    state = trained(tmp_path, scheduler, max_steps=max_steps, num_train_epochs=2).state
+    assert state.global_step == state.max_steps == steps
+    assert state.log_history[-1]["epoch"] == pytest.approx(epoch)
+
+
+class FinderByEpoch(of.LearningRateFinder):
+    def on_train_epoch_start(self, trainer, pl_module):
+        self.lr_find(trainer, pl_module)
+
+
+@pytest.mark.parametrize(
+    ("make", "settings", "words"),
+    [
+        (lambda: of.ModelPruning("l1_unstructured", make_pruning_permanent=False), {}, "make_pruning_permanent"),
+        (lambda: of.GradientAccumulationScheduler({1: 2}), {"gradient_accumulation_steps": 3}, "steps=3"),
+        (of.BatchSizeFinder, {"auto_find_batch_size": True}, "auto_find_batch_size and BatchSizeFinder"),
+        (FinderByEpoch, {}, "FinderByEpoch.on_train_epoch_start"),
+        (lambda: of.ModelCheckpoint(monitor="eval_loss"), {}, "waits for evaluations"),
+    ],
+)
+def test_refusals_say_why(tmp_path, make, settings, words):
+    with pytest.raises(UnsupportedArgument, match=words):
+        trained(tmp_path, make(), **settings)
+
+
+@pytest.mark.parametrize("kind", [of.EarlyStopping, of.ModelCheckpoint])
+def test_a_monitor_that_no_metric_matches(tmp_path, kind):
+    trainer = make_trainer(tmp_path, kind(monitor="eval_acuracy"), **EVALUATED)
+    with pytest.raises(Exception, match=r"eval_acuracy.*eval_loss"):
+        trainer.train()
+    assert trainer.state.global_step == 5
