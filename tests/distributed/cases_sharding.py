@@ -1,0 +1,265 @@
+"""Trainings of sharded models in many settings, by groups, for one, two or four processes.
+
+With the same global batch the processes must find the losses, norms and weights of one.
+"""
+
+import copy
+import functools
+import os
+
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.distributed import distributed_c10d
+
+from hftrainer import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
+from tests.support.parity import build
+from tests.support.tiny import MODELS, make_t5, t5_data, without_dropout
+
+#: Samples in a step of all processes; 40 of them make five steps an epoch, or two with accumulation.
+GLOBAL_BATCH = 8
+FIRST, PARTS = {"version": 1}, {"state_dict_type": "SHARDED_STATE_DICT"}
+#: Name → arguments.
+STRATEGIES = {
+    "ddp": {},
+    "fsdp1 full_shard": {"fsdp": "full_shard auto_wrap", "fsdp_config": FIRST},
+    "fsdp1 shard_grad_op": {"fsdp": "shard_grad_op", "fsdp_config": FIRST},
+    "fsdp1 no_shard": {"fsdp": "no_shard"},
+    "fsdp1 hybrid_shard": {"fsdp": "hybrid_shard auto_wrap"},
+    "fsdp1 hybrid_shard_zero2": {"fsdp": "hybrid_shard_zero2"},
+    "fsdp1 flat": {"fsdp": True, "fsdp_config": {"fsdp_use_orig_params": False, "backward_prefetch": "backward_pre"}},
+    "fsdp1 by size": {"fsdp": "full_shard", "fsdp_config": {**FIRST, "min_num_params": 100}},
+    "fsdp1 recomputed": {"fsdp": "full_shard", "fsdp_config": {**FIRST, "activation_checkpointing": True}},
+    "fsdp2": {"fsdp": True},
+    "fsdp2 shard_grad_op": {"fsdp": "shard_grad_op"},
+    "fsdp2 offload": {"fsdp": "full_shard offload"},
+    "fsdp2 by size": {"fsdp": True, "fsdp_config": {"min_num_params": 100}},
+    "fsdp2 recomputed": {"fsdp": True, "fsdp_config": {"activation_checkpointing": True}},
+    "fairscale simple": {"sharded_ddp": "simple"},
+    "fairscale zero_dp_2": {"sharded_ddp": "zero_dp_2 auto_wrap"},
+    "fairscale zero_dp_3": {"sharded_ddp": "zero_dp_3 auto_wrap offload"},
+}
+SETTINGS = {
+    "bert": {"average_tokens_across_devices": False},  # which would double the loss of BERT, as in transformers
+    "llama": {"gradient_accumulation_steps": 3},
+}
+#: Model and strategy of runs that end as one process does.
+COMPARED = [
+    *(("llama", name) for name in STRATEGIES),
+    *((model, name) for model in ("plain", "bert") for name in ("ddp", "fsdp1 full_shard", "fsdp2")),
+]
+#: Name → arguments, for checkpoints.
+SAVED = {
+    "ddp": {},
+    "fsdp1 whole": {"fsdp": True, "fsdp_config": FIRST},
+    "fsdp1 parts": {"fsdp": True, "fsdp_config": {**FIRST, **PARTS}},
+    "fsdp1 flat": {"fsdp": True, "fsdp_config": {**FIRST, "use_orig_params": False}},
+    "fsdp1 shard_grad_op parts": {"fsdp": "shard_grad_op", "fsdp_config": {**FIRST, **PARTS}},
+    "fsdp1 no_shard whole": {"fsdp": "no_shard"},
+    "fsdp1 hybrid parts": {"fsdp": "hybrid_shard", "fsdp_config": PARTS},
+    "fsdp1 hybrid_shard_zero2 whole": {"fsdp": "hybrid_shard_zero2"},
+    "fsdp1 recomputed": {"fsdp": True, "fsdp_config": {**FIRST, "activation_checkpointing": True}},
+    "fsdp2 whole": {"fsdp": True},
+    "fsdp2 parts": {"fsdp": True, "fsdp_config": PARTS},
+    "fsdp2 offload": {"fsdp": "full_shard offload"},
+    "fsdp2 recomputed": {"fsdp": True, "fsdp_config": {"activation_checkpointing": True}},
+}
+#: The kinds of checkpoints. Two processes write each, and any number goes on from it with another.
+KINDS = ("ddp", "fsdp1 whole", "fsdp1 parts", "fsdp2 whole", "fsdp2 parts")
+#: Those that train in different ways: parts and a whole differ in checkpoints alone.
+WAYS = ("ddp", "fsdp1 whole", "fsdp2 whole")
+#: Processes → reader → writers; one process has no launcher, and so no FSDP.
+READERS = {
+    1: {"ddp": KINDS},
+    2: {reader: [writer for writer in KINDS if writer != reader] for reader in KINDS},
+    4: {"fsdp1 parts": ("ddp", "fsdp1 parts", "fsdp2 parts"), "fsdp2 whole": ("fsdp1 parts", "fsdp2 whole")},
+}
+#: With which Lightning's own checkpoints are written.
+LIGHTNING = ("ddp", "fsdp1 whole", "fsdp2 parts")
+EVALUATED = ("ddp", "fsdp1 whole", "fsdp1 parts", "fsdp2 parts")
+HALF = [f"{name} {precision}" for name in WAYS for precision in ("bf16", "fp16")]
+
+
+def world_size():
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def found_by(trainer):
+    weights = trainer.accelerator.get_state_dict(trainer.model)
+    return {"logs": trainer.state.log_history, "weights": {name: value.clone() for name, value in weights.items()}}
+
+
+def run(model, strategy, folder, resume=None, **settings):
+    size = {"per_device_train_batch_size": GLOBAL_BATCH // world_size(), "logging_steps": 1}
+    settings = {**size, **SETTINGS.get(model, {}), **copy.deepcopy(strategy), **settings}
+    trainer, _ = build("hftrainer", model, folder, **settings)
+    trainer.train(resume_from_checkpoint=resume)
+    return found_by(trainer)
+
+
+def compared(folder):
+    """Each strategy with one model, and each model; alone only without a strategy."""
+    for model, strategy in COMPARED:
+        if world_size() > 1 or strategy == "ddp":
+            yield f"{model} {strategy}", run(model, STRATEGIES[strategy], folder / f"{model}-{strategy}")
+
+
+def saved(folder):
+    """Runs that save, and runs that go on from their checkpoints in the middle of the second epoch."""
+    for name, strategy in SAVED.items():
+        where = folder / "saved" / name
+        yield name, run("llama", strategy, where, save_strategy="steps", save_steps=3)
+        yield f"{name}, resumed", run("llama", strategy, folder / "resumed", where / "checkpoint-3")
+
+
+def exchanged(folder):
+    """Checkpoints of two processes, read by these with another strategy, by one and by four."""
+    for reader, writers in READERS[world_size()].items():
+        for writer in writers:
+            checkpoint = folder / "saved" / writer / "checkpoint-3"
+            yield f"{writer} {reader}", run("llama", SAVED[reader], folder / "exchanged", checkpoint)
+
+
+def lightning(folder):
+    """Runs with Lightning's callback for checkpoints besides ours."""
+    for name in LIGHTNING:
+        where = folder / "lightning" / name
+        kept = ModelCheckpoint(dirpath=where, filename="{step}", every_n_train_steps=5, save_top_k=-1)
+        best = ModelCheckpoint(dirpath=where / "best", monitor="eval_loss")  # saves when an evaluation has just ended
+        saving = {"eval_strategy": "steps", "eval_steps": 5, "save_strategy": "steps", "save_steps": 4}
+        yield name, run("plain", SAVED[name], where, **saving, trainer={"callbacks": [kept, best]})
+
+
+def chained(folder):
+    """A run that two processes have begun, gone on in one, which saves, and then in four."""
+    if world_size() == 1:
+        for name in LIGHTNING:
+            yield name, run("plain", {}, folder / "resumed", folder / "lightning" / name / "step=5.ckpt")
+        begun = folder / "lightning" / "fsdp2 parts" / "checkpoint-4"
+        yield "alone", run("plain", {}, folder / "chained", begun, save_strategy="steps", save_steps=4)
+    else:
+        for reader in READERS[world_size()]:
+            yield reader, run("plain", SAVED[reader], folder / "resumed", folder / "chained" / "checkpoint-8")
+
+
+def evaluated(folder):
+    """Evaluations before, in and after training, the best model loaded, and what save_model writes then."""
+    for name in EVALUATED:
+        where, strategy = folder / "evaluated" / name, copy.deepcopy(SAVED[name])
+        best = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+        settings = {**best, "load_best_model_at_end": True, "save_total_limit": 1, **strategy}
+        trainer, _ = build("hftrainer", "llama", where, **settings)
+        before = trainer.evaluate()
+        trainer.train()
+        trainer.save_model(str(where / "final"))
+        after = trainer.predict(trainer.eval_dataset)
+        tokens = {"use_cpu": True, "predict_with_generate": True, "report_to": "none"}
+        seq2seq = Seq2SeqTrainer(make_t5(), Seq2SeqTrainingArguments(str(where / "tokens"), **tokens, **strategy))
+        predictions = seq2seq.predict(t5_data(5), max_length=9, num_beams=2).predictions
+        yield name, {**found_by(trainer), "before": before, "after": after, "tokens": predictions}
+
+
+def half(folder):
+    for name in HALF:
+        strategy, precision = name.rsplit(" ", 1)
+        settings = {precision: True, "save_strategy": "steps", "save_steps": 4}
+        yield name, run("llama", SAVED[strategy], folder / "half" / name, **settings)
+
+
+def adapters(folder):
+    for name in ("ddp", "fsdp1 whole", "fsdp2 whole", "fsdp2 parts"):
+        where = folder / "peft" / name
+        yield name, run("peft", SAVED[name], where, save_strategy="steps", save_steps=4, num_train_epochs=1)
+        checkpoint = where / "checkpoint-4"
+        yield f"{name}, resumed", run("peft", SAVED[name], folder / "resumed", checkpoint, num_train_epochs=1)
+
+
+class Odd(torch.nn.Module):
+    """With running statistics, two names for one parameter, and a layer that no step uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.same = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+        self.same.weight = self.first.weight
+        self.norm, self.last, self.unused = torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 3), torch.nn.Linear(4, 4)
+
+    def forward(self, x, labels=None):
+        logits = self.last(self.norm(self.same(self.first(x).relu())))
+        return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def make_odd():
+    torch.manual_seed(3)
+    return Odd()
+
+
+def make_vit():
+    from transformers import ViTConfig, ViTForImageClassification
+
+    torch.manual_seed(3)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    config = ViTConfig(**sizes, image_size=8, patch_size=4, num_channels=1, num_labels=3, hidden_dropout_prob=0.0)
+    return ViTForImageClassification(config)
+
+
+def image_data(count=40):
+    generator = torch.Generator().manual_seed(0)
+    return [{"pixel_values": torch.randn(1, 8, 8, generator=generator), "labels": i % 3} for i in range(count)]
+
+
+class OwnLoader(Trainer):
+    """Nobody asks for the model's columns before it is sharded."""
+
+    def get_train_dataloader(self):
+        return self.accelerator.prepare(torch.utils.data.DataLoader(self.train_dataset, batch_size=4))
+
+
+def regressions(folder):
+    """Trainings that went wrong once."""
+    own = {"trainer_class": lambda library: OwnLoader, "eval_strategy": "epoch", "num_train_epochs": 1}
+    for name in WAYS:
+        strategy = SAVED[name]
+        settings = {"fp16": True, "max_steps": 20, "logging_steps": 1, **copy.deepcopy(strategy)}
+        trainer, _ = build("hftrainer", "llama", folder / "overflow", **settings)
+        trainer.accelerator.scaler._init_scale = 2.0**30  # all processes find infinite gradients at first
+        trainer.train()
+        yield f"overflow {name}", found_by(trainer)
+        smooth = {"label_smoothing_factor": 0.1, "max_steps": 3}
+        yield f"label smoothing {name}", run("llama", strategy, folder / "smooth", **smooth)
+        yield f"own loader {name}", run("plain", strategy, folder / "own", **own)
+
+
+SCHEDULE_FREE = {"optim": "schedule_free_adamw", "lr_scheduler_type": "constant", "warmup_steps": 0}
+ODD_MODELS = {"odd": {}, "vit": {}, "plain": SCHEDULE_FREE}
+
+
+def odd_models(folder):
+    """Unused, tied and buffered parts; weights that transformers renames; an optimizer with modes."""
+    MODELS["odd"], MODELS["vit"] = (make_odd, MODELS["plain"][1]), (make_vit, image_data)
+    for name in KINDS:
+        for model, settings in ODD_MODELS.items():
+            where = folder / "odd" / f"{model} {name}"
+            go = functools.partial(run, model, SAVED[name], num_train_epochs=1, **settings)
+            yield f"{model} {name}", go(where, save_strategy="steps", save_steps=3)
+            yield f"{model} {name}, resumed", go(folder / "resumed", where / "checkpoint-3")
+        begun = folder / "odd" / "vit ddp" / "checkpoint-3"
+        yield f"vit {name}, from ddp", run("vit", SAVED[name], folder / "resumed", begun, num_train_epochs=1)
+
+
+def groups(folder):
+    """How many process groups there are after each run, of which the last ones end training."""
+    for number, ends in enumerate((False, True, True)):
+        for kind in ("full_shard", "hybrid_shard"):
+            trainer, _ = build("hftrainer", "plain", folder / "groups", max_steps=1, fsdp=kind)
+            trainer.train()
+            yield (number, kind), len(distributed_c10d._world.pg_map)
+        if ends:
+            trainer.accelerator.end_training()
+
+
+def run_group(group, folder):
+    """What came of each run, by name."""
+    MODELS["peft"] = (without_dropout(MODELS["peft"][0]), MODELS["peft"][1])
+    for name in ("plain", "bert", "llama"):
+        make_model, make_data = MODELS[name]
+        MODELS[name] = (without_dropout(make_model), functools.partial(make_data, 40))
+    return dict(globals()[group](folder))
