@@ -1,17 +1,9 @@
-"""Searches in two processes under torchrun, and writes what each of them found.
-
-python search_sets.py FOLDER
-"""
+"""Searches in two ranks."""
 
 import logging
 import math
-import os
-import pickle
-import sys
-from pathlib import Path
 
 import optuna
-import torch
 
 from hftrainer import Trainer, TrainingArguments
 from hftrainer.errors import InvalidArgument, SearchFailed, UnsupportedArgument
@@ -43,10 +35,9 @@ def nan_at_first(trial):
     return {"learning_rate": trial.suggest_categorical("learning_rate", [1e-2]), "seed": trial.number}
 
 
-def main():
-    torch.set_num_threads(1)
+def find_all(folder):
+    """What a rank finds in searches of several kinds."""
     optuna.logging.set_verbosity(logging.WARNING)
-    folder, rank = Path(sys.argv[1]), os.environ["RANK"]
     args = TrainingArguments(
         str(folder / "out"),
         max_steps=6,
@@ -78,7 +69,7 @@ def main():
         "chosen": list(chosen),
     }
     found["folders"] = sorted(path.name for path in (folder / "out").glob("run-*"))
-    if rank == "0":
+    if trainer.is_world_process_zero():
         found["states"] = [trial.state.name for trial in trainer.hp_study.trials]
         found["all params"] = [trial.params for trial in trainer.hp_study.trials]
 
@@ -99,8 +90,4 @@ def main():
             trainer.hyperparameter_search(**{"hp_space": rates, "n_trials": 1, **keywords})
         except error as raised:
             found["refused"].append(str(raised))
-    (folder / f"{rank}.pkl").write_bytes(pickle.dumps(found))
-
-
-if __name__ == "__main__":
-    main()
+    return found

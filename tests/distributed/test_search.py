@@ -1,19 +1,13 @@
 """Trials that two processes train together: the main process asks, and the other follows it to the end of each."""
 
-import pickle
-from pathlib import Path
-
 import pytest
 
-from tests.support.launching import TORCHRUN, python
+from tests.distributed.cases_search import find_all
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("search")
-    run = python(*TORCHRUN, str(Path(__file__).with_name("search_sets.py")), str(folder))
-    assert run.returncode == 0, run.stderr[-3000:]
-    return [pickle.loads((folder / f"{rank}.pkl").read_bytes()) for rank in (0, 1)]
+def found(processes, tmp_path_factory):
+    return processes.run_ranks(find_all, 2, tmp_path_factory.mktemp("search"))
 
 
 def test_both_train_the_same_trials(found):

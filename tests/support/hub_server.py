@@ -18,7 +18,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import yaml
 
-from tests.support import warm
+from tests.support import processes
 
 #: Files that the Hub keeps as LFS objects, as the `.gitattributes` of a new repository says.
 LFS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".msgpack")
@@ -99,7 +99,7 @@ class HubServer:
         """The environment of a process that uses this server as the Hub, with its cache below `home`."""
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
         return {
-            **warm.environment(inherited),
+            **processes.environment(inherited),
             "HF_ENDPOINT": self.url,
             "HF_HOME": str(home),
             "HF_HUB_OFFLINE": "0",

@@ -110,8 +110,9 @@ def _run_script(words: list[str], *own: Any) -> None:
         sys.exit(1)
 
 
-def _run_function(function: Callable, given: tuple, answer: Any, *own: Any) -> None:
+def _run_function(call: bytes, answer: Any, *own: Any) -> None:
     _become(*own)
+    function, given = pickle.loads(call)  # its module is imported with the environment of the rank
     answer.send_bytes(pickle.dumps(function(*given)))
 
 
@@ -234,7 +235,8 @@ def run_ranks(function: Callable, count: int, *given: Any, fresh: bool = False, 
         for place in places:
             answer, sends = multiprocessing.Pipe(duplex=False)
             env = {**environment(), **place, **variables}
-            one = Started(_run_function, function, given, sends, cwd=folder, env=env, fresh=fresh, merge=True)
+            call = pickle.dumps((function, given))
+            one = Started(_run_function, call, sends, cwd=folder, env=env, fresh=fresh, merge=True)
             sends.close()
             started.append(one)
             answers.append(stack.enter_context(answer))
