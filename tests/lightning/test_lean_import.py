@@ -1,10 +1,6 @@
 """What a first training run imports, and that torchmetrics is as always for whoever imports it afterwards."""
 
-import subprocess
-
 import pytest
-
-from tests.support import warm
 
 TRAIN = """
 import gc, sys
@@ -35,17 +31,21 @@ assert [finder for finder in sys.meta_path if isinstance(finder, lean_import._Sa
 """
 
 
-def run(code, tmp_path):
-    env = {**warm.environment(), **warm.LIBRARIES}
-    done = subprocess.run([warm.PYTHON, "-c", code], env=env, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+@pytest.fixture(scope="module")
+def run(processes, tmp_path_factory):
+    """A function that runs code in a folder, in a process that has imported neither."""
+
+    def run_code(code, folder=None):
+        done = processes.run("-c", code, cwd=folder or tmp_path_factory.mktemp("run"), fresh=True)
+        assert done.returncode == 0, done.stderr
+
+    return run_code
 
 
-def test_a_run_needs_no_metrics(tmp_path):
+def test_a_run_needs_no_metrics(run):
     """Neither metrics, nor transformers and its models, which torchmetrics would import."""
     run(
         f"{TRAIN}\nassert not {{'torchmetrics', 'torchmetrics.functional', 'transformers'}} & {{*sys.modules}}",
-        tmp_path,
     )
 
 
@@ -90,7 +90,7 @@ assert is_torchmetric(Own()) and not is_torchmetric(Own)
 
 
 @pytest.fixture(scope="module")
-def forked(tmp_path_factory):
+def forked(run, tmp_path_factory):
     """What each of FORKED has raised, by name."""
     folder = tmp_path_factory.mktemp("forked")
     code = f"""{LEAN}
@@ -118,7 +118,7 @@ def test_torchmetrics_is_whole_when_it_is_imported(forked, name):
     assert name not in forked, forked[name]
 
 
-def test_torchmetrics_is_left_alone_once_it_is_there(tmp_path):
+def test_torchmetrics_is_left_alone_once_it_is_there(run):
     run(
         """
 import sys
@@ -128,11 +128,10 @@ finders = [*sys.meta_path]
 adapter()
 assert sys.modules["torchmetrics"] is torchmetrics and sys.meta_path == finders
 """,
-        tmp_path,
     )
 
 
-def test_any_other_name_makes_it_whole(tmp_path):
+def test_any_other_name_makes_it_whole(run):
     """A release of Lightning may ask for more while it is imported."""
     run(
         """
@@ -147,11 +146,10 @@ import torchmetrics
 assert torchmetrics.SumMetric is SumMetric
 assert not [finder for finder in sys.meta_path if isinstance(finder, lean_import._SamePackage)]
 """,
-        tmp_path,
     )
 
 
-def test_a_failed_import_can_be_repeated(tmp_path):
+def test_a_failed_import_can_be_repeated(run):
     run(
         """
 import sys
@@ -165,10 +163,9 @@ except KeyboardInterrupt:
 import torchmetrics
 assert torchmetrics.Metric is Metric and issubclass(torchmetrics.SumMetric, Metric)
 """,
-        tmp_path,
     )
 
 
 @pytest.mark.parametrize("before", ["enable", "disable"])
-def test_garbage_collection_is_as_before(before, tmp_path):
-    run(f"import gc; gc.{before}()\n{LEAN}\nassert gc.isenabled() == ('{before}' == 'enable')", tmp_path)
+def test_garbage_collection_is_as_before(before, run):
+    run(f"import gc; gc.{before}()\n{LEAN}\nassert gc.isenabled() == ('{before}' == 'enable')")

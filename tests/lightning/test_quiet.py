@@ -2,15 +2,10 @@
 
 import os
 import re
-import subprocess
 import textwrap
-from pathlib import Path
 
 import pytest
 
-from tests.support import warm
-
-ROOT = Path(__file__).parents[2]
 NOISE = re.compile(
     r"litmodels|litlogger|lightning\.ai|litdata|\btips?\b|💡|(GPU|TPU|MPS|HPU) available|using: \d+ TPU|"
     r"Trainer was signaled|max_(steps|epochs)=.* reached|LOCAL_RANK|Missing logger|"
@@ -18,8 +13,6 @@ NOISE = re.compile(
     re.IGNORECASE,
 )
 SCRIPT = """
-    import sys
-    sys.path[:0] = {paths!r}
     from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, RichProgressBar, Timer
     from hftrainer import Trainer, TrainingArguments
     from tests.support.tiny import make_plain, plain_data
@@ -45,13 +38,11 @@ RUNS = {
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_nothing_but_the_log_lines(tmp_path, run):
-    path = tmp_path / "script.py"
+def test_nothing_but_the_log_lines(tmp_path, processes, run):
     text = textwrap.dedent(SCRIPT) + textwrap.dedent(RUNS[run])
-    path.write_text(text.format(paths=[str(ROOT), str(ROOT / "adapters")], folder=str(tmp_path / "out")))
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTHONWARNINGS")}
-    environment = {**warm.environment(inherited), **warm.LIBRARIES}
-    done = subprocess.run([warm.PYTHON, str(path)], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    script = text.format(folder=str(tmp_path / "out"))
+    done = processes.run("-c", script, cwd=tmp_path, env=processes.environment(inherited), fresh=True)
     shown = done.stdout + done.stderr
     assert done.returncode == 0, shown
     assert not NOISE.findall(shown), shown

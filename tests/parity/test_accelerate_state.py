@@ -3,7 +3,6 @@
 import importlib
 import logging
 import os
-import subprocess
 import sys
 
 import accelerate
@@ -16,7 +15,6 @@ from accelerate.utils import broadcast_object_list, gather, gather_object
 
 import hftrainer
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
-from tests.support import warm
 from tests.support.parity import alike, assert_equal, build, train
 from tests.support.tiny import make_plain, plain_data
 
@@ -122,7 +120,7 @@ def test_arguments_of_transformers(tmp_path):
     assert AcceleratorState().device == args.device and args.distributed_state.num_processes == 1
 
 
-def test_accelerate_that_is_imported_later(tmp_path):
+def test_accelerate_that_is_imported_later(tmp_path, processes):
     """In a script that has not imported it."""
     script = (
         "import hftrainer, logging, sys\n"
@@ -131,8 +129,7 @@ def test_accelerate_that_is_imported_later(tmp_path):
         "logging.basicConfig(level='INFO')\n"
         "get_logger('late').info('said')\n"
     )
-    env = {**warm.environment(), **warm.LIBRARIES}
-    run = subprocess.run([warm.PYTHON, "-c", script], capture_output=True, text=True, env=env)
+    run = processes.run("-c", script, fresh=True)
     assert "INFO:late:" in run.stderr and "said" in run.stderr, run.stderr[-2000:]
 
 

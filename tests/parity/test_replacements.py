@@ -1,17 +1,13 @@
 """What replaced methods do to a run: the same as under transformers."""
 
 import contextlib
-import subprocess
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 
-from tests.support import warm
 from tests.support.parity import alike, build, record, train
 
-ROOT = Path(__file__).parents[2]
 EVERY_STEP = {"eval_strategy": "steps", "eval_steps": 2, "logging_steps": 1}
 
 
@@ -278,7 +274,7 @@ def test_evaluation_loader_that_is_not_prepared_keeps_its_rows(tmp_path):
     assert rows == {"hftrainer": [19, 19], "transformers": [19, 6]}
 
 
-def test_replaced_before_the_seq2seq_trainer_is_imported(tmp_path):
+def test_replaced_before_the_seq2seq_trainer_is_imported(tmp_path, processes):
     """A library that replaces `Trainer.training_step` at once reaches subclasses that are imported later."""
     script = f"""
 import hftrainer
@@ -290,6 +286,5 @@ args = hftrainer.Seq2SeqTrainingArguments({str(tmp_path)!r}, max_steps=3, use_cp
 hftrainer.Seq2SeqTrainer(make_plain(), args, train_dataset=plain_data(20)).train()
 print("called", len(calls))
 """
-    env = {**warm.environment(), **warm.LIBRARIES}
-    done = subprocess.run([warm.PYTHON, "-c", script], env=env, capture_output=True, text=True, cwd=ROOT, check=True)
-    assert "called 3" in done.stdout
+    done = processes.run("-c", script, cwd=tmp_path, fresh=True)
+    assert "called 3" in done.stdout, done.stderr

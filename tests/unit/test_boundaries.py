@@ -1,11 +1,8 @@
 """Who may import whom, as far as import-linter cannot say it: its contracts are in pyproject.toml, for `make lint`."""
 
 import ast
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-
-from tests.support import warm
 
 ROOT = Path(__file__).parents[2]
 OPTIONAL = {"transformers", "accelerate", "datasets", "peft", "deepspeed", "sklearn"}
@@ -67,12 +64,11 @@ def test_adapters_is_a_folder_and_no_package():
     assert not (ROOT / "adapters" / "__init__.py").exists()
 
 
-def test_importing_is_cheap():
+def test_importing_is_cheap(processes, tmp_path):
     """`from hftrainer import Trainer` must not pay for lightning or transformers."""
     code = (
         "import sys; from hftrainer import Trainer, TrainingArguments; TrainingArguments('unused');"
         "print(sorted({name.split('.')[0] for name in sys.modules} & {'lightning', 'transformers', 'optuna'}))"
     )
-    env = {**warm.environment(), **warm.LIBRARIES}
-    done = subprocess.run([warm.PYTHON, "-c", code], env=env, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    done = processes.run("-c", code, cwd=tmp_path, fresh=True)
+    assert done.stdout.strip() == "[]", done.stderr

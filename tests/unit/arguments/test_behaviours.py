@@ -3,16 +3,15 @@
 import ast
 import json
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from hftrainer import Trainer, TrainingArguments, install, uninstall
+from hftrainer.__main__ import main
 from hftrainer.arguments import behaviours
 from hftrainer.arguments.behaviours import EARLIER_DEFAULTS, NEWEST, RELEASES, TABLE, Behaviours
 from hftrainer.errors import InvalidArgument
-from tests.support import warm
 from tests.support.tiny import make_plain, plain_data
 
 ROOT = Path(__file__).parents[3]
@@ -119,12 +118,9 @@ def test_explain_names_the_installed_release(monkeypatch):
     assert "follow the installed" not in str(chosen.explain())
 
 
-def test_explain_on_the_command_line():
-    words = ["explain", "--json", "--lightning_config", '{"behaviour": "5.2"}']
-    line = [warm.PYTHON, "-m", "hftrainer", *words]
-    env = {**warm.environment(), **warm.LIBRARIES}
-    done = subprocess.run(line, env=env, capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout)["behaviour"]["release"] == "5.2"
+def test_explain_on_the_command_line(capsys):
+    main(["explain", "--json", "--lightning_config", '{"behaviour": "5.2"}'])
+    assert json.loads(capsys.readouterr().out)["behaviour"]["release"] == "5.2"
 
 
 def test_numbers_of_an_earlier_release(tmp_path):

@@ -6,24 +6,25 @@ import os
 import pty
 import re
 import struct
-import subprocess
 import termios
 import textwrap
-from pathlib import Path
 
 import pytest
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 
 import hftrainer
 from hftrainer import Trainer, TrainingArguments
-from tests.support import warm
 from tests.support.parity import comparable
 from tests.support.tiny import make_plain, plain_data
 
-ROOT = Path(__file__).parents[3]
 SCRIPT = """
-    import sys
-    sys.path[:0] = {paths!r}
+    import os, sys
+    if sys.argv[1:]:
+        terminal = os.open(sys.argv[1], os.O_RDWR | os.O_NOCTTY)
+        os.dup2(terminal, 1)
+        os.dup2(terminal, 2)
+        os.close(terminal)
+        print("begins", flush=True)
     from hftrainer import Trainer, TrainingArguments
     from tests.support.tiny import make_plain, plain_data
 
@@ -36,7 +37,7 @@ SCRIPT = """
 
 
 def script(folder):
-    text = textwrap.dedent(SCRIPT).format(paths=[str(ROOT), str(ROOT / "adapters")], folder=str(folder))
+    text = textwrap.dedent(SCRIPT).format(folder=str(folder))
     path = folder / "script.py"
     path.write_text(text)
     return path
@@ -53,13 +54,11 @@ def kinds(trainer):
     return [type(callback).__name__ for callback in trainer.callback_handler.callbacks]
 
 
-def test_in_a_file(tmp_path):
+def test_in_a_file(tmp_path, processes):
     """No bar and no control characters: each log line is a line."""
-    with (tmp_path / "out").open("w") as out:
-        subprocess.run(
-            [warm.PYTHON, script(tmp_path)], env=warm.environment(), cwd=tmp_path, stdout=out, stderr=out, check=True
-        )
-    text = (tmp_path / "out").read_text()
+    done = processes.run(script(tmp_path), cwd=tmp_path, merge=True)
+    assert done.returncode == 0, done.stderr
+    text = done.stderr
     assert not re.search(r"[\r\x1b\x08]", text)
     assert "it/s" not in text
     lines = [line for line in text.splitlines() if line.startswith("{")]
@@ -73,13 +72,12 @@ def test_in_a_file(tmp_path):
     assert all(line.endswith("}") for line in lines)
 
 
-def test_on_a_terminal(tmp_path):
+def test_on_a_terminal(tmp_path, processes):
     """The bar counts optimizer steps, that of the evaluation its batches."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0))
-    process = subprocess.Popen(
-        [warm.PYTHON, script(tmp_path)], env=warm.environment(), cwd=tmp_path, stdout=theirs, stderr=theirs
-    )
+    process = processes.start(script(tmp_path), os.ttyname(theirs), cwd=tmp_path, merge=True)
+    os.read(ours, 1)  # it has the terminal; without a process that has it, reading ends
     os.close(theirs)
     text = b""
     while True:

@@ -2,22 +2,39 @@
 
 import inspect
 import json
-import subprocess
+from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import pytest
 
 from hftrainer import TrainingArguments
-from tests.support import warm
+from hftrainer.__main__ import main
 
 
-def explain(*words: str, folder=None) -> subprocess.CompletedProcess:
-    env = {**warm.environment(), **warm.LIBRARIES}
-    command = [warm.PYTHON, "-m", "hftrainer", "explain", *words]
-    return subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True)
+@pytest.fixture
+def explain(capsys):
+    """A function that runs the command in this process; it returns the exit status and what is printed."""
+
+    def run(*words: str) -> SimpleNamespace:
+        status = 0
+        try:
+            main(["explain", *words])
+        except SystemExit as ended:
+            status = ended.code
+        shown = capsys.readouterr()
+        return SimpleNamespace(returncode=status or 0, stdout=shown.out, stderr=shown.err)
+
+    return run
 
 
-def test_command_line(tmp_path):
+@pytest.fixture
+def explain_script(processes, tmp_path):
+    """A function that runs it in a process of its own, since it executes a script."""
+    return lambda *words: processes.run("-m", "hftrainer", "explain", *words, cwd=tmp_path, fresh=True)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_command_line(tmp_path, explain):
     done = explain(
         *("--gradient_accumulation_steps", "4", "--do_train", "--learning_rate", "3e-4", "--no_cuda"),
     )
@@ -30,7 +47,7 @@ def test_command_line(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_refused():
+def test_refused(explain):
     done = explain("--train_sampling_strategy", "batch_rebalance", "--mp_parameters", "a=b")
     assert done.returncode == 1
     assert "  train_sampling_strategy='batch_rebalance': leave it at 'random'" in done.stdout
@@ -39,7 +56,7 @@ def test_refused():
 
 
 @pytest.mark.parametrize("words", [("--json", "--max_steps", "3"), ("--max_steps", "3", "--json")])
-def test_json(words):
+def test_json(words, explain):
     done = explain(*words)
     assert json.loads(done.stdout)["arguments"] == [
         {"argument": "max_steps", "value": 3, "kind": "handled", "detail": "data.schedule"}
@@ -56,7 +73,7 @@ def test_json(words):
         (["-m"], "-m needs the name of a module"),
     ],
 )
-def test_wrong_arguments(words, message):
+def test_wrong_arguments(words, message, explain):
     done = explain(*words)
     assert done.returncode == 2
     assert message in done.stderr
@@ -103,14 +120,13 @@ def test_the_call_is_one_that_lightning_takes():
     assert trainer.precision == "bf16-mixed"
 
 
-def test_nothing_is_imported_for_it():
+def test_nothing_is_imported_for_it(processes):
     code = (
         "import sys; from hftrainer import TrainingArguments; str(TrainingArguments(max_steps=1).explain());"
         "print(sorted({name.split('.')[0] for name in sys.modules} & {'lightning', 'transformers'}))"
     )
-    env = {**warm.environment(), **warm.LIBRARIES}
-    done = subprocess.run([warm.PYTHON, "-c", code], env=env, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    done = processes.run("-c", code, fresh=True)
+    assert done.stdout.strip() == "[]", done.stderr
 
 
 SCRIPT = """
@@ -157,8 +173,8 @@ def script(tmp_path):
         ("fails", 1, 7, "train.py ended before its Trainer with OSError: not cached. These are the arguments that it "),
     ],
 )
-def test_script(script, tmp_path, ending, status, steps, message):
-    done = explain("--json", script(ending), "--bf16", "--learning_rate", "3e-4", folder=tmp_path)
+def test_script(script, explain_script, tmp_path, ending, status, steps, message):
+    done = explain_script("--json", script(ending), "--bf16", "--learning_rate", "3e-4")
     assert done.returncode == status, done.stderr
     given = {line["argument"]: line["value"] for line in json.loads(done.stdout)["arguments"]}
     assert given.get("max_steps") == steps
@@ -169,19 +185,19 @@ def test_script(script, tmp_path, ending, status, steps, message):
     assert {path.name for path in tmp_path.iterdir()} == {"train.py", *written}
 
 
-def test_script_as_a_module(script, tmp_path):
+def test_script_as_a_module(script, explain_script):
     script("Trainer", "transformers")
-    done = explain("-m", "train", "--bf16", folder=tmp_path)
+    done = explain_script("-m", "train", "--bf16")
     assert done.returncode == 0, done.stderr
     assert "  max_steps=7" in done.stdout and "bf16-mixed" in done.stdout
 
 
-def test_script_without_arguments(tmp_path):
+def test_script_without_arguments(tmp_path, explain_script):
     (tmp_path / "train.py").write_text("raise OSError('not cached')")
-    done = explain("train.py", folder=tmp_path)
+    done = explain_script("train.py")
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "train.py ended before its Trainer with OSError: not cached, and made no TrainingArguments" in done.stderr
     assert "python -m hftrainer run train.py shows where the script ends" in done.stderr
     (tmp_path / "train.py").write_text("pass")
-    assert "train.py ended, and made no TrainingArguments" in explain("train.py", folder=tmp_path).stderr
-    assert explain("absent.py", folder=tmp_path).stderr.endswith("give the path of a file, or -m and a module\n")
+    assert "train.py ended, and made no TrainingArguments" in explain_script("train.py").stderr
+    assert explain_script("absent.py").stderr.endswith("give the path of a file, or -m and a module\n")
