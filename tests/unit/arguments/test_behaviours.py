@@ -119,7 +119,8 @@ def test_explain_names_the_installed_release(monkeypatch):
 
 
 def test_explain_on_the_command_line(capsys):
-    main(["explain", "--json", "--lightning_config", '{"behaviour": "5.2"}'])
+    with pytest.raises(SystemExit, match="0"):
+        main(["explain", "--json", "--lightning_config", '{"behaviour": "5.2"}'])
     assert json.loads(capsys.readouterr().out)["behaviour"]["release"] == "5.2"
 
 
