@@ -26,14 +26,6 @@ OPTIONS = {
     **{"width": 64, "pause": 0.0, "waits_at": None, "alone_until": None, "kill_at": 0, "adds": False},
     "adapters": False,
 }
-    "width": 64,
-    "pause": 0.0,
-    "waits_at": None,
-    "alone_until": None,
-    "kill_at": 0,
-    "adds": False,
-    "adapters": False,
-}
 #: Events of the interpreter at which a file is touched.
 TOUCHES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir", "os.listdir"}
 
