@@ -10,13 +10,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.metadata
+import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+logger = logging.getLogger(__name__)
+
 #: The releases of transformers that the table covers.
-RELEASES = (*(f"4.{minor}" for minor in range(48, 58)), *(f"5.{minor}" for minor in range(24)))
+RELEASES = (*(f"4.{minor}" for minor in range(48, 58)), *(f"5.{minor}" for minor in range(25)))
 NEWEST = RELEASES[-1]
 
 
@@ -342,7 +345,7 @@ _followed = NEWEST
 
 
 def of(release: str) -> Behaviours:
-    """The behaviours of a release.
+    """The behaviours of a release; those of the newest known one for a later release.
 
     Args:
         release: such as '4.57' or '4.57.6'.
@@ -357,11 +360,30 @@ def of(release: str) -> Behaviours:
     name = ".".join(release.split(".")[:2])
     if name not in RELEASES:
         near = _nearest(name) if re.fullmatch(r"\d+\.\d+", name) else None
+        if near == NEWEST:
+            _inform(newer_than_known(release))
+            return _of(NEWEST)
         raise ValueError(
             f"{release!r} is not a release of transformers whose behaviour is known, from {RELEASES[0]} to {NEWEST}"
             + (f"; the nearest is {near!r}." if near else ".")
         )
     return _of(name)
+
+
+def newer_than_known(version: str) -> str | None:
+    """A sentence about a version of transformers that came out after the newest release in the table; None for others."""
+    if _nearest(version) != NEWEST or ".".join(version.split(".")[:2]) == NEWEST:
+        return None
+    return (
+        f"transformers {version} is newer than {NEWEST}, the newest release that this hftrainer knows: what changed "
+        f"since then is not followed. Upgrade with pip install --upgrade hftrainer."
+    )
+
+
+@functools.cache
+def _inform(sentence: str | None) -> None:
+    if sentence:
+        logger.info(sentence)
 
 
 def _nearest(version: str) -> str:
@@ -414,6 +436,7 @@ def installed_release() -> str:
         version = importlib.metadata.version("transformers")
     except importlib.metadata.PackageNotFoundError:
         return NEWEST
+    _inform(newer_than_known(version))
     return _nearest(version)
 
 

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from hftrainer.arguments.behaviours import newer_than_known
 from hftrainer.cli.parser import Parser, add_json
 from hftrainer.cli.variables import environment
 from hftrainer.compat.version import __version__
@@ -122,6 +123,8 @@ def examine() -> Report:
     gaps = dict(_gaps())
     broken = gaps.pop("", None)
     problems = [f"hftrainer needs {', '.join(broken['packages'])}: {broken['install']}"] if broken else []
+    if (peer := _version("transformers")) and (newer := newer_than_known(peer)):
+        problems.append(newer)
     found: dict[str, Any] = {}
     if not _requirements():
         problems.append("hftrainer is not installed by pip, so its requirements are not checked: pip install .")

@@ -6,6 +6,7 @@ An object of a library can exist only if the library has been imported, so `sys.
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import importlib.util
 import sys
 from typing import Any
@@ -55,6 +56,15 @@ def normalization_layers() -> list[type]:
     """The normalization layers that models of transformers have registered (until v4.57), and torch's."""
     module = sys.modules.get("transformers.pytorch_utils")
     return list(getattr(module, "ALL_LAYERNORM_LAYERS", [torch.nn.LayerNorm]))
+
+
+@functools.lru_cache(maxsize=1)
+def name_of_cache() -> str:
+    """The key under which models of the installed transformers return their cache: renamed in v5.24."""
+    if importlib.util.find_spec("transformers") is None:
+        return "cache"
+    major, minor = importlib.metadata.version("transformers").split(".")[:2]
+    return "cache" if (int(major), int(minor)) >= (5, 24) else "past_key_values"
 
 
 def is_causal_lm(model: Any) -> bool:

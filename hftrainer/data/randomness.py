@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import random
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -76,6 +77,8 @@ class RandomSources:
                 generator = _new(state)
                 setattr(owners[owner], name, generator)
             _set_state(generator, state)
+            if hasattr(owners[owner], f"_{name}_pid"):  # collators discard a generator of another process (v5.24)
+                setattr(owners[owner], f"_{name}_pid", os.getpid())
         self.look()
 
     def _owners(self) -> dict[str, Any]:

@@ -2,13 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import logging
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
+import torch
 
 from hftrainer.evaluation.growing_array import GrowingArray
 from hftrainer.trainer_pt_utils import nested_apply, nested_numpify
+
+logger = logging.getLogger(__name__)
+
+
+def predictions(outputs: Any, ignored: Collection[str], *, has_loss: bool) -> Any:
+    """A model's outputs without the loss, the ignored keys, and objects that are no data, such as a cache.
+
+    Args:
+        outputs: a mapping, a tuple or list, or one tensor.
+        ignored: keys of a mapping to leave out.
+        has_loss: whether a loss is first in a tuple or list; in a mapping it is under 'loss'.
+
+    Returns:
+        A tuple of the values of a mapping; otherwise the same kind as `outputs`.
+    """
+    if isinstance(outputs, Mapping):
+        left_out = {*ignored, "loss"} if has_loss else {*ignored}
+        return tuple(
+            value for name, value in outputs.items() if name not in left_out and _is_data(value, repr(name))
+        )
+    outputs = outputs[1:] if has_loss else outputs
+    if type(outputs) not in (tuple, list):
+        return outputs
+    return type(outputs)(value for at, value in enumerate(outputs, has_loss) if _is_data(value, f"number {at}"))
+
+
+def _is_data(value: Any, name: str) -> bool:
+    """Whether a value has only leaves that can be concatenated; warns once for each name and type."""
+    strange: list[Any] = []
+    nested_apply(lambda leaf: isinstance(leaf, _LEAVES) or strange.append(leaf), value)
+    if strange:
+        _warn_once(name, type(strange[0]).__name__)
+    return not strange
+
+
+@functools.cache
+def _warn_once(name: str, kind: str) -> None:
+    logger.warning(
+        "The model's output %s contains a %s, which is not a tensor and is left out of the predictions. To leave it "
+        "out without this warning, add its key to ignore_keys or to the config's keys_to_ignore_at_inference.",
+        name,
+        kind,
+    )
+
+
+_LEAVES = (torch.Tensor, np.ndarray, np.generic, str, bytes, bool, int, float, complex)
 
 
 class OutputCollector:

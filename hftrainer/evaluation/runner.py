@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from hftrainer.arguments import legacy
+from hftrainer.compat import peers
 from hftrainer.compat.functions import has_length
 from hftrainer.compat.messages import log_facts
 from hftrainer.compat.overrides import accepts, call_with_accepted, with_accepted
@@ -23,6 +24,7 @@ from hftrainer.errors import InvalidArgument
 from hftrainer.evaluation import gathering
 from hftrainer.evaluation.evaluation_pass import EvaluationPass
 from hftrainer.evaluation.metrics import TorchMetrics, as_metrics
+from hftrainer.evaluation.outputs import predictions
 from hftrainer.parallel import devices
 from hftrainer.parallel.communication import Awaiting
 from hftrainer.reporting.metrics import mean_loss
@@ -30,7 +32,6 @@ from hftrainer.trainer_pt_utils import nested_detach
 from hftrainer.trainer_utils import EvalLoopOutput, PredictionOutput, speed_metrics
 from hftrainer.training.context import Room, TrainerContext
 from hftrainer.training.logged_metrics import LoggedMetrics, split_losses
-from hftrainer.training.loss import outputs_without
 from hftrainer.training.xla import print_xla_metrics
 
 logger = logging.getLogger(__name__)
@@ -155,11 +156,11 @@ class EvaluationRunner(Room):
             if has_labels or (not names and returns_loss):
                 labels = nested_detach(_without_tuple_of_one(tuple(inputs.get(name) for name in names)))
                 loss, outputs = self._loss_and_outputs(model, inputs, loss_only)
-                logits = outputs_without(outputs, [*ignore_keys, "loss"], skip_first=True)
+                logits = predictions(outputs, ignore_keys, has_loss=True)
             else:
                 with trainer.compute_loss_context_manager():
                     outputs = model(**inputs)
-                logits = outputs_without(outputs, ignore_keys, skip_first=False)
+                logits = predictions(outputs, ignore_keys, has_loss=False)
                 if self.context.past_index >= 0:
                     self.run.past = outputs[self.context.past_index - 1]
         if loss_only:
@@ -170,7 +171,10 @@ class EvaluationRunner(Room):
         """Outputs that the model's config excludes from predictions."""
         config = getattr(self.trainer.model, "config", None)
         leaves_out = config is not None and self.context.behaviours.leaves_out_past
-        return getattr(config, "keys_to_ignore_at_inference", ["past_key_values"] if leaves_out else [])
+        cache = peers.name_of_cache()
+        ignored = list(getattr(config, "keys_to_ignore_at_inference", [cache] if leaves_out else []))
+        # Models written for earlier releases name it as these did; their outputs have it under today's name.
+        return [*ignored, cache] if set(ignored) & {"past_key_values", "cache_params"} else ignored
 
     def _run(self, dataloader: DataLoader, description: str, **settings: Any) -> EvalLoopOutput:
         """`evaluation_loop`, or `prediction_loop` if the arguments or a subclass for v4.4 or earlier need it."""

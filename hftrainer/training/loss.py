@@ -56,10 +56,3 @@ def check_loss(loss: Any) -> torch.Tensor:
         return loss
     shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
     raise InvalidArgument(f"The loss must be a tensor with one number, and is {shown}: {REMEDY}")
-
-
-def outputs_without(outputs: Any, ignored: list[str], *, skip_first: bool) -> Any:
-    """A model's predictions: its outputs without some keys, and without the loss that comes first in a tuple."""
-    if isinstance(outputs, Mapping):
-        return tuple(value for name, value in outputs.items() if name not in ignored)
-    return outputs[1:] if skip_first else outputs

@@ -63,11 +63,11 @@ def test_a_release_is_chosen_once_for_a_trainer(tmp_path):
     [
         (
             "4.30",
-            "'4.30' is not a release of transformers whose behaviour is known, from 4.48 to 5.23; "
+            "'4.30' is not a release of transformers whose behaviour is known, from 4.48 to 5.24; "
             "the nearest is '4.48'",
         ),
-        ("5.99", "the nearest is '5.23'."),
-        ("newest", "from 4.48 to 5.23."),
+        ("4.58", "the nearest is '4.57'."),
+        ("newest", "from 4.48 to 5.24."),
         (5.10, "give the release as text: the number 5.10 would be read as 5.1"),
         (None, "give a release as text"),
     ],
@@ -78,9 +78,18 @@ def test_unknown_releases_are_refused(given, message):
     assert str(error.value).startswith("lightning_config['behaviour']: ")
 
 
+def test_a_release_that_is_newer_than_known_follows_the_newest(tmp_path, caplog):
+    caplog.set_level("INFO", logger="hftrainer")
+    behaviours._inform.cache_clear()
+    for _ in range(2):
+        assert make_trainer(tmp_path, lightning_config={"behaviour": "7.1"})._hftrainer.behaviours.release == NEWEST
+    said = [record for record in caplog.records if "transformers 7.1 is newer than" in record.getMessage()]
+    assert [record.levelname for record in said] == ["INFO"]
+
+
 @pytest.mark.parametrize(
     ("version", "followed"),
-    [("4.57.6", "4.57"), ("5.2.0", "5.2"), ("5.24.0.dev0", NEWEST), ("6.0.0", NEWEST), ("4.30.2", "4.48")],
+    [("4.57.6", "4.57"), ("5.2.0", "5.2"), ("5.24.0.dev0", "5.24"), ("6.0.0", NEWEST), ("4.30.2", "4.48")],
 )
 def test_install_follows_the_installed_release(version, followed, monkeypatch, tmp_path):
     monkeypatch.setattr("importlib.metadata.version", lambda name: {"transformers": version}[name])

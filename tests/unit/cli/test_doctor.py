@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from hftrainer.__main__ import main
+from hftrainer.arguments.behaviours import NEWEST
 from hftrainer.cli import doctor
 from hftrainer.cli.variables import EFFECTS, environment
 from hftrainer.parallel import devices
@@ -69,6 +70,13 @@ def test_what_is_missing_and_the_command(installed, capsys):
     status, text = run(capsys)
     assert status == 1
     assert "hftrainer needs lightning<2.7,>=2.6.0, not 2.7.1: pip install --upgrade hftrainer" in text
+
+
+def test_a_release_of_transformers_that_is_newer_than_known(installed, capsys):
+    installed["transformers"] = NEWEST + ".1"
+    assert "newer" not in run(capsys)[1]
+    installed["transformers"] = "6.1.0"
+    assert f"transformers 6.1.0 is newer than {NEWEST}, the newest release that this hftrainer" in run(capsys)[1]
 
 
 def test_a_folder_that_is_not_installed(monkeypatch):
