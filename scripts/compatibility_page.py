@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "COMPATIBILITY.md"
 sys.path[:0] = [str(ROOT), str(ROOT / "adapters")]
 
-from hftrainer.arguments.table import PLANNED_VALUES, TABLE
+from hftrainer.arguments.table import TABLE
 
 from hftrainer import Seq2SeqTrainingArguments
 from hftrainer.arguments import behaviours
@@ -143,9 +143,8 @@ Tools that rewrite the source text of the private loop of `transformers.Trainer`
 - **mapped**: becomes a setting of Lightning
 - **handled**: by a module of hftrainer
 - **inert**: accepted, and nothing follows from it, for the reason given
-- **planned**: only its default is accepted in this release; anything else is refused when the Trainer is built, with
-  what to do meanwhile
-- **refused**: for good, with the reason
+- **refused**: only its default is accepted; anything else is refused when the Trainer is built, with the reason and what
+  to use instead
 
 """
 
@@ -156,8 +155,7 @@ def page() -> str:
     rows = "| argument | becomes | detail |\n| --- | --- | --- |\n"
     for field in sorted(dataclasses.fields(Seq2SeqTrainingArguments), key=lambda field: field.name):
         row = TABLE[field.name]
-        planned = ", ".join(f"`{value}`" for value in sorted(PLANNED_VALUES.get(field.name, ())))
-        detail = f"{row.detail}; planned: {planned}" if planned else row.detail
+        detail = row.detail
         if field.name in EARLIER_DEFAULTS:
             detail += f" (earlier default: {EARLIER_DEFAULTS[field.name]})"
         rows += f"| `{field.name}` | {row.kind} | {detail} |\n"

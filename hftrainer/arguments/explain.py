@@ -19,8 +19,7 @@ TITLES = {
     "mapped": "Settings of Lightning",
     "handled": "Done by hftrainer",
     "inert": "Accepted, without effect",
-    "planned": "Refused: not in this release yet",
-    "refused": "Refused for good",
+    "refused": "Refused",
 }
 
 
@@ -76,7 +75,7 @@ class Explanation:
     @property
     def refused(self) -> list[str]:
         """The arguments with which no Trainer can be made."""
-        return [line.argument for line in self.lines if line.kind in ("planned", "refused")]
+        return [line.argument for line in self.lines if line.kind == "refused"]
 
 
 def explain(args: BaseArguments) -> Explanation:

@@ -37,8 +37,8 @@ class Row:
 
     Attributes:
         kind: 'mapped' (to a Lightning setting), 'handled' (by a module of hftrainer), 'inert' (accepted without
-            effect), 'planned' (only its neutral value is accepted in this release), 'refused' (permanently).
-        detail: the setting, the module, the reason, or what to use instead for now.
+            effect), 'refused' (only its neutral value is accepted).
+        detail: the setting, the module, the reason, or what to use instead.
     """
 
     kind: str
@@ -47,10 +47,6 @@ class Row:
 
 def _rows(kind: str, **details: str) -> dict[str, Row]:
     return {name: Row(kind, detail) for name, detail in details.items()}
-
-
-def _planned(detail: str, *names: str) -> dict[str, Row]:
-    return {name: Row("planned", detail) for name in names}
 
 
 _TRACKIO = "integrations: read by the Trackio callback of transformers"
@@ -249,10 +245,6 @@ ACCEPTED: dict[str, tuple[str, ...]] = {
     "half_precision_backend": _BACKENDS,
     "fp16_opt_level": ("O0", "O1", "01"),
 }
-#: Values of handled arguments that are not supported yet.
-PLANNED_VALUES: dict[str, frozenset[str]] = {
-    "train_sampling_strategy": frozenset({"batch_rebalance"}),
-}
 
 
 #: Arguments that transformers reads once, when the Trainer is made. Later changes have no effect.
@@ -293,8 +285,6 @@ _DDP = ("find_unused_parameters", "bucket_cap_mb", "broadcast_buffers", "static_
 def row_of(args: BaseArguments, field: dataclasses.Field[Any]) -> tuple[Row, bool]:
     """The row of one argument with its value, and whether that value differs from a neutral one."""
     row, value = TABLE[field.name], getattr(args, field.name)
-    if isinstance(value, str) and value in PLANNED_VALUES.get(field.name, ()):
-        row = Row("planned", f"leave it at {field.default!r}")
     if field.name in ACCEPTED and value not in (None, *ACCEPTED[field.name]):
         row = Row("refused", row.detail)
     if field.name in _KEPT:
@@ -314,9 +304,8 @@ def check_supported(resolved: ResolvedArguments, *, own_optimizer: bool = False)
         if field.name not in TABLE:
             continue  # a field of the user's own subclass
         row, given = row_of(args, field)
-        if given and row.kind in ("planned", "refused"):
-            yet = " yet" if row.kind == "planned" else ""
-            found.append(f"{field.name}={getattr(args, field.name)!r} is not supported{yet}: {row.detail}.")
+        if given and row.kind == "refused":
+            found.append(f"{field.name}={getattr(args, field.name)!r} is not supported: {row.detail}.")
     for name, neutral_values in LAUNCHER.items():
         if (value := os.environ.get(name, "")).lower() not in neutral_values:
             found.append(f"The launcher asks for {name}={value}, which is not supported yet: launch without it.")

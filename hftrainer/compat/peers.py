@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from hftrainer.errors import MissingPackage
+
 
 def _is_instance(value: Any, module: str, *class_names: str) -> bool:
     library = sys.modules.get(module)
@@ -104,6 +106,27 @@ def _is_buffered(stream: Any) -> bool:
     return type(stream).__name__ == "BufferShuffledExamplesIterable" or any(
         _is_buffered(source) for source in sources if source is not None
     )
+
+
+def batch_rebalance_sampler() -> Any:
+    """transformers' sampler of batches with about the same cost on each rank.
+
+    Raises:
+        MissingPackage: when the installed release does not have it.
+    """
+    try:
+        from transformers.trainer_pt_utils import BatchRebalanceSampler
+    except ImportError:
+        raise MissingPackage(
+            "train_sampling_strategy='batch_rebalance' uses the sampler of a newer transformers than the installed one: "
+            "pip install --upgrade transformers, or choose 'group_by_length'."
+        ) from None
+    return BatchRebalanceSampler
+
+
+def is_rebalanced(sampler: Any) -> bool:
+    """Whether `sampler` yields whole batches that are already this rank's."""
+    return _is_instance(sampler, "transformers.trainer_pt_utils", "BatchRebalanceSampler")
 
 
 def shard_of(dataset: Any, rank: int, processes: int) -> Any | None:

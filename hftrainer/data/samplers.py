@@ -135,7 +135,7 @@ class LengthGroupedSampler(Sampler):
         if dataset is None and lengths is None:
             raise InvalidArgument("LengthGroupedSampler needs the dataset or its lengths.")
         self.batch_size = batch_size
-        self.lengths = _lengths(dataset, model_input_name or "input_ids") if lengths is None else list(lengths)
+        self.lengths = count_lengths(dataset, model_input_name or "input_ids") if lengths is None else list(lengths)
         self.generator = generator
 
     def __len__(self) -> int:
@@ -155,12 +155,17 @@ class LengthGroupedSampler(Sampler):
         return iter([index for group in groups for index in group])
 
 
-def _lengths(dataset: Any, name: str) -> list[int]:
+def count_lengths(dataset: Any, name: str) -> list[int]:
+    """The length of each sample's `name`; reads the whole dataset.
+
+    Raises:
+        InvalidArgument: when the samples do not have it.
+    """
     first = dataset[0]
     if not isinstance(first, Mapping) or name not in first:
         has = f"the keys {', '.join(first)}" if isinstance(first, Mapping) else f"type {type(first).__name__}"
         raise InvalidArgument(
-            f"Samples cannot be grouped by length: they have {has}, but not {name!r}. Add a column with the lengths, "
+            f"The lengths of the samples are not known: they have {has}, but not {name!r}. Add a column with the lengths, "
             "and set length_column_name to its name."
         )
     return [len(sample[name]) for sample in dataset]

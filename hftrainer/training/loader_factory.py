@@ -16,8 +16,8 @@ from hftrainer.compat.functions import has_length, number_of_arguments
 from hftrainer.data import columns
 from hftrainer.data.dispatch import DataCollectives
 from hftrainer.data.loaders import PreparedDataLoader
-from hftrainer.data.samplers import LengthGroupedSampler
-from hftrainer.data.sharding import ShardSpec
+from hftrainer.data.samplers import LengthGroupedSampler, count_lengths
+from hftrainer.data.sharding import ALL, ShardSpec
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
 from hftrainer.parallel.devices import UNPINNED
 from hftrainer.parallel.seeds import seed_worker
@@ -91,8 +91,12 @@ class LoaderFactory(Room):
         }
         if not isinstance(dataset, IterableDataset):
             self._with_all_columns = dataset, given  # samplers may need what the model does not
-            settings["sampler"] = _call_sampler(sampler_fn, dataset)
-            settings["drop_last"] = args.dataloader_drop_last
+            sampler = _call_sampler(sampler_fn, dataset)
+            if peers.is_rebalanced(sampler):  # it yields whole batches
+                settings["batch_sampler"] = sampler
+                del settings["batch_size"]
+            else:
+                settings |= {"sampler": sampler, "drop_last": args.dataloader_drop_last}
             if is_training:
                 by_rank = self.context.behaviours.seeds_workers_by_rank
                 settings["worker_init_fn"] = functools.partial(
@@ -111,6 +115,8 @@ class LoaderFactory(Room):
         # `sortish_sampler` is the old argument for it.
         if args.train_sampling_strategy == "group_by_length" or getattr(args, "sortish_sampler", False):
             return self._length_grouped_sampler(dataset, self.run.train_batch_size * args.gradient_accumulation_steps)
+        if args.train_sampling_strategy == "batch_rebalance":
+            return self._rebalanced_batches(dataset)
         return SequentialSampler(dataset) if args.train_sampling_strategy == "sequential" else RandomSampler(dataset)
 
     def evaluation_sampler(self, dataset: Any) -> Sampler | None:
@@ -177,12 +183,13 @@ class LoaderFactory(Room):
                 "tp_size gives neighbouring ranks the same batches; iterable datasets and dispatch_batches do not: "
                 "use a dataset with a length, without dispatch_batches."
             )
+        shared = peers.is_rebalanced(loader.batch_sampler)  # its batches are those of this rank
         return PreparedDataLoader.from_loader(
             loader,
             trainer.args.device,
             seed=trainer.accelerator.dataloader_config.data_seed,
             config=config,
-            share=ShardSpec(processes.data_rank, processes.data_processes),
+            share=ALL if shared else ShardSpec(processes.data_rank, processes.data_processes),
             messenger=messenger if training else None,
         )
 
@@ -206,25 +213,39 @@ class LoaderFactory(Room):
     def _length_grouped_sampler(
         self, dataset: Any, batch_size: int, generator: torch.Generator | None = None
     ) -> LengthGroupedSampler:
-        """A sampler that groups samples by length; lengths come from `length_column_name`, or are counted once.
+        """A sampler that groups samples by length, with the samples in a group and the generator of the order."""
+        return LengthGroupedSampler(batch_size, lengths=self._lengths(dataset), generator=generator)
 
-        Args:
-            dataset: the samples.
-            batch_size: samples in a group.
-            generator: the random generator of the order.
+    def _rebalanced_batches(self, dataset: Any) -> Sampler:
+        """The batches of this process, of about the same cost as those of the other ranks.
+
+        Raises:
+            MissingPackage: when the installed transformers does not have this sampler.
+        """
+        processes, args = self.trainer.accelerator.processes, self.trainer.args
+        accumulation, ranks = args.gradient_accumulation_steps, processes.data_processes
+        return peers.batch_rebalance_sampler()(
+            lengths=self._lengths(dataset),
+            effective_batch_size=self.run.train_batch_size * accumulation * ranks,
+            dp_size=ranks,
+            grad_accum=accumulation,
+            rank=processes.data_rank,
+            drop_last=args.dataloader_drop_last,
+        )
+
+    def _lengths(self, dataset: Any) -> list[int]:
+        """The length of each sample: from `length_column_name`, or counted in the model's main input.
+
+        Raises:
+            InvalidArgument: when the samples have neither.
         """
         column = self.trainer.args.length_column_name
         without_columns, source = self._with_all_columns
         source = source if without_columns is dataset else dataset
-        known = peers.is_dataset(source) and column in source.column_names
+        if peers.is_dataset(source) and column in source.column_names:
+            return list(map(int, source[column]))
         names = getattr(self.trainer.processing_class, "model_input_names", None)
-        return LengthGroupedSampler(
-            batch_size,
-            dataset=dataset,
-            lengths=source[column] if known else None,
-            model_input_name=names[0] if names else None,
-            generator=generator,
-        )
+        return count_lengths(dataset, names[0] if names else "input_ids")
 
     def counted_labels(self, batch: Any) -> Any:
         """The labels of a batch that count for its loss."""

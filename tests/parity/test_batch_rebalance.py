@@ -1,0 +1,35 @@
+"""`train_sampling_strategy="batch_rebalance"`: batches of varying sizes and the same cost, by transformers' sampler."""
+
+import pytest
+
+from tests.support.parity import EVERY_STEP, assert_same_weights, both, build, train
+from tests.support.tiny import make_llama, pad, varied_language_data
+
+pytestmark = pytest.mark.newest_peer
+SETTINGS = {"train_sampling_strategy": "batch_rebalance", "gradient_accumulation_steps": 2, **EVERY_STEP}
+
+
+def given():
+    data = varied_language_data(23)
+    return {"model": make_llama(), "train_dataset": data, "eval_dataset": data[:8], "data_collator": pad}
+
+
+@pytest.mark.parametrize("drops", [False, True])
+def test_training(tmp_path, drops):
+    record = both(tmp_path, given, **SETTINGS, dataloader_drop_last=drops)
+    assert record.extra["global_step"] == (4 if drops else 6)
+
+
+def test_resume_within_an_epoch(tmp_path):
+    settings = {**SETTINGS, "logging_steps": 1}
+    whole = train("hftrainer", "plain", tmp_path, trainer=given(), **settings)
+    resumed = train("hftrainer", "plain", tmp_path, trainer=given(), resume=str(tmp_path / "checkpoint-2"), **settings)
+    assert resumed.logs[:-1] == whole.logs[:-1]  # but for the mean loss, which is that of the steps of a run
+    assert_same_weights(resumed.weights, whole.weights)
+
+
+def test_samples_without_a_length(tmp_path):
+    data = [{"x": row["input_ids"]} for row in varied_language_data(8)]
+    trainer, _ = build("hftrainer", "plain", tmp_path, trainer={"model": make_llama(), "train_dataset": data}, **SETTINGS)
+    with pytest.raises(ValueError, match="'input_ids'.*length_column_name"):
+        trainer.train()
