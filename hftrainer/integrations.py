@@ -87,9 +87,12 @@ def chosen(report_to: str | Sequence[str] | None) -> list[str]:
     names = [{"comet": "comet_ml"}.get(name, name) for name in given if name != "none"]
     for name in names:
         _check(name)
-    if _is_available("kubeflow"):  # its jobs always report
-        names.append("kubeflow")
     return [name for name in dict.fromkeys(names) if not _is_switched_off(name)]
+
+
+def with_kubeflow(names: list[str]) -> list[str]:
+    """The trackers of a run: a job of Kubeflow reports to it, whatever its script says."""
+    return names if {"kubeflow", "all"} & set(names) or not _is_available("kubeflow") else [*names, "kubeflow"]
 
 
 def _check(name: str) -> None:
@@ -146,13 +149,15 @@ def _comet_mode() -> str:
 
 def _is_available(name: str) -> bool:
     """Whether 'all' includes a tracker."""
+    if name == "kubeflow" and KUBEFLOW not in os.environ:
+        return False
     if missing_packages(name) or _is_switched_off(name):
         return False
     if name == "azure_ml":  # skipped if MLflow is used, which writes to Azure too
         return not _is_available("mlflow")
     if name == "comet_ml":
         return _comet_is_configured()
-    return (name != "kubeflow" or KUBEFLOW in os.environ) and _is_written_to(name)
+    return _is_written_to(name)
 
 
 def _is_written_to(name: str) -> bool:

@@ -18,6 +18,8 @@ import torch
 
 from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.errors import InvalidArgument
+from hftrainer.parallel.process_state import DistributedType, ProcessState
+from hftrainer.parallel.processes import Processes
 
 _TRUE = ("1", "on", "t", "true", "y", "yes")
 
@@ -34,16 +36,14 @@ def begin(args: Any) -> None:
     _fill_partial(library, args, _kind(args))
 
 
-def _kind(args: Any) -> str:
-    """Accelerate's `DistributedType`; 'NO' until the process group starts."""
+def _kind(args: Any) -> DistributedType:
+    """Accelerate's name for the processes; `NO` until the process group starts."""
     if args.device.type == "xla":
-        return "XLA"
-    if not torch.distributed.is_initialized():
-        return "NO"
-    if args.hf_deepspeed_config is not None:
-        return "DEEPSPEED"
-    kind = "GPU" if args.device.type == "cuda" else args.device.type.upper()
-    return f"MULTI_{kind}" if args.world_size > 1 else "NO"
+        return DistributedType.XLA
+    connected = torch.distributed.is_initialized()
+    if connected and args.hf_deepspeed_config is not None:
+        return DistributedType.DEEPSPEED
+    return DistributedType.of(args.device.type, several=connected and args.world_size > 1)
 
 
 def follow(args: Any, accelerator: Any) -> None:
@@ -85,9 +85,6 @@ def current(args: Any) -> Any:
     library = _library()
     if library is not None:
         return library.PartialState()
-    from hftrainer.parallel.process_state import ProcessState
-    from hftrainer.parallel.processes import Processes
-
     return ProcessState(Processes.at(args._rank_info), args.device, _kind(args))
 
 
@@ -116,7 +113,7 @@ def _library() -> Any:
         return None
 
 
-def _fill_partial(library: Any, args: Any, kind: str) -> None:
+def _fill_partial(library: Any, args: Any, kind: DistributedType) -> None:
     connected = args.world_size > 1 and torch.distributed.is_initialized()
     backend = torch.distributed.get_backend() if connected else None
     found = {  # read before the state is cleared: transformers' arguments read the state
@@ -124,7 +121,7 @@ def _fill_partial(library: Any, args: Any, kind: str) -> None:
         "backend": "xla" if kind == "XLA" else backend,
         "device": args.device,
         "debug": os.environ.get("ACCELERATE_DEBUG_MODE", "").lower() in _TRUE,
-        "distributed_type": library.DistributedType(kind),
+        "distributed_type": library.DistributedType(kind.value),
         "num_processes": args.world_size,
         "process_index": args.process_index,
         "local_process_index": args.local_process_index,

@@ -281,6 +281,12 @@ class Behaviours:
         "past_key_values are excluded from predictions, also if the config has no list of keys to exclude",
         before="only the keys in the config's list are excluded from predictions",
     )
+    skips_logits: bool = _since(
+        "5.23",
+        "evaluation.runner",
+        "with use_liger_kernel, an evaluation that needs only the loss passes skip_logits=True to the model",
+        before="with use_liger_kernel, an evaluation that needs only the loss computes the logits too",
+    )
     loads_best_after_logging: bool = _since(
         "5.3",
         "training.runner",
@@ -371,7 +377,7 @@ def of(release: str) -> Behaviours:
 
 
 def newer_than_known(version: str) -> str | None:
-    """A sentence about a version of transformers that came out after the newest release in the table; None for others."""
+    """A sentence about a version of transformers later than the newest release in the table; None for others."""
     if _nearest(version) != NEWEST or ".".join(version.split(".")[:2]) == NEWEST:
         return None
     return (

@@ -166,6 +166,8 @@ def _debug_options(given: Any) -> list[Any]:
 
 
 def _as_list(value: str | list[str] | None) -> list[str]:
+    if value is None and behaviours.chosen({}).release.startswith("4."):
+        return ["all"]
     if value is None or value == "none" or value == ["none"]:
         return []
     return list(value) if isinstance(value, (list, tuple, set)) else [value]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dis
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +22,24 @@ def number_of_arguments(function: Callable[..., Any]) -> int:
     kind = inspect.Parameter
     by_position = (kind.POSITIONAL_ONLY, kind.POSITIONAL_OR_KEYWORD, kind.VAR_POSITIONAL)
     return sum(parameter.kind in by_position for parameter in inspect.signature(function).parameters.values())
+
+
+def ignores_other_keywords(function: Callable[..., Any]) -> bool:
+    """Whether a function has `**kwargs` that it never reads, so that further keywords change nothing."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    if not hasattr(function, "__code__"):
+        function = getattr(function, "__func__", getattr(type(function), "__call__", None))  # a method, or an object
+    code = getattr(function, "__code__", None)
+    if code is None or not code.co_flags & inspect.CO_VARKEYWORDS:
+        return False
+    positional = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
+    name = code.co_varnames[positional]
+    return not any(
+        step.argval == name or (isinstance(step.argval, tuple) and name in step.argval)
+        for step in dis.get_instructions(code)
+        if step.opname not in ("MAKE_CELL", "COPY_FREE_VARS")
+    )
 
 
 def is_measured(name: str) -> bool:

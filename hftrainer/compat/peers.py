@@ -109,7 +109,7 @@ def _is_buffered(stream: Any) -> bool:
 
 
 def batch_rebalance_sampler() -> Any:
-    """transformers' sampler of batches with about the same cost on each rank.
+    """Transformers' sampler of batches with about the same cost on each rank.
 
     Raises:
         MissingPackage: when the installed release does not have it.
@@ -118,7 +118,7 @@ def batch_rebalance_sampler() -> Any:
         from transformers.trainer_pt_utils import BatchRebalanceSampler
     except ImportError:
         raise MissingPackage(
-            "train_sampling_strategy='batch_rebalance' uses the sampler of a newer transformers than the installed one: "
+            "train_sampling_strategy='batch_rebalance' uses a sampler of a newer transformers than the installed one: "
             "pip install --upgrade transformers, or choose 'group_by_length'."
         ) from None
     return BatchRebalanceSampler

@@ -165,7 +165,7 @@ def count_lengths(dataset: Any, name: str) -> list[int]:
     if not isinstance(first, Mapping) or name not in first:
         has = f"the keys {', '.join(first)}" if isinstance(first, Mapping) else f"type {type(first).__name__}"
         raise InvalidArgument(
-            f"The lengths of the samples are not known: they have {has}, but not {name!r}. Add a column with the lengths, "
-            "and set length_column_name to its name."
+            f"The lengths of the samples are not known: they have {has}, but not {name!r}. Add a column with the "
+            "lengths, and set length_column_name to its name."
         )
     return [len(sample[name]) for sample in dataset]

@@ -29,9 +29,7 @@ def predictions(outputs: Any, ignored: Collection[str], *, has_loss: bool) -> An
     """
     if isinstance(outputs, Mapping):
         left_out = {*ignored, "loss"} if has_loss else {*ignored}
-        return tuple(
-            value for name, value in outputs.items() if name not in left_out and _is_data(value, repr(name))
-        )
+        return tuple(value for name, value in outputs.items() if name not in left_out and _is_data(value, repr(name)))
     outputs = outputs[1:] if has_loss else outputs
     if type(outputs) not in (tuple, list):
         return outputs

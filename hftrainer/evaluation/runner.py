@@ -289,6 +289,8 @@ class EvaluationRunner(Room):
         by_items = self.context.behaviours.evaluates_by_items
         num_items = trainer._get_num_items_in_batch([inputs], trainer.args.device) if by_items else None
         context, inputs = trainer._prepare_context_parallel_inputs(model, inputs)
+        if loss_only and trainer.args.use_liger_kernel and self.context.behaviours.skips_logits:
+            inputs = {**inputs, "skip_logits": True}  # for Liger's fused loss, which then keeps none
         with trainer.compute_loss_context_manager(), context():
             if accepts(trainer.compute_loss, "return_outputs"):
                 loss, outputs = call_with_accepted(

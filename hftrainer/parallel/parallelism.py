@@ -10,6 +10,7 @@ from torch import nn
 
 from hftrainer.parallel.deepspeed.run import is_engine
 from hftrainer.parallel.plan import LightningPlan
+from hftrainer.parallel.process_state import DistributedType
 
 #: Devices whose module in torch has a loss scaler of its own.
 _WITH_SCALER = ("npu", "mlu", "musa")
@@ -54,12 +55,9 @@ class Parallelism:
         return torch.device(self.plan.device)
 
     @property
-    def distributed_type(self) -> str:
-        """Accelerate's name for it: 'NO', 'MULTI_GPU', 'FSDP', ..."""
-        if not self.plan.processes.several:
-            return "NO"
-        kind = self.device.type
-        return f"MULTI_{'GPU' if kind == 'cuda' else kind.upper()}"
+    def distributed_type(self) -> DistributedType:
+        """Accelerate's name for it."""
+        return DistributedType.of(self.device.type, several=self.plan.processes.several)
 
     def plugins(self) -> dict[str, Any]:
         """Accelerate's plugins, by their names in `accelerator.state`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
@@ -31,6 +32,29 @@ class LoaderConfig:
     use_stateful_dataloader: bool = False
 
 
+class DistributedType(str, Enum):
+    """Accelerate's names for the kinds of processes; equal to its own members and to their values."""
+
+    NO = "NO"
+    MULTI_CPU = "MULTI_CPU"
+    MULTI_GPU = "MULTI_GPU"
+    MULTI_NPU = "MULTI_NPU"
+    MULTI_MLU = "MULTI_MLU"
+    MULTI_SDAA = "MULTI_SDAA"
+    MULTI_MUSA = "MULTI_MUSA"
+    MULTI_XPU = "MULTI_XPU"
+    MULTI_HPU = "MULTI_HPU"
+    MULTI_NEURON = "MULTI_NEURON"
+    DEEPSPEED = "DEEPSPEED"
+    FSDP = "FSDP"
+    XLA = "XLA"
+
+    @classmethod
+    def of(cls, device: str, *, several: bool) -> DistributedType:
+        """The type of replicas on a kind of device."""
+        return cls(f"MULTI_{'GPU' if device == 'cuda' else device.upper()}") if several else cls.NO
+
+
 class ProcessState:
     """The processes of a run, seen from this one.
 
@@ -45,7 +69,9 @@ class ProcessState:
     fsdp_plugin: Any
     mixed_precision: str
 
-    def __init__(self, processes: Processes, device: torch.device, distributed_type: str, **more: Any) -> None:
+    def __init__(
+        self, processes: Processes, device: torch.device, distributed_type: DistributedType, **more: Any
+    ) -> None:
         self._processes = processes
         self.device = device
         self.distributed_type = distributed_type

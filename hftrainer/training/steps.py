@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from torch import nn
 from hftrainer.arguments import legacy
 from hftrainer.arguments.logging import which_tokens
 from hftrainer.compat import peers
+from hftrainer.compat.functions import ignores_other_keywords
 from hftrainer.compat.overrides import accepts, call_with_accepted
 from hftrainer.data.loaders import to_device
 from hftrainer.data.tokens import count_tokens
@@ -23,6 +26,12 @@ from hftrainer.training.context import Room, TrainerContext
 from hftrainer.training.loader_factory import LoaderFactory
 from hftrainer.training.logged_metrics import split_losses
 from hftrainer.training.loss import check_loss, first_output
+
+
+@functools.lru_cache(maxsize=8)
+def _takes_items(function: Callable[..., Any]) -> bool:
+    named = "num_items_in_batch" in inspect.signature(function).parameters
+    return named or (accepts(function, "num_items_in_batch") and not ignores_other_keywords(function))
 
 
 class TrainingSteps(Room):
@@ -91,7 +100,13 @@ class TrainingSteps(Room):
         if not accepts(trainer.compute_loss, "num_items_in_batch"):
             return False  # an override from before v4.46 does not get them
         counted = num_items_in_batch is not None or not self.context.behaviours.divides_uncounted_loss
-        return (trainer.model_accepts_loss_kwargs and counted) or trainer.compute_loss_func is not None
+        return (trainer.model_accepts_loss_kwargs and counted) or self._function_takes_items
+
+    @property
+    def _function_takes_items(self) -> bool:
+        """Whether there is a `compute_loss_func` that uses the number of items; others return the mean of a batch."""
+        function = self.trainer.compute_loss_func
+        return function is not None and _takes_items(function)
 
     def loss_and_outputs(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any) -> tuple[Any, Any]:
         """Implements `Trainer.compute_loss`: by `compute_loss_func`, the label smoother, or the model itself."""
@@ -104,14 +119,14 @@ class TrainingSteps(Room):
         if self.context.past_index >= 0:
             self.run.past = outputs[self.context.past_index]
         if trainer.compute_loss_func is not None:
-            loss = trainer.compute_loss_func(outputs, labels, num_items_in_batch=num_items_in_batch)
+            loss = call_with_accepted(trainer.compute_loss_func, outputs, labels, num_items_in_batch=num_items_in_batch)
         elif trainer.label_smoother is not None and labels is not None:
             shift = peers.is_causal_lm(peers.without_adapters(trainer.accelerator.unwrap_model(model)))
             items = num_items_in_batch if self.context.behaviours.smooths_over_items else None
             loss = trainer.label_smoother(outputs, labels, shift_labels=shift, num_items_in_batch=items)
         else:
             loss = first_output(outputs, inputs)
-        takes_items = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
+        takes_items = trainer.model_accepts_loss_kwargs or self._function_takes_items
         if self.context.averages_tokens and takes_items and num_items_in_batch is not None:
             loss = loss * trainer.accelerator.processes.data_processes  # averaging the gradients divides by it
         return loss, outputs

@@ -95,7 +95,9 @@ def largest(prediction):
 )
 def test_the_cache_is_no_prediction(tmp_path, make_model, data):
     """Reported for v5.24, where its key is `cache` and configs no longer name it."""
-    alike(lambda name: predict(name, tmp_path / name, make_model, data), lambda ours, theirs: assert_equal(ours, theirs))
+    alike(
+        lambda name: predict(name, tmp_path / name, make_model, data), lambda ours, theirs: assert_equal(ours, theirs)
+    )
 
 
 def assert_equal(ours, theirs):

@@ -14,6 +14,7 @@ from hftrainer.parallel.deepspeed.run import DeepSpeedRun, is_engine
 from hftrainer.parallel.deepspeed.start import connect
 from hftrainer.parallel.parallelism import Parallelism
 from hftrainer.parallel.plan import LightningPlan
+from hftrainer.parallel.process_state import DistributedType
 
 
 class DeepSpeedParallelism(Parallelism):
@@ -29,7 +30,7 @@ class DeepSpeedParallelism(Parallelism):
     flags = ("is_deepspeed_enabled",)
     card = "DeepSpeed"
     builder = "deepspeed"
-    distributed_type = "DEEPSPEED"
+    distributed_type = DistributedType.DEEPSPEED
     shards = True
     needs_group_alone = True
     fixes_accumulation = True

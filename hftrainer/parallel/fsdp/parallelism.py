@@ -13,6 +13,7 @@ from hftrainer.parallel.fsdp.scaler import ShardedScaler
 from hftrainer.parallel.fsdp.settings import FsdpPlugin
 from hftrainer.parallel.parallelism import Parallelism
 from hftrainer.parallel.plan import LightningPlan
+from hftrainer.parallel.process_state import DistributedType
 
 
 class FsdpParallelism(Parallelism):
@@ -33,9 +34,9 @@ class FsdpParallelism(Parallelism):
         self._prepared: nn.Module | None = None
 
     @property
-    def distributed_type(self) -> str:
+    def distributed_type(self) -> DistributedType:
         """Accelerate's name for it."""
-        return super().distributed_type if self.plugin is None else "FSDP"
+        return super().distributed_type if self.plugin is None else DistributedType.FSDP
 
     def plugins(self) -> dict[str, Any]:
         """FSDP's plugin."""

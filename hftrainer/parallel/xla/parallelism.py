@@ -10,6 +10,7 @@ from torch import nn
 
 from hftrainer.parallel.fsdp.settings import FsdpPlugin
 from hftrainer.parallel.parallelism import Parallelism
+from hftrainer.parallel.process_state import DistributedType
 from hftrainer.parallel.xla import devices, sharding
 
 
@@ -18,7 +19,7 @@ class XlaParallelism(Parallelism):
 
     argument = "fsdp"  # for the subclasses, which shard
     builder = "xla"
-    distributed_type = "XLA"
+    distributed_type = DistributedType.XLA
     autocasts_own_loops = False
 
     def move(self, model: nn.Module, device: torch.device) -> None:
