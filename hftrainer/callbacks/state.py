@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import json
 import math
@@ -13,6 +12,7 @@ from typing import Any
 from hftrainer.arguments.base import BaseArguments
 from hftrainer.arguments.trials import hyperparameters
 from hftrainer.compat.reading import check_fields, fitting
+from hftrainer.compat.values import as_json, is_plain
 
 #: Fields of `trainer_state.json` that a run cannot do without.
 _NEVER_NULL = {"global_step", "max_steps", "num_train_epochs", "total_flos"}
@@ -91,7 +91,8 @@ class TrainerState:
     def save_to_json(self, json_path: str) -> None:
         """Write the state as JSON. Log lines become text once, so that a save does not take longer each time."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        text = json.dumps(values | {"log_history": []}, indent=2, sort_keys=True)
+        values = as_json(values | {"log_history": []}, "trainer_state.json")
+        text = json.dumps(values, indent=2, sort_keys=True)
         if self.log_history:
             lines = "[\n    " + ",\n    ".join(self._texts_of_log()) + "\n  ]"
             text = text.replace('\n  "log_history": []', f'\n  "log_history": {lines}')
@@ -103,10 +104,10 @@ class TrainerState:
         known, self._log_texts = iter(self._log_texts), []
         for line in self.log_history:
             before, text = next(known, (None, ""))
-            if line != before:
-                before = copy.deepcopy(line)
-                text = json.dumps(line, indent=2, sort_keys=True).replace("\n", "\n    ")
-            self._log_texts.append((before, text))
+            plain = line if is_plain(line) else as_json(line, "log_history")
+            if plain != before:
+                text = json.dumps(plain, indent=2, sort_keys=True).replace("\n", "\n    ")
+            self._log_texts.append((dict(plain), text))
         return [text for _, text in self._log_texts]
 
     @classmethod

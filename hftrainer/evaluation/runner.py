@@ -25,6 +25,7 @@ from hftrainer.evaluation import gathering
 from hftrainer.evaluation.evaluation_pass import EvaluationPass
 from hftrainer.evaluation.metrics import TorchMetrics, as_metrics
 from hftrainer.evaluation.outputs import predictions
+from hftrainer.evaluation.precision import in_precision
 from hftrainer.parallel import devices
 from hftrainer.parallel.communication import Awaiting
 from hftrainer.reporting.metrics import mean_loss
@@ -121,7 +122,8 @@ class EvaluationRunner(Room):
         run.past, run.logged_metrics = None, LoggedMetrics()
         try:
             in_step = Awaiting("the other ranks in an evaluation")
-            with devices.hinted(), trainer.accelerator.gradient_state.only(dataloader), in_step:
+            precision = self._precision(model)
+            with devices.hinted(), trainer.accelerator.gradient_state.only(dataloader), in_step, precision:
                 self.context.engine.evaluate(evaluation, trainer.model, stage)
         finally:
             # A subclass's `evaluate` may have set another one for this pass only.
@@ -211,7 +213,7 @@ class EvaluationRunner(Room):
         log_facts(logger, f"{description} begins.", {"Number of examples": count, "Batch size": batch_size})
 
     def _prepare(self, dataloader: DataLoader) -> nn.Module:
-        """Set model and optimizer to evaluation mode, and cast the weights to half precision if requested.
+        """Set model and optimizer to evaluation mode.
 
         Returns:
             The prepared model.
@@ -222,15 +224,20 @@ class EvaluationRunner(Room):
         if not trainer.accelerator._models and model is trainer.model:
             model = trainer.accelerator.prepare_model(model, evaluation_mode=True)
             trainer.model_preparation_time = math.nan  # this evaluation measures it, later ones report it
-        casts = trainer.args.fp16_full_eval or trainer.args.bf16_full_eval
-        if casts and not trainer.is_in_train and trainer.deepspeed is None:  # DeepSpeed's weights have that dtype
-            dtype = torch.float16 if trainer.args.fp16_full_eval else torch.bfloat16
-            model.to(dtype=dtype, device=trainer.args.device)
         trainer.callback_handler.eval_dataloader = dataloader
         if callable(getattr(trainer.optimizer, "eval", None)):
             trainer.optimizer.eval()  # type: ignore[union-attr]
         model.eval()
         return model
+
+    def _precision(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
+        """Half precision in the block, for `fp16_full_eval` and `bf16_full_eval` outside of training."""
+        trainer, args = self.trainer, self.trainer.args
+        casts = args.fp16_full_eval or args.bf16_full_eval
+        if not casts or trainer.is_in_train or trainer.deepspeed is not None:  # DeepSpeed's weights have that dtype
+            return contextlib.nullcontext()
+        model.to(device=args.device)
+        return in_precision(model, torch.float16 if args.fp16_full_eval else torch.bfloat16)
 
     def _make_pass(
         self, dataloader: DataLoader, predict: Callable[..., Any], prefix: str, predicting: bool

@@ -9,6 +9,7 @@ from typing import Any
 
 from hftrainer.callbacks.flow import evaluation_key
 from hftrainer.compat.functions import is_measured
+from hftrainer.compat.values import as_json
 from hftrainer.errors import MetricNotFound
 
 
@@ -63,16 +64,9 @@ def write_whole(path: str, write: Callable[[str], Any]) -> None:
 def _write(path: str, values: Mapping[str, Any]) -> None:
     def write(beside: str) -> None:
         with open(beside, "w", encoding="utf-8") as file:
-            json.dump(values, file, indent=4, sort_keys=True, default=_plain)
+            json.dump(as_json(values, "metrics"), file, indent=4, sort_keys=True)
 
     write_whole(path, write)
-
-
-def _plain(value: Any) -> Any:
-    """Convert torch's and NumPy's numbers to Python's."""
-    if not hasattr(value, "tolist"):
-        raise TypeError(f"save_metrics: {value!r} is not a number or text, nor a list or dict of them.")
-    return value.tolist()
 
 
 def metric_named(metrics: Mapping[str, float], name: str) -> float:
