@@ -88,9 +88,15 @@ class SearchFailed(RuntimeError):
     """A hyperparameter search has not completed any trial; the message lists how they ended."""
 
 
-class MetricNotFound(KeyError, ValueError):
-    """Evaluation does not return the metric that an argument names."""
-
+class _PlainKeyError(KeyError):
     def __str__(self) -> str:
         """The plain message; KeyError would quote it."""
         return str(self.args[0])
+
+
+class MetricNotFound(_PlainKeyError, ValueError):
+    """Evaluation does not return the metric that an argument names."""
+
+
+class RemovedColumn(_PlainKeyError):
+    """A collator or a loss reads a column that `remove_unused_columns` has removed."""

@@ -149,9 +149,8 @@ def _add_field(group: Any, field: Any, hint: Any) -> None:
     plain = dict(settings)
     if value_type is bool:
         settings.setdefault("type", string_to_bool)
-        if default is not None or hint is bool:
-            settings |= {"nargs": "?", "const": True}
-            default = False if default is dataclasses.MISSING else default
+        settings |= {"nargs": "?", "const": True}
+        default = False if default is dataclasses.MISSING else default
     elif choices := _choices(value_type):
         settings |= {"choices": choices, "type": _choice_of(choices)}
     elif typing.get_origin(value_type) is list or value_type is list:

@@ -735,7 +735,8 @@ class Trainer(EarlierMethods):
         if isinstance(datasets, Mapping):
             return self._hftrainer.evaluation.evaluate_each(datasets, ignore_keys, metric_key_prefix, own=own)
         self._memory_tracker.start()
-        metrics = self._hftrainer.evaluation.evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        with self._hftrainer.loaders.explaining_removed_columns(datasets):
+            metrics = self._hftrainer.evaluation.evaluate(eval_dataset, ignore_keys, metric_key_prefix)
         self._memory_tracker.stop_and_update_metrics(metrics)
         return metrics
 
@@ -753,7 +754,8 @@ class Trainer(EarlierMethods):
             Predictions and labels of shape `(samples, ...)`, padded on the right with -100, and the metrics.
         """
         self._memory_tracker.start()
-        output = self._hftrainer.evaluation.predict(test_dataset, ignore_keys, metric_key_prefix)
+        with self._hftrainer.loaders.explaining_removed_columns(test_dataset):
+            output = self._hftrainer.evaluation.predict(test_dataset, ignore_keys, metric_key_prefix)
         self._memory_tracker.stop_and_update_metrics(output.metrics)
         return output
 

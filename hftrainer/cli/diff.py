@@ -150,12 +150,14 @@ def _values(state: TrainerState) -> dict[str, dict[int, Any]]:
     from hftrainer.compat.functions import is_measured
 
     found: dict[str, dict[int, Any]] = {}
+    step = 0
     for line in state.log_history:
+        step = line.get("step", step)  # lines that a script has added may have none
         if "train_runtime" in line and "train_loss" in line:
             continue
         for name, value in line.items():
             if name != "step" and not is_measured(name):
-                found.setdefault(name, {})[line["step"]] = value
+                found.setdefault(name, {})[step] = value
     return found
 
 

@@ -29,7 +29,7 @@ def ignores_other_keywords(function: Callable[..., Any]) -> bool:
     while isinstance(function, functools.partial):
         function = function.func
     if not hasattr(function, "__code__"):
-        function = getattr(function, "__func__", getattr(type(function), "__call__", None))  # a method, or an object
+        function = getattr(function, "__func__", type(function).__call__)  # a method, or an object
     code = getattr(function, "__code__", None)
     if code is None or not code.co_flags & inspect.CO_VARKEYWORDS:
         return False

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from hftrainer.compat import peers
-from hftrainer.errors import InvalidArgument
+from hftrainer.errors import InvalidArgument, RemovedColumn
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,35 @@ def remove_unused_columns(dataset: Any, columns: Sequence[str], description: str
         logger.info("Dropping columns that %s.forward does not take: %s", model_name, ", ".join(ignored))
         return dataset.remove_columns(ignored)
     return dataset
+
+
+def explain_removed(error: KeyError, datasets: Sequence[Any], columns: Sequence[str]) -> None:
+    """Explain a KeyError of a collator or a loss, if its key is one of the columns that are removed.
+
+    Args:
+        error: the error; that of a loader's worker has the text of its traceback.
+        datasets: what the samples came from.
+        columns: those that are not removed.
+
+    Raises:
+        RemovedColumn: in place of such an error.
+    """
+    missing = {*error.args, *re.findall(r"^KeyError: '(.+)'$", str(error), re.MULTILINE)}
+    removed = {name for dataset in datasets for name in _columns_of(dataset)} - {*columns}
+    for name in removed & {name for name in missing if isinstance(name, str)}:
+        raise RemovedColumn(
+            f"The data collator or the loss reads the column {name!r}, which was removed since the model's forward "
+            "does not take it: set remove_unused_columns=False, and let the collator or compute_loss drop what the model "
+            "does not take."
+        ) from error
+
+
+def _columns_of(dataset: Any) -> Iterable[str]:
+    if peers.is_any_dataset(dataset):
+        return dataset.column_names or ()
+    if isinstance(dataset, (list, tuple)) and dataset and isinstance(dataset[0], Mapping):
+        return dataset[0].keys()
+    return ()
 
 
 class RemoveColumnsCollator:

@@ -15,7 +15,6 @@ from hftrainer.callbacks.base import TrainerCallback
 from hftrainer.callbacks.progress import in_notebook
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import names
-from hftrainer.checkpointing.folders import get_last_checkpoint
 from hftrainer.compat.functions import is_measured
 from hftrainer.errors import InvalidArgument, MissingPackage
 
@@ -36,9 +35,11 @@ def read_state(folder: str) -> TrainerState:
     """
     if not Path(folder).is_dir():
         raise InvalidArgument(f"{folder}: the folder does not exist; give the output_dir of a run.")
-    places = [folder, get_last_checkpoint(folder)]
-    files = [Path(place) / names.TRAINER_STATE_NAME for place in places if place is not None]
-    file = next((file for file in files if file.is_file()), None)
+    # The log is enough: a checkpoint without its weights is drawn too.
+    written = Path(folder).glob(f"{names.PREFIX_CHECKPOINT_DIR}-*/{names.TRAINER_STATE_NAME}")
+    places = {int(step): file for file in written if (step := file.parent.name.rpartition("-")[2]).isdecimal()}
+    final = Path(folder) / names.TRAINER_STATE_NAME
+    file = final if final.is_file() else places[max(places)] if places else None
     if file is None:
         raise InvalidArgument(
             f"{folder}: neither it nor a checkpoint-xxx in it holds {names.TRAINER_STATE_NAME}; give the output_dir of "
@@ -65,14 +66,16 @@ def read_run(folder: str) -> TrainerState:
 def curves(state: TrainerState) -> Curves:
     """Panel → label → optimizer steps and values."""
     found: Curves = {panel: {} for panel in PANELS}
+    step: float = 0
     for line in state.log_history:
+        step = line.get("step", step)  # lines that a script has added may have none
         if "train_runtime" in line and "train_loss" in line:  # the summary at the end
             continue
         for name, value in line.items():
             if name in ("step", "epoch") or is_measured(name) or not _is_number(value):
                 continue
             steps, values = found[_panel_of(name)].setdefault(name, ([], []))
-            steps.append(line["step"])
+            steps.append(step)
             values.append(value)
     return found
 

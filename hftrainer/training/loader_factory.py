@@ -154,6 +154,22 @@ class LoaderFactory(Room):
         assert self.trainer._signature_columns is not None
         return self.trainer._signature_columns
 
+    @contextlib.contextmanager
+    def explaining_removed_columns(self, *datasets: Any) -> Iterator[None]:
+        """Explain a KeyError in the block by `remove_unused_columns`, if this is the reason.
+
+        Args:
+            datasets: what is read; several sets may be in a dict.
+        """
+        try:
+            yield
+        except KeyError as error:
+            kept = self.trainer._signature_columns
+            if kept is not None and self.trainer.args.remove_unused_columns:
+                given = [each for data in datasets for each in (data.values() if isinstance(data, dict) else [data])]
+                columns.explain_removed(error, given, kept)
+            raise
+
     # ---- Preparing ---------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager

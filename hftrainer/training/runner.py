@@ -168,6 +168,7 @@ class TrainingRunner(Room):
             with (
                 changed_for_training(context.bare_model, trainer.args, context.engine.plan.read_once, noisy=trainer),
                 self.run.interruption.listening(),
+                self.loaders.explaining_removed_columns(trainer.train_dataset, trainer.eval_dataset),
             ):
                 output = self._train_with_fitting_batches(folder, trial, ignore_keys)
                 if (
