@@ -1,14 +1,16 @@
 """A Hub on 127.0.0.1, in memory, for the real `huggingface_hub` client without Xet."""
 
 import base64
+import functools
 import hashlib
 import itertools
 import json
 import logging
+import os
 import re
+import socket
 import threading
 from dataclasses import dataclass, field
-from uuid import uuid4
 
 import yaml
 from pytest_httpserver import METHOD_ALL, HTTPServer
@@ -26,7 +28,7 @@ class Commit:
     message: str
     files: dict[str, bytes]
     changed: tuple[str, ...] = ()
-    oid: str = field(default_factory=lambda: f"{uuid4().hex}00000000")
+    oid: str = field(default_factory=lambda: os.urandom(20).hex())
 
 
 @dataclass
@@ -50,33 +52,28 @@ def fail(_):
     return Response('{"error": "Internal Error"}', 500)
 
 
-def cut(_):
+def cut(request):
     """Close the connection without a response."""
+    request.environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
     raise ConnectionResetError
 
 
 class HubServer(HTTPServer):
-    """The server, which runs inside `with`; `requests` has "METHOD path" of each request so far.
-
-    Args:
-        tokens: token → (user, rights), where rights are "write" or "read".
-    """
+    """Runs inside `with`. `tokens` has (user, "write" or "read") for each, `requests` "METHOD path" of each so far."""
 
     def __init__(self, tokens):
         super().__init__("127.0.0.1", threaded=True)
-        logging.getLogger("werkzeug").setLevel(logging.ERROR)  # else it prints each request
-        self.no_handler_status_code = 404
+        # No line for each request, and no traceback if a client is killed within one. Other errors fail the test.
+        logging.getLogger("werkzeug").setLevel(logging.CRITICAL)
         self.tokens, self.repos, self.objects, self.requests = dict(tokens), {}, {}, []
-        self._faults, self._repaired = [], threading.Event()
+        self._disturbances, self._repaired = [], threading.Event()
         for method, path, answer in ROUTES:
-            self._add_route(method, re.compile(path + r"\Z"), answer)
+            pattern = re.compile(path + r"\Z")
+            self.expect_request(pattern, method).respond_with_handler(functools.partial(self._answer, answer, pattern))
 
-    def _add_route(self, method, path, answer):
-        def respond(request):
-            found = answer(self, request, **path.match(request.path).groupdict())
-            return found if isinstance(found, Response) else Response(json.dumps(found))
-
-        self.expect_request(path, method).respond_with_handler(respond)
+    def _answer(self, answer, pattern, request):
+        found = answer(self, request, **pattern.match(request.path).groupdict())
+        return found if isinstance(found, Response) else Response(json.dumps(found))
 
     def thread_target(self):
         self.server.serve_forever(poll_interval=0.05)
@@ -87,14 +84,10 @@ class HubServer(HTTPServer):
         self.handler_errors = [error for error in self.handler_errors if not isinstance(error, HTTPException)]
         self.check_handler_errors()
 
-    # ---- Failures
-
     def disturb(self, act, part="", times=None):
-        """Call `act(request)` for the next `times` requests with `part` in "METHOD path", all by default.
-
-        `act` is `fail`, `cut`, `self.hold`, or a function whose response is sent unless it returns None.
-        """
-        self._faults.append((part, itertools.repeat(act) if times is None else iter([act] * times)))
+        """Let `act(request)` answer the next `times` requests with `part` in "METHOD path", unless it returns None."""
+        self._repaired.clear()
+        self._disturbances.append((part, itertools.repeat(act) if times is None else iter([act] * times)))
 
     def hold(self, _):
         """Keep a request waiting until `repair` is called."""
@@ -102,27 +95,19 @@ class HubServer(HTTPServer):
 
     def repair(self):
         """End all disturbances, and answer what is held."""
-        self._faults.clear()
+        self._disturbances.clear()
         self._repaired.set()
-        self._repaired = threading.Event()
 
-    def application(self, request):
-        """Called before the contents of a request are read."""
+    def dispatch(self, request):
         self.requests.append(called := f"{request.method} {request.path}")
-        for acts in [acts for part, acts in self._faults if part in called]:
+        for acts in [acts for part, acts in self._disturbances if part in called]:
             if (act := next(acts, None)) and (response := act(request)) is not None:
                 return response
-        try:
-            return super().application(request)
-        except OSError as error:  # the client was killed within a chunk: werkzeug would print a traceback
-            raise ConnectionAbortedError from error
-
-    # ---- Answers
+        return super().dispatch(request)
 
     def _user(self, request, writes=None):
         """The user, None if unknown; one who may write to the repository `writes` if that is given."""
-        token = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        user, rights = self.tokens.get(token, (None, None))
+        user, rights = self.tokens.get(request.headers.get("Authorization", "").removeprefix("Bearer "), (None, None))
         if writes and user is None:
             refuse(401, "", "Invalid credentials in Authorization header")
         if writes and (rights != "write" or writes.split("/")[0] not in (user, "org")):
@@ -172,17 +157,12 @@ class HubServer(HTTPServer):
         header, *lines = [json.loads(line)["value"] for line in request.data.splitlines()]
         changed = {line["path"]: base64.b64decode(line["content"]) for line in lines if "content" in line}
         changed |= {line["path"]: self.objects[line["oid"]] for line in lines if "oid" in line}
-        commit = Commit(header["summary"], {**before.files, **changed}, tuple(changed))
-        repo.branches[revision].append(commit)
+        repo.branches[revision].append(commit := Commit(header["summary"], before.files | changed, tuple(changed)))
         return {"success": True, "commitUrl": self.url_for(f"{name}/commit/x"), "commitOid": commit.oid}
 
     def tree(self, request, name, revision):
-        entries = []
-        for path, data in sorted(self._find(request, name, revision)[1].files.items()):
-            found = {"size": len(data), "oid": oid_of(path, data)}
-            lfs = {"lfs": {**found, "pointerSize": 134}} if LFS.fullmatch(path) else {}
-            entries.append({"type": "file", "path": path, **found, **lfs})
-        return entries
+        files = sorted(self._find(request, name, revision)[1].files.items())
+        return [{"type": "file", "path": path, "size": len(data), "oid": oid_of(path, data)} for path, data in files]
 
     def info(self, request, name, revision=None, writes=None):
         repo, commit = self._find(request, name, revision, write=writes is not None)
@@ -196,14 +176,13 @@ class HubServer(HTTPServer):
 
 
 def refuse(status, code, message):
-    headers = {"X-Error-Code": code, "X-Error-Message": message}
-    abort(Response(json.dumps({"error": message}), status, headers))
+    abort(Response(json.dumps({"error": message}), status, {"X-Error-Code": code, "X-Error-Message": message}))
 
 
 def oid_of(path, data):
     """The LFS or git id of the contents of a file."""
-    is_lfs = LFS.fullmatch(path)
-    return (hashlib.sha256(data) if is_lfs else hashlib.sha1(b"blob %d\0" % len(data) + data)).hexdigest()
+    lfs, git = hashlib.sha256(data), hashlib.sha1(b"blob %d\0" % len(data) + data)
+    return (lfs if LFS.fullmatch(path) else git).hexdigest()
 
 
 NAME, REVISION = "(?P<name>[^/]+(/[^/]+)?)", "(?P<revision>[^/]+)"
