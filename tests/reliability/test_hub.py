@@ -13,6 +13,7 @@ import socket
 import sys
 import threading
 import traceback
+from concurrent import futures
 from concurrent.futures import thread as pools
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +26,8 @@ from hftrainer.checkpointing.writer import is_storage_error
 from hftrainer.errors import CheckpointNotFound, HubError, InvalidArgument
 from hftrainer.hub import background, failures, repository, snapshots, uploads
 from hftrainer.hub.pending import PendingCommit
+from hftrainer.parallel import process_group
+from hftrainer.parallel.processes import _has_ended as has_ended
 from hftrainer.search.packing import pack
 from tests.support.hub_runs import READS, STEPS, TOKEN, At, environment, make_uploading
 from tests.support.hub_runs import hub as hub
@@ -273,27 +276,17 @@ def test_a_search(hub, tmp_path):
     evaluated = {"eval_strategy": "steps", "eval_steps": 2}
     trainer = make_uploading(tmp_path / "run", [At(1, lambda: next(in_trial)())], **evaluated)
     trainer.model_init = make_plain
-
-    class Prunes(optuna.pruners.BasePruner):
-        def prune(self, study, trial):
-            return trial.number == 0 and trial.last_step >= 4
-
-    trainer.hyperparameter_search(n_trials=2, hp_space=lambda trial: {"seed": trial.number}, pruner=Prunes())
+    pruner = SimpleNamespace(prune=lambda study, trial: trial.number == 0 and trial.last_step >= 4)
+    trainer.hyperparameter_search(n_trials=2, hp_space=lambda trial: {"seed": trial.number}, pruner=pruner)
     assert [messages(hub)[0], messages(hub)[-1]] == steps(2, 6)
     assert_one_at_a_time(hub)
     assert not [name for name in last(hub).files if "checkpoint-" in name]
 
 
-class Pickler(pickle.Pickler):
-    """Stands in for Ray's pickler."""
-
-    def reducer_override(self, obj):
-        return NotImplemented
-
-
 def test_a_trainer_on_its_way_to_another_process(hub, tmp_path, monkeypatch):
     """The copy has no uploads of the original, and opens the repository itself."""
-    cloudpickle = SimpleNamespace(CloudPickler=Pickler, loads=pickle.loads)
+    pickler = type("PicklerOfRay", (pickle.Pickler,), {"reducer_override": lambda *_: NotImplemented})
+    cloudpickle = SimpleNamespace(CloudPickler=pickler, loads=pickle.loads)
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(cloudpickle=cloudpickle))
     trainer = make_uploading(tmp_path / "run", max_steps=2)
     unpacked = pack(trainer._hftrainer).unpack().trainer
@@ -304,14 +297,15 @@ def test_a_trainer_on_its_way_to_another_process(hub, tmp_path, monkeypatch):
 
 def test_a_timeout_of_the_work_itself():
     """A TimeoutError of the work that others wait for is an error, and does not mean "not finished yet"."""
-    from hftrainer.parallel import process_group, processes
 
-    def times_out():
+    def time_out():
         raise TimeoutError("of the work")
 
+    failed, succeeded = jobs = [process_group.begun(work) for work in (time_out, lambda: None)]
+    futures.wait(jobs)
+    assert has_ended(succeeded)
     with pytest.raises(TimeoutError, match="of the work"):
-        processes._has_ended(process_group.begun(times_out))
-    assert processes._has_ended(process_group.begun(lambda: None))
+        has_ended(failed)
 
 
 def test_progress_bars_stay_off_until_the_last_upload_has_ended():
@@ -327,39 +321,32 @@ def test_progress_bars_stay_off_until_the_last_upload_has_ended():
 # ---- Snapshots -----------------------------------------------------------------------------------------------------
 
 
-def refuse(*_):
+def refuse(*_, **__):
     raise OSError(errno.EPERM, "not here")
 
 
-class Tokens:
-    """A processing class that raises a plain Exception if storage fails, as the library tokenizers does."""
-
-    def save_pretrained(self, folder, **_):
-        if "_hub_uploads" in str(folder):
-            raise Exception("No space left on device (os error 28)")
+def find_no_space(*_, **__):
+    """As the library tokenizers does."""
+    raise Exception("No space left on device (os error 28)")
 
 
 @pytest.mark.parametrize(
-    ("processing_class", "words"),
-    [
-        (None, "storage failed (not here)"),
-        (Tokens(), "it could not be prepared (Exception: No space left on device (os error 28))"),
-    ],
+    ("save_pretrained", "words"),
+    [(refuse, "storage failed (not here)"), (find_no_space, "it could not be prepared (Exception: No space left on")],
 )
-def test_a_storage_that_fails(hub, tmp_path, caplog, monkeypatch, processing_class, words):
+def test_a_storage_that_fails(hub, tmp_path, caplog, save_pretrained, words):
     """The upload is skipped and training goes on, even if a checkpoint has been deleted."""
-    trainer = make_uploading(tmp_path / "run")
-    trainer._hftrainer.uploads._snapshots.processing_class = processing_class
-    monkeypatch.setattr(snapshots.shutil, "copyfile", refuse)
-    monkeypatch.setattr(snapshots.os, "link", refuse)
-    trainer.add_callback(At(3, lambda: shutil.rmtree(tmp_path / "run" / "checkpoint-2")))
+    trainer, deleted = make_uploading(tmp_path / "run"), str(tmp_path / "run" / "checkpoint-2")
+    uploads = trainer._hftrainer.uploads
+    uploads._snapshots.processing_class = SimpleNamespace(save_pretrained=save_pretrained)
+    trainer.add_callback(At(3, lambda: shutil.rmtree(deleted)))
     trainer.train()
     assert trainer.state.global_step == STEPS
-    assert f"the model, 'Training in progress, step 6': {words}. To upload it: hf" in caplog.text
+    assert f"the model, 'Training in progress, step 6': {words}" in caplog.text
+    assert f"To upload it: hf upload me/run {tmp_path}/run/checkpoint-6" in caplog.text
     assert not messages(hub)
     assert not (tmp_path / "run" / "_hub_uploads").exists()
-    deleted = str(tmp_path / "run" / "checkpoint-2")
-    assert trainer._hftrainer.uploads.commits_for(deleted, "every_save", by_steps=True) == []
+    assert uploads.commits_for(deleted, "every_save", by_steps=True) == []
     assert is_storage_error(Exception("No space left on device (os error 28)"), str(tmp_path))
     assert not is_storage_error(Exception("something else"), str(tmp_path))
 
@@ -373,19 +360,16 @@ def test_shards_and_adapters(tmp_path):
     assert snapshots.model_files(str(tmp_path)) == expected
 
 
-class Config:
-    """A processing class that also writes a file of the model."""
-
-    def save_pretrained(self, folder, **_):
-        (Path(folder) / "config.json").write_text("of the processing class")
-
-
 @pytest.mark.parametrize("links", [True, False])
 def test_snapshots(tmp_path, links, monkeypatch):
     """A snapshot does not change with the files, and takes no disk space for files that are written once.
 
     Symbolic links are followed, pipes left out, and files of the checkpoint not overwritten.
     """
+
+    def save_pretrained(folder):
+        Path(folder, "config.json").write_text("of the processing class")
+
     if not links:
         monkeypatch.setattr(snapshots.os, "link", refuse)
     left_out = ("_elsewhere", ".git/HEAD", "run-0/checkpoint-2/x")
@@ -400,7 +384,7 @@ def test_snapshots(tmp_path, links, monkeypatch):
     os.mkfifo(tmp_path / "pipe")
     gone = "-".join([socket.gethostname(), "999999999", "1", "0"])
     (tmp_path / "_hub_uploads" / gone / "0").mkdir(parents=True)  # of a process that was killed
-    made = snapshots.UploadSnapshots(str(tmp_path), Config())
+    made = snapshots.UploadSnapshots(str(tmp_path), SimpleNamespace(save_pretrained=save_pretrained))
     with open(tmp_path / "log.txt", "a") as log:
         snapshot = Path(made.create(PendingCommit(0, str(tmp_path / "checkpoint-1"), "", "message")))
         log.write("after")
@@ -426,8 +410,9 @@ from tests.support.hub_runs import make_uploading
 make_uploading("run", max_steps=100000).train()
 """
 GIVES_UP = TRAINS.format("background._GRACE = 0.5")
+#: By itself, when it logs that it waits for the uploads.
 INTERRUPTED_AGAIN = TRAINS.format(
-    "uploads.logger.info = lambda *_: os.kill(os.getpid(), signal.SIGINT)  # when it waits"
+    "background._GRACE, uploads.logger.info = 1e9, lambda *_: os.kill(os.getpid(), signal.SIGINT)"
 )
 PUSHES = """
 from tests.support.hub_runs import make_uploading
@@ -439,9 +424,11 @@ trainer.push_to_hub()
 
 def interrupt_at(hub, part, processes, script, cwd):
     """Run a script whose requests with `part` hang, and send SIGINT when the first arrives; the ended process."""
-    hub.disturb(lambda _: process.send_signal(signal.SIGINT), part, times=1)
+    started = futures.Future()
+    hub.disturb(lambda _: started.result().send_signal(signal.SIGINT), part, times=1)
     hub.disturb(hub.hold, part)
     process = processes.start("-c", script, cwd=cwd, env=environment(hub, cwd / "home"), fresh=True)
+    started.set_result(process)
     process.communicate()
     assert process.returncode == -signal.SIGINT, process.stderr
     return process
@@ -454,9 +441,7 @@ def interrupt_at(hub, part, processes, script, cwd):
 )
 def test_stopped_at_once(hub, tmp_path, processes, script, part):
     """A second Ctrl-C, or one inside `push_to_hub`, ends the process even if an upload hangs."""
-    interrupt_at(
-        hub, part, processes, f"from hftrainer.hub import background; background._GRACE = 1e9\n{script}", tmp_path
-    )
+    interrupt_at(hub, part, processes, script, tmp_path)
 
 
 def test_stopped_while_an_upload_hangs(hub, tmp_path, processes):
