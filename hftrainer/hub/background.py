@@ -112,8 +112,9 @@ class UploadThread:
         self.hurry.set()
         self.abandoned = True
         # Python also waits for the client's thread pools. Theirs are daemons because ours, which started them, is one.
-        for thread in [thread for thread in list(pools._threads_queues) if thread.daemon]:
-            del pools._threads_queues[thread]  # type: ignore[attr-defined]
+        with pools._global_shutdown_lock:  # a pool starts and lists a thread under this lock
+            for thread in [thread for thread in list(pools._threads_queues) if thread.daemon]:
+                del pools._threads_queues[thread]  # type: ignore[attr-defined]
 
 
 def call_at_exit(method: Callable[[], None]) -> None:

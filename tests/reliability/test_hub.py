@@ -423,10 +423,15 @@ trainer.push_to_hub()
 
 
 def interrupt_at(hub, part, processes, script, cwd):
-    """Run a script whose requests with `part` hang, and send SIGINT when the first arrives; the ended process."""
-    started = futures.Future()
-    hub.disturb(lambda _: started.result().send_signal(signal.SIGINT), part, times=1)
-    hub.disturb(hub.hold, part)
+    """Run a script whose requests with `part` hang, and send SIGINT when the last arrives; the ended process."""
+    started, arrived = futures.Future(), itertools.count(1)
+
+    def hold(request):
+        if next(arrived) == (2 if part == "PUT" else 1):  # the weights and the arguments
+            started.result().send_signal(signal.SIGINT)
+        hub.hold(request)
+
+    hub.disturb(hold, part)
     process = processes.start("-c", script, cwd=cwd, env=environment(hub, cwd / "home"), fresh=True)
     started.set_result(process)
     process.communicate()
@@ -465,20 +470,24 @@ def test_interrupted_while_the_upload_starts(hub, tmp_path, monkeypatch, has_sta
                 super().start()
             raise KeyboardInterrupt
 
+    def awaited_daemons():
+        return [thread for thread in pools._threads_queues if thread.daemon]
+
     trainer = make_uploading(tmp_path / "run", max_steps=1, hub_strategy="end")
     trainer.train()
-    uploads, arrived = trainer._hftrainer.uploads, threading.Event()
-    hub.disturb(lambda _: arrived.set(), "PUT")
+    uploads, arrived = trainer._hftrainer.uploads, threading.Semaphore(0)
+    hub.disturb(lambda _: arrived.release(), "PUT")
     hub.disturb(hub.hold, "PUT")
     with monkeypatch.context() as patch:
         patch.setattr(background, "threading", SimpleNamespace(**{**vars(threading), "Thread": Interrupted}))
         with pytest.raises(KeyboardInterrupt):
             trainer.push_to_hub("First")
     if has_started:
-        arrived.wait()
-        assert [thread for thread in pools._threads_queues if thread.daemon]
+        arrived.acquire()
+        arrived.acquire()  # a thread for the weights, and one for the arguments
+        assert awaited_daemons()
     uploads.at_exit()
-    assert not [thread for thread in pools._threads_queues if thread.daemon]
+    assert not awaited_daemons()
     hub.repair()
     trainer.push_to_hub("Second")
     assert messages(hub) == ["First" if has_started else "Second"]  # the client leaves out a commit of no changes
