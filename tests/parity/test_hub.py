@@ -19,19 +19,14 @@ SAME_BYTES = (".safetensors", "config.json", "tokenizer.json", "notes.txt", "mod
 
 def pushed(hub, name="me/my-run"):
     """Whether the repository, which is then deleted, is private; what can be compared of each commit of each branch."""
+
+    def comparable(commit):
+        names = sorted(name for name in commit.changed if name.split("/")[-1] not in OWN_FILES)
+        return commit.message, names, {name: commit.files[name] for name in names if name.endswith(SAME_BYTES)}
+
     repo = hub.repos.pop(name)
     hub.objects.clear()
-    found = [
-        (
-            branch,
-            commit.message,
-            sorted(name for name in commit.changed if name.split("/")[-1] not in OWN_FILES),
-            {name: commit.files[name] for name in commit.changed if name.endswith(SAME_BYTES)},
-        )
-        for branch, commits in repo.branches.items()
-        for commit in commits[1:]
-    ]
-    return repo.private, found
+    return repo.private, {branch: list(map(comparable, commits[1:])) for branch, commits in repo.branches.items()}
 
 
 @pytest.mark.parametrize("strategy", ["end", "every_save", "checkpoint", "all_checkpoints"])
@@ -39,13 +34,9 @@ def test_strategies(hub, tmp_path, strategy):
     """Commits during training, by `save_model`, and by `push_to_hub` with what goes to the model card."""
 
     def run(name):
-        trainer, callback = make_pushing(
-            name,
-            tmp_path / name / "my-run",
-            hub_model_id="org/named",
-            hub_strategy=strategy,
-            trainer={"processing_class": tokenizer()},
-        )
+        settings = {"hub_model_id": "org/named", "hub_strategy": strategy}
+        given = {"processing_class": tokenizer()}
+        trainer, callback = make_pushing(name, tmp_path / name / "my-run", trainer=given, **settings)
         trainer.train()
         during = len(hub.repos["org/named"].messages())
         trainer.save_model()
@@ -72,39 +63,33 @@ def with_modules(library):
     return type("WithModules", (WithModules, library.Trainer), {})
 
 
-@pytest.mark.parametrize(
-    ("commits", "model", "settings"),
-    [
-        pytest.param(2, "peft", {}, id="peft"),
-        pytest.param(
-            1, "plain", {"save_strategy": "epoch", "max_steps": -1, "num_train_epochs": 1}, id="plain-by-epoch"
-        ),
-        pytest.param(
-            4, "bert", {"hub_private_repo": True, "save_only_model": True, "hub_strategy": "checkpoint"}, id="private"
-        ),
-        pytest.param(1, "bert", {"hub_revision": "dev", "max_steps": 2}, id="revision"),
-        pytest.param(
-            6, "bert", {"save_total_limit": 1, "hub_strategy": "all_checkpoints", "save_steps": 1}, id="rotation"
-        ),
-        pytest.param(2, "plain", {"trainer_class": with_modules}, id="overridden"),
-    ],
-)
+#: How many commits, the model, the arguments.
+SETTINGS = {
+    "peft": (2, "peft", {}),
+    "plain by epoch": (1, "plain", {"save_strategy": "epoch", "max_steps": -1, "num_train_epochs": 1}),
+    "private": (4, "bert", {"hub_private_repo": True, "save_only_model": True, "hub_strategy": "checkpoint"}),
+    "revision": (1, "bert", {"hub_revision": "dev", "max_steps": 2}),
+    "rotation": (6, "bert", {"save_total_limit": 1, "hub_strategy": "all_checkpoints", "save_steps": 1}),
+    "overridden": (2, "plain", {"trainer_class": with_modules}),
+}
+
+
+@pytest.mark.parametrize(("commits", "model", "settings"), SETTINGS.values(), ids=SETTINGS)
 def test_settings(hub, tmp_path, commits, model, settings):
     """Named after the output folder, in the user's own name."""
 
     def run(name):
         if "hub_revision" in settings:
-            empty = [Commit("initial commit", {})]
-            hub.repos["me/my-run"] = Repo(branches={"main": list(empty), "dev": list(empty)})
+            hub.repos["me/my-run"] = Repo(branches={name: [Commit("initial commit", {})] for name in ("main", "dev")})
         trainer, _ = make_pushing(name, tmp_path / name / "my-run", model=model, **settings)
         trainer.train()
         assert trainer.hub_model_id == "me/my-run"
         return pushed(hub)
 
     _, found = alike(run, assert_equal)
-    assert len(found) == commits
+    assert sum(map(len, found.values())) == commits
     if "trainer_class" in settings:
-        assert [files["modules.json"] for *_, files in found] == [b"[2]", b"[3]"]
+        assert [files["modules.json"] for *_, files in found["main"]] == [b"[2]", b"[3]"]
 
 
 def test_without_the_argument(hub, tmp_path):

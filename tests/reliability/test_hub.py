@@ -38,7 +38,7 @@ from tests.support.tiny import make_plain
 
 @pytest.fixture(autouse=True)
 def no_token(request, tmp_path, monkeypatch, caplog, capfd):
-    """After the test, search every upload, file, log line and printed line for the tokens."""
+    """After the test, search every upload, file, log line and printed line for the tokens. Tests print their errors."""
     monkeypatch.setattr(uploads, "_WAITS", (0.01, 0.02))
     monkeypatch.setattr(repository, "_WAITS", (0.01,))
     repos = request.getfixturevalue("hub").repos if "hub" in request.fixturenames else {}
@@ -90,10 +90,6 @@ def assert_one_at_a_time(hub):
     """Uploads are never made in parallel."""
     made = [request.split("/")[-2] for request in hub.requests if "/preupload/" in request or "/commit/" in request]
     assert made == ["preupload", "commit"] * (len(made) // 2)
-
-
-def shown(error):
-    return "".join(traceback.format_exception(error))
 
 
 # ---- While it runs -------------------------------------------------------------------------------------------------
@@ -231,7 +227,7 @@ def test_a_hub_that_stays_away(hub, tmp_path, undisturbed, caplog):
     assert "checkpoint-2: 'Training in progress, step 2, checkpoint'" in report.split("Uploaded:")[1]
     with pytest.raises(HubError, match=r"To upload it: hf upload me/run .* --exclude") as caught:
         trainer.push_to_hub()
-    assert TOKEN not in shown(caught.value)
+    traceback.print_exception(caught.value)
     trainer.save_model()  # logs the failure, and does not raise
     assert caplog.records[-1].levelname == "ERROR"
     assert isinstance(trainer.push_to_hub(blocking=False).exception(), HubError)
@@ -454,7 +450,7 @@ def test_stopped_while_an_upload_hangs(hub, tmp_path, processes):
     process = interrupt_at(hub, "PUT", processes, GIVES_UP, tmp_path)
     assert "Not uploaded to me/run" in process.stderr
     assert "hf upload me/run" in process.stderr
-    assert TOKEN not in process.stderr
+    print(process.stderr)
     assert make_uploading(tmp_path / "run", push_to_hub=False, max_steps=1).train(resume_from_checkpoint=True)
     assert not messages(hub)
     assert not (tmp_path / "run" / "_hub_uploads").exists()  # the next run has removed it
@@ -504,8 +500,8 @@ def test_interrupted_while_the_upload_starts(hub, tmp_path, monkeypatch, has_sta
         ("contains a space or a line break", {"hub_token": f"{TOKEN}\n"}),
         ("hub_token is empty: give a token", {"hub_token": ""}),
         ("hub_model_id='a/b/c' is not a valid repository name", {"hub_model_id": "a/b/c"}),
-        ("the token has no write access", {"hub_model_id": "other/run"}),
-        ("the token has no write access", {"hub_token": READS, "hub_model_id": "me/there"}),
+        ("has no write access", {"hub_model_id": "other/run"}),
+        ("has no write access", {"hub_token": READS, "hub_model_id": "me/there"}),
         ("the revision does not exist: create the branch", {"hub_revision": "dev", "hub_model_id": "me/there"}),
     ],
 )
@@ -514,8 +510,7 @@ def test_refused_at_the_start(hub, tmp_path, words, settings):
     with pytest.raises((HubError, InvalidArgument)) as caught:
         make_uploading(tmp_path / "run", **settings)
     assert words in str(caught.value)
-    assert TOKEN not in shown(caught.value)
-    assert READS not in shown(caught.value)
+    traceback.print_exception(caught.value)
 
 
 def test_no_network_at_the_start(hub, tmp_path, monkeypatch):
@@ -538,7 +533,7 @@ def test_errors_in_words(hub, tmp_path, monkeypatch):
     trainer = make_uploading(tmp_path / "run", hub_strategy="end", max_steps=1)
     with pytest.raises(InvalidArgument, match="contains a space or a line break") as caught:
         trainer.push_to_hub(token=TOKEN + "\n")
-    assert TOKEN not in shown(caught.value)
+    traceback.print_exception(caught.value)
     local = PermissionError(errno.EACCES, "Permission denied", "secret.log")
     assert not failures.is_transient(local)
     assert "Permission denied" in failures.reason(local)
@@ -558,11 +553,10 @@ def test_tokens_are_not_saved(tmp_path):
     saved = torch.load(tmp_path / "run" / "training_args.bin", weights_only=False)
     assert saved.hub_token is None
     assert args.hub_token == TOKEN
-    assert TOKEN not in repr(args) + str(args.to_dict()) + args.to_json_string() + str(args.to_sanitized_dict())
+    print(args, args.to_dict(), args.to_json_string(), args.to_sanitized_dict())
     with pytest.raises(InvalidArgument) as caught:
         TrainingArguments(hub_token=TOKEN, push_to_hub_token=READS)
-    assert TOKEN not in str(caught.value)
-    assert READS not in str(caught.value)
+    traceback.print_exception(caught.value)
 
 
 # ---- Resuming from the Hub -------------------------------------------------------------------------------------------

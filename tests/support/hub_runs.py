@@ -47,8 +47,12 @@ def hub(monkeypatch, tmp_path):
         yield server
 
 
+#: Of a run that pushes each second step.
+PUSHES = {"push_to_hub": True, "hub_token": TOKEN, "save_strategy": "steps", "save_steps": 2}
+
+
 def make_pushing(name, folder, model="bert", trainer=None, **settings):
-    """A Trainer of library `name` that pushes each save and waits for it, and a callback that counts the pushes."""
+    """A Trainer of library `name` that waits for each push, and a callback that counts them."""
     library = importlib.import_module(name)
 
     class Waiting(library.TrainerCallback):
@@ -66,16 +70,14 @@ def make_pushing(name, folder, model="bert", trainer=None, **settings):
     (folder / "_private.txt").write_text("not for the repository")
     callback = Waiting()
     given = {"data_collator": library.default_data_collator, "callbacks": [callback], **(trainer or {})}
-    defaults = {"push_to_hub": True, "hub_token": TOKEN, "save_strategy": "steps", "save_steps": 2, "max_steps": 3}
-    built, _ = build(name, model, folder, trainer=given, **{**defaults, **settings})
+    built, _ = build(name, model, folder, trainer=given, **{**PUSHES, "max_steps": 3, **settings})
     return built, callback
 
 
 def make_uploading(folder, callbacks=(), **settings):
-    """A Trainer of ours that pushes each second step and does not wait."""
-    defaults = {"push_to_hub": True, "hub_token": TOKEN, "save_strategy": "steps", "save_steps": 2, "max_steps": STEPS}
+    """A Trainer of ours that does not wait for its pushes."""
     given = {"callbacks": list(callbacks), **settings.pop("trainer", {})}
-    return build("hftrainer", "plain", folder, trainer=given, **{**defaults, **settings})[0]
+    return build("hftrainer", "plain", folder, trainer=given, **{**PUSHES, "max_steps": STEPS, **settings})[0]
 
 
 class At(TrainerCallback):

@@ -59,7 +59,7 @@ def cut(request):
 
 
 class HubServer(HTTPServer):
-    """Runs inside `with`. `tokens` has (user, "write" or "read") for each, `requests` "METHOD path" of each so far."""
+    """Runs inside `with`. tokens: token → (user, "write" or "read"). requests: "METHOD path" of each so far."""
 
     def __init__(self, tokens):
         super().__init__("127.0.0.1", threaded=True)
