@@ -3,16 +3,20 @@
 import dataclasses
 import importlib
 import json
+import logging
+import os
 import pickle
 
 import pytest
+import torch
 
 import hftrainer
 from hftrainer import Trainer, TrainingArguments
 from hftrainer.arguments.legacy import KEPT, LegacyArguments
 from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.arguments.table import PLANNED_VALUES, TABLE, check_supported, make_plan
-from hftrainer.errors import UnsupportedArgument
+from hftrainer.errors import InvalidArgument, UnsupportedArgument
+from tests.support.arguments import CASES, REFUSED
 from tests.support.releases import TRANSFORMERS, pinned
 from tests.support.tiny import make_plain
 
@@ -34,17 +38,6 @@ CHANGED = {
     "output_dir",
     "report_to",
 }
-
-
-def test_no_field_of_transformers_is_missing():
-    assert THEIRS.keys() <= OURS.keys()
-
-
-@pytest.mark.newest_peer
-def test_no_field_of_the_newest_transformers_is_missing():
-    """114 of transformers 5.23, the 35 that it no longer has, and two of ours."""
-    assert OURS.keys() - LEGACY - OWN == THEIRS.keys()
-    assert (len(THEIRS), len(LEGACY)) == (114, 35)
 
 
 def default(field):
@@ -82,90 +75,63 @@ def fields_for_seq2seq(library):
     return {field.name for field in dataclasses.fields(library.Seq2SeqTrainingArguments) if field.init}
 
 
-def test_no_row_is_left_over():
+def test_no_field_of_transformers_is_missing():
+    assert THEIRS.keys() <= OURS.keys()
     assert fields_for_seq2seq(transformers) <= fields_for_seq2seq(hftrainer) == TABLE.keys()
 
 
 @pytest.mark.newest_peer
-def test_no_row_of_the_newest_transformers_is_missing():
+def test_fields_of_the_newest_transformers():
+    """114 of transformers 5.23, the 35 that it no longer has, and three of ours."""
+    assert OURS.keys() - LEGACY - OWN == THEIRS.keys()
     assert TABLE.keys() - LEGACY - OWN == fields_for_seq2seq(transformers)
+    assert (len(THEIRS), len(LEGACY)) == (114, 35)
 
 
-PLANNED = [(name, value) for name, values in PLANNED_VALUES.items() for value in sorted(values)]
+def test_every_refusal_has_a_case():
+    refused = {name for name, row in TABLE.items() if row.kind in ("planned", "refused")}
+    assert refused | PLANNED_VALUES.keys() <= REFUSED.keys()
 
 
-@pytest.mark.parametrize(("name", "value"), PLANNED)
-def test_what_is_planned_is_refused(name, value):
-    """Whatever this release does not do is refused by name, never ignored."""
-    assert not [name for name in THEIRS if TABLE[name].kind == "planned"]  # whole arguments
-    args = TrainingArguments("unused", use_cpu=True)
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+    value, words = REFUSED[name]
+    args = TrainingArguments("x", use_cpu=True)
     assert not check_supported(ResolvedArguments(args))
     setattr(args, name, value)
     (message,) = check_supported(ResolvedArguments(args))
-    assert message.startswith(f"{name}=")
+    assert message.startswith(f"{name}={value!r} {words}")
     with pytest.raises(UnsupportedArgument, match=name):
         Trainer(make_plain(), args)
 
 
 @pytest.mark.usefixtures("deepspeed_installed")
-def test_mapped_fields_change_the_plan():
-    def plan(**settings):
-        return make_plan(ResolvedArguments(TrainingArguments(**{"output_dir": "here", "use_cpu": True, **settings})))
-
-    base = plan()
-    for settings in (
-        {"gradient_accumulation_steps": 3},
-        {"bf16": True},
-        {"fp16": True},
-        {"ddp_backend": "mpi"},
-        {"ddp_timeout": 9},
-        {"ddp_find_unused_parameters": False},
-        {"ddp_bucket_cap_mb": 9},
-        {"ddp_broadcast_buffers": False},
-        {"ddp_static_graph": True},
-        {"fsdp": True},
-        {"deepspeed": True},
-        {"fsdp": True, "fsdp_config": {"min_num_params": 5}},
-        {"full_determinism": True},
-        {"output_dir": "there"},
-        {"lightning_config": {"detect_anomaly": True}},
-        {"parallelism_config": {"dp_shard_size": 2}},
-    ):
-        assert plan(**settings) != base
-    assert {name for name, row in TABLE.items() if row.kind == "mapped"} == {
-        "gradient_accumulation_steps",
-        "bf16",
-        "fp16",
-        "ddp_backend",
-        "ddp_timeout",
-        "ddp_find_unused_parameters",
-        "ddp_bucket_cap_mb",
-        "ddp_broadcast_buffers",
-        "ddp_static_graph",
-        "deepspeed",
-        "fsdp",
-        "fsdp_config",
-        "full_determinism",
-        "output_dir",
-        "use_cpu",
-        "lightning_config",
-        "parallelism_config",
-    }
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        base.device = "cuda:1"
-
-
-def test_use_cpu(monkeypatch):
+@pytest.mark.parametrize("name", [name for name in CASES if name in OURS])
+def test_plan(name, monkeypatch):
+    """What is mapped to a setting of Lightning, and only that, changes the plan."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    assert make_plan(ResolvedArguments(TrainingArguments("unused"))).accelerator == "cuda"
-    assert make_plan(ResolvedArguments(TrainingArguments("unused", use_cpu=True))).accelerator == "cpu"
+    needs = {"fsdp": True} if name == "fsdp_config" else CASES[name].settings
+
+    def plan(**settings):
+        args = TrainingArguments(**{"output_dir": "x", "use_cpu": True, **needs, **settings})
+        return dataclasses.replace(make_plan(ResolvedArguments(args)), read_once={})
+
+    changed = plan(**{name: CASES[name].value})
+    assert (changed != plan()) is (TABLE[name].kind == "mapped")
+    assert changed.accelerator == ("cuda" if name == "use_cpu" else "cpu")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        changed.device = "cuda:1"
+
+
+@pytest.mark.parametrize(
+    "setting", [("find_unused_parameters", False), ("bucket_cap_mb", 0), ("broadcast_buffers", False)]
+)
+def test_false_and_zero_are_settings_of_ddp(setting):
+    args = TrainingArguments("x", use_cpu=True, **{f"ddp_{setting[0]}": setting[1]})
+    assert make_plan(ResolvedArguments(args)).ddp == dict([setting])
 
 
 def test_construction_touches_nothing(tmp_path, monkeypatch):
-    import os
-
-    import torch
-
     monkeypatch.chdir(tmp_path)
     before = dict(os.environ), torch.get_rng_state()
     args = TrainingArguments()
@@ -186,17 +152,12 @@ def test_derived_values():
     assert TrainingArguments("x", metric_for_best_model="eval_loss").greater_is_better is False
 
 
-WARMUP = {0: 0, 10: 10, 0.1: 20, 0.001: 1}
-
-
-@pytest.mark.parametrize("steps", WARMUP)
-def test_warmup_steps(steps):
-    assert TrainingArguments("x", warmup_steps=steps).get_warmup_steps(200) == WARMUP[steps]
-
-
-@pytest.mark.parametrize("steps", each(WARMUP, {0.1, 0.001}))
-def test_warmup_steps_of_transformers(steps):
-    assert transformers.TrainingArguments("x", warmup_steps=steps).get_warmup_steps(200) == WARMUP[steps]
+@pytest.mark.parametrize(
+    "library", [hftrainer, pytest.param(transformers, marks=pytest.mark.newest_peer)], ids=["ours", "theirs"]
+)
+@pytest.mark.parametrize(("steps", "of_200"), [(0, 0), (10, 10), (0.1, 20), (0.001, 1)])
+def test_warmup_steps(library, steps, of_200):
+    assert library.TrainingArguments("x", warmup_steps=steps).get_warmup_steps(200) == of_200
 
 
 #: What transformers fills in at construction is not known before training here.
@@ -225,67 +186,10 @@ def test_to_dict_matches_transformers():
     )
 
 
-def test_subclass_with_a_field():
-    @dataclasses.dataclass
-    class MyArgs(TrainingArguments):
-        temperature: float = 2.0
-
-    args = MyArgs("x", temperature=3.0, learning_rate=1.0)
-    assert (args.temperature, args.learning_rate) == (3.0, 1.0)
-    with pytest.raises(TypeError, match="did you mean 'temperature'"):
-        MyArgs("x", temprature=1)
-    assert not check_supported(ResolvedArguments(args))
-
-
-def test_output_dir_is_the_first_argument_of_a_subclass_that_declares_fields_again():
-    found = []
-    for library in (hftrainer, transformers):
-
-        @dataclasses.dataclass
-        class MyArgs(library.TrainingArguments):
-            optim: str = "adamw_torch"
-            length_column_name: str = "size"
-            mine: int = 1
-
-        args = MyArgs("x", use_cpu=True)
-        found.append([args.output_dir, args.optim, args.length_column_name, dataclasses.fields(args)[0].name])
-    assert found[0] == found[1] == ["x", "adamw_torch", "size", "output_dir"]
-
-
-def test_parsers_of_transformers_take_the_class():
-    parser = transformers.HfArgumentParser(TrainingArguments)
-    line = "--output_dir x --learning_rate 0.1 --bf16 --eval_strategy steps --label_names a b --max_steps 3"
-    (args,) = parser.parse_args_into_dataclasses(line.split())
-    assert (args.learning_rate, args.bf16, args.label_names, args.max_steps) == (0.1, True, ["a", "b"], 3)
-    assert args.eval_strategy == transformers.trainer_utils.IntervalStrategy.STEPS
-
-
-def test_command_line_forms():
-    parser = transformers.HfArgumentParser(TrainingArguments)
-    line = [
-        "--output_dir",
-        "x",
-        "--gradient_checkpointing",
-        "--lr_scheduler_kwargs",
-        '{"num_cycles": "2", "a": "True"}',
-    ]
-    (args,) = parser.parse_args_into_dataclasses(line)
-    assert args.gradient_checkpointing is True
-    assert args.lr_scheduler_kwargs == {"num_cycles": 2, "a": True}
-
-
 def test_pickle_and_replace():
     args = TrainingArguments("x", learning_rate=0.1)
     assert pickle.loads(pickle.dumps(args)) == args
     assert dataclasses.replace(args, learning_rate=0.2).learning_rate == 0.2
-
-
-def test_arguments_of_transformers_are_accepted(tmp_path):
-    """A script may change the import of Trainer alone."""
-    args = transformers.TrainingArguments(str(tmp_path), max_steps=2, report_to="none", use_cpu=True, disable_tqdm=True)
-    from tests.support.tiny import plain_data
-
-    assert Trainer(make_plain(), args, train_dataset=plain_data()).train().global_step == 2
 
 
 def test_public_names():
@@ -301,20 +205,23 @@ def test_the_compatibility_page_is_fresh():
     assert PAGE.read_text(encoding="utf-8") == page(), "run python scripts/compatibility_page.py"
 
 
-SETTERS = [
-    ("set_training", {"learning_rate": 0.1, "batch_size": 3, "max_steps": 7, "gradient_accumulation_steps": 2}),
-    ("set_evaluate", {"strategy": "steps", "steps": 5, "batch_size": 3, "accumulation_steps": 2, "loss_only": True}),
-    ("set_testing", {"batch_size": 5, "loss_only": True}),
-    ("set_save", {"strategy": "epoch", "steps": 7, "total_limit": 3}),
-    ("set_logging", {"strategy": "epoch", "first_step": True, "level": "error"}),
-    ("set_push_to_hub", {"model_id": "org/name", "strategy": "end"}),
-    ("set_optimizer", {"name": "sgd", "beta1": 0.5}),
-    ("set_lr_scheduler", {"name": "cosine", "warmup_steps": 0.1}),
-    ("set_dataloader", {"train_batch_size": 3, "num_workers": 2, "sampler_seed": 5}),
-]
-
-
-@pytest.mark.parametrize(("method", "given"), SETTERS)
+@pytest.mark.parametrize(
+    ("method", "given"),
+    [
+        ("set_training", {"learning_rate": 0.1, "batch_size": 3, "max_steps": 7, "gradient_accumulation_steps": 2}),
+        (
+            "set_evaluate",
+            {"strategy": "steps", "steps": 5, "batch_size": 3, "accumulation_steps": 2, "loss_only": True},
+        ),
+        ("set_testing", {"batch_size": 5, "loss_only": True}),
+        ("set_save", {"strategy": "epoch", "steps": 7, "total_limit": 3}),
+        ("set_logging", {"strategy": "epoch", "first_step": True, "level": "error"}),
+        ("set_push_to_hub", {"model_id": "org/name", "strategy": "end"}),
+        ("set_optimizer", {"name": "sgd", "beta1": 0.5}),
+        ("set_lr_scheduler", {"name": "cosine", "warmup_steps": 0.1}),
+        ("set_dataloader", {"train_batch_size": 3, "num_workers": 2, "sampler_seed": 5}),
+    ],
+)
 @pytest.mark.parametrize("defaults", [True, False])
 def test_chaining_setters(method, given, defaults):
     """Each sets what that of transformers sets, and returns the arguments."""
@@ -331,42 +238,32 @@ def test_chaining_setters(method, given, defaults):
 
 
 def test_changed_arguments_are_checked_again(tmp_path):
-    from hftrainer.errors import InvalidArgument
-
     args = TrainingArguments(str(tmp_path), use_cpu=True).set_logging(steps=0)
     with pytest.raises(InvalidArgument, match="logging_steps=0"):
         Trainer(make_plain(), args)
 
 
-@pytest.mark.parametrize(
-    ("level", "number"), [("debug", 10), ("info", 20), ("warning", 30), ("error", 40), ("critical", 50)]
-)
-def test_log_levels(level, number, monkeypatch, tmp_path):
-    import logging
-
-    from transformers.utils import logging as their_logging
-
+@pytest.mark.parametrize("level", ["debug", "info", "warning", "error", "critical"])
+def test_log_levels(level, monkeypatch, tmp_path):
+    number = getattr(logging, level.upper())
     settings = {"log_level": level, "log_level_replica": "error", "use_cpu": True}
     args, elsewhere = (TrainingArguments(str(tmp_path), **settings) for _ in range(2))
     assert args.get_process_log_level() == number
-    monkeypatch.setattr(logging.getLogger("hftrainer"), "level", logging.NOTSET)
-    before = their_logging.get_verbosity()
+    before = transformers.logging.get_verbosity()
     try:
         Trainer(make_plain(), args)
         assert logging.getLogger("hftrainer.trainer").getEffectiveLevel() == number
-        assert their_logging.get_verbosity() == number
+        assert transformers.logging.get_verbosity() == number
     finally:
-        their_logging.set_verbosity(before)
+        transformers.logging.set_verbosity(before)
         logging.getLogger("hftrainer").setLevel(logging.NOTSET)
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("RANK", "1")
-    assert elsewhere.get_process_log_level() == 40
-    assert args.get_process_log_level() == number  # its Trainer has found out where it stands
+    assert elsewhere.get_process_log_level() == logging.ERROR
+    assert args.get_process_log_level() == number  # the rank was read when its Trainer was made
 
 
 def test_passive_log_level_changes_nothing(tmp_path):
-    import logging
-
     args = TrainingArguments(str(tmp_path), use_cpu=True)
     Trainer(make_plain(), args)
     assert logging.getLogger("hftrainer").level == logging.NOTSET
