@@ -21,7 +21,7 @@ WORDS = {
     "output_dir": "elsewhere",
     "activation_checkpointing_kwargs": '{"use_reentrant":false}',
     "gradient_checkpointing_kwargs": '{"use_reentrant":false}',
-    "lr_scheduler_kwargs": '{"num_cycles":2}',
+    "lr_scheduler_kwargs": '{"num_cycles":"2","a":"True"}',
     "accelerator_config": '{"split_batches":true}',
     "fsdp_config": '{"min_num_params":3}',
     "dataloader_prefetch_factor": "3 --dataloader_num_workers 1",

@@ -26,6 +26,7 @@ def make_class(library):
         mine: dict | str | None = dataclasses.field(default=None, metadata={"help": "Something as JSON."})
         beta: float = dataclasses.field(default=0.1, metadata={"help": "Of the loss."})
         learning_rate: float = dataclasses.field(default=3e-4, metadata={"help": "Another default."})
+        length_column_name: str = "size"
 
         def __post_init__(self):
             self.before = self.beta * 2
@@ -48,7 +49,8 @@ def test_a_subclass(tmp_path, library, parser):
     kind = make_class(library)
     args = kind(str(tmp_path), mine='{"a": {"b": "1"}, "c": "true"}', use_cpu=True)
     assert (args.output_dir, args.after, args.before) == (str(tmp_path), str(tmp_path), 0.2)
-    assert (args.mine, args.learning_rate) == ({"a": {"b": 1}, "c": True}, 3e-4)
+    assert (args.mine, args.learning_rate, args.length_column_name) == ({"a": {"b": 1}, "c": True}, 3e-4, "size")
+    assert dataclasses.fields(args)[0].name == "output_dir"
     words = ["--output_dir", str(tmp_path), "--beta", "0.5", "--mine", '{"x": 2}', "--use_cpu"]
     (parsed,) = parser(kind).parse_args_into_dataclasses(words)
     assert (parsed.beta, parsed.mine, parsed.before) == (0.5, {"x": 2}, 1.0)
@@ -63,6 +65,8 @@ def test_a_subclass_of_a_subclass(tmp_path):
 
     args = Further(str(tmp_path), use_cpu=True)
     assert (args.output_dir, args.gamma, args.beta) == (str(tmp_path), 7, 0.1)
+    with pytest.raises(TypeError, match="did you mean 'gamma'"):
+        Further(str(tmp_path), gama=1)
     assert "mine" in args._VALID_DICT_FIELDS and "mine" not in hftrainer.TrainingArguments._VALID_DICT_FIELDS
     trainer = hftrainer.Trainer(make_plain(), args, train_dataset=plain_data())
     assert trainer.args.gamma == 7

@@ -110,8 +110,9 @@ def left_behind(library_name, folder, needs, time, **change):
 @functools.cache
 def unchanged(name, twice):
     """What our run leaves behind with the argument's default."""
+    needs = CASES[name].needs if name else {}
     with tempfile.TemporaryDirectory() as folder:
-        return left_behind("hftrainer", Path(folder), CASES[name].needs, "between" if twice else "given")
+        return left_behind("hftrainer", Path(folder), needs, "between" if twice else "given")
 
 
 def times_of(case):
@@ -137,6 +138,12 @@ def test_argument(tmp_path, capsys, name, time):
     ours = alike(run, assert_equal)
     takes_effect = case.until is not None and TIMES.index(time) <= TIMES.index(case.until)
     assert (ours != unchanged(name, time == "between")) is takes_effect
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("name", INERT)
+def test_inert(tmp_path, name):
+    assert left_behind("hftrainer", tmp_path, {}, "given", **{name: INERT[name]}) == unchanged(None, False)
 
 
 @pytest.mark.parametrize(

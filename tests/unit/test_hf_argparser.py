@@ -13,7 +13,7 @@ import pytest
 
 from hftrainer import HfArgumentParser, Trainer, TrainingArguments
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
-from tests.support.tiny import make_plain, plain_data
+from tests.support.tiny import make_bert, text_data
 
 transformers = importlib.import_module("transformers")
 theirs = transformers.HfArgumentParser
@@ -111,10 +111,10 @@ def test_documented_command_lines(line, tmp_path):
     args.max_steps, args.eval_strategy, args.report_to = 2, "no", []
     if refused := COMMANDS[line]:
         with pytest.raises(UnsupportedArgument, match=refused):
-            Trainer(make_plain(), args, train_dataset=plain_data())
+            Trainer(make_bert(), args, train_dataset=text_data())
         return
     verbosity = transformers.logging.get_verbosity()
-    assert Trainer(make_plain(), args, train_dataset=plain_data()).train().global_step == 2
+    assert Trainer(make_bert(), args, train_dataset=text_data()).train().global_step == 2
     logging.getLogger("hftrainer").setLevel(logging.NOTSET)
     transformers.logging.set_verbosity(verbosity)
 
