@@ -1,7 +1,10 @@
 """A case for each argument: a value unlike its default, what else it needs, when it may change, and what shows it."""
 
+import functools
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from hftrainer.arguments.accelerator_config import AcceleratorConfig
@@ -31,17 +34,23 @@ class Case:
 
     Attributes:
         value: unlike its default.
-        until: the last of `TIMES` at which it has an effect on a tiny run; None if it has none on one CPU.
         needs: what else is set, with the value and without it; `model` is one of `tests.support.tiny.MODELS`.
+        until: the last of `TIMES` at which it has an effect on a tiny run; None if it has none on one CPU.
         shown: the test that shows the effect, if a tiny run does not.
         alone: whether only that test runs with the value.
+        new: today's name, if the argument is an old name.
+        meanings: values of the old name, each with the value of `new` that it means.
+        refusal: a pattern of the reason, if it is refused.
     """
 
     value: Any
+    needs: Mapping[str, Any] = field(default_factory=dict)
     until: str | None = None
-    needs: dict[str, Any] = field(default_factory=dict)
     shown: str = ""
     alone: bool = False
+    new: str = ""
+    meanings: tuple[tuple[Any, Any], ...] = ()
+    refusal: str = ""
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -49,28 +58,27 @@ class Case:
         return {name: value for name, value in self.needs.items() if name != "model"}
 
 
-def _given(value: Any, needs: dict[str, Any] | None = None) -> Case:
-    return Case(value, "given", needs or {})
+_given, _before, _between, _always = (functools.partial(Case, until=time) for time in TIMES)
 
 
-def _before(value: Any, needs: dict[str, Any] | None = None) -> Case:
-    return Case(value, "before", needs or {})
+def _shown(value: Any, by: str, needs: Mapping[str, Any] = {}) -> Case:
+    return Case(value, needs, shown=f"tests/{by}")
 
 
-def _between(value: Any, needs: dict[str, Any] | None = None) -> Case:
-    return Case(value, "between", needs or {})
+def _alone(value: Any, by: str) -> Case:
+    return Case(value, shown=f"tests/{by}", alone=True)
 
 
-def _always(value: Any, needs: dict[str, Any] | None = None) -> Case:
-    return Case(value, "at the start", needs or {})
+def _refused(value: Any, reason: str) -> Case:
+    return Case(value, shown=f"tests/{_FIELDS}refused", alone=True, refusal=reason)
 
 
-def _shown(value: Any, by: str, needs: dict[str, Any] | None = None) -> Case:
-    return Case(value, None, needs or {}, f"tests/{by}")
+def _old(new: str, *meanings: tuple[Any, Any]) -> Case:
+    return Case(meanings[0][0], shown=f"tests/{_LEGACY}translated", alone=True, new=new, meanings=meanings)
 
 
-def _alone(value: Any, by: str, needs: dict[str, Any] | None = None) -> Case:
-    return Case(value, None, needs or {}, f"tests/{by}", alone=True)
+def _same(new: str, value: Any) -> Case:
+    return _old(new, (value, value))
 
 
 _CHANGES = "parity/test_model_changes.py::test_"
@@ -78,7 +86,10 @@ _HERE = "parity/test_arguments.py::test_"
 _HUB, _HUB_FAULTS = "parity/test_hub.py::test_", "reliability/test_hub.py::test_"
 _TRACKERS = "lightning/test_loggers.py::test_callbacks_of_transformers"
 _GENERATION = "parity/test_seq2seq.py::test_"
-_PLAN = "unit/arguments/test_fields.py::test_plan"
+_FIELDS = "unit/arguments/test_fields.py::test_"
+_PLAN = f"{_FIELDS}plan"
+_LEGACY = "unit/arguments/test_legacy.py::test_"
+_SPELLINGS = "unit/arguments/test_old_spellings.py::test_"
 
 CASES: dict[str, Case] = {
     # Optimization.
@@ -108,7 +119,7 @@ CASES: dict[str, Case] = {
     "bf16": _given(True),
     "fp16": _shown(True, "parity/test_precision.py::test_fp16"),
     "tf32": _shown(False, "parity/test_precision.py::test_tf32"),
-    "use_cpu": _shown(False, "unit/arguments/test_fields.py::test_plan"),
+    "use_cpu": _shown(False, _PLAN),
     "use_cache": _given(True, LLAMA),
     "activation_checkpointing": _between(True, BERT),
     "activation_checkpointing_kwargs": _shown({"use_reentrant": False}, f"{_CHANGES}activation_checkpointing", BERT),
@@ -141,10 +152,10 @@ CASES: dict[str, Case] = {
     "logging_first_step": _always(True),
     "logging_nan_inf_filter": _shown(False, "parity/test_losses.py::test_nan_losses"),
     "log_level": _given("error"),
-    "log_level_replica": _shown("error", "unit/arguments/test_fields.py::test_log_levels"),
+    "log_level_replica": _shown("error", f"{_FIELDS}log_levels"),
     "log_on_each_node": _shown(False, f"{_HERE}what_processes_write"),
     "disable_tqdm": _given(False),
-    "include_num_input_tokens_seen": _always("all", BERT),
+    "include_num_input_tokens_seen": _always(True, BERT),
     "skip_memory_metrics": _shown(False, "unit/test_debug_utils.py::test_memory_metrics_as_in_transformers"),
     "debug": _shown("underflow_overflow", "unit/test_debug_utils.py::test_underflow_overflow"),
     "report_to": _alone("tensorboard", "parity/test_tracker_callbacks.py::test_order"),
@@ -210,81 +221,62 @@ CASES: dict[str, Case] = {
     "predict_with_generate": _alone(True, f"{_GENERATION}train_evaluate_predict"),
     "generation_max_length": _alone(4, f"{_GENERATION}generation_arguments"),
     "generation_num_beams": _alone(2, f"{_GENERATION}generation_arguments"),
-    "generation_config": _alone("a/folder", f"{_GENERATION}generation_config"),
+    "generation_config": _alone(Path("a/folder"), f"{_GENERATION}generation_config"),
     "sortish_sampler": _alone(True, f"{_GENERATION}sortish_sampler"),
+    # Old names.
+    "evaluation_strategy": _same("eval_strategy", "steps"),
+    "no_cuda": _same("use_cpu", True),
+    "per_gpu_train_batch_size": _same("per_device_train_batch_size", 3),
+    "per_gpu_eval_batch_size": _same("per_device_eval_batch_size", 5),
+    "warmup_ratio": _same("warmup_steps", 0.25),
+    "torchdynamo": _same("torch_compile_backend", "eager"),
+    "xpu_backend": _same("ddp_backend", "ccl"),
+    "push_to_hub_model_id": _same("hub_model_id", "name"),
+    "push_to_hub_token": _same("hub_token", "secret"),
+    "push_to_hub_organization": _old("hub_model_id", ("org", "org/x")),
+    "adafactor": _old("optim", (True, "adafactor")),
+    "group_by_length": _old("train_sampling_strategy", (True, "group_by_length")),
+    "include_inputs_for_metrics": _old("include_for_metrics", (True, ["inputs"])),
+    "tpu_metrics_debug": _old("debug", (True, ["tpu_metrics_debug"])),
+    "sharded_ddp": _old(
+        "fsdp",
+        ("simple", "shard_grad_op"),
+        ("zero_dp_3 auto_wrap offload", "full_shard auto_wrap offload"),
+        (True, "shard_grad_op"),
+        (["zero_dp_2", "offload"], "shard_grad_op offload"),
+    ),
+    "fsdp_min_num_params": _old("fsdp_config", (100, {"min_num_params": 100})),
+    "fsdp_transformer_layer_cls_to_wrap": _old("fsdp_config", ("A", {"transformer_layer_cls_to_wrap": "A"})),
+    "dispatch_batches": _old(
+        "accelerator_config", *((value, AcceleratorConfig(dispatch_batches=value)) for value in (True, False))
+    ),
+    "split_batches": _old("accelerator_config", (True, AcceleratorConfig(split_batches=True))),
+    # Old arguments without a new name.
+    "logging_dir": _alone("logs", "lightning/test_loggers.py::test_folders"),
+    "save_safetensors": _alone(False, "parity/test_interchange.py::test_layouts"),
+    "use_legacy_prediction_loop": _alone(True, "unit/evaluation/test_evaluation.py::test_prediction_loop_by_argument"),
+    "past_index": _alone(2, "parity/test_models.py::test_past_index"),
+    "include_tokens_per_second": _alone(True, "parity/test_memory_and_speed.py::test_tokens_per_second"),
+    "use_mps_device": _alone(True, "unit/parallel/test_devices.py::test_use_mps_device_where_it_is_not"),
+    "tpu_num_cores": _alone(8, "unit/parallel/test_tpu.py::test_checks"),
+    "ray_scope": _alone("all", "adapters/ray/test_ray_search.py::test_which_objectives_count"),
+    "fp16_backend": _alone("cpu_amp", f"{_SPELLINGS}apex_is_autocast"),
+    "half_precision_backend": _alone("cpu_amp", f"{_SPELLINGS}apex_is_autocast"),
+    "overwrite_output_dir": _alone(True, f"{_HERE}inert"),
+    "jit_mode_eval": _alone(True, f"{_HERE}inert"),
+    "use_ipex": _alone(True, f"{_HERE}inert"),
+    "fp16_opt_level": _refused("O2", r"O1 \(or 01\): .*leave it out, or load the model with dtype=torch.bfloat16"),
+    "mp_parameters": _refused(
+        "ddp=True", "SageMaker's .*use fsdp, and start the job with torchrun, as .*torch_distributed"
+    ),
+    "model_parallel": _refused(True, "naive model parallelism was removed after v4.1"),
 }
 
 
-@dataclass(frozen=True)
-class Old:
-    """An old spelling.
-
-    Attributes:
-        name: the old name.
-        value: what a script gives by it.
-        new: the argument that it sets now.
-        now: the value of that argument.
-    """
-
-    name: str
-    value: Any
-    new: str
-    now: Any
-
-
-OLD = [
-    Old("evaluation_strategy", "steps", "eval_strategy", "steps"),
-    Old("no_cuda", True, "use_cpu", True),
-    Old("per_gpu_train_batch_size", 3, "per_device_train_batch_size", 3),
-    Old("per_gpu_eval_batch_size", 5, "per_device_eval_batch_size", 5),
-    Old("warmup_ratio", 0.25, "warmup_steps", 0.25),
-    Old("adafactor", True, "optim", "adafactor"),
-    Old("group_by_length", True, "train_sampling_strategy", "group_by_length"),
-    Old("include_inputs_for_metrics", True, "include_for_metrics", ["inputs"]),
-    Old("torchdynamo", "eager", "torch_compile_backend", "eager"),
-    Old("xpu_backend", "ccl", "ddp_backend", "ccl"),
-    Old("push_to_hub_model_id", "name", "hub_model_id", "name"),
-    Old("push_to_hub_organization", "org", "hub_model_id", "org/x"),
-    Old("push_to_hub_token", "secret", "hub_token", "secret"),
-    Old("sharded_ddp", "simple", "fsdp", "shard_grad_op"),
-    Old("sharded_ddp", "zero_dp_3 auto_wrap offload", "fsdp", "full_shard auto_wrap offload"),
-    Old("sharded_ddp", True, "fsdp", "shard_grad_op"),
-    Old("sharded_ddp", ["zero_dp_2", "offload"], "fsdp", "shard_grad_op offload"),
-    Old("fsdp_min_num_params", 100, "fsdp_config", {"min_num_params": 100}),
-    Old("fsdp_transformer_layer_cls_to_wrap", "A", "fsdp_config", {"transformer_layer_cls_to_wrap": "A"}),
-    Old("dispatch_batches", True, "accelerator_config", AcceleratorConfig(dispatch_batches=True)),
-    Old("dispatch_batches", False, "accelerator_config", AcceleratorConfig(dispatch_batches=False)),
-    Old("split_batches", True, "accelerator_config", AcceleratorConfig(split_batches=True)),
-    Old("tpu_metrics_debug", True, "debug", ["tpu_metrics_debug"]),
-]
-#: Old arguments without a new name that still work → a value unlike the default. Their own tests show what they do.
-KEPT_WORKING: dict[str, Any] = {
-    "logging_dir": "logs",
-    "save_safetensors": False,
-    "use_legacy_prediction_loop": True,
-    "past_index": 2,
-    "include_tokens_per_second": True,
-    "use_mps_device": True,
-    "tpu_num_cores": 8,
-    "ray_scope": "all",
-    "fp16_backend": "cpu_amp",
-    "half_precision_backend": "cpu_amp",
-}
-#: Old arguments that are accepted without effect.
-INERT = {"overwrite_output_dir": True, "jit_mode_eval": True, "use_ipex": True}
-#: argument → a value that is refused, and the words of the error after it.
-REFUSED = {
-    "fp16_opt_level": ("O2", "is not supported: O1 (or 01)"),
-    "mp_parameters": ("ddp=True", "is not supported: SageMaker's"),
-    "model_parallel": (True, "is not supported: naive model parallelism was removed after v4.1"),
-    "train_sampling_strategy": ("batch_rebalance", "is not supported yet: leave it at 'random'"),
-}
-
-
-def words_for(name: str, value: Any) -> list[str]:
-    """An argument as words of a command line."""
-    if isinstance(value, dict):
-        return [f"--{name}", json.dumps(value)]
-    if isinstance(value, list):
-        return [f"--{name}", *value]
-    return [f"--{name}", str(value).lower() if isinstance(value, bool) else str(value)]
+def words_for(settings: Mapping[str, Any]) -> list[str]:
+    """Arguments as words of a command line."""
+    words = []
+    for name, value in settings.items():
+        texts = value if isinstance(value, list) else [json.dumps(value) if isinstance(value, (dict, bool)) else value]
+        words += [f"--{name}", *map(str, texts)]
+    return words

@@ -193,6 +193,7 @@ def test_every_wrong_value_is_named():
         {"debug": "overflow"},
         {"log_level": "loud"},
         {"train_sampling_strategy": "by_chance"},
+        *({"torch_empty_cache_steps": steps} for steps in (0, -1, 1.0, "none")),
     ],
 )
 def test_wrong_values(settings):
