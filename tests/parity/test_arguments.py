@@ -137,7 +137,7 @@ def test_argument(tmp_path, capsys, name, time):
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("name", ["overwrite_output_dir", "jit_mode_eval", "use_ipex"])
 def test_inert(tmp_path, name):
-    assert left_behind("hftrainer", tmp_path, {}, "given", **{name: True}) == unchanged(name, False)
+    assert left_behind("hftrainer", tmp_path, CASES[name].needs, "given", **{name: True}) == unchanged(name, False)
 
 
 @pytest.mark.parametrize(

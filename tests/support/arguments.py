@@ -65,8 +65,8 @@ def _shown(value: Any, by: str, needs: Mapping[str, Any] = {}) -> Case:
     return Case(value, needs, shown=f"tests/{by}")
 
 
-def _alone(value: Any, by: str) -> Case:
-    return Case(value, shown=f"tests/{by}", alone=True)
+def _alone(value: Any, by: str, needs: Mapping[str, Any] = {}) -> Case:
+    return Case(value, needs, shown=f"tests/{by}", alone=True)
 
 
 def _refused(value: Any, reason: str) -> Case:
@@ -263,8 +263,8 @@ CASES: dict[str, Case] = {
     "fp16_backend": _alone("cpu_amp", f"{_SPELLINGS}apex_is_autocast"),
     "half_precision_backend": _alone("cpu_amp", f"{_SPELLINGS}apex_is_autocast"),
     "overwrite_output_dir": _alone(True, f"{_HERE}inert"),
-    "jit_mode_eval": _alone(True, f"{_HERE}inert"),
-    "use_ipex": _alone(True, f"{_HERE}inert"),
+    "jit_mode_eval": _alone(True, f"{_HERE}inert", STEPS),
+    "use_ipex": _alone(True, f"{_HERE}inert", STEPS),
     "fp16_opt_level": _refused("O2", r"O1 \(or 01\): .*leave it out, or load the model with dtype=torch.bfloat16"),
     "mp_parameters": _refused(
         "ddp=True", "SageMaker's .*use fsdp, and start the job with torchrun, as .*torch_distributed"

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from hftrainer import Trainer, TrainingArguments
 from hftrainer.arguments.legacy import KEPT, RENAMED, LegacyArguments
 from hftrainer.arguments.resolved import ResolvedArguments
-from hftrainer.arguments.table import TABLE, check_supported
+from hftrainer.arguments.table import check_supported
 from hftrainer.errors import InvalidArgument
 from tests.support.arguments import CASES
 from tests.support.tiny import make_plain, plain_data
@@ -42,13 +42,12 @@ def test_translated(old, value, new, now):
     assert check_supported(ResolvedArguments(args)) == check_supported(ResolvedArguments(same))
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("name", ["overwrite_output_dir", "jit_mode_eval", "use_ipex"])
-def test_inert(name):
-    args = make(**{name: True})
-    assert not check_supported(ResolvedArguments(args))
+@pytest.mark.parametrize("name", ["jit_mode_eval", "use_ipex"])
+def test_switches_without_effect_warn(name):
+    with pytest.warns(FutureWarning, match=f"{name}=True: .* the model"):
+        args = make(**{name: True})
     assert getattr(args, name) is True
-    assert TABLE[name].kind == "inert"
+    assert not check_supported(ResolvedArguments(args))
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,8 @@ import hftrainer
 from hftrainer import Trainer, TrainingArguments
 from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.arguments.table import check_supported, make_plan
-from hftrainer.errors import InvalidArgument, InvalidSetup, UnknownArgument, UnsupportedArgument
-from hftrainer.trainer_utils import default_hp_space_sigopt
+from hftrainer.errors import InvalidArgument, InvalidSetup, UnknownArgument
 from tests.support.tiny import make_bert, make_plain, plain_data, text_data
-
-PARSERS = [hftrainer.HfArgumentParser, transformers.HfArgumentParser]
 
 
 def files_of(caught, text):
@@ -66,29 +63,7 @@ def test_model_path_that_is_no_path(tmp_path):
         assert make(tmp_path).train(model_path=None).global_step == 4
 
 
-# ---- Flags -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("parser", PARSERS)
-@pytest.mark.parametrize(
-    ("words", "fsdp", "debug"),
-    [
-        (["--sharded_ddp"], "shard_grad_op", []),
-        (["--sharded_ddp", "--fp16"], "shard_grad_op", []),
-        (["--sharded_ddp", "zero_dp_3 offload"], "full_shard offload", []),
-        (["--debug"], None, ["tpu_metrics_debug"]),
-        (["--debug", "--fp16"], None, ["tpu_metrics_debug"]),
-        (["--debug", "underflow_overflow"], None, ["underflow_overflow"]),
-        (["--debug", "underflow_overflow tpu_metrics_debug"], None, ["underflow_overflow", "tpu_metrics_debug"]),
-        (["--debug", "underflow_overflow", "tpu_metrics_debug"], None, ["underflow_overflow", "tpu_metrics_debug"]),
-        (["--debug", ""], None, []),
-        ([], None, []),
-    ],
-)
-def test_flags(parser, words, fsdp, debug):
-    (args,) = parser(TrainingArguments).parse_args_into_dataclasses(["--output_dir", "x", "--use_cpu", *words])
-    assert (args.fsdp, args.debug) == (fsdp, debug)
+# ---- Values ---------------------------------------------------------------------------------------------------------
 
 
 def test_debug_of_v4_1():
@@ -159,28 +134,6 @@ def test_apex_is_autocast(tmp_path, settings):
         dataclasses.replace(args, seed=3)
 
 
-@pytest.mark.parametrize("level", ["O2", "O3"])
-def test_levels_of_apex_that_autocast_is_not(level):
-    args = TrainingArguments("x", fp16=True, fp16_opt_level=level, use_cpu=True)
-    (message,) = check_supported(ResolvedArguments(args))
-    assert f"fp16_opt_level={level!r} is not supported: O1 (or 01)" in message
-    assert "leave it out, or load the model with dtype=torch.bfloat16" in message
-
-
-def test_another_backend():
-    (message,) = check_supported(ResolvedArguments(TrainingArguments("x", fp16_backend="apx", use_cpu=True)))
-    assert "fp16_backend='apx' is not supported" in message
-    assert "cuda_amp" in message
-
-
-@pytest.mark.parametrize("name", ["jit_mode_eval", "use_ipex"])
-def test_what_only_tuned(tmp_path, name):
-    with pytest.warns(FutureWarning, match=f"{name}=True: .* the model"):
-        trainer = make(tmp_path, **{name: True})
-    plain = make(tmp_path)
-    assert trainer.evaluate(plain_data(8))["eval_loss"] == plain.evaluate(plain_data(8))["eval_loss"]
-
-
 def test_arguments_of_an_older_transformers_warn_too(tmp_path):
     args = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
     args.jit_mode_eval = True  # 5.23 does not have it
@@ -189,44 +142,22 @@ def test_arguments_of_an_older_transformers_warn_too(tmp_path):
     assert files_of(caught, "jit_mode_eval") == [__file__]
 
 
-def test_parallelism_of_sagemaker():
-    args = TrainingArguments("x", mp_parameters="ddp=True", use_cpu=True)
-    (message,) = check_supported(ResolvedArguments(args))
-    assert "use fsdp, and start the job with torchrun" in message
-    assert "torch_distributed" in message
-
-
-def test_search_with_sigopt(tmp_path):
-    with pytest.raises(UnsupportedArgument) as of_space:
-        default_hp_space_sigopt(None)
-    with pytest.raises(UnsupportedArgument) as of_search:
-        make(tmp_path).hyperparameter_search(backend="sigopt")
-    assert str(of_space.value) == str(of_search.value)
-
-
 # ---- Methods -----------------------------------------------------------------------------------------------------
 
 
-def test_noise_on_embeddings_by_hand(tmp_path):
-    trainer = make(tmp_path, model=make_bert, data=text_data, neftune_noise_alpha=5.0)
-    tokens = torch.arange(8)[None]
-
-    def embed():
-        return trainer.model.train().get_input_embeddings()(tokens)
-
-    quiet = embed()
-    assert trainer._activate_neftune(trainer.model) is trainer.model
-    assert not torch.equal(embed(), quiet)
-    trainer._deactivate_neftune(trainer.model)
-    assert torch.equal(embed(), quiet)
-
-
-def test_noise_that_is_not_there(tmp_path):
+def test_noise_by_hand(tmp_path):
     trainer = make(tmp_path, model=make_bert, data=text_data)
     with pytest.raises(InvalidSetup, match="set neftune_noise_alpha"):
         trainer._activate_neftune(trainer.model)
     with pytest.raises(InvalidSetup, match="call _activate_neftune"):
         trainer._deactivate_neftune(trainer.model)
+    trainer.neftune_noise_alpha = 5.0
+    tokens, embed = torch.arange(8)[None], trainer.model.train().get_input_embeddings()
+    quiet = embed(tokens)
+    assert trainer._activate_neftune(trainer.model) is trainer.model
+    assert not torch.equal(embed(tokens), quiet)
+    trainer._deactivate_neftune(trainer.model)
+    assert torch.equal(embed(tokens), quiet)
 
 
 def test_noise_that_a_subclass_adds(tmp_path):
@@ -289,13 +220,3 @@ def test_files_of_sagemaker_are_ignored(tmp_path):
         trainer._add_sm_patterns_to_gitignore()
         lines = (tmp_path / ".gitignore").read_text().splitlines()
         assert lines == ["*.tmp", "*.sagemaker-uploading", "*.sagemaker-uploaded"]
-
-
-def test_number_of_gpus(tmp_path):
-    """Scripts of v4 read and set `args._n_gpu`."""
-    args = TrainingArguments(str(tmp_path), use_cpu=True)
-    assert args._n_gpu == 0
-    args._n_gpu = 1
-    assert args.n_gpu == 1
-    with pytest.raises(UnsupportedArgument, match="_n_gpu=2"):
-        args._n_gpu = 2
