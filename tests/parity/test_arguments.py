@@ -22,9 +22,11 @@ from tests.support.parity import (
     accuracy,
     alike,
     assert_equal,
+    build,
     comparable,
     compare,
     make_recorder,
+    record,
 )
 from tests.support.tiny import MODELS, make_plain, plain_data
 
@@ -232,42 +234,35 @@ def test_unused_columns(tmp_path):
 )
 def test_accumulation_in_the_middle_of_a_run(tmp_path, event, first, then, step):
     def run(name):
-        library = importlib.import_module(name)
-
         def change(self, args, state, control, **kwargs):
             if state.global_step == step:
                 args.gradient_accumulation_steps = then
 
-        callback = type("Changes", (library.TrainerCallback,), {event: change})
-        recorder, model = make_recorder(library), make_plain()
-        settings = {**DEFAULTS, "logging_steps": 1, "gradient_accumulation_steps": first}
-        args = library.TrainingArguments(str(tmp_path / name), **settings)
-        trainer = library.Trainer(model, args, train_dataset=plain_data(), callbacks=[recorder, callback()])
+        settings = {"logging_steps": 1, "gradient_accumulation_steps": first}
+        trainer, recorder = build(name, "plain", tmp_path / name, **settings)
+        trainer.add_callback(type("Changes", (importlib.import_module(name).TrainerCallback,), {event: change}))
         trainer.train()
-        assert args.gradient_accumulation_steps == then
-        weights = [tensor.tolist() for tensor in model.state_dict().values()]
-        return comparable(trainer.state.log_history), recorder.events, weights
+        assert trainer.args.gradient_accumulation_steps == then
+        return record(trainer, recorder, tmp_path / name)
 
-    alike(run, assert_equal)
+    alike(run)
 
 
 def test_accumulation_changed_by_an_override(tmp_path):
     """As ms-swift does, to keep the samples of a step when batches become smaller."""
 
-    def run(name):
-        library = importlib.import_module(name)
-
+    def smaller(library):
         class Smaller(library.Trainer):
             def _inner_training_loop(self, *args, **kwargs):
                 self.args.gradient_accumulation_steps *= 2
                 return super()._inner_training_loop(*args, **kwargs)
 
-        settings = {**DEFAULTS, "num_train_epochs": 1, "logging_steps": 1, "per_device_train_batch_size": 8}
-        args = library.TrainingArguments(str(tmp_path / name), **settings)
-        trainer = Smaller(make_plain(), args, train_dataset=plain_data())
-        return trainer.train().global_step, comparable(trainer.state.log_history)
+        return Smaller
 
-    assert alike(run, assert_equal)[0] == 3
+    ours = compare(
+        tmp_path, "plain", trainer_class=smaller, num_train_epochs=1, logging_steps=1, per_device_train_batch_size=8
+    )
+    assert ours.extra["global_step"] == 3
 
 
 @pytest.mark.parametrize("name", ["lightning_config", "deepspeed"])
