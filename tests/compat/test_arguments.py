@@ -31,7 +31,7 @@ NO_WORDS = {"parallelism_config", "liger_kernel_config"}
 
 
 @pytest.fixture(autouse=True)
-def _environment_stays():
+def _environment():
     with mock.patch.dict(os.environ):  # transformers writes into it
         yield
 

@@ -14,7 +14,7 @@ import transformers
 import hftrainer
 from hftrainer.arguments.table import READ_ONCE
 from hftrainer.errors import InvalidArgument
-from tests.support.arguments import CASES, DEFAULTS, TIMES
+from tests.support.arguments import CASES, DEFAULTS, TIMES, make_trainer
 from tests.support.differences import OWN_FILES
 from tests.support.parity import (
     EVALUATED,
@@ -178,12 +178,6 @@ def test_inert(tmp_path, name):
 )
 def test_settings(tmp_path, settings):
     compare(tmp_path, "plain", trainer={"compute_metrics": accuracy}, **settings)
-
-
-def make_trainer(folder, kind=hftrainer.Trainer, model="plain", **settings):
-    make_model, make_data = MODELS[model]
-    args = hftrainer.TrainingArguments(str(folder), **{**DEFAULTS, "max_steps": 1, **settings})
-    return kind(make_model(), args, train_dataset=make_data(), eval_dataset=make_data())
 
 
 def test_clipping_to_none(tmp_path):

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hftrainer import Trainer, TrainingArguments
 from hftrainer.arguments.accelerator_config import AcceleratorConfig
+from tests.support.tiny import MODELS
 
 #: When a script sets an argument: with the others, before the first run, before the second, in `on_train_begin`.
 TIMES = ("given", "before", "between", "at the start")
@@ -280,3 +282,10 @@ def words_for(settings: Mapping[str, Any]) -> list[str]:
         texts = value if isinstance(value, list) else [json.dumps(value) if isinstance(value, (dict, bool)) else value]
         words += [f"--{name}", *map(str, texts)]
     return words
+
+
+def make_trainer(folder: Path, kind: type[Trainer] = Trainer, model: str = "plain", **settings: Any) -> Trainer:
+    """Our Trainer, quiet, with two steps to train."""
+    make_model, make_data = MODELS[model]
+    args = TrainingArguments(str(folder), **{**DEFAULTS, "max_steps": 2, **settings})
+    return kind(make_model(), args, train_dataset=make_data(), eval_dataset=make_data())
