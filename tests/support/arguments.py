@@ -2,7 +2,7 @@
 
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -284,7 +284,9 @@ def words_for(settings: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def make_trainer(folder: Path, kind: type[Trainer] = Trainer, model: str = "plain", **settings: Any) -> Trainer:
+def make_trainer(
+    folder: Path, kind: Callable[..., Trainer] = Trainer, model: str = "plain", **settings: Any
+) -> Trainer:
     """Our Trainer, quiet, with two steps to train."""
     make_model, make_data = MODELS[model]
     args = TrainingArguments(str(folder), **{**DEFAULTS, "max_steps": 2, **settings})

@@ -1,6 +1,7 @@
 """Old spellings: each does what it did, by its new name, or is refused with the reason."""
 
 import dataclasses
+import functools
 import json
 import pickle
 import warnings
@@ -14,8 +15,7 @@ from hftrainer.arguments.legacy import KEPT, RENAMED, LegacyArguments
 from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.arguments.table import check_supported
 from hftrainer.errors import InvalidArgument
-from tests.support.arguments import CASES
-from tests.support.tiny import make_plain, plain_data
+from tests.support.arguments import CASES, make_trainer
 
 #: Each value of an old name, the new name and its value.
 MEANINGS = [(old, value, case.new, now) for old, case in CASES.items() for value, now in case.meanings]
@@ -176,32 +176,29 @@ def test_a_subclass_keeps_a_tokenizer_of_its_own(tmp_path):
             self.tokenizer = tokenizer
             super().__init__(*args, **kwargs)
 
-    args = TrainingArguments(str(tmp_path), use_cpu=True)
-    trainer = Aligning(make_plain(), args, tokenizer="mine")
+    trainer = make_trainer(tmp_path, functools.partial(Aligning, tokenizer="mine"))
     assert (trainer.tokenizer, trainer.processing_class) == ("mine", None)
     trainer.tokenizer = "another"
     assert trainer.tokenizer == "another"
 
 
-def test_create_scheduler_gets_the_optimizer_as_in_v4(tmp_path):
-    def rate(step):
-        return 1 / (1 + step)
+class WithOptimizer(Trainer):
+    def create_scheduler(self, num_training_steps, optimizer=None):
+        self.lr_scheduler = LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        return self.lr_scheduler
 
-    class WithOptimizer(Trainer):
-        def create_scheduler(self, num_training_steps, optimizer=None):
-            self.lr_scheduler = LambdaLR(optimizer, rate)
-            return self.lr_scheduler
 
-    class Without(Trainer):
-        def create_scheduler(self, num_training_steps):
-            self.lr_scheduler = LambdaLR(self.optimizer, rate)
-            return self.lr_scheduler
+class WithoutOptimizer(Trainer):
+    def create_scheduler(self, num_training_steps):
+        self.lr_scheduler = LambdaLR(self.optimizer, lambda step: 1 / (1 + step))
+        return self.lr_scheduler
 
-    args = TrainingArguments(str(tmp_path), use_cpu=True, max_steps=3, save_strategy="no", learning_rate=1.0)
-    for kind in (WithOptimizer, Without):
-        trainer = kind(make_plain(), args, train_dataset=plain_data())
-        trainer.train()
-        assert trainer.lr_scheduler.get_last_lr() == [1 / 4, 1 / 4]
+
+@pytest.mark.parametrize("kind", [WithOptimizer, WithoutOptimizer])
+def test_create_scheduler_gets_the_optimizer_as_in_v4(tmp_path, kind):
+    trainer = make_trainer(tmp_path, kind, max_steps=3, learning_rate=1.0)
+    trainer.train()
+    assert trainer.lr_scheduler.get_last_lr() == [1 / 4, 1 / 4]
 
 
 @dataclasses.dataclass

@@ -13,7 +13,9 @@ from hftrainer import Trainer, TrainingArguments
 from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.arguments.table import check_supported, make_plan
 from hftrainer.errors import InvalidArgument, InvalidSetup, UnknownArgument
-from tests.support.tiny import make_bert, make_plain, plain_data, text_data
+from tests.support.arguments import make_trainer
+from tests.support.parity import assert_same_weights
+from tests.support.tiny import make_plain
 
 
 def files_of(caught, text):
@@ -21,10 +23,13 @@ def files_of(caught, text):
     return [each.filename for each in caught if text in str(each.message)]
 
 
-def make(folder, kind=Trainer, model=make_plain, data=plain_data, **settings):
-    settings = {"max_steps": 4, "save_steps": 2, "logging_steps": 1, **settings}
-    args = TrainingArguments(str(folder), use_cpu=True, report_to="none", disable_tqdm=True, **settings)
-    return kind(model(), args, train_dataset=data(16))
+def make(folder, kind=Trainer, model="plain", **settings):
+    return make_trainer(
+        folder,
+        kind,
+        model,
+        **{"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "logging_steps": 1, **settings},
+    )
 
 
 # ---- train(model_path=...) ---------------------------------------------------------------------------------------
@@ -38,8 +43,7 @@ def test_model_path_of_a_checkpoint_resumes(tmp_path):
         resumed.train(model_path=str(tmp_path / "checkpoint-2"))
     assert files_of(caught, "model_path") == [__file__]
     assert [line["step"] for line in resumed.state.log_history] == [1, 2, 3, 4, 4]
-    for name, weight in whole.model.state_dict().items():
-        assert torch.equal(weight, resumed.model.state_dict()[name])
+    assert_same_weights(resumed.model.state_dict(), whole.model.state_dict())
 
 
 def test_model_path_of_a_model_begins_anew(tmp_path):
@@ -146,7 +150,7 @@ def test_arguments_of_an_older_transformers_warn_too(tmp_path):
 
 
 def test_noise_by_hand(tmp_path):
-    trainer = make(tmp_path, model=make_bert, data=text_data)
+    trainer = make(tmp_path, model="bert")
     with pytest.raises(InvalidSetup, match="set neftune_noise_alpha"):
         trainer._activate_neftune(trainer.model)
     with pytest.raises(InvalidSetup, match="call _activate_neftune"):
@@ -173,7 +177,7 @@ def test_noise_that_a_subclass_adds(tmp_path):
             calls.append("off")
             super()._deactivate_neftune(model)
 
-    trainer = make(tmp_path, Own, make_bert, text_data, neftune_noise_alpha=5.0, save_strategy="no")
+    trainer = make(tmp_path, Own, "bert", neftune_noise_alpha=5.0, save_strategy="no")
     trainer.train()
     assert calls == ["on", "off"]
     assert not trainer.model.get_input_embeddings()._forward_hooks
@@ -193,8 +197,7 @@ def test_a_checkpoint_in_a_folder_of_ray(tmp_path):
     assert sorted(path.name for path in (tmp_path / "own").iterdir()) == ["checkpoint-2", "checkpoint-4"]
     resumed = make(tmp_path / "again")
     resumed.train(str(tmp_path / "ray" / "checkpoint-3"))
-    for name, weight in trainer.model.state_dict().items():
-        assert torch.equal(weight, resumed.model.state_dict()[name])
+    assert_same_weights(resumed.model.state_dict(), trainer.model.state_dict())
 
 
 def test_arguments_are_compared_with_a_checkpoint(tmp_path, caplog):
