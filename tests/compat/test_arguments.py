@@ -29,6 +29,9 @@ AS_PARSED = {
 #: Arguments that it takes from no command line: an object, and a dict made of words.
 NO_WORDS = {"parallelism_config", "liger_kernel_config"}
 
+#: Arguments whose values in the table hold without them too: by `use_cpu`, or as the default.
+IMPLIED = {"dataloader_pin_memory", "disable_tqdm", "no_cuda"}
+
 
 @pytest.fixture(autouse=True)
 def _environment():
@@ -55,11 +58,13 @@ def test_every_argument_has_a_case():
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", CASES)
 def test_argument(name):
-    settings = {"output_dir": "out", "use_cpu": True, **CASES[name].settings, name: CASES[name].value}
+    needs = {"output_dir": "out", "use_cpu": True, **CASES[name].settings}
+    settings = {**needs, name: CASES[name].value}
     words = words_for(settings)
     parsers = [make_parser(library, "hftrainer") for library in LIBRARIES]
     if name != "deepspeed":  # which would have to be installed
         args = hftrainer.Seq2SeqTrainingArguments(**settings)
+        assert (args != hftrainer.Seq2SeqTrainingArguments(**needs)) is (name not in IMPLIED)
         for parser in parsers:
             assert parser.parse_args_into_dataclasses(words) == parser.parse_dict(settings) == (args,)
     if name not in THEIRS:

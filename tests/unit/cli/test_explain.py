@@ -78,7 +78,7 @@ def test_wrong_arguments(words, message, explain):
     assert "Traceback" not in done.stderr
 
 
-#: The values of the others are what they are without being given.
+#: The other two have their default in the table.
 EXPLAINED = [name for name in CASES if name not in ("use_cpu", "disable_tqdm")]
 
 
