@@ -7,7 +7,7 @@ from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.arguments.table import check_supported, make_plan
 
 #: What torchrun sets in the second of two processes.
-SECOND = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29501"}
+SECOND = "RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 MASTER_ADDR=localhost MASTER_PORT=29501"
 
 
 def make(kind: type = TrainingArguments, /, **settings: Any) -> Any:

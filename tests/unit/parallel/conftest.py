@@ -5,11 +5,11 @@ from tests.support.checks import SECOND
 
 @pytest.fixture
 def put(monkeypatch):
-    """Sets environment variables."""
+    """Sets environment variables, given as a shell has them."""
 
     def put(variables):
-        for name, value in variables.items():
-            monkeypatch.setenv(name, value)
+        for word in variables.split():
+            monkeypatch.setenv(*word.split("=", 1))
 
     return put
 

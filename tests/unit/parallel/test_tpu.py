@@ -27,7 +27,7 @@ count_chips = tpu.chips.__wrapped__
 
 @pytest.fixture(autouse=True)
 def _no_tpu(monkeypatch):
-    for name in (*VARIABLES, *SECOND):
+    for name in (*VARIABLES, *(word.partition("=")[0] for word in SECOND.split())):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(tpu, "chips", lambda: 0)
 
@@ -71,14 +71,14 @@ def test_chips(tmp_path, monkeypatch, devices, expected):
 @pytest.mark.parametrize(
     ("chips", "variables", "expected"),
     [
-        (0, {}, False),
-        (4, {}, True),
-        (0, {"PJRT_DEVICE": "TPU"}, True),
-        (0, {"PJRT_DEVICE": "CPU"}, True),
-        (0, {"TPU_NAME": "local"}, True),
-        (0, {"TPU_WORKER_ID": "0"}, True),
-        (4, {"PJRT_DEVICE": "TPU", "USE_TORCH_XLA": "0"}, False),
-        (0, {"TPU_NAME": ""}, False),
+        (0, "", False),
+        (4, "", True),
+        (0, "PJRT_DEVICE=TPU", True),
+        (0, "PJRT_DEVICE=CPU", True),
+        (0, "TPU_NAME=local", True),
+        (0, "TPU_WORKER_ID=0", True),
+        (4, "PJRT_DEVICE=TPU USE_TORCH_XLA=0", False),
+        (0, "TPU_NAME=", False),
     ],
 )
 def test_wanted(monkeypatch, put, chips, variables, expected):
@@ -102,15 +102,15 @@ XLA, EITHER = "pip install 'hftrainer[tpu]'", ("pip install 'hftrainer[torch-tpu
 @pytest.mark.parametrize(
     ("chips", "variables", "settings", "said"),
     [
-        (4, {}, {}, ("This machine has a TPU, but torch finds none", XLA, *EITHER)),
-        (4, {}, {"use_cpu": True}, ()),
-        (4, {"USE_TORCH_XLA": "0"}, {}, ()),
-        (0, {"PJRT_DEVICE": "TPU"}, {}, ("PJRT_DEVICE=TPU asks for a TPU, but torch finds none", XLA, *EITHER)),
-        (0, {"PJRT_DEVICE": "CPU"}, {}, ()),
-        (0, {"TPU_NAME": "of-another-machine"}, {}, ()),
-        (0, {}, {"tpu_num_cores": 8}, (XLA, "the torch that it needs, 2.9")),
-        (0, {}, {"tpu_num_cores": 8, "use_cpu": True}, ()),
-        (0, {}, {"fsdp": True, "fsdp_config": {"xla": True}, "use_cpu": True}, ("fsdp_config['xla'] needs a TPU", XLA)),
+        (4, "", {}, ("This machine has a TPU, but torch finds none", XLA, *EITHER)),
+        (4, "", {"use_cpu": True}, ()),
+        (4, "USE_TORCH_XLA=0", {}, ()),
+        (0, "PJRT_DEVICE=TPU", {}, ("PJRT_DEVICE=TPU asks for a TPU, but torch finds none", XLA, *EITHER)),
+        (0, "PJRT_DEVICE=CPU", {}, ()),
+        (0, "TPU_NAME=of-another-machine", {}, ()),
+        (0, "", {"tpu_num_cores": 8}, (XLA, "the torch that it needs, 2.9")),
+        (0, "", {"tpu_num_cores": 8, "use_cpu": True}, ()),
+        (0, "", {"fsdp": True, "fsdp_config": {"xla": True}, "use_cpu": True}, ("fsdp_config['xla'] needs a TPU", XLA)),
     ],
 )
 def test_without_a_library(monkeypatch, put, no_torch_xla, chips, variables, settings, said):
