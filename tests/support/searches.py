@@ -9,7 +9,7 @@ import torch
 
 from hftrainer import TrainerCallback
 from hftrainer.errors import InvalidArgument, SearchFailed, UnknownArgument, UnsupportedArgument
-from tests.support.tiny import make_plain, plain_data
+from tests.support.tiny import Plain, make_plain, plain_data
 
 
 def make_trainer(
@@ -21,6 +21,13 @@ def make_trainer(
     args = package.TrainingArguments(str(folder), disable_tqdm=True, use_cpu=True, **{**defaults, **settings})
     given = {"train_dataset": plain_data(), "eval_dataset": plain_data(8), **dict(trainer)}
     return package.Trainer(model_init=model_init, args=args, **given)
+
+
+def with_width(width: int) -> torch.nn.Module:
+    """A model with a layer so wide."""
+    model = Plain()
+    model.layers = torch.nn.Sequential(torch.nn.Linear(8, width), torch.nn.ReLU(), torch.nn.Linear(width, 3))
+    return model
 
 
 class Failing(TrainerCallback):
