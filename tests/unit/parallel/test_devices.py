@@ -26,20 +26,6 @@ NO_DOUBLE = "Cannot convert a MPS Tensor to float64 dtype as the MPS framework d
 needs_scaler = pytest.mark.skipif(TORCH < (2, 8), reason="torch's GradScaler knows Apple's GPU since 2.8")
 
 
-@pytest.fixture
-def mac(monkeypatch):
-    """Apple Silicon with macOS 14."""
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    monkeypatch.setattr(torch.backends.mps, "is_macos_or_newer", lambda major, minor: (major, minor) <= (14, 0))
-
-
-@pytest.fixture
-def xpu(monkeypatch):
-    """Two Intel GPUs."""
-    monkeypatch.setattr(torch.xpu, "is_available", lambda: True)
-    monkeypatch.setattr(torch.xpu, "device_count", lambda: 2)
-
-
 class OnCpu(TrainingArguments):
     """The model stays on the CPU, where it can be built."""
 
@@ -79,24 +65,6 @@ def test_use_mps_device_where_it_is_not(monkeypatch, built, settings, reason):
     monkeypatch.setattr(torch.backends.mps, "is_built", lambda: built)
     (message,) = problems(use_mps_device=True, **settings)
     assert message.startswith("use_mps_device=True, but ") and reason in message and "leave it out" in message
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({}, None),
-        ({"use_mps_device": True}, None),
-        ({"lightning_config": {"devices": 2}}, "not possible on Apple's GPU"),
-        ({"fsdp": True}, "not possible on Apple's GPU"),
-    ],
-)
-def test_checks_on_mps(mac, settings, message):
-    assert_refused(problems(**settings), message)
-
-
-def test_one_process_on_mps(mac, two_processes):
-    assert_refused(problems(), "2 processes are not possible on Apple's GPU: it is one device, and neither gloo nor")
-    assert not problems(use_cpu=True)
 
 
 @pytest.mark.parametrize(
@@ -242,9 +210,6 @@ def test_intel(xpu, two_processes, monkeypatch):
     assert plan.trainer_keywords()["devices"] == 2
     assert plan_of(ddp_backend="ccl").process_group_backend == "ccl"
     assert plan_of(use_cpu=True).process_group_backend is None
-    assert not problems()
-    sharded = "sharded and split on CUDA and CPU only, and this device is xpu: leave out fsdp"
-    assert_refused(problems(fsdp=True), sharded)
     monkeypatch.setattr(torch.xpu, "device_count", lambda: 1)
     assert_refused(problems(), "2 processes on this node need one GPU each, but there are 1")
 
@@ -295,64 +260,3 @@ def test_what_is_not_asked_for_is_not_imported(processes):
     code = "import sys, hftrainer.trainer; hftrainer.TrainingArguments('x').device; print('torch_xla' in sys.modules)"
     done = processes.run("-c", f"{code}; print('optuna' in sys.modules)", fresh=True)
     assert done.stdout.split() == ["False", "False"], done.stderr
-
-
-# ---- How processes communicate ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("old", [False, True])
-@pytest.mark.parametrize(
-    ("backend", "message"),
-    [
-        ("gloo", None),
-        ("GLOO", None),
-        ("cpu:gloo", None),
-        ("mpi", "has no 'mpi' (it needs torch built from source with MPI): use 'gloo', or leave it out."),
-        ("nccl", "has no 'nccl' (it comes with torch for CUDA or ROCm): use 'gloo'"),
-        ("cpu:gloo,cuda:nccl", "has no 'nccl'"),
-        ("xccl", "has no 'xccl' (it comes with torch for Intel GPUs)"),
-        ("ccl", "has no 'ccl' (the script must import oneccl_bindings_for_pytorch, which Intel has replaced by"),
-        ("smddp", "has no 'smddp' (the script must import smdistributed.dataparallel.torch.torch_smddp"),
-        ("hccl", "has no 'hccl' (it comes with torch_npu)"),
-        ("cncl", "has no 'cncl' (it comes with torch_mlu)"),
-        ("mccl", "has no 'mccl' (it comes with torch_musa)"),
-        ("glo", "no backend is called 'glo' (did you mean 'gloo'?): use 'gloo'"),
-        ("carrier pigeon", "no backend is called 'carrier pigeon': use 'gloo'"),
-    ],
-)
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_backends_on_the_cpu(two_processes, monkeypatch, backend, message, old):
-    for name in ("mpi", "nccl", "xccl"):
-        monkeypatch.setattr(torch.distributed, f"is_{name}_available", lambda: False)
-    settings = {"use_cpu": True, "xpu_backend" if old else "ddp_backend": backend}
-    assert plan_of(**settings).process_group_backend == backend
-    found = problems(**settings)
-    assert [sentence.startswith(f"ddp_backend={backend!r}: ") for sentence in found] == [True] * (message is not None)
-    assert_refused(found, message)
-
-
-@pytest.mark.parametrize(
-    ("settings", "found"),
-    [
-        ({"use_cpu": True, "ddp_backend": "nccl"}, "'nccl' does not connect processes on cpu: use 'gloo', or leave it"),
-        ({"use_cpu": True, "ddp_backend": "mpi"}, None),
-        ({"ddp_backend": "xccl"}, None),
-        ({"ddp_backend": "gloo"}, "ddp_backend='gloo' does not connect processes on xpu: use 'xccl', or leave it out."),
-    ],
-)
-def test_a_backend_for_another_device(two_processes, xpu, monkeypatch, settings, found):
-    for name in ("mpi", "nccl", "xccl"):
-        monkeypatch.setattr(torch.distributed, f"is_{name}_available", lambda: True)
-    assert_refused(problems(**settings), found)
-
-
-def test_one_process_needs_no_backend():
-    assert not problems(use_cpu=True, ddp_backend="nccl")
-    assert_refused(problems(use_cpu=True, ddp_backend="ncl"), "did you mean 'nccl'")
-
-
-def test_a_backend_of_the_users_own(two_processes, monkeypatch):
-    backend = torch.distributed.Backend
-    monkeypatch.setattr(backend, "backend_list", [*backend.backend_list, "smoke"])
-    monkeypatch.setitem(backend.backend_capability, "smoke", ["cpu"])
-    assert not problems(use_cpu=True, ddp_backend="smoke")

@@ -8,7 +8,7 @@ from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.arguments.table import check_supported
 from hftrainer.errors import WrongConfig
 from hftrainer.parallel.fsdp.settings import FsdpPlugin, FsdpSettings, XlaSettings, read_fsdp
-from tests.support.checks import assert_refused, make, problems
+from tests.support.checks import assert_refused, make
 
 #: As `accelerate launch` sets them for the file with FSDP in the documentation.
 LAUNCHED = """
@@ -128,46 +128,12 @@ def test_files(tmp_path):
             read_fsdp(True, str(path), {})
 
 
-ALONE, TOGETHER = {"use_cpu": True, "fsdp": True}, {"use_cpu": True, "fsdp": True, "lightning_config": {"devices": 2}}
-BACKGROUND = {"lightning_config": {"async_checkpoint": True}, "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (ALONE, "fsdp=True shards the model over processes, but there is one"),
-        ({**ALONE, "deepspeed": True}, "fsdp and deepspeed both shard the model"),
-        ({**ALONE, "fsdp": "full_shrd"}, "did you mean 'full_shard'"),
-        ({**ALONE, **BACKGROUND}, "async_checkpoint"),
-        ({**TOGETHER, "optim": "lomo"}, "optim='lomo' needs whole parameters"),
-        ({**TOGETHER, "optim": "adamw_bnb_8bit"}, "optim='adamw_bnb_8bit' needs whole parameters"),
-        ({**TOGETHER, "optim": "adafactor", "fsdp_config": {"version": 1}}, "FSDP1 flattens them: use FSDP2"),
-        ({**TOGETHER, "bf16_full_eval": True}, "bf16_full_eval=True would round sharded weights"),
-        (
-            {**TOGETHER, "activation_checkpointing": True, "fsdp_config": {"activation_checkpointing": True}},
-            "a third time",
-        ),
-        ({**TOGETHER, "report_to": "wandb"}, "WANDB_LOG_MODEL=end saves the model in the main process alone"),
-    ],
-)
-@pytest.mark.usefixtures("deepspeed_installed")
-def test_refused(settings, message, put):
-    put("WANDB_LOG_MODEL=end")
-    assert_refused(problems(**settings), message)
-
-
 @pytest.mark.parametrize("optim", ["adafactor", "sgd", "adamw_torch_8bit", "schedule_free_adamw", "adamw_torch"])
 def test_optimizers_that_can_be_sharded(optim):
-    args = make(**TOGETHER, optim=optim)
+    args = make(use_cpu=True, fsdp=True, lightning_config={"devices": 2}, optim=optim)
     assert not check_supported(ResolvedArguments(args))
     found = check_supported(ResolvedArguments(args), own_optimizer=True)
     assert_refused(found, "optimizers holds the parameters of the whole model")
-
-
-def test_hybrid_needs_two(put):
-    put("WORLD_SIZE=1 RANK=0 LOCAL_RANK=0 MASTER_ADDR=h MASTER_PORT=1")
-    assert not problems(**ALONE)
-    assert_refused(problems(use_cpu=True, fsdp="hybrid_shard"), "needs at least two processes")
 
 
 def test_state_dict_type_may_change():

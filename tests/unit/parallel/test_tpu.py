@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hftrainer import Seq2SeqTrainingArguments, Trainer, TrainingArguments
+from hftrainer import Trainer
 from hftrainer import __main__ as command
 from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.arguments.table import overridden
@@ -16,33 +16,16 @@ from hftrainer.parallel import tpu
 from hftrainer.parallel.environment import LAUNCHERS, RankInfo, detect
 from hftrainer.parallel.xla import devices as xla
 from hftrainer.trainer_utils import ParallelMode
-from tests.support.checks import SECOND, assert_refused, make, plan_of, problems
+from tests.support.checks import assert_refused, make, plan_of, problems
 from tests.support.tiny import make_plain
 
-#: Variables that say something of TPUs.
-VARIABLES = ("PJRT_DEVICE", "PJRT_LOCAL_PROCESS_COUNT", "USE_TORCH_XLA", *xla._OF_TPUS, tpu.ADDRESSES)
 UNDEFINED = "_XLAC.cpython-311-x86_64-linux-gnu.so: undefined symbol: _ZN5torch8autograd10deleteNodeEPNS0_4NodeE"
 count_chips = tpu.chips.__wrapped__
-
-
-@pytest.fixture(autouse=True)
-def _no_tpu(monkeypatch):
-    for name in (*VARIABLES, *(word.partition("=")[0] for word in SECOND.split())):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(tpu, "chips", lambda: 0)
 
 
 @pytest.fixture
 def no_torch_xla(monkeypatch):
     monkeypatch.setattr(xla, "installed", lambda: False)
-
-
-@pytest.fixture
-def on_xla(monkeypatch):
-    """As if torch_xla were there; torch itself knows the name of its devices."""
-    monkeypatch.setenv("PJRT_DEVICE", "TPU")
-    monkeypatch.setattr(xla, "installed", lambda: True)
-    monkeypatch.setattr(xla, "device", lambda: torch.device("xla", 0))
 
 
 # ---- Whether there is one --------------------------------------------------------------------------------------------
@@ -146,69 +129,15 @@ def test_wrong_options(options, message, no_torch_xla, capsys):
     assert message in capsys.readouterr().err
 
 
-# ---- What either library cannot do -----------------------------------------------------------------------------------
-
-START = "this run uses 1 of this machine's cores: start the script with python -m hftrainer run --tpu"
-FSDP = {"fsdp": True, "fsdp_config": {"xla": True}}
-SPMD = {"fsdp": True, "fsdp_config": {"xla": True, "xla_fsdp_v2": True}}
+# ---- With either library ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({}, None),
-        ({"tpu_num_cores": 1}, None),
-        ({"bf16": True}, None),
-        (FSDP, None),
-        ({"tpu_num_cores": 8}, START),
-        ({"fp16": True}, "TPUs compute in bfloat16"),
-        ({"torch_compile": True}, "XLA already compiles the whole step"),
-        ({"fsdp": True}, "uses torch_xla: give fsdp_config={'xla': True} too"),
-        ({"fsdp": True, "fsdp_config": {"xla": True, "cpu_offload": True}}, "fsdp_config['cpu_offload']"),
-        ({**FSDP, "predict_with_generate": True}, "xla_fsdp_v2"),  # generation needs whole weights
-    ],
-)
-def test_checks_with_torch_xla(on_xla, settings, message):
-    assert_refused(problems(Seq2SeqTrainingArguments, **settings), message)
-
-
-class OnTpu(TrainingArguments):
-    """Arguments on torch_tpu's device, whose name torch does not know here."""
-
-    _setup_devices = SimpleNamespace(type="tpu", index=0)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({}, None),
-        ({"bf16": True, "tpu_num_cores": 1}, None),
-        ({"torch_compile_backend": "tpu"}, None),
-        ({"fp16": True}, "TPUs compute in bfloat16"),
-        ({"torch_compile": True}, "set torch_compile_backend='tpu'"),
-        ({"tpu_num_cores": 4}, START),
-        ({"fsdp": True}, "this device is tpu: leave out fsdp"),
-        ({"lightning_config": {"devices": 2}}, "start the script with python -m hftrainer run --tpu"),
-    ],
-)
-def test_checks_with_torch_tpu(settings, message):
-    found = problems(OnTpu, **settings)
-    assert_refused(found, message)
-    assert len(found) <= 1
-
-
-def test_torchrun_with_torch_xla(on_xla, two_processes):
-    """Its processes would all take the same core."""
-    assert_refused(problems(), "run --tpu")
-    assert_refused(problems(**SPMD), "drives all cores from one process")
-
-
-def test_torchrun_with_torch_tpu(two_processes, monkeypatch):
+def test_torchrun_with_torch_tpu(on_torch_tpu, two_processes, monkeypatch):
     """torchrun alone lacks what all processes of torch_tpu have to know."""
-    assert_refused(problems(OnTpu), "no TPU core of their own: start the script with python -m hftrainer run --tpu")
+    assert_refused(problems(), "no TPU core of their own: start the script with python -m hftrainer run --tpu")
     monkeypatch.setenv(tpu.ADDRESSES, "localhost:8070,localhost:8071")
-    assert not problems(OnTpu)
-    assert plan_of(make(OnTpu)).process_group_backend == "tpu_dist"
+    assert not problems()
+    assert plan_of().process_group_backend == "tpu_dist"
 
 
 def test_two_cores_in_a_process(on_xla, monkeypatch):
