@@ -203,12 +203,13 @@ def test_an_error(tmp_path, monkeypatch, caplog, place, background, kind):
     assert (fails.thread is threading.main_thread()) == (place == "publishing" and not background)
 
 
-def test_an_error_that_stops(tmp_path, monkeypatch):
+@pytest.mark.parametrize("background", [False, True])
+def test_an_error_that_stops(tmp_path, monkeypatch, background):
     FailsOnce(monkeypatch, staging, "publish", OSError(errno.ENOSPC, "No space left on device"))
-    trainer = make_trainer(tmp_path, lightning_config={"async_checkpoint": True, "on_save_error": "stop"})
+    trainer = make_trainer(tmp_path, lightning_config={"async_checkpoint": background, "on_save_error": "stop"})
     with pytest.raises(CheckpointNotWritten, match="checkpoint-3 could not be written"):
         trainer.train()
-    assert trainer.state.global_step <= 6
+    assert trainer.state.global_step <= (6 if background else 3)
 
 
 def test_a_failed_checkpoint_waits_for_its_other_thread(tmp_path, monkeypatch, caplog):

@@ -13,7 +13,6 @@ import pytest
 from hftrainer import Trainer, TrainerCallback
 from hftrainer.checkpointing import staging
 from hftrainer.checkpointing.folders import rotate_checkpoints
-from hftrainer.errors import CheckpointNotWritten
 from hftrainer.trainer_utils import get_last_checkpoint
 from tests.support.checkpoints import BEST, OnSave, finished, make_trainer, truncate
 from tests.support.faults import Disk
@@ -241,12 +240,3 @@ def test_other_failures_of_the_storage(tmp_path, caplog, kind, limit_files):
     assert finished(make_trainer(folder, callbacks=[Hinders(*acts)])).state.global_step == 9
     assert "checkpoint-6 could not be written" in caplog.text
     assert names(folder) == ["checkpoint-3", "checkpoint-9"]
-
-
-def test_stop_when_asked(tmp_path):
-    trainer = make_trainer(tmp_path / "out", lightning_config={"on_save_error": "stop"})
-    (tmp_path / "out").rmdir()
-    (tmp_path / "out").touch()
-    with pytest.raises(CheckpointNotWritten, match="checkpoint-3 could not be written"):
-        trainer.train()
-    assert trainer.state.global_step == 3
