@@ -89,8 +89,8 @@ class SearchBackend:
         return {}
 
     def search(self, trainer, **keywords):
-        given = {**self.grid(learning_rate=[1e-3]), **self.keywords(trainer), **keywords}
-        return trainer.hyperparameter_search(backend=self.name, **given)
+        given = {"backend": self.name, **self.grid(learning_rate=[1e-3]), **self.keywords(trainer)}
+        return trainer.hyperparameter_search(**{**given, **keywords})
 
     def assert_refused(self, folder, keywords, error, words, **settings):
         """A search is refused, and the Trainer is as it was."""

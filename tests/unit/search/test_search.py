@@ -99,11 +99,7 @@ class TestOptuna(SearchBackend):
     @pytest.mark.parametrize("case", REFUSED)
     def test_refused_by_optuna(self, tmp_path, monkeypatch, case):
         monkeypatch.setattr(RaySearch, "is_available", lambda: False)  # make test-downstream installs it
-        keywords, error, words = REFUSED[case]
-        trainer = make_trainer(tmp_path, learning_rate=0.5)
-        with pytest.raises(error, match=words):
-            trainer.hyperparameter_search(**{"hp_space": rates, "n_trials": 2, **keywords})
-        assert trainer.hp_search_backend is None and trainer.args.learning_rate == 0.5
+        self.assert_refused(tmp_path, *REFUSED[case])
 
 
 def test_no_model_init(tmp_path):
