@@ -97,7 +97,7 @@ SEVERAL = ("deepspeed_installed", "on_xla two_processes")
 
 
 @pytest.mark.parametrize(
-    ("fixtures", "settings", "message"), [(name, *case) for name, cases in CASES.items() for case in cases], ids=str
+    ("fixtures", "settings", "message"), [(name, *case) for name, cases in CASES.items() for case in cases]
 )
 def test_refused(request, put, fixtures, settings, message):
     for name in fixtures.split():
