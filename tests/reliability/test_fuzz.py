@@ -25,7 +25,9 @@ from hftrainer.hub.download import download_checkpoint
 from hftrainer.parallel.fsdp.settings import read_fsdp
 from tests.support import fuzz
 from tests.support.checkpoints import KeepsState, copy_without_manifest, finished, make_trainer
-from tests.support.hub_server import Commit, HubServer, Repo
+from tests.support.hub_runs import TOKEN
+from tests.support.hub_runs import hub as hub
+from tests.support.hub_server import Commit, Repo
 from tests.support.jobs import names
 from tests.support.parts import stepped, write
 from tests.support.tiny import make_bert
@@ -316,7 +318,6 @@ def test_odd_files(place, name):
 
 # ---- References to the Hub -------------------------------------------------------------------------------------------
 
-TOKEN = "hf_ofTheFuzzer"
 WORDS = ["", " ", "x" * 200, *"me run .. . checkpoint-2 @ @main / \\ %2e%2e * ~ \0 é".split(" ")]
 REFERENCES = st.builds(
     "{}{}{}".format,
@@ -333,13 +334,9 @@ PATHS = {
 
 
 @pytest.fixture
-def hub(monkeypatch, tmp_path):
-    with HubServer({TOKEN: ("me", "write")}).running() as server:
-        server.serve(monkeypatch, tmp_path / "home")
-        for name, files in (("me/run", PATHS), ("me/good", {"checkpoint-2/trainer_state.json": STATE})):
-            server.repos[name] = Repo()
-            server.repos[name].branches["main"].append(Commit("made up", files, tuple(files)))
-        yield server
+def repos(hub):
+    for name, files in (("me/run", PATHS), ("me/good", {"checkpoint-2/trainer_state.json": STATE})):
+        hub.repos[name] = Repo(branches={"main": [Commit("made up", files)]})
 
 
 def files_below(folder):
@@ -347,7 +344,7 @@ def files_below(folder):
 
 
 @fuzz.made_up
-def test_made_up_references(hub, tmp_path, data):
+def test_made_up_references(repos, tmp_path, data):
     """What is downloaded stays in the cache, whatever is asked for and whatever the repository lists."""
     home = tmp_path / "home" / "hub"
     for reference in data.draw(st.lists(REFERENCES, min_size=5, max_size=5)):
@@ -364,6 +361,6 @@ def test_made_up_references(hub, tmp_path, data):
 @pytest.mark.parametrize(
     "place", ["..", "../..", "checkpoint-2/../../../..", "/", "//", "/tmp", "checkpoint-2//", ".", "a\\..\\.."]
 )
-def test_a_reference_that_leads_out_of_the_cache(hub, place):
+def test_a_reference_that_leads_out_of_the_cache(repos, place):
     with pytest.raises(CheckpointNotFound, match="give 'hub:owner/name'"):
         download_checkpoint(f"hub:me/run/{place}", TOKEN)

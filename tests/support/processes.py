@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import types
 from collections.abc import Callable, Mapping
 from multiprocessing import forkserver
@@ -103,6 +104,7 @@ def _run_script(words: list[str], *own: Any) -> None:
             runpy.run_path(what, run_name="__main__")
     except KeyboardInterrupt:  # ends as Python does
         sys.excepthook(*sys.exc_info())
+        threading._shutdown()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
     except Exception:
