@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from tests.support.differences import OWN_FILES
-from tests.support.parity import LIBRARIES, accuracy, build, comparable
+from tests.support.parity import accuracy, alike, assert_equal, build, comparable
+from tests.support.searches import with_width
 from tests.support.tiny import Plain
 from tests.support.tracking import scalars
 
@@ -28,10 +29,7 @@ def make_model():
 
 def make_of_trial(trial):
     """A model whose width is searched; the Trainer makes one without a trial first."""
-    model = Plain()
-    width = 16 if trial is None else trial.suggest_categorical("width", [8, 16, 32])
-    model.layers = torch.nn.Sequential(torch.nn.Linear(8, width), torch.nn.ReLU(), torch.nn.Linear(width, 3))
-    return model
+    return with_width(16 if trial is None else trial.suggest_categorical("width", [8, 16, 32]))
 
 
 def space(trial):
@@ -68,7 +66,7 @@ CASES = {
     "the model of a trial": ({**EACH_EPOCH, "trainer": {"model_init": make_of_trial}}, {"hp_space": rates}),
     "pruned": (
         {"eval_strategy": "steps", "eval_steps": 2, "num_train_epochs": 3, "save_strategy": "steps", "save_steps": 4},
-        {"hp_space": rates, "n_trials": 8, "pruner": lambda: optuna.pruners.MedianPruner(2, 1)},
+        {"hp_space": rates, "n_trials": 8, "pruner": optuna.pruners.MedianPruner(2, 1)},
     ),
     "names": (EACH_EPOCH, {"hp_space": rates, "n_trials": 3, "hp_name": lambda trial: f"rate-{trial.number}"}),
 }
@@ -82,10 +80,7 @@ def search(library, folder, settings, keywords):
     logs = []
     trainer.add_callback(keep_logs(library, logs))
     keywords = {"n_trials": 5, **keywords, "sampler": optuna.samplers.TPESampler(seed=3, n_startup_trials=3)}
-    if "pruner" in keywords:
-        keywords["pruner"] = keywords["pruner"]()
-    studies = []
-    create_study = optuna.create_study
+    studies, create_study = [], optuna.create_study
 
     @functools.wraps(create_study)
     def create(*args, **kwargs):
@@ -111,15 +106,13 @@ def search(library, folder, settings, keywords):
 
 
 def keep_logs(library, logs):
-    class Keeper(importlib.import_module(library).TrainerCallback):
-        """The log and the trial's name and hyperparameters of each run, when it ends."""
+    """A callback that keeps the log of each run, and the trial's name and hyperparameters."""
 
-        def on_train_end(self, args, state, control, **kwargs):
-            logs.append((comparable(state.log_history), state.is_hyper_param_search))
-            logs.append((state.trial_name, state.trial_params))
-            logs.append({name: getattr(args, name) for name in state.trial_params or () if hasattr(args, name)})
+    def on_train_end(self, args, state, control, **kwargs):
+        logs.append((comparable(state.log_history), state.is_hyper_param_search, state.trial_name, state.trial_params))
+        logs.append({name: getattr(args, name) for name in state.trial_params or () if hasattr(args, name)})
 
-    return Keeper()
+    return type("Keeper", (importlib.import_module(library).TrainerCallback,), {"on_train_end": on_train_end})()
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -136,25 +129,26 @@ def test_same_search(tmp_path, case):
 
 def test_best_arguments_by_hand(tmp_path):
     """The pattern of the documentation: the best values set one by one, and a training with them."""
-    finals = {}
-    for library in LIBRARIES:
+
+    def run(library):
         found = search(library, tmp_path / library, EACH_EPOCH, {"hp_space": rates})
         trainer = found["trainer"]
         for name, value in found["best"].hyperparameters.items():
             setattr(trainer.args, name, value)
         trainer.train()
-        finals[library] = comparable(trainer.state.log_history)
         assert trainer.state.trial_params is None
-    assert finals["hftrainer"] == finals["transformers"]
+        return comparable(trainer.state.log_history)
+
+    alike(run, assert_equal)
 
 
 def test_tensorboard_has_a_run_for_each_trial(tmp_path):
-    runs = {}
-    for library in LIBRARIES:
+
+    def run(library):
         names = {"hp_name": lambda trial: f"trial-{trial.number}", "hp_space": rates, "n_trials": 2}
         search(library, tmp_path / library, {**EACH_EPOCH, "report_to": "tensorboard"}, names)
-        folders = sorted((tmp_path / library).glob("runs/*/*"))
-        runs[library] = {folder.name: scalars(folder) for folder in folders}
-    assert runs["hftrainer"] == runs["transformers"]
-    assert list(runs["hftrainer"]) == ["trial-0", "trial-1"]
-    assert len(runs["hftrainer"]["trial-1"]["eval/loss"]) == 2
+        return {folder.name: scalars(folder) for folder in sorted((tmp_path / library).glob("runs/*/*"))}
+
+    runs = alike(run, assert_equal)
+    assert list(runs) == ["trial-0", "trial-1"]
+    assert len(runs["trial-1"]["eval/loss"]) == 2
