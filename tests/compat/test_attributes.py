@@ -222,7 +222,7 @@ def test_attribute_that_is_set_counts(tmp_path, name):
     value, settings = SET[name]
     changed_alike(
         tmp_path,
-        lambda trainer: setattr(trainer, name.partition(",")[0], value(trainer)),
+        change=lambda trainer: setattr(trainer, name.partition(",")[0], value(trainer)),
         **{"trainer": {"compute_metrics": accuracy}, "logging_steps": 2, "eval_strategy": "epoch", **settings},
     )
 

@@ -17,6 +17,7 @@ import transformers
 import hftrainer
 from hftrainer.training.accelerator import EngineAccelerator
 from tests.compat.names_in_use import ABSENT, METHODS
+from tests.support.changed import methods_of
 from tests.support.differences import NOT_CALLED_ALIKE
 from tests.support.hub_runs import hub as hub
 from tests.support.hub_runs import make_pushing
@@ -106,11 +107,6 @@ NEWER = [pytest.param(*case, marks=pytest.mark.newest_peer) if case[0] is mix_gr
 IS_NEWEST = pinned("transformers") <= TRANSFORMERS
 #: Events and method → for each call the number of events before it.
 Calls = tuple[list[str], dict[str, list[int]]]
-
-
-def methods_of(kind: type) -> frozenset[str]:
-    names = {name for name in dir(kind) if inspect.isroutine(getattr(kind, name))}
-    return frozenset(name for name in names if not (name.startswith("__") and name.endswith("__")))
 
 
 def replaceable(library: Any, way: str) -> frozenset[str]:
