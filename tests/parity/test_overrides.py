@@ -34,10 +34,20 @@ BEST = {**SAVED, "load_best_model_at_end": True, "metric_for_best_model": "loss"
 # ---- The run changes as in transformers ------------------------------------------------------------------------------
 
 
+def replacing(path: str, make: Callable[[Any], Any]) -> Callable[[Any], None]:
+    """A change that replaces a method of a Trainer, or of its accelerator, by what `make` makes of the original."""
+    holder, _, name = path.rpartition(".")
+
+    def change(trainer):
+        replaced = getattr(trainer, holder) if holder else trainer
+        setattr(replaced, name, make(getattr(replaced, name)))
+
+    return change
+
+
 def smoothed_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-    labels = inputs.pop("labels")
-    outputs = model(**inputs)
-    loss = nn.functional.cross_entropy(outputs["logits"], labels, label_smoothing=0.1)
+    outputs = model(inputs["x"])
+    loss = nn.functional.cross_entropy(outputs["logits"], inputs["labels"], label_smoothing=0.1)
     return (loss, {"loss": loss, **outputs}) if return_outputs else loss
 
 
@@ -48,14 +58,20 @@ def larger_step(self, model, inputs, num_items_in_batch=None):
     return loss.detach()
 
 
+def noisy_step(original):
+    def training_step(self, *args, **kwargs):
+        loss = original(self, *args, **kwargs)
+        for parameter in self.model.parameters():
+            parameter.grad.add_(0.01)
+        return loss
+
+    return training_step
+
+
 def own_optimizer(self, *args):
     if self.optimizer is None:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=self.args.learning_rate, momentum=0.9)
     return self.optimizer
-
-
-def longer_log(self, logs, *args, **kwargs):
-    parent(self).log({**logs, "twice": 2 * logs.get("loss", 0)}, *args, **kwargs)
 
 
 def loss_with_slope(self, model, inputs, prediction_loss_only, ignore_keys=None):
@@ -70,9 +86,8 @@ def loss_with_slope(self, model, inputs, prediction_loss_only, ignore_keys=None)
 def answers(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
     """As question answering does: a loop without metrics, then metrics of what was made of its predictions."""
     compute, self.compute_metrics = self.compute_metrics, None
-    output = self.evaluation_loop(
-        self.get_eval_dataloader(eval_dataset), "Evaluation", prediction_loss_only=None, ignore_keys=ignore_keys
-    )
+    loader = self.get_eval_dataloader(eval_dataset)
+    output = self.evaluation_loop(loader, "Evaluation", prediction_loss_only=None, ignore_keys=ignore_keys)
     self.compute_metrics = compute
     found = {"eval_rows": float(len(output.predictions)), **output.metrics}
     self.log(found)
@@ -80,30 +95,10 @@ def answers(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval")
     return found
 
 
-def one_more_metric(self, *args, **kwargs):
-    return {**parent(self).evaluate(*args, **kwargs), "eval_extra": 1.0}
-
-
-def noisy_step(original):
-    def training_step(self, *args, **kwargs):
-        loss = original(self, *args, **kwargs)
-        for parameter in self.model.parameters():
-            parameter.grad.add_(0.01)
-        return loss
-
-    return training_step
-
-
 def two_steps(trainer):
     """A function on the optimizer itself, which is no method of it."""
     step = trainer.create_optimizer().step
     trainer.optimizer.step = lambda closure=None: (step(), step())[1]
-
-
-def doubled(trainer):
-    """As a library does that scales the loss for itself."""
-    original = trainer.accelerator.backward
-    trainer.accelerator.backward = lambda loss, **kwargs: original(loss * 2, **kwargs)
 
 
 def fused(trainer):
@@ -120,30 +115,14 @@ def fused(trainer):
     trainer.accelerator.backward = lambda loss: None
 
 
-def other_norm(trainer):
-    trainer.accelerator.clip_grad_norm_ = lambda parameters, max_norm, norm_type=2: nn.utils.clip_grad_norm_(
-        list(parameters), max_norm / 10, norm_type=1
-    )
+def other_optimizer(prepare):
+    """Makes the run step another optimizer than was created."""
 
-
-def half_context(name, trainer):
-    """The loss in bfloat16, by the context that is around it."""
-    setattr(trainer, name, lambda *args, **kwargs: torch.autocast("cpu", dtype=torch.bfloat16))
-
-
-def first_rows(trainer):
-    trainer.accelerator.gather_for_metrics = lambda data, *args, **kwargs: data[:1]
-
-
-def other_optimizer(trainer):
-    """`accelerator.prepare` may return another optimizer: the run steps that one."""
-    original = trainer.accelerator.prepare
-
-    def prepare(*objects):
-        prepared = original(*objects)
+    def replacement(*objects):
+        prepared = prepare(*objects)
         return (prepared[0], torch.optim.SGD(prepared[0].parameters(), lr=0.3)) if len(objects) == 2 else prepared
 
-    trainer.accelerator.prepare = prepare
+    return replacement
 
 
 class Scaled(nn.Module):
@@ -156,10 +135,8 @@ class Scaled(nn.Module):
         return {**outputs, "loss": outputs["loss"] * 3}
 
 
-def scaled_model(trainer):
-    trainer._wrap_model = lambda model, training=True, dataloader=None: (
-        Scaled(model) if training and not isinstance(model, Scaled) else model
-    )
+def scaled_model(_):
+    return lambda model, training=True, **kwargs: Scaled(model) if training and type(model) is not Scaled else model
 
 
 def stop_early(trainer):
@@ -183,6 +160,55 @@ class Closing(torch.optim.SGD):
         return super().step()
 
 
+CLOSING = {"trainer": {"optimizer_cls_and_kwargs": (Closing, {"lr": 0.1})}}
+CONSTANT = {"lr_scheduler_type": "constant", "warmup_steps": 0}
+DOUBLED = replacing("accelerator.backward", lambda original: lambda loss, **kwargs: original(loss * 2, **kwargs))
+#: What is replaced → how, and settings; `same` if the run stays as it was.
+CHANGES: dict[str, dict[str, Any]] = {
+    "compute_loss": {"methods": {"compute_loss": smoothed_loss}},
+    "training_step": {"methods": {"training_step": larger_step}},
+    "training_step of the class": {"patched": {"training_step": noisy_step}},
+    "loss_is_scaled_for_ga": {"methods": {"loss_is_scaled_for_ga": True}, "gradient_accumulation_steps": 3},
+    "create_optimizer": {"methods": {"create_optimizer": own_optimizer}},
+    "log": {"methods": {"log": lambda self, logs, *args: parent(self).log({**logs, "keys": len(logs)}, *args)}},
+    "prediction_step": {"methods": {"prediction_step": loss_with_slope}},
+    "evaluate": {"methods": {"evaluate": lambda self, **given: {**parent(self).evaluate(**given), "eval_extra": 1.0}}},
+    "evaluate, by the loop": {"methods": {"evaluate": answers}},
+    "evaluate of Seq2SeqTrainer": {"methods": {"evaluate": answers}, "trainer_class": lambda lib: lib.Seq2SeqTrainer},
+    "_wrap_model": {"change": replacing("_wrap_model", scaled_model)},
+    **{
+        name: {"change": replacing(name, lambda _: lambda *args, **kwargs: torch.autocast("cpu", torch.bfloat16))}
+        for name in ("autocast_smart_context_manager", "compute_loss_context_manager")
+    },
+    "check_metric_value": {"change": stop_early, "num_train_epochs": 4, **BEST},
+    "model_init": {"trainer": {"model_init": model_of_star}, "same": True},
+    "accelerator.backward": {"change": DOUBLED},
+    "accelerator.backward, when training begins": {"change": DOUBLED, "step": 0},
+    "accelerator.backward, in the middle": {"change": DOUBLED, "step": 3},
+    "accelerator.backward that does nothing": {"change": fused},
+    "accelerator.clip_grad_norm_": {
+        "change": replacing("accelerator.clip_grad_norm_", lambda clip: lambda of, limit, *_: clip(of, limit / 10, 1)),
+    },
+    "accelerator.gather_for_metrics": {
+        "change": replacing("accelerator.gather_for_metrics", lambda _: lambda data, *args, **kwargs: data[:1]),
+    },
+    "accelerator.prepare": {"change": replacing("accelerator.prepare", other_optimizer), **CONSTANT},
+    "optimizer.step": {"change": two_steps},
+    "optimizer.step with a closure": {**CLOSING, "same": True},
+    "optimizer.step with a closure, in bfloat16": {**CLOSING, "bf16": True, "same": True},
+    "optimizer.step with a closure, after backward": {**CLOSING, "change": DOUBLED},
+    "optimizer.step with a closure, after backward in bfloat16": {**CLOSING, "bf16": True, "change": DOUBLED},
+}
+
+
+RUNS = [(n, a) for n in CHANGES for a in (1, 3) if a == CHANGES[n].get("gradient_accumulation_steps", a)]
+
+
+@pytest.mark.parametrize(("name", "accumulation"), RUNS)
+def test_replacement_changes_the_run_alike(tmp_path, name, accumulation):
+    changed_alike(tmp_path, **{"gradient_accumulation_steps": accumulation, **CHANGES[name]})
+
+
 class Batch:
     """A batch that is an object: neither a mapping nor sized."""
 
@@ -201,60 +227,16 @@ def predict_object(self, model, inputs, prediction_loss_only, ignore_keys=None):
     return loss, outputs["logits"], inputs.labels
 
 
-OF_OBJECTS = {
-    "compute_loss": loss_of_object,
-    "_prepare_inputs": lambda self, inputs: inputs,
-    "floating_point_ops": lambda self, inputs: 0,
-    "_get_num_items_in_batch": lambda self, batch_samples, device: None,
-    "prediction_step": predict_object,
-}
-CLOSING = {"optimizer_cls_and_kwargs": (Closing, {"lr": 0.1})}
-#: What is replaced → how, and settings; `same` if the run stays as it was.
-CHANGES: dict[str, dict[str, Any]] = {
-    "compute_loss": {"methods": {"compute_loss": smoothed_loss}},
-    "training_step": {"methods": {"training_step": larger_step}},
-    "training_step of the class": {"patched": {"training_step": noisy_step}},
-    "create_optimizer": {"methods": {"create_optimizer": own_optimizer}},
-    "log": {"methods": {"log": longer_log}},
-    "prediction_step": {"methods": {"prediction_step": loss_with_slope}},
-    "evaluate": {"methods": {"evaluate": one_more_metric}},
-    "evaluate, by the loop": {"methods": {"evaluate": answers}},
-    "evaluate of Seq2SeqTrainer": {"methods": {"evaluate": answers}, "trainer_class": lambda lib: lib.Seq2SeqTrainer},
-    "_wrap_model": {"change": scaled_model},
-    "autocast_smart_context_manager": {"change": functools.partial(half_context, "autocast_smart_context_manager")},
-    "compute_loss_context_manager": {"change": functools.partial(half_context, "compute_loss_context_manager")},
-    "check_metric_value": {"change": stop_early, "num_train_epochs": 4, **BEST},
-    "model_init": {"trainer": {"model_init": model_of_star}, "same": True},
-    "accelerator.backward": {"change": doubled},
-    "accelerator.backward, when training begins": {"change": doubled, "step": 0},
-    "accelerator.backward, in the middle": {"change": doubled, "step": 3},
-    "accelerator.backward that does nothing": {"change": fused},
-    "accelerator.clip_grad_norm_": {"change": other_norm},
-    "accelerator.gather_for_metrics": {"change": first_rows},
-    "accelerator.prepare": {"change": other_optimizer, "lr_scheduler_type": "constant", "warmup_steps": 0},
-    "optimizer.step": {"change": two_steps},
-    "optimizer.step with a closure": {"trainer": CLOSING, "same": True},
-    "optimizer.step with a closure, in bfloat16": {"trainer": CLOSING, "bf16": True, "same": True},
-    "optimizer.step with a closure, after backward": {"trainer": CLOSING, "change": doubled},
-    "optimizer.step with a closure, after backward in bfloat16": {"trainer": CLOSING, "bf16": True, "change": doubled},
-}
-
-
-@pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("name", CHANGES)
-def test_replacement_changes_the_run_alike(tmp_path, name, accumulation):
-    changed_alike(tmp_path, **{"gradient_accumulation_steps": accumulation, **CHANGES[name]})
-
-
 def test_batches_that_are_objects(tmp_path):
-    settings = {"methods": OF_OBJECTS, "trainer": {"data_collator": Batch}, "remove_unused_columns": False}
+    methods = {
+        "compute_loss": loss_of_object,
+        "_prepare_inputs": lambda self, inputs: inputs,
+        "floating_point_ops": lambda self, inputs: 0,
+        "_get_num_items_in_batch": lambda self, batch_samples, device: None,
+        "prediction_step": predict_object,
+    }
+    settings = {"methods": methods, "trainer": {"data_collator": Batch}, "remove_unused_columns": False}
     alike(lambda name: run_changed(name, tmp_path / name, **settings))
-
-
-@pytest.mark.parametrize("accumulation", [1, 3])
-def test_loss_that_a_class_scales(tmp_path, accumulation):
-    methods = {"loss_is_scaled_for_ga": True}
-    changed_alike(tmp_path, methods=methods, gradient_accumulation_steps=accumulation, same=accumulation == 1)
 
 
 def test_optimizer_that_needs_a_closure_fails_alike(tmp_path):
@@ -306,7 +288,7 @@ def test_lightning_counts_steps_when_backward_is_replaced_within_a_run(tmp_path)
 
         def on_train_batch_start(self, trainer, module, batch, batch_idx):
             if trainer.global_step == 2:
-                doubled(made)
+                DOUBLED(made)
 
     made, _ = build("hftrainer", "plain", tmp_path, trainer={"callbacks": [Count()]}, max_steps=4, logging_steps=1)
     made.train()
@@ -473,11 +455,10 @@ def of_v4_30(self, dataloader, description, prediction_loss_only=None, ignore_ke
     if self.args.past_index and hasattr(self, "_past"):
         delattr(self, "_past")
     count = len(dataloader.dataset)
-    predictions, label_ids = np.concatenate(logits)[:count], np.concatenate(labels)[:count]
-    metrics = self.compute_metrics(hftrainer.EvalPrediction(predictions, label_ids))
+    losses, *pair = (np.concatenate(each)[:count] for each in (losses, logits, labels))
+    metrics = {**self.compute_metrics(hftrainer.EvalPrediction(*pair)), "loss": float(losses.mean())}
     metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
-    metrics[f"{metric_key_prefix}_loss"] = float(np.concatenate(losses)[:count].mean())
-    return hftrainer.trainer_utils.EvalLoopOutput(predictions, label_ids, metrics, count)
+    return hftrainer.trainer_utils.EvalLoopOutput(*pair, metrics, count)
 
 
 @pytest.mark.parametrize("settings", [{}, {"bf16": True}])
@@ -494,12 +475,11 @@ def test_evaluation_loop_with_older_helpers(tmp_path, settings):
 # ---- Refused ---------------------------------------------------------------------------------------------------------
 
 
-def rewritten(function, name="_fast"):
+def rewritten(function):
     """A function made of the text of another, in the namespace of a tool: the shape of what Unsloth and Axolotl do."""
-    text = textwrap.dedent(inspect.getsource(function)).replace(f"def {function.__name__}(", f"def {name}(", 1)
-    namespace = {"__name__": "a_tool.patches", "torch": torch}
-    exec("from __future__ import annotations\n" + text, namespace)
-    return namespace[name]
+    text = textwrap.dedent(inspect.getsource(function)).replace(function.__name__, "_fast", 1)
+    exec("from __future__ import annotations\n" + text, namespace := {"__name__": "a_tool.patches", "torch": torch})
+    return namespace["_fast"]
 
 
 def loop_of_transformers(_):
@@ -510,12 +490,12 @@ def loop_of_transformers(_):
 
 
 def patch_instance(trainer):
-    trainer._inner_training_loop = functools.partial(rewritten(hftrainer.Trainer._inner_training_loop), trainer)
-    trainer._save = rewritten(hftrainer.Trainer._save).__get__(trainer)
+    trainer._inner_training_loop = functools.partial(rewritten(trainer._inner_training_loop), trainer)
+    trainer._save = rewritten(trainer._save).__get__(trainer)
 
 
 def patch_class(trainer):
-    type(trainer)._inner_training_loop = rewritten(hftrainer.Trainer._inner_training_loop)
+    type(trainer)._inner_training_loop = rewritten(trainer._inner_training_loop)
 
 
 def other_steps(self, **kwargs):
@@ -525,28 +505,20 @@ def other_steps(self, **kwargs):
 BEFORE = {"patched": {"_inner_training_loop": rewritten}, "change": lambda trainer: pytest.fail("it was constructed")}
 WHY = r"_inner_training_loop \(by a_tool.patches\).*Tools that rewrite the text"
 BOTH = r"(?s)(?=.*_save \(by a_tool.patches\))(?=.*_inner_training_loop \(by a_tool)"
+COPY = r"_inner_training_loop: a copy of transformers' own loop cannot run.* override\s+training_step"
 #: What is replaced → how, and the error.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "rewritten in the class": (BEFORE, WHY),
     "rewritten in the class of a subclass": ({**BEFORE, "methods": {"own": 1}}, WHY),
     "rewritten in the class after construction": ({"change": patch_class, "methods": {"own": 1}}, WHY),
     "rewritten on the instance": ({"change": patch_instance}, BOTH),
-    "the text of transformers' loop": (
-        {"patched": {"_inner_training_loop": loop_of_transformers}},
-        "a copy of .* cannot",
-    ),
-    "a copied loop": (
-        {"methods": copies(["_inner_training_loop"])},
-        r"_inner_training_loop: a copy .* override\s+training_step",
-    ),
-    "an epoch that does not run ours": (
-        {"methods": {"_run_epoch": lambda self, **kwargs: None}},
+    "text of transformers' loop": ({"patched": {"_inner_training_loop": loop_of_transformers}}, COPY),
+    "copied loop": ({"methods": copies(["_inner_training_loop"])}, COPY),
+    "no epoch": (
+        {"methods": {"_run_epoch": lambda self, **_: None}},
         r"_run_epoch: .* must call super\(\)\._run_epoch",
     ),
-    "an epoch of other length": (
-        {"methods": {"_run_epoch": other_steps}},
-        "_run_epoch: steps_in_epoch cannot be changed",
-    ),
+    "epoch of other length": ({"methods": {"_run_epoch": other_steps}}, "_run_epoch: steps_in_epoch cannot be changed"),
 }
 
 
@@ -567,14 +539,14 @@ class Own(Trainer):
 """
     exec(text, namespace := {"Trainer": hftrainer.Trainer, "__name__": "a_script"})
 
-    def log(self, logs, *args, **kwargs):
-        assert self._hftrainer.run is not None
-        return hftrainer.Trainer.log(self, logs, *args, **kwargs)
-
     def change(trainer):
         trainer.compute_loss = functools.partial(hftrainer.Trainer.compute_loss, trainer)
         original = trainer.log
         trainer.log = lambda *args, **kwargs: original(*args, **kwargs)
+
+    def log(self, *args, **kwargs):
+        assert self._hftrainer.run is not None
+        return hftrainer.Trainer.log(self, *args, **kwargs)
 
     namespace["Own"].log = log
     assert run_changed("hftrainer", tmp_path, change, trainer_class=lambda _: namespace["Own"]).logs
