@@ -14,11 +14,12 @@ import torch
 from torch import nn
 
 import hftrainer
+from hftrainer import default_data_collator
 from hftrainer.arguments import behaviours
 from hftrainer.errors import UnsupportedArgument
 from hftrainer.search.ray_search import RaySearch
 from tests.compat.names_in_use import ABSENT, READ
-from tests.support.changed import changed_alike, parent, run_changed
+from tests.support.changed import Doubled, changed_alike, library_of, parent, run_changed
 from tests.support.parity import EVENTS, EVERY_STEP, LIBRARIES, accuracy, alike, assert_equal, build, comparable
 from tests.support.releases import TRANSFORMERS, pinned
 from tests.support.tiny import make_bert, make_plain
@@ -33,16 +34,12 @@ def plain_value(name: str, value: Any) -> Any:
     """A value as far as two libraries can have it in common."""
     if name == "model_preparation_time":
         return type(value)
-    if name == "state":
-        best = value.best_model_checkpoint and Path(value.best_model_checkpoint).name
-        common = {
-            "log_history": comparable(value.log_history),
-            "best_model_checkpoint": best,
-            "stateful_callbacks": None,
-        }
-        return dataclasses.asdict(value) | common
-    if name == "control":
-        return dataclasses.asdict(value)
+    if name in ("state", "control"):
+        fields = {key: each for key, each in dataclasses.asdict(value).items() if key != "stateful_callbacks"}
+        if name == "state":
+            best = value.best_model_checkpoint and Path(value.best_model_checkpoint).name
+            fields |= {"log_history": comparable(value.log_history), "best_model_checkpoint": best}
+        return fields
     if isinstance(value, torch.Tensor):
         return value.tolist()
     if isinstance(value, dict):
@@ -54,24 +51,17 @@ def plain_value(name: str, value: Any) -> Any:
 
 def values_of(library_name: str, folder: Path) -> list[tuple[str, dict[str, Any]]]:
     """The attributes when the Trainer is made, at each event, and at the end."""
-    library, seen = importlib.import_module(library_name), []
-    settings = {
-        **EVERY_STEP,
-        "eval_steps": 3,
-        "save_steps": 3,
-        "gradient_accumulation_steps": 3,
-        "load_best_model_at_end": True,
-    }
+    seen = []
+    settings = {"eval_steps": 3, "save_steps": 3, "gradient_accumulation_steps": 3, "load_best_model_at_end": True}
     workers = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}
-    trainer, _ = build(library_name, "bert", folder, neftune_noise_alpha=5.0, **settings, **workers)
+    trainer, _ = build(library_name, "bert", folder, neftune_noise_alpha=5.0, **{**EVERY_STEP, **settings}, **workers)
 
     def look(event: str) -> None:
-        seen.append(
-            (event, {name: plain_value(name, getattr(trainer, name)) for name in READ if hasattr(trainer, name)})
-        )
+        values = {name: plain_value(name, getattr(trainer, name)) for name in READ if hasattr(trainer, name)}
+        seen.append((event, values))
 
     looks = {event: lambda self, *args, event=event, **kwargs: look(event) for event in EVENTS}
-    trainer.add_callback(type("Looks", (library.TrainerCallback,), looks))
+    trainer.add_callback(type("Looks", (library_of(trainer).TrainerCallback,), looks))
     look("made")
     if IS_NEWEST:
         trainer.evaluate()  # which measures model_preparation_time
@@ -96,17 +86,6 @@ def test_attributes_have_the_same_values_at_each_event(tmp_path):
 # ---- Set ------------------------------------------------------------------------------------------------------------
 
 
-class Doubled(nn.Module):
-    """The model, with a loss of twice the size."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, **inputs):
-        return {**self.model(**inputs), "loss": 2 * self.model(**inputs)["loss"]}
-
-
 def summed(outputs, labels, num_items_in_batch=None):
     loss = 2 * nn.functional.cross_entropy(outputs["logits"], labels, reduction="sum")
     return loss / (num_items_in_batch if num_items_in_batch is not None else len(labels))
@@ -114,11 +93,6 @@ def summed(outputs, labels, num_items_in_batch=None):
 
 def smoothed(outputs, labels, **kwargs):
     return nn.functional.cross_entropy(outputs["logits"], labels, label_smoothing=0.3)
-
-
-def reversed_inputs(samples):
-    x, labels = (torch.stack([each[name] for each in samples]) for name in ("x", "labels"))
-    return {"x": x.flip(-1), "labels": labels}
 
 
 def reset_log(trainer):
@@ -141,75 +115,42 @@ def own_handler(trainer):
     return Quiet(old.callbacks, trainer.model, trainer.processing_class, trainer.optimizer, trainer.lr_scheduler)
 
 
-def wrapped_handler(trainer):
-    """A method of the handler, wrapped on the instance: it logs beside, and leaves the flags to what it wraps."""
-    handler = trainer.callback_handler
-    for event in EVENTS:
-        original = getattr(handler, event)
-
-        def wrapper(args, state, control, *given, original=original, event=event, **kwargs):
-            before = dataclasses.asdict(control)
-            result = original(args, state, control, *given, **kwargs)
-            state.log_history.append({"event": event, "before": before, "after": dataclasses.asdict(result)})
-            return result
-
-        setattr(handler, event, wrapper)
-    return handler
-
-
 def own_optimizer(trainer):
     trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.5)
     trainer.lr_scheduler = torch.optim.lr_scheduler.StepLR(trainer.optimizer, 2)
     return trainer.optimizer
 
 
-def own_scheduler(trainer):
-    return own_optimizer(trainer) and trainer.lr_scheduler
-
-
-def other_args(trainer):
-    args = copy.copy(trainer.args)
-    args.learning_rate, args.weight_decay = 0.5, 0.0
-    return args
-
-
-def later_state(trainer):
-    trainer.state.global_step += 5
-    return trainer.state
-
-
-def without_labels(trainer):
-    trainer.label_names = []
-    return True
+def changed(holder, **values):
+    vars(holder).update(values)
+    return holder
 
 
 WINDOWS = {"gradient_accumulation_steps": 3}
 #: Attribute → its value, and settings; `step` is where it is set, after `__init__` if not given.
 SET: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
     "label_names": (lambda trainer: [], {"trainer": {}}),
-    "can_return_loss": (without_labels, {"trainer": {}, "same": True}),
+    "can_return_loss": (lambda trainer: setattr(trainer, "label_names", []) or True, {"trainer": {}, "same": True}),
     "model_accepts_loss_kwargs": (lambda trainer: False, {**WINDOWS, "model": "llama"}),
     "compute_loss_func": (lambda trainer: summed, WINDOWS),
     "loss_is_scaled_for_ga": (lambda trainer: True, WINDOWS),
     "label_smoother": (lambda trainer: smoothed, {}),
     "_train_batch_size": (lambda trainer: 2, {}),
-    "optimizer": (own_optimizer, {}),
-    "lr_scheduler": (own_scheduler, {}),
+    "optimizer, with its lr_scheduler": (own_optimizer, {}),
     "optimizer_cls_and_kwargs": (lambda trainer: (torch.optim.SGD, {"lr": 0.1}), {}),
-    "data_collator": (lambda trainer: reversed_inputs, {}),
+    "data_collator": (lambda trainer: lambda samples: default_data_collator(samples[::-1]), {}),
     "train_dataset": (lambda trainer: trainer.train_dataset[:11], {}),
     "eval_dataset": (lambda trainer: trainer.train_dataset[:5], {}),
     "model_init": (lambda trainer: make_plain, {}),
     "model_wrapped": (lambda trainer: Doubled(trainer.model), {}),
     "callback_handler": (own_handler, {}),
-    "callback_handler, its methods wrapped": (wrapped_handler, {}),
-    "args": (other_args, {}),
+    "args": (lambda trainer: changed(copy.copy(trainer.args), learning_rate=0.5, weight_decay=0.0), {}),
     "_globalstep_last_logged": (reset_log, {"step": 4, "logging_steps": 3}),
     "_total_loss_scalar": (lambda trainer: 5.0, {"step": 4}),
     "_tr_loss": (lambda trainer: torch.full_like(trainer._tr_loss, 7.0), {"step": 4}),
     "current_flos": (lambda trainer: 1000.0, {"step": 4}),
     "control": (lambda trainer: dataclasses.replace(trainer.control, should_epoch_stop=True), {"step": 4}),
-    "state": (later_state, {"step": 4}),
+    "state": (lambda trainer: changed(trainer.state, global_step=trainer.state.global_step + 5), {"step": 4}),
     "gather_function": (lambda trainer: trainer.accelerator.gather, {}),
     "_mixed_mesh_grads": (lambda trainer: True, {"same": True}),
 }
@@ -269,13 +210,15 @@ def test_an_array_that_a_subclass_sets_survives(tmp_path):
 
 def test_a_handle_of_neftune_that_a_script_takes_away(tmp_path):
     def training_step(self, *args, **kwargs):
-        if self.neftune_hook_handle is not None:
-            self.neftune_hook_handle.remove()
-            self.neftune_hook_handle = None
+        handle, self.neftune_hook_handle = self.neftune_hook_handle, None
+        if handle is not None:
+            handle.remove()
         return parent(self).training_step(*args, **kwargs)
 
-    methods = {"training_step": training_step}
-    assert run_changed("hftrainer", tmp_path, methods=methods, model="bert", neftune_noise_alpha=5.0).weights
+    run = run_changed(
+        "hftrainer", tmp_path, methods={"training_step": training_step}, model="bert", neftune_noise_alpha=5
+    )
+    assert run.extra["hooks"] == [0] * len(run.extra["hooks"])
 
 
 def test_what_nobody_has_set_follows_the_new_model(tmp_path):

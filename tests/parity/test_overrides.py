@@ -15,7 +15,7 @@ from torch import nn
 
 import hftrainer
 from hftrainer.errors import UnsupportedArgument
-from tests.support.changed import changed_alike, copies, library_of, methods_of, parent, run_changed
+from tests.support.changed import Doubled, changed_alike, copies, library_of, methods_of, parent, run_changed
 from tests.support.parity import (
     LIBRARIES,
     accuracy,
@@ -125,18 +125,8 @@ def other_optimizer(prepare):
     return replacement
 
 
-class Scaled(nn.Module):
-    def __init__(self, module):
-        super().__init__()
-        self.module = module
-
-    def forward(self, **inputs):
-        outputs = self.module(**inputs)
-        return {**outputs, "loss": outputs["loss"] * 3}
-
-
 def scaled_model(_):
-    return lambda model, training=True, **kwargs: Scaled(model) if training and type(model) is not Scaled else model
+    return lambda model, training=True, **_: Doubled(model) if training and type(model) is not Doubled else model
 
 
 def stop_early(trainer):
@@ -216,24 +206,21 @@ class Batch:
         self.x, self.labels = (torch.stack([sample[name] for sample in samples]) for name in ("x", "labels"))
 
 
-def loss_of_object(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-    outputs = model(inputs.x, inputs.labels)
-    return (outputs["loss"], outputs) if return_outputs else outputs["loss"]
-
-
-def predict_object(self, model, inputs, prediction_loss_only, ignore_keys=None):
-    with torch.no_grad():
-        loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
-    return loss, outputs["logits"], inputs.labels
-
-
 def test_batches_that_are_objects(tmp_path):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(inputs.x, inputs.labels)
+        return (outputs["loss"], outputs) if return_outputs else outputs["loss"]
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        with torch.no_grad():
+            return *model(inputs.x, inputs.labels).values(), inputs.labels
+
     methods = {
-        "compute_loss": loss_of_object,
+        "compute_loss": compute_loss,
+        "prediction_step": prediction_step,
         "_prepare_inputs": lambda self, inputs: inputs,
         "floating_point_ops": lambda self, inputs: 0,
         "_get_num_items_in_batch": lambda self, batch_samples, device: None,
-        "prediction_step": predict_object,
     }
     settings = {"methods": methods, "trainer": {"data_collator": Batch}, "remove_unused_columns": False}
     alike(lambda name: run_changed(name, tmp_path / name, **settings))

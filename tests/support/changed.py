@@ -8,10 +8,23 @@ from typing import Any
 
 import pytest
 import transformers
+from torch import nn
 
 from tests.support.parity import Record, alike, build, comparable, record
 
 EVERY_STEP = {"eval_strategy": "steps", "eval_steps": 2, "logging_steps": 1}
+
+
+class Doubled(nn.Module):
+    """A model, with a loss of twice the size."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **inputs: Any) -> dict[str, Any]:
+        outputs = self.model(**inputs)
+        return {**outputs, "loss": 2 * outputs["loss"]}
 
 
 def parent(trainer: Any) -> Any:
