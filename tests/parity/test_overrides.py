@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from lightning.pytorch.callbacks import Callback
 from torch import nn
 
 import hftrainer
@@ -29,6 +30,7 @@ from tests.support.parity import (
 from tests.support.tiny import make_plain
 
 SAVED = {"save_strategy": "steps", "save_steps": 4}
+ROWS = {"compute_metrics": lambda prediction: {"rows": len(prediction.label_ids)}}
 BEST = {**SAVED, "load_best_model_at_end": True, "metric_for_best_model": "loss"}
 
 # ---- The run changes as in transformers ------------------------------------------------------------------------------
@@ -242,8 +244,7 @@ def test_evaluation_loader_that_is_not_prepared_keeps_its_rows(tmp_path):
     def get_eval_dataloader(self, eval_dataset=None):
         return torch.utils.data.DataLoader(self.eval_dataset, batch_size=8, collate_fn=self.data_collator)
 
-    given = {"compute_metrics": lambda prediction: {"rows": len(prediction.label_ids)}}
-    settings = {"eval_steps": 5, "num_train_epochs": 1, "trainer": given}
+    settings = {"eval_steps": 5, "num_train_epochs": 1, "trainer": ROWS}
     methods = {"get_eval_dataloader": get_eval_dataloader}
     runs = [run_changed(name, tmp_path / name, methods=methods, **settings) for name in LIBRARIES]
     rows = [[line["eval_rows"] for line in run.logs if "eval_rows" in line][:2] for run in runs]
@@ -265,20 +266,13 @@ def test_seq2seq_evaluate_counts_the_last_batch_as_a_full_one(tmp_path):
 
 def test_lightning_counts_steps_when_backward_is_replaced_within_a_run(tmp_path):
     """Lightning's counters go on, for its callbacks."""
-    from lightning.pytorch.callbacks import Callback
-
     seen = []
 
     class Count(Callback):
         def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
             seen.append((trainer.global_step, module.automatic_optimization))
 
-        def on_train_batch_start(self, trainer, module, batch, batch_idx):
-            if trainer.global_step == 2:
-                DOUBLED(made)
-
-    made, _ = build("hftrainer", "plain", tmp_path, trainer={"callbacks": [Count()]}, max_steps=4, logging_steps=1)
-    made.train()
+    run_changed("hftrainer", tmp_path, change=DOUBLED, step=2, max_steps=4, trainer={"callbacks": [Count()]})
     assert seen == [(1, True), (2, True), (3, False), (4, False)]
 
 
@@ -289,11 +283,7 @@ import hftrainer
 from tests.support.tiny import make_plain, plain_data
 
 original = hftrainer.Trainer.training_step
-def training_step(*args, **kwargs):
-    print("called")
-    return original(*args, **kwargs)
-
-hftrainer.Trainer.training_step = training_step
+hftrainer.Trainer.training_step = lambda *args, **kwargs: (print("called"), original(*args, **kwargs))[1]
 args = hftrainer.Seq2SeqTrainingArguments({str(tmp_path)!r}, max_steps=3, use_cpu=True, report_to="none")
 hftrainer.Seq2SeqTrainer(make_plain(), args, train_dataset=plain_data(20)).train()
 """
@@ -303,25 +293,24 @@ hftrainer.Seq2SeqTrainer(make_plain(), args, train_dataset=plain_data(20)).train
 
 # ---- The run is that of transformers without the replacement ---------------------------------------------------------
 
-#: Signature of an older release, and what it passes on if not that → what is true of what it is given.
+#: Signature of an older release, and what it passes on if not that → what is true of its values; `bool`: anything.
 OLDER: dict[str, Callable[[dict[str, Any]], Any]] = {
     "_get_eval_sampler(*args, **kwargs)": lambda given: given["args"],
-    "_get_train_sampler()": lambda given: True,
+    "_get_train_sampler()": bool,
     "_inner_training_loop(batch_size=None, args=None, resume_from_checkpoint=None, **kwargs)": lambda given: (
         (given["batch_size"], given["args"], given["resume_from_checkpoint"]) == (4, given["self"].args, None)
         and given["kwargs"] == {"trial": None, "ignore_keys_for_eval": None}
     ),
-    "_maybe_log_save_evaluate(tr_loss, model, trial, epoch)": lambda given: True,
+    "_maybe_log_save_evaluate(tr_loss, model, trial, epoch)": lambda given: given["epoch"] in (0, 1),
     "_maybe_log_save_evaluate(tr_loss, model, trial, epoch, ignore_keys_for_eval)": lambda given: (
         (given["tr_loss"].ndim, given["trial"], given["ignore_keys_for_eval"]) == (0, None, None)
         and isinstance(given["model"], nn.Module)
-        and given["epoch"] in (0, 1)
     ),
-    "_maybe_log_save_evaluate(tr_loss, grad_norm, model, trial, epoch, ignore_keys)": lambda given: True,
-    "_maybe_log_save_evaluate(tr_loss, grad_norm, model, trial, epoch, ignore_keys, start_time)": lambda given: True,
-    "_maybe_log_save_evaluate(tr_loss, norm, model, trial, epoch, ignore, start, learning_rate=None)": lambda _: True,
+    "_maybe_log_save_evaluate(tr_loss, grad_norm, model, trial, epoch, ignore_keys)": bool,
+    "_maybe_log_save_evaluate(tr_loss, grad_norm, model, trial, epoch, ignore_keys, start_time)": bool,
+    "_maybe_log_save_evaluate(tr_loss, norm, model, trial, epoch, ignore, start, learning_rate=None)": bool,
     "_maybe_log_save_evaluate(*args, **kwargs)": lambda given: len(given["args"]) == 7,
-    "_maybe_log_save_evaluate(**kwargs)": lambda given: True,
+    "_maybe_log_save_evaluate(**kwargs)": bool,
     "_rotate_checkpoints(use_mtime=False, output_dir=None)": lambda given: (
         given["use_mtime"] is True and given["output_dir"] == given["self"].args.output_dir
     ),
@@ -329,16 +318,16 @@ OLDER: dict[str, Callable[[dict[str, Any]], Any]] = {
         r"/(checkpoint-\d+|final)$", given["output_dir"]
     ),
     "_save_checkpoint(model, trial, metrics=None)": lambda given: "eval_loss" in given["metrics"],
-    "_wrap_model(model, training=True)": lambda given: True,
+    "_wrap_model(model, training=True)": bool,
     "compute_loss(model, inputs, return_outputs=False, **kwargs)": lambda given: (
         "num_items_in_batch" in given["kwargs"]
     ),
     "create_scheduler(num_training_steps, optimizer=None)": lambda given: given["optimizer"],
-    "get_batch_samples(epoch_iterator, num_batches) -> epoch_iterator, num_batches, self.args.device": lambda _: True,
-    "log(logs)": lambda given: True,
+    "get_batch_samples(epoch_iterator, num_batches) -> epoch_iterator, num_batches, self.args.device": bool,
+    "log(logs)": bool,
     "save_model(output_dir=None)": lambda given: given["output_dir"],
-    "training_step(*args, **kwargs)": lambda given: True,
-    "training_step(model, inputs)": lambda given: True,
+    "training_step(*args, **kwargs)": bool,
+    "training_step(model, inputs)": bool,
 }
 
 
@@ -374,11 +363,10 @@ def test_best_metric_of_an_override(tmp_path):
     def _save_checkpoint(self, model, trial, metrics=None):
         parent(self)._save_checkpoint(model, trial, metrics={"eval_own": float(self.state.global_step)})
 
-    trainers = []
-    methods = {
-        "_save_checkpoint": _save_checkpoint,
-        "evaluate": lambda self, *args, **kwargs: {**parent(self).evaluate(*args, **kwargs), "eval_own": -1.0},
-    }
+    def evaluate(self, *args, **kwargs):
+        return {**parent(self).evaluate(*args, **kwargs), "eval_own": -1.0}
+
+    trainers, methods = [], {"_save_checkpoint": _save_checkpoint, "evaluate": evaluate}
     settings = {**BEST, "metric_for_best_model": "own", "greater_is_better": True}
     run_changed("hftrainer", tmp_path, change=trainers.append, methods=methods, **settings)
     state = trainers[0].state
@@ -393,7 +381,6 @@ POPULAR = """
     training_step compute_loss prediction_step evaluate predict _save save_model _save_checkpoint get_batch_samples
     _maybe_log_save_evaluate create_optimizer create_scheduler log _get_train_sampler get_train_dataloader train
 """.split()
-ROWS = {"compute_metrics": lambda prediction: {"rows": len(prediction.label_ids)}}
 #: Methods of transformers that a script has copied, and settings.
 COPIED: dict[str, tuple[list[str], dict[str, Any]]] = {
     **{name: ([name], {}) for name in POPULAR},

@@ -36,6 +36,10 @@ def test_one_attribute_beside_the_documented_ones(tmp_path, kind):
     known = json.loads(FACTS.read_text())
     unknown = {name for name in {*dir(trainer), *vars(trainer)} if name not in known and not name.startswith("__")}
     assert unknown == {"_hftrainer"} | DOCUMENTED
+    assert trainer.lightning_trainer.global_step == trainer.state.global_step == 4
+    assert trainer.lightning_module.model is trainer.model
+    assert trainer.loggers == []
+    assert "Lightning loggers" in hftrainer.Trainer.loggers.__doc__
 
 
 def attributes(base):
@@ -69,12 +73,3 @@ def test_subclass_takes_the_names(tmp_path, kind, taking):
     assert_same(taken, plain)
     if taking is attributes:
         assert made[1].loggers == "mine loggers"
-
-
-def test_documented_names_of_a_trainer_itself(tmp_path):
-    trainer, _ = build("hftrainer", "plain", tmp_path, **SETTINGS)
-    trainer.train()
-    assert trainer.lightning_trainer.global_step == trainer.state.global_step == 4
-    assert trainer.lightning_module.model is trainer.model
-    assert trainer.loggers == []
-    assert "Lightning loggers" in hftrainer.Trainer.loggers.__doc__
