@@ -10,9 +10,7 @@ import pytest
 import transformers
 from torch import nn
 
-from tests.support.parity import Record, alike, build, comparable, record
-
-EVERY_STEP = {"eval_strategy": "steps", "eval_steps": 2, "logging_steps": 1}
+from tests.support.parity import EVALUATED, Record, alike, build, comparable, record
 
 
 class Doubled(nn.Module):
@@ -86,7 +84,9 @@ def run_changed(
     with pytest.MonkeyPatch.context() as patch:
         for method, replacement in (patched or {}).items():
             patch.setattr(library.Trainer, method, replacement(getattr(library.Trainer, method)))
-        trainer, recorder = build(name, model, folder, trainer_class=lambda _: kind, **{**EVERY_STEP, **settings})
+        trainer, recorder = build(
+            name, model, folder, trainer_class=lambda _: kind, **{**EVALUATED, "logging_steps": 1, **settings}
+        )
         if step is None:
             change(trainer)
         else:
