@@ -100,7 +100,9 @@ def build(name: str, model: str, folder: Path, **settings: Any) -> tuple[Any, An
         "disable_tqdm": True,
         "use_cpu": True,
     }
-    args = library.TrainingArguments(str(folder), **{**defaults, **settings})
+    generates = isinstance(trainer_class, type) and issubclass(trainer_class, library.Seq2SeqTrainer)
+    arguments_class = library.Seq2SeqTrainingArguments if generates else library.TrainingArguments
+    args = arguments_class(str(folder), **{**defaults, **settings})
     recorder = make_recorder(library)
     given = {"train_dataset": data, "eval_dataset": data[:19], "callbacks": [recorder], **trainer_settings}
     if "model_init" not in given:
