@@ -2,9 +2,8 @@
 
 from pathlib import Path
 
-from tests.support.model_states import under_torchrun
+from tests.support.model_states import assert_passed_in_ranks
 
 
-def test_fsdp(tmp_path):
-    printed = under_torchrun(Path(__file__).with_name("states_of_fsdp.py"), tmp_path)
-    assert "passed" in printed and "skipped" not in printed
+def test_fsdp(processes, tmp_path):
+    assert_passed_in_ranks(Path(__file__).with_name("states_of_fsdp.py"), tmp_path)

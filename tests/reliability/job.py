@@ -11,6 +11,7 @@ import os
 import resource
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -21,7 +22,10 @@ from hftrainer import Trainer, TrainerCallback, TrainingArguments
 from hftrainer.trainer_utils import get_last_checkpoint
 
 #: What a job is given besides training arguments.
-OPTIONS = {"width": 64, "pause": 0.0, "waits_at": None, "kill_at": 0, "adds": False, "adapters": False}
+OPTIONS = {
+    **{"width": 64, "pause": 0.0, "waits_at": None, "alone_until": None, "kill_at": 0, "adds": False},
+    "adapters": False,
+}
 #: Events of the interpreter at which a file is touched.
 TOUCHES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir", "os.listdir"}
 
@@ -64,10 +68,11 @@ class Reports(TrainerCallback):
     Args:
         pause: seconds of sleep in each step, so that a kill by the clock hits the middle of a run.
         waits_at: number of steps after which the next one waits until the named pipe OUTPUT_DIR.go is opened.
+        alone_until: number of steps after which a process without others waits until it is asked to end.
     """
 
-    def __init__(self, pause=0.0, waits_at=None):
-        self.pause, self.waits_at = pause, waits_at
+    def __init__(self, pause=0.0, waits_at=None, alone_until=None):
+        self.pause, self.waits_at, self.alone_until = pause, waits_at, alone_until
 
     def on_train_begin(self, args, state, control, **kwargs):
         if state.trial_name:
@@ -77,6 +82,8 @@ class Reports(TrainerCallback):
         if state.global_step == self.waits_at:
             say("waiting")
             open(f"{args.output_dir}.go").close()
+        if state.global_step == self.alone_until and args.world_size == 1:
+            wait_for_sigterm()
 
     def on_step_end(self, args, state, control, **kwargs):
         say("step", state.global_step)
@@ -84,6 +91,18 @@ class Reports(TrainerCallback):
 
     def on_save(self, args, state, control, **kwargs):
         say("saved", state.global_step)
+
+
+def wait_for_sigterm():
+    """Wait for it, and let the Trainer's handler have it."""
+    received, handler = threading.Event(), signal.getsignal(signal.SIGTERM)
+
+    def receive(number, frame):
+        received.set()
+        handler(number, frame)
+
+    signal.signal(signal.SIGTERM, receive)
+    received.wait()
 
 
 def kill_at(event, folder):
@@ -129,7 +148,7 @@ def main(folder, settings):
     args = TrainingArguments(folder, **{**defaults, **settings})
     samples, model = data(), make_model(options["width"], options["adapters"])
     trainer_class = AddsFiles if options["adds"] else Trainer
-    callbacks = [Reports(options["pause"], options["waits_at"])]
+    callbacks = [Reports(options["pause"], options["waits_at"], options["alone_until"])]
     trainer = trainer_class(model, args, train_dataset=samples, eval_dataset=samples, callbacks=callbacks)
     say("resuming from", get_last_checkpoint(folder) if Path(folder).is_dir() else None)
     say("processes", args.world_size)

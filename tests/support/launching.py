@@ -1,27 +1,22 @@
-"""Starting scripts with launchers: torchrun, accelerate, ours."""
+"""Starting scripts with launchers: torchrun, accelerate, ours. Each process imports everything itself, as a user's."""
 
 import json
 import pickle
 import signal
 import socket
 import subprocess
+import sys
 from pathlib import Path
-from typing import Any
 
-from tests.support import warm
+from tests.support import processes
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 
 
-def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
-    """Run a script, whose processes torchrun starts from the same Python."""
-    return subprocess.run(
-        [warm.PYTHON, *arguments],
-        env={**warm.environment(), "PYTHON_EXEC": warm.PYTHON, **environment},
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
+def python(*words: str, **variables: str) -> subprocess.CompletedProcess:
+    """Run Python to its end."""
+    line, env = [sys.executable, *map(str, words)], {**processes.environment(), **variables}
+    return subprocess.run(line, env=env, capture_output=True, text=True)
 
 
 def of_both_libraries(script: Path, folder: Path) -> dict:
@@ -32,59 +27,24 @@ def of_both_libraries(script: Path, folder: Path) -> dict:
     return {path.stem: pickle.loads(path.read_bytes()) for path in folder.glob("*.pkl")}
 
 
-class Runs(dict):
-    """What a script writes with either library, by library and rank; with transformers it is run when that is read."""
-
-    def __init__(self, script: Path, folder: Path) -> None:
-        super().__init__()
-        self.script, self.folder = script, folder
-        self.messages = self._run("hftrainer")
-
-    def _run(self, library: str) -> str:
-        run = python(*TORCHRUN, str(self.script), library, str(self.folder))
-        assert run.returncode == 0, run.stderr[-3000:]
-        self.update({path.stem: pickle.loads(path.read_bytes()) for path in self.folder.glob(f"{library}-*.pkl")})
-        return run.stderr
-
-    def __missing__(self, name: str) -> Any:
-        assert name.startswith("transformers-"), name
-        self._run("transformers")
-        return self[name]
-
-
-def torchrun(folder: Path, text: str) -> subprocess.CompletedProcess:
-    """Run a script in two processes."""
-    script = folder / "script.py"
-    script.write_text(text)
-    return python(*TORCHRUN, str(script))
-
-
-#: A model that fails in one of two processes.
-FAILS_IN_ONE = """
-class Fails(Plain):
-    def forward(self, x, labels=None):
-        if os.environ["RANK"] == "1":
-            raise RuntimeError("only here")
-        return super().forward(x, labels)
-
-args = TrainingArguments("out", use_cpu=True, disable_tqdm=True, ddp_timeout=120)
-"""
-
-
 SCRIPT = str(Path(__file__).with_name("launched.py"))
 
 
 DEVICES = ["--lightning_config", '{"devices": 2}']
 
 
+def settings(folder):
+    """The arguments of the script."""
+    words = "--max_steps 3 --learning_rate 0.1 --use_cpu True --disable_tqdm True --save_strategy no --report_to none"
+    return ["--output_dir", str(folder), *words.split()]
+
+
 def start(folder, before, after=(), script=SCRIPT, **environment):
     """The script in a folder, by a launcher's words, with further arguments."""
     folder.mkdir(exist_ok=True)
-    settings = ["--output_dir", str(folder), "--max_steps", "3", "--learning_rate", "0.1", "--use_cpu", "True"]
-    settings += ["--disable_tqdm", "True", "--save_strategy", "no", "--report_to", "none"]
     return subprocess.Popen(
-        [warm.PYTHON, *before, script, *settings, *after],
-        env={**warm.environment(), **warm.AGAIN, **environment},
+        [sys.executable, *before, script, *settings(folder), *after],
+        env={**processes.environment(), **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -97,7 +57,7 @@ def start(folder, before, after=(), script=SCRIPT, **environment):
 def launch(folder, *args, **environment):
     """What each of the two processes found."""
     process = start(folder, *args, **environment)
-    printed = process.communicate(timeout=120)[0]
+    printed = process.communicate()[0]
     assert process.returncode == 0, printed[-3000:]
     return read(folder)
 

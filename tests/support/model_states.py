@@ -1,13 +1,13 @@
 """What every implementation of `ModelStates` does: a suite that the tests of each strategy inherit.
 
-A subclass names the implementation, and how a Trainer comes to it. Strategies of several processes run the suite under
-torchrun, each process the same tests in the same order: `under_torchrun` does so.
+A subclass names the implementation, and how a Trainer comes to it. Strategies of several processes run the suite in two
+ranks, the same tests in the same order: `assert_passed_in_ranks` does so.
 """
 
+import collections
 import errno
 import os
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ from safetensors.torch import load_file
 from hftrainer import Trainer, TrainingArguments
 from hftrainer.checkpointing import staging
 from hftrainer.checkpointing.states import ModelStates
-from tests.support import warm
+from tests.support import processes
+from tests.support.processes import ROOT
 from tests.support.tiny import make_plain, plain_data
 
 #: The file of a plain module's weights.
@@ -27,22 +28,28 @@ WHOLE = "pytorch_model.bin"
 SHARED = "SHARED_FOLDER"
 
 
-def under_torchrun(path: Path, folder: Path, python: str = warm.PYTHON, processes: int = 2) -> str:
-    """Run a file of tests in several processes; returns what they print.
+def run_file(path: Path) -> collections.Counter[str]:
+    """Run a file of tests in this process; returns the outcomes.
 
     Raises:
-        AssertionError: with that text, when a test has failed in one of them.
+        AssertionError: when a test has failed.
     """
-    launcher = [python, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    done = subprocess.run(
-        [*launcher, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(path)],
-        env={**warm.environment(), "PYTHON_EXEC": python, SHARED: str(folder)},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    found: collections.Counter[str] = collections.Counter()
+
+    class Outcomes:
+        def pytest_runtest_logreport(self, report):
+            if report.when == "call" or report.outcome != "passed":
+                found[report.outcome] += 1
+
+    words = ["-q", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml"), str(path)]
+    assert pytest.main(words, plugins=[Outcomes()]) == 0
+    return found
+
+
+def assert_passed_in_ranks(path: Path, folder: Path) -> None:
+    """Assert that each test of a file passes in two ranks."""
+    for found in processes.run_ranks(run_file, 2, path, **{SHARED: str(folder)}):
+        assert found.keys() == {"passed"}
 
 
 class ModelStatesSuite:

@@ -1,4 +1,4 @@
-"""Run by test_model_states.py under torchrun: the stages of ZeRO that partition, gathered when they are saved."""
+"""Run by test_model_states.py in two ranks: the stages of ZeRO that partition, gathered when they are saved."""
 
 import pytest
 

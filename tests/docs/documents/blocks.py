@@ -55,7 +55,7 @@ SPELLED = "fsdp='full shard', backward_prefetch='backward_pos'"
 BEAMS = "Seq2SeqTrainer: max_length and num_beams by position"
 DEVICES = "tests/unit/parallel/test_devices.py::"
 SETTINGS = "tests/unit/parallel/test_deepspeed_settings.py::"
-LAUNCHERS = "tests/distributed/test_launchers.py::"
+LAUNCHERS = "tests/reliability/machines/test_launchers.py::"
 DEFAULTS = "deepspeed: values that differ from an argument's default"
 
 BLOCKS: dict[str, list[Block]] = {

@@ -10,7 +10,6 @@ from collections import Counter
 
 import pytest
 
-from tests.support import warm
 from tests.support.jobs import JOB, SHARDED, Group, assert_same, weights
 from tests.support.launching import TORCHRUN, python
 
@@ -160,6 +159,6 @@ def test_a_script_that_ends_while_the_group_is_busy(tmp_path, monkeypatch):
     """A thread of gloo that frees a tensor when Python is gone aborts the process."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "script.py").write_text(ENDS_BUSY)
-    run = python(*TORCHRUN, "script.py", **warm.COLD)  # torch's functions are imported after the Trainer
+    run = python(*TORCHRUN, "script.py")  # torch's functions are imported after the Trainer
     assert run.returncode == 0, run.stderr[-3000:]
     assert re.findall("held by torch|free", run.stdout) == ["free", "free"]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.launching import DEVICES, FSDP_FILE, LAUNCHERS, accelerate, launch, port, read, start
+from tests.support.launching import DEVICES, FSDP_FILE, LAUNCHERS, SCRIPT, accelerate, launch, port, read, settings
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 
@@ -50,7 +50,7 @@ def test_accelerate_compiles_and_rounds(expected, tmp_path):
 
 
 def test_accelerate_shards(tmp_path):
-    """By the documentation's file, and by arguments with torchrun and with `hftrainer run`: the same weights."""
+    """By the documentation's file, and by arguments with `hftrainer run`: the same weights."""
     pytest.importorskip("accelerate")
     path = tmp_path / "accelerate.yaml"
     path.write_text(FSDP_FILE)
@@ -64,10 +64,9 @@ def test_accelerate_shards(tmp_path):
         "--bf16",
         "True",
     ]
-    for name, starter in {"b": TORCHRUN, "c": LAUNCHERS["hftrainer"]()}.items():
-        by_arguments = launch(tmp_path / name, starter, words, MODEL="bert")
-        assert [one["kind"] for one in launched] == [one["kind"] for one in by_arguments] == ["FSDP", "FSDP"]
-        assert launched[0]["weights"] == by_arguments[0]["weights"]
+    by_arguments = launch(tmp_path / "b", LAUNCHERS["hftrainer"](), words, MODEL="bert")
+    assert [one["kind"] for one in launched] == [one["kind"] for one in by_arguments] == ["FSDP", "FSDP"]
+    assert launched[0]["weights"] == by_arguments[0]["weights"]
 
 
 def deepspeed(rank):
@@ -87,16 +86,16 @@ def mpirun(rank):
 
 
 @pytest.mark.parametrize("variables", [deepspeed, srun, mpirun], ids=lambda variables: variables.__name__)
-def test_variables_of_launchers_that_are_not_here(variables, expected, tmp_path):
+def test_variables_of_launchers_that_are_not_here(variables, expected, tmp_path, processes):
     """Two processes started by hand, with what the launcher gives to each."""
     shared, jobs = port(), []
     for rank in (0, 1):
         words = [f"--local_rank={rank}"] if variables is deepspeed else []
         given = {name: str(value) for name, value in variables(rank).items()}
-        jobs.append(start(tmp_path, [], words, MASTER_PORT=shared, **given))
+        env = {**processes.environment(), "MASTER_PORT": shared, **given}
+        jobs.append(processes.start(SCRIPT, *settings(tmp_path), *words, env=env, merge=True))
     for job in jobs:
-        printed = job.communicate(timeout=120)[0]
-        assert job.returncode == 0, printed[-3000:]
+        assert job.wait() == 0, job.stderr[-3000:]
     found = read(tmp_path)
     check(found, expected)
     assert [one["order"] for one in found] == [one["order"] for one in expected]
