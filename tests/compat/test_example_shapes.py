@@ -11,28 +11,26 @@ import pytest
 from huggingface_hub import metadata_load
 from safetensors.torch import load_file
 
-from hftrainer.model_card.files import PLOT_NAME
 from tests.compat.example_shapes.driver import NEEDS, SHAPES
 from tests.support.differences import MEASURED, OWN_FILES
 from tests.support.parity import assert_same_weights
 
 DRIVER = Path(__file__).parent / "example_shapes" / "driver.py"
-WAYS = ("hftrainer", "hftrainer, with its own parser")
 #: Script → what it needs and this environment does not have.
 MISSING = {name: [module for module in NEEDS.get(name, ()) if not importlib.util.find_spec(module)] for name in SHAPES}
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory, processes):
-    """Who has run the scripts → the folder with theirs."""
-    made = {way: tmp_path_factory.mktemp("shapes") for way in ("transformers", *WAYS)}
-    theirs, ours, parsed = made.values()
+    """The folders with what the scripts left by transformers, and by hftrainer."""
+    theirs, ours = (tmp_path_factory.mktemp(name) for name in ("theirs", "ours"))
     names = [name for name in SHAPES if not MISSING[name]]
-    for words in ([DRIVER, theirs, *names], ["-m", "hftrainer", "run", DRIVER, ours, *names, "--own-parser", parsed]):
-        env = {**processes.environment(), "HF_HUB_OFFLINE": "1", "HF_HOME": str(theirs / "hf")}
+    by_hftrainer = ["-m", "hftrainer", "run", DRIVER, ours, *names, "--both-parsers"]
+    env = {**processes.environment(), "HF_HUB_OFFLINE": "1", "HF_HOME": str(theirs / "hf")}
+    for words in ([DRIVER, theirs, *names], by_hftrainer):
         done = processes.run(*words, env=env, fresh=True)
         assert done.returncode == 0, done.stdout + done.stderr
-    return made
+    return theirs, ours
 
 
 def without_times(value):
@@ -58,7 +56,7 @@ def outcome(folder):
     """What a script has left, by file."""
     error = folder / "error.txt"
     assert not error.exists(), error.read_text()
-    files = [path for path in folder.rglob("*") if path.is_file() and path.name not in {*OWN_FILES, PLOT_NAME}]
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name not in OWN_FILES]
     return {str(path.relative_to(folder)): content(path) for path in files}
 
 
@@ -74,13 +72,12 @@ def results_of(files):
 
 
 @pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("way", WAYS)
-def test_same_results(folders, name, way):
+def test_same_results(folders, name):
     if MISSING[name]:
         pytest.skip(f"{name} needs {' and '.join(MISSING[name])}")
-    trained = {each: any((folders[each] / name).rglob("hftrainer_manifest.json")) for each in (way, "transformers")}
-    assert trained == {way: True, "transformers": False}, "by hftrainer"
-    ours, theirs = outcome(folders[way] / name), outcome(folders["transformers"] / name)
+    trained = [any((folder / name).rglob("hftrainer_manifest.json")) for folder in folders]
+    assert trained == [False, True], "by transformers, then by hftrainer"
+    theirs, ours = (outcome(folder / name) for folder in folders)
     our_results, their_results = results_of(ours), results_of(theirs)
     assert ours.keys() == theirs.keys()
     for file, value in theirs.items():

@@ -1,7 +1,7 @@
 """Runs scripts of this folder one after the other in one process, each in a folder of its own.
 
-`python -m hftrainer run driver.py FOLDER NAME [NAME ...] --own-parser ANOTHER` runs them into FOLDER, and then with
-hftrainer's HfArgumentParser into ANOTHER. An error ends its script only: the script's folder has it in `error.txt`.
+`python -m hftrainer run driver.py FOLDER NAME [NAME ...] --both-parsers` has hftrainer's HfArgumentParser parse each
+script's arguments too. An error ends its script only: the script's folder has it in `error.txt`.
 """
 
 import argparse
@@ -12,6 +12,7 @@ import os
 import re
 import sys
 import traceback
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -25,26 +26,26 @@ COMMON = """
 BEST = "--eval_strategy steps --eval_steps 3 --load_best_model_at_end True"
 #: Script → what its command line has besides COMMON.
 SHAPES = {
-    "text_classification": f"--do_predict {BEST} --metric_for_best_model combined_score --save_total_limit 2 "
+    "text_classification": f"--do_predict {BEST} --metric_for_best_model combined_score --save_total_limit 1 "
     "--warmup_steps 2",
-    "label_classification": f"--do_predict {BEST} --metric_for_best_model f1 --max_eval_samples 9 --data_seed 3 "
+    "label_classification": f"--do_predict {BEST} --metric_for_best_model f1 --max_eval_samples 5 --data_seed 3 "
     "--text_columns title body",
     "causal_language_model": "--gradient_accumulation_steps 2 --eval_strategy epoch --lr_scheduler_type cosine "
     "--config_overrides attention_dropout=0.1 --include_num_input_tokens_seen True",
     "masked_language_model": "--eval_strategy steps --eval_steps 4 --mlm_probability 0.3 --max_grad_norm 0.5",
     "sequence_to_sequence": "--do_predict --predict_with_generate --language de --label_smoothing_factor 0.1 "
     "--eval_strategy steps --eval_steps 4 --padding False --generation_max_length 6 --num_beams 2",
-    "question_answering": f"--do_predict {BEST} --metric_for_best_model common --train_samples 12",
+    "question_answering": f"--do_predict {BEST} --metric_for_best_model common",
     "question_answering_generated": "--do_predict --predict_with_generate --generation_max_length 8 --num_beams 2 "
-    "--eval_strategy epoch --train_samples 12",
+    "--eval_strategy epoch",
     "token_classification": "--do_predict --eval_strategy epoch --eval_accumulation_steps 2 --weight_decay 0.1",
-    "multiple_choice": "--eval_strategy epoch --save_strategy epoch --train_samples 14 --dataloader_drop_last True",
+    "multiple_choice": "--eval_strategy epoch --save_strategy epoch --dataloader_drop_last True",
     "object_detection": "--remove_unused_columns False --eval_do_concat_batches False --eval_strategy epoch "
     "--max_grad_norm 0.01 --save_total_limit 1",
     "instance_segmentation": "--eval_strategy steps --eval_steps 4",
     "contrastive": "--remove_unused_columns False --freeze_text_model --warmup_steps 2 --base_learning_rate 0.1 "
     "--eval_strategy epoch --lr_scheduler_type polynomial",
-    "speech_letters": "--eval_strategy steps --eval_steps 4 --gradient_checkpointing --train_samples 14",
+    "speech_letters": "--eval_strategy steps --eval_steps 4 --gradient_checkpointing",
 }
 #: Script → flags of a second run in the same folder, which goes on from the last checkpoint there.
 AGAIN = {"causal_language_model": "--num_train_epochs 3 --eval_strategy no"}
@@ -72,10 +73,43 @@ def run(name, flags):
     importlib.import_module(name).main()
 
 
-def run_all(folder, names):
+def use_both_parsers():
+    """Have the scripts take what hftrainer's parser finds, which must be what transformers' does."""
+    theirs, ours = transformers.HfArgumentParser, importlib.import_module("hftrainer").HfArgumentParser
+
+    class BothParsers(ours):
+        def __init__(self, classes):
+            super().__init__(classes)
+            self.other = theirs(classes)
+
+        def parse_args_into_dataclasses(self):
+            return same(super().parse_args_into_dataclasses(), self.other.parse_args_into_dataclasses())
+
+        def parse_json_file(self, json_file):
+            return same(super().parse_json_file(json_file), self.other.parse_json_file(json_file))
+
+    def same(found, expected):
+        assert [type(each) for each in found] == [type(each) for each in expected]
+        assert [asdict(each) for each in found] == [asdict(each) for each in expected]
+        return found
+
+    transformers.HfArgumentParser = BothParsers
+
+
+def main():
+    options = argparse.ArgumentParser()
+    options.add_argument("folder", type=Path)
+    options.add_argument("names", nargs="+")
+    options.add_argument("--both-parsers", action="store_true")
+    chosen = options.parse_args()
+    torch.set_num_threads(1)
     gc.collect()
     gc.freeze()  # accelerate collects garbage whenever it frees memory: not among all that was imported
-    for name in names:
+    sys.modules["matplotlib.figure"] = None  # drawing the plot of a card takes longer than training
+    if chosen.both_parsers:
+        use_both_parsers()
+    folder = chosen.folder.resolve()
+    for name in chosen.names:
         (folder / name).mkdir()
         os.chdir(folder / name)
         try:
@@ -84,19 +118,6 @@ def run_all(folder, names):
                 run(name, f"{SHAPES[name]} {AGAIN[name]}")
         except Exception:
             (folder / name / "error.txt").write_text(traceback.format_exc())
-
-
-def main():
-    options = argparse.ArgumentParser()
-    options.add_argument("folder", type=Path)
-    options.add_argument("names", nargs="+")
-    options.add_argument("--own-parser", type=Path)
-    chosen = options.parse_args()
-    torch.set_num_threads(1)
-    run_all(chosen.folder.resolve(), chosen.names)
-    if chosen.own_parser:
-        transformers.HfArgumentParser = importlib.import_module("hftrainer").HfArgumentParser
-        run_all(chosen.own_parser.resolve(), chosen.names)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ class ModelArguments:
 
 @dataclass
 class DataArguments:
-    train_samples: int = field(default=18, metadata={"help": "How many samples to make for training."})
+    train_samples: int = field(default=10, metadata={"help": "How many samples to make for training."})
     max_eval_samples: int | None = field(default=None, metadata={"help": "Evaluate on the first ones only."})
     text_columns: list[str] = field(default_factory=lambda: ["title"], metadata={"help": "Columns to join."})
     max_seq_length: int = field(default=24, metadata={"help": "Tokens at most in a sample."})
@@ -74,7 +74,7 @@ def sentence(number, length):
 
 def make_data(data_args, **columns):
     """Samples for training, evaluation and prediction; a column is a function of the sample's number."""
-    numbers = {"train": range(data_args.train_samples), "validation": range(100, 110), "test": range(200, 207)}
+    numbers = {"train": range(data_args.train_samples), "validation": range(100, 106), "test": range(200, 205)}
     return datasets.DatasetDict(
         {
             split: datasets.Dataset.from_dict({name: list(map(make, chosen)) for name, make in columns.items()})
