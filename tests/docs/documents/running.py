@@ -42,32 +42,13 @@ def losses(logs):
     return [line["loss"] for line in logs if "loss" in line]
 
 
-def make_ranks(monkeypatch, count, local=None):
-    """Set the variables of each of `count` processes, one after the other; they are made up, and do not connect."""
-    monkeypatch.setattr(TrainingArguments, "_connect_launched", lambda self: None)
-    local = local or count
-    for rank in range(count):
-        place = {"RANK": rank, "LOCAL_RANK": rank % local, "GROUP_RANK": rank // local}
-        place |= {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": local, "MASTER_ADDR": "localhost", "MASTER_PORT": 29501}
-        for name, value in place.items():
-            monkeypatch.setenv(name, str(value))
-        yield
-
-
 def several(*lines):
     """The words for runs one after the other in the same processes."""
     return " + ".join(f"{line} {TINY}" for line in lines)
 
 
 def run(folder, block, *programs, **environment):
-    """What each process found, by rank.
-
-    Args:
-        folder: an empty folder, in which the block runs.
-        block: the lines.
-        programs: the paths in the block at which the document has a script.
-        environment: further variables.
-    """
+    """What each process found, by rank, in an empty folder that has scripts at the paths `programs` of the block."""
     commands = folder / "bin"
     commands.mkdir(parents=True)
     for name, module in COMMANDS.items():

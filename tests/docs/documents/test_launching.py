@@ -2,26 +2,17 @@
 
 import functools
 import json
-import re
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from hftrainer import TrainingArguments
 from hftrainer.arguments.resolved import ResolvedArguments
-from hftrainer.arguments.table import make_plan
-from hftrainer.parallel.fsdp.settings import FsdpSettings, XlaSettings
+from hftrainer.parallel.fsdp.settings import FsdpSettings
 from tests.docs.documents import program, running
-from tests.docs.documents.running import NORMAL, losses, make_ranks, parsed, several
+from tests.docs.documents.running import NORMAL, losses, several
 from tests.support.launching import FSDP_FILE, port
 from tests.support.parity import comparable
-
-
-def read_fsdp(words, keys):
-    """What the option and the configuration mean."""
-    return ResolvedArguments(TrainingArguments("o", use_cpu=True, fsdp=words, fsdp_config=keys)).fsdp
-
 
 # ---- torchrun, and FSDP ---------------------------------------------------------------------------------------------
 
@@ -49,8 +40,8 @@ KEYS = {
     "activation_checkpointing": "True",
     "use_orig_params": True,
 }
-SHARED = {"version": 1, "forward_prefetch": True, "limit_all_gathers": True, "activation_checkpointing": True}
-READ = FsdpSettings(**SHARED, wrap_classes=("Linear",), backward_prefetch="BACKWARD_POST", use_orig_params=True)
+TRUE = dict.fromkeys(("forward_prefetch", "limit_all_gathers", "activation_checkpointing", "use_orig_params"), True)
+READ = FsdpSettings(**TRUE, version=1, wrap_classes=("Linear",), backward_prefetch="BACKWARD_POST")
 BY_SIZE = FsdpSettings(auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=9)
 GENERATES = (
     "--output_dir out --learning_rate 0.3 --model_name_or_path t5 --predict_with_generate --generation_max_length 6"
@@ -108,26 +99,8 @@ def test_fsdp_config(by_torchrun):
         for name, expected in {"file": READ, "size": BY_SIZE}.items():
             assert settings_of(runs[name]) == expected
             assert losses(runs[name]["logs"]) == pytest.approx(losses(runs["replicas"]["logs"]), rel=5e-7)
-    assert read_fsdp("full_shard", KEYS) == READ
-
-
-def test_fsdp_config_with_prefixes():
-    """As the Chinese guide spells the keys: with `fsdp_` before most."""
-    shared = {"limit_all_gathers": "True", "activation_checkpointing": "True", "fsdp_forward_prefetch": "True"}
-    for prefetch, name in (("backward_pre", "BACKWARD_PRE"), ("backward_pos", "BACKWARD_POST")):
-        keys = {**shared, "fsdp_backward_prefetch": prefetch, "fsdp_transformer_layer_cls_to_wrap": ["BertLayer"]}
-        expected = FsdpSettings(**SHARED, backward_prefetch=name, wrap_classes=("BertLayer",))
-        assert read_fsdp("full_shard auto_wrap", keys) == expected
-    expected = FsdpSettings(**SHARED, min_num_params=2000, auto_wrap_policy="SIZE_BASED_WRAP")
-    assert read_fsdp("full_shard auto_wrap", {**shared, "fsdp_min_num_params": 2000}) == expected
-
-
-def test_fsdp_config_of_xla():
-    """Training is in the lane of XLA."""
-    of_xla = {"xla": True, "xla_fsdp_settings": {"flatten_parameters": False}, "xla_fsdp_grad_ckpt": True}
-    settings = read_fsdp("full shard", {**of_xla, "min_num_params": 9})
-    assert settings.xla == XlaSettings(grad_ckpt=True, settings=(("flatten_parameters", False),))
-    assert (settings.strategy, settings.min_num_params) == ("full_shard", 9)
+    args = TrainingArguments("o", use_cpu=True, fsdp="full_shard", fsdp_config=KEYS)
+    assert ResolvedArguments(args).fsdp == READ
 
 
 def test_whole_model_saved_from_shards(by_torchrun, folder):
@@ -208,42 +181,6 @@ def test_sharded_ddp(words, option, by_launch):
 
 # ---- Which GPUs -----------------------------------------------------------------------------------------------------
 
-#: Block → the physical GPU of each process that it starts on a machine with four.
-TAKEN = {
-    "CUDA_VISIBLE_DEVICES=0,2 torchrun trainer-program.py": [0, 2],
-    "CUDA_VISIBLE_DEVICES=2,0 torchrun trainer-program.py": [2, 0],
-    "CUDA_VISIBLE_DEVICES=2,0 python trainer-program.py": [2, 0],
-    "CUDA_VISIBLE_DEVICES= python trainer-program.py": [],
-    "export CUDA_VISIBLE_DEVICES=0,2\ntorchrun trainer-program.py": [0, 2],
-    "export CUDA_VISIBLE_DEVICES=1,0\npython trainer-program.py": [1, 0],
-    "CUDA_VISIBLE_DEVICES=0,2 python -m torch.distributed.launch trainer-program.py": [0, 2],
-    "CUDA_VISIBLE_DEVICES=2,0 python -m torch.distributed.launch trainer-program.py": [2, 0],
-    "export CUDA_VISIBLE_DEVICES=0,2\npython -m torch.distributed.launch trainer-program.py": [0, 2],
-}
-#: The blocks that start one process, and two more, which say nothing of what is visible.
-ALONE = [block for block in TAKEN if block.endswith("python trainer-program.py")]
-ALONE += [f"export CUDA_DEVICE_ORDER={order}\npython trainer-program.py" for order in ("PCI_BUS_ID", "FASTEST_FIRST")]
-
-
-def variables_of(block):
-    return dict(re.findall(r"(CUDA_\w+)=(\S*)", block))
-
-
-@pytest.mark.parametrize("block", TAKEN)
-def test_order_of_gpus(block, monkeypatch):
-    """As if there were four: process N takes the Nth of the visible ones, and `python` starts one for each of them."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variables_of(block)["CUDA_VISIBLE_DEVICES"])
-    physical = torch.cuda._parse_visible_devices()
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(physical))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(physical))
-    monkeypatch.setattr(TrainingArguments, "_connect_launched", lambda self: None)
-    if block in ALONE:
-        args = TrainingArguments("o")
-        assert (args.world_size, args.n_gpu) == (max(len(physical), 1), min(len(physical), 1))
-        assert args.device.type == ("cuda" if physical else "cpu")
-    ranks = make_ranks(monkeypatch, len(physical))
-    assert [physical[TrainingArguments("o").device.index] for _ in ranks] == TAKEN[block]
-
 
 @functools.cache
 def release_alone():
@@ -251,19 +188,23 @@ def release_alone():
     return comparable(program.logs_of_release(several(NORMAL).split()))
 
 
-@pytest.mark.parametrize("block", ALONE)
-def test_variables_of_gpus(block, tmp_path):
-    """Without a GPU the block trains on the CPU as the release does; the script sees the variables as they are."""
-    (run,) = running.run_python(tmp_path, several(NORMAL), **variables_of(block))
+VARIABLES = ["VISIBLE_DEVICES=2,0", "VISIBLE_DEVICES=", "VISIBLE_DEVICES=1,0"]
+VARIABLES += ["DEVICE_ORDER=PCI_BUS_ID", "DEVICE_ORDER=FASTEST_FIRST"]
+
+
+@pytest.mark.parametrize("variable", VARIABLES)
+def test_variables_of_gpus(variable, tmp_path):
+    """Without a GPU the script trains on the CPU as the release does; it sees the variable as it is."""
+    name, _, value = f"CUDA_{variable}".partition("=")
+    (run,) = running.run_python(tmp_path, several(NORMAL), **{name: value})
     assert comparable(run["logs"]) == release_alone()
-    assert (run["place"], run["device"]) == ([0, 0, 1], "cpu")
-    given = variables_of(block)
-    assert run["environment"] == [given.get("CUDA_VISIBLE_DEVICES"), given.get("CUDA_DEVICE_ORDER")]
+    assert (run["place"], run["device"], run["environment"][name]) == ([0, 0, 1], "cpu", value)
 
 
 def test_variables_of_gpus_by_launchers(by_torchrun, by_launch):
     for visible, ranks in {"2,0": by_torchrun, "0,2": by_launch}.items():
-        assert all(run["environment"] == [visible, None] for runs in ranks for run in list(runs.values())[:-1])
+        for *found, _ in map(dict.values, ranks):
+            assert {run["environment"]["CUDA_VISIBLE_DEVICES"] for run in found} == {visible}
 
 
 # ---- accelerate, and run_glue.py ------------------------------------------------------------------------------------
@@ -288,18 +229,13 @@ def test_accelerate_trains_as_the_release(tmp_path):
     running.assert_as_release(found)
 
 
-def test_run_glue(tmp_path, monkeypatch):
-    """It trains and evaluates; on a Mac, by the same words, on Apple's GPU."""
+def test_run_glue(tmp_path):
     given = glue_words(32, "2e-5").replace("$TASK_NAME", "mrpc")
     (run,) = running.run_python(tmp_path, given, fresh=True, INSTALL="1")
     assert run["trainer"] == "hftrainer.trainer_seq2seq"
     assert (run["script"]["task_name"], run["script"]["max_seq_length"]) == ("mrpc", 128)
     assert (run["device"], run["logs"][0]["learning_rate"]) == ("cpu", 2e-5)
     assert run["metrics"]["eval_loss"] < run["logs"][0]["loss"]
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    own = "--do_train --do_eval --per_device_train_batch_size 32 --learning_rate 2e-5 --overwrite_output_dir"
-    args = parsed(own, use_cpu=False)
-    assert (make_plan(ResolvedArguments(args)).accelerator, str(args.device), args.n_gpu) == ("mps", "mps", 1)
 
 
 def test_run_glue_with_fsdp(tmp_path):
