@@ -46,9 +46,12 @@ def test_blocks(page, tmp_path, monkeypatch, processes):
     shutil.copy(Path(__file__).with_name("train.py"), tmp_path)
     data = plain_data(24)
     names = {"model": make_plain(), "make_model": make_plain, "train": data, "valid": data[:8], "__name__": "__page__"}
-    for kind, code in BLOCK.findall(page.read_text()):
+    text = page.read_text()
+    for block in BLOCK.finditer(text):
+        kind, code = block.groups()
         assert kind in SHOWN | {"python", "bash"}, f"a block of {kind} is neither run nor known as shown only"
         if kind == "python":
-            exec(compile(code, "<page>", "exec"), names)
+            before = "\n" * text[: block.start(2)].count("\n")  # an error names the line of the page
+            exec(compile(before + code, page, "exec"), names)
         elif kind == "bash":
             run_shell(code, processes)

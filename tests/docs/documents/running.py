@@ -31,9 +31,9 @@ def quiet(folder, kind=TrainingArguments, **settings):
     return kind(str(folder), **{**defaults, "max_steps": 2, **settings})
 
 
-def parsed(words, use_cpu=True):
+def parsed(words):
     """The arguments of a command line."""
-    given = f"--output_dir o --use_cpu {use_cpu} {words}".split()
+    given = f"--output_dir o --use_cpu True {words}".split()
     return HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(given)[0]
 
 
