@@ -39,11 +39,10 @@ def run_shell(code, processes):
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if BLOCK.search(page.read_text())], ids=lambda page: str(page.relative_to(ROOT))
 )
-def test_blocks(page, tmp_path, monkeypatch, processes):
+def test_blocks(page, processes):
     if package := NEEDS.get(str(page.relative_to(ROOT))):
         pytest.importorskip(package)
-    monkeypatch.chdir(tmp_path)
-    shutil.copy(Path(__file__).with_name("train.py"), tmp_path)
+    shutil.copy(Path(__file__).with_name("train.py"), ".")
     data = plain_data(24)
     names = {"model": make_plain(), "make_model": make_plain, "train": data, "valid": data[:8], "__name__": "__page__"}
     text = page.read_text()

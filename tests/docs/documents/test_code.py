@@ -311,8 +311,7 @@ def test_report_of_memory(tmp_path, capsys):
 # ---- What a Trainer is made with ------------------------------------------------------------------------------------
 
 
-def test_output_folder_by_default(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_output_folder_by_default():
     assert Trainer(tiny.make_plain()).args.output_dir == "tmp_trainer"
 
 
@@ -411,9 +410,8 @@ def test_samplers_and_loaders(tmp_path):
 # ---- Runs -----------------------------------------------------------------------------------------------------------
 
 
-def test_resuming(tmp_path, monkeypatch):
+def test_resuming():
     """From the latest checkpoint, from a folder, and from the folder that hub_strategy='checkpoint' leaves."""
-    monkeypatch.chdir(tmp_path)
     short = {"max_steps": 4, "per_device_train_batch_size": 4}
     first = make("written", save_strategy="steps", save_steps=2, **short)
     first.train()
