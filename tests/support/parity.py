@@ -1,7 +1,9 @@
 """Runs the same training with either library, and keeps all that can be compared."""
 
 import importlib
+import json
 import os
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,11 +82,31 @@ def accuracy(prediction: Any) -> dict[str, float]:
     return {"accuracy": float((predictions.argmax(-1) == prediction.label_ids).mean())}
 
 
+def subclass(**methods: Callable[..., Any]) -> Callable[[Any], type]:
+    """Makes a subclass of a library's Trainer, whose methods call the parent's by `super(type(self), self)`."""
+    return lambda library: type("Own", (library.Trainer,), methods)
+
+
+def callback(**handlers: Callable[..., Any]) -> Callable[[Any], Any]:
+    """Makes a callback of a library with these handlers of events."""
+    return lambda library: type("OwnCallback", (library.TrainerCallback,), handlers)()
+
+
 def build(name: str, model: str, folder: Path, **settings: Any) -> tuple[Any, Any]:
-    """A Trainer of library `name`, and its recorder."""
+    """A Trainer of library `name`, and its recorder.
+
+    Args:
+        name: of the library.
+        model: the key of a model and its data in `tests.support.tiny.MODELS`.
+        folder: the output directory.
+        settings: arguments, but for `trainer` (keywords of the Trainer, or a function that makes them for each run),
+            `trainer_class` (library → class), and `callback` (library → a callback added after the recorder).
+    """
     library = importlib.import_module(name)
     make_model, make_data = MODELS[model]
     trainer_settings = settings.pop("trainer", {})
+    trainer_settings = trainer_settings() if callable(trainer_settings) else trainer_settings
+    make_callback = settings.pop("callback", None)
     trainer_class = settings.pop("trainer_class", lambda library: library.Trainer)(library)
     data = make_data()
     defaults = {
@@ -105,15 +127,16 @@ def build(name: str, model: str, folder: Path, **settings: Any) -> tuple[Any, An
     given = {"train_dataset": data, "eval_dataset": data[:19], "callbacks": [recorder], **trainer_settings}
     if "model_init" not in given:
         given.setdefault("model", make_model())
-    return trainer_class(args=args, **given), recorder
+    trainer = trainer_class(args=args, **given)
+    if make_callback is not None:
+        trainer.add_callback(make_callback(library))
+    return trainer, recorder
 
 
 def record(trainer: Any, recorder: Any, folder: Path, **extra: Any) -> Record:
     """Everything comparable of a finished run."""
     folders = sorted(path for path in folder.glob("*") if path.is_dir())
     states = sorted(folder.glob("checkpoint-*/trainer_state.json"), key=os.path.getmtime)
-    import json
-
     return Record(
         logs=comparable(trainer.state.log_history),
         events=recorder.events,
@@ -124,9 +147,14 @@ def record(trainer: Any, recorder: Any, folder: Path, **extra: Any) -> Record:
     )
 
 
-def train(name: str, model: str, folder: Path, resume: Any = None, **settings: Any) -> Record:
-    """Train with library `name` in `folder`."""
+def train(
+    name: str, model: str, folder: Path, resume: Any = None, script: Callable[[Any], Any] | None = None, **settings: Any
+) -> Record:
+    """Train with library `name` in `folder`; or run `script` on the Trainer, whose value is compared too."""
     trainer, recorder = build(name, model, folder, **settings)
+    if script is not None:
+        value = script(trainer)
+        return record(trainer, recorder, folder, script=value)
     output = trainer.train(resume_from_checkpoint=resume)
     return record(trainer, recorder, folder, global_step=output.global_step, training_loss=output.training_loss)
 
@@ -160,14 +188,16 @@ def alike(run: Callable[[str], Any], same: Callable[[Any, Any], None] = assert_s
     return ours
 
 
-def both(tmp_path: Path, make_settings: Callable[[], dict], **settings: Any) -> Record:
-    """Our run, after asserting that transformers does the same with fresh objects of the same settings."""
-    return alike(lambda name: train(name, "plain", tmp_path / name, trainer=make_settings(), **settings))
-
-
 def compare(tmp_path: Path, model: str, **settings: Any) -> Record:
     """Our run, after asserting that transformers does the same with the same settings."""
     return alike(lambda name: train(name, model, tmp_path / name, **settings))
+
+
+def copy_checkpoint(source: Path, target: Path, step: int) -> Path:
+    """Copy the checkpoint of a step into another output directory."""
+    folder = target / f"checkpoint-{step}"
+    shutil.copytree(source / folder.name, folder)
+    return folder
 
 
 def leaves(data, path=""):
@@ -179,3 +209,12 @@ def leaves(data, path=""):
         parts = [leaves(value, f"{path}.{kind}{i}") for i, value in enumerate(data)]
         return {name: leaf for part in parts for name, leaf in part.items()}
     return {path: data}
+
+
+def exactly(data: Any) -> dict[str, Any]:
+    """Every array of nested outputs by its path, with dtype, shape and bytes."""
+
+    def shown(leaf: Any) -> Any:
+        return leaf if leaf is None else (str(leaf.dtype), leaf.shape, leaf.tobytes())
+
+    return {path: shown(leaf) for path, leaf in leaves(data).items()}
