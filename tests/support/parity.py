@@ -32,6 +32,8 @@ EVENTS = (
     "on_log",
     "on_prediction_step",
 )
+#: Functions that make a model and its data, or their key in `tests.support.tiny.MODELS`.
+Model = str | tuple[Callable[[], Any], Callable[[], Any]]
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}
 EVERY_STEP = {**EVALUATED, "save_strategy": "steps", "save_steps": 2}
 
@@ -92,18 +94,18 @@ def callback(**handlers: Callable[..., Any]) -> Callable[[Any], Any]:
     return lambda library: type("OwnCallback", (library.TrainerCallback,), handlers)()
 
 
-def build(name: str, model: str, folder: Path, **settings: Any) -> tuple[Any, Any]:
+def build(name: str, model: Model, folder: Path, **settings: Any) -> tuple[Any, Any]:
     """A Trainer of library `name`, and its recorder.
 
     Args:
         name: of the library.
-        model: the key of a model and its data in `tests.support.tiny.MODELS`.
+        model: with its data.
         folder: the output directory.
         settings: arguments, but for `trainer` (keywords of the Trainer, or a function that makes them for each run),
             `trainer_class` (library → class), and `callback` (library → a callback added after the recorder).
     """
     library = importlib.import_module(name)
-    make_model, make_data = MODELS[model]
+    make_model, make_data = MODELS[model] if isinstance(model, str) else model
     trainer_settings = settings.pop("trainer", {})
     trainer_settings = trainer_settings() if callable(trainer_settings) else trainer_settings
     make_callback = settings.pop("callback", None)
@@ -148,7 +150,12 @@ def record(trainer: Any, recorder: Any, folder: Path, **extra: Any) -> Record:
 
 
 def train(
-    name: str, model: str, folder: Path, resume: Any = None, script: Callable[[Any], Any] | None = None, **settings: Any
+    name: str,
+    model: Model,
+    folder: Path,
+    resume: Any = None,
+    script: Callable[[Any], Any] | None = None,
+    **settings: Any,
 ) -> Record:
     """Train with library `name` in `folder`; or run `script` on the Trainer, whose value is compared too."""
     trainer, recorder = build(name, model, folder, **settings)
@@ -188,7 +195,7 @@ def alike(run: Callable[[str], Any], same: Callable[[Any, Any], None] = assert_s
     return ours
 
 
-def compare(tmp_path: Path, model: str, **settings: Any) -> Record:
+def compare(tmp_path: Path, model: Model, **settings: Any) -> Record:
     """Our run, after asserting that transformers does the same with the same settings."""
     return alike(lambda name: train(name, model, tmp_path / name, **settings))
 
