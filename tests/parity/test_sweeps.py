@@ -9,7 +9,8 @@ import pytest
 from hftrainer.errors import InvalidArgument, SearchFailed, UnknownArgument, UnsupportedArgument
 from hftrainer.trainer_utils import BestRun, default_hp_space_wandb
 from tests.support.differences import OWN_FILES
-from tests.support.tiny import MODELS
+from tests.support.parity import build
+from tests.support.tiny import make_bert
 from tests.support.tracking import wandb_items, wandb_records
 from tests.support.wandb_server import serving
 
@@ -31,14 +32,10 @@ def sweeps(tmp_path, monkeypatch):
         wandb.teardown()
 
 
-def make_trainer(folder, library="hftrainer", model_init=None, **settings):
-    package = importlib.import_module(library)
-    make_model, make_data = MODELS["bert"]
-    defaults = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1, "save_steps": 2, "report_to": "none"}
-    args = package.TrainingArguments(str(folder), disable_tqdm=True, use_cpu=True, **{**defaults, **settings})
-    data = make_data()
-    given = {"train_dataset": data, "eval_dataset": data[:9]}
-    return package.Trainer(model_init=model_init or (lambda: make_model()), args=args, **given)
+def make_trainer(folder, library="hftrainer", model_init=make_bert, **settings):
+    saved = {"save_strategy": "steps", "save_steps": 2}
+    defaults = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1, "learning_rate": 5e-5, **saved}
+    return build(library, "bert", folder, trainer={"model_init": model_init}, **{**defaults, **settings})[0]
 
 
 def space(**parameters):
@@ -102,12 +99,10 @@ def test_the_objective_is_what_runs_are_compared_by(tmp_path, sweeps):
 
 
 def test_runs_that_fail_are_left_out(tmp_path, sweeps, caplog):
-    make_model, _ = MODELS["bert"]
-
     def model_init(trial):
         if trial is not None and trial["learning_rate"] == RATES[0]:
             raise RuntimeError("no memory")
-        return make_model()
+        return make_bert()
 
     def objective(metrics):
         return math.nan if trainer.args.learning_rate == RATES[1] else metrics["eval_loss"]
@@ -128,29 +123,21 @@ def test_no_run_is_completed(tmp_path, sweeps):
         trainer.hyperparameter_search(space(), compute_objective=lambda metrics: None, n_trials=2, backend="wandb")
 
 
-REFUSED = {
-    "directions": (
-        {"direction": ["minimize", "maximize"]},
-        UnsupportedArgument,
-        "a sweep has one objective; use backend='optuna'",
-    ),
-    "direction": ({"direction": "down"}, InvalidArgument, "direction='down': give 'minimize' or 'maximize'"),
-    "keyword": ({"sweepid": "x"}, UnknownArgument, "has no argument 'sweepid'; did you mean 'sweep_id'"),
-    "far keyword": ({"zebra": "x"}, UnknownArgument, "hyperparameter_search with W&B has no argument 'zebra'$"),
-    "no space": ({"hp_space": lambda _: {"learning_rate": 1}}, InvalidArgument, "must return the configuration"),
-    "a space for Optuna": (
-        {"hp_space": lambda trial: {"seed": trial.suggest_int("seed", 1, 2)}},
-        InvalidArgument,
-        "hp_space uses its trial as with Optuna .*, but backend='wandb' calls it with None",
-    ),
-    "misspelled": ({"hp_space": space(learning_rat=[1])}, UnknownArgument, "did you mean 'learning_rate'"),
-    "fixed": ({"hp_space": space(report_to=["none"])}, InvalidArgument, "report_to: read only when"),
-}
+WITH_OPTUNA = {"hp_space": lambda trial: {"seed": trial.suggest_int("seed", 1, 2)}}
+REFUSED = [
+    ({"direction": ["minimize", "maximize"]}, UnsupportedArgument, "a sweep has one objective; use backend='optuna'"),
+    ({"direction": "down"}, InvalidArgument, "direction='down': give 'minimize' or 'maximize'"),
+    ({"sweepid": "x"}, UnknownArgument, "has no argument 'sweepid'; did you mean 'sweep_id'"),
+    ({"zebra": "x"}, UnknownArgument, "hyperparameter_search with W&B has no argument 'zebra'$"),
+    ({"hp_space": lambda _: {"learning_rate": 1}}, InvalidArgument, "must return the configuration"),
+    (WITH_OPTUNA, InvalidArgument, "uses its trial as with Optuna .*, but backend='wandb' calls it with None"),
+    ({"hp_space": space(learning_rat=[1])}, UnknownArgument, "did you mean 'learning_rate'"),
+    ({"hp_space": space(report_to=["none"])}, InvalidArgument, "report_to: read only when"),
+]
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_refused_before_there_is_a_sweep(tmp_path, sweeps, case):
-    given, kind, message = REFUSED[case]
+@pytest.mark.parametrize(("given", "kind", "message"), REFUSED)
+def test_refused_before_there_is_a_sweep(tmp_path, sweeps, given, kind, message):
     with pytest.raises(kind, match=message):
         make_trainer(tmp_path).hyperparameter_search(**{"hp_space": space(), **given}, backend="wandb")
     assert not sweeps.configurations
