@@ -102,14 +102,16 @@ def build(name: str, model: Model, folder: Path, **settings: Any) -> tuple[Any, 
         model: with its data.
         folder: the output directory.
         settings: arguments, but for `trainer` (keywords of the Trainer, or a function that makes them for each run),
-            `trainer_class` (library → class), and `callback` (library → a callback added after the recorder).
+            `trainer_class` (library → class), `callback` (library → a callback added after the recorder), and `kind`
+            ("Seq2Seq": of the Trainer and its arguments).
     """
     library = importlib.import_module(name)
     make_model, make_data = MODELS[model] if isinstance(model, str) else model
     trainer_settings = settings.pop("trainer", {})
     trainer_settings = trainer_settings() if callable(trainer_settings) else trainer_settings
     make_callback = settings.pop("callback", None)
-    trainer_class = settings.pop("trainer_class", lambda library: library.Trainer)(library)
+    kind = settings.pop("kind", "")
+    trainer_class = settings.pop("trainer_class", lambda library: getattr(library, f"{kind}Trainer"))(library)
     data = make_data()
     defaults = {
         "num_train_epochs": 2,
@@ -124,7 +126,7 @@ def build(name: str, model: Model, folder: Path, **settings: Any) -> tuple[Any, 
         "disable_tqdm": True,
         "use_cpu": True,
     }
-    args = library.TrainingArguments(str(folder), **{**defaults, **settings})
+    args = getattr(library, f"{kind}TrainingArguments")(str(folder), **{**defaults, **settings})
     recorder = make_recorder(library)
     given = {"train_dataset": data, "eval_dataset": data[:19], "callbacks": [recorder], **trainer_settings}
     if "model_init" not in given:
@@ -198,6 +200,16 @@ def alike(run: Callable[[str], Any], same: Callable[[Any, Any], None] = assert_s
 def compare(tmp_path: Path, model: Model, **settings: Any) -> Record:
     """Our run, after asserting that transformers does the same with the same settings."""
     return alike(lambda name: train(name, model, tmp_path / name, **settings))
+
+
+def compare_resumed(tmp_path: Path, model: Model, step: int, **settings: Any) -> Record:
+    """As `compare`; from either library's checkpoint of a step, our run ends with the same weights."""
+    whole = compare(tmp_path, model, **settings)
+    for writer in LIBRARIES:
+        checkpoint = str(tmp_path / writer / f"checkpoint-{step}")
+        resumed = train("hftrainer", model, tmp_path / "resumed", checkpoint, **settings)
+        assert_same_weights(resumed.weights, whole.weights)
+    return whole
 
 
 def copy_checkpoint(source: Path, target: Path, step: int) -> Path:
