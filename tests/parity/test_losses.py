@@ -1,6 +1,5 @@
 """The loss that is trained and logged: functions of the user, label smoothing, losses in parts, `log_metric`."""
 
-import importlib
 import logging
 
 import pytest
@@ -124,14 +123,14 @@ def test_label_smoothing(tmp_path, model, accumulation):
 
 
 def test_label_smoothing_in_seq2seq(tmp_path):
-    def run(name):
-        library = importlib.import_module(name)
-        settings = {"predict_with_generate": True, "generation_max_length": 6, "report_to": "none"}
-        args = library.Seq2SeqTrainingArguments(str(tmp_path), label_smoothing_factor=0.1, use_cpu=True, **settings)
-        trainer = library.Seq2SeqTrainer(make_t5(), args, compute_metrics=lambda p: {})
-        return trainer.evaluate(decoder_data(5))["eval_loss"]
-
-    alike(run, assert_equal)
+    settings = {"predict_with_generate": True, "generation_max_length": 6, "label_smoothing_factor": 0.1}
+    compare(
+        tmp_path,
+        (make_t5, decoder_data),
+        kind="Seq2Seq",
+        script=lambda trainer: trainer.evaluate() and None,
+        **settings,
+    )
 
 
 def test_label_smoothing_of_several_labels(tmp_path):
