@@ -11,24 +11,21 @@ import torch
 import hftrainer
 from hftrainer.errors import UnsupportedArgument
 from tests.support.methods import TRAINER
-from tests.support.parity import (
-    accuracy,
-    alike,
-    assert_same,
-    build,
-    comparable,
-    compare,
-    record,
-    train,
-)
+from tests.support.parity import EVALUATED, accuracy, assert_same, build, comparable, compare, subclass, train
 
-EVERY_STEP = {"eval_strategy": "steps", "eval_steps": 2, "logging_steps": 1, "save_strategy": "steps", "save_steps": 4}
+EVERY_STEP = {**EVALUATED, "logging_steps": 1, "save_strategy": "steps", "save_steps": 4}
+BEST = {"load_best_model_at_end": True, "metric_for_best_model": "loss"}
 
 
 def train_as(methods, folder, **settings):
     """Our run with a subclass of these methods."""
-    own = type("Own", (hftrainer.Trainer,), methods)
-    return train("hftrainer", "plain", folder, trainer_class=lambda _: own, **{**EVERY_STEP, **settings})
+    return train("hftrainer", "plain", folder, trainer_class=subclass(**methods), **{**EVERY_STEP, **settings})
+
+
+def assert_as_without(tmp_path, methods, **settings):
+    """Our run with these methods does what transformers does without them."""
+    ours = train_as(methods, tmp_path / "ours", **settings)
+    assert_same(ours, train("transformers", "plain", tmp_path / "theirs", **{**EVERY_STEP, **settings}))
 
 
 # ---- Signatures ------------------------------------------------------------------------------------------------
@@ -42,9 +39,7 @@ def test_save_checkpoint_with_metrics(tmp_path):
         seen.append(metrics)
         super(type(self), self)._save_checkpoint(model, trial, metrics)
 
-    settings = {"load_best_model_at_end": True, "metric_for_best_model": "loss"}
-    ours = train_as({"_save_checkpoint": _save_checkpoint}, tmp_path / "ours", **settings)
-    assert_same(ours, train("transformers", "plain", tmp_path / "theirs", **EVERY_STEP, **settings))
+    assert_as_without(tmp_path, {"_save_checkpoint": _save_checkpoint}, **BEST)
     assert len(seen) == 5
     assert all("eval_loss" in metrics for metrics in seen)
 
@@ -58,165 +53,128 @@ def test_best_metric_of_an_override(tmp_path):
     def evaluate(self, *args, **kwargs):
         return {**super(type(self), self).evaluate(*args, **kwargs), "eval_own": -1.0}
 
-    own = type("Own", (hftrainer.Trainer,), {"_save_checkpoint": _save_checkpoint, "evaluate": evaluate})
+    own = subclass(_save_checkpoint=_save_checkpoint, evaluate=evaluate)
     settings = {"metric_for_best_model": "own", "greater_is_better": True, "load_best_model_at_end": True}
-    trainer, _ = build("hftrainer", "plain", tmp_path, trainer_class=lambda _: own, **EVERY_STEP, **settings)
+    trainer, _ = build("hftrainer", "plain", tmp_path, trainer_class=own, **EVERY_STEP, **settings)
     trainer.train()
-    assert trainer.state.best_metric == trainer.state.max_steps
-    assert trainer.state.best_model_checkpoint.endswith(f"checkpoint-{trainer.state.max_steps}")
+    state = trainer.state
+    assert state.best_metric == state.max_steps
+    assert state.best_model_checkpoint.endswith(f"checkpoint-{state.max_steps}")
 
 
-def of_v4_4(self, tr_loss, model, trial, epoch):
-    super(type(self), self)._maybe_log_save_evaluate(tr_loss, model, trial, epoch)
+#: The release of each signature of `_maybe_log_save_evaluate`, all of which pass on what they get.
+SIGNATURES = {
+    "4.4": "tr_loss, model, trial, epoch",
+    "4.37": "tr_loss, model, trial, epoch, ignore_keys_for_eval",
+    "4.45": "tr_loss, grad_norm, model, trial, epoch, ignore_keys",
+    "4.49": "tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time",
+    "5": "tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time, learning_rate=None",
+    "any": "*args, **kwargs",
+    "by name": "**kwargs",
+}
 
 
-def of_v4_37(self, tr_loss, model, trial, epoch, ignore_keys_for_eval):
-    super(type(self), self)._maybe_log_save_evaluate(tr_loss, model, trial, epoch, ignore_keys_for_eval)
-
-
-def of_v4_45(self, tr_loss, grad_norm, model, trial, epoch, ignore_keys):
-    super(type(self), self)._maybe_log_save_evaluate(tr_loss, grad_norm, model, trial, epoch, ignore_keys)
-
-
-def of_v4_49(self, tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time):
-    parent = super(type(self), self)
-    parent._maybe_log_save_evaluate(tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time)
-
-
-def of_v5(self, tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time, learning_rate=None):
-    super(type(self), self)._maybe_log_save_evaluate(
-        tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time, learning_rate=learning_rate
-    )
-
-
-def of_any(self, *args, **kwargs):
-    super(type(self), self)._maybe_log_save_evaluate(*args, **kwargs)
-
-
-def by_name(self, **kwargs):
-    super(type(self), self)._maybe_log_save_evaluate(**kwargs)
-
-
-@pytest.mark.parametrize("signature", [of_v4_4, of_v4_37, of_v4_45, of_v4_49, of_v5, of_any, by_name])
-def test_maybe_log_save_evaluate(tmp_path, signature):
-    ours = train_as({"_maybe_log_save_evaluate": signature}, tmp_path / "ours", include_num_input_tokens_seen="all")
-    settings = {**EVERY_STEP, "include_num_input_tokens_seen": "all"}
-    assert_same(ours, train("transformers", "plain", tmp_path / "theirs", **settings))
+@pytest.mark.parametrize("release", SIGNATURES)
+def test_maybe_log_save_evaluate(tmp_path, release):
+    signature = SIGNATURES[release]
+    given = signature.replace("=None", "=learning_rate")
+    code = f"lambda self, {signature}: super(type(self), self)._maybe_log_save_evaluate({given})"
+    assert_as_without(tmp_path, {"_maybe_log_save_evaluate": eval(code)}, include_num_input_tokens_seen="all")
 
 
 def test_maybe_log_save_evaluate_gets_the_values_of_its_release(tmp_path):
-    seen = {}
+    seen = []
 
     def _maybe_log_save_evaluate(self, tr_loss, model, trial, epoch, ignore_keys_for_eval):
-        seen.update(tr_loss=tr_loss, model=model, trial=trial, epoch=epoch, ignored=ignore_keys_for_eval)
+        seen.append((tr_loss.ndim, isinstance(model, torch.nn.Module), trial, epoch, ignore_keys_for_eval))
 
     train_as({"_maybe_log_save_evaluate": _maybe_log_save_evaluate}, tmp_path, max_steps=2, eval_strategy="no")
-    assert seen["tr_loss"].ndim == 0
-    assert isinstance(seen["model"], torch.nn.Module)
-    assert (seen["trial"], seen["epoch"], seen["ignored"]) == (None, 0, None)
+    assert set(seen) == {(0, True, None, 0, None)}
 
 
 def test_inner_training_loop_gets_batch_size_and_arguments(tmp_path):
     seen = []
 
-    def watched(library):
-        class Own(library.Trainer):
-            def _inner_training_loop(self, batch_size=None, args=None, resume_from_checkpoint=None, **kwargs):
-                seen.append((batch_size, args is self.args, args.logging_steps, resume_from_checkpoint, sorted(kwargs)))
-                return super()._inner_training_loop(batch_size, args, resume_from_checkpoint, **kwargs)
+    def _inner_training_loop(self, batch_size=None, args=None, resume_from_checkpoint=None, **kwargs):
+        seen.append((batch_size, args is self.args, args.logging_steps, resume_from_checkpoint, sorted(kwargs)))
+        return super(type(self), self)._inner_training_loop(batch_size, args, resume_from_checkpoint, **kwargs)
 
-        return Own
-
-    compare(tmp_path, "plain", trainer_class=watched)
+    compare(tmp_path, "plain", trainer_class=subclass(_inner_training_loop=_inner_training_loop))
     assert seen == [(4, True, 2, None, ["ignore_keys_for_eval", "trial"])] * 2
 
 
 def test_other_old_signatures(tmp_path):
-    seen = []
+    seen = set()
 
-    def training_step(self, model, inputs):
-        seen.append("training_step")
-        return super(type(self), self).training_step(model, inputs)
-
-    def log(self, logs):
-        seen.append("log")
-        super(type(self), self).log(logs)
-
-    def save_model(self, output_dir=None):
-        seen.append("save_model")
-        super(type(self), self).save_model(output_dir, _internal_call=True)
-
-    def _get_train_sampler(self):
-        seen.append("_get_train_sampler")
-        return super(type(self), self)._get_train_sampler()
+    def parent(self, name):
+        seen.add(name)
+        return getattr(super(type(self), self), name)
 
     def get_batch_samples(self, epoch_iterator, num_batches):
-        seen.append("get_batch_samples")
-        return super(type(self), self).get_batch_samples(epoch_iterator, num_batches, self.args.device)
+        return parent(self, "get_batch_samples")(epoch_iterator, num_batches, self.args.device)
 
     def create_scheduler(self, num_training_steps, optimizer=None):
-        seen.append("create_scheduler")
-        return super(type(self), self).create_scheduler(num_training_steps, optimizer)
+        return parent(self, "create_scheduler")(num_training_steps, optimizer)
 
-    def _wrap_model(self, model, training=True):
-        seen.append("_wrap_model")
-        return super(type(self), self)._wrap_model(model, training)
+    methods = {
+        "training_step": lambda self, model, inputs: parent(self, "training_step")(model, inputs),
+        "log": lambda self, logs: parent(self, "log")(logs),
+        "save_model": lambda self, output_dir=None: parent(self, "save_model")(output_dir, _internal_call=True),
+        "_get_train_sampler": lambda self: parent(self, "_get_train_sampler")(),
+        "get_batch_samples": get_batch_samples,
+        "create_scheduler": create_scheduler,
+        "_wrap_model": lambda self, model, training=True: parent(self, "_wrap_model")(model, training),
+    }
+    assert_as_without(tmp_path, methods)
+    assert seen == methods.keys()
 
-    methods = {name: each for name, each in locals().items() if callable(each)}
-    ours = train_as(methods, tmp_path / "ours")
-    assert_same(ours, train("transformers", "plain", tmp_path / "theirs", **EVERY_STEP))
-    assert set(seen) == methods.keys()
+
+ROTATED = {"save_steps": 2, "max_steps": 10, "save_total_limit": 2}
 
 
-@pytest.mark.parametrize("name", ["_rotate_checkpoints", "_sorted_checkpoints"])
-def test_rotation_of_older_releases(tmp_path, name):
-    """`_rotate_checkpoints` and `_sorted_checkpoints`, which transformers called until v5.0."""
+def test_rotate_checkpoints_of_older_releases(tmp_path):
+    """transformers called it until v5.0."""
     seen = []
 
     def _rotate_checkpoints(self, use_mtime=False, output_dir=None):
         seen.append((use_mtime, output_dir))
         super(type(self), self)._rotate_checkpoints(use_mtime=use_mtime, output_dir=output_dir)
 
+    assert_as_without(tmp_path, {"_rotate_checkpoints": _rotate_checkpoints}, **ROTATED)
+    assert seen == [(True, str(tmp_path / "ours"))] * 5
+
+
+def test_sorted_checkpoints_of_older_releases(tmp_path):
+    """The first checkpoint is never among those that may be deleted."""
+    seen = []
+
     def _sorted_checkpoints(self, output_dir=None, checkpoint_prefix="checkpoint", use_mtime=False):
-        """The first checkpoint is never among those that may be deleted."""
         found = super(type(self), self)._sorted_checkpoints(output_dir, checkpoint_prefix, use_mtime)
-        seen.append(found)
+        seen.append([path[-1] for path in found])
         return [path for path in found if not path.endswith("checkpoint-2")]
 
-    settings = {"save_steps": 2, "max_steps": 10, "save_total_limit": 2}
-    ours = train_as({name: locals()[name]}, tmp_path / "ours", **settings)
-    if name == "_rotate_checkpoints":
-        assert_same(ours, train("transformers", "plain", tmp_path / "theirs", **{**EVERY_STEP, **settings}))
-        assert seen == [(True, str(tmp_path / "ours"))] * 5
-    else:
-        assert sorted(ours.files) == ["checkpoint-10", "checkpoint-2", "checkpoint-8"]
-        assert [path[-1] for path in seen[1]] == ["2", "4"]
+    ours = train_as({"_sorted_checkpoints": _sorted_checkpoints}, tmp_path, **ROTATED)
+    assert sorted(ours.files) == ["checkpoint-10", "checkpoint-2", "checkpoint-8"]
+    assert seen[1] == ["2", "4"]
 
 
 # ---- Evaluation loops ------------------------------------------------------------------------------------------
 
 
-def copied(library):
-    """A Trainer with the evaluation loop of the installed transformers, as a script that has copied it has."""
-    loop = importlib.import_module("transformers").Trainer.evaluation_loop
-    return type("Own", (library.Trainer,), {"evaluation_loop": loop})
+def evaluate_around_training(trainer):
+    before = trainer.evaluate()
+    trainer.train()
+    return comparable([before, trainer.evaluate(), trainer.predict(trainer.eval_dataset).metrics])
 
 
 @pytest.mark.parametrize("model", ["plain", "bert", "llama"])
 @pytest.mark.parametrize("settings", [{}, {"bf16": True}, {"eval_do_concat_batches": False}])
 def test_copied_evaluation_loop(tmp_path, model, settings):
-    def run(name):
-        given = {"compute_metrics": lambda prediction: {"rows": len(prediction.label_ids)}}
-        trainer, recorder = build(
-            name, model, tmp_path / name, trainer_class=copied, trainer=given, **EVERY_STEP, max_steps=4, **settings
-        )
-        before = trainer.evaluate()
-        trainer.train()
-        after, predicted = trainer.evaluate(), trainer.predict(trainer.eval_dataset)
-        done = comparable([before, after, predicted.metrics])
-        return record(trainer, recorder, tmp_path / name, metrics=done)
-
-    alike(run)
+    """The evaluation loop of the installed transformers, as a script that has copied it has."""
+    copied = subclass(evaluation_loop=importlib.import_module("transformers").Trainer.evaluation_loop)
+    given = {"compute_metrics": lambda prediction: {"rows": len(prediction.label_ids)}}
+    settings = {"trainer_class": copied, "trainer": given, "max_steps": 4, **EVERY_STEP, **settings}
+    compare(tmp_path, model, script=evaluate_around_training, **settings)
 
 
 def of_v4_30(self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"):
@@ -245,75 +203,57 @@ def of_v4_30(self, dataloader, description, prediction_loss_only=None, ignore_ke
 
 @pytest.mark.parametrize("settings", [{}, {"bf16": True}])
 def test_evaluation_loop_with_older_helpers(tmp_path, settings):
-    losses = []
-    for methods in ({"evaluation_loop": of_v4_30}, {}):
-        own = type("Own", (hftrainer.Trainer,), methods)
-        given = {"compute_metrics": accuracy}
-        trainer, _ = build(
-            "hftrainer", "bert", tmp_path, trainer_class=lambda _, own=own: own, trainer=given, **EVERY_STEP, **settings
-        )
-        before = trainer.evaluate()
-        trainer.train()
-        done = [before, trainer.evaluate(), *trainer.state.log_history]
-        losses.append([line.get(name) for line in done for name in ("eval_loss", "eval_accuracy")])
-    assert losses[0] == losses[1]
+    def run(**methods):
+        given = {"trainer": {"compute_metrics": accuracy}, "trainer_class": subclass(**methods)}
+        found = train("hftrainer", "bert", tmp_path, script=evaluate_around_training, **given, **EVERY_STEP, **settings)
+        lines = [*found.extra["script"], *found.logs]
+        return [line.get(name) for line in lines for name in ("eval_loss", "eval_accuracy", "test_loss")]
+
+    assert run(evaluation_loop=of_v4_30) == run()
 
 
 # ---- Subclasses with an `evaluate` of their own ----------------------------------------------------------------
 
 
-def answering(kind):
+def evaluate_answers(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
     """As question answering does: a loop without metrics, then metrics of what was made of its predictions."""
-
-    def make(library):
-        class Own(getattr(library, kind)):
-            def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
-                dataloader = self.get_eval_dataloader(eval_dataset)
-                compute, self.compute_metrics = self.compute_metrics, None
-                with contextlib.ExitStack() as stack:
-                    stack.callback(setattr, self, "compute_metrics", compute)
-                    output = self.evaluation_loop(
-                        dataloader, description="Evaluation", prediction_loss_only=None, ignore_keys=ignore_keys
-                    )
-                found = {"eval_rows": float(len(output.predictions)), **output.metrics}
-                self.log(found)
-                self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, found)
-                return found
-
-        return Own
-
-    return make
+    dataloader = self.get_eval_dataloader(eval_dataset)
+    compute, self.compute_metrics = self.compute_metrics, None
+    with contextlib.ExitStack() as stack:
+        stack.callback(setattr, self, "compute_metrics", compute)
+        given = {"description": "Evaluation", "prediction_loss_only": None, "ignore_keys": ignore_keys}
+        output = self.evaluation_loop(dataloader, **given)
+    found = {"eval_rows": float(len(output.predictions)), **output.metrics}
+    self.log(found)
+    self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, found)
+    return found
 
 
-@pytest.mark.parametrize("kind", ["Trainer", "Seq2SeqTrainer"])
-def test_own_evaluate_that_calls_the_loop(tmp_path, kind, monkeypatch):
+@pytest.mark.parametrize("kind", ["", "Seq2Seq"])
+def test_own_evaluate_that_calls_the_loop(tmp_path, kind):
     """19 samples in batches of 8: the last one counts by its size, also in a Seq2SeqTrainer, whose own does not."""
-    for name in ("hftrainer", "transformers"):
-        library = importlib.import_module(name)
-        if kind == "Seq2SeqTrainer":
-            monkeypatch.setattr(library, "TrainingArguments", library.Seq2SeqTrainingArguments)
-    ours = compare(tmp_path, "plain", trainer_class=answering(kind), **EVERY_STEP)
+
+    def own(library):
+        return type("Own", (getattr(library, f"{kind}Trainer"),), {"evaluate": evaluate_answers})
+
+    ours = compare(tmp_path, "plain", kind=kind, trainer_class=own, **EVERY_STEP)
     plain = train("hftrainer", "plain", tmp_path / "plain", **EVERY_STEP)
-    losses = [[line["eval_loss"] for line in each.logs if "eval_loss" in line] for each in (ours, plain)]
-    assert losses[0] == losses[1]
+    assert [line.get("eval_loss") for line in ours.logs] == [line.get("eval_loss") for line in plain.logs]
 
 
-def test_seq2seq_evaluate_counts_the_last_batch_as_a_full_one(tmp_path, monkeypatch):
+def test_seq2seq_evaluate_counts_the_last_batch_as_a_full_one(tmp_path):
     """As in transformers, which gathers by `accelerator.gather` there, for that one pass."""
-    monkeypatch.setattr(hftrainer, "TrainingArguments", hftrainer.Seq2SeqTrainingArguments)
-    trainer, _ = build("hftrainer", "plain", tmp_path, trainer_class=lambda library: library.Seq2SeqTrainer)
+    trainer, _ = build("hftrainer", "plain", tmp_path, kind="Seq2Seq")
     as_full = trainer.evaluate()["eval_loss"]
-    loader = trainer.get_eval_dataloader()
-    by_size = trainer.evaluation_loop(loader, "Evaluation").metrics["eval_loss"]
-    assert as_full != by_size
-    assert trainer.evaluate()["eval_loss"] == as_full
+    by_size = trainer.evaluation_loop(trainer.get_eval_dataloader(), "Evaluation").metrics["eval_loss"]
+    assert as_full == trainer.evaluate()["eval_loss"] != by_size
 
 
 # ---- Copies of methods -----------------------------------------------------------------------------------------
 
 #: Those that are the loop itself, which Lightning's takes the place of.
 LOOP = {"_finalize_training", "_inner_training_loop", "_prepare_for_training", "_run_epoch", "train"}
-#: What needs attributes of the copied construction.
+#: What needs no attributes of the copied construction.
 OTHERS = sorted({*TRAINER} - LOOP - {"_has_mixed_mesh_grads"})
 POPULAR = """
     training_step compute_loss prediction_step evaluate predict _save save_model _save_checkpoint get_batch_samples
@@ -329,23 +269,23 @@ def copies(names):
 @pytest.mark.parametrize("names", [OTHERS, *([name] for name in POPULAR)], ids=lambda names: names[0])
 def test_copied_methods(tmp_path, names):
     """transformers' own functions run on our Trainer, as those do that scripts have copied and edited."""
-    settings = {"gradient_accumulation_steps": 3, "load_best_model_at_end": True, "metric_for_best_model": "loss"}
-    ours = train_as(copies(names), tmp_path / "ours", **settings)
-    assert_same(ours, train("transformers", "plain", tmp_path / "theirs", **EVERY_STEP, **settings))
+    assert_as_without(tmp_path, copies(names), gradient_accumulation_steps=3, **BEST)
 
 
-def test_copied_training_loop(tmp_path):
-    """Which cannot run: the error says what can be done instead."""
-    with pytest.raises(UnsupportedArgument, match=r"_inner_training_loop: a copy .* override\s+training_step"):
-        train_as(copies(["_inner_training_loop"]), tmp_path)
+def run_epoch_of_three_steps(self, **kwargs):
+    super(type(self), self)._run_epoch(**{**kwargs, "steps_in_epoch": 3})
 
 
-def test_own_epoch_must_run_ours(tmp_path):
-    with pytest.raises(UnsupportedArgument, match=r"_run_epoch: .* must call super\(\)\._run_epoch"):
-        train_as({"_run_epoch": lambda self, **kwargs: None}, tmp_path / "none")
-
-    def _run_epoch(self, **kwargs):
-        super(type(self), self)._run_epoch(**{**kwargs, "steps_in_epoch": 3})
-
-    with pytest.raises(UnsupportedArgument, match="_run_epoch: steps_in_epoch cannot be changed"):
-        train_as({"_run_epoch": _run_epoch}, tmp_path / "other")
+@pytest.mark.parametrize(
+    ("methods", "message"),
+    [
+        (copies(["_inner_training_loop"]), r"_inner_training_loop: a copy .* override\s+training_step"),
+        ({"_run_epoch": lambda self, **kwargs: None}, r"_run_epoch: .* must call super\(\)\._run_epoch"),
+        ({"_run_epoch": run_epoch_of_three_steps}, "_run_epoch: steps_in_epoch cannot be changed"),
+    ],
+    ids=["copied loop", "without ours", "another length"],
+)
+def test_what_cannot_run(tmp_path, methods, message):
+    """The error says what can be done instead."""
+    with pytest.raises(UnsupportedArgument, match=message):
+        train_as(methods, tmp_path)

@@ -25,6 +25,7 @@ from tests.support.parity import (
     copy_checkpoint,
     subclass,
     train,
+    with_own_step,
 )
 from tests.support.tiny import MODELS, Stream, language_data, make_llama, make_peft, plain_data
 
@@ -85,19 +86,11 @@ def test_ignore_data_skip(tmp_path, whole_runs):
     alike(lambda name: resume(name, written, tmp_path / name, 1, 4, ignore_data_skip=True))
 
 
-def training_step(self, *args, **kwargs):
-    return super(type(self), self).training_step(*args, **kwargs)
-
-
 OTHER_RUNS = {
     "bf16": ("llama", 3, 2, {"bf16": True}),
     "stream": ("plain", 2, 3, {"trainer": {"train_dataset": Stream(38)}, "max_steps": 14}),
     "workers": ("plain", 2, 3, {"dataloader_num_workers": 2}),
-    # Lightning's manual optimization
-    **{
-        f"own step {place}": ("plain", *place, {"trainer_class": subclass(training_step=training_step)})
-        for place in PLACES
-    },
+    **{f"own step {place}": ("plain", *place, {"trainer_class": with_own_step}) for place in PLACES},
 }
 
 

@@ -89,6 +89,10 @@ def subclass(**methods: Callable[..., Any]) -> Callable[[Any], type]:
     return lambda library: type("Own", (library.Trainer,), methods)
 
 
+#: Makes a subclass with a training step of its own, which Lightning's manual optimization runs.
+with_own_step = subclass(training_step=lambda self, *args, **kw: super(type(self), self).training_step(*args, **kw))
+
+
 def callback(**handlers: Callable[..., Any]) -> Callable[[Any], Any]:
     """Makes a callback of a library with these handlers of events."""
     return lambda library: type("OwnCallback", (library.TrainerCallback,), handlers)()
