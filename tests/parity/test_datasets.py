@@ -21,7 +21,7 @@ from tests.support.parity import (
     subclass,
     train,
 )
-from tests.support.tiny import SizedStream, Stream, plain_data
+from tests.support.tiny import SizedStream, Stream, make_bert, plain_data
 
 
 class Noisy(Dataset):
@@ -211,14 +211,9 @@ def test_tokenizer_pads_batches(tmp_path, model):
     compare(tmp_path, model, trainer=given, gradient_accumulation_steps=3, **EVERY_STEP)
 
 
-def make_masked():
-    torch.manual_seed(1)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-    return transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=50, **sizes))
-
-
 def test_masked_language_collator(tmp_path):
     """A collator that draws the mask from the global generator."""
     collator = transformers.DataCollatorForLanguageModeling(make_tokenizer(mask_token="w49"), mlm_probability=0.4)
     rows = [{"input_ids": [2 + (i * j) % 40 for j in range(9)]} for i in range(30)]
-    compare(tmp_path, (make_masked, lambda: rows), trainer={"data_collator": collator}, **EVERY_STEP)
+    masked = (lambda: make_bert("BertForMaskedLM"), lambda: rows)
+    compare(tmp_path, masked, trainer={"data_collator": collator}, **EVERY_STEP)

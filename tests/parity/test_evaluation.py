@@ -1,17 +1,17 @@
 """Evaluation and prediction: metrics, predictions, labels, shapes and dtypes, exactly as transformers has them."""
 
+import itertools
 import json
 import math
 
 import numpy as np
 import pytest
 import torch
-import transformers
 from datasets import Dataset
 from torch import nn
-from torch.utils.data import IterableDataset
 
 from hftrainer import Trainer, TrainingArguments
+from tests.support import tiny
 from tests.support.parity import (
     EVALUATED,
     accuracy,
@@ -26,21 +26,7 @@ from tests.support.parity import (
     subclass,
     train,
 )
-from tests.support.tiny import (
-    MODELS,
-    Plain,
-    Stream,
-    detection_data,
-    language_data,
-    make_detector,
-    make_llama,
-    make_t5,
-    pad,
-    plain_data,
-    t5_data,
-    text_data,
-    varied_language_data,
-)
+from tests.support.tiny import SizedStream, Stream, make_llama, pad, plain_data, varied_language_data
 
 
 class Clip(nn.Module):
@@ -64,25 +50,19 @@ def without_labels(count=19):
     return [{"x": row["x"]} for row in plain_data(count)]
 
 
-def make_answerer():
-    torch.manual_seed(1)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-    return transformers.BertForQuestionAnswering(transformers.BertConfig(vocab_size=50, **sizes))
-
-
 def answer_data(count=19):
-    for i, row in enumerate(rows := text_data(count)):
+    for i, row in enumerate(rows := tiny.text_data(count)):
         del row["label"]
         row |= {"start_positions": 2, "end_positions": 3 + i % 4}
     return rows
 
 
 CASES = {
-    **{name: MODELS[name] for name in ("plain", "tuple", "bert", "llama")},
-    "detector": (make_detector, detection_data),
+    **{name: tiny.MODELS[name] for name in ("plain", "tuple", "bert", "llama")},
+    "detector": (tiny.make_detector, tiny.detection_data),
     "clip": (make_clip, without_labels),
-    "answerer": (make_answerer, answer_data),
-    "t5": (make_t5, t5_data),
+    "answerer": (lambda: tiny.make_bert("BertForQuestionAnswering", 2), answer_data),
+    "t5": (tiny.make_t5, tiny.t5_data),
     "varied": (make_llama, varied_language_data),
 }
 
@@ -98,12 +78,7 @@ def summary(prediction):
     return {**found, "elements": len(prediction.elements)}
 
 
-def settings_of(case, trainer=None, **settings):
-    given = {"compute_metrics": summary, **({"data_collator": pad} if case == "varied" else {}), **(trainer or {})}
-    return {"per_device_eval_batch_size": 4, "trainer": given, **settings}
-
-
-def compare_evaluations(tmp_path, case, evaluate=None, predict=None, data=None, **settings):
+def compare_evaluations(tmp_path, case, evaluate=None, predict=None, data=None, trainer=None, **settings):
     """Metrics and arrays of ours by path, after asserting that evaluating and predicting are as in transformers."""
 
     def script(trainer):
@@ -113,66 +88,58 @@ def compare_evaluations(tmp_path, case, evaluate=None, predict=None, data=None, 
         arrays = exactly({"predictions": output.predictions, "labels": output.label_ids})
         return comparable([metrics, output.metrics]), arrays
 
-    return compare(tmp_path, CASES[case], script=script, **settings_of(case, **settings)).extra["script"]
+    given = {"compute_metrics": summary, **({"data_collator": pad} if case == "varied" else {}), **(trainer or {})}
+    settings = {"per_device_eval_batch_size": 4, "trainer": given, "script": script, **settings}
+    return compare(tmp_path, CASES[case], **settings).extra["script"]
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_models(tmp_path, case):
-    compare_evaluations(tmp_path, case)
+def keep_best(logits, labels):
+    return logits.topk(2, dim=-1).indices if isinstance(logits, torch.Tensor) else logits[0].argmax(-1)
 
 
-SETTINGS = {
-    "ignore keys": {"evaluate": {"ignore_keys": ["levels"]}, "predict": {"ignore_keys": ["boxes", "levels"]}},
-    "prefix": {"evaluate": {"metric_key_prefix": "valid"}, "predict": {"metric_key_prefix": "p"}},
-    "loss only": {"prediction_loss_only": True},
-    "one label": {"label_names": ["labels"]},
-    "label missing": {"label_names": ["missing"]},
-    "losses": {"include_for_metrics": ["loss"]},
-    "accumulation 1": {"eval_accumulation_steps": 1},
-    "accumulation 2": {"eval_accumulation_steps": 2},
-    "batches apart": {"eval_do_concat_batches": False, "include_for_metrics": ["loss"]},
-    "gather object": {"eval_use_gather_object": True},
-    "one batch": {"per_device_eval_batch_size": 64},
-    "drop last": {"dataloader_drop_last": True},
-    "worker": {"dataloader_num_workers": 1},
-    "no metrics": {"trainer": {"compute_metrics": None}},
+def unreduced(self, model, inputs, prediction_loss_only, ignore_keys=None):
+    _, logits, labels = super(type(self), self).prediction_step(model, inputs, False, ignore_keys)
+    return nn.functional.cross_entropy(logits, labels, reduction="none"), logits, labels
+
+
+KEYS = {"evaluate": {"ignore_keys": ["levels"]}, "predict": {"ignore_keys": ["boxes", "levels"]}}
+INPUTS = {"include_for_metrics": ["inputs", "loss"]}
+SETS = {"first": plain_data(9), "second": plain_data(20)[9:]}
+BEST_ROWS = {"trainer": {"preprocess_logits_for_metrics": keep_best}}
+#: Name of a case → its model, and what is set or given.
+RUNS = {
+    **{f"model {case}": (case, {}) for case in CASES},
+    "ignore keys": ("detector", KEYS),
+    "prefix": ("detector", {"evaluate": {"metric_key_prefix": "valid"}, "predict": {"metric_key_prefix": "p"}}),
+    "loss only": ("detector", {"prediction_loss_only": True}),
+    "one label": ("detector", {"label_names": ["labels"]}),
+    "label missing": ("detector", {"label_names": ["missing"]}),
+    "losses": ("detector", {"include_for_metrics": ["loss"]}),
+    "accumulation 1": ("detector", {"eval_accumulation_steps": 1}),
+    "accumulation 2": ("detector", {"eval_accumulation_steps": 2}),
+    "batches apart": ("detector", {"eval_do_concat_batches": False, "include_for_metrics": ["loss"]}),
+    "gather object": ("detector", {"eval_use_gather_object": True}),
+    "one batch": ("detector", {"per_device_eval_batch_size": 64}),
+    "drop last": ("detector", {"dataloader_drop_last": True}),
+    "worker": ("detector", {"dataloader_num_workers": 1}),
+    "no metrics": ("detector", {"trainer": {"compute_metrics": None}}),
+    "inputs alone": ("varied", {"include_for_metrics": ["inputs"]}),
+    "inputs": ("varied", INPUTS),
+    "inputs of batches apart": ("varied", {**INPUTS, "eval_do_concat_batches": False}),
+    "inputs with accumulation": ("varied", {**INPUTS, "eval_accumulation_steps": 2}),
+    "sets": ("plain", {"trainer": {"eval_dataset": SETS}}),
+    "one of the sets": ("plain", {"trainer": {"eval_dataset": SETS}, "evaluate": {"eval_dataset": "second"}}),
+    "sets given later": ("plain", {"evaluate": {"eval_dataset": SETS, "metric_key_prefix": "other"}}),
+    **{f"stream of {count}": ("plain", {"trainer": {"eval_dataset": Stream(count)}}) for count in (3, 8, 19)},
+    **{f"processed logits of {case}": (case, BEST_ROWS) for case in ("bert", "varied", "t5")},
+    "unreduced losses": ("plain", {"trainer_class": subclass(prediction_step=unreduced)}),
 }
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_settings(tmp_path, name):
-    compare_evaluations(tmp_path, "detector", **SETTINGS[name])
-
-
-INPUTS = ["inputs", "loss"]
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"include_for_metrics": ["inputs"]},
-        {"include_for_metrics": INPUTS},
-        {"include_for_metrics": INPUTS, "eval_do_concat_batches": False},
-        {"include_for_metrics": INPUTS, "eval_accumulation_steps": 2},
-    ],
-)
-def test_inputs_for_metrics(tmp_path, settings):
-    compare_evaluations(tmp_path, "varied", **settings)
-
-
-SETS = {"first": plain_data(9), "second": plain_data(20)[9:]}
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"trainer": {"eval_dataset": SETS}},
-        {"trainer": {"eval_dataset": SETS}, "evaluate": {"eval_dataset": "second"}},
-        {"evaluate": {"eval_dataset": SETS, "metric_key_prefix": "other"}},
-    ],
-)
-def test_named_and_several_sets(tmp_path, settings):
-    compare_evaluations(tmp_path, "plain", **settings)
+@pytest.mark.parametrize("name", RUNS)
+def test_same_evaluation(tmp_path, name):
+    case, settings = RUNS[name]
+    compare_evaluations(tmp_path, case, **settings)
 
 
 def test_no_labels(tmp_path):
@@ -182,42 +149,20 @@ def test_no_labels(tmp_path):
     assert not any(key.endswith(("_loss", "elements")) for key in evaluated)
 
 
-class HalfStream(IterableDataset):
+class HalfStream(SizedStream):
     """A stream whose workers share it, and whose length is that of the samples, not of its batches."""
-
-    def __init__(self, count, length):
-        self.count, self.length = count, length
-
-    def __len__(self):
-        return self.length
 
     def __iter__(self):
         worker = torch.utils.data.get_worker_info()
-        rows = plain_data(self.count)
+        rows = plain_data(18)
         return iter(rows if worker is None else rows[worker.id :: worker.num_workers])
-
-
-@pytest.mark.parametrize("count", [3, 8, 19])
-def test_unsized_stream(tmp_path, count):
-    compare_evaluations(tmp_path, "plain", trainer={"eval_dataset": Stream(count)})
 
 
 @pytest.mark.parametrize(("length", "workers"), [(18, 2), (8, 0), (30, 0)])
 def test_streams_whose_length_is_wrong(tmp_path, length, workers):
     """Every batch that comes is evaluated."""
-    data = HalfStream(18, length)
-    _, arrays = compare_evaluations(tmp_path, "plain", data=data, dataloader_num_workers=workers)
+    _, arrays = compare_evaluations(tmp_path, "plain", data=HalfStream(length), dataloader_num_workers=workers)
     assert arrays[".predictions"][1] == (18, 3)
-
-
-def keep_best(logits, labels):
-    return logits.topk(2, dim=-1).indices if isinstance(logits, torch.Tensor) else logits[0].argmax(-1)
-
-
-@pytest.mark.parametrize("case", ["bert", "varied", "t5"])
-def test_preprocess_logits(tmp_path, case):
-    _, arrays = compare_evaluations(tmp_path, case, trainer={"preprocess_logits_for_metrics": keep_best})
-    assert arrays[".predictions"][0] == "int64"
 
 
 class Running:
@@ -237,56 +182,44 @@ class Running:
         return result
 
 
-def make_named():
-    """A model whose main input is known."""
-    model = MODELS["plain"][0]()
-    model.main_input_name = "x"
-    return model
-
-
-@pytest.mark.parametrize("wanted", [[], ["loss"], INPUTS], ids=["neither", "loss", "both"])
+@pytest.mark.parametrize("wanted", [[], ["loss"], ["inputs", "loss"]], ids=["neither", "loss", "both"])
 @pytest.mark.parametrize("source", ["dataset", "stream"])
 def test_batch_eval_metrics(tmp_path, source, wanted):
-    def make():
-        streams = {"eval_dataset": Stream(19)} if source == "stream" else {}
-        return {"model": make_named(), "compute_metrics": Running(), **streams}
-
     def script(trainer):
+        trainer.compute_metrics = Running()
+        trainer.model.main_input_name = "x"
         output = trainer.predict(plain_data(11))
         return comparable([trainer.evaluate(), output.metrics]), exactly([output.predictions, output.label_ids])
 
-    settings = {"trainer": make, "batch_eval_metrics": True, "include_for_metrics": wanted}
-    compare(tmp_path, "plain", script=script, per_device_eval_batch_size=4, **settings)
+    given = {"compute_metrics": Running(), **({"eval_dataset": Stream(19)} if source == "stream" else {})}
+    settings = {"batch_eval_metrics": True, "include_for_metrics": wanted, "per_device_eval_batch_size": 4}
+    compare(tmp_path, "plain", script=script, trainer=given, **settings)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_half_precision_evaluation(tmp_path, dtype):
-    """Inputs are not cast, as in transformers: a module of float32 inputs fails."""
+    """It waits for the end of training. Inputs are not cast, as in transformers: a module of float32 inputs fails."""
     settings = {f"{dtype}_full_eval": True}
     _, arrays = compare_evaluations(tmp_path, "bert", **settings)
     assert arrays[".predictions"][0] == ("float32" if dtype == "bf16" else "float16")
-    trainer, _ = build("hftrainer", "plain", tmp_path, **settings)
+    trained = compare(tmp_path / "trained", "bert", **EVALUATED, max_steps=4, **settings)
+    assert {tensor.dtype for tensor in trained.weights.values() if tensor.is_floating_point()} == {torch.float32}
     with pytest.raises(RuntimeError, match="dtype"):
-        trainer.evaluate()
+        build("hftrainer", "plain", tmp_path, **settings)[0].evaluate()
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_half_precision_waits_for_the_end_of_training(tmp_path, dtype):
-    ours = compare(tmp_path, "bert", **EVALUATED, max_steps=4, **{f"{dtype}_full_eval": True})
-    assert {tensor.dtype for tensor in ours.weights.values() if tensor.is_floating_point()} == {torch.float32}
-
-
-@pytest.mark.parametrize("how", ["all", "non_padding", True])
-@pytest.mark.parametrize("accumulation", [1, 3])
-def test_input_tokens(tmp_path, how, accumulation):
-    data = [{**row, "attention_mask": (torch.arange(12) < 5 + i % 8).long()} for i, row in enumerate(language_data())]
+@pytest.mark.parametrize(
+    ("how", "masked", "accumulation"),
+    [*itertools.product(["all", "non_padding", True], [True], [1, 3]), ("all", False, 1), ("non_padding", False, 1)],
+)
+def test_input_tokens(tmp_path, how, masked, accumulation):
+    data = tiny.language_data()
+    for i, row in enumerate(data):
+        row["attention_mask"] = (torch.arange(12) < 5 + i % 8).long()
+        if not masked:
+            del row["attention_mask"]
     settings = {"include_num_input_tokens_seen": how, "gradient_accumulation_steps": accumulation}
-    settings |= {
-        "eval_strategy": "steps",
-        "save_strategy": "steps",
-        "save_steps": 5,
-        "trainer": {"train_dataset": data},
-    }
+    settings |= {**EVALUATED, "save_strategy": "steps", "save_steps": 5, "trainer": {"train_dataset": data}}
     whole = compare(tmp_path / "whole", "llama", **settings)
 
     def resume(name):
@@ -299,12 +232,6 @@ def test_input_tokens(tmp_path, how, accumulation):
     assert whole.logs[-1]["num_input_tokens_seen"] == alike(resume, assert_equal)[-1] > 0
 
 
-@pytest.mark.parametrize("how", ["all", "non_padding"])
-def test_input_tokens_without_a_mask(tmp_path, how):
-    data = [{key: row[key] for key in ("input_ids", "labels")} for row in language_data()]
-    compare(tmp_path, "llama", include_num_input_tokens_seen=how, trainer={"train_dataset": data})
-
-
 # ---- Overrides ---------------------------------------------------------------------------------------------------
 
 
@@ -313,34 +240,24 @@ def prediction_step(self, *args, **kwargs):
     return loss * 2, *rest
 
 
-def evaluation_loop(self, *args, **kwargs):
-    return super(type(self), self).evaluation_loop(*args, **{**kwargs, "metric_key_prefix": "mine"})
+METHODS = {
+    "prediction_step": prediction_step,
+    "evaluation_loop": lambda self, *args, **kwargs: super(type(self), self).evaluation_loop(
+        *args, **{**kwargs, "metric_key_prefix": "mine"}
+    ),
+    "evaluate": lambda self, *args, **kwargs: {**super(type(self), self).evaluate(*args, **kwargs), "eval_own": 1.0},
+    "get_eval_dataloader": lambda self, _=None: super(type(self), self).get_eval_dataloader(plain_data(7)),
+}
 
 
-def evaluate(self, *args, **kwargs):
-    return {**super(type(self), self).evaluate(*args, **kwargs), "eval_own": 1.0}
-
-
-def get_eval_dataloader(self, dataset=None):
-    return super(type(self), self).get_eval_dataloader(plain_data(7))
-
-
-@pytest.mark.parametrize("method", [prediction_step, evaluation_loop, evaluate, get_eval_dataloader])
-def test_overrides_in_fit_and_alone(tmp_path, method):
+@pytest.mark.parametrize("name", METHODS)
+def test_overrides_in_fit_and_alone(tmp_path, name):
     def script(trainer):
         trainer.train()
         return comparable([trainer.evaluate()])
 
-    own = subclass(**{method.__name__: method})
+    own = subclass(**{name: METHODS[name]})
     compare(tmp_path, "plain", script=script, trainer_class=own, max_steps=6, **EVALUATED)
-
-
-def test_unreduced_losses(tmp_path):
-    def unreduced(self, model, inputs, prediction_loss_only, ignore_keys=None):
-        _, logits, labels = super(type(self), self).prediction_step(model, inputs, False, ignore_keys)
-        return nn.functional.cross_entropy(logits, labels, reduction="none"), logits, labels
-
-    compare_evaluations(tmp_path, "plain", trainer_class=subclass(prediction_step=unreduced))
 
 
 def test_gradients_in_metrics_and_collators(tmp_path):
@@ -362,7 +279,7 @@ def test_gradients_in_metrics_and_collators(tmp_path):
 
 
 def test_batches_of_another_kind(tmp_path):
-    class Fickle(Plain):
+    class Fickle(tiny.Plain):
         def forward(self, x, labels=None):
             outputs = super().forward(x, labels)
             return {**outputs, "logits": [outputs["logits"]] * len(x)}
@@ -406,15 +323,13 @@ def columns_of(rows, **more):
     return Dataset.from_dict({**{key: [row[key].tolist() for row in rows] for key in rows[0]}, **more})
 
 
-@pytest.mark.parametrize("kind", ["rows", "columns"])
-def test_grouped_by_length(tmp_path, kind):
+@pytest.mark.parametrize("make", [list, columns_of], ids=["rows", "columns"])
+def test_grouped_by_length(tmp_path, make):
     """Lengths counted from the samples; evaluation goes by length too."""
     rows = varied_language_data(38)
-    held, collate = (rows, pad) if kind == "rows" else (columns_of(rows), collate_columns)
-    evaluated = held[:19] if kind == "rows" else held.select(range(19))
-    given = {"train_dataset": held, "eval_dataset": evaluated, "data_collator": collate}
+    given = {"data_collator": pad if make is list else collate_columns, "eval_dataset": make(rows[:19])}
     settings = {**BY_LENGTH, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
-    compare(tmp_path, "llama", trainer=given, eval_strategy="epoch", **settings)
+    compare(tmp_path, "llama", trainer={"train_dataset": make(rows), **given}, eval_strategy="epoch", **settings)
 
 
 def test_lengths(tmp_path):
