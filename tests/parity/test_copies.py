@@ -27,12 +27,6 @@ def make(library, folder, model="bert", callbacks=(), **settings):
     return build(library, model, folder, trainer=given, **settings)[0]
 
 
-def all_of_it(trainer):
-    trainer.train()
-    trainer.evaluate()
-    trainer.predict(trainer.eval_dataset)
-
-
 def pickled(trainer):
     return pickle.loads(pickle.dumps(trainer))
 
@@ -60,12 +54,14 @@ def assert_equal(one, other):
     assert_same_weights(one[-1], other[-1])
 
 
-BEFORE = {
-    "nothing": lambda trainer: None,
-    "evaluated": lambda trainer: trainer.evaluate(),
-    "trained": lambda trainer: trainer.train(),
-    "all": all_of_it,
-}
+BEFORE = {"nothing": [], "evaluated": ["evaluate"], "trained": ["train"], "all": ["train", "evaluate", "predict"]}
+
+
+def use(trainer, before):
+    for method in BEFORE[before]:
+        getattr(trainer, method)(*([trainer.eval_dataset] if method == "predict" else []))
+
+
 BEST = {"load_best_model_at_end": True, "metric_for_best_model": "accuracy"}
 SETTINGS = {
     "plain": {},
@@ -81,7 +77,7 @@ SETTINGS = {
 def test_deepcopy_does_what_theirs_does(tmp_path, before, settings):
     def run(library):
         trainer = make(library, tmp_path / library, **SETTINGS[settings])
-        BEFORE[before](trainer)
+        use(trainer, before)
         copied = copy.deepcopy(trainer)
         assert type(copied) is type(trainer)
         assert copied.model is not trainer.model
@@ -100,7 +96,7 @@ def test_a_copy_and_its_original(tmp_path, how, before, settings):
     """Each goes on by itself, and as the other does; after training, a copy of theirs steps its original's weights."""
     given = {"report_to": "tensorboard"} if settings == "tensorboard" else SETTINGS[settings]
     trainer = make("hftrainer", tmp_path, callbacks=[Counts()], **given)
-    BEFORE[before](trainer)
+    use(trainer, before)
     start = weights(trainer)
     copied = how(trainer)
     assert_same_weights(weights(copied), start)

@@ -38,6 +38,9 @@ def module(library, name):
 @contextlib.contextmanager
 def without(*packages):
     """As if packages were not installed, also to modules of transformers that have looked already."""
+    if not packages:
+        yield
+        return
     find, loaded = importlib.util.find_spec, {name for name in sys.modules if name.split(".")[0] in packages}
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(sys.modules, dict.fromkeys({*loaded, *packages})))
@@ -58,46 +61,34 @@ def make_arguments(**settings):
     return lambda library, folder: arguments(library, folder, **settings)
 
 
-def make_trainer(settings=None, **given):
-    return lambda library, folder: trainer(library, folder, settings, **given)
+def make_trainer(settings=None, missing=(), method=None, keywords=None, **given):
+    """Makes a Trainer and calls a method of it, while packages are missing."""
+
+    def provoke(library, folder):
+        with without(*missing):
+            made = trainer(library, folder, settings, **given)
+            return method and getattr(made, method)(**(keywords or {}))
+
+    return provoke
 
 
 def train(settings=None, resume=None, **given):
-    return lambda library, folder: trainer(library, folder, settings, **given).train(resume_from_checkpoint=resume)
-
-
-def with_optimizer(**given):
-    def provoke(library, folder):
-        model = make_plain()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        return trainer(library, folder, optimizers=(optimizer, None), **{"model": model, **given})
-
-    return provoke
+    return make_trainer(settings, method="train", keywords={"resume_from_checkpoint": resume}, **given)
 
 
 def create_optimizer(*missing, **settings):
-    def provoke(library, folder):
-        with without(*missing) if missing else contextlib.nullcontext():
-            return trainer(library, folder, settings).create_optimizer()
-
-    return provoke
-
-
-def tracker_without(name, package):
-    def provoke(library, folder):
-        with without(package):
-            return trainer(library, folder, {"report_to": name})
-
-    return provoke
+    return make_trainer(settings, missing, "create_optimizer")
 
 
 def search(backend, *missing, **given):
-    def provoke(library, folder):
-        with without(*missing) if missing else contextlib.nullcontext():
-            made = trainer(library, folder, eval_dataset=plain_data(8), **given)
-            return made.hyperparameter_search(backend=backend, n_trials=1)
+    keywords = {"backend": backend, "n_trials": 1}
+    return make_trainer(None, missing, "hyperparameter_search", keywords, eval_dataset=plain_data(8), **given)
 
-    return provoke
+
+def with_optimizer(**given):
+    model = make_plain()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return make_trainer(optimizers=(optimizer, None), **{"model": model, **given})
 
 
 def early_stopping(**settings):
@@ -176,7 +167,7 @@ SITUATIONS = {
     "two optimizers": with_optimizer(optimizer_cls_and_kwargs=(torch.optim.SGD, {})),
     "optimizer and model_init": with_optimizer(model=None, model_init=make_plain),
     "evaluation without data": make_trainer({"eval_strategy": "steps", "eval_steps": 1}),
-    "evaluate() without data": lambda library, folder: trainer(library, folder).evaluate(),
+    "evaluate() without data": make_trainer(method="evaluate"),
     "train() without data": train(train_dataset=None),
     "stream without max_steps": make_trainer({"max_steps": -1}, train_dataset=Stream(8)),
     "callbacks is no list": make_trainer(callbacks=3),
@@ -199,12 +190,12 @@ SITUATIONS = {
     "checkpointing without method": train({"gradient_checkpointing": True}),
     "noise without embeddings": train({"neftune_noise_alpha": 5.0}),
     "clipping to a word": train({"max_grad_norm": "a"}),
-    "rates without optimizer": lambda library, folder: trainer(library, folder).get_learning_rates(),
+    "rates without optimizer": make_trainer(method="get_learning_rates"),
     # packages that are missing
     "without galore": create_optimizer("galore_torch", optim="galore_adamw", optim_target_modules="all-linear"),
     "without apollo": create_optimizer("apollo_torch", optim="apollo_adamw", optim_target_modules="all-linear"),
     **{f"without {package}": create_optimizer(package, optim=name) for name, package in OF_OPTIMIZERS.items()},
-    **{f"without {package}": tracker_without(name, package) for name, package in OF_TRACKERS.items()},
+    **{f"without {package}": make_trainer({"report_to": name}, [package]) for name, package in OF_TRACKERS.items()},
     "without liger": train({"use_liger_kernel": True}),
     # searches
     "search without model_init": search(None),
