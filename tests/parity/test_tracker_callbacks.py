@@ -103,19 +103,6 @@ def patch_the_beginning(trainer, callback, kind, folder):
     callback.on_train_begin = types.MethodType(on_train_begin, callback)
 
 
-def write_from_the_loss(trainer, callback, kind, folder):
-    """A scalar of the script's own within a step."""
-    compute_loss = trainer.compute_loss
-
-    def with_scalar(*args, **kwargs):
-        step = trainer.state.global_step
-        callback.tb_writer.add_scalar("mine/step", step, step)
-        return compute_loss(*args, **kwargs)
-
-    trainer.compute_loss = with_scalar
-    trainer.args.eval_strategy = type(trainer.args.eval_strategy)("no")
-
-
 def wrap(trainer, callback, kind, folder):
     """Something around the callback in its place."""
     handlers = {event: getattr(callback, event) for event in ("on_train_begin", "on_log", "on_train_end")}
@@ -232,7 +219,6 @@ for _left, _changes in {
     "settings": [write_before],
     "train/added": [move_to_the_end],
     "begun": [patch_the_beginning],
-    "mine/step": [write_from_the_loss],
     "doubled/train/loss": [other_writer],
     "train/renamed_loss": [subclass, subclass_with_a_writer],
     "": [wrap, take_out, take_out_for_good, no_writer],
