@@ -67,28 +67,12 @@ def test_batch_size_that_fits(tmp_path, momentum):
     assert resumed._train_batch_size == 4
 
 
-def test_memory_that_runs_out_later(tmp_path):
-    """After some steps: the run begins again where it began, not with what the failed one left."""
-    found_and_started(tmp_path, max_steps=6)
-
-
-def test_layer_wise_optimizers(tmp_path):
-    """The hooks of the failed attempt's optimizers step no more."""
-    settings = {"optim": "galore_adamw_layerwise", "optim_target_modules": ["layers.0", "layers.4"]}
-    found_and_started(tmp_path, optim_args="rank=2", max_steps=6, **settings)
-
-
-def test_fp16(tmp_path):
-    def with_a_large_scale(trainer):
-        trainer.accelerator.scaler = trainer._hftrainer.engine.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
-
-    settings = {"fp16": True, "max_steps": 12, "logging_steps": 1}
-    found = found_and_started(tmp_path, limits={"at_call": 6}, prepare=with_a_large_scale, **settings)
-    assert found.accelerator.scaler.state_dict()
+def use_a_large_scale(trainer):
+    trainer.accelerator.scaler = trainer._hftrainer.engine.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
 
 
 class Buffered(Greedy):
-    """With a buffer that no checkpoint has, and frozen weights that cannot be loaded."""
+    """With a buffer that no checkpoint has, which comes back too, and frozen weights that cannot be loaded."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -106,9 +90,21 @@ class Buffered(Greedy):
         return {**outputs, "loss": outputs["loss"] * self.seen}
 
 
-def test_buffers_and_quantized_weights(tmp_path):
-    """Buffers come back too; frozen weights stay."""
-    found_and_started(tmp_path, Buffered, max_steps=6)
+BY_LAYER = {"optim": "galore_adamw_layerwise", "optim_target_modules": ["layers.0", "layers.4"], "optim_args": "rank=2"}
+LATER = {
+    # the run begins again where it began, not with what the failed one left
+    "memory that runs out later": {"max_steps": 6},
+    # the hooks of the failed attempt's optimizers step no more
+    "layer-wise optimizers": {**BY_LAYER, "max_steps": 6},
+    "fp16": {"limits": {"at_call": 6}, "prepare": use_a_large_scale, "fp16": True, "max_steps": 12, "logging_steps": 1},
+    "buffers and quantized weights": {"kind": Buffered, "max_steps": 6},
+}
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_memory_that_runs_out_later(tmp_path, name):
+    found = found_and_started(tmp_path, **LATER[name])
+    assert name != "fp16" or found.accelerator.scaler.state_dict()
 
 
 def test_counts_and_lengths(tmp_path):

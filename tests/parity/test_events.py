@@ -105,7 +105,7 @@ ANNOUNCED = {
 }
 
 
-def set_switch(event: str, at: int, switch: str, how: str = "in place") -> Any:
+def set_switch(event: str, at: int, switch: str, how: str) -> Any:
     """A callback that sets a switch on the object it gets, which it may return, or on a new one."""
 
     def handler(self, args, state, control, **kwargs):
@@ -119,24 +119,19 @@ def set_switch(event: str, at: int, switch: str, how: str = "in place") -> Any:
     return callback(**{event: handler})
 
 
-@pytest.mark.parametrize("switch", SWITCHES)
-@pytest.mark.parametrize("event", ANNOUNCED)
-def test_switches(tmp_path, event, switch):
-    compare(
-        tmp_path, "plain", **BEATS, gradient_accumulation_steps=3, callback=set_switch(event, ANNOUNCED[event], switch)
-    )
+ACCUMULATING = {**BEATS, "gradient_accumulation_steps": 3}
+#: When a switch is set, and how, and the settings of the run.
+SET = [
+    *((event, at, switch, "in place", ACCUMULATING) for event, at in ANNOUNCED.items() for switch in SWITCHES),
+    *((event, at, "should_evaluate", "anew", ACCUMULATING) for event, at in ANNOUNCED.items()),
+    *((event, 2, switch, "returned", {}) for event in ("on_step_begin", "on_step_end") for switch in SWITCHES),
+    *((event, 2, switch, "returned", {}) for event in ("on_log", "on_optimizer_step") for switch in SWITCHES),
+]
 
 
-@pytest.mark.parametrize("switch", SWITCHES)
-@pytest.mark.parametrize("event", ["on_step_begin", "on_step_end", "on_log", "on_optimizer_step"])
-def test_switches_without_accumulation(tmp_path, event, switch):
-    compare(tmp_path, "plain", callback=set_switch(event, 2, switch, "returned"))
-
-
-@pytest.mark.parametrize("event", ANNOUNCED)
-def test_switches_on_a_new_object(tmp_path, event):
-    changes = set_switch(event, ANNOUNCED[event], "should_evaluate", "anew")
-    compare(tmp_path, "plain", **BEATS, gradient_accumulation_steps=3, callback=changes)
+@pytest.mark.parametrize(("event", "at", "switch", "how", "settings"), SET)
+def test_switches(tmp_path, event, at, switch, how, settings):
+    compare(tmp_path, "plain", callback=set_switch(event, at, switch, how), **settings)
 
 
 @pytest.mark.parametrize("origin", ["its own", "transformers"])
