@@ -9,6 +9,7 @@ import torch
 
 from tests.support.differences import OWN_FILES
 from tests.support.parity import accuracy, alike, assert_equal, build, callback, comparable
+from tests.support.searches import with_width
 from tests.support.tiny import Plain
 from tests.support.tracking import scalars
 
@@ -23,10 +24,7 @@ def _collect_quickly():
 
 def make_of_trial(trial):
     """A model whose width is searched; the Trainer makes one without a trial first."""
-    model = Plain()
-    width = 16 if trial is None else trial.suggest_categorical("width", [8, 16, 32])
-    model.layers = torch.nn.Sequential(torch.nn.Linear(8, width), torch.nn.ReLU(), torch.nn.Linear(width, 3))
-    return model
+    return with_width(16 if trial is None else trial.suggest_categorical("width", [8, 16, 32]))
 
 
 def space(trial):
@@ -63,7 +61,7 @@ CASES = {
     "the model of a trial": ({**EACH_EPOCH, "trainer": {"model_init": make_of_trial}}, {"hp_space": rates}),
     "pruned": (
         {"eval_strategy": "steps", "eval_steps": 2, "num_train_epochs": 3, "save_strategy": "steps", "save_steps": 4},
-        {"hp_space": rates, "n_trials": 8, "pruner": lambda: optuna.pruners.MedianPruner(2, 1)},
+        {"hp_space": rates, "n_trials": 8, "pruner": optuna.pruners.MedianPruner(2, 1)},
     ),
     "names": (EACH_EPOCH, {"hp_space": rates, "n_trials": 3, "hp_name": lambda trial: f"rate-{trial.number}"}),
 }
@@ -87,8 +85,6 @@ def search(library, folder, settings, keywords):
     settings = {**settings, "trainer": given, "callback": callback(on_train_end=on_train_end)}
     trainer, recorder = build(library, "plain", folder, **settings)
     keywords = {"n_trials": 5, **keywords, "sampler": optuna.samplers.TPESampler(seed=3, n_startup_trials=3)}
-    if "pruner" in keywords:
-        keywords["pruner"] = keywords["pruner"]()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(optuna, "create_study", functools.wraps(create_study)(create))
         best = trainer.hyperparameter_search(**keywords)
