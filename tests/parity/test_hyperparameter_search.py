@@ -2,14 +2,13 @@
 
 import functools
 import gc
-import importlib
 
 import optuna
 import pytest
 import torch
 
 from tests.support.differences import OWN_FILES
-from tests.support.parity import accuracy, alike, assert_equal, build, comparable
+from tests.support.parity import accuracy, alike, assert_equal, build, callback, comparable
 from tests.support.searches import with_width
 from tests.support.tiny import Plain
 from tests.support.tracking import scalars
@@ -21,10 +20,6 @@ def _collect_quickly():
     gc.freeze()
     yield
     gc.unfreeze()
-
-
-def make_model():
-    return Plain()
 
 
 def make_of_trial(trial):
@@ -73,25 +68,28 @@ CASES = {
 
 
 def search(library, folder, settings, keywords):
-    """A search, and all that can be compared of it."""
+    """A search, all that can be compared of it, and its Trainer and study."""
     torch.manual_seed(0)
-    given = {"model_init": make_model, **settings.get("trainer", {})}
-    trainer, recorder = build(library, "plain", folder, **{**settings, "trainer": given})
-    logs = []
-    trainer.add_callback(keep_logs(library, logs))
-    keywords = {"n_trials": 5, **keywords, "sampler": optuna.samplers.TPESampler(seed=3, n_startup_trials=3)}
-    studies, create_study = [], optuna.create_study
+    logs, studies, create_study = [], [], optuna.create_study
 
-    @functools.wraps(create_study)
+    def on_train_end(self, args, state, control, **kwargs):
+        """The log and the trial's name and hyperparameters of each run, when it ends."""
+        logs.append((comparable(state.log_history), state.is_hyper_param_search, state.trial_name, state.trial_params))
+        logs.append({name: getattr(args, name) for name in state.trial_params or () if hasattr(args, name)})
+
     def create(*args, **kwargs):
         studies.append(create_study(*args, **kwargs))
         return studies[-1]
 
+    given = {"model_init": Plain, **settings.get("trainer", {})}
+    settings = {**settings, "trainer": given, "callback": callback(on_train_end=on_train_end)}
+    trainer, recorder = build(library, "plain", folder, **settings)
+    keywords = {"n_trials": 5, **keywords, "sampler": optuna.samplers.TPESampler(seed=3, n_startup_trials=3)}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(optuna, "create_study", create)
+        patch.setattr(optuna, "create_study", functools.wraps(create_study)(create))
         best = trainer.hyperparameter_search(**keywords)
     (study,) = studies
-    return {
+    found = {
         "best": best,
         "trials": [(trial.state, trial.params, trial.values, trial.intermediate_values) for trial in study.trials],
         "events": recorder.events,
@@ -100,28 +98,17 @@ def search(library, folder, settings, keywords):
             str(path.relative_to(folder)): sorted({file.name for file in path.iterdir()} - OWN_FILES)
             for path in folder.glob("*/checkpoint-*")
         },
-        "trainer": trainer,
-        "study": study,
     }
-
-
-def keep_logs(library, logs):
-    """A callback that keeps the log of each run, and the trial's name and hyperparameters."""
-
-    def on_train_end(self, args, state, control, **kwargs):
-        logs.append((comparable(state.log_history), state.is_hyper_param_search, state.trial_name, state.trial_params))
-        logs.append({name: getattr(args, name) for name in state.trial_params or () if hasattr(args, name)})
-
-    return type("Keeper", (importlib.import_module(library).TrainerCallback,), {"on_train_end": on_train_end})()
+    return found, trainer, study
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_same_search(tmp_path, case):
-    ours, theirs = (search(library, tmp_path / library, *CASES[case]) for library in ("hftrainer", "transformers"))
-    for what in theirs.keys() - {"trainer", "study"}:
+    ours, trainer, study = search("hftrainer", tmp_path / "hftrainer", *CASES[case])
+    theirs, _, _ = search("transformers", tmp_path / "transformers", *CASES[case])
+    for what in theirs:
         assert ours[what] == theirs[what], what
-    trainer = ours["trainer"]
-    assert trainer.hp_study is ours["study"] and trainer.hp_search_backend is None and trainer.model is None
+    assert trainer.hp_study is study and trainer.hp_search_backend is None and trainer.model is None
     states = [state.name for state, *_ in ours["trials"]]
     assert ("PRUNED" in states and "COMPLETE" in states) if case == "pruned" else set(states) == {"COMPLETE"}
     assert len({str(params) for _, params, *_ in ours["trials"]}) == len(states)  # no trial twice
@@ -131,8 +118,7 @@ def test_best_arguments_by_hand(tmp_path):
     """The pattern of the documentation: the best values set one by one, and a training with them."""
 
     def run(library):
-        found = search(library, tmp_path / library, EACH_EPOCH, {"hp_space": rates})
-        trainer = found["trainer"]
+        found, trainer, _ = search(library, tmp_path / library, EACH_EPOCH, {"hp_space": rates})
         for name, value in found["best"].hyperparameters.items():
             setattr(trainer.args, name, value)
         trainer.train()
@@ -143,12 +129,11 @@ def test_best_arguments_by_hand(tmp_path):
 
 
 def test_tensorboard_has_a_run_for_each_trial(tmp_path):
-
     def run(library):
         names = {"hp_name": lambda trial: f"trial-{trial.number}", "hp_space": rates, "n_trials": 2}
         search(library, tmp_path / library, {**EACH_EPOCH, "report_to": "tensorboard"}, names)
         return {folder.name: scalars(folder) for folder in sorted((tmp_path / library).glob("runs/*/*"))}
 
-    runs = alike(run, assert_equal)
-    assert list(runs) == ["trial-0", "trial-1"]
-    assert len(runs["trial-1"]["eval/loss"]) == 2
+    ours = alike(run, assert_equal)
+    assert list(ours) == ["trial-0", "trial-1"]
+    assert len(ours["trial-1"]["eval/loss"]) == 2
