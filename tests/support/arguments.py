@@ -199,7 +199,7 @@ CASES: dict[str, Case] = {
     "hub_strategy": _alone("end", f"{_HUB}strategies"),
     "hub_token": _alone("hf_token", f"{_HUB_FAULTS}refused_at_the_start"),
     "hub_private_repo": _alone(True, f"{_HUB}settings"),
-    "hub_always_push": _alone(True, f"{_HUB_FAULTS}saves_that_wait_for_their_turn"),
+    "hub_always_push": _alone(True, f"{_HUB_FAULTS}a_hub_that_fails_for_a_while"),
     "hub_revision": _alone("dev", f"{_HUB}settings"),
     # Processes.
     "ddp_backend": _shown("gloo", _PLAN),
@@ -256,11 +256,11 @@ CASES: dict[str, Case] = {
     # Old arguments without a new name.
     "logging_dir": _alone("logs", "lightning/test_loggers.py::test_folders"),
     "save_safetensors": _alone(False, "parity/test_resume.py::test_layouts"),
-    "use_legacy_prediction_loop": _alone(True, "unit/evaluation/test_evaluation.py::test_prediction_loop_by_argument"),
+    "use_legacy_prediction_loop": _alone(True, "unit/evaluation/test_evaluation.py::test_loops_and_steps_that_call_super"),
     "past_index": _alone(2, "parity/test_model_changes.py::test_past_index"),
     "include_tokens_per_second": _alone(True, "parity/test_model_changes.py::test_tokens_per_second"),
     "use_mps_device": _alone(True, "unit/parallel/test_devices.py::test_use_mps_device_where_it_is_not"),
-    "tpu_num_cores": _alone(8, "unit/parallel/test_tpu.py::test_checks"),
+    "tpu_num_cores": _alone(8, "unit/parallel/test_refused.py::test_refused"),
     "ray_scope": _alone("all", "adapters/ray/test_ray_search.py::test_which_objectives_count"),
     "fp16_backend": _alone("cpu_amp", f"{_SPELLINGS}apex_is_autocast"),
     "half_precision_backend": _alone("cpu_amp", f"{_SPELLINGS}apex_is_autocast"),
