@@ -256,7 +256,9 @@ CASES: dict[str, Case] = {
     # Old arguments without a new name.
     "logging_dir": _alone("logs", "lightning/test_loggers.py::test_folders"),
     "save_safetensors": _alone(False, "parity/test_resume.py::test_layouts"),
-    "use_legacy_prediction_loop": _alone(True, "unit/evaluation/test_evaluation.py::test_loops_and_steps_that_call_super"),
+    "use_legacy_prediction_loop": _alone(
+        True, "unit/evaluation/test_evaluation.py::test_loops_and_steps_that_call_super"
+    ),
     "past_index": _alone(2, "parity/test_model_changes.py::test_past_index"),
     "include_tokens_per_second": _alone(True, "parity/test_model_changes.py::test_tokens_per_second"),
     "use_mps_device": _alone(True, "unit/parallel/test_devices.py::test_use_mps_device_where_it_is_not"),
