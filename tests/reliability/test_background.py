@@ -88,7 +88,9 @@ class Notes(TrainerCallback):
         self.events.append(("save", state.global_step))
 
 
-@pytest.mark.parametrize("config", [BACKGROUND["lightning_config"], {"plugins": [AsyncCheckpointIO()]}], ids=str)
+@pytest.mark.parametrize(
+    "config", [BACKGROUND["lightning_config"], {"plugins": [AsyncCheckpointIO()]}], ids=["argument", "plugin"]
+)
 def test_training_does_not_wait(tmp_path, hold_back, config):
     """Lightning's plugin means the same."""
     notes, threads = Notes(), hold_back(staging, "publish")
