@@ -13,10 +13,9 @@ os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
 import torch  # it reads them when it is imported
 
 # A comparison that fails in these shows the two values.
-pytest.register_assert_rewrite("tests.support.parity", "tests.support.jobs")
+pytest.register_assert_rewrite("tests.support.parity", "tests.support.jobs", "tests.support.searches")
 
 from tests.support import processes as started_processes
-from tests.support import warm
 from tests.support.releases import TRANSFORMERS, installed, pinned
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -29,7 +28,6 @@ os.environ["COMET_DISABLE_AUTO_LOGGING"] = "1"  # it would write down every run 
 os.environ.pop("CI", None)
 # Loading processes that garbage collection ends do not hear of it: torch waits so long for each, by default 5 seconds.
 torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.5
-warm.prepare()
 
 
 @pytest.fixture(scope="session")
@@ -70,7 +68,7 @@ def _what_is_imported_stays():
 
 #: How the variables begin that arguments write, or that libraries read when they are imported.
 STAYS = """
-    ACCELERATE_ ATEN_ BITSANDBYTES_ CUDA_ DNNL_ FSDP_ HF_ MKL_ MPL PYTHON TORCH_ TRANSFORMERS_ USE_
+    ACCELERATE_ BITSANDBYTES_ CUDA_ DNNL_ FSDP_ HF_ MKL_ MPL PYTHON TORCH_ TRANSFORMERS_ USE_
 """.split()
 
 

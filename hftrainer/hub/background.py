@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from concurrent.futures import thread as pools
@@ -64,7 +65,7 @@ class UploadThread:
         previous, self.abandoned = self._last, False
 
         def run() -> None:
-            if previous is not None:
+            if previous is not None and previous.ident is not None:  # None if Ctrl-C came before it was started
                 previous.join()
             if not future.set_running_or_notify_cancel():
                 return
@@ -77,10 +78,17 @@ class UploadThread:
         self._last.start()
         return future
 
+    @contextlib.contextmanager
+    def abandoned_by_interrupt(self) -> Iterator[None]:
+        """Abandon the functions when Ctrl-C arrives in the block, even while a thread is started."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            self.abandon()
+            raise
+
     def wait(self, is_urgent: Callable[[], bool] = lambda: False) -> bool:
         """Wait until all functions have finished.
-
-        Ctrl-C stops the wait and abandons the functions.
 
         Args:
             is_urgent: once it returns True, the wait ends after `_GRACE` seconds.
@@ -89,17 +97,13 @@ class UploadThread:
             Whether all have finished.
         """
         deadline = None
-        try:
-            while self._last is not None and self._last.is_alive():
-                self._last.join(0.2)
-                if deadline is None and is_urgent():
-                    deadline = time.monotonic() + _GRACE
-                    self.hurry.set()
-                if deadline is not None and time.monotonic() > deadline:
-                    return False
-        except KeyboardInterrupt:
-            self.abandon()
-            raise
+        while self._last is not None and self._last.is_alive():
+            self._last.join(0.2)
+            if deadline is None and is_urgent():
+                deadline = time.monotonic() + _GRACE
+                self.hurry.set()
+            if deadline is not None and time.monotonic() > deadline:
+                return False
         self.hurry.clear()
         return True
 
@@ -108,8 +112,9 @@ class UploadThread:
         self.hurry.set()
         self.abandoned = True
         # Python also waits for the client's thread pools. Theirs are daemons because ours, which started them, is one.
-        for thread in [thread for thread in list(pools._threads_queues) if thread.daemon]:
-            del pools._threads_queues[thread]  # type: ignore[attr-defined]
+        with pools._global_shutdown_lock:  # a pool starts and lists a thread under this lock
+            for thread in [thread for thread in list(pools._threads_queues) if thread.daemon]:
+                del pools._threads_queues[thread]  # type: ignore[attr-defined]
 
 
 def call_at_exit(method: Callable[[], None]) -> None:

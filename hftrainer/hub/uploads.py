@@ -167,12 +167,13 @@ class Uploads:
         own = self.repository
         target = replace(own, token=own.token if token is None else token, revision=revision or own.revision)
         commit = self._new_commit(folder, "", message)
-        future = self._thread.submit(functools.partial(self._upload_folder, target, commit, blocking=blocking))
-        self._thread.submit(self._retry_pending_unless_down)
-        if not blocking:
-            return future
-        self._thread.wait()
-        return future.result()
+        with self._thread.abandoned_by_interrupt():
+            future = self._thread.submit(functools.partial(self._upload_folder, target, commit, blocking=blocking))
+            self._thread.submit(self._retry_pending_unless_down)
+            if not blocking:
+                return future
+            self._thread.wait()
+            return future.result()
 
     def _upload_folder(self, target: Repository, commit: PendingCommit, *, blocking: bool) -> Any:
         folder = commit.checkpoint
@@ -208,7 +209,8 @@ class Uploads:
         self._deadline = time.monotonic() + _PATIENCE
         try:
             if not self._thread.abandoned:
-                self._wait_and_retry(is_urgent)
+                with self._thread.abandoned_by_interrupt():
+                    self._wait_and_retry(is_urgent)
         finally:
             self._deadline = math.inf
             self._report()
@@ -240,9 +242,12 @@ class Uploads:
         """Wait for all uploads unless they were abandoned, and delete all snapshots."""
         try:
             if not self._thread.abandoned:
-                self._thread.wait()
+                with self._thread.abandoned_by_interrupt():
+                    self._thread.wait()
         finally:
             self._snapshots.delete_all()
+            if self._thread.abandoned:
+                self._thread.abandon()  # thread pools that the client has started since
 
     def _report(self) -> None:
         """Log what is uploaded and what is not, unless that has been logged already."""

@@ -4,16 +4,10 @@ import sys
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import (
-    Callback,
-    EarlyStopping,
-    ModelCheckpoint,
-    RichProgressBar,
-    TQDMProgressBar,
-)
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint, RichProgressBar, TQDMProgressBar
 
-from hftrainer import Trainer, TrainingArguments
-from tests.support.tiny import Stream, make_plain, plain_data
+from tests.support.parity import EVALUATED, build
+from tests.support.tiny import Stream, plain_data
 
 SETS = {"first": plain_data(9), "second": plain_data(20)[9:]}
 
@@ -24,11 +18,14 @@ class Recorder(Callback):
     def __init__(self):
         self.hooks = []
 
+    @property
+    def names(self):
+        return [name for name, _ in self.hooks]
+
 
 def _note(name):
     def hook(self, trainer, pl_module, *args, **kwargs):
-        metrics = {key: value.item() for key, value in trainer.callback_metrics.items()}
-        self.hooks.append((name, metrics))
+        self.hooks.append((name, {key: value.item() for key, value in trainer.callback_metrics.items()}))
 
     return hook
 
@@ -38,23 +35,15 @@ for _stage in ("validation", "test", "predict"):
         setattr(Recorder, f"on_{_stage}_{_point}", _note(f"on_{_stage}_{_point}"))
 
 
-def make_trainer(tmp_path, callbacks, eval_dataset=None, **settings):
-    defaults = {"max_steps": 4, "per_device_train_batch_size": 4, "logging_steps": 1, "disable_tqdm": True}
-    args = TrainingArguments(str(tmp_path), use_cpu=True, **{"save_strategy": "no", **defaults, **settings})
-    data = plain_data()
-    evaluated = data[:9] if eval_dataset is None else eval_dataset
-    return Trainer(make_plain(), args, train_dataset=data, eval_dataset=evaluated, callbacks=callbacks)
+def make_trainer(tmp_path, callbacks, evaluated=None, **settings):
+    given = {"callbacks": callbacks, "eval_dataset": evaluated or plain_data(9)}
+    return build("hftrainer", "plain", tmp_path, trainer=given, **{"max_steps": 4, "logging_steps": 1, **settings})[0]
 
 
 def loops(stage, batches):
-    each = [f"on_{stage}_batch_start", f"on_{stage}_batch_end"]
-    return [
-        f"on_{stage}_start",
-        f"on_{stage}_epoch_start",
-        *each * batches,
-        f"on_{stage}_epoch_end",
-        f"on_{stage}_end",
-    ]
+    each = [f"on_{stage}_batch_start", f"on_{stage}_batch_end"] * batches
+    inner = [f"on_{stage}_epoch_start", *each, f"on_{stage}_epoch_end"]
+    return [f"on_{stage}_start", *inner, f"on_{stage}_end"]
 
 
 def test_each_stage_has_its_hooks(tmp_path):
@@ -63,25 +52,20 @@ def test_each_stage_has_its_hooks(tmp_path):
     metrics = trainer.evaluate()
     trainer.evaluate(metric_key_prefix="test")
     trainer.predict(plain_data(9))
-    names = [name for name, _ in recorder.hooks]
-    assert names == [*loops("validation", 2), *loops("test", 2), *loops("predict", 2)]
+    assert recorder.names == [*loops("validation", 2), *loops("test", 2), *loops("predict", 2)]
     ends = {name: found for name, found in recorder.hooks if name.endswith(("validation_end", "test_end"))}
     assert ends["on_validation_end"]["eval_loss"] == pytest.approx(metrics["eval_loss"])
     assert ends["on_test_end"]["test_loss"] == pytest.approx(metrics["eval_loss"])
 
 
-def test_several_sets_are_one_validation_in_fit(tmp_path):
+def test_several_sets_are_one_validation(tmp_path):
+    """In training; alone, each is one."""
     recorder = Recorder()
-    trainer = make_trainer(tmp_path, [recorder], SETS, eval_strategy="steps", eval_steps=2)
+    trainer = make_trainer(tmp_path, [recorder], SETS, **EVALUATED)
     trainer.train()
-    names = [name for name, _ in recorder.hooks]
-    assert names.count("on_validation_start") == names.count("on_validation_end") == 2
-    assert names.count("on_validation_epoch_start") == names.count("on_validation_epoch_end") == 4
-    assert [name for name in names if not name.endswith(("batch_start", "batch_end"))][:6] == [
-        "on_validation_start",
-        *["on_validation_epoch_start", "on_validation_epoch_end"] * 2,
-        "on_validation_end",
-    ]
+    epochs = ["on_validation_epoch_start", "on_validation_epoch_end"]
+    each = ["on_validation_start", *epochs * 2, "on_validation_end"]
+    assert [name for name in recorder.names if "batch" not in name] == each * 2
     at_end = [found for name, found in recorder.hooks if name == "on_validation_end"][-1]
     logged = {key: value for line in trainer.state.log_history for key, value in line.items()}
     first, second = logged["eval_first_loss"], logged["eval_second_loss"]
@@ -89,39 +73,30 @@ def test_several_sets_are_one_validation_in_fit(tmp_path):
     assert at_end["eval_second_loss"] == pytest.approx(second)
     assert at_end["eval_loss"] == pytest.approx((first + second) / 2)
     assert "eval_loss" not in logged  # as in transformers
-
-
-def test_several_sets_alone(tmp_path):
-    recorder = Recorder()
-    trainer = make_trainer(tmp_path, [recorder], SETS)
     trainer.evaluate()
-    names = [name for name, _ in recorder.hooks]
-    assert names.count("on_validation_start") == names.count("on_validation_end") == 2
+    alone = ["on_validation_start", *epochs, "on_validation_end"]
+    assert [name for name in recorder.names if "batch" not in name] == [*each * 2, *alone * 2]
 
 
 @pytest.mark.parametrize("monitor", ["eval_loss", "eval_first_loss", "eval_second_loss"])
 def test_monitors_find_the_metric_of_each_set(tmp_path, monitor):
     stopper = EarlyStopping(monitor=monitor, patience=1, min_delta=10.0)
     checkpoint = ModelCheckpoint(dirpath=tmp_path / "lightning", monitor=monitor, save_top_k=1)
-    settings = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 20}
-    trainer = make_trainer(tmp_path, [stopper, checkpoint], SETS, **settings)
+    trainer = make_trainer(tmp_path, [stopper, checkpoint], SETS, max_steps=20, **EVALUATED)
     assert trainer.train().global_step < 20
     assert torch.isfinite(checkpoint.best_model_score)
 
 
 def test_best_model_of_several_sets(tmp_path):
     """transformers stops at the first evaluation with a KeyError; the mean of the losses is what was meant."""
-    settings = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
-    trainer = make_trainer(tmp_path, [], SETS, load_best_model_at_end=True, **settings)
+    saved = {"save_strategy": "steps", "save_steps": 2, "load_best_model_at_end": True}
+    trainer = make_trainer(tmp_path, [], SETS, **EVALUATED, **saved)
     trainer.train()
-    means = [
-        (first["eval_first_loss"] + second["eval_second_loss"]) / 2
-        for first, second in zip(
-            (line for line in trainer.state.log_history if "eval_first_loss" in line),
-            (line for line in trainer.state.log_history if "eval_second_loss" in line),
-            strict=True,
-        )
-    ]
+    first, second = (
+        [line[name] for line in trainer.state.log_history if name in line]
+        for name in ("eval_first_loss", "eval_second_loss")
+    )
+    means = [sum(pair) / 2 for pair in zip(first, second, strict=True)]
     assert trainer.state.best_metric == pytest.approx(min(means))
 
 
@@ -129,7 +104,7 @@ def test_best_model_of_several_sets(tmp_path):
 @pytest.mark.parametrize("source", ["sized", "stream"])
 def test_lightning_progress_bars(tmp_path, bar, source, capsys):
     data = plain_data(9) if source == "sized" else Stream(9)
-    trainer = make_trainer(tmp_path, [bar()], data, eval_strategy="steps", eval_steps=2)
+    trainer = make_trainer(tmp_path, [bar()], data, **EVALUATED)
     trainer.train()
     trainer.evaluate()
     trainer.predict(data)
@@ -143,7 +118,7 @@ def test_progress_of_evaluation(tmp_path, source, capfd, monkeypatch):
     """Below the bar of training, with the number of batches where it is known."""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     data = plain_data(9) if source == "sized" else Stream(9)
-    trainer = make_trainer(tmp_path, [], data, eval_strategy="steps", eval_steps=2, disable_tqdm=False)
+    trainer = make_trainer(tmp_path, [], data, **EVALUATED, disable_tqdm=False)
     trainer.train()
     alone = trainer.callback_handler.callbacks[-1]
     assert alone.prediction_bar is None

@@ -42,11 +42,53 @@ def run(processes, tmp_path_factory):
     return run_code
 
 
-def test_a_run_needs_no_metrics(run):
-    """Neither metrics, nor transformers and its models, which torchmetrics would import."""
-    run(
-        f"{TRAIN}\nassert not {{'torchmetrics', 'torchmetrics.functional', 'transformers'}} & {{*sys.modules}}",
-    )
+#: Each in a process of its own.
+FRESH = {
+    # neither metrics, nor transformers and its models, which torchmetrics would import
+    "a run needs no metrics": f"""{TRAIN}
+assert not {{"torchmetrics", "torchmetrics.functional", "transformers"}} & {{*sys.modules}}
+""",
+    "torchmetrics is left alone once it is there": """
+import sys
+import torchmetrics
+from hftrainer.engine import adapter
+finders = [*sys.meta_path]
+adapter()
+assert sys.modules["torchmetrics"] is torchmetrics and sys.meta_path == finders
+""",
+    # a release of Lightning may ask for more while it is imported
+    "any other name makes it whole": """
+import sys
+from hftrainer_lightning import lean_import
+with lean_import._without_metrics():
+    from torchmetrics import Metric
+    assert "torchmetrics.functional" not in sys.modules
+    from torchmetrics import SumMetric
+    assert "torchmetrics.functional" in sys.modules and issubclass(SumMetric, Metric)
+import torchmetrics
+assert torchmetrics.SumMetric is SumMetric
+assert not [finder for finder in sys.meta_path if isinstance(finder, lean_import._SamePackage)]
+""",
+    "a failed import can be repeated": """
+import sys
+from hftrainer_lightning import lean_import
+try:
+    with lean_import._without_metrics():
+        from torchmetrics import Metric
+        raise KeyboardInterrupt
+except KeyboardInterrupt:
+    assert "torchmetrics" not in sys.modules
+import torchmetrics
+assert torchmetrics.Metric is Metric and issubclass(torchmetrics.SumMetric, Metric)
+""",
+    "garbage collection stays on": f"import gc; gc.enable()\n{LEAN}\nassert gc.isenabled()",
+    "garbage collection stays off": f"import gc; gc.disable()\n{LEAN}\nassert not gc.isenabled()",
+}
+
+
+@pytest.mark.parametrize("name", FRESH)
+def test_imports(run, name):
+    run(FRESH[name])
 
 
 #: Runs after LEAN, each in a fork of the same process.
@@ -116,56 +158,3 @@ for number, code in enumerate({list(FORKED.values())!r}):
 @pytest.mark.parametrize("name", FORKED)
 def test_torchmetrics_is_whole_when_it_is_imported(forked, name):
     assert name not in forked, forked[name]
-
-
-def test_torchmetrics_is_left_alone_once_it_is_there(run):
-    run(
-        """
-import sys
-import torchmetrics
-from hftrainer.engine import adapter
-finders = [*sys.meta_path]
-adapter()
-assert sys.modules["torchmetrics"] is torchmetrics and sys.meta_path == finders
-""",
-    )
-
-
-def test_any_other_name_makes_it_whole(run):
-    """A release of Lightning may ask for more while it is imported."""
-    run(
-        """
-import sys
-from hftrainer_lightning import lean_import
-with lean_import._without_metrics():
-    from torchmetrics import Metric
-    assert "torchmetrics.functional" not in sys.modules
-    from torchmetrics import SumMetric
-    assert "torchmetrics.functional" in sys.modules and issubclass(SumMetric, Metric)
-import torchmetrics
-assert torchmetrics.SumMetric is SumMetric
-assert not [finder for finder in sys.meta_path if isinstance(finder, lean_import._SamePackage)]
-""",
-    )
-
-
-def test_a_failed_import_can_be_repeated(run):
-    run(
-        """
-import sys
-from hftrainer_lightning import lean_import
-try:
-    with lean_import._without_metrics():
-        from torchmetrics import Metric
-        raise KeyboardInterrupt
-except KeyboardInterrupt:
-    assert "torchmetrics" not in sys.modules
-import torchmetrics
-assert torchmetrics.Metric is Metric and issubclass(torchmetrics.SumMetric, Metric)
-""",
-    )
-
-
-@pytest.mark.parametrize("before", ["enable", "disable"])
-def test_garbage_collection_is_as_before(before, run):
-    run(f"import gc; gc.{before}()\n{LEAN}\nassert gc.isenabled() == ('{before}' == 'enable')")

@@ -1,28 +1,162 @@
-"""Arguments that hold objects, subclasses with an `__init__`, old callbacks, and models that cannot be trained."""
+"""Arguments that hold objects, `accelerator_config` as the object that libraries change, and subclasses."""
 
+import copy
 import dataclasses
-import importlib
+import itertools
 import json
-from dataclasses import dataclass, field
+import pickle
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
 
 import hftrainer
-from hftrainer.errors import InvalidArgument, UnknownArgument
-from tests.support.tiny import make_llama, make_plain, plain_data
+from hftrainer.debug_utils import DebugOption
+from hftrainer.errors import InvalidArgument, UnknownArgument, UnknownKey, UnsupportedArgument
+from hftrainer.trainer_pt_utils import AcceleratorConfig
+from tests.support.tiny import make_llama, make_plain, plain_data, tokenizer
 from tests.support.tracking import mlflow_database
 
-LIBRARIES = ("hftrainer", "transformers")
-SETTINGS = {"max_steps": 2, "save_strategy": "no", "report_to": "none", "use_cpu": True, "disable_tqdm": True}
-OWN = ("dtype", "other", "model_init_kwargs", "folder", "function", "pair")
+LIBRARIES = (hftrainer, transformers)
+either = pytest.mark.parametrize("library", LIBRARIES, ids=lambda library: library.__name__)
 
 
-def make_class(library):
-    @dataclass
+def make_args(library, folder, kind=None, **given):
+    settings = {"max_steps": 2, "save_strategy": "no", "report_to": "none", "use_cpu": True, "disable_tqdm": True}
+    return (kind or library.TrainingArguments)(str(folder), **{**settings, **given})
+
+
+def make_trainer(library, args, **given):
+    return library.Trainer(make_plain(), args, train_dataset=plain_data(), **given)
+
+
+# ---- accelerator_config ----------------------------------------------------------------------------------------------
+
+
+@either
+def test_accelerator_config_is_an_object(tmp_path, library):
+    args = make_args(library, tmp_path)
+    config = args.accelerator_config
+    assert config.dispatch_batches is None and config.even_batches is True and config.split_batches is False
+    config.dispatch_batches = config.even_batches = False
+    config.non_blocking = True
+    now = make_trainer(library, args).accelerator.dataloader_config
+    assert (now.dispatch_batches, now.even_batches, now.non_blocking) == (False, False, True)
+    assert args.to_dict()["accelerator_config"] == config.to_dict()
+    assert json.loads(args.to_json_string())["accelerator_config"]["dispatch_batches"] is False
+
+
+@pytest.mark.parametrize("given", [None, {"split_batches": True}, {"gradient_accumulation_kwargs": {"num_steps": 3}}])
+def test_accelerator_config_is_written_as_theirs(tmp_path, given):
+    ours, theirs = (make_args(each, tmp_path, accelerator_config=copy.deepcopy(given)) for each in LIBRARIES)
+    assert ours.to_dict()["accelerator_config"] == theirs.to_dict()["accelerator_config"]
+    assert ours.to_sanitized_dict()["accelerator_config"] == theirs.to_sanitized_dict()["accelerator_config"]
+
+
+@either
+def test_copies(tmp_path, library):
+    args = make_args(library, tmp_path)
+    args.accelerator_config.use_seedable_sampler = False
+    torch.save(args, tmp_path / "training_args.bin")
+    deep, *others = (
+        copy.deepcopy(args),
+        dataclasses.replace(args, seed=7),
+        torch.load(tmp_path / "training_args.bin", weights_only=False),
+        pickle.loads(pickle.dumps(args)),
+    )
+    assert all(each.accelerator_config.use_seedable_sampler is False for each in (deep, *others))
+    assert deep.accelerator_config == args.accelerator_config
+    assert deep.accelerator_config is not args.accelerator_config
+
+
+def test_equal_arguments(tmp_path):
+    first, second = (make_args(hftrainer, tmp_path) for _ in range(2))
+    assert first == second
+    second.accelerator_config.even_batches = False
+    assert first != second
+
+
+def test_accelerator_config_that_is_set_later(tmp_path):
+    args = make_args(hftrainer, tmp_path)
+    args.accelerator_config = {"split_batches": True}
+    assert args.accelerator_config == AcceleratorConfig(split_batches=True) and args.split_batches
+    args.accelerator_config = None
+    assert args.accelerator_config == AcceleratorConfig()
+    with pytest.raises(UnknownKey, match="did you mean 'split_batches'"):
+        args.accelerator_config = {"split_batch": True}
+    args.accelerator_config.split_batch = True
+    with pytest.raises(InvalidArgument, match="has no key 'split_batch': did you mean 'split_batches'"):
+        make_trainer(hftrainer, args)
+
+
+@either
+def test_accumulation_that_is_set_on_it(tmp_path, library):
+    args = make_args(library, tmp_path)
+    args.accelerator_config.gradient_accumulation_kwargs = {"num_steps": 4}
+    trainer = make_trainer(library, args)
+    assert args.gradient_accumulation_steps == 4
+    trainer.train()
+    assert trainer.state.epoch > 0
+
+
+@pytest.mark.parametrize("kind", [AcceleratorConfig, transformers.trainer_pt_utils.AcceleratorConfig])
+def test_an_object_is_not_copied(tmp_path, kind):
+    """Code that holds it may change it."""
+    config = kind()
+    args = make_args(hftrainer, tmp_path, accelerator_config=config)
+    assert args.accelerator_config is config
+    config.non_blocking = True
+    assert make_trainer(hftrainer, args).accelerator.non_blocking
+    assert "use_configured_state" not in args.to_dict()["accelerator_config"]
+    assert kind(use_configured_state=True).to_dict()["use_configured_state"] is True
+
+
+def test_settings_of_the_accelerator(tmp_path):
+    """Loaders that are prepared from then on follow them."""
+
+    def orders(library):
+        trainer = make_trainer(library, make_args(library, tmp_path))
+        accelerator = trainer.accelerator
+
+        def order():
+            return [batch["x"].tolist() for batch in trainer.get_train_dataloader()]
+
+        yield order()
+        accelerator.even_batches = False
+        assert accelerator.dataloader_config.even_batches is accelerator.even_batches is False
+        accelerator.dataloader_config.data_seed = 1234
+        yield order()
+        accelerator.dataloader_config.use_seedable_sampler = False
+        torch.manual_seed(0)
+        yield order()
+
+    ours, theirs = (list(orders(library)) for library in LIBRARIES)
+    assert ours == theirs
+    assert all(first != second for first, second in itertools.combinations(ours, 2))
+
+
+def test_a_loader_cannot_be_stateful(tmp_path):
+    trainer = make_trainer(hftrainer, make_args(hftrainer, tmp_path))
+    trainer.accelerator.dataloader_config.use_stateful_dataloader = True
+    with pytest.raises(UnsupportedArgument, match="use_stateful_dataloader"):
+        trainer.get_train_dataloader()
+
+
+def test_the_deepspeed_plugin_cannot_be_set(tmp_path):
+    args = make_args(hftrainer, tmp_path)
+    args.deepspeed_plugin = None
+    with pytest.raises(UnsupportedArgument, match="give the configuration as `deepspeed`"):
+        args.deepspeed_plugin = object()
+
+
+# ---- Other objects ---------------------------------------------------------------------------------------------------
+
+
+def make_own(library, folder, **given):
+    @dataclasses.dataclass
     class OwnArguments(library.TrainingArguments):
         dtype: Any = None
         other: Any = None
@@ -30,42 +164,32 @@ def make_class(library):
         folder: Any = Path("here")
         function: Any = len
         pair: Any = (1, 2)
-        list_of: list[Any] = field(default_factory=list)
+        list_of: list[Any] = dataclasses.field(default_factory=list)
 
-    return OwnArguments
-
-
-def make_own(name, folder, **given):
     quantization = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16)
     nested = {"dtype": torch.float16, "deep": {"dtype": torch.int8}, "quantization_config": quantization}
-    given = {**SETTINGS, "dtype": torch.bfloat16, "other": torch.int8, "model_init_kwargs": nested, **given}
-    return make_class(importlib.import_module(name))(str(folder), **given)
+    given = {"dtype": torch.bfloat16, "other": torch.int8, "model_init_kwargs": nested, **given}
+    return make_args(library, folder, OwnArguments, **given)
 
 
 def test_to_dict(tmp_path):
-    ours, theirs = (make_own(name, tmp_path).to_dict() for name in LIBRARIES)
-    assert {name: ours[name] for name in OWN} == {name: theirs[name] for name in OWN}
+    args = make_own(hftrainer, tmp_path)
+    ours, theirs = args.to_dict(), make_own(transformers, tmp_path).to_dict()
+    for name in ("dtype", "other", "model_init_kwargs", "folder", "function", "pair"):
+        assert ours[name] == theirs[name]
     assert ours["dtype"] == "bfloat16"
     assert ours["model_init_kwargs"]["deep"] == {"dtype": "int8"}
     assert ours["other"] is torch.int8  # only what is called dtype gets a name, so that the rest can be given again
-
-
-def test_to_dict_leaves_the_arguments_alone(tmp_path):
-    args = make_own("hftrainer", tmp_path)
-    args.to_dict()
     assert args.model_init_kwargs["deep"]["dtype"] is torch.int8  # transformers writes the name into it
     assert args.dtype is torch.bfloat16
 
 
 def test_to_json_string(tmp_path):
-    args = make_own("hftrainer", tmp_path, list_of=[torch.float32, {1: {2}}])
-    values = json.loads(args.to_json_string())
+    values = json.loads(make_own(hftrainer, tmp_path, list_of=[torch.float32, {1: {2}}]).to_json_string())
     assert values["list_of"] == ["float32", {"1": "{2}"}]
     assert (values["other"], values["folder"], values["pair"]) == ("int8", "here", [1, 2])
     assert values["function"] == "<built-in function len>"
     assert values["model_init_kwargs"]["quantization_config"]["load_in_4bit"] is True
-    plain = hftrainer.TrainingArguments(**SETTINGS)
-    assert json.loads(plain.to_json_string()) == plain.to_dict()
 
 
 @pytest.mark.parametrize("tracker", ["tensorboard", "csv", "mlflow"])
@@ -73,48 +197,38 @@ def test_trackers_write_any_argument(tmp_path, monkeypatch, tracker):
     monkeypatch.chdir(tmp_path)
     if tracker == "mlflow":
         monkeypatch.setenv("MLFLOW_TRACKING_URI", mlflow_database(tmp_path / "mlflow.db"))
-    args = make_own("hftrainer", tmp_path, report_to=tracker, list_of=[torch.float32, {1: {2}}])
-    assert hftrainer.Trainer(make_plain(), args, train_dataset=plain_data()).train().global_step == 2
+    args = make_own(hftrainer, tmp_path, report_to=tracker, list_of=[torch.float32, {1: {2}}])
+    assert make_trainer(hftrainer, args).train().global_step == 2
 
 
-def test_subclass_with_json_of_its_own(tmp_path):
-    """As TRL's configurations are written."""
-    for name in LIBRARIES:
-        base = importlib.import_module(name).TrainingArguments
-
-        @dataclass
-        class WithJson(base):
-            _VALID_DICT_FIELDS = [*base._VALID_DICT_FIELDS, "model_init_kwargs"]
-
-            model_init_kwargs: dict[str, Any] | str | None = None
-
-        args = WithJson(str(tmp_path), model_init_kwargs='{"revision": "main", "layers": "3"}', **SETTINGS)
-        assert args.model_init_kwargs == {"revision": "main", "layers": 3}
+def test_debug_options_are_members():
+    args = hftrainer.TrainingArguments(debug="underflow_overflow tpu_metrics_debug")
+    assert all(isinstance(option, DebugOption) for option in args.debug)
+    assert args.to_dict()["debug"] == ["underflow_overflow", "tpu_metrics_debug"]
 
 
-# ---- Subclasses with an __init__
+def test_the_default_optimizer():
+    assert hftrainer.TrainingArguments.default_optim == transformers.TrainingArguments.default_optim
 
 
-def make_with_init(library):
+# ---- Subclasses with an __init__, old callbacks, and models that cannot be trained -----------------------------------
+
+
+@either
+def test_subclass_with_an_init(tmp_path, library):
     class WithInit(library.TrainingArguments):
         def __init__(self, *args, teacher: str = "none", **kwargs):
             super().__init__(*args, **kwargs)
             self.teacher = teacher
 
-    return WithInit
-
-
-@pytest.mark.parametrize("name", LIBRARIES)
-def test_subclass_with_an_init_of_its_own(tmp_path, name):
-    kind = make_with_init(importlib.import_module(name))
-    args = kind(str(tmp_path), teacher="bert", **SETTINGS)
+    args = make_args(library, tmp_path, WithInit, teacher="bert")
     assert (args.teacher, args.max_steps) == ("bert", 2)
     with pytest.raises(TypeError, match="learning_rat"):
-        kind(str(tmp_path), learning_rat=1.0)
+        WithInit(str(tmp_path), learning_rat=1.0)
 
 
 def test_init_variables(tmp_path):
-    @dataclass
+    @dataclasses.dataclass
     class WithVariable(hftrainer.TrainingArguments):
         scale: dataclasses.InitVar[float] = 1.0
 
@@ -125,9 +239,6 @@ def test_init_variables(tmp_path):
     assert WithVariable(str(tmp_path), learning_rate=0.5, scale=0.5).learning_rate == 0.25
     with pytest.raises(UnknownArgument, match="did you mean 'learning_rate'"):
         WithVariable(str(tmp_path), learning_rat=0.5)
-
-
-# ---- Old callbacks, and old values
 
 
 def test_callbacks_that_name_the_tokenizer(tmp_path):
@@ -143,63 +254,24 @@ def test_callbacks_that_name_the_tokenizer(tmp_path):
         def on_step_end(self, args, state, control, **kwargs):
             seen["others"] = [name for name in kwargs if name.startswith("tok")]
 
-    collator = transformers.PreTrainedTokenizerFast(tokenizer_object=make_tokenizer())
-    trainer = hftrainer.Trainer(
-        make_plain(),
-        hftrainer.TrainingArguments(str(tmp_path), **SETTINGS),
-        train_dataset=plain_data(),
-        data_collator=hftrainer.default_data_collator,
-        processing_class=collator,
-        callbacks=[Old()],
-    )
-    trainer.train()
-    assert seen == {"named": collator, "looked up": collator, "others": []}
+    given = {"data_collator": hftrainer.default_data_collator, "processing_class": tokenizer(), "callbacks": [Old()]}
+    make_trainer(hftrainer, make_args(hftrainer, tmp_path), **given).train()
+    assert seen == {"named": given["processing_class"], "looked up": given["processing_class"], "others": []}
 
 
-def make_tokenizer():
-    from tokenizers import Tokenizer, models
-
-    return Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
-
-
-def test_clipping_to_none(tmp_path):
-    """Until v4.57 None clips nothing, as 0 does; v5 fails at the first step."""
-    weights = []
-    for value in (None, 0.0):
-        args = hftrainer.TrainingArguments(str(tmp_path), **SETTINGS, max_grad_norm=value, learning_rate=0.5)
-        trainer = hftrainer.Trainer(make_plain(), args, train_dataset=plain_data())
-        trainer.train()
-        weights.append([tensor.sum().item() for tensor in trainer.model.state_dict().values()])
-    assert weights[0] == weights[1]
-
-
-@pytest.mark.parametrize("name", LIBRARIES)
-def test_control_and_state_for_loops_of_scripts(tmp_path, name):
-    library = importlib.import_module(name)
+@either
+def test_control_and_state_for_loops_of_scripts(tmp_path, library):
     control = library.TrainerControl(*[True] * 5)
     control._new_training()
-    assert not control.should_training_stop
-    assert control.should_epoch_stop
+    assert (control.should_training_stop, control.should_epoch_stop) == (False, True)
     control._new_epoch()
-    assert not control.should_epoch_stop
-    assert control.should_save
+    assert (control.should_epoch_stop, control.should_save) == (False, True)
     control._new_step()
     assert not (control.should_save or control.should_log or control.should_evaluate)
     state = library.TrainerState()
-    trainer = library.Trainer(make_plain(), library.TrainingArguments(str(tmp_path), **SETTINGS))
-    state.init_training_references(trainer, 7, 3, None)
+    state.init_training_references(make_trainer(library, make_args(library, tmp_path)), 7, 3, None)
     assert (state.max_steps, state.num_train_epochs, state.trial_params) == (7, 3, None)
     assert state.is_world_process_zero
-
-
-def test_pinned_memory_is_for_accelerators(tmp_path):
-    for name in LIBRARIES:
-        library = importlib.import_module(name)
-        assert library.TrainingArguments(str(tmp_path), use_cpu=True).dataloader_pin_memory is False
-        assert library.TrainingArguments(str(tmp_path)).dataloader_pin_memory is True
-
-
-# ---- Quantized models
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -209,31 +281,12 @@ def test_quantized_models(tmp_path, bits):
     model = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "model", quantization_config=config, device_map="cpu"
     )
-    for name in LIBRARIES:
-        library = importlib.import_module(name)
-        args = library.TrainingArguments(str(tmp_path), **SETTINGS)
+    for library in LIBRARIES:
         with pytest.raises(ValueError, match="quantized"):
-            library.Trainer(model, args)
-    from peft import LoraConfig, get_peft_model
-
-    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
-    assert hftrainer.Trainer(adapted, args=hftrainer.TrainingArguments(str(tmp_path), **SETTINGS)).model is adapted
+            library.Trainer(model, make_args(library, tmp_path))
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    assert hftrainer.Trainer(adapted, make_args(hftrainer, tmp_path)).model is adapted
     adapted.hf_quantizer.__class__ = type("Frozen", (type(adapted.hf_quantizer),), {"is_trainable": False})
-    for name in LIBRARIES:
-        library = importlib.import_module(name)
+    for library in LIBRARIES:
         with pytest.raises(ValueError, match="quantiz"):
-            library.Trainer(adapted, library.TrainingArguments(str(tmp_path), **SETTINGS))
-
-
-@pytest.mark.parametrize("value", [0, -1, 1.0, "none"])
-def test_empty_cache_steps(tmp_path, value):
-    with pytest.raises(InvalidArgument, match=r"torch_empty_cache_steps=.*at least 1, or None"):
-        hftrainer.TrainingArguments(str(tmp_path), torch_empty_cache_steps=value)
-
-
-def test_debug_options_are_members(tmp_path):
-    from hftrainer.debug_utils import DebugOption
-
-    args = hftrainer.TrainingArguments(str(tmp_path), debug="underflow_overflow tpu_metrics_debug")
-    assert all(isinstance(option, DebugOption) for option in args.debug)
-    assert args.to_dict()["debug"] == ["underflow_overflow", "tpu_metrics_debug"]
+            library.Trainer(adapted, make_args(library, tmp_path))

@@ -1,16 +1,14 @@
 """Copies of a Trainer, by `copy.deepcopy` and by pickling, before and after runs."""
 
 import copy
-import importlib
+import math
 import pickle
 
 import pytest
-import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 import hftrainer
-from tests.support.parity import LIBRARIES, accuracy, assert_same_weights, comparable
-from tests.support.tiny import make_bert, make_plain, plain_data, text_data
+from tests.support.parity import EVALUATED, accuracy, alike, assert_same_weights, build, comparable, exactly
 
 
 class Counts(hftrainer.TrainerCallback):
@@ -23,43 +21,10 @@ class Counts(hftrainer.TrainerCallback):
         self.steps += 1
 
 
-def make(library, folder, model="bert", **settings):
-    given = importlib.import_module(library)
-    callbacks = settings.pop("callbacks", [])
-    defaults = {
-        "max_steps": 4,
-        "per_device_train_batch_size": 4,
-        "save_strategy": "no",
-        "logging_steps": 1,
-        "eval_strategy": "steps",
-        "eval_steps": 2,
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "report_to": "none",
-    }
-    args = given.TrainingArguments(str(folder), **{**defaults, **settings})
-    made, data = (make_bert(), text_data()) if model == "bert" else (make_plain(), plain_data())
-    return given.Trainer(
-        made, args, train_dataset=data, eval_dataset=data[:9], compute_metrics=accuracy, callbacks=list(callbacks)
-    )
-
-
-def nothing(trainer):
-    """A Trainer as it was made."""
-
-
-def evaluated(trainer):
-    trainer.evaluate()
-
-
-def trained(trainer):
-    trainer.train()
-
-
-def all_of_it(trainer):
-    trainer.train()
-    trainer.evaluate()
-    trainer.predict(text_data(5))
+def make(library, folder, model="bert", callbacks=(), **settings):
+    given = {"compute_metrics": accuracy, "callbacks": list(callbacks)}
+    settings = {**EVALUATED, "max_steps": 4, "logging_steps": 1, **settings}
+    return build(library, model, folder, trainer=given, **settings)[0]
 
 
 def pickled(trainer):
@@ -70,13 +35,17 @@ def weights(trainer):
     return {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
 
 
+def counter_of(trainer):
+    return next(each for each in trainer.callback_handler.callbacks if isinstance(each, Counts))
+
+
 def everything(trainer):
     """What a script does with a Trainer, from a seed."""
     hftrainer.set_seed(3)
     before = len(trainer.state.log_history)
     output = trainer.train()
     metrics = trainer.evaluate()["eval_loss"]
-    predictions = trainer.predict(text_data(5)).predictions.tolist()
+    predictions = exactly(trainer.predict(trainer.eval_dataset).predictions)
     return output.training_loss, metrics, predictions, comparable(trainer.state.log_history[before:]), weights(trainer)
 
 
@@ -85,67 +54,67 @@ def assert_equal(one, other):
     assert_same_weights(one[-1], other[-1])
 
 
+BEFORE = {"nothing": [], "evaluated": ["evaluate"], "trained": ["train"], "all": ["train", "evaluate", "predict"]}
+
+
+def use(trainer, before):
+    for method in BEFORE[before]:
+        getattr(trainer, method)(*([trainer.eval_dataset] if method == "predict" else []))
+
+
+BEST = {"load_best_model_at_end": True, "metric_for_best_model": "accuracy"}
 SETTINGS = {
     "plain": {},
     "accumulation": {"gradient_accumulation_steps": 2},
     "bar": {"disable_tqdm": False},
-    "best": {
-        "load_best_model_at_end": True,
-        "save_strategy": "steps",
-        "save_steps": 2,
-        "metric_for_best_model": "accuracy",
-    },
+    "best": {"save_strategy": "steps", "save_steps": 2, **BEST},
     "bf16": {"bf16": True},
 }
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("before", [nothing, evaluated])
+@pytest.mark.parametrize("before", ["nothing", "evaluated"])
 def test_deepcopy_does_what_theirs_does(tmp_path, before, settings):
-    found = {}
-    for library in LIBRARIES:
+    def run(library):
         trainer = make(library, tmp_path / library, **SETTINGS[settings])
-        before(trainer)
+        use(trainer, before)
         copied = copy.deepcopy(trainer)
         assert type(copied) is type(trainer)
         assert copied.model is not trainer.model
         assert copied.args is not trainer.args
-        found[library] = everything(copied)
-    assert_equal(found["hftrainer"], found["transformers"])
+        return everything(copied)
+
+    alike(run, assert_equal)
 
 
 @pytest.mark.parametrize("how", [copy.deepcopy, pickled])
-@pytest.mark.parametrize("before", [nothing, evaluated, trained, all_of_it])
-@pytest.mark.parametrize("settings", [*SETTINGS, "tensorboard"])
+@pytest.mark.parametrize(
+    ("settings", "before"),
+    [*(("plain", each) for each in BEFORE), *((each, "all") for each in [*SETTINGS, "tensorboard"] if each != "plain")],
+)
 def test_a_copy_and_its_original(tmp_path, how, before, settings):
     """Each goes on by itself, and as the other does; after training, a copy of theirs steps its original's weights."""
     given = {"report_to": "tensorboard"} if settings == "tensorboard" else SETTINGS[settings]
     trainer = make("hftrainer", tmp_path, callbacks=[Counts()], **given)
-    before(trainer)
+    use(trainer, before)
     start = weights(trainer)
     copied = how(trainer)
     assert_same_weights(weights(copied), start)
     of_copy = everything(copied)
     assert_same_weights(weights(trainer), start)
     assert_equal(everything(trainer), of_copy)
-    steps = [
-        next(each for each in one.callback_handler.callbacks if isinstance(each, Counts)).steps
-        for one in (trainer, copied)
-    ]
-    assert steps == [8, 8] if before in (trained, all_of_it) else [4, 4]
+    assert counter_of(trainer).steps == counter_of(copied).steps == (8 if before in ("trained", "all") else 4)
 
 
 @pytest.mark.parametrize("how", [copy.deepcopy, pickled])
 def test_what_a_copy_holds(tmp_path, how):
     """References to the Trainer are to the copy; Lightning's callbacks, optimizer and schedule come along."""
-    trainer = make(
-        "hftrainer", tmp_path, "plain", callbacks=[ModelCheckpoint(tmp_path / "lightning", monitor="eval_loss")]
-    )
+    checkpoints = ModelCheckpoint(tmp_path / "lightning", monitor="eval_loss")
+    trainer = make("hftrainer", tmp_path, "plain", callbacks=[checkpoints])
     trainer.add_callback(Counts(trainer))
     trainer.train()
     copied = how(trainer)
-    counts = next(each for each in copied.callback_handler.callbacks if isinstance(each, Counts))
-    assert counts.trainer is copied
+    assert counter_of(copied).trainer is copied._hftrainer.trainer is copied
     assert copied.callback_handler.model is copied.model is copied.model_wrapped
     parameters = {id(parameter) for parameter in copied.model.parameters()}
     assert {id(each) for group in copied.optimizer.param_groups for each in group["params"]} == parameters
@@ -153,7 +122,6 @@ def test_what_a_copy_holds(tmp_path, how):
     assert copied.lr_scheduler.get_last_lr() == trainer.lr_scheduler.get_last_lr()
     assert copied.state == trainer.state and copied.state is not trainer.state
     assert copied.accelerator is not trainer.accelerator
-    assert copied._hftrainer.trainer is copied
     copied.train()
     assert copied.lightning_trainer.callbacks != []
     assert trainer.state.global_step == 4
@@ -166,14 +134,21 @@ def test_during_training(tmp_path):
     class Copies(hftrainer.TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step == 2:
-                found.append(copy.deepcopy(trainer).evaluate()["eval_loss"])
-                found.append(trainer.evaluate()["eval_loss"])
+                found.extend(each.evaluate()["eval_loss"] for each in (copy.deepcopy(trainer), trainer))
 
     trainer = make("hftrainer", tmp_path, "plain", eval_strategy="no")
     trainer.add_callback(Copies)
     trainer.train()
     assert found[0] == found[1]
-    assert torch.isfinite(torch.tensor(found)).all()
+    assert math.isfinite(found[0])
+
+
+class Doubles(hftrainer.Trainer):
+    losses = 0
+
+    def compute_loss(self, *args, **kwargs):
+        Doubles.losses += 1
+        return super().compute_loss(*args, **kwargs)
 
 
 def test_a_subclass(tmp_path):
@@ -185,12 +160,4 @@ def test_a_subclass(tmp_path):
     assert type(copied) is Doubles
     assert copied.mine == [copied, "kept"]
     assert copied.evaluate()["eval_loss"] == trainer.evaluate()["eval_loss"]
-    assert Doubles.losses == 4
-
-
-class Doubles(hftrainer.Trainer):
-    losses = 0
-
-    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
-        Doubles.losses += 1
-        return super().compute_loss(model, inputs, return_outputs, **kwargs)
+    assert Doubles.losses == 6

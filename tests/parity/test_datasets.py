@@ -1,39 +1,34 @@
-"""What a set can be: streams, sized or not, samples that draw random numbers, a dict of sets, loaders of the user."""
+"""Data: streams, samples that draw random numbers, loaders, samplers and collators of the user."""
 
-import importlib
+import random
 
+import numpy as np
 import pytest
+import tokenizers
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+import transformers
+from datasets import Dataset as Table
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler, SubsetRandomSampler
+from transformers.trainer_pt_utils import LengthGroupedSampler as TheirLengthGroupedSampler
 
-from tests.support.parity import EVALUATED, EVERY_STEP, accuracy, alike, assert_equal, build, compare, train
-from tests.support.tiny import SizedStream, Stream, plain_data
-
-
-def test_dict_of_eval_datasets(tmp_path):
-    sets = {"first": plain_data()[:9], "second": plain_data()[9:20]}
-    settings = {**EVERY_STEP, "load_best_model_at_end": True, "metric_for_best_model": "eval_second_loss"}
-    compare(tmp_path, "plain", trainer={"eval_dataset": sets, "compute_metrics": accuracy}, **settings)
-
-
-@pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("count", [38, 12], ids=["ends-within-window", "shorter-than-training"])
-def test_iterable_with_max_steps(tmp_path, accumulation, count):
-    settings = {"max_steps": 9, "gradient_accumulation_steps": accumulation}
-    compare(tmp_path, "plain", trainer={"train_dataset": Stream(count)}, **settings)
-
-
-@pytest.mark.parametrize("accumulation", [1, 3])
-def test_iterable_with_length(tmp_path, accumulation):
-    data = {"train_dataset": SizedStream(38), "eval_dataset": SizedStream(13)}
-    compare(tmp_path, "plain", trainer=data, gradient_accumulation_steps=accumulation, **EVERY_STEP)
+from hftrainer.data.samplers import LengthGroupedSampler
+from tests.support.parity import (
+    EVALUATED,
+    EVERY_STEP,
+    accuracy,
+    assert_same_weights,
+    compare,
+    subclass,
+    train,
+)
+from tests.support.tiny import SizedStream, Stream, make_bert, plain_data
 
 
 class Noisy(Dataset):
     """Draws from torch's global generator for each sample, as augmentation does."""
 
-    def __init__(self, data):
-        self.data = data
+    def __init__(self, count=38):
+        self.data = plain_data()[:count]
 
     def __len__(self):
         return len(self.data)
@@ -43,71 +38,182 @@ class Noisy(Dataset):
         return {"x": sample["x"] + torch.randn(8), "labels": sample["labels"]}
 
 
+class Draws(Dataset):
+    """Each sample says which random numbers its worker draws."""
+
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        drawn = torch.tensor([random.random(), np.random.rand(), float(torch.rand(()))])
+        return {"x": torch.cat([drawn, torch.zeros(5)]).float(), "labels": torch.tensor(index % 3)}
+
+
+ROWS = [{"x": sample["x"].tolist(), "label": int(sample["labels"]), "unused": "text"} for sample in plain_data()]
+SETS = {"first": plain_data()[:9], "second": plain_data()[9:20]}
+BEST_OF_SECOND = {"load_best_model_at_end": True, "metric_for_best_model": "eval_second_loss"}
+
+
+def given_data(training, evaluation, **settings):
+    return {"trainer": {"train_dataset": training, "eval_dataset": evaluation}, **EVERY_STEP, **settings}
+
+
+#: What the Trainer is given, and the settings of the run.
+CASES = {
+    "several sets to evaluate": given_data(plain_data(), SETS, **BEST_OF_SECOND),
+    "stream that ends in a window": given_data(Stream(38), Stream(19), max_steps=9),
+    "stream that ends before training": given_data(Stream(12), Stream(16), max_steps=9),
+    "stream with a length": given_data(SizedStream(38), SizedStream(13)),
+    # dropout and augmentation take turns at one generator, so samples must be fetched when transformers does
+    "samples that draw random numbers": given_data(Noisy(), Noisy(11)),
+    "a table with more columns": given_data(Table.from_list(ROWS), Table.from_list(ROWS[:9])),
+}
+
+
 @pytest.mark.parametrize("accumulation", [1, 3])
-def test_data_that_draws_random_numbers(tmp_path, accumulation):
-    """Dropout and augmentation take turns at one generator, so samples must be fetched when transformers does."""
-    data = {"train_dataset": Noisy(plain_data()), "eval_dataset": Noisy(plain_data()[:11])}
-    compare(tmp_path, "plain", trainer=data, gradient_accumulation_steps=accumulation, **EVERY_STEP)
+@pytest.mark.parametrize("case", CASES)
+def test_data(tmp_path, case, accumulation):
+    compare(tmp_path, "plain", gradient_accumulation_steps=accumulation, **CASES[case])
 
 
-@pytest.mark.parametrize("prepared", [False, True], ids=["plain-loader", "prepared-loader"])
-def test_own_dataloaders(tmp_path, prepared):
-    def trainer_class(library):
-        class Own(library.Trainer):
-            def get_train_dataloader(self):
-                loader = DataLoader(Noisy(plain_data()), 4, shuffle=True)
-                return self.accelerator.prepare(loader) if prepared else loader
-
-            def get_eval_dataloader(self, eval_dataset=None):
-                loader = DataLoader(plain_data()[:11], 8)
-                return self.accelerator.prepare(loader) if prepared else loader
-
-        return Own
-
-    compare(tmp_path, "plain", trainer_class=trainer_class, **EVERY_STEP)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_workers_are_seeded_alike(tmp_path, workers):
+    compare(tmp_path, "plain", trainer={"train_dataset": Draws()}, dataloader_num_workers=workers)
 
 
-def test_datasets_library(tmp_path):
-    datasets = importlib.import_module("datasets")
-    rows = [{"x": sample["x"].tolist(), "label": int(sample["labels"]), "unused": "text"} for sample in plain_data()]
-    data = datasets.Dataset.from_list(rows)
-    compare(tmp_path, "plain", trainer={"train_dataset": data, "eval_dataset": data.select(range(9))}, **EVERY_STEP)
-
-
-def test_predict_without_labels(tmp_path):
-    results = []
-    for name in ("hftrainer", "transformers"):
-        trainer, _ = build(name, "plain", tmp_path / name)
-        results.append(trainer.predict([{"x": sample["x"]} for sample in plain_data()[:11]]))
-    assert (results[0].predictions == results[1].predictions).all()
-    assert results[0].label_ids is None
-    assert results[0].metrics.keys() == results[1].metrics.keys()
-
-
-class EpochStream(IterableDataset):
+class EpochStream(Stream):
     """Notes the epochs that it is told."""
 
     def __init__(self, count):
-        self.count = count
+        super().__init__(count)
         self.epochs = []
-
-    def __iter__(self):
-        return iter(plain_data(self.count))
 
     def set_epoch(self, epoch):
         self.epochs.append(epoch)
 
 
-@pytest.mark.parametrize("count", [19, 16, 5])
-def test_evaluation_of_a_stream(tmp_path, count):
-    compare(tmp_path, "plain", trainer={"eval_dataset": EpochStream(count), "compute_metrics": accuracy}, **EVALUATED)
-
-
 def test_datasets_are_told_the_epoch(tmp_path):
-    def run(name):
-        stream = EpochStream(12)
-        train(name, "plain", tmp_path / name, trainer={"train_dataset": stream}, max_steps=5)
-        return stream.epochs
+    def script(trainer):
+        trainer.train()
+        return trainer.train_dataset.epochs
 
-    ours = alike(run, assert_equal)
-    assert ours
+    given = lambda: {"train_dataset": EpochStream(12)}  # noqa: E731
+    assert compare(tmp_path, "plain", script=script, trainer=given, max_steps=5).extra["script"]
+
+
+# ---- Loaders and samplers of the user ----------------------------------------------------------------------------
+
+
+class OwnRandom(RandomSampler):
+    pass
+
+
+class OwnBatches(BatchSampler):
+    pass
+
+
+def train_loader(self):
+    return DataLoader(Noisy(), 4, shuffle=True)
+
+
+def eval_loader(self, eval_dataset=None):
+    return DataLoader(plain_data()[:11], 8)
+
+
+def prepared(make_loader):
+    return lambda self, *args: self.accelerator.prepare(make_loader(self, *args))
+
+
+def batch_loader(self):
+    sampler = OwnBatches(RandomSampler(self.train_dataset), 4, False)
+    return self.accelerator.prepare(DataLoader(self.train_dataset, batch_sampler=sampler))
+
+
+def shuffled_once(self, eval_dataset):
+    return SubsetRandomSampler(range(len(eval_dataset)), torch.Generator().manual_seed(3))
+
+
+def in_order(self, train_dataset=None):
+    return SequentialSampler(train_dataset)
+
+
+def in_order_until_v4(self):
+    return SequentialSampler(self.train_dataset)
+
+
+METHODS = {
+    "loaders": {"get_train_dataloader": train_loader, "get_eval_dataloader": eval_loader},
+    "prepared loaders": {"get_train_dataloader": prepared(train_loader), "get_eval_dataloader": prepared(eval_loader)},
+    "subclass of a sampler": {"_get_train_sampler": lambda self, *args: OwnRandom(self.train_dataset)},
+    "subclass of a batch sampler": {"get_train_dataloader": batch_loader},
+    "samplers": {"_get_train_sampler": in_order, "_get_eval_sampler": shuffled_once},
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_loaders_and_samplers_of_the_user(tmp_path, name):
+    given = {"trainer_class": subclass(**METHODS[name]), "trainer": {"compute_metrics": accuracy}}
+    compare(tmp_path, "plain", **given, **EVERY_STEP)
+
+
+def test_sampler_without_the_dataset(tmp_path):
+    """The signature of v4: transformers 5.23 calls it with the dataset only."""
+    old, new = (
+        train(
+            "hftrainer", "plain", tmp_path / each.__name__, trainer_class=subclass(_get_train_sampler=each), **EVALUATED
+        )
+        for each in (in_order_until_v4, in_order)
+    )
+    assert_same_weights(old.weights, new.weights)
+
+
+def test_loaders_shuffle_anew(tmp_path):
+    def script(trainer):
+        loader = trainer.get_train_dataloader()
+        return [[batch["labels"].tolist() for batch in loader] for _ in range(3)]
+
+    first, second, _ = compare(tmp_path, "plain", script=script).extra["script"]
+    assert first != second
+
+
+@pytest.mark.parametrize("batch_size", [1, 4, 7])
+@pytest.mark.parametrize("count", [3, 38, 999, 2001])
+def test_groups_of_similar_length(count, batch_size):
+    """Also of more samples than are sorted at once."""
+    lengths = torch.randint(1, 500, (count,), generator=torch.Generator().manual_seed(count)).tolist()
+    ours, theirs = (
+        list(sampler(batch_size, lengths=lengths, generator=torch.Generator().manual_seed(0)))
+        for sampler in (LengthGroupedSampler, TheirLengthGroupedSampler)
+    )
+    assert ours == theirs
+
+
+# ---- Tokenizers and collators of the user ------------------------------------------------------------------------
+
+
+def make_tokenizer(**more):
+    vocabulary = {"[PAD]": 0, "[UNK]": 1, **{f"w{i}": i for i in range(2, 50)}}
+    core = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
+    core.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=core, pad_token="[PAD]", unk_token="[UNK]", **more)
+
+
+@pytest.mark.parametrize("model", ["bert", "llama"])
+def test_tokenizer_pads_batches(tmp_path, model):
+    """Samples of different lengths: batches are padded by the tokenizer, predictions with -100."""
+    rows = [{"input_ids": [2 + (i * j) % 47 for j in range(3 + i % 6)], "label": i % 3} for i in range(30)]
+    collator = None
+    if model == "llama":
+        rows = [{"input_ids": row["input_ids"]} for row in rows]
+        collator = transformers.DataCollatorForLanguageModeling(make_tokenizer(), mlm=False)
+    given = {"train_dataset": rows, "eval_dataset": rows[:11], "processing_class": make_tokenizer()}
+    given |= {"data_collator": collator, "compute_metrics": lambda p: {"shape": list(p.predictions.shape)}}
+    compare(tmp_path, model, trainer=given, gradient_accumulation_steps=3, **EVERY_STEP)
+
+
+def test_masked_language_collator(tmp_path):
+    """A collator that draws the mask from the global generator."""
+    collator = transformers.DataCollatorForLanguageModeling(make_tokenizer(mask_token="w49"), mlm_probability=0.4)
+    rows = [{"input_ids": [2 + (i * j) % 40 for j in range(9)]} for i in range(30)]
+    masked = (lambda: make_bert("BertForMaskedLM"), lambda: rows)
+    compare(tmp_path, masked, trainer={"data_collator": collator}, **EVERY_STEP)

@@ -9,13 +9,14 @@ from unittest import mock
 
 import pytest
 import torch
+import transformers
+import transformers.hyperparameter_search
 import transformers.integrations.integration_utils
 import transformers.trainer_optimizer
 import transformers.trainer_pt_utils
 
-from tests.support.tiny import make_plain, plain_data
-
-LIBRARIES = ("hftrainer", "transformers")
+from tests.support.parity import LIBRARIES
+from tests.support.tiny import Stream, make_plain, plain_data
 
 
 def arguments(library, folder, **settings):
@@ -35,82 +36,59 @@ def module(library, name):
 
 
 @contextlib.contextmanager
-def without(package, *holders):
-    """As if a package were not installed, to whoever looks for it, and to `holders`, which have looked already."""
-    find, loaded = importlib.util.find_spec, {name for name in sys.modules if name.split(".")[0] == package}
+def without(*packages):
+    """As if packages were not installed, also to modules of transformers that have looked already."""
+    if not packages:
+        yield
+        return
+    find, loaded = importlib.util.find_spec, {name for name in sys.modules if name.split(".")[0] in packages}
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.dict(sys.modules, dict.fromkeys({*loaded, package})))
-        hidden = lambda name, *rest: None if name.split(".")[0] == package else find(name, *rest)  # noqa: E731
+        stack.enter_context(mock.patch.dict(sys.modules, dict.fromkeys({*loaded, *packages})))
+        hidden = lambda name, *rest: None if name.split(".")[0] in packages else find(name, *rest)  # noqa: E731
         stack.enter_context(mock.patch.object(importlib.util, "find_spec", hidden))
-        for holder in holders:
+        looked = transformers.trainer_optimizer, transformers.integrations.integration_utils
+        for holder in (*looked, transformers.hyperparameter_search):
             for name in vars(holder):
                 if name.startswith("is_") and name.endswith("_available"):
                     stack.enter_context(mock.patch.object(holder, name, return_value=False))
         yield
 
 
+# What provokes an error: functions of a library and a folder.
+
+
 def make_arguments(**settings):
     return lambda library, folder: arguments(library, folder, **settings)
 
 
-def make_trainer(settings=None, **given):
-    return lambda library, folder: trainer(library, folder, settings, **given)
+def make_trainer(settings=None, missing=(), method=None, keywords=None, **given):
+    """Makes a Trainer and calls a method of it, while packages are missing."""
+
+    def provoke(library, folder):
+        with without(*missing):
+            made = trainer(library, folder, settings, **given)
+            return method and getattr(made, method)(**(keywords or {}))
+
+    return provoke
 
 
 def train(settings=None, resume=None, **given):
-    return lambda library, folder: trainer(library, folder, settings, **given).train(resume_from_checkpoint=resume)
+    return make_trainer(settings, method="train", keywords={"resume_from_checkpoint": resume}, **given)
+
+
+def create_optimizer(*missing, **settings):
+    return make_trainer(settings, missing, "create_optimizer")
+
+
+def search(backend, *missing, **given):
+    keywords = {"backend": backend, "n_trials": 1}
+    return make_trainer(None, missing, "hyperparameter_search", keywords, eval_dataset=plain_data(8), **given)
 
 
 def with_optimizer(**given):
-    def provoke(library, folder):
-        model = make_plain()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        return trainer(library, folder, optimizers=(optimizer, None), **{"model": model, **given})
-
-    return provoke
-
-
-def optimizer_without(name, package, **settings):
-    def provoke(library, folder):
-        with without(package, transformers.trainer_optimizer):
-            return trainer(library, folder, {"optim": name, **settings}).create_optimizer()
-
-    return provoke
-
-
-def tracker_without(name, package):
-    def provoke(library, folder):
-        with without(package, transformers.integrations.integration_utils):
-            return trainer(library, folder, {"report_to": name})
-
-    return provoke
-
-
-def search(**given):
-    return lambda library, folder: trainer(library, folder, **given).hyperparameter_search(n_trials=1)
-
-
-def search_with(backend):
-    def provoke(library, folder):
-        made = trainer(library, folder, model_init=make_plain, eval_dataset=plain_data(8))
-        return made.hyperparameter_search(backend=backend, n_trials=1)
-
-    return provoke
-
-
-def search_without_any(backend):
-    """A search where no library for one is installed."""
-
-    def provoke(library, folder):
-        with contextlib.ExitStack() as stack:
-            for package in ("optuna", "ray", "wandb"):
-                stack.enter_context(without(package, transformers.integrations.integration_utils))
-            patched = importlib.import_module("transformers.hyperparameter_search")
-            for name in [name for name in vars(patched) if name.startswith("is_") and name.endswith("_available")]:
-                stack.enter_context(mock.patch.object(patched, name, return_value=False))
-            return search_with(backend)(library, folder)
-
-    return provoke
+    model = make_plain()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return make_trainer(optimizers=(optimizer, None), **{"model": model, **given})
 
 
 def early_stopping(**settings):
@@ -130,11 +108,6 @@ class NoLoss(torch.nn.Module):
         return {"logits": self.layer(x)}
 
 
-class Stream(torch.utils.data.IterableDataset):
-    def __iter__(self):
-        yield from plain_data(8)
-
-
 def resume_unsafe(library, folder):
     trainer(library, folder, {"save_strategy": "steps", "save_steps": 2}).train()
     torch.save({"state": NoLoss()}, folder / "checkpoint-2" / "optimizer.pt")
@@ -145,7 +118,17 @@ def resume_unsafe(library, folder):
 
 EACH_STEP = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
 BEST_OFF_BEAT = {**EACH_STEP, "eval_steps": 2, "save_steps": 3, "load_best_model_at_end": True}
-# situation -> what provokes it, with either library
+#: Name of an optimizer or tracker → the package it needs.
+OF_OPTIMIZERS = {
+    **{"adamw_bnb_8bit": "bitsandbytes", "lomo": "lomo_optim", "schedule_free_adamw": "schedulefree"},
+    **{"grokadamw": "grokadamw", "stable_adamw": "optimi", "adamw_torch_4bit": "torchao"},
+    **{"adamw_anyprecision": "torchdistx", "adamw_torch_npu_fused": "torch_npu", "adamw_torch_xla": "torch_xla"},
+}
+OF_TRACKERS = {
+    **{name: name for name in ("wandb", "mlflow", "clearml", "dvclive", "trackio", "swanlab", "codecarbon")},
+    **{"azure_ml": "azureml", "flyte": "flytekit"},
+}
+#: Situation → what provokes it, with either library.
 SITUATIONS = {
     # arguments
     "argument that is unknown": make_arguments(learning_rat=1.0),
@@ -176,9 +159,7 @@ SITUATIONS = {
         {"accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 2}}, "gradient_accumulation_steps": 3}
     ),
     "keyword of a schedule": train({"lr_scheduler_kwargs": {"speed": 1}}),
-    "optim_args": lambda library, folder: trainer(
-        library, folder, {"optim": "sgd", "optim_args": "momentum"}
-    ).create_optimizer(),
+    "optim_args": create_optimizer(optim="sgd", optim_args="momentum"),
     # what a Trainer is given
     "no model": lambda library, folder: library.Trainer(args=arguments(library, folder)),
     "model_init returns None": make_trainer(model_init=lambda: None),
@@ -186,9 +167,9 @@ SITUATIONS = {
     "two optimizers": with_optimizer(optimizer_cls_and_kwargs=(torch.optim.SGD, {})),
     "optimizer and model_init": with_optimizer(model=None, model_init=make_plain),
     "evaluation without data": make_trainer({"eval_strategy": "steps", "eval_steps": 1}),
-    "evaluate() without data": lambda library, folder: trainer(library, folder).evaluate(),
+    "evaluate() without data": make_trainer(method="evaluate"),
     "train() without data": train(train_dataset=None),
-    "stream without max_steps": make_trainer({"max_steps": -1}, train_dataset=Stream()),
+    "stream without max_steps": make_trainer({"max_steps": -1}, train_dataset=Stream(8)),
     "callbacks is no list": make_trainer(callbacks=3),
     "a callback that is none": make_trainer(callbacks=[3]),
     "metric without compute_result": make_trainer(
@@ -209,40 +190,19 @@ SITUATIONS = {
     "checkpointing without method": train({"gradient_checkpointing": True}),
     "noise without embeddings": train({"neftune_noise_alpha": 5.0}),
     "clipping to a word": train({"max_grad_norm": "a"}),
-    "rates without optimizer": lambda library, folder: trainer(library, folder).get_learning_rates(),
+    "rates without optimizer": make_trainer(method="get_learning_rates"),
     # packages that are missing
-    "without bitsandbytes": optimizer_without("adamw_bnb_8bit", "bitsandbytes"),
-    "without galore": optimizer_without("galore_adamw", "galore_torch", optim_target_modules="all-linear"),
-    "without apollo": optimizer_without("apollo_adamw", "apollo_torch", optim_target_modules="all-linear"),
-    "without lomo": optimizer_without("lomo", "lomo_optim"),
-    "without schedulefree": optimizer_without("schedule_free_adamw", "schedulefree"),
-    "without grokadamw": optimizer_without("grokadamw", "grokadamw"),
-    "without torch-optimi": optimizer_without("stable_adamw", "optimi"),
-    "without torchao": optimizer_without("adamw_torch_4bit", "torchao"),
-    "without torchdistx": optimizer_without("adamw_anyprecision", "torchdistx"),
-    "without torch_npu": optimizer_without("adamw_torch_npu_fused", "torch_npu"),
-    "without torch_xla": optimizer_without("adamw_torch_xla", "torch_xla"),
-    **{
-        f"without {package}": tracker_without(name, package)
-        for name, package in {
-            "wandb": "wandb",
-            "mlflow": "mlflow",
-            "clearml": "clearml",
-            "dvclive": "dvclive",
-            "trackio": "trackio",
-            "swanlab": "swanlab",
-            "azure_ml": "azureml",
-            "codecarbon": "codecarbon",
-            "flyte": "flytekit",
-        }.items()
-    },
+    "without galore": create_optimizer("galore_torch", optim="galore_adamw", optim_target_modules="all-linear"),
+    "without apollo": create_optimizer("apollo_torch", optim="apollo_adamw", optim_target_modules="all-linear"),
+    **{f"without {package}": create_optimizer(package, optim=name) for name, package in OF_OPTIMIZERS.items()},
+    **{f"without {package}": make_trainer({"report_to": name}, [package]) for name, package in OF_TRACKERS.items()},
     "without liger": train({"use_liger_kernel": True}),
     # searches
-    "search without model_init": search(),
-    "search by nothing that is known": search_with("guessing"),
-    "search by what has ended": search_with("sigopt"),
-    "search without ray": search_without_any("ray"),
-    "search without any": search_without_any(None),
+    "search without model_init": search(None),
+    "search by nothing that is known": search("guessing", model_init=make_plain),
+    "search by what has ended": search("sigopt", model_init=make_plain),
+    "search without ray": search("ray", "optuna", "ray", "wandb", model_init=make_plain),
+    "search without any": search(None, "optuna", "ray", "wandb", model_init=make_plain),
     # small ones
     "parser: key": lambda library, folder: library.HfArgumentParser(library.TrainingArguments).parse_dict({"x": 1}),
     "parser: truth": lambda library, folder: module(library, "hf_argparser").string_to_bool("perhaps"),
@@ -252,41 +212,24 @@ SITUATIONS = {
     "prediction out of range": lambda library, folder: library.EvalPrediction([1], [2])[7],
     "state that is not defined": lambda library, folder: module(library, "trainer_callback").ExportableState().state(),
 }
-#: Where ours cannot be of that class -> why. Each is a ValueError or RuntimeError all the same.
+#: Where ours cannot be of that class: one error names all wrong arguments, and huggingface_hub need not be there.
 NOT_THE_SAME = {
-    "JSON that is malformed": (
-        make_arguments(lr_scheduler_kwargs="{bad"),
-        "one error names all wrong arguments; JSONDecodeError is a ValueError too",
-    ),
-    "level that is unknown": (make_trainer({"log_level": "loud"}), "one error names all wrong arguments"),
-    "file of fsdp": (
-        make_trainer({"fsdp": "full_shard", "fsdp_config": "/nowhere.json"}),
-        "one error names all wrong arguments",
-    ),
-    "no Hub": (
-        make_trainer({"push_to_hub": True, "hub_token": "hf_token"}),
-        "the class is one of huggingface_hub, which need not be there",
-    ),
+    "JSON that is malformed": make_arguments(lr_scheduler_kwargs="{bad"),
+    "level that is unknown": make_trainer({"log_level": "loud"}),
+    "file of fsdp": make_trainer({"fsdp": "full_shard", "fsdp_config": "/nowhere.json"}),
+    "no Hub": make_trainer({"push_to_hub": True, "hub_token": "hf_token"}),
 }
 
 
-def provoke(situation, name, folder) -> Exception:
-    with pytest.raises(Exception) as caught:  # noqa: PT011 - which class it is, is the question
-        situation(importlib.import_module(name), folder)
-    return caught.value
-
-
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("name", sorted(SITUATIONS))
+@pytest.mark.parametrize("name", [*SITUATIONS, *NOT_THE_SAME])
 def test_class_of_transformers(tmp_path, monkeypatch, name):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    ours, theirs = (provoke(SITUATIONS[name], library, tmp_path / library) for library in LIBRARIES)
-    assert isinstance(ours, type(theirs)), (type(ours).__mro__, theirs)
-
-
-@pytest.mark.parametrize("name", sorted(NOT_THE_SAME))
-def test_differences(tmp_path, monkeypatch, name):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    ours, theirs = (provoke(NOT_THE_SAME[name][0], library, tmp_path / library) for library in LIBRARIES)
-    assert not isinstance(ours, type(theirs))
-    assert isinstance(ours, (ValueError, RuntimeError))
+    errors = []
+    for library in reversed(LIBRARIES):
+        with pytest.raises(Exception) as caught:  # noqa: PT011 - which class it is, is the question
+            {**SITUATIONS, **NOT_THE_SAME}[name](importlib.import_module(library), tmp_path / library)
+        errors.append(caught.value)
+    ours, theirs = errors
+    assert isinstance(ours, type(theirs)) is (name in SITUATIONS), (type(ours).__mro__, theirs)
+    assert name in SITUATIONS or isinstance(ours, (ValueError, RuntimeError))

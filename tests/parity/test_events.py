@@ -1,18 +1,31 @@
-"""Every event of a run with all that it brings: the state, the switches, and what each keyword holds."""
+"""Events: what each brings, what callbacks change by it, and `train`, `evaluate` and `predict` in any order."""
 
 import dataclasses
+import functools
 import importlib
-import shutil
 from typing import Any
 
 import pytest
 
-from tests.support.parity import EVENTS, accuracy, alike, build, comparable, record
+from tests.support.parity import (
+    EVENTS,
+    EVERY_STEP,
+    LIBRARIES,
+    accuracy,
+    alike,
+    build,
+    callback,
+    comparable,
+    compare,
+    copy_checkpoint,
+    exactly,
+)
 from tests.support.tiny import plain_data
 
-LIBRARIES = ("hftrainer", "transformers")
 ALL_EVENTS = (*EVENTS, "on_push_begin")
-SWITCHES = ["should_training_stop", "should_epoch_stop", "should_log", "should_evaluate", "should_save"]
+
+
+# ---- What events bring -------------------------------------------------------------------------------------------
 
 
 def described(name: str, value: Any) -> Any:
@@ -20,66 +33,37 @@ def described(name: str, value: Any) -> Any:
     if name in ("logs", "metrics"):
         return list(value), comparable([value])
     if name in ("optimizer", "lr_scheduler"):
-        inner = getattr(value, name.removeprefix("lr_"), value) if value is not None else None
-        return type(inner).__name__
+        return type(getattr(value, name.removeprefix("lr_"), value)).__name__
     if name.endswith("dataloader"):
         return None if value is None else len(value)
     return type(value).__name__
 
 
-def noted_state(state: Any, folder: Any) -> dict[str, Any]:
-    values = dataclasses.asdict(state)
-    values["log_history"] = comparable(values["log_history"])
-    values["best_model_checkpoint"] = str(values["best_model_checkpoint"]).removeprefix(str(folder))
-    return values
-
-
 def full_recorder(library: Any, folder: Any) -> Any:
     """A callback of `library` whose `seen` lists (event, keywords, state, switches)."""
 
-    class FullRecorder(library.TrainerCallback):
-        def __init__(self) -> None:
-            self.seen: list[tuple] = []
+    def note(event: str, self, args, state, control, **kwargs):
+        keywords = {name: described(name, value) for name, value in sorted(kwargs.items())}
+        values = dataclasses.asdict(state)
+        values["log_history"] = comparable(values["log_history"])
+        values["best_model_checkpoint"] = str(values["best_model_checkpoint"]).removeprefix(str(folder))
+        self.seen.append((event, keywords, values, dataclasses.asdict(control), type(args).__name__))
 
-    def note(event: str):
-        def handler(self, args, state, control, **kwargs):
-            keywords = {name: described(name, value) for name, value in sorted(kwargs.items())}
-            switches = dataclasses.asdict(control)
-            self.seen.append((event, keywords, noted_state(state, folder), switches, type(args).__name__))
-
-        return handler
-
-    for event in ALL_EVENTS:
-        setattr(FullRecorder, event, note(event))
-    return FullRecorder()
+    handlers = {event: functools.partialmethod(functools.partial(note, event)) for event in ALL_EVENTS}
+    return type("FullRecorder", (library.TrainerCallback,), {"seen": [], **handlers})()
 
 
 BEATS = {"eval_strategy": "steps", "eval_steps": 3, "save_strategy": "steps", "save_steps": 4}
-#: Name of a run → its settings, and the checkpoint that it goes on from.
-RUNS: dict[str, tuple[dict[str, Any], str | None]] = {
+EARLY_STOP = {**EVERY_STEP, "load_best_model_at_end": True, "learning_rate": 0.3, "num_train_epochs": 6}
+#: Name of a run → its settings, and the step of the checkpoint that it goes on from.
+RUNS: dict[str, tuple[dict[str, Any], int | None]] = {
     "epochs": ({"eval_strategy": "epoch", "save_strategy": "epoch", "logging_strategy": "epoch"}, None),
     "steps": ({**BEATS, "max_steps": 13, "logging_steps": 2, "logging_first_step": True, "eval_on_start": True}, None),
-    "early stop": (
-        {**BEATS, "save_steps": 3, "load_best_model_at_end": True, "learning_rate": 0.3, "num_train_epochs": 6},
-        None,
-    ),
+    "early stop": (EARLY_STOP, None),
     "accumulation": ({**BEATS, "gradient_accumulation_steps": 3}, None),
-    "resume": ({**BEATS, "gradient_accumulation_steps": 2}, "checkpoint-4"),
+    "resume": ({**BEATS, "gradient_accumulation_steps": 2}, 4),
     "dict eval": ({**BEATS, "trainer": {"eval_dataset": {"a": plain_data()[:9], "b": plain_data()[9:14]}}}, None),
 }
-
-
-def run_recorded(name: str, folder: Any, run: str) -> list[tuple]:
-    library = importlib.import_module(name)
-    settings, resume = RUNS[run]
-    given = {"compute_metrics": accuracy, **settings.get("trainer", {})}
-    recorder = full_recorder(library, folder)
-    stopper = [library.EarlyStoppingCallback(2, 0.01)] if run == "early stop" else []
-    trainer, _ = build(name, "plain", folder, **{**settings, "trainer": {**given, "callbacks": [*stopper, recorder]}})
-    trainer.train(resume_from_checkpoint=resume and str(folder / resume))
-    assert (trainer.state.global_step < trainer.state.max_steps) == (run == "early stop")
-    trainer.predict(plain_data()[:5])
-    return recorder.seen
 
 
 def assert_same_events(ours: list[tuple], theirs: list[tuple]) -> None:
@@ -91,86 +75,153 @@ def assert_same_events(ours: list[tuple], theirs: list[tuple]) -> None:
 @pytest.mark.parametrize("run", RUNS)
 def test_every_event_brings_the_same(tmp_path, run):
     settings, resume = RUNS[run]
-    if resume:  # both go on from the same folder
-        trainer, _ = build("transformers", "plain", tmp_path / "whole", **settings)
-        trainer.train()
-        for name in LIBRARIES:
-            shutil.copytree(tmp_path / "whole" / resume, tmp_path / name / resume)
-    ours = alike(lambda name: run_recorded(name, tmp_path / name, run), assert_same_events)
-    announced = {seen[0] for seen in ours}
+    if resume:  # both go on from copies of one checkpoint
+        build("transformers", "plain", tmp_path / "whole", **settings)[0].train()
+
+    def run_one(name):
+        library, folder = importlib.import_module(name), tmp_path / name
+        recorder = full_recorder(library, folder)
+        stopper = [library.EarlyStoppingCallback(2, 0.01)] if run == "early stop" else []
+        given = {"compute_metrics": accuracy, **settings.get("trainer", {}), "callbacks": [*stopper, recorder]}
+        trainer, _ = build(name, "plain", folder, **{**settings, "trainer": given})
+        trainer.train(resume_from_checkpoint=resume and str(copy_checkpoint(tmp_path / "whole", folder, resume)))
+        assert (trainer.state.global_step < trainer.state.max_steps) == (run == "early stop")
+        trainer.predict(plain_data()[:5])
+        return recorder.seen
+
+    ours = alike(run_one, assert_same_events)
     never = {"on_push_begin", *(() if "gradient_accumulation_steps" in settings else ("on_substep_end",))}
-    assert announced == set(ALL_EVENTS) - never
+    assert {seen[0] for seen in ours} == set(ALL_EVENTS) - never
 
 
-# ---- Switches ----------------------------------------------------------------------------------------------------
+# ---- What callbacks change ---------------------------------------------------------------------------------------
+
+SWITCHES = ["should_training_stop", "should_epoch_stop", "should_log", "should_evaluate", "should_save"]
+#: Event → the step at which a run that accumulates announces it, and the switch is set.
+ANNOUNCED = {
+    **{"on_init_end": 0, "on_train_begin": 0, "on_epoch_begin": 4, "on_epoch_end": 4, "on_step_begin": 2},
+    **{"on_substep_end": 2, "on_pre_optimizer_step": 2, "on_optimizer_step": 2, "on_step_end": 2, "on_log": 6},
+    **{"on_evaluate": 3, "on_prediction_step": 3, "on_save": 4, "on_train_end": 8},
+}
 
 
-def setting_callback(library: Any, event: str, at: int, switch: str, anew: bool) -> Any:
-    """Sets a switch at an event and step: on the object that it gets, or on a new one that it returns."""
+def set_switch(event: str, at: int, switch: str, how: str) -> Any:
+    """A callback that sets a switch on the object it gets, which it may return, or on a new one."""
 
     def handler(self, args, state, control, **kwargs):
         if state.global_step != at:
             return None
-        if not anew:
-            setattr(control, switch, True)
-            return None
-        return library.TrainerControl(**{**dataclasses.asdict(control), switch: True})
+        if how == "anew":
+            return type(control)(**{**dataclasses.asdict(control), switch: True})
+        setattr(control, switch, True)
+        return control if how == "returned" else None
 
-    return type("Sets", (library.TrainerCallback,), {event: handler})
+    return callback(**{event: handler})
 
 
-def run_both(tmp_path, callback_for):
-    def run(name):
-        folder = tmp_path / name
-        given = {"trainer": {"callbacks": [callback_for(importlib.import_module(name))]}}
-        trainer, recorder = build(name, "plain", folder, **BEATS, gradient_accumulation_steps=3, **given)
-        trainer.add_callback(recorder)
+ACCUMULATING = {**BEATS, "gradient_accumulation_steps": 3}
+#: When a switch is set, and how, and the settings of the run.
+SET = [
+    *((event, at, switch, "in place", ACCUMULATING) for event, at in ANNOUNCED.items() for switch in SWITCHES),
+    *((event, at, "should_evaluate", "anew", ACCUMULATING) for event, at in ANNOUNCED.items()),
+    *((event, 2, switch, "returned", {}) for event in ("on_step_begin", "on_step_end") for switch in SWITCHES),
+    *((event, 2, switch, "returned", {}) for event in ("on_log", "on_optimizer_step") for switch in SWITCHES),
+]
+
+
+@pytest.mark.parametrize(("event", "at", "switch", "how", "settings"), SET)
+def test_switches(tmp_path, event, at, switch, how, settings):
+    compare(tmp_path, "plain", callback=set_switch(event, at, switch, how), **settings)
+
+
+@pytest.mark.parametrize("origin", ["its own", "transformers"])
+def test_early_stopping(tmp_path, origin):
+    """Also by the class of transformers in our Trainer."""
+
+    def stopper(library):
+        return (library if origin == "its own" else importlib.import_module(origin)).EarlyStoppingCallback(2, 0.01)
+
+    assert compare(tmp_path, "plain", callback=stopper, **EARLY_STOP).extra["global_step"] < 60
+
+
+def test_model_left_in_eval_mode_by_a_callback(tmp_path):
+    """transformers sets training mode before every micro-batch; callbacks rely on it."""
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        model.layers[3].eval() if state.global_step % 2 else model.eval()
+
+    compare(tmp_path, "plain", callback=callback(on_step_end=on_step_end))
+
+
+# ---- Calls in any order --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("event", ["on_step_end", "on_epoch_end", "on_epoch_begin", "on_train_begin", "on_substep_end"])
+def test_evaluate_and_predict_from_a_callback(tmp_path, event):
+    def script(trainer):
+        def handler(self, args, state, control, **kwargs):
+            trainer.evaluate(plain_data()[:5], metric_key_prefix="inner")
+            trainer.predict(plain_data()[:3])
+
+        trainer.add_callback(
+            callback(**{event: handler})(importlib.import_module(type(trainer).__module__.split(".")[0]))
+        )
         trainer.train()
-        return record(trainer, recorder, folder)
 
-    alike(run)
-
-
-#: Event → the step at which it is announced and the switch is set. test_callbacks.py::test_control has the others.
-ANNOUNCED = {
-    "on_init_end": 0,
-    "on_train_begin": 0,
-    "on_epoch_begin": 4,
-    "on_epoch_end": 4,
-    "on_substep_end": 2,
-    "on_pre_optimizer_step": 2,
-    "on_optimizer_step": 2,
-    "on_log": 6,
-    "on_evaluate": 3,
-    "on_prediction_step": 3,
-    "on_save": 4,
-    "on_train_end": 8,
-}
+    compare(tmp_path, "plain", script=script, gradient_accumulation_steps=2, max_steps=4)
 
 
-@pytest.mark.parametrize("switch", SWITCHES)
-@pytest.mark.parametrize("event", ANNOUNCED)
-def test_switches(tmp_path, event, switch):
-    run_both(tmp_path, lambda library: setting_callback(library, event, ANNOUNCED[event], switch, anew=False))
+def sizes(prediction):
+    return {"sizes": [list(prediction.predictions.shape), list(prediction.label_ids.shape)]}
 
 
-@pytest.mark.parametrize("event", ANNOUNCED)
-def test_switches_on_a_new_object(tmp_path, event):
-    run_both(tmp_path, lambda library: setting_callback(library, event, ANNOUNCED[event], "should_evaluate", anew=True))
+@pytest.mark.parametrize("order", ["evaluate first", "train first"])
+@pytest.mark.parametrize(("model", "bf16"), [("plain", False), ("plain", True), ("bert", True), ("llama", False)])
+def test_evaluate_and_predict(tmp_path, model, bf16, order):
+    def script(trainer):
+        if order == "evaluate first":
+            trainer.evaluate()
+        trainer.train()
+        metrics, output = trainer.evaluate(), trainer.predict(trainer.eval_dataset, metric_key_prefix="try")
+        found = list(metrics), sorted(output.metrics), output.metrics["try_sizes"], trainer.model.training
+        return found, exactly([output.predictions, output.label_ids])
+
+    compare(tmp_path, model, script=script, trainer={"compute_metrics": sizes}, max_steps=3, bf16=bf16)
 
 
-# ---- States ------------------------------------------------------------------------------------------------------
+def test_train_twice(tmp_path):
+    def script(trainer):
+        trainer.train()
+        trainer.args.max_steps = 7
+        trainer.train()
+
+    compare(tmp_path, "plain", script=script, max_steps=4)
 
 
-def counting_callback(library: Any) -> Any:
-    exportable = importlib.import_module(f"{library.__name__}.trainer_callback").ExportableState
+def test_metrics_that_evaluate_something_else(tmp_path):
+    def script(trainer):
+        def metrics(prediction):
+            trainer.compute_metrics = None
+            inner = trainer.predict(plain_data()[:5]).predictions.sum()
+            return {"inner": float(inner), "big": 10**400, "x/dataloader_idx_0": 1.0}
 
-    class Counting(library.TrainerCallback, exportable):
+        trainer.compute_metrics = metrics
+        trainer.evaluate()
+
+    compare(tmp_path, "plain", script=script)
+
+
+# ---- States of callbacks -----------------------------------------------------------------------------------------
+
+
+def counting_callback(library: str) -> Any:
+    module = importlib.import_module(f"{library}.trainer_callback")
+
+    class Counting(module.TrainerCallback, module.ExportableState):
         """Counts optimizer steps, on from where a checkpoint's left off."""
 
         def __init__(self, stride: int = 1) -> None:
-            self.stride = stride
-            self.count = 0
+            self.stride, self.count = stride, 0
 
         def on_step_end(self, args, state, control, **kwargs):
             self.count += self.stride
@@ -184,28 +235,27 @@ def counting_callback(library: Any) -> Any:
 def states_after_resuming(name: str, kind: type, folder: Any, restore: bool, strides: list[int]) -> tuple[Any, list]:
     """What a run of 8 steps saves of its callbacks, and what those of a run resumed at step 4 then hold."""
     settings = {**BEATS, "max_steps": 8, "restore_callback_states_from_checkpoint": restore}
-    given = [kind(stride) for stride in strides]
-    trainer, _ = build(name, "plain", folder, trainer={"callbacks": given}, **settings)
+    trainer, _ = build(name, "plain", folder, trainer={"callbacks": [kind(each) for each in strides]}, **settings)
     trainer.train()
-    fresh = [kind() for _ in strides]
-    resumed, _ = build(name, "plain", folder, trainer={"callbacks": fresh}, **settings)
+    resumed, _ = build(name, "plain", folder, trainer={"callbacks": [kind() for _ in strides]}, **settings)
     resumed.train(resume_from_checkpoint=str(folder / "checkpoint-4"))
     found = [(it.stride, it.count) for it in resumed.callback_handler.callbacks if type(it) is kind]
     return trainer.state.stateful_callbacks["Counting"], found
 
 
 @pytest.mark.parametrize("restore", [True, False])
-@pytest.mark.parametrize("bases", ["hftrainer", "transformers"])
+@pytest.mark.parametrize("bases", LIBRARIES)
 def test_state_of_a_callback(tmp_path, restore, bases):
     """Ours also saves and restores those built on transformers' classes."""
-    kinds = {name: counting_callback(importlib.import_module(name)) for name in {bases, "transformers"}}
-    ours = states_after_resuming("hftrainer", kinds[bases], tmp_path / "ours", restore, [2])
-    their_kind = kinds["transformers"]
-    assert ours == states_after_resuming("transformers", their_kind, tmp_path / "theirs", restore, [2])
+    ours, theirs = (
+        states_after_resuming(name, counting_callback(base), tmp_path / name, restore, [2])
+        for name, base in (("hftrainer", bases), ("transformers", "transformers"))
+    )
+    assert ours == theirs
     assert ours[1] == ([(2, 16)] if restore else [(1, 4)])
 
 
 def test_states_of_two_callbacks_of_one_class(tmp_path):
-    kind = counting_callback(importlib.import_module("hftrainer"))
+    kind = counting_callback("hftrainer")
     _, found = states_after_resuming("hftrainer", kind, tmp_path, True, [2, 5])
     assert found == [(2, 16), (5, 40)]

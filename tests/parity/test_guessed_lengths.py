@@ -1,16 +1,13 @@
 """Batch samplers whose `__len__` is a guess: all that they give is trained on and evaluated, as in transformers."""
 
 import itertools
-from pathlib import Path
 
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Sampler, SequentialSampler
 
-import hftrainer
 from hftrainer.data.samplers import gives_its_length
-from tests.support.parity import LIBRARIES, accuracy, alike, assert_same_weights, build, comparable, record
-from tests.support.tiny import make_plain, plain_data
+from tests.support.parity import accuracy, assert_same_weights, build, comparable, compare, exactly, subclass, train
 
 
 class Guessing:
@@ -44,114 +41,79 @@ class GuessingSampler(Sampler):
         return self.samples
 
 
-def trainer_class(train: Guessing, evaluation: Guessing):
-    def make(library):
-        class Own(library.Trainer):
-            def get_train_dataloader(self):
-                loader = DataLoader(self.train_dataset, batch_sampler=train, collate_fn=self.data_collator)
-                return self.accelerator.prepare(loader)
+def guessing(claimed_training, claimed_evaluation, left_out=0):
+    """A Trainer of loaders that claim to have so many batches; they have 10 and 5."""
 
-            def get_eval_dataloader(self, eval_dataset=None):
-                loader = DataLoader(self.eval_dataset, batch_sampler=evaluation, collate_fn=self.data_collator)
-                return self.accelerator.prepare(loader)
+    def loader(self, data, claimed):
+        sampler = Guessing(len(data), claimed, left_out)
+        return self.accelerator.prepare(DataLoader(data, batch_sampler=sampler, collate_fn=self.data_collator))
 
-            get_test_dataloader = get_eval_dataloader
+    def get_eval_dataloader(self, dataset=None):
+        return loader(self, self.eval_dataset, claimed_evaluation)
 
-        return Own
-
-    return make
-
-
-def run(library: str, folder: Path, train: Guessing, evaluation: Guessing, resume: str | None = None, **settings):
-    """Train, evaluate and predict; all that can be compared."""
-    trainer, recorder = build(
-        library,
-        "plain",
-        folder,
-        trainer_class=trainer_class(train, evaluation),
-        logging_steps=1,
-        eval_strategy="epoch",
-        trainer={"compute_metrics": accuracy},
-        **settings,
+    return subclass(
+        get_train_dataloader=lambda self: loader(self, self.train_dataset, claimed_training),
+        get_eval_dataloader=get_eval_dataloader,
+        get_test_dataloader=get_eval_dataloader,
     )
+
+
+SETTINGS = {"logging_steps": 1, "eval_strategy": "epoch", "trainer": {"compute_metrics": accuracy}}
+
+
+def use(trainer, resume=None):
+    """Train, evaluate and predict; all that can be compared."""
     output = trainer.train(resume_from_checkpoint=resume)
-    metrics = comparable([trainer.evaluate()])[0]
-    predictions = trainer.predict(trainer.eval_dataset)
-    found = record(trainer, recorder, folder)
-    sizes = output.global_step, output.training_loss, trainer.state.max_steps, trainer.state.epoch
-    return found, (sizes, metrics, predictions.predictions.tolist(), predictions.label_ids.tolist())
+    metrics = comparable([trainer.evaluate()])
+    predicted = trainer.predict(trainer.eval_dataset)
+    sizes = output.global_step, trainer.state.max_steps, trainer.state.epoch
+    return output.training_loss, sizes, metrics, exactly([predicted.predictions, predicted.label_ids])
 
 
-SAMPLES = len(plain_data())
-#: Batches that the training data and the evaluation data claim to have; they have 10 and 5.
-CLAIMS = [(10, 5), (9, 4), (6, 2), (1, 1), (11, 6), (15, 50)]
-
-
-@pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("left_out", [0, 3])
-@pytest.mark.parametrize("claimed", CLAIMS)
+@pytest.mark.parametrize(("left_out", "accumulation"), [(0, 3), (3, 1)])
+@pytest.mark.parametrize("claimed", [(10, 5), (9, 4), (6, 2), (1, 1), (11, 6), (15, 50)])
 def test_all_that_comes_is_used(tmp_path, claimed, left_out, accumulation):
-    def run_one(library):
-        samplers = [Guessing(*each, left_out) for each in zip((SAMPLES, 19), claimed, strict=True)]
-        settings = {"save_strategy": "no", "gradient_accumulation_steps": accumulation}
-        found, found.extra["outcome"] = run(library, tmp_path / library, *samplers, **settings)
-        return found
-
-    alike(run_one)
+    settings = {**SETTINGS, "trainer_class": guessing(*claimed, left_out)}
+    compare(tmp_path, "plain", script=use, gradient_accumulation_steps=accumulation, **settings)
 
 
 @pytest.mark.parametrize("claimed", [3, 5, 9])
 def test_metrics_batch_by_batch_end_with_the_last(tmp_path, claimed):
     """`compute_result` is True for the batch that is the last, not for that whose number is the length."""
-    results = {}
-    for library in LIBRARIES:
-        seen: list[bool] = []
 
-        def metric(prediction, compute_result, seen=seen):
-            seen.append(compute_result)
-            return {"batches": len(seen)}
+    def script(trainer):
+        seen = []
+        trainer.compute_metrics = lambda _, compute_result: seen.append(compute_result) or {"batches": len(seen)}
+        return trainer.evaluate()["eval_batches"], seen
 
-        trainer, _ = build(
-            library,
-            "plain",
-            tmp_path / library,
-            trainer_class=trainer_class(Guessing(SAMPLES, 10), Guessing(19, claimed)),
-            trainer={"compute_metrics": metric},
-            batch_eval_metrics=True,
-        )
-        results[library] = trainer.evaluate()["eval_batches"], seen
-    assert results["hftrainer"] == results["transformers"] == (5, [False] * 4 + [True])
+    given = {"trainer": {"compute_metrics": lambda _, compute_result: {}}, "trainer_class": guessing(10, claimed)}
+    ours = compare(tmp_path, "plain", script=script, batch_eval_metrics=True, **given)
+    assert ours.extra["script"] == (5, [False] * 4 + [True])
 
 
 @pytest.mark.parametrize("claimed", [8, 14])
 @pytest.mark.parametrize("step", [4, 13])
 def test_resumed(tmp_path, claimed, step):
     """A run goes on from the middle of an epoch that is shorter or longer than it says."""
-    make = (Guessing(SAMPLES, claimed), Guessing(19, 3))
-    whole, of_whole = run("hftrainer", tmp_path / "whole", *make, save_strategy="steps", save_steps=step)
-    folder = tmp_path / "whole" / f"checkpoint-{step}"
-    resumed, of_resumed = run("hftrainer", tmp_path / "resumed", *make, resume=str(folder), save_strategy="no")
-    assert of_resumed[0][0] == of_whole[0][0]
-    assert of_resumed[0][2:] == of_whole[0][2:]
+    settings = {**SETTINGS, "trainer_class": guessing(claimed, 3), "save_strategy": "steps", "save_steps": step}
+    whole = train("hftrainer", "plain", tmp_path, script=use, **settings)
+    checkpoint = str(tmp_path / f"checkpoint-{step}")
+    resumed = train("hftrainer", "plain", tmp_path, script=lambda trainer: use(trainer, checkpoint), **settings)
+    assert resumed.extra["script"][1:] == whole.extra["script"][1:]
     assert_same_weights(resumed.weights, whole.weights)
-    count = len(whole.logs)
-    assert resumed.logs[: count - 2] == whole.logs[: count - 2]  # but for the mean loss, and the evaluation after it
+    count = len(whole.logs) - 2  # but for the mean loss, and the evaluation after it
+    assert resumed.logs[:count] == whole.logs[:count]
 
 
 def test_share_of_an_evaluation(tmp_path):
     """Lightning's `limit_val_batches` as a share needs a length, and takes the guess."""
-    trainer, _ = build(
-        "hftrainer",
-        "plain",
-        tmp_path,
-        trainer_class=trainer_class(Guessing(SAMPLES, 10), Guessing(19, 4)),
-        lightning_config={"limit_val_batches": 0.5},
-    )
+    settings = {"trainer_class": guessing(10, 4), "lightning_config": {"limit_val_batches": 0.5}}
+    trainer, _ = build("hftrainer", "plain", tmp_path, **settings)
     assert trainer.evaluate()
     assert trainer._hftrainer.engine.trainer.validate_loop.batch_progress.total.completed == 2
 
 
-def test_which_lengths_are_sure():
+def test_which_lengths_are_sure(tmp_path):
     data = list(range(10))
     sure = [
         DataLoader(data, 3),
@@ -164,13 +126,9 @@ def test_which_lengths_are_sure():
         DataLoader(data, 3, sampler=GuessingSampler(10)),
         DataLoader(data, batch_size=None, sampler=GuessingSampler(10)),
         DataLoader(data, batch_sampler=BatchSampler(GuessingSampler(10), 3, drop_last=True)),
-        itertools.repeat(data, 3),
     ]
-    args = hftrainer.TrainingArguments("unused", use_cpu=True, report_to="none")
-    trainer = hftrainer.Trainer(make_plain(), args)
-    for loader in sure:
-        assert gives_its_length(loader) and gives_its_length(trainer.accelerator.prepare(loader))
-    for loader in guessed:
-        assert not gives_its_length(loader)
-    for loader in guessed[:4]:
-        assert not gives_its_length(trainer.accelerator.prepare(loader))
+    trainer, _ = build("hftrainer", "plain", tmp_path)
+    for loaders, expected in ((sure, True), (guessed, False)):
+        for loader in loaders:
+            assert gives_its_length(loader) is gives_its_length(trainer.accelerator.prepare(loader)) is expected
+    assert not gives_its_length(itertools.repeat(data, 3))

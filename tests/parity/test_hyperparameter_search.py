@@ -2,14 +2,14 @@
 
 import functools
 import gc
-import importlib
 
 import optuna
 import pytest
 import torch
 
 from tests.support.differences import OWN_FILES
-from tests.support.parity import LIBRARIES, accuracy, build, comparable
+from tests.support.parity import accuracy, alike, assert_equal, build, callback, comparable
+from tests.support.searches import with_width
 from tests.support.tiny import Plain
 from tests.support.tracking import scalars
 
@@ -22,16 +22,9 @@ def _collect_quickly():
     gc.unfreeze()
 
 
-def make_model():
-    return Plain()
-
-
 def make_of_trial(trial):
     """A model whose width is searched; the Trainer makes one without a trial first."""
-    model = Plain()
-    width = 16 if trial is None else trial.suggest_categorical("width", [8, 16, 32])
-    model.layers = torch.nn.Sequential(torch.nn.Linear(8, width), torch.nn.ReLU(), torch.nn.Linear(width, 3))
-    return model
+    return with_width(16 if trial is None else trial.suggest_categorical("width", [8, 16, 32]))
 
 
 def space(trial):
@@ -68,35 +61,35 @@ CASES = {
     "the model of a trial": ({**EACH_EPOCH, "trainer": {"model_init": make_of_trial}}, {"hp_space": rates}),
     "pruned": (
         {"eval_strategy": "steps", "eval_steps": 2, "num_train_epochs": 3, "save_strategy": "steps", "save_steps": 4},
-        {"hp_space": rates, "n_trials": 8, "pruner": lambda: optuna.pruners.MedianPruner(2, 1)},
+        {"hp_space": rates, "n_trials": 8, "pruner": optuna.pruners.MedianPruner(2, 1)},
     ),
     "names": (EACH_EPOCH, {"hp_space": rates, "n_trials": 3, "hp_name": lambda trial: f"rate-{trial.number}"}),
 }
 
 
 def search(library, folder, settings, keywords):
-    """A search, and all that can be compared of it."""
+    """A search, all that can be compared of it, and its Trainer and study."""
     torch.manual_seed(0)
-    given = {"model_init": make_model, **settings.get("trainer", {})}
-    trainer, recorder = build(library, "plain", folder, **{**settings, "trainer": given})
-    logs = []
-    trainer.add_callback(keep_logs(library, logs))
-    keywords = {"n_trials": 5, **keywords, "sampler": optuna.samplers.TPESampler(seed=3, n_startup_trials=3)}
-    if "pruner" in keywords:
-        keywords["pruner"] = keywords["pruner"]()
-    studies = []
-    create_study = optuna.create_study
+    logs, studies, create_study = [], [], optuna.create_study
 
-    @functools.wraps(create_study)
+    def on_train_end(self, args, state, control, **kwargs):
+        """The log and the trial's name and hyperparameters of each run, when it ends."""
+        logs.append((comparable(state.log_history), state.is_hyper_param_search, state.trial_name, state.trial_params))
+        logs.append({name: getattr(args, name) for name in state.trial_params or () if hasattr(args, name)})
+
     def create(*args, **kwargs):
         studies.append(create_study(*args, **kwargs))
         return studies[-1]
 
+    given = {"model_init": Plain, **settings.get("trainer", {})}
+    settings = {**settings, "trainer": given, "callback": callback(on_train_end=on_train_end)}
+    trainer, recorder = build(library, "plain", folder, **settings)
+    keywords = {"n_trials": 5, **keywords, "sampler": optuna.samplers.TPESampler(seed=3, n_startup_trials=3)}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(optuna, "create_study", create)
+        patch.setattr(optuna, "create_study", functools.wraps(create_study)(create))
         best = trainer.hyperparameter_search(**keywords)
     (study,) = studies
-    return {
+    found = {
         "best": best,
         "trials": [(trial.state, trial.params, trial.values, trial.intermediate_values) for trial in study.trials],
         "events": recorder.events,
@@ -105,30 +98,17 @@ def search(library, folder, settings, keywords):
             str(path.relative_to(folder)): sorted({file.name for file in path.iterdir()} - OWN_FILES)
             for path in folder.glob("*/checkpoint-*")
         },
-        "trainer": trainer,
-        "study": study,
     }
-
-
-def keep_logs(library, logs):
-    class Keeper(importlib.import_module(library).TrainerCallback):
-        """The log and the trial's name and hyperparameters of each run, when it ends."""
-
-        def on_train_end(self, args, state, control, **kwargs):
-            logs.append((comparable(state.log_history), state.is_hyper_param_search))
-            logs.append((state.trial_name, state.trial_params))
-            logs.append({name: getattr(args, name) for name in state.trial_params or () if hasattr(args, name)})
-
-    return Keeper()
+    return found, trainer, study
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_same_search(tmp_path, case):
-    ours, theirs = (search(library, tmp_path / library, *CASES[case]) for library in ("hftrainer", "transformers"))
-    for what in theirs.keys() - {"trainer", "study"}:
+    ours, trainer, study = search("hftrainer", tmp_path / "hftrainer", *CASES[case])
+    theirs, _, _ = search("transformers", tmp_path / "transformers", *CASES[case])
+    for what in theirs:
         assert ours[what] == theirs[what], what
-    trainer = ours["trainer"]
-    assert trainer.hp_study is ours["study"] and trainer.hp_search_backend is None and trainer.model is None
+    assert trainer.hp_study is study and trainer.hp_search_backend is None and trainer.model is None
     states = [state.name for state, *_ in ours["trials"]]
     assert ("PRUNED" in states and "COMPLETE" in states) if case == "pruned" else set(states) == {"COMPLETE"}
     assert len({str(params) for _, params, *_ in ours["trials"]}) == len(states)  # no trial twice
@@ -136,25 +116,24 @@ def test_same_search(tmp_path, case):
 
 def test_best_arguments_by_hand(tmp_path):
     """The pattern of the documentation: the best values set one by one, and a training with them."""
-    finals = {}
-    for library in LIBRARIES:
-        found = search(library, tmp_path / library, EACH_EPOCH, {"hp_space": rates})
-        trainer = found["trainer"]
+
+    def run(library):
+        found, trainer, _ = search(library, tmp_path / library, EACH_EPOCH, {"hp_space": rates})
         for name, value in found["best"].hyperparameters.items():
             setattr(trainer.args, name, value)
         trainer.train()
-        finals[library] = comparable(trainer.state.log_history)
         assert trainer.state.trial_params is None
-    assert finals["hftrainer"] == finals["transformers"]
+        return comparable(trainer.state.log_history)
+
+    alike(run, assert_equal)
 
 
 def test_tensorboard_has_a_run_for_each_trial(tmp_path):
-    runs = {}
-    for library in LIBRARIES:
+    def run(library):
         names = {"hp_name": lambda trial: f"trial-{trial.number}", "hp_space": rates, "n_trials": 2}
         search(library, tmp_path / library, {**EACH_EPOCH, "report_to": "tensorboard"}, names)
-        folders = sorted((tmp_path / library).glob("runs/*/*"))
-        runs[library] = {folder.name: scalars(folder) for folder in folders}
-    assert runs["hftrainer"] == runs["transformers"]
-    assert list(runs["hftrainer"]) == ["trial-0", "trial-1"]
-    assert len(runs["hftrainer"]["trial-1"]["eval/loss"]) == 2
+        return {folder.name: scalars(folder) for folder in sorted((tmp_path / library).glob("runs/*/*"))}
+
+    ours = alike(run, assert_equal)
+    assert list(ours) == ["trial-0", "trial-1"]
+    assert len(ours["trial-1"]["eval/loss"]) == 2

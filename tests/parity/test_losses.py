@@ -1,6 +1,5 @@
-"""The loss that is trained and logged: functions of the user, label smoothing, losses that are not numbers."""
+"""The loss that is trained and logged: functions of the user, label smoothing, losses in parts, `log_metric`."""
 
-import importlib
 import logging
 
 import pytest
@@ -8,94 +7,61 @@ import torch
 from torch import nn
 
 import hftrainer
+from hftrainer.errors import InvalidArgument
 from tests.support.parity import (
     EVALUATED,
     EVERY_STEP,
     accuracy,
     alike,
     assert_equal,
-    both,
+    assert_same_weights,
     build,
     compare,
+    subclass,
     train,
 )
-from tests.support.tiny import MODELS, Plain, make_bert, make_plain, make_t5, plain_data, t5_data
+from tests.support.tiny import Plain, make_bert, make_plain, make_t5, plain_data, t5_data
+
+
+def make_without_loss():
+    model = make_plain()
+    original = model.forward
+    model.forward = lambda x, labels=None: original(x)
+    return model
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_compute_loss_func(tmp_path, accumulation):
+    counts = set()
+
     def loss_func(outputs, labels, num_items_in_batch=None):
-        summed = torch.nn.functional.cross_entropy(outputs["logits"], labels, reduction="sum")
-        return summed / (num_items_in_batch if num_items_in_batch is not None else len(labels))
+        summed = nn.functional.cross_entropy(outputs["logits"], labels, reduction="sum")
+        if num_items_in_batch is None:
+            return summed / len(labels)
+        counts.add(num_items_in_batch.dtype)
+        return summed / num_items_in_batch
 
-    def make():
-        model = make_plain()
-        original = model.forward
-        model.forward = lambda x, labels=None: original(x)
-        return model
-
-    def run(name):
-        given = {"model": make(), "compute_loss_func": loss_func, "compute_metrics": accuracy}
-        settings = {"gradient_accumulation_steps": accumulation, **EVERY_STEP}
-        return train(name, "plain", tmp_path / name, trainer=given, **settings)
-
-    alike(run)
+    given = {"compute_loss_func": loss_func, "compute_metrics": accuracy}
+    settings = {"gradient_accumulation_steps": accumulation, **EVERY_STEP}
+    compare(tmp_path, "plain", trainer=lambda: {"model": make_without_loss(), **given}, **settings)
+    assert counts == {torch.float32}
 
 
 @pytest.mark.parametrize("logging_steps", [1, 4])  # a line of one step has no losses before the one that is left out
 @pytest.mark.parametrize("filtered", [True, False])
 def test_nan_losses(tmp_path, filtered, logging_steps):
-    settings = {
-        "logging_nan_inf_filter": filtered,
-        "logging_steps": logging_steps,
-        "train_sampling_strategy": "sequential",
-        "num_train_epochs": 1,
-    }
-    losses = []
-    for name in ("hftrainer", "transformers"):
-        data = plain_data()
-        for sample in data[8:12]:
-            sample["labels"] = torch.tensor(-100)  # a batch of these has no mean
-        logs = train(name, "plain", tmp_path / name, trainer={"train_dataset": data}, **settings).logs
-        losses.append([str(line["loss"]) for line in logs if "loss" in line])  # nan is not equal to itself
-    assert losses[0] == losses[1]
-    assert losses[0].count("nan") == (0 if filtered else 8 // logging_steps)  # without the filter it stays
-
-
-def test_items_in_batch_are_float32(tmp_path):
-    seen = set()
-
-    def loss_func(outputs, labels, num_items_in_batch=None):
-        seen.add((num_items_in_batch.dtype, float(num_items_in_batch)))
-        return torch.nn.functional.cross_entropy(outputs["logits"], labels, reduction="sum") / num_items_in_batch
-
-    def make():
-        model = make_plain()
-        original = model.forward
-        model.forward = lambda x, labels=None: original(x)
-        return {"model": model, "compute_loss_func": loss_func}
-
-    both(tmp_path, make, gradient_accumulation_steps=3)
-    assert {dtype for dtype, _ in seen} == {torch.float32}
-
-
-def decoder_data(count=38):
-    """With the decoder's inputs, which a model cannot make of labels that the smoother has taken."""
-    shift = make_t5()._shift_right
-    return [{**row, "decoder_input_ids": shift(row["labels"][None])[0]} for row in t5_data(count)]
-
-
-MODELS.setdefault("t5", (make_t5, decoder_data))
-
-
-@pytest.mark.parametrize("model", ["bert", "llama", "peft", "t5"])
-@pytest.mark.parametrize("accumulation", [1, 3])
-def test_label_smoothing(tmp_path, model, accumulation):
-    """The shift of causal models included; `num_items_in_batch` divides where the model takes it."""
-    settings = {"label_smoothing_factor": 0.2, "gradient_accumulation_steps": accumulation, **EVALUATED}
-    smoothed = compare(tmp_path, model, **settings)
-    plain = train("hftrainer", model, tmp_path / "plain", **{**settings, "label_smoothing_factor": 0.0})
-    assert smoothed.logs[0]["loss"] != plain.logs[0]["loss"]
+    data = plain_data()
+    for sample in data[8:12]:
+        sample["labels"] = torch.tensor(-100)  # a batch of these has no mean
+    settings = {"train_sampling_strategy": "sequential", "num_train_epochs": 1, "trainer": {"train_dataset": data}}
+    settings |= {"logging_nan_inf_filter": filtered, "logging_steps": logging_steps}
+    losses = alike(
+        lambda name: [
+            str(line["loss"]) for line in train(name, "plain", tmp_path / name, **settings).logs if "loss" in line
+        ],
+        assert_equal,
+    )
+    assert losses.count("nan") == (0 if filtered else 8 // logging_steps)  # without the filter it stays
 
 
 class NumberEach(nn.Module):
@@ -109,42 +75,13 @@ class NumberEach(nn.Module):
         return self.scale * x
 
 
-MODELS.setdefault("number each", (NumberEach, lambda: [{"x": float(number)} for number in range(38)]))
-
-
 def test_first_number_is_the_loss(tmp_path, caplog):
     """Of a model that returns a number for each row; the evaluation has no labels and no loss."""
     hftrainer.training.loss._warn_once.cache_clear()
-    ours = compare(tmp_path, "number each", **EVALUATED)
+    ours = compare(tmp_path, (NumberEach, lambda: [{"x": float(number)} for number in range(38)]), **EVALUATED)
     assert ours.logs[0]["loss"] != 0
     (said,) = {line.message for line in caplog.records if line.name == "hftrainer.training.loss"}
     assert "the first of them is the loss" in said
-
-
-def test_label_smoothing_in_seq2seq(tmp_path):
-    def run(name):
-        library = importlib.import_module(name)
-        args = library.Seq2SeqTrainingArguments(
-            str(tmp_path),
-            label_smoothing_factor=0.1,
-            predict_with_generate=True,
-            generation_max_length=6,
-            use_cpu=True,
-            disable_tqdm=True,
-            report_to="none",
-        )
-        trainer = library.Seq2SeqTrainer(make_t5(), args, compute_metrics=lambda p: {})
-        return trainer.evaluate(decoder_data(5))["eval_loss"]
-
-    alike(run, assert_equal)
-
-
-def test_label_smoothing_of_several_labels(tmp_path):
-    model = make_bert()
-    model.config.problem_type = "multi_label_classification"
-    args = hftrainer.TrainingArguments(str(tmp_path), label_smoothing_factor=0.1, use_cpu=True)
-    with pytest.warns(UserWarning, match="label_smoothing_factor"):
-        assert hftrainer.Trainer(model, args).label_smoother is None
 
 
 class Dirty(Plain):
@@ -162,7 +99,154 @@ def test_warning_of_a_loss_that_is_no_number(tmp_path, caplog):
     trainer, _ = build("hftrainer", "plain", tmp_path, trainer={"model": Dirty()}, max_steps=6)
     with caplog.at_level(logging.WARNING, logger="hftrainer"):
         trainer.train()
-    said = [message for message in caplog.messages if "The loss is nan at optimizer step 3" in message]
-    assert len(said) == 1
-    assert "learning_rate" in said[0] and "underflow_overflow" in said[0]
-    assert not [message for message in caplog.messages if "step 5" in message]
+    (said,) = [message for message in caplog.messages if "The loss is nan at optimizer step" in message]
+    assert all(words in said for words in ("step 3", "learning_rate", "underflow_overflow"))
+
+
+# ---- Label smoothing ---------------------------------------------------------------------------------------------
+
+
+def decoder_data(count=38):
+    """With the decoder's inputs, which a model cannot make of labels that the smoother has taken."""
+    shift = make_t5()._shift_right
+    return [{**row, "decoder_input_ids": shift(row["labels"][None])[0]} for row in t5_data(count)]
+
+
+@pytest.mark.parametrize("model", ["bert", "llama", "peft", (make_t5, decoder_data)])
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_label_smoothing(tmp_path, model, accumulation):
+    """The shift of causal models included; `num_items_in_batch` divides where the model takes it."""
+    settings = {"gradient_accumulation_steps": accumulation, **EVALUATED}
+    smoothed = compare(tmp_path, model, label_smoothing_factor=0.2, **settings)
+    plain = train("hftrainer", model, tmp_path / "plain", **settings)
+    assert smoothed.logs[0]["loss"] != plain.logs[0]["loss"]
+
+
+def test_label_smoothing_in_seq2seq(tmp_path):
+    settings = {"predict_with_generate": True, "generation_max_length": 6, "label_smoothing_factor": 0.1}
+    compare(
+        tmp_path,
+        (make_t5, decoder_data),
+        kind="Seq2Seq",
+        script=lambda trainer: trainer.evaluate() and None,
+        **settings,
+    )
+
+
+def test_label_smoothing_of_several_labels(tmp_path):
+    model = make_bert()
+    model.config.problem_type = "multi_label_classification"
+    with pytest.warns(UserWarning, match="label_smoothing_factor"):
+        trainer, _ = build("hftrainer", "bert", tmp_path, trainer={"model": model}, label_smoothing_factor=0.1)
+    assert trainer.label_smoother is None
+
+
+# ---- Several losses, and `log_metric` ----------------------------------------------------------------------------
+
+
+class TwoLosses(Plain):
+    """Returns its loss in parts."""
+
+    def __init__(self, with_total=True):
+        torch.manual_seed(1)
+        super().__init__()
+        self.with_total = with_total
+
+    def forward(self, x, labels=None):
+        outputs = super().forward(x, labels)
+        size = outputs["logits"].square().mean()
+        total = {"loss": outputs["loss"] + size} if self.with_total else {}
+        return {"loss": {"entropy": outputs["loss"], "size": size, **total}, "logits": outputs["logits"]}
+
+
+def losses_of(combine):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**inputs)
+        loss = combine(outputs["loss"], outputs["logits"].square().mean())
+        return (loss, outputs) if return_outputs else loss
+
+    return subclass(compute_loss=compute_loss)
+
+
+IN_PARTS = {
+    "model": {"trainer": lambda: {"model": TwoLosses()}},
+    "model without a total": {"trainer": lambda: {"model": TwoLosses(with_total=False)}},
+    "compute_loss": {"trainer_class": losses_of(lambda entropy, size: {"entropy": entropy, "size": size})},
+}
+
+
+@pytest.mark.parametrize("where", IN_PARTS)
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_several_losses(tmp_path, where, accumulation):
+    settings = {"gradient_accumulation_steps": accumulation, **EVALUATED}
+    parts = train("hftrainer", "plain", tmp_path / "parts", **settings, **IN_PARTS[where])
+    summed = losses_of(lambda entropy, size: entropy + size)
+    whole = train("hftrainer", "plain", tmp_path / "whole", trainer_class=summed, **settings)
+    assert_same_weights(parts.weights, whole.weights)
+    for ours, theirs in zip(parts.logs, whole.logs, strict=True):
+        assert [ours.get(name) for name in ("loss", "eval_loss")] == [
+            theirs.get(name) for name in ("loss", "eval_loss")
+        ]
+        if "learning_rate" in ours:
+            assert ours["entropy"] + ours["size"] == pytest.approx(ours["loss"], rel=1e-5)
+
+
+def lines_of(found):
+    return [line for line in found.logs if "learning_rate" in line]
+
+
+def test_log_metric(tmp_path):
+    """The mean over all steps since the last log line; nothing is read in between."""
+
+    def compute_loss(self, *args, **kwargs):
+        step = self.state.global_step
+        self.log_metric("twice", 2.0 * step)
+        self.log_metric("tensor", torch.tensor(float(step), requires_grad=True) + 1)
+        if step == 2:
+            self.log_metric("seldom", 7)
+        return super(type(self), self).compute_loss(*args, **kwargs)
+
+    settings = {"max_steps": 6, "logging_steps": 3}
+    own = subclass(compute_loss=compute_loss)
+    lines = lines_of(train("hftrainer", "plain", tmp_path / "own", trainer_class=own, **settings))
+    plain = lines_of(train("hftrainer", "plain", tmp_path / "plain", **settings))
+    assert [[line.get(name) for line in lines] for name in ("twice", "tensor", "seldom")] == [[2, 8], [2, 5], [7, None]]
+    assert [line["loss"] for line in lines] == [line["loss"] for line in plain]
+
+
+def test_no_further_transfer(tmp_path, monkeypatch):
+    """One read of the device per log line, however many numbers it has."""
+    reads = []
+    original = torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda self: reads.append(self.shape) or original(self))
+    train("hftrainer", "plain", tmp_path, trainer={"model": TwoLosses()}, max_steps=4, logging_steps=2)
+    assert [shape for shape in reads if shape == (3,)] == [(3,), (3,)]
+
+
+def test_log_metric_is_about_training(tmp_path):
+    """Values of an evaluation, and of a run before, are no part of the mean."""
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        self.log_metric("training", float(model.training))
+        self.log_metric("size", len(inputs["x"]))
+        return super(type(self), self).compute_loss(model, inputs, *args, **kwargs)
+
+    settings = {"max_steps": 5, "trainer_class": subclass(compute_loss=compute_loss), **EVALUATED}
+    trainer, _ = build("hftrainer", "plain", tmp_path, **settings)
+    trainer.evaluate()
+    for _ in range(2):
+        trainer.train()
+        lines = [line for line in trainer.state.log_history if "learning_rate" in line]
+        assert [(line["training"], line["size"]) for line in lines] == [(1.0, 4.0)] * 2
+
+
+@pytest.mark.parametrize("wrong", ["loss", "metric"])
+def test_what_cannot_be_logged(tmp_path, wrong):
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        loss, outputs = super(type(self), self).compute_loss(model, inputs, True)
+        if wrong == "metric":
+            self.log_metric("logits", outputs["logits"])
+        return {"loss": loss, "aux": None, "logits": outputs["logits"]}
+
+    with pytest.raises(InvalidArgument, match=r"'logits' cannot be logged: it is a tensor of shape \(4, 3\)"):
+        train("hftrainer", "plain", tmp_path, trainer_class=subclass(compute_loss=compute_loss), max_steps=1)

@@ -1,4 +1,4 @@
-"""What arguments change about a model: NEFTune, checkpointed activations, compilation, liger kernels."""
+"""Models of other kinds, and what arguments change about a model: NEFTune, checkpointed activations, compilation."""
 
 import sys
 import types
@@ -8,38 +8,93 @@ import torch
 from torch import nn
 
 from hftrainer.errors import InvalidArgument, MissingPackage
-from tests.support.parity import EVALUATED, alike, assert_same_weights, build, compare, train
-from tests.support.tiny import make_plain
+from tests.support.parity import EVALUATED, EVERY_STEP, alike, assert_same_weights, build, compare, train
+from tests.support.tiny import Plain, make_plain, plain_data
 
 
-def test_compiling_in_place(tmp_path):
-    """What is advised while torch_compile is planned."""
+@pytest.mark.parametrize("model", ["tuple", "peft"])
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_other_models(tmp_path, model, accumulation):
+    compare(tmp_path, model, gradient_accumulation_steps=accumulation, **EVERY_STEP, load_best_model_at_end=True)
 
-    def make():
-        model = make_plain()
-        model.compile(backend="eager")
-        return {"model": model}
 
-    trained = train("hftrainer", "plain", tmp_path / "compiled", trainer=make(), max_steps=3)
-    plain = train("hftrainer", "plain", tmp_path / "plain", max_steps=3)
-    assert trained.logs == plain.logs
+def test_model_init(tmp_path):
+    compare(tmp_path, "plain", trainer={"model_init": lambda: Plain()})
+
+
+class Remembers(Plain):
+    """Gets its own output back as `mems`, as XLNet does."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def forward(self, x, labels=None, mems=None):
+        self.seen.append(mems is not None)
+        outputs = super().forward(x, labels)
+        state = outputs["logits"].detach()
+        return (outputs["loss"], state) if labels is not None else (state, state)
+
+
+@pytest.mark.parametrize(("index", "again"), [(1, True), (-1, False)])
+def test_past_index(tmp_path, index, again):
+    """As documented until v4.57: an output of each step goes into the next, and begins anew with each epoch."""
+    given = {"model": Remembers(), "train_dataset": plain_data(8), "eval_dataset": plain_data(16)}
+    trainer, _ = build("hftrainer", "plain", tmp_path, trainer=given, past_index=index)
+    trainer.train()
+    trainer.evaluate()
+    assert trainer.model.seen == [False, again] * 3  # two epochs of two steps, and two batches
+
+
+def test_emptied_caches(tmp_path, monkeypatch):
+    emptied = []
+    monkeypatch.setattr("hftrainer.parallel.devices.empty_cache", lambda: emptied.append(1))
+    compare(tmp_path, "plain", torch_empty_cache_steps=3, max_steps=7)
+    assert len(emptied) == 3  # before steps 1, 4 and 7
+
+
+def test_tokens_per_second(tmp_path):
+    """As v4.48 reports it: at the end of training, of all input tokens."""
+    with_it, without = (
+        build("hftrainer", "llama", tmp_path, include_tokens_per_second=included, max_steps=3)[0].train().metrics
+        for included in (True, False)
+    )
+    assert with_it["train_tokens_per_second"] == pytest.approx(3 * 4 * 12 / with_it["train_runtime"], rel=0.05)
+    assert "train_tokens_per_second" not in without
+
+
+def test_flos(tmp_path):
+    assert compare(tmp_path, "bert", gradient_accumulation_steps=3).logs[-1]["total_flos"] > 0
+
+
+# ---- NEFTune, checkpointed activations ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("model", ["bert", "llama", "peft"])
 def test_neftune(tmp_path, model):
-    noisy = compare(tmp_path, model, neftune_noise_alpha=5.0, **EVALUATED)
+    """The noise is taken off at the end."""
+
+    def script(trainer):
+        embeddings = trainer.model.get_input_embeddings()
+        trainer.train()
+        return len(embeddings._forward_hooks)
+
+    noisy = compare(tmp_path, model, script=script, neftune_noise_alpha=5.0, **EVALUATED)
     quiet = train("hftrainer", model, tmp_path / "quiet", **EVALUATED)
     assert noisy.logs[0]["loss"] != quiet.logs[0]["loss"]
+    assert noisy.extra["script"] == 0
 
 
-def test_neftune_is_taken_off(tmp_path):
-    trainer, _ = build("hftrainer", "bert", tmp_path, neftune_noise_alpha=5.0, max_steps=1)
-    embeddings = trainer.model.get_input_embeddings()
-    trainer.train()
-    assert not embeddings._forward_hooks
-    plain, _ = build("hftrainer", "plain", tmp_path, neftune_noise_alpha=5.0)
-    with pytest.raises(InvalidArgument, match="Plain has no get_input_embeddings"):
-        plain.train()
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"neftune_noise_alpha": 5.0}, "Plain has no get_input_embeddings"),
+        ({"gradient_checkpointing": True}, "which Plain lacks: add it"),
+    ],
+)
+def test_model_that_lacks_the_method(tmp_path, settings, message):
+    with pytest.raises(InvalidArgument, match=message):
+        train("hftrainer", "plain", tmp_path, **settings)
 
 
 @pytest.mark.parametrize("kwargs", [None, {"use_reentrant": False}, {"use_reentrant": False, "every_n_layers": 2}])
@@ -52,39 +107,45 @@ def test_activation_checkpointing(tmp_path, model, kwargs):
 
 
 def test_activations_are_computed_again(tmp_path):
-    """By the name of v4 too; and a model without it says so."""
+    """By the name of v4 too."""
     calls = []
     trainer, _ = build("hftrainer", "llama", tmp_path, gradient_checkpointing=True, max_steps=1)
     trainer.model.model.layers[0].mlp.act_fn.register_forward_hook(lambda *_: calls.append(1))
     trainer.train()
     assert len(calls) == 2  # forward, and again in backward
-    plain, _ = build("hftrainer", "plain", tmp_path, gradient_checkpointing=True)
-    with pytest.raises(InvalidArgument, match=r"which Plain lacks: add it"):
-        plain.train()
 
 
-@pytest.mark.parametrize("model", ["plain", "bert"])
-@pytest.mark.parametrize("bf16", [False, True])
+# ---- Compilation, kernels ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("model", "bf16"), [("plain", False), ("bert", True)])
 def test_compilation(tmp_path, model, bf16):
-    settings = {"torch_compile_backend": "aot_eager", "max_steps": 4, "bf16": bf16, "logging_steps": 1}
-
     def run(library):
         torch._dynamo.reset()
+        settings = {"torch_compile_backend": "aot_eager", "max_steps": 4, "bf16": bf16, "logging_steps": 1}
         return train(library, model, tmp_path / library, **settings)
 
     alike(run)
 
 
-def test_compilation_settings(tmp_path, monkeypatch):
+def test_compiling_in_place(tmp_path):
+    """By the script, before it makes the Trainer."""
+    model = make_plain()
+    model.compile(backend="eager")
+    trained = train("hftrainer", "plain", tmp_path / "compiled", trainer={"model": model}, max_steps=3)
+    plain = train("hftrainer", "plain", tmp_path / "plain", max_steps=3)
+    assert trained.logs == plain.logs
+
+
+@pytest.mark.parametrize(
+    ("settings", "mode"),
+    [({"torch_compile": True}, None), ({"torch_compile_mode": "reduce-overhead"}, "reduce-overhead")],
+)
+def test_compilation_settings(tmp_path, monkeypatch, settings, mode):
     asked = []
     monkeypatch.setattr(nn.Module, "compile", lambda self, **kwargs: asked.append(kwargs))
-    for settings in ({"torch_compile": True}, {"torch_compile_mode": "reduce-overhead"}):
-        trainer, _ = build("hftrainer", "plain", tmp_path, max_steps=1, **settings)
-        trainer.train()
-    assert asked == [
-        {"backend": "inductor", "mode": None, "fullgraph": False, "dynamic": None},
-        {"backend": "inductor", "mode": "reduce-overhead", "fullgraph": False, "dynamic": None},
-    ]
+    train("hftrainer", "plain", tmp_path, max_steps=1, **settings)
+    assert asked == [{"backend": "inductor", "mode": mode, "fullgraph": False, "dynamic": None}]
 
 
 def test_liger_kernel(tmp_path, monkeypatch):

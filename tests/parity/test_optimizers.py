@@ -1,4 +1,4 @@
-"""THE TABLE of optimizers and schedules: each equal to transformers', or why not. It ends the output of a test run."""
+"""Optimizers: each of `optim` equal to transformers', or why not; and those that the user brings."""
 
 import importlib
 import sys
@@ -8,29 +8,42 @@ import pytest
 import torch
 
 import hftrainer
-import hftrainer.optimization
 from hftrainer.errors import InvalidArgument, MissingPackage
 from hftrainer.optimization import SCHEDULES
+from hftrainer.optimizers.adamw_hf import AdamW
 from hftrainer.trainer_optimizer import OPTIMIZERS, optimizer_cls_and_kwargs
 from hftrainer.trainer_utils import OptimizerNames, SchedulerType
-from tests.support.parity import alike, assert_equal, assert_same, assert_same_weights, build, compare, train
+from tests.support.parity import (
+    EVALUATED,
+    alike,
+    assert_equal,
+    assert_same_weights,
+    build,
+    compare,
+    compare_resumed,
+    train,
+)
 from tests.support.tiny import make_llama, make_plain
 
 transformers = importlib.import_module("transformers")
 LOW_RANK = {"optim_target_modules": ["q_proj", "v_proj"], "optim_args": "rank=4,update_proj_gap=2"}
-#: Libraries that no index here has, or that need another machine.
-NOT_INSTALLABLE = {"adamw_torch_xla", "adamw_torch_npu_fused", "adamw_apex_fused", "adamw_anyprecision"}
+#: name → the module of a library that no index here has, or that needs another machine, and the class in it.
+NOT_INSTALLABLE = {
+    "adamw_torch_xla": ("torch_xla.amp.syncfree", "AdamW"),
+    "adamw_torch_npu_fused": ("torch_npu.optim", "NpuFusedAdamW"),
+    "adamw_apex_fused": ("apex.optimizers", "FusedAdam"),
+    "adamw_anyprecision": ("torchdistx.optimizers", "AnyPrecisionAdamW"),
+}
 #: Their kernels need a GPU: what would be built is compared.
 NEED_A_GPU = {"galore_adamw_8bit", "galore_adamw_8bit_layerwise", "adalomo"}
 #: transformers 5.23 no longer has it, or cannot build it.
 NO_PEER = {"adamw_hf", "adamw_apex_fused", "galore_adafactor_layerwise"}
-#: torchao compiles their steps.
-EQUAL = [name for name in OPTIMIZERS if name not in NOT_INSTALLABLE | NEED_A_GPU | NO_PEER]
+EQUAL = [name for name in OPTIMIZERS if name not in NOT_INSTALLABLE.keys() | NEED_A_GPU | NO_PEER]
 
 
-def settings_of(name):
+def settings_of(name, **more):
     low_rank = LOW_RANK if name.startswith(("galore", "apollo")) else {}
-    return {"optim": name, "max_steps": 6, "logging_steps": 1, "save_strategy": "no", **low_rank}
+    return {"optim": name, "max_steps": 6, "logging_steps": 1, "save_strategy": "no", **low_rank, **more}
 
 
 def test_every_name_is_in_the_table():
@@ -44,10 +57,12 @@ def test_every_name_is_in_the_table():
 def test_optimizer(tmp_path, name):
     layer_wise = name.endswith("layerwise")  # transformers steps them with the peak rate whatever the schedule says
     schedule = {"lr_scheduler_type": "constant"} if layer_wise else {"gradient_accumulation_steps": 2}
-    settings = {**settings_of(name), **schedule}
-    ours = compare(tmp_path, "llama", **settings)
-    moved = make_llama().state_dict()["lm_head.weight"]
-    assert not torch.equal(ours.weights["lm_head.weight"], moved)
+    ours = compare(tmp_path, "llama", **settings_of(name, **schedule))
+    assert not torch.equal(ours.weights["lm_head.weight"], make_llama().state_dict()["lm_head.weight"])
+
+
+def without_parameters(group):
+    return {key: value for key, value in group.items() if key != "params"}
 
 
 @pytest.mark.parametrize("name", sorted(NEED_A_GPU))
@@ -55,48 +70,30 @@ def test_what_would_be_built(tmp_path, name):
     """Class and keywords, but for the parameters, are those of transformers."""
 
     def run(library):
-        trainer, _ = build(library, "llama", tmp_path / library, **settings_of(name), lr_scheduler_type="constant")
+        trainer, _ = build(library, "llama", tmp_path / library, **settings_of(name, lr_scheduler_type="constant"))
         kind, kwargs = trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
-        groups = [
-            {key: len(value) if key == "params" else value for key, value in group.items()}
-            for group in kwargs.pop("params", [])
-        ]
-        inner = [
-            (type(own), {key: value for key, value in own.param_groups[0].items() if key != "params"})
-            for own in kwargs.pop("optimizer_dict", {}).values()
-        ]
-        return (kind.__name__, sorted(kwargs.keys() - {"model"}), groups if not inner else [], inner)
+        groups = [{**group, "params": len(group["params"])} for group in kwargs.pop("params", [])]
+        inner = kwargs.pop("optimizer_dict", {}).values()
+        built = [(type(each), without_parameters(each.param_groups[0])) for each in inner]
+        return (kind.__name__, sorted(kwargs.keys() - {"model"}), groups if not built else [], built)
 
     alike(run, assert_equal)
 
 
 @pytest.mark.parametrize("name", sorted(NOT_INSTALLABLE))
-def test_not_installable_here(tmp_path, name):
+def test_not_installable_here(tmp_path, monkeypatch, name):
+    """An error says how to install it; with a stand-in, it gets the keywords that transformers gives it."""
     trainer, _ = build("hftrainer", "llama", tmp_path, **settings_of(name))
     with pytest.raises(MissingPackage, match=f"optim='{name}' needs .*(pip install|build https)"):
         trainer.train()
 
-
-FAKES = {
-    "adamw_torch_xla": ("torch_xla.amp.syncfree", "AdamW"),
-    "adamw_torch_npu_fused": ("torch_npu.optim", "NpuFusedAdamW"),
-    "adamw_apex_fused": ("apex.optimizers", "FusedAdam"),
-    "adamw_anyprecision": ("torchdistx.optimizers", "AnyPrecisionAdamW"),
-}
-
-
-@pytest.mark.parametrize("name", sorted(NOT_INSTALLABLE))
-def test_built_when_it_is_there(tmp_path, monkeypatch, name):
-    """With a stand-in for the library: the keywords that it gets, as transformers gives them."""
-
-    module, attribute = FAKES[name]
-    parts = module.split(".")
-    for depth in range(1, len(parts) + 1):
-        monkeypatch.setitem(sys.modules, ".".join(parts[:depth]), types.ModuleType(".".join(parts[:depth])))
-
     class StandIn(torch.optim.AdamW):
         pass
 
+    module, attribute = NOT_INSTALLABLE[name]
+    parts = module.split(".")
+    for depth in range(1, len(parts) + 1):
+        monkeypatch.setitem(sys.modules, ".".join(parts[:depth]), types.ModuleType(".".join(parts[:depth])))
     setattr(sys.modules[module], attribute, StandIn)
     ours = optimizer_cls_and_kwargs(hftrainer.TrainingArguments(str(tmp_path), optim=name, use_cpu=True))
     assert ours[0] is StandIn
@@ -106,9 +103,7 @@ def test_built_when_it_is_there(tmp_path, monkeypatch, name):
 
 
 def test_adamw_of_old_releases():
-    """`adamw_hf`, gone in v5: one step by hand, and without decay and epsilon the same as torch's."""
-    from hftrainer.optimizers.adamw_hf import AdamW
-
+    """`adamw_hf`, gone in v5: one step by hand. tests/compat/test_adamw_hf.py compares it beside v4."""
     weight = torch.nn.Parameter(torch.tensor([1.0, -2.0]))
     weight.grad = torch.tensor([0.5, 0.1])
     AdamW([weight], lr=0.1, betas=(0.9, 0.99), eps=1e-3, weight_decay=0.5).step()
@@ -116,55 +111,38 @@ def test_adamw_of_old_releases():
     size = 0.1 * (1 - 0.99) ** 0.5 / (1 - 0.9)
     stepped = torch.tensor([1.0, -2.0]) - size * moment / (second.sqrt() + 1e-3)
     assert torch.allclose(weight, stepped * (1 - 0.1 * 0.5), atol=1e-6)
-    pair = [torch.nn.Linear(3, 2) for _ in range(2)]
-    pair[1].load_state_dict(pair[0].state_dict())
-    optimizers = (
-        AdamW(pair[0].parameters(), lr=0.1, eps=1e-12),
-        torch.optim.AdamW(pair[1].parameters(), lr=0.1, eps=1e-12, weight_decay=0),
-    )
-    for _ in range(5):
-        inputs = torch.randn(4, 3)
-        for layer, optimizer in zip(pair, optimizers, strict=True):
-            optimizer.zero_grad()
-            layer(inputs).square().sum().backward()
-            optimizer.step()
-    assert torch.allclose(pair[0].weight, pair[1].weight, atol=1e-5)
 
 
 def test_galore_adafactor_layerwise(tmp_path):
     """transformers cannot build it; ours is galore_adafactor, stepping within backward."""
-    settings = {**settings_of("galore_adafactor"), "max_grad_norm": 0.0}
 
     def run(name):
         model = make_llama()
-        model.config.attention_dropout = 0.0
         for layer in model.model.layers:  # the dummy optimizer draws a random number, and dropout would follow
             layer.self_attn.attention_dropout = 0.0
-        return train("hftrainer", "llama", tmp_path / name, **{**settings, "optim": name}, trainer={"model": model})
+        settings = {**settings_of("galore_adafactor"), "max_grad_norm": 0.0, "optim": name}
+        return train("hftrainer", "llama", tmp_path / name, **settings, trainer={"model": model})
 
     together, apart = run("galore_adafactor"), run("galore_adafactor_layerwise")
     assert_same_weights(apart.weights, together.weights)
+
+
+HALFWAY = {"save_strategy": "steps", "save_steps": 3}
 
 
 @pytest.mark.parametrize(
     "name", ["galore_adamw", "apollo_adamw", "adamw_torch_8bit", "schedule_free_adamw", "adafactor"]
 )
 def test_resume(tmp_path, name):
-    """Whatever an optimizer keeps comes back, from either library's checkpoint."""
-    settings = {**settings_of(name), "save_strategy": "steps", "save_steps": 3, "max_steps": 6}
-    whole = train("hftrainer", "llama", tmp_path / "ours", **settings)
-    train("transformers", "llama", tmp_path / "theirs", **settings)
-    for origin in ("ours", "theirs"):
-        resumed = train("hftrainer", "llama", tmp_path / "ours", str(tmp_path / origin / "checkpoint-3"), **settings)
-        assert_same_weights(resumed.weights, whole.weights)
+    """Whatever an optimizer keeps comes back."""
+    compare_resumed(tmp_path, "llama", 3, **settings_of(name, **HALFWAY))
 
 
 def test_layer_wise_optimizers_follow_the_schedule_and_resume(tmp_path):
-    name = "galore_adamw_layerwise"
-    settings = {**settings_of(name), "save_strategy": "steps", "save_steps": 3, "max_steps": 6}
-    whole = train("hftrainer", "llama", tmp_path / "whole", **settings)
-    trainer, _ = build("hftrainer", "llama", tmp_path / "whole", **settings)
-    trainer.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
+    settings = settings_of("galore_adamw_layerwise", **HALFWAY)
+    whole = train("hftrainer", "llama", tmp_path, **settings)
+    trainer, _ = build("hftrainer", "llama", tmp_path, **settings)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert_same_weights(dict(trainer.model.state_dict()), whole.weights)
     rates = {group["lr"] for own in trainer.optimizer.optimizer_dict.values() for group in own.param_groups}
     assert len(rates) == 1 and 0 < rates.pop() < trainer.args.learning_rate
@@ -187,34 +165,29 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "options"), OPTIONS, ids=[f"{name}-{i}" for i, (name, _) in enumerate(OPTIONS)])
+@pytest.mark.parametrize(("name", "options"), OPTIONS)
 def test_options(tmp_path, name, options):
-    settings = {**settings_of(name), "optim_args": options, "warmup_steps": 2}
-    compare(tmp_path, "llama", **settings)
+    compare(tmp_path, "llama", **settings_of(name, optim_args=options, warmup_steps=2))
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ".*mlp.*", ["q_proj", "lm_head"]], ids=["all", "pattern", "names"])
 def test_targets(tmp_path, targets):
-    settings = {**settings_of("galore_adamw"), "optim_target_modules": targets}
-    assert_same(
-        train("hftrainer", "llama", tmp_path / "ours", **settings),
-        train("transformers", "llama", tmp_path / "theirs", **settings),
-    )
+    compare(tmp_path, "llama", **settings_of("galore_adamw", optim_target_modules=targets))
 
 
 def test_embeddings_keep_their_precision(tmp_path):
     """bitsandbytes keeps 32 bits of an embedding's moments, in both libraries alike."""
-    states = []
-    for library in ("hftrainer", "transformers"):
+
+    def run(library):
         trainer, _ = build(library, "llama", tmp_path / library, optim="adamw_8bit", max_steps=1)
         big = torch.nn.Embedding(300, 16)
         trainer.model.set_input_embeddings(big)
         trainer.train()
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
-        states.append(optimizer.get_config(0, 0, optimizer.param_groups[0])["optim_bits"])
-        states.append(optimizer.state[big.weight]["state1"].dtype)
-    assert states[:2] == states[2:]
-    assert states[1] == torch.float32
+        bits = optimizer.get_config(0, 0, optimizer.param_groups[0])["optim_bits"]
+        return bits, optimizer.state[big.weight]["state1"].dtype
+
+    assert alike(run, assert_equal)[1] == torch.float32
 
 
 WRONG = [
@@ -230,7 +203,7 @@ WRONG = [
     ({"optim": "galore_adamw"}, "needs optim_target_modules"),
     ({"optim": "galore_adamw", "optim_target_modules": ["none_such"]}, "matches no linear layer of LlamaForCausalLM"),
     (
-        {**settings_of("galore_adamw_layerwise"), "gradient_accumulation_steps": 2},
+        settings_of("galore_adamw_layerwise", gradient_accumulation_steps=2),
         "gradient_accumulation_steps=2 is not possible: set it to 1",
     ),
     ({"optim": "schedule_free_adamw", "warmup_steps": 0.5}, "set warmup_steps to a number of steps, not 0.5"),
@@ -240,11 +213,8 @@ WRONG = [
     ({"lr_scheduler_type": "cosine_with_min_lr"}, "set min_lr, or min_lr_rate"),
     ({"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"lr_end": 9.0}}, "lr_end=9.0 must be below"),
     (
-        {
-            "lr_scheduler_type": "warmup_stable_decay",
-            "lr_scheduler_kwargs": {"num_decay_steps": 1, "decay_type": "sudden"},
-        },
-        "decay_type='sudden': choose one of linear, cosine, 1-sqrt",
+        {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": {"num_decay_steps": 1, "decay_type": "x"}},
+        "decay_type='x': choose one of linear, cosine, 1-sqrt",
     ),
 ]
 
@@ -255,7 +225,10 @@ def test_wrong(tmp_path, settings, message):
         train("hftrainer", "llama", tmp_path, **{"max_steps": 2, **settings})
 
 
-def test_optimizer_by_two_ways(tmp_path):
+# ---- Optimizers of the user --------------------------------------------------------------------------------------
+
+
+def test_optimizer_in_two_ways(tmp_path):
     model = make_plain()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     args = hftrainer.TrainingArguments(str(tmp_path), optim="adafactor", use_cpu=True)
@@ -265,15 +238,89 @@ def test_optimizer_by_two_ways(tmp_path):
         hftrainer.Trainer(model, args, optimizer_cls_and_kwargs=(torch.optim.SGD, {"lr": 0.1}))
 
 
-def test_optimizer_factory(tmp_path):
+class Factory:
     """Since v5.0 anything that is no optimizer class is made first, and then called with the model."""
 
-    class Factory:
-        def __call__(self, model, momentum):
-            return torch.optim.SGD(model.parameters(), lr=0.05, momentum=momentum)
+    def __call__(self, model, momentum):
+        return torch.optim.SGD(model.parameters(), lr=0.05, momentum=momentum)
 
-    settings = {"trainer": {"optimizer_cls_and_kwargs": (Factory, {"momentum": 0.5})}}
-    assert_same(
-        train("hftrainer", "plain", tmp_path / "ours", **settings),
-        train("transformers", "plain", tmp_path / "theirs", **settings),
-    )
+
+class Stubborn(torch.optim.Optimizer):
+    """Never calls its closure."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(p.grad, alpha=-group["lr"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "kwargs"),
+    [(torch.optim.Adagrad, {"lr": 0.05}), (Factory, {"momentum": 0.5}), (Stubborn, {"lr": 0.1})],
+)
+def test_optimizer_cls_and_kwargs(tmp_path, kind, kwargs):
+    compare(tmp_path, "plain", trainer={"optimizer_cls_and_kwargs": (kind, kwargs)})
+
+
+def with_sgd(make_schedule=lambda optimizer: None, lr=0.1, **options):
+    """Makes the model, its optimizer and a schedule for each run."""
+
+    def make():
+        model = make_plain()
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr, **options)
+        return {"model": model, "optimizers": (optimizer, make_schedule(optimizer))}
+
+    return make
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_optimizer_hooks_see_the_gradients(tmp_path, accumulation):
+    seen = []
+
+    def halve(optimizer, args, kwargs):
+        grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
+        seen.append(all(grad is not None for grad in grads))
+        for grad in grads:
+            grad.mul_(0.5)
+
+    given = with_sgd(lambda optimizer: optimizer.register_step_pre_hook(halve) and None)
+    compare(tmp_path, "plain", trainer=given, gradient_accumulation_steps=accumulation)
+    assert seen and all(seen)
+
+
+class OwnScheduler:
+    """All that transformers asks of a scheduler."""
+
+    def __init__(self, optimizer):
+        self.optimizer, self.steps = optimizer, 0
+
+    def step(self):
+        self.steps += 1
+
+    def get_last_lr(self):
+        return [0.1 / (1 + self.steps)]
+
+    def state_dict(self):
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state):
+        self.steps = state["steps"]
+
+
+SCHEDULERS = {
+    "step": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5),
+    "plateau": lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5),
+    "own": OwnScheduler,
+    "greedy": lambda optimizer: transformers.optimization.GreedyLR(optimizer, patience=0),  # none of torch's classes
+}
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_schedulers_of_the_user(tmp_path, kind):
+    given = with_sgd(SCHEDULERS[kind], lr=0.5, momentum=0.9 if kind == "step" else 0)
+    ours = compare(tmp_path, "plain", trainer=given, logging_steps=1, metric_for_best_model="loss", **EVALUATED)
+    assert len({line["learning_rate"] for line in ours.logs if "learning_rate" in line}) > 1

@@ -1,37 +1,47 @@
-"""Going on from a checkpoint: the end is that of the undisturbed run, whichever library wrote the checkpoint."""
+"""Going on from a checkpoint, and files of one library in the other: the end is that of the undisturbed run.
+
+`tests/compat/test_interchange.py` does this with v4.57.
+"""
 
 import functools
 import importlib
-import shutil
+import json
 
 import pytest
 import torch
+import transformers
+from peft import LoraConfig, PeftModel
+from safetensors.torch import load_file
 
-from tests.support.parity import alike, assert_equal, assert_same_weights, build, train
-from tests.support.tiny import Stream, plain_data
+from hftrainer.checkpointing import weights
+from tests.compat.interchange import make_adapters, make_tied
+from tests.support.differences import OWN_FILES
+from tests.support.parity import (
+    alike,
+    assert_equal,
+    assert_same,
+    assert_same_weights,
+    build,
+    copy_checkpoint,
+    subclass,
+    train,
+    with_own_step,
+)
+from tests.support.tiny import MODELS, Stream, language_data, make_llama, make_peft, plain_data
 
-# 10 micro-batches an epoch. With accumulation 3 an epoch has 4 optimizer steps, the last of 1 micro-batch.
-CASES = [
-    pytest.param(1, 4, id="mid-epoch"),
-    pytest.param(1, 10, id="epoch-end"),
-    pytest.param(1, 13, id="mid-second-epoch"),
-    pytest.param(3, 2, id="mid-epoch-accumulating"),
-    pytest.param(3, 4, id="epoch-end-accumulating"),
-    pytest.param(3, 6, id="mid-second-epoch-accumulating"),
-]
-MODELS = ["plain", "bert", "llama", "peft"]
+WAYS = [("hftrainer", "hftrainer"), ("transformers", "hftrainer"), ("hftrainer", "transformers")]
+every_way = pytest.mark.parametrize(("writer", "reader"), WAYS, ids=["ours-ours", "theirs-ours", "ours-theirs"])
+
+# ---- Places in a run ---------------------------------------------------------------------------------------------
+
+#: Micro-batches in a step, and the step to go on from. An epoch has 10 micro-batches: with 3 in a step it has 4 steps,
+#: the last of one micro-batch. In the middle of an epoch, at its end, and in the middle of the second.
+PLACES = [(1, 4), (1, 10), (1, 13), (3, 2), (3, 4), (3, 6)]
 
 
-def settings(accumulation, step, **more):
-    return {
-        "gradient_accumulation_steps": accumulation,
-        "save_strategy": "steps",
-        "save_steps": step,
-        "eval_strategy": "steps",
-        "eval_steps": 3,
-        "logging_steps": 1,
-        **more,
-    }
+def settings_of(accumulation, step, **more):
+    saved = {"save_strategy": "steps", "save_steps": step, "eval_strategy": "steps", "eval_steps": 3}
+    return {"gradient_accumulation_steps": accumulation, "logging_steps": 1, **saved, **more}
 
 
 @pytest.fixture(scope="module")
@@ -41,117 +51,86 @@ def whole_runs(tmp_path_factory):
     @functools.cache
     def run(writer, model, accumulation, step):
         folder = tmp_path_factory.mktemp("whole")
-        return train(writer, model, folder, **settings(accumulation, step)), folder
+        return train(writer, model, folder, **settings_of(accumulation, step)), folder
 
     return run
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize(("accumulation", "step"), CASES)
+def resume(reader, written, folder, accumulation, step, model="plain", **more):
+    copy_checkpoint(written, folder, step)
+    return train(reader, model, folder, resume=True, **settings_of(accumulation, step, **more))
+
+
 @pytest.mark.parametrize(
-    ("writer", "reader"),
-    [("hftrainer", "hftrainer"), ("transformers", "hftrainer"), ("hftrainer", "transformers")],
-    ids=["ours-ours", "theirs-ours", "ours-theirs"],
+    ("model", "accumulation", "step"),
+    [*(("plain", *place) for place in PLACES), *((m, *p) for m in ("bert", "llama", "peft") for p in [(1, 4), (3, 6)])],
 )
+@every_way
 def test_resumed_run_ends_as_the_undisturbed_one(tmp_path, whole_runs, model, accumulation, step, writer, reader):
     undisturbed, written = whole_runs(writer, model, accumulation, step)
-    folder = tmp_path / "resumed"
-    shutil.copytree(written / f"checkpoint-{step}", folder / f"checkpoint-{step}")
-    resumed = train(reader, model, folder, resume=True, **settings(accumulation, step))
+    resumed = resume(reader, written, tmp_path, accumulation, step, model)
     assert_same_weights(resumed.weights, undisturbed.weights)
     assert resumed.logs[:-1] == undisturbed.logs[:-1]  # the last line has the mean loss of this call alone
     assert resumed.extra["global_step"] == undisturbed.extra["global_step"]
 
 
-@pytest.mark.parametrize(("accumulation", "step"), CASES)
-def test_events_after_resuming(tmp_path, accumulation, step):
-    """A resumed run announces what a resumed run of transformers announces."""
-    train("transformers", "plain", tmp_path / "whole", **settings(accumulation, step))
-    results = []
-    for name in ("hftrainer", "transformers"):
-        shutil.copytree(tmp_path / "whole" / f"checkpoint-{step}", tmp_path / name / f"checkpoint-{step}")
-        path = str(tmp_path / name / f"checkpoint-{step}")
-        results.append(train(name, "plain", tmp_path / name, resume=path, **settings(accumulation, step)))
-    ours, theirs = results
-    assert ours.events == theirs.events
-    assert ours.logs == theirs.logs
-    assert ours.files == theirs.files
+@pytest.mark.parametrize(("accumulation", "step"), PLACES)
+def test_resumed_run_is_that_of_transformers(tmp_path, whole_runs, accumulation, step):
+    """All that it logs, announces and writes."""
+    _, written = whole_runs("transformers", "plain", accumulation, step)
+    alike(lambda name: resume(name, written, tmp_path / name, accumulation, step))
 
 
-def test_bf16(tmp_path):
-    undisturbed = train("hftrainer", "llama", tmp_path / "whole", **settings(3, 2, bf16=True))
-    shutil.copytree(tmp_path / "whole" / "checkpoint-2", tmp_path / "resumed" / "checkpoint-2")
-    resumed = train("hftrainer", "llama", tmp_path / "resumed", resume=True, **settings(3, 2, bf16=True))
-    assert_same_weights(resumed.weights, undisturbed.weights)
+def test_ignore_data_skip(tmp_path, whole_runs):
+    _, written = whole_runs("transformers", "plain", 1, 4)
+    alike(lambda name: resume(name, written, tmp_path / name, 1, 4, ignore_data_skip=True))
 
 
-def own_training_step(library):
-    class Own(library.Trainer):
-        def training_step(self, *args, **kwargs):
-            return super().training_step(*args, **kwargs)
-
-    return Own
-
-
-@pytest.mark.parametrize(("accumulation", "step"), CASES)
-def test_manual_optimization(tmp_path, accumulation, step):
-    given = settings(accumulation, step, trainer_class=own_training_step)
-    undisturbed = train("hftrainer", "plain", tmp_path / "whole", **given)
-    shutil.copytree(tmp_path / "whole" / f"checkpoint-{step}", tmp_path / "resumed" / f"checkpoint-{step}")
-    resumed = train("hftrainer", "plain", tmp_path / "resumed", resume=True, **given)
-    assert_same_weights(resumed.weights, undisturbed.weights)
+OTHER_RUNS = {
+    "bf16": ("llama", 3, 2, {"bf16": True}),
+    "stream": ("plain", 2, 3, {"trainer": {"train_dataset": Stream(38)}, "max_steps": 14}),
+    "workers": ("plain", 2, 3, {"dataloader_num_workers": 2}),
+    **{f"own step {place}": ("plain", *place, {"trainer_class": with_own_step}) for place in PLACES},
+}
 
 
-def test_ignore_data_skip(tmp_path):
-    train("transformers", "plain", tmp_path / "whole", **settings(1, 4))
-    results = []
-    for name in ("hftrainer", "transformers"):
-        shutil.copytree(tmp_path / "whole" / "checkpoint-4", tmp_path / name / "checkpoint-4")
-        results.append(train(name, "plain", tmp_path / name, resume=True, **settings(1, 4, ignore_data_skip=True)))
-    assert results[0].events == results[1].events
-    assert results[0].logs == results[1].logs
-    assert_same_weights(results[0].weights, results[1].weights)
-
-
-@pytest.mark.parametrize("streams", [True, False], ids=["stream", "workers"])
-def test_other_loaders(tmp_path, streams):
-    more = {"trainer": {"train_dataset": Stream(38)}, "max_steps": 14} if streams else {"dataloader_num_workers": 2}
-    undisturbed = train("hftrainer", "plain", tmp_path / "whole", **settings(2, 3, **more))
-    shutil.copytree(tmp_path / "whole" / "checkpoint-3", tmp_path / "resumed" / "checkpoint-3")
-    resumed = train("hftrainer", "plain", tmp_path / "resumed", resume=True, **settings(2, 3, **more))
+@pytest.mark.parametrize("case", OTHER_RUNS)
+def test_other_runs_of_ours(tmp_path, case):
+    model, accumulation, step, more = OTHER_RUNS[case]
+    undisturbed = train("hftrainer", model, tmp_path / "whole", **settings_of(accumulation, step, **more))
+    resumed = resume("hftrainer", tmp_path / "whole", tmp_path / "resumed", accumulation, step, model, **more)
     assert_same_weights(resumed.weights, undisturbed.weights)
 
 
 @pytest.mark.parametrize("restore", [False, True])
 def test_callback_states(tmp_path, restore):
     """Early stopping counts on from the checkpoint, if that is asked for."""
+    more = {"load_best_model_at_end": True, "eval_steps": 2, "metric_for_best_model": "loss"}
+    settings = settings_of(1, 4, restore_callback_states_from_checkpoint=restore, **more)
 
     def run(name):
-        library = importlib.import_module(name)
-        more = {"load_best_model_at_end": True, "eval_steps": 2, "metric_for_best_model": "loss"}
-        more["restore_callback_states_from_checkpoint"] = restore
-        given = settings(1, 4, **more)
-        trainer, _ = build(name, "plain", tmp_path / name, **given)
-        trainer.add_callback(library.EarlyStoppingCallback(9, early_stopping_threshold=5.0))
-        trainer.train()
-        resumed, _ = build(name, "plain", tmp_path / name, **given)
-        resumed.add_callback(library.EarlyStoppingCallback(50, early_stopping_threshold=5.0))
-        resumed.train(resume_from_checkpoint=str(tmp_path / name / "checkpoint-8"))
-        (stopper,) = [cb for cb in resumed.callback_handler.callbacks if isinstance(cb, library.EarlyStoppingCallback)]
+        kind = importlib.import_module(name).EarlyStoppingCallback
+
+        def run_one(patience, checkpoint=None):
+            stopper = kind(patience, early_stopping_threshold=5.0)
+            trainer, _ = build(name, "plain", tmp_path / name, callback=lambda library: stopper, **settings)
+            trainer.train(resume_from_checkpoint=checkpoint)
+            return trainer
+
+        run_one(9)
+        resumed = run_one(50, str(tmp_path / name / "checkpoint-8"))
+        (stopper,) = [each for each in resumed.callback_handler.callbacks if isinstance(each, kind)]
         return (stopper.early_stopping_patience, stopper.early_stopping_patience_counter)
 
-    ours = alike(run, assert_equal)
-    assert ours[0] == (9 if restore else 50)
+    assert alike(run, assert_equal)[0] == (9 if restore else 50)
 
 
 def test_complete_run_resumed_with_eval_on_start(tmp_path):
-    results = []
-    for name in ("hftrainer", "transformers"):
+    def run(name):
         settings = {"save_strategy": "epoch", "num_train_epochs": 1, "eval_on_start": True}
-        train(name, "plain", tmp_path / name, **settings)
-        results.append(train(name, "plain", tmp_path / name, resume=True, **settings))
-    assert results[0].logs == results[1].logs
-    assert results[0].events == results[1].events
+        return [train(name, "plain", tmp_path / name, resume, **settings) for resume in (None, True)][1]
+
+    alike(run, assert_same)
 
 
 def test_own_loader_resumes_without_loading_what_it_skips(tmp_path):
@@ -165,16 +144,211 @@ def test_own_loader_resumes_without_loading_what_it_skips(tmp_path):
             loaded.append(index)
             return plain_data()[index]
 
-    def trainer_class(library):
-        class Own(library.Trainer):
-            def get_train_dataloader(self):
-                return torch.utils.data.DataLoader(Counted(), 4)
-
-        return Own
-
-    settings = {"trainer_class": trainer_class, "save_strategy": "steps", "save_steps": 6, "num_train_epochs": 1}
+    own = subclass(get_train_dataloader=lambda self: torch.utils.data.DataLoader(Counted(), 4))
+    settings = {"trainer_class": own, "save_strategy": "steps", "save_steps": 6, "num_train_epochs": 1}
     whole = train("hftrainer", "plain", tmp_path, **settings)
     loaded.clear()
     resumed = train("hftrainer", "plain", tmp_path, resume=str(tmp_path / "checkpoint-6"), **settings)
     assert loaded == list(range(24, 38))
-    assert all(torch.equal(whole.weights[name], tensor) for name, tensor in resumed.weights.items())
+    assert_same_weights(resumed.weights, whole.weights)
+
+
+# ---- Files, layouts of weights, and kinds of models --------------------------------------------------------------
+
+ACCUMULATING = {**settings_of(3, 2), "eval_steps": 2, "learning_rate": 5e-2}
+BEST = {"load_best_model_at_end": True, "metric_for_best_model": "loss"}
+KINDS = {**MODELS, "adapters": (make_adapters, language_data), "tied": (make_tied, language_data)}
+
+
+def run(name, model, folder, resume=None, **more):
+    return train(name, KINDS[model], folder, resume, **ACCUMULATING, **more)
+
+
+def read(path):
+    if path.suffix == ".safetensors":
+        return load_file(path)
+    if path.suffix == ".json":
+        return json.loads(path.read_text())
+    return torch.load(path, weights_only=path.name != "rng_state.pth")
+
+
+def structure(value):
+    """Keys, types and shapes of what a file holds."""
+    if isinstance(value, dict):
+        return {key: structure(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [structure(inner) for inner in value[:3]]
+    return (str(value.dtype), tuple(value.shape)) if hasattr(value, "shape") else type(value).__name__
+
+
+@pytest.mark.parametrize("model", ["plain", "bert", "llama", "tied", "peft", "adapters"])
+def test_every_file_holds_the_same_keys(tmp_path, model):
+    def held(name):
+        run(name, model, tmp_path / name)
+        folder = tmp_path / name / "checkpoint-4"
+        files = {str(path.relative_to(folder)): path for path in folder.rglob("*.*") if path.name not in OWN_FILES}
+        unread = (".md", "training_args.bin")
+        return {name: name.endswith(unread) or structure(read(path)) for name, path in files.items()}
+
+    assert len(alike(held, assert_equal)) >= 6
+
+
+@every_way
+@pytest.mark.parametrize(
+    ("model", "more"),
+    [
+        *((model, BEST) for model in ("bert", "llama", "peft")),
+        *((each, {"bf16": True}) for each in ("llama", "adapters")),
+    ],
+    ids=["bert-best", "llama-best", "peft-best", "llama-bf16", "adapters-bf16"],
+)
+def test_what_goes_on(tmp_path, model, more, writer, reader):
+    """The best metric, the log, the operations counted, the patience of early stopping, beside the weights."""
+    if more is BEST:
+        stopper = lambda library: library.EarlyStoppingCallback(9, early_stopping_threshold=5.0)  # noqa: E731
+        more = {**BEST, "restore_callback_states_from_checkpoint": True, "callback": stopper}
+
+    def go(name, folder, resume):
+        def script(trainer):
+            trainer.train(resume_from_checkpoint=resume)
+            counters = [
+                vars(each).get("early_stopping_patience_counter") for each in trainer.callback_handler.callbacks
+            ]
+            state = trainer.state
+            return counters, state.best_metric, state.best_global_step, state.total_flos, state.epoch
+
+        return run(name, model, folder, script=script, **more)
+
+    whole = go(writer, tmp_path / "whole", None)
+    copy_checkpoint(tmp_path / "whole", tmp_path / "resumed", 2)
+    resumed = go(reader, tmp_path / "resumed", True)
+    assert (resumed.extra, resumed.logs[:-1]) == (whole.extra, whole.logs[:-1])
+    assert_same_weights(resumed.weights, whole.weights)
+
+
+#: Layout → names of files begin so, what ours is given, the limit of a file's size.
+LAYOUTS = {
+    "safetensors": (["model.safetensors"], {}, None),
+    "bin": (["pytorch_model.bin"], {"save_safetensors": False}, None),
+    "sharded": (["model-00001-of", "model.safetensors.index.json"], {}, 8000),
+    "sharded bin": (["pytorch_model-00001-of", "pytorch_model.bin.index.json"], {"save_safetensors": False}, 8000),
+}
+AUTO = {"bert": transformers.AutoModelForSequenceClassification}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("model", ["plain", "bert", "llama", "tied"])
+def test_layouts(tmp_path, monkeypatch, model, layout):
+    """Written here, resumed in both with the best model loaded at the end, and read by `from_pretrained`."""
+    if (model, layout) == ("plain", "sharded bin"):
+        pytest.skip("a plain module is one .bin file, as in v4")
+    expected, more, size = LAYOUTS[layout]
+    if size:
+        size = 600 if model == "plain" else size  # a few files: transformers takes long to read many
+        monkeypatch.setattr(weights, "MAX_SHARD_SIZE", size)
+        for kind in (transformers.BertForSequenceClassification, transformers.LlamaForCausalLM):
+            limited = functools.partialmethod(kind.save_pretrained, max_shard_size=size)
+            monkeypatch.setattr(kind, "save_pretrained", limited)
+    whole = run("hftrainer", model, tmp_path, **more, **BEST)
+    files = whole.files["checkpoint-2"]
+    assert all(any(file.startswith(start) for file in files) for start in expected)
+    assert not {"model.safetensors", "pytorch_model.bin"}.difference(expected).intersection(files)
+    for reader, given in (("hftrainer", more), ("transformers", {})):
+        copy_checkpoint(tmp_path, tmp_path / reader, 2)
+        resumed = run(reader, model, tmp_path / reader, True, **given, **BEST)
+        assert_same_weights(resumed.weights, whole.weights)
+    if model != "plain":
+        best = read(tmp_path / "checkpoint-8" / "trainer_state.json")["best_model_checkpoint"]
+        loaded = AUTO.get(model, transformers.AutoModelForCausalLM).from_pretrained(best)
+        assert_same_weights(loaded.state_dict(), whole.weights)
+        assert model != "tied" or loaded.lm_head.weight is loaded.model.embed_tokens.weight
+
+
+def test_adapters_inside_a_pretrained_model(tmp_path):
+    """`model.add_adapter` of transformers, without PEFT's wrapper."""
+    model = make_llama()
+    model.add_adapter(LoraConfig(r=2, target_modules=["q_proj"]))
+    held = []
+    for safe in (True, False):
+        weights.save_weights(model, str(tmp_path / str(safe)), safe=safe)
+        file = "adapter_model.safetensors" if safe else "adapter_model.bin"
+        assert [path.name for path in (tmp_path / str(safe)).glob("*model*")] == [file]
+        held.append(read(tmp_path / str(safe) / file))
+    assert_same_weights(*held)
+
+
+@every_way
+@pytest.mark.parametrize("as_bin", [False, True], ids=["safetensors", "bin"])
+@pytest.mark.parametrize("model", ["peft", "adapters"])
+def test_adapters(tmp_path, model, as_bin, writer, reader):
+    """Adapters alone are written, each to where PEFT looks for it, and `PeftModel.from_pretrained` reads them."""
+    given = {"hftrainer": {"save_safetensors": False} if as_bin else {}, "transformers": {}}
+    whole = run(writer, model, tmp_path, **given[writer])
+    copy_checkpoint(tmp_path, tmp_path / "resumed", 2)
+    resumed = run(reader, model, tmp_path / "resumed", True, **given[reader])
+    assert_same_weights(resumed.weights, whole.weights)
+    written = tmp_path / "checkpoint-8"
+    file = "adapter_model.bin" if given[writer] else "adapter_model.safetensors"
+    for folder in [written] if model == "peft" else [written, written / "second"]:
+        assert [path.name for path in folder.glob("*model.*")] == [file]
+    loaded = PeftModel.from_pretrained(make_llama(), written)
+    if model == "adapters":
+        loaded.load_adapter(written / "second", "second")
+    adapters = {name: value for name, value in whole.weights.items() if "lora" in name}
+    assert_same_weights({name: loaded.state_dict()[name] for name in adapters}, adapters)
+
+
+def make_partly_frozen():
+    """Both adapters are active, and of the second a part is frozen; its weights are in bfloat16."""
+    model = make_adapters()
+    model.base_model.set_adapter(["default", "second"])
+    for name, parameter in model.named_parameters():
+        if "second" in name:
+            parameter.data = parameter.data.bfloat16()
+            parameter.requires_grad_("lora_B" in name)
+    return model
+
+
+def flags(model):
+    return {name: (parameter.requires_grad, parameter.dtype) for name, parameter in model.named_parameters()}
+
+
+def test_flags_of_adapters_stay(tmp_path):
+    """After a run, after loading its best model, and after resuming."""
+
+    def train_one(resume=None, **more):
+        model = make_partly_frozen()
+        train("hftrainer", "peft", tmp_path, resume, trainer={"model": model}, **ACCUMULATING, **more)
+        assert flags(model) == flags(make_partly_frozen())
+        assert model.active_adapters == ["default", "second"]
+        return model.state_dict()
+
+    train_one(**BEST)
+    assert_same_weights(train_one(), train_one(str(tmp_path / "checkpoint-2")))
+
+
+def test_an_adapter_that_the_model_lacks_comes_frozen(tmp_path):
+    run("hftrainer", "adapters", tmp_path)
+    trainer, _ = build("hftrainer", "peft", tmp_path, **ACCUMULATING)
+    trainer._load_from_checkpoint(str(tmp_path / "checkpoint-2"))
+    model, expected = trainer.model, flags(make_peft())
+    assert set(model.peft_config) == {"default", "second"} and model.active_adapters == ["default"]
+    assert {name: each for name, each in flags(model).items() if each[0]} == {n: f for n, f in expected.items() if f[0]}
+    saved = load_file(tmp_path / "checkpoint-2" / "second" / "adapter_model.safetensors")
+    held = {name.replace(".second", ""): value for name, value in model.state_dict().items() if ".second" in name}
+    assert_same_weights(held, saved)
+
+
+def test_v4_files_of_an_architecture_renamed_since(tmp_path):
+    """A v4 folder: `pytorch_model.bin` in names that v5 has changed, and a buffer that it has dropped."""
+    whole = run("hftrainer", "bert", tmp_path)
+    folder = copy_checkpoint(tmp_path, tmp_path / "resumed", 2)
+    held = {"bert.embeddings.position_ids": torch.arange(32)[None]}
+    for name, value in load_file(folder / "model.safetensors").items():
+        name = name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
+        held[name] = value
+    torch.save(held, folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    (folder / "hftrainer_manifest.json").unlink()
+    resumed = run("hftrainer", "bert", tmp_path / "resumed", True)
+    assert_same_weights(resumed.weights, whole.weights)

@@ -8,17 +8,17 @@ import itertools
 import pytest
 import torch
 
-import hftrainer
 import hftrainer.optimization
 from hftrainer.errors import InvalidArgument
 from hftrainer.optimization import SCHEDULES
 from hftrainer.trainer_utils import SchedulerType
-from tests.support.parity import LIBRARIES, assert_same, build, train
+from tests.support.parity import LIBRARIES, alike, assert_equal, assert_same, build, compare, train
 from tests.support.tiny import make_plain
 
+theirs = importlib.import_module("transformers.optimization")
 STEPS = 16
 #: Those that look at evaluations.
-BY_METRIC = ("reduce_lr_on_plateau", "greedy")
+BY_METRIC = {name: {"eval_strategy": "steps", "eval_steps": 1} for name in ("reduce_lr_on_plateau", "greedy")}
 KWARGS = {
     "cosine": [{}, {"num_cycles": 1.5}],
     "cosine_with_restarts": [{}, {"num_cycles": 3}],
@@ -38,20 +38,17 @@ KWARGS = {
         {"patience": 0, "factor": 0.1, "min_lr": 5e-3, "reset_start": 1, "threshold": 0.9, "threshold_mode": "rel"},
     ],
 }
-RUNS = [
-    (kind.value, warmup, kwargs)
-    for kind in SchedulerType
-    for warmup, kwargs in itertools.product((0, 4, 0.3), KWARGS.get(kind.value, [{}]))
+NAMES = [kind.value for kind in SchedulerType]
+CASES = [
+    (name, warmup, kwargs)
+    for name in NAMES
+    for warmup, kwargs in itertools.product((0, 4, 0.3), KWARGS.get(name, [{}]))
 ]
 
 
-def make_schedule(library, folder, name, warmup, kwargs):
-    """The schedule that a Trainer of the library makes for a run of 16 steps, and its optimizer."""
-    settings = {"lr_scheduler_type": name, "lr_scheduler_kwargs": kwargs, "warmup_steps": warmup}
-    evaluated = {"eval_strategy": "steps", "eval_steps": 1} if name in BY_METRIC else {}
-    trainer, _ = build(library, "plain", folder, max_steps=STEPS, **settings, **evaluated)
-    trainer.create_optimizer_and_scheduler(STEPS)
-    return trainer.lr_scheduler, trainer.optimizer
+def settings_of(name, warmup, kwargs):
+    settings = {"lr_scheduler_type": name, "lr_scheduler_kwargs": kwargs, "warmup_steps": warmup, "max_steps": STEPS}
+    return {**settings, **BY_METRIC.get(name, {})}
 
 
 def rates(schedule, optimizer, name, first, last):
@@ -65,55 +62,52 @@ def rates(schedule, optimizer, name, first, last):
     return found
 
 
-@pytest.mark.parametrize(("name", "warmup", "kwargs"), RUNS)
+@pytest.mark.parametrize(("name", "warmup", "kwargs"), CASES)
 def test_every_rate(tmp_path, name, warmup, kwargs):
     """From the beginning, and going on from the state that the other library has kept in the middle."""
+
+    def make_schedule(library):
+        trainer, _ = build(library, "plain", tmp_path, **settings_of(name, warmup, kwargs))
+        trainer.create_optimizer_and_scheduler(STEPS)
+        return trainer.lr_scheduler, trainer.optimizer
+
     whole, states = {}, {}
     for library in LIBRARIES:
-        schedule, optimizer = make_schedule(library, tmp_path, name, warmup, kwargs)
+        schedule, optimizer = make_schedule(library)
         found = rates(schedule, optimizer, name, 0, STEPS // 2)
         states[library] = copy.deepcopy((schedule.state_dict(), optimizer.state_dict()))
         whole[library] = found + rates(schedule, optimizer, name, STEPS // 2, STEPS)[1:]
     assert whole["hftrainer"] == whole["transformers"]
     assert len(whole["hftrainer"]) == STEPS + 1
     for reader, writer in (LIBRARIES, LIBRARIES[::-1]):
-        schedule, optimizer = make_schedule(reader, tmp_path, name, warmup, kwargs)
+        schedule, optimizer = make_schedule(reader)
         schedule.load_state_dict(states[writer][0])
         optimizer.load_state_dict(states[writer][1])
         assert rates(schedule, optimizer, name, STEPS // 2, STEPS) == whole[writer][STEPS // 2 :]
 
 
-@pytest.mark.parametrize("name", [kind.value for kind in SchedulerType])
+@pytest.mark.parametrize("name", NAMES)
 def test_a_run(tmp_path, name):
     """The last of its cases in training, resumed in the middle from the other library's checkpoint."""
-    _, _, kwargs = [run for run in RUNS if run[0] == name][-1]
-    settings = {
-        "lr_scheduler_type": name,
-        "lr_scheduler_kwargs": kwargs,
-        "warmup_steps": 4,
-        "logging_steps": 1,
-        "max_steps": STEPS,
-        "save_strategy": "steps",
-        "save_steps": STEPS // 2,
-        **({"eval_strategy": "steps", "eval_steps": 1} if name in BY_METRIC else {}),
-    }
-    ours = train("hftrainer", "plain", tmp_path / "ours", **settings)
-    assert_same(ours, train("transformers", "plain", tmp_path / "theirs", **settings))
-    ours = train("hftrainer", "plain", tmp_path / "ours", str(tmp_path / "theirs" / "checkpoint-8"), **settings)
-    theirs = train("transformers", "plain", tmp_path / "theirs", str(tmp_path / "ours" / "checkpoint-8"), **settings)
-    assert_same(ours, theirs)
+    settings = settings_of(name, 4, KWARGS.get(name, [{}])[-1])
+    settings |= {"logging_steps": 1, "save_strategy": "steps", "save_steps": STEPS // 2}
+    compare(tmp_path, "plain", **settings)
+    ours, others = (
+        train(reader, "plain", tmp_path / reader, str(tmp_path / writer / "checkpoint-8"), **settings)
+        for reader, writer in (LIBRARIES[::-1], LIBRARIES)
+    )
+    assert_same(ours, others)
 
 
 def test_every_keyword_of_a_schedule_is_known():
     for kind, function in SCHEDULES.items():
-        theirs = importlib.import_module("transformers.optimization").TYPE_TO_SCHEDULER_FUNCTION[kind.value]
-        assert inspect.signature(function).parameters.keys() == inspect.signature(theirs).parameters.keys(), kind
+        parameters = inspect.signature(theirs.TYPE_TO_SCHEDULER_FUNCTION[kind.value]).parameters
+        assert inspect.signature(function).parameters.keys() == parameters.keys(), kind
 
 
 def test_adafactor_schedule():
-    theirs = importlib.import_module("transformers.optimization")
-    rates = []
-    for library in (hftrainer.optimization, theirs):
+    def run(name):
+        library = importlib.import_module(f"{name}.optimization")
         torch.manual_seed(0)
         layer = torch.nn.Linear(4, 3)
         optimizer = library.Adafactor(layer.parameters(), warmup_init=True, beta1=0.9, weight_decay=0.01)
@@ -124,11 +118,12 @@ def test_adafactor_schedule():
             optimizer.step()
             schedule.step()
             seen.append([float(rate) for rate in schedule.get_lr()])
-        rates.append((seen, layer.weight.tolist()))
-    assert rates[0] == rates[1]
+        return seen, layer.weight.tolist()
+
+    alike(run, assert_equal)
     for wrong in ({"lr": 0.1}, {"relative_step": False, "warmup_init": True}):
         with pytest.raises(ValueError, match="relative_step"):
-            hftrainer.optimization.Adafactor(layer.parameters(), **wrong)
+            hftrainer.optimization.Adafactor(make_plain().parameters(), **wrong)
 
 
 def test_a_schedule_that_needs_steps():

@@ -6,15 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from hftrainer.errors import InvalidArgument, SearchFailed, UnknownArgument, UnsupportedArgument
+from hftrainer.errors import InvalidArgument, SearchFailed
 from hftrainer.trainer_utils import BestRun, default_hp_space_wandb
 from tests.support.differences import OWN_FILES
-from tests.support.tiny import MODELS
+from tests.support.parity import LIBRARIES
+from tests.support.searches import OneProcessBackend, make_trainer, nothing
 from tests.support.tracking import wandb_items, wandb_records
 from tests.support.wandb_server import serving
 
 wandb = pytest.importorskip("wandb")
-RATES = [1e-3, 1e-2, 1e-4]
+RATES = [1e-3, 1e-4, 1e-2]
 
 
 @pytest.fixture
@@ -31,19 +32,16 @@ def sweeps(tmp_path, monkeypatch):
         wandb.teardown()
 
 
-def make_trainer(folder, library="hftrainer", model_init=None, **settings):
-    package = importlib.import_module(library)
-    make_model, make_data = MODELS["bert"]
-    defaults = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1, "save_steps": 2, "report_to": "none"}
-    args = package.TrainingArguments(str(folder), disable_tqdm=True, use_cpu=True, **{**defaults, **settings})
-    data = make_data()
-    given = {"train_dataset": data, "eval_dataset": data[:9]}
-    return package.Trainer(model_init=model_init or (lambda: make_model()), args=args, **given)
+def grid(**values):
+    parameters = {name: {"values": choices} for name, choices in values.items()}
+    space = {"method": "grid", "metric": {}, "parameters": parameters}
+    return {"hp_space": lambda _: space, "n_trials": math.prod(map(len, values.values()))}
 
 
-def space(**parameters):
-    values = {name: {"values": value} for name, value in {"learning_rate": RATES, **parameters}.items()}
-    return lambda _: {"method": "grid", "metric": {}, "parameters": values}
+def search(trainer, n_trials=1, **keywords):
+    return trainer.hyperparameter_search(
+        backend="wandb", **{**grid(learning_rate=RATES), **keywords, "n_trials": n_trials}
+    )
 
 
 def files(folder):
@@ -53,12 +51,11 @@ def files(folder):
 
 
 def test_as_transformers(tmp_path, sweeps):
-    found = {}
-    for library in ("hftrainer", "transformers"):
-        trainer = make_trainer(tmp_path / library, library)
-        found[library] = trainer.hyperparameter_search(space(), n_trials=3, backend="wandb", name="mine")
-    ours, theirs = found["hftrainer"], found["transformers"]
-    assert ours.hyperparameters == {"learning_rate": 1e-2}
+    ours, theirs = (
+        search(make_trainer(tmp_path / name, library=name, save_strategy="steps", save_steps=2), 3, name="mine")
+        for name in reversed(LIBRARIES)
+    )
+    assert ours.hyperparameters == {"learning_rate": 1e-4}
     assert theirs.hyperparameters == {**ours.hyperparameters, "assignments": {}, "metric": "eval/loss"}
     assert ours.objective == theirs.objective
     assert (ours.run_id, ours.run_summary) == ("sweep0-1", "sweep0")
@@ -72,23 +69,22 @@ def test_as_transformers(tmp_path, sweeps):
 
 def test_takes_part_in_a_sweep(tmp_path, sweeps):
     trainer = make_trainer(tmp_path)
-    first = trainer.hyperparameter_search(space(), n_trials=1, backend="wandb")
-    second = trainer.hyperparameter_search(space(), n_trials=2, backend="wandb", sweep_id=first.run_summary)
+    first = search(trainer)
+    second = search(trainer, 2, sweep_id=first.run_summary)
     assert first == BestRun("sweep0-0", first.objective, {"learning_rate": 1e-3}, "sweep0")
     assert second.run_id == "sweep0-1"  # of those that this search has trained
     assert list(sweeps.configurations) == ["sweep0"]
-    assert trainer.args.learning_rate == 5e-5  # as before
     assert trainer.loggers == []
 
 
 def test_the_objective_is_what_runs_are_compared_by(tmp_path, sweeps):
-    trainer = make_trainer(tmp_path / "out", eval_strategy="no", report_to="wandb")
-    best = trainer.hyperparameter_search(
-        space(learning_rate=[1e-2], seed=[7]),
+    saved = {"save_strategy": "steps", "save_steps": 2}
+    trainer = make_trainer(tmp_path / "out", eval_strategy="no", report_to="wandb", **saved)
+    best = search(
+        trainer,
+        **grid(learning_rate=[1e-2], seed=[7]),
         compute_objective=lambda metrics: -metrics["eval_loss"],
-        n_trials=1,
         direction="maximize",
-        backend="wandb",
         hp_name=lambda trial: f"rate-{trial['learning_rate']}",
         metric="objective",
     )
@@ -96,71 +92,51 @@ def test_the_objective_is_what_runs_are_compared_by(tmp_path, sweeps):
     assert trainer.state.trial_params == best.hyperparameters == {"learning_rate": 1e-2, "seed": 7}
     assert (tmp_path / "out" / "rate-0.01" / "checkpoint-2").is_dir()
     lines = [wandb_items(record.history.item) for record in wandb_records(tmp_path) if record.HasField("history")]
-    logged = [line for line in lines if "objective" in line]
-    assert [line["objective"] for line in logged] == [best.objective]
+    assert [line["objective"] for line in lines if "objective" in line] == [best.objective]
     assert any(line.get("eval/loss") == -best.objective for line in lines)
 
 
-def test_runs_that_fail_are_left_out(tmp_path, sweeps, caplog):
-    make_model, _ = MODELS["bert"]
-
-    def model_init(trial):
-        if trial is not None and trial["learning_rate"] == RATES[0]:
-            raise RuntimeError("no memory")
-        return make_model()
-
-    def objective(metrics):
-        return math.nan if trainer.args.learning_rate == RATES[1] else metrics["eval_loss"]
-
-    trainer = make_trainer(tmp_path, model_init=model_init)
-    best = trainer.hyperparameter_search(
-        space(), compute_objective=objective, n_trials=3, backend="wandb", metric="eval/accuracy"
-    )
-    assert best.hyperparameters == {"learning_rate": RATES[2]}
-    assert "2 runs of the sweep sweep0 failed:\n- RuntimeError: no memory\n- compute_objective" in caplog.text
+def test_a_metric_that_is_not_logged(tmp_path, sweeps, caplog):
+    search(make_trainer(tmp_path), metric="eval/accuracy")
     assert "metric='eval/accuracy' is not among the logged metrics (eval/loss, " in caplog.text
 
 
-def test_no_run_is_completed(tmp_path, sweeps):
-    trainer = make_trainer(tmp_path)
+def test_a_wrong_objective_fails_every_run(tmp_path, sweeps):
     wrong = r"sweep sweep0: No trial was completed \(2 failed\).*\n- InvalidArgument: compute_objective returned None"
     with pytest.raises(SearchFailed, match=wrong):
-        trainer.hyperparameter_search(space(), compute_objective=lambda metrics: None, n_trials=2, backend="wandb")
+        search(make_trainer(tmp_path), 2, compute_objective=nothing)
 
 
 REFUSED = {
-    "directions": (
-        {"direction": ["minimize", "maximize"]},
-        UnsupportedArgument,
-        "a sweep has one objective; use backend='optuna'",
-    ),
-    "direction": ({"direction": "down"}, InvalidArgument, "direction='down': give 'minimize' or 'maximize'"),
-    "keyword": ({"sweepid": "x"}, UnknownArgument, "has no argument 'sweepid'; did you mean 'sweep_id'"),
-    "far keyword": ({"zebra": "x"}, UnknownArgument, "hyperparameter_search with W&B has no argument 'zebra'$"),
-    "no space": ({"hp_space": lambda _: {"learning_rate": 1}}, InvalidArgument, "must return the configuration"),
+    "no space": (lambda _: {"learning_rate": 1}, "must return the configuration"),
     "a space for Optuna": (
-        {"hp_space": lambda trial: {"seed": trial.suggest_int("seed", 1, 2)}},
-        InvalidArgument,
+        lambda trial: {"seed": trial.suggest_int("seed", 1, 2)},
         "hp_space uses its trial as with Optuna .*, but backend='wandb' calls it with None",
     ),
-    "misspelled": ({"hp_space": space(learning_rat=[1])}, UnknownArgument, "did you mean 'learning_rate'"),
-    "fixed": ({"hp_space": space(report_to=["none"])}, InvalidArgument, "report_to: read only when"),
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_refused_before_there_is_a_sweep(tmp_path, sweeps, case):
-    given, kind, message = REFUSED[case]
-    with pytest.raises(kind, match=message):
-        make_trainer(tmp_path).hyperparameter_search(**{"hp_space": space(), **given}, backend="wandb")
-    assert not sweeps.configurations
+class TestWandb(OneProcessBackend):
+    name, keyword = "wandb", "sweep_id"
+    several = "start the script once for each device, with the sweep_id"
+    grid = staticmethod(grid)
 
+    def failures(self, trainer, best, caplog):
+        assert "2 runs of the sweep sweep0 failed:\n- " in caplog.text
+        return caplog.text
 
-def test_refused_in_several_processes(tmp_path, sweeps, monkeypatch):
-    trainer = make_trainer(tmp_path)
-    monkeypatch.setattr(type(trainer.args), "world_size", 2)
-    with pytest.raises(UnsupportedArgument, match="start the script once for each device, with the sweep_id"):
-        trainer.hyperparameter_search(space(), backend="wandb")
+    @pytest.fixture(autouse=True)
+    def _sweeps(self, sweeps):
+        self.sweeps = sweeps
+
+    def assert_refused(self, *given, **settings):
+        super().assert_refused(*given, **settings)
+        assert not self.sweeps.configurations
+
+    @pytest.mark.parametrize("case", REFUSED)
+    def test_refused_by_wandb(self, tmp_path, case):
+        space, words = REFUSED[case]
+        self.assert_refused(tmp_path, {"hp_space": space}, InvalidArgument, words)
 
 
 def test_default_space():

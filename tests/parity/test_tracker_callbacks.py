@@ -4,14 +4,15 @@ import importlib
 import types
 
 import pytest
-import torch
 from lightning.pytorch.loggers import CSVLogger
+from transformers import integrations
+from transformers.integrations import integration_utils
 
 import hftrainer
 from hftrainer.reporting import tracker_callbacks
 from hftrainer.reporting.tracker_callbacks import ReportingCallback
 from tests.support import tracking
-from tests.support.parity import LIBRARIES, alike, assert_equal
+from tests.support.parity import LIBRARIES, alike, assert_equal, assert_same_weights
 from tests.support.tracking import make_trainer
 
 CLASSES = {
@@ -34,22 +35,17 @@ def kinds(trainer):
     return [type(callback).__name__ for callback in trainer.callback_handler.callbacks]
 
 
-def place_of(callbacks, kind):
+def place_of(trainer, kind):
     """As scripts look for one."""
-    return next(i for i, callback in enumerate(callbacks) if isinstance(callback, kind))
+    return next(i for i, each in enumerate(trainer.callback_handler.callbacks) if isinstance(each, kind))
 
 
 def callback_of(trainer, kind):
-    return trainer.callback_handler.callbacks[place_of(trainer.callback_handler.callbacks, kind)]
-
-
-def base_of(trainer):
-    return importlib.import_module(type(trainer).__module__.partition(".")[0]).TrainerCallback
+    return trainer.callback_handler.callbacks[place_of(trainer, kind)]
 
 
 @pytest.mark.parametrize(
-    "report_to",
-    ["tensorboard", ["wandb", "tensorboard"], ["mlflow", "comet_ml", "tensorboard", "wandb"], "none"],
+    "report_to", ["tensorboard", ["wandb", "tensorboard"], ["mlflow", "comet_ml", "tensorboard", "wandb"], "none"]
 )
 def test_order(tmp_path, report_to):
     """That of report_to, before the script's own."""
@@ -64,100 +60,82 @@ def test_order(tmp_path, report_to):
 @pytest.mark.parametrize("name", CLASSES)
 def test_every_public_name(name):
     """Attributes and methods of theirs, made with nothing, are there."""
-    their_class, our_class = (kind_of(library, name) for library in LIBRARIES)
-    ours, theirs = our_class(), their_class()
-    wanted = {each for each in {*vars(theirs), *dir(their_class)} if not each.startswith("__")}
+    theirs, ours = (kind_of(library, name) for library in LIBRARIES)
+    wanted = {each for each in {*vars(theirs()), *dir(theirs)} if not each.startswith("__")}
     known = {"_MAX_PARAM_VAL_LENGTH", "_MAX_PARAMS_TAGS_PER_BATCH"}  # MLflow's own limits, by other names
-    assert wanted - set(dir(ours)) - known == set()
+    assert wanted - set(dir(ours())) - known == set()
 
 
-# ---- What scripts change before training: a function for each, which may return what they look at afterwards --------
+# ---- What scripts change before training -------------------------------------------------------------------------
+# Functions of a Trainer, its callback, the callback's class and a folder. What they return, looks at it afterwards.
 
 
-def write_before(trainer, kind):
+def summary_writer(folder):
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(folder)
+
+
+def write_before(trainer, callback, kind, folder):
     """A script that notes its settings before training."""
-    callback = callback_of(trainer, kind)
-    callback.logging_dir = f"{trainer.args.output_dir}/mine"
+    callback.logging_dir = folder
     if callback.tb_writer is None:
         callback._init_summary_writer(args=trainer.args)
     callback.tb_writer.add_text("settings", "mine")
 
 
-def move_to_the_end(trainer, kind):
+def move_to_the_end(trainer, callback, kind, folder):
     """So that it sees what other callbacks add to the line."""
     callbacks = trainer.callback_handler.callbacks
-    callbacks.append(callbacks.pop(place_of(callbacks, kind)))
+    callbacks.append(callbacks.pop(callbacks.index(callback)))
     add = {"on_log": lambda self, *args, logs=None, **kwargs: logs.update(added=1.0)}
-    callbacks.insert(0, type("Adds", (base_of(trainer),), add)())
+    callbacks.insert(0, type("Adds", (trainer.own_base,), add)())
 
 
-def patch_the_beginning(trainer, kind):
+def patch_the_beginning(trainer, callback, kind, folder):
     """Another `on_train_begin` on the instance."""
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self.logging_dir = f"{args.output_dir}/mine"
+        self.logging_dir = folder
         self._init_summary_writer(args)
         self.tb_writer.add_text("begun", "mine")
 
-    callback = callback_of(trainer, kind)
     callback.on_train_begin = types.MethodType(on_train_begin, callback)
 
 
-def write_from_the_loss(trainer, kind):
-    """A scalar of the script's own within a step."""
-    compute_loss = trainer.compute_loss
-
-    def with_scalar(*args, **kwargs):
-        step = trainer.state.global_step
-        callback_of(trainer, kind).tb_writer.add_scalar("mine/step", step, step)
-        return compute_loss(*args, **kwargs)
-
-    trainer.compute_loss = with_scalar
-    trainer.args.eval_strategy = type(trainer.args.eval_strategy)("no")
-
-
-def wrap(trainer, kind):
+def wrap(trainer, callback, kind, folder):
     """Something around the callback in its place."""
-
-    class Tolerant(base_of(trainer)):
-        def __init__(self, inner):
-            for event in ("on_train_begin", "on_log", "on_train_end"):
-                setattr(self, event, getattr(inner, event))
-
-    callbacks = trainer.callback_handler.callbacks
-    place = place_of(callbacks, kind)
-    callbacks[place] = Tolerant(callbacks[place])
+    handlers = {event: getattr(callback, event) for event in ("on_train_begin", "on_log", "on_train_end")}
+    tolerant = type("Tolerant", (trainer.own_base,), {})()
+    vars(tolerant).update(handlers)
+    trainer.callback_handler.callbacks[place_of(trainer, kind)] = tolerant
 
 
-def take_out(trainer, kind):
+def take_out(trainer, callback, kind, folder):
     """A script that brings its own."""
-    from torch.utils.tensorboard import SummaryWriter
-
     assert isinstance(trainer.pop_callback(kind), kind)
     assert trainer.pop_callback(kind) is None
-    trainer.add_callback(kind(tb_writer=SummaryWriter(f"{trainer.args.output_dir}/mine")))
+    trainer.add_callback(kind(tb_writer=summary_writer(folder)))
 
 
-def take_out_for_good(trainer, kind):
+def take_out_for_good(trainer, callback, kind, folder):
     trainer.remove_callback(kind)
 
 
-def other_writer(trainer, kind):
+def other_writer(trainer, callback, kind, folder):
     """A writer of another class."""
-    from torch.utils.tensorboard import SummaryWriter
 
-    class Doubling(SummaryWriter):
-        def add_scalar(self, tag, scalar_value, *args, **kwargs):
-            super().add_scalar(f"doubled/{tag}", scalar_value * 2, *args, **kwargs)
+    def add_scalar(self, tag, scalar_value, *args, **kwargs):
+        super(type(self), self).add_scalar(f"doubled/{tag}", scalar_value * 2, *args, **kwargs)
 
-    callback_of(trainer, kind)._SummaryWriter = Doubling
+    callback._SummaryWriter = type("Doubling", (callback._SummaryWriter,), {"add_scalar": add_scalar})
 
 
-def no_writer(trainer, kind):
-    callback_of(trainer, kind)._SummaryWriter = None
+def no_writer(trainer, callback, kind, folder):
+    callback._SummaryWriter = None
 
 
-def subclass(trainer, kind, give=lambda own, folder: own):
+def subclass(trainer, callback, kind, folder, with_writer=False):
     """One with a folder and names of its own, which evaluations open again."""
 
     class Renames(kind):
@@ -170,7 +148,7 @@ def subclass(trainer, kind, give=lambda own, folder: own):
             self.tb_writer.add_scalar("more", 1.0, state.global_step)
 
     trainer.remove_callback(kind)
-    trainer.add_callback(give(Renames, trainer.args.output_dir))
+    trainer.add_callback(Renames(summary_writer(folder)) if with_writer else Renames)
 
     def open_again():
         trainer.evaluate()
@@ -179,17 +157,11 @@ def subclass(trainer, kind, give=lambda own, folder: own):
     return open_again
 
 
-def subclass_as_instance(trainer, kind):
-    return subclass(trainer, kind, lambda own, folder: own())
+def subclass_with_a_writer(*given):
+    return subclass(*given, with_writer=True)
 
 
-def subclass_with_a_writer(trainer, kind):
-    from torch.utils.tensorboard import SummaryWriter
-
-    return subclass(trainer, kind, lambda own, folder: own(SummaryWriter(f"{folder}/given")))
-
-
-def begin_the_run(trainer, kind):
+def begin_the_run(trainer, callback, kind, folder):
     """A subclass that begins the run itself, as the documentation of `setup` proposes."""
 
     class Own(kind):
@@ -201,81 +173,70 @@ def begin_the_run(trainer, kind):
         def on_evaluate(self, args, state, control, **kwargs):
             self._wandb.log({"samples": state.global_step})
 
-    callbacks = trainer.callback_handler.callbacks
-    callbacks[place_of(callbacks, kind)] = Own()
+    trainer.callback_handler.callbacks[place_of(trainer, kind)] = Own()
 
 
-def set_up_before(trainer, kind):
-    callback = callback_of(trainer, kind)
+def set_up_before(trainer, callback, kind, folder):
     assert callback._initialized is False
     callback.setup(trainer.args, trainer.state, trainer.model, reinit=False)
     assert callback._initialized is True
     callback._wandb.config.update({"more": 2}, allow_val_change=True)
 
 
-def log_otherwise(trainer, kind):
+def log_otherwise(trainer, callback, kind, folder):
     def on_log(self, args, state, control, model=None, logs=None, **kwargs):
         self._wandb.log({"only": state.global_step})
 
-    callback = callback_of(trainer, kind)
     callback.on_log = types.MethodType(on_log, callback)
 
 
-def leave_the_run_open(trainer, kind):
+def leave_the_run_open(trainer, callback, kind, folder):
     """The module, and what `setup` leaves behind."""
-    callback = callback_of(trainer, kind)
     callback.setup(trainer.args, trainer.state, trainer.model)
     callback._ml_flow.log_param("mine", 3)
-    begun = [callback._initialized, callback._auto_end_run, callback._log_artifacts]
-    assert begun == [True, True, False]
+    assert [callback._initialized, callback._auto_end_run, callback._log_artifacts] == [True, True, False]
     callback._auto_end_run = False
     return lambda: callback._ml_flow.active_run() is not None
 
 
-def look_at_the_experiment(trainer, kind):
+def look_at_the_experiment(trainer, callback, kind, folder):
     import comet_ml
 
-    callback = callback_of(trainer, kind)
     assert callback._experiment is None
-
-    def afterwards():
-        running = comet_ml.get_running_experiment()
-        return callback._initialized and callback._experiment.get_key() == running.get_key()
-
-    return afterwards
+    running = comet_ml.get_running_experiment
+    return lambda: callback._initialized and callback._experiment.get_key() == running().get_key()
 
 
+#: Change → the callback, and a name among the curves or details that it leaves.
 CHANGES = {
-    "TensorBoardCallback": [
-        *(write_before, move_to_the_end, patch_the_beginning, write_from_the_loss, wrap, take_out, take_out_for_good),
-        *(other_writer, no_writer, subclass, subclass_as_instance, subclass_with_a_writer),
-    ],
-    "WandbCallback": [begin_the_run, set_up_before, log_otherwise],
-    "MLflowCallback": [leave_the_run_open],
-    "CometCallback": [look_at_the_experiment],
+    begin_the_run: ("WandbCallback", "('mine', 'by setup')"),
+    set_up_before: ("WandbCallback", ""),
+    log_otherwise: ("WandbCallback", "only"),
+    leave_the_run_open: ("MLflowCallback", ""),
+    look_at_the_experiment: ("CometCallback", ""),
 }
-#: A name among the curves or details of those that leave one.
-SEEN = {
-    write_before: "settings",
-    move_to_the_end: "train/added",
-    patch_the_beginning: "begun",
-    write_from_the_loss: "mine/step",
-    other_writer: "doubled/train/loss",
-    subclass: "train/renamed_loss",
-    begin_the_run: "('mine', 'by setup')",
-    log_otherwise: "only",
-}
+for _left, _changes in {
+    "settings": [write_before],
+    "train/added": [move_to_the_end],
+    "begun": [patch_the_beginning],
+    "doubled/train/loss": [other_writer],
+    "train/renamed_loss": [subclass, subclass_with_a_writer],
+    "": [wrap, take_out, take_out_for_good, no_writer],
+}.items():
+    CHANGES |= dict.fromkeys(_changes, ("TensorBoardCallback", _left))
 
 
-@pytest.mark.parametrize(("name", "change"), [(name, each) for name, changes in CHANGES.items() for each in changes])
-def test_changes(tmp_path, monkeypatch, name, change):
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes(tmp_path, monkeypatch, change):
     """The run is that of transformers with the same change."""
+    name, left = CHANGES[change]
 
     def run(library):
         tracker = CLASSES[name](tmp_path / library, monkeypatch)
         monkeypatch.chdir(tracker.folder)
         trainer = make_trainer(library, tracker.folder, **tracker.settings)
-        look = change(trainer, kind_of(library, name))
+        trainer.own_base, kind = importlib.import_module(library).TrainerCallback, kind_of(library, name)
+        look = change(trainer, callback_of(trainer, kind), kind, f"{trainer.args.output_dir}/mine")
         trainer.train()
         seen = look and look()
         written = tracker.read()
@@ -293,7 +254,7 @@ def test_changes(tmp_path, monkeypatch, name, change):
     seen, curves, details, _ = alike(run, assert_equal)
     assert seen in (None, True)
     assert bool(curves) == (change not in (take_out_for_good, no_writer))
-    assert SEEN.get(change, "") in f"{list(curves)} {details}"
+    assert left in f"{list(curves)} {details}"
 
 
 def test_writer_during_and_after_training(tmp_path):
@@ -301,16 +262,16 @@ def test_writer_during_and_after_training(tmp_path):
     trainer = make_trainer("hftrainer", tmp_path, report_to="tensorboard")
     callback = callback_of(trainer, tracker_callbacks.TensorBoardCallback)
     assert callback.tb_writer is None
-    seen = []
+    seen = set()
 
     class Looks(hftrainer.TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             assert trainer.loggers[0].experiment is callback.tb_writer
-            seen.append(callback.tb_writer)
+            seen.add(callback.tb_writer)
 
     trainer.add_callback(Looks)
     trainer.train()
-    assert len(set(map(id, seen))) == 1
+    assert len(seen) == 1
     assert callback.tb_writer is None
     assert callback.logging_dir.startswith(str(tmp_path / "runs"))
 
@@ -327,9 +288,6 @@ def test_wandb_switched_off(tmp_path):
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_classes_of_transformers_under_install(tmp_path, name, monkeypatch):
-    from transformers import integrations
-    from transformers.integrations import integration_utils
-
     # of what other tests import
     monkeypatch.setattr("hftrainer.cli.install.warnings_of_earlier_imports", lambda caller: [])
     theirs = getattr(integration_utils, name)
@@ -361,9 +319,7 @@ def test_in_a_list_without_its_trainer(tmp_path):
     class Tracker:
         logger = CSVLogger(str(tmp_path))
         begin = log = predicted = lambda self, *args: None
-
-        def saved(self, checkpoint, state):
-            folders.append(checkpoint)
+        saved = lambda self, checkpoint, state: folders.append(checkpoint)  # noqa: E731
 
         def end(self, model, state, save_model):
             (tmp_path / "saved").mkdir()
@@ -373,5 +329,4 @@ def test_in_a_list_without_its_trainer(tmp_path):
     trainer.train()
     assert folders == [str(tmp_path / "run" / "checkpoint-2")]
     saved = type(trainer.model).from_pretrained(tmp_path / "saved")
-    for name, tensor in saved.state_dict().items():
-        assert torch.equal(tensor, trainer.model.state_dict()[name])
+    assert_same_weights(saved.state_dict(), trainer.model.state_dict())

@@ -12,25 +12,24 @@ from tests.support.tracking import make_trainer
 DIFFERENT = {"accelerator_config", "dataloader_pin_memory", "output_dir"}
 
 
+def training(make, **settings):
+    trainer = make(**settings)
+    trainer.train()
+    return trainer
+
+
 def whole(make):
     """Train, evaluate, predict, and train again."""
-    trainer = make()
-    trainer.train()
+    trainer = training(make)
     trainer.evaluate()
     trainer.predict(trainer.eval_dataset)
     trainer.train()
     return trainer
 
 
-def training(make):
-    trainer = make()
-    trainer.train()
-    return trainer
-
-
 def resumed(make):
-    make(save_strategy="steps", save_steps=4, max_steps=4).train()
-    trainer = make(save_strategy="steps", save_steps=4)
+    training(make, save_strategy="steps", save_steps=4, max_steps=4)
+    trainer = make()
     trainer.train(resume_from_checkpoint=True)
     return trainer
 

@@ -26,6 +26,7 @@ from pathlib import Path
 from tests.reliability.search_job import check
 from tests.support import faults, processes
 from tests.support.checkpoints import BACKGROUND
+from tests.support.hub_runs import environment
 from tests.support.hub_server import HubServer
 from tests.support.jobs import SHARDED, Group, assert_same, log, names, weights
 
@@ -301,8 +302,8 @@ def run_all(kills, only, seed):
     """Share the kills among the scenarios; what was found, by scenario."""
     chosen = [name for name in only or SCENARIOS if importlib.util.find_spec(SCENARIOS[name].needs)]
     results = {name: Found() for name in chosen}
-    with tempfile.TemporaryDirectory(prefix="soak") as base, HubServer({TOKEN: ("me", "write")}).running() as hub:
-        os.environ.update(hub.environment(Path(base) / "home"))  # before the processes' server is started
+    with tempfile.TemporaryDirectory(prefix="soak") as base, HubServer({TOKEN: ("me", "write")}) as hub:
+        os.environ.update(environment(hub, Path(base) / "home"))  # before the processes' server is started
         for name, found in results.items():
             print(f"{name} ...", file=sys.stderr, flush=True)
             soak(name, Path(base) / name.replace(", ", "-"), -(-kills // len(chosen)), seed, found, hub)

@@ -11,26 +11,24 @@ import pytest
 import hftrainer
 from hftrainer.checkpointing import added, staging
 from hftrainer.checkpointing.manifest import read_manifest, why_unusable
-from tests.support.checkpoints import BACKGROUND, finished
+from tests.support.checkpoints import BACKGROUND, OnSave, finished
 from tests.support.differences import OWN_FILES
 from tests.support.parity import alike, assert_equal, assert_same_weights, build
 from tests.support.tiny import make_plain
 
 
-def saving(before=None, after=None, asks=False):
+def saving(before=None, after=lambda folder: None, asks=False):
     """For a Trainer that calls functions before super() writes a checkpoint and after; super() may ask where."""
 
     def make_class(library):
         class Own(library.Trainer):
             def _save_checkpoint(self, model, trial):
-                step = self.state.global_step
-                folder = Path(self._get_output_dir(trial)) / f"checkpoint-{step}"
+                folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
                 if before:
                     folder.mkdir(parents=True, exist_ok=True)
-                    before(folder, step)
+                    before(folder)
                 super()._save_checkpoint(model, trial)
-                if after:
-                    after(folder, step)
+                after(folder)
 
         if asks:
             Own._get_output_dir = lambda self, trial=None: super(Own, self)._get_output_dir(trial)
@@ -39,23 +37,22 @@ def saving(before=None, after=None, asks=False):
     return make_class
 
 
-def write_before(folder, step):
+def write_before(folder):
     (folder / "deeper").mkdir(exist_ok=True)
-    (folder / "before.txt").write_text(f"before {step}")
+    (folder / "before.txt").write_text(f"before {folder.name}")
     (folder / "deeper" / "before.txt").write_text("deeper")
     (folder / "config.json").write_text("the Trainer's own takes its place if it writes one")
 
 
-def write_after(folder, step):
-    (folder / "after.txt").write_text(f"after {step}")
+def write_after(folder):
+    (folder / "after.txt").write_text(f"after {folder.name}")
 
 
 WRITING, BEFORE = saving(write_before, write_after), saving(write_before)
 
 
-class OnSave(hftrainer.TrainerCallback):
-    def on_save(self, args, state, control, **kwargs):
-        Path(args.output_dir, f"checkpoint-{state.global_step}", "on_save.txt").write_text("there")
+def write_on_save(folder):
+    (folder / "on_save.txt").write_text("there")
 
 
 def make(folder, library="hftrainer", trainer_class=WRITING, model="plain", **settings):
@@ -78,15 +75,14 @@ def test_same_files_as_transformers(tmp_path, model, settings):
     def run(name):
         given = {} if name == "transformers" and settings is BACKGROUND else settings
         trainer = make(tmp_path / name, name, model=model, **given)
-        trainer.add_callback(type("Saves", (OnSave, importlib.import_module(name).TrainerCallback), {}))
+        trainer.add_callback(type("Saves", (OnSave, importlib.import_module(name).TrainerCallback), {})(write_on_save))
         trainer.train()
         return {folder.name: files_in(folder) for folder in (tmp_path / name).iterdir()}
 
     alike(run, assert_equal)
     for folder in (tmp_path / "hftrainer").iterdir():
-        step = folder.name.removeprefix("checkpoint-")
-        assert (folder / "before.txt").read_text() == f"before {step}"
-        assert (folder / "after.txt").read_text() == f"after {step}"
+        for name in ("before", "after"):
+            assert (folder / f"{name}.txt").read_text() == f"{name} {folder.name}"
         assert {"before.txt", "deeper/before.txt"} <= listed(folder)
         assert not {"after.txt", "on_save.txt"} & listed(folder)
         assert why_unusable(folder) is None
@@ -98,7 +94,7 @@ def test_an_old_file_that_is_copied_with_its_times(tmp_path, asks):
     source.write_text("print(1)")
     os.utime(source, (10**9, 10**9))
     for _ in range(2):  # the second run finds the copies of the first
-        make(tmp_path / "out", trainer_class=saving(lambda folder, _: shutil.copy2(source, folder), asks=asks)).train()
+        make(tmp_path / "out", trainer_class=saving(lambda folder: shutil.copy2(source, folder), asks=asks)).train()
         for folder in (tmp_path / "out").iterdir():
             assert (folder / "code.py").read_text() == "print(1)"
             assert "code.py" in listed(folder)
@@ -121,7 +117,7 @@ def test_leftovers_of_a_killed_run_are_not_taken(tmp_path):
     for name in ("before.txt", *stale):
         (half / name).write_text("of a run that was killed")
     make(tmp_path, trainer_class=BEFORE, save_only_model=True).train()
-    assert (half / "before.txt").read_text() == "before 4"
+    assert (half / "before.txt").read_text() == "before checkpoint-4"
     assert files_in(half) >= {"before.txt", "deeper/before.txt", "model.safetensors"}
     assert not files_in(half) & stale
     assert why_unusable(half) is None
@@ -141,18 +137,15 @@ def test_same_step_saved_twice(tmp_path):
     """A file that is written again with the same contents is still the script's; what a callback added stays."""
     saves = []
 
-    class Twice(OnSave):
+    class Twice(hftrainer.TrainerCallback):
         def on_epoch_end(self, args, state, control, **kwargs):
             control.should_save = True
 
-        def on_save(self, args, state, control, **kwargs):
-            super().on_save(args, state, control)
-            saves.append(state.global_step)
-
     trainer = make(tmp_path, max_steps=10, save_steps=10)
-    trainer.add_callback(Twice)
+    for callback in (Twice(), OnSave(write_on_save), OnSave(saves.append)):
+        trainer.add_callback(callback)
     trainer.train()
-    assert saves == [10, 10]
+    assert saves == [tmp_path / "checkpoint-10"] * 2
     assert files_in(tmp_path / "checkpoint-10") >= {"before.txt", "after.txt", "on_save.txt"}
     assert "on_save.txt" in listed(tmp_path / "checkpoint-10")
 
@@ -164,7 +157,7 @@ def test_hyperparameter_trials(tmp_path):
     trainer.hyperparameter_search(lambda trial: {"seed": trial.suggest_int("seed", 1, 3)}, n_trials=2)
     for number in (0, 1):
         folder = tmp_path / f"run-{number}" / "checkpoint-4"
-        assert (folder / "before.txt").read_text() == "before 4"
+        assert (folder / "before.txt").read_text() == "before checkpoint-4"
         assert why_unusable(folder) is None
 
 
@@ -178,7 +171,7 @@ def test_copied_where_files_cannot_be_linked(tmp_path, monkeypatch):
 def test_links_are_taken_as_links(tmp_path):
     target = tmp_path / "base"
     target.write_text("the base model")
-    links = saving(lambda folder, _: (folder / "base").symlink_to(target))
+    links = saving(lambda folder: (folder / "base").symlink_to(target))
     make(tmp_path / "out", trainer_class=links).train()
     link = tmp_path / "out" / "checkpoint-4" / "base"
     assert link.is_symlink() and link.read_text() == "the base model"

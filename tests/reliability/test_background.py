@@ -19,6 +19,7 @@ from hftrainer.errors import CheckpointNotWritten
 from hftrainer.training import saver
 from tests.support.checkpoints import BACKGROUND, BEST, MODELS, assert_same_end, finished, make_trainer
 from tests.support.differences import OWN_FILES
+from tests.support.faults import FailsOnce
 from tests.support.jobs import names
 from tests.support.parity import assert_same_weights
 
@@ -82,27 +83,24 @@ class Notes(TrainerCallback):
         self.events.append(("step", state.global_step))
 
     def on_save(self, args, state, control, **kwargs):
-        self.events.append(("save", state.global_step, threading.current_thread() is threading.main_thread()))
         assert os.path.isdir(f"{args.output_dir}/checkpoint-{state.global_step}"), "announced before it is there"
+        assert threading.current_thread() is threading.main_thread()
+        self.events.append(("save", state.global_step))
 
 
-def test_training_does_not_wait(tmp_path, hold_back):
-    notes = Notes()
-    threads = hold_back(staging, "publish")
-    make_trainer(tmp_path, callbacks=[notes], max_steps=8, **BACKGROUND).train()
+@pytest.mark.parametrize(
+    "config", [BACKGROUND["lightning_config"], {"plugins": [AsyncCheckpointIO()]}], ids=["argument", "plugin"]
+)
+def test_training_does_not_wait(tmp_path, hold_back, config):
+    """Lightning's plugin means the same."""
+    notes, threads = Notes(), hold_back(staging, "publish")
+    make_trainer(tmp_path, callbacks=[notes], max_steps=8, lightning_config=config).train()
     assert len(threads) == 3
     assert threading.main_thread() not in threads
     saves = [event for event in notes.events if event[0] == "save"]
-    assert saves == [("save", step, True) for step in (3, 6, 8)]
+    assert saves == [("save", step) for step in (3, 6, 8)]
     assert notes.events.index(saves[0]) > notes.events.index(("step", 5))
     assert names(tmp_path) == ["checkpoint-3", "checkpoint-6", "checkpoint-8"]
-
-
-def test_lightnings_plugin_means_the_same(tmp_path, hold_back):
-    threads = hold_back(staging, "publish")
-    make_trainer(tmp_path, lightning_config={"plugins": [AsyncCheckpointIO()]}).train()
-    assert len(threads) == 3
-    assert threading.main_thread() not in threads
 
 
 def test_rotation_and_the_best(tmp_path):
@@ -123,11 +121,11 @@ def test_two_runs_with_one_trainer(tmp_path):
 
 def test_training_again_while_a_checkpoint_is_written(tmp_path, hold_back):
     class Fails(TrainerCallback):
-        failed = False
+        steps = [4]
 
         def on_pre_optimizer_step(self, args, state, control, **kwargs):
-            if state.global_step == 4 and not self.failed:
-                self.failed = True
+            if state.global_step in self.steps:
+                self.steps.clear()
                 raise RuntimeError("my own bug")
 
     hold_back(staging, "publish")
@@ -176,22 +174,6 @@ def test_overrides_find_the_files_that_transformers_has_written_before(tmp_path)
 # ---- Errors ----------------------------------------------------------------------------------------------------------
 
 
-class Fails:
-    """Fails once in the place of a function that is called for a file of some name."""
-
-    def __init__(self, monkeypatch, module, function, name, error):
-        self.original, self.name, self.error, self.thread = getattr(module, function), name, error, None
-        self.failed = threading.Event()
-        monkeypatch.setattr(module, function, self)
-
-    def __call__(self, *arguments):
-        if self.thread is None and self.name in map(os.path.basename, map(str, arguments)):
-            self.thread = threading.current_thread()
-            self.failed.set()
-            raise self.error
-        return self.original(*arguments)
-
-
 #: Each but the last is in a thread of its own also without `async_checkpoint`.
 PLACES = {
     "writing": (streamed, "save", "optimizer.pt"),
@@ -201,54 +183,53 @@ PLACES = {
 }
 
 
+ERRORS = {"of the storage": OSError(errno.EIO, "Input/output error"), "another": ZeroDivisionError("my own bug")}
+
+
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("place", PLACES)
-def test_an_error_of_the_storage(tmp_path, monkeypatch, caplog, place, background):
-    fails = Fails(monkeypatch, *PLACES[place], OSError(errno.EIO, "Input/output error"))
-    make_trainer(tmp_path, lightning_config={"async_checkpoint": background}).train()
+@pytest.mark.parametrize("kind", ERRORS)
+def test_an_error(tmp_path, monkeypatch, caplog, place, background, kind):
+    """Training goes on after one of the storage, with nothing left of the checkpoint."""
+    module, function, name = PLACES[place]
+    fails = FailsOnce(monkeypatch, module, function, ERRORS[kind], name)
+    trainer = make_trainer(tmp_path, lightning_config={"async_checkpoint": background})
+    if kind == "another":
+        with pytest.raises(ZeroDivisionError, match="my own bug"):
+            trainer.train()
+        assert not [name for name in names(tmp_path) if name == "checkpoint-3" or name.startswith("tmp-")]
+    else:
+        trainer.train()
+        assert "checkpoint-3 could not be written (Input/output error); its partial files were removed" in caplog.text
+        assert names(tmp_path) == ["checkpoint-6", "checkpoint-9"]
     assert (fails.thread is threading.main_thread()) == (place == "publishing" and not background)
-    assert "checkpoint-3 could not be written (Input/output error); its partial files were removed" in caplog.text
-    assert names(tmp_path) == ["checkpoint-6", "checkpoint-9"]
 
 
 @pytest.mark.parametrize("background", [False, True])
-@pytest.mark.parametrize("place", PLACES)
-def test_another_error(tmp_path, monkeypatch, place, background):
-    Fails(monkeypatch, *PLACES[place], ZeroDivisionError("my own bug"))
-    with pytest.raises(ZeroDivisionError, match="my own bug"):
-        make_trainer(tmp_path, lightning_config={"async_checkpoint": background}).train()
-    assert "checkpoint-3" not in names(tmp_path)
-    assert not list(tmp_path.glob("tmp-*"))
-
-
-def test_an_error_that_stops(tmp_path, monkeypatch):
-    Fails(monkeypatch, *PLACES["publishing"], OSError(errno.ENOSPC, "No space left on device"))
-    trainer = make_trainer(tmp_path, lightning_config={"async_checkpoint": True, "on_save_error": "stop"})
+def test_an_error_that_stops(tmp_path, monkeypatch, background):
+    FailsOnce(monkeypatch, staging, "publish", OSError(errno.ENOSPC, "No space left on device"))
+    trainer = make_trainer(tmp_path, lightning_config={"async_checkpoint": background, "on_save_error": "stop"})
     with pytest.raises(CheckpointNotWritten, match="checkpoint-3 could not be written"):
         trainer.train()
-    assert trainer.state.global_step <= 6
+    assert trainer.state.global_step <= (6 if background else 3)
 
 
 def test_a_failed_checkpoint_waits_for_its_other_thread(tmp_path, monkeypatch, caplog):
     """Otherwise that thread would go on writing into a folder that is removed, or belongs to the next checkpoint."""
     events, save, discard = [], streamed.save, staging.discard
     # called as the weights are about to be written
-    fails = Fails(monkeypatch, staging, "final_folder", "checkpoint-3", OSError(errno.ENOSPC, "No space left"))
+    fails = FailsOnce(monkeypatch, staging, "final_folder", OSError(errno.ENOSPC, "No space left"), "checkpoint-3")
 
     def save_after_it(values, path):
-        if "checkpoint-3" in path and path.endswith("optimizer.pt"):
+        is_optimizer = "checkpoint-3" in path and path.endswith("optimizer.pt")
+        if is_optimizer:
             fails.failed.wait()
-            save(values, path)
+        save(values, path)
+        if is_optimizer:
             events.append("written")
-        else:
-            save(values, path)
-
-    def note_discard(folder):
-        events.append("discarded")
-        discard(folder)
 
     monkeypatch.setattr(streamed, "save", save_after_it)
-    monkeypatch.setattr(staging, "discard", note_discard)
+    monkeypatch.setattr(staging, "discard", lambda folder: events.append("discarded") or discard(folder))
     make_trainer(tmp_path).train()
     assert fails.thread is threading.main_thread()
     assert events == ["written", "discarded"]

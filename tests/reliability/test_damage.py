@@ -10,14 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hftrainer import TrainerCallback
 from hftrainer.__main__ import main
 from hftrainer.checkpointing import readable
 from hftrainer.checkpointing.manifest import changes
 from hftrainer.checkpointing.names import MANIFEST_NAME
 from hftrainer.errors import CheckpointNotFound
 from hftrainer.trainer_utils import get_last_checkpoint
-from tests.support.checkpoints import BEST, HARM, finished, flip, grow, make_trainer, truncate, weights_of
+from tests.support.checkpoints import BEST, HARM, OnSave, finished, flip, grow, make_trainer, truncate, weights_of
 from tests.support.jobs import names
 from tests.support.parity import assert_same_weights
 from tests.support.tiny import make_bert
@@ -112,16 +111,13 @@ def test_nothing_whole_is_left(runs, tmp_path):
 
 def test_auto(tmp_path):
     """From the beginning where there is nothing; then from the newest whole one."""
-    begun = []
-
-    class Notes(TrainerCallback):
-        def on_train_begin(self, args, state, control, **kwargs):
-            begun.append(state.global_step)
-
+    saved = []
     for steps in (3, 6, 9):
-        finished(make_trainer(tmp_path, callbacks=[Notes], max_steps=steps), "auto")
+        saves = OnSave(lambda folder: saved.append(folder.name))
+        finished(make_trainer(tmp_path, callbacks=[saves], max_steps=steps), "auto")
         truncate(tmp_path / f"checkpoint-{steps}" / "optimizer.pt")
-    assert begun == [0, 0, 3]  # checkpoint-3 was written anew
+    # checkpoint-3 was written anew by the second
+    assert saved == [f"checkpoint-{step}" for step in (3, 3, 6, 6, 9)]
 
 
 def test_a_best_model_that_was_moved(tmp_path, caplog):
@@ -169,6 +165,18 @@ def edit_config(folder):
     (folder / "config.json").write_text(json.dumps({**config, "note": "mine"}))
 
 
+def unlink(name):
+    return lambda folder: (folder / name).unlink()
+
+
+def writing(name, text):
+    return lambda folder: (folder / name).write_bytes(text)
+
+
+def harming(harm, name):
+    return lambda folder: harm(folder / name)
+
+
 PURPOSES = {
     "bin": (to_bin, ["added: pytorch_model.bin", "removed: model.safetensors"]),
     "bin beside": (to_bin_beside, ["added: pytorch_model.bin"]),
@@ -176,8 +184,8 @@ PURPOSES = {
     "other types": (lambda folder: change_weights(folder, torch.Tensor.double), ["different size: model.safetensors"]),
     "there and back": (and_back, ["added: model.safetensors.index.json"]),
     "config": (edit_config, ["different size: config.json"]),
-    "removed": (lambda folder: (folder / "progress.pt").unlink(), ["removed: progress.pt"]),
-    "added": (lambda folder: (folder / "notes.bin").write_bytes(b"\xff mine"), ["added: notes.bin"]),
+    "removed": (unlink("progress.pt"), ["removed: progress.pt"]),
+    "added": (writing("notes.bin", b"\xff mine"), ["added: notes.bin"]),
 }
 
 
@@ -205,30 +213,21 @@ def half_written(folder):
     truncate(folder / "pytorch_model.bin")
 
 
-def shard(harm):
-    def harm_second(folder):
-        to_shards(folder)
-        harm(next(folder.glob("model-00002-*")))
-
-    return harm_second
+def harm_shard(folder, harm):
+    to_shards(folder)
+    harm(next(folder.glob("model-00002-*")))
 
 
 DAMAGE = {
     "half written": (half_written, "pytorch_model.bin is truncated"),
-    "shard lost": (shard(os.remove), "model-00002-.* is missing"),
-    "shard cut": (shard(truncate), "model-00002-.* cannot be read"),
-    "no weights": (
-        lambda folder: (folder / "model.safetensors").unlink(),
-        "model.safetensors is missing, and no weights replace it",
-    ),
-    "other bytes": (lambda folder: flip(folder / "model.safetensors"), "contents of .*model.safetensors have changed"),
-    "more bytes": (lambda folder: grow(folder / "optimizer.pt"), "optimizer.pt has extra bytes at its end"),
-    "no pickle": (lambda folder: truncate(folder / "training_args.bin"), "training_args.bin is truncated"),
-    "state": (
-        lambda folder: (folder / "trainer_state.json").write_text("[]"),
-        "trainer_state.json does not contain a state",
-    ),
-    "manifest": (lambda folder: flip(folder / MANIFEST_NAME), f"{MANIFEST_NAME} cannot be read"),
+    "shard lost": (lambda folder: harm_shard(folder, os.remove), "model-00002-.* is missing"),
+    "shard cut": (lambda folder: harm_shard(folder, truncate), "model-00002-.* cannot be read"),
+    "no weights": (unlink("model.safetensors"), "model.safetensors is missing, and no weights replace it"),
+    "other bytes": (harming(flip, "model.safetensors"), "contents of .*model.safetensors have changed"),
+    "more bytes": (harming(grow, "optimizer.pt"), "optimizer.pt has extra bytes at its end"),
+    "no pickle": (harming(truncate, "training_args.bin"), "training_args.bin is truncated"),
+    "state": (writing("trainer_state.json", b"[]"), "trainer_state.json does not contain a state"),
+    "manifest": (harming(flip, MANIFEST_NAME), f"{MANIFEST_NAME} cannot be read"),
 }
 
 
@@ -275,20 +274,13 @@ def test_forms(tmp_path):
 
 def test_best_model_that_a_callback_changes(tmp_path, caplog):
     """As callbacks for adapters do in on_save; a damaged one loses nobody hours of training."""
-    changes_of = {"plain": (), "converted": (to_bin,), "cut": (half_written,)}
     loaded = {}
-    for folder, applied in changes_of.items():
-
-        class Converts(TrainerCallback):
-            def on_save(self, args, state, control, applied=applied, **kwargs):
-                for change in applied:
-                    change(tmp_path / folder / f"checkpoint-{state.global_step}")  # noqa: B023  called in this round
-
+    for name, change in (("plain", lambda folder: None), ("converted", to_bin), ("cut", half_written)):
         settings = {**BEST, "learning_rate": 1.0, "save_total_limit": 1}
-        trainer = finished(make_trainer(tmp_path / folder, callbacks=[Converts], **settings))
+        trainer = finished(make_trainer(tmp_path / name, callbacks=[OnSave(change)], **settings))
         assert trainer.state.best_global_step < 9
-        assert ("The best model cannot be loaded, and the last one is kept" in caplog.text) == (folder == "cut")
-        loaded[folder] = weights_of(trainer)
+        assert ("The best model cannot be loaded, and the last one is kept" in caplog.text) == (name == "cut")
+        loaded[name] = weights_of(trainer)
     assert_same_weights(loaded["converted"], loaded["plain"])
     with pytest.raises(AssertionError):
         assert_same_weights(loaded["cut"], loaded["plain"])
@@ -341,17 +333,23 @@ def test_accept_other_bytes(checkpoint, command):
     resumed(checkpoint, True)
 
 
-def test_accept_what_is_none(checkpoint, command):
-    for words, code, said in (
-        (["--accept", checkpoint / "missing"], 1, "is not a checkpoint: the folder does not exist"),
-        (["--accept", checkpoint.parent], 1, "is not a checkpoint: it lacks trainer_state.json"),
-        ([], 2, "the following arguments are required: --accept"),
-        (["--accept", checkpoint, "--fast"], 2, "unrecognized arguments: --fast"),
-        (["--help"], 0, ""),
-    ):
-        status, _, errors = command(*words)
-        assert (status, said in errors) == (code, True), errors
-    (checkpoint / MANIFEST_NAME).unlink()  # as transformers writes it
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        ("--accept {}/missing", 1, "is not a checkpoint: the folder does not exist"),
+        ("--accept {}/..", 1, "is not a checkpoint: it lacks trainer_state.json"),
+        ("", 2, "the following arguments are required: --accept"),
+        ("--accept {} --fast", 2, "unrecognized arguments: --fast"),
+        ("--help", 0, ""),
+    ],
+)
+def test_accept_what_is_none(checkpoint, command, words, code, said):
+    status, _, errors = command(*words.format(checkpoint).split())
+    assert (status, said in errors) == (code, True), errors
+
+
+def test_accept_a_folder_of_transformers(checkpoint, command):
+    (checkpoint / MANIFEST_NAME).unlink()
     assert command("--accept", checkpoint)[0] == 0
     assert (checkpoint / MANIFEST_NAME).is_file()
     (checkpoint / "model.safetensors").unlink()

@@ -5,7 +5,15 @@ import random
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
 
 from hftrainer import Trainer, default_data_collator
 from tests.support.checkpoints import make_trainer
@@ -14,33 +22,30 @@ from tests.support.tiny import plain_data
 
 # ---- Data ------------------------------------------------------------------------------------------------------------
 
+#: Generator → what is drawn from it. NumPy keeps every other normal number for the next call.
+DRAWS = {"torch": lambda: torch.randn(8), "numpy": lambda: float(np.random.randn()), "python": random.random}
+
 
 class Augmented(Dataset):
     """The plain samples with noise from the generators named; counts what is read."""
 
-    def __init__(self, count=22, draws="torch numpy python"):
-        self.samples, self.draws, self.read = plain_data(count), draws.split(), []
+    def __init__(self, count=22, draws=tuple(DRAWS)):
+        self.samples, self.draws, self.read = plain_data(count), draws, []
 
     def __len__(self):
         return len(self.samples)
 
     def __getitem__(self, index):
         self.read.append(index)
-        x = self.samples[index]["x"].clone()
-        if "torch" in self.draws:
-            x = x + torch.randn(8)
-        if "numpy" in self.draws:
-            x = x + float(np.random.randn())  # NumPy keeps every other one for the next call
-        if "python" in self.draws:
-            x = x * random.random()
-        return {**self.samples[index], "x": x}
+        noise = sum(DRAWS[name]() for name in self.draws)
+        return {**self.samples[index], "x": self.samples[index]["x"] + noise}
 
 
 class AugmentedStream(IterableDataset):
     """The same as a stream."""
 
-    def __init__(self, count=22, draws="torch numpy python"):
-        self.data = Augmented(count, draws)
+    def __init__(self, *of):
+        self.data = Augmented(*of)
         self.read = self.data.read
 
     def __iter__(self):
@@ -161,17 +166,11 @@ def test_settings(tmp_path, name):
 # ---- Parts of the user's own -----------------------------------------------------------------------------------------
 
 
-class OneByOne(torch.utils.data.Sampler):
+class OneByOne(SequentialSampler):
     """Draws each index when it is asked for."""
 
-    def __init__(self, data):
-        self.data = data
-
-    def __len__(self):
-        return len(self.data)
-
     def __iter__(self):
-        return (random.randrange(len(self.data)) for _ in self.data)
+        return (random.randrange(len(self.data_source)) for _ in self.data_source)
 
 
 def weighted(data, generator=None):
@@ -209,8 +208,8 @@ def test_own_batch_sampler(tmp_path, prepared, workers):
             loader = DataLoader(self.train_dataset, batch_sampler=sampler, num_workers=workers, collate_fn=collate)
             return self.accelerator.prepare(loader) if prepared else loader
 
-    draws = "torch numpy python" if prepared or not workers else ""
-    resumed_from_each(tmp_path, [2, 6, 8], trainer_class=Own, make_data=lambda: Augmented(draws=draws))
+    draws = tuple(DRAWS) if prepared or not workers else ()
+    resumed_from_each(tmp_path, [2, 6, 8], trainer_class=Own, make_data=lambda: Augmented(22, draws))
 
 
 #: Kind of generator → makes one, and draws from it.
@@ -239,7 +238,7 @@ class NoisyCollator:
 
 @pytest.mark.parametrize(("kind", "workers"), [*((kind, 0) for kind in KINDS), ("torch", 2), ("numpy", 2)])
 def test_collator_with_a_generator(tmp_path, kind, workers):
-    steps = [2, 6, 8] if not workers else [2, 6]
+    steps = [2, 6] if workers else [2, 6, 8]
     resumed_from_each(tmp_path, steps, collator=lambda: NoisyCollator(kind), dataloader_num_workers=workers)
 
 
@@ -260,16 +259,13 @@ def test_stream_of_datasets(tmp_path, shuffled):
     read = []
 
     def make_data():
+        read.clear()
         rows = {"x": [sample["x"].tolist() for sample in plain_data(22)], "labels": [i % 3 for i in range(22)]}
         stream = datasets.Dataset.from_dict(rows).to_iterable_dataset(num_shards=2)
         stream = stream.map(lambda row, index: read.append(index) or row, with_indices=True)
         return (stream.shuffle(seed=1, buffer_size=5) if shuffled else stream).with_format("torch")
 
-    def clear_and_make():
-        read.clear()
-        return make_data()
-
-    resumed_from_each(tmp_path, [1, 5, 6, 3], make_data=clear_and_make, max_steps=8)
+    resumed_from_each(tmp_path, [1, 5, 6, 3], make_data=make_data, max_steps=8)
     assert (read[0] == 0) == shuffled  # the samples in a shuffle buffer are not in the state: read again
 
 
@@ -279,10 +275,9 @@ def test_stateful_loader_of_torchdata(tmp_path, workers):
 
     class Own(Trainer):
         def get_train_dataloader(self):
-            return stateful.StatefulDataLoader(
-                self.train_dataset, 4, num_workers=workers, collate_fn=default_data_collator
-            )
+            how = {"num_workers": workers, "collate_fn": default_data_collator}
+            return stateful.StatefulDataLoader(self.train_dataset, 4, **how)
 
-    settings = {"trainer_class": Own, "make_data": lambda: StatefulStream(draws=""), "max_steps": 9}
+    settings = {"trainer_class": Own, "make_data": lambda: StatefulStream(22, ()), "max_steps": 9}
     data = resumed_from_each(tmp_path, [1, 3, 6], **settings)
     assert workers or data[1].read[0] == 12

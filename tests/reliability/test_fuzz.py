@@ -1,4 +1,7 @@
-"""Checkpoints with contents that somebody made up: a clear error or a run that resumes; no code of theirs is run."""
+"""Contents that somebody made up, of checkpoints, configurations and the Hub: a clear error, or they are used.
+
+No code of theirs is run, and no other file is written.
+"""
 
 import contextlib
 import functools
@@ -6,22 +9,33 @@ import json
 import os
 import pickle
 import struct
+import sys
 
 import pytest
 import torch
 from hypothesis import strategies as st
 
+from hftrainer import HfArgumentParser, TrainingArguments
+from hftrainer.arguments.deepspeed import configure
 from hftrainer.checkpointing.distributed import PARTS, load_model_parts, load_optimizer_parts
 from hftrainer.checkpointing.manifest import _crc32_of_list
 from hftrainer.checkpointing.names import MANIFEST_NAME
-from hftrainer.errors import DamagedCheckpoint
+from hftrainer.errors import CheckpointNotFound, DamagedCheckpoint
+from hftrainer.hub.download import download_checkpoint
+from hftrainer.parallel.fsdp.settings import read_fsdp
 from tests.support import fuzz
 from tests.support.checkpoints import KeepsState, copy_without_manifest, finished, make_trainer
+from tests.support.hub_runs import TOKEN
+from tests.support.hub_runs import hub as hub
+from tests.support.hub_server import Commit, Repo
 from tests.support.jobs import names
 from tests.support.parts import stepped, write
+from tests.support.tiny import make_bert
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 WORKERS = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}
+
+# ---- Checkpoints -----------------------------------------------------------------------------------------------------
 
 
 def make(folder, **settings):
@@ -46,8 +60,7 @@ def sources(tmp_path_factory):
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def folder(tmp_path):
     return tmp_path / "run" / "checkpoint-3"
 
 
@@ -160,24 +173,27 @@ def test_made_up_contents(sources, folder, case, data):
         read(folder)
 
 
-# ---- Made up by hand -------------------------------------------------------------------------------------------------
+def of_index(shard):
+    return "model.safetensors.index.json", {"weight_map": {"a": shard}}
 
 
-@pytest.mark.parametrize("shard", ["../outside.safetensors", "/tmp/outside.safetensors", 7, None])
-def test_no_way_out_of_the_folder_by_an_index(sources, folder, shard):
+def of_manifest(name):
+    files = {name: {"size": 1, "crc32": 1}}
+    return MANIFEST_NAME, {"files": files, "crc32": _crc32_of_list(files)}
+
+
+OUTSIDE = [
+    *map(of_index, ["../outside.safetensors", "/tmp/outside.safetensors", 7, None]),
+    *map(of_manifest, ["../outside", "/etc/hostname", "a/../../outside"]),
+]
+
+
+@pytest.mark.parametrize(("name", "content"), OUTSIDE, ids=str)
+def test_no_way_out_of_the_folder(sources, folder, name, content):
     copy_without_manifest(sources("run"), folder)
     (folder / "model.safetensors").rename(folder.parent / "outside.safetensors")
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": shard}}))
-    with pytest.raises(fuzz.CLEAR, match=r"model\.safetensors\.index\.json"):
-        resume(folder)
-
-
-@pytest.mark.parametrize("name", ["../outside", "/etc/hostname", "a/../../outside"])
-def test_no_way_out_of_the_folder_by_a_manifest(sources, folder, name):
-    copy_without_manifest(sources("run"), folder)
-    files = {name: {"size": 1, "crc32": 1}}
-    (folder / MANIFEST_NAME).write_text(json.dumps({"files": files, "crc32": _crc32_of_list(files)}))
-    with pytest.raises(fuzz.CLEAR, match=rf"{MANIFEST_NAME} cannot be read"):
+    (folder / name).write_text(json.dumps(content))
+    with pytest.raises(fuzz.CLEAR, match=name):
         resume(folder)
 
 
@@ -201,3 +217,150 @@ def test_values_that_a_step_of_training_would_refuse(sources, folder, name):
     torch.save(held, folder / file)
     with pytest.raises(DamagedCheckpoint, match=f"{file} does not hold what"):
         resume(folder)
+
+
+# ---- Configurations --------------------------------------------------------------------------------------------------
+
+ARGUMENTS = {
+    **{"output_dir": "out", "learning_rate": 0.1, "max_steps": 3, "logging_steps": 2, "optim": "adamw_torch"},
+    **{"lr_scheduler_type": "linear", "lr_scheduler_kwargs": {}, "report_to": ["none"], "use_cpu": True, "seed": 7},
+    **{"eval_strategy": "steps", "eval_steps": 2, "label_names": ["labels"], "warmup_steps": 0.1, "run_name": "run"},
+}
+LIGHTNING = {
+    **{"devices": 1, "async_checkpoint": True, "max_time": {"minutes": 1}},
+    **{"limit_val_batches": 2, "profiler": "simple"},
+}
+ACCELERATOR = {"split_batches": False, "dispatch_batches": None, "even_batches": True, "use_seedable_sampler": True}
+
+FSDP = {
+    **{"version": 1, "transformer_layer_cls_to_wrap": ["BertLayer"], "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"},
+    **{"min_num_params": 0, "state_dict_type": "FULL_STATE_DICT", "backward_prefetch": "backward_pre"},
+    **{"cpu_ram_efficient_loading": True, "activation_checkpointing": False, "reshard_after_forward": "full_shard"},
+    **{"xla": True, "xla_fsdp_settings": {"compute_dtype": "bfloat16"}},
+}
+DEEPSPEED = {
+    **{"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "offload_optimizer": {"device": "cpu"}}},
+    **{"optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto"}}},
+    **{"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_min_lr": "auto"}}},
+    **{"bf16": {"enabled": "auto"}, "fp16": {"enabled": False}, "gradient_clipping": "auto"},
+    **{"train_batch_size": "auto", "gradient_accumulation_steps": "auto"},
+}
+
+
+def make_arguments(**settings):
+    return TrainingArguments("out", use_cpu=True, report_to="none", **settings)
+
+
+def parsed(path):
+    parser = HfArgumentParser(TrainingArguments)
+    (parser.parse_json_file if path.suffix == ".json" else parser.parse_yaml_file)(str(path))
+
+
+def completed(path):
+    args = make_arguments()
+    args.deepspeed = str(path)  # afterwards: nobody asks whether DeepSpeed is installed
+    configure(args).completed(make_bert(), 10, 2, warmup_is_default=True)
+
+
+#: Kind of file → its contents, and what reads it.
+KINDS = {
+    "arguments": (ARGUMENTS, parsed),
+    "lightning": (LIGHTNING, lambda path: make_trainer("out", lightning_config=str(path))),
+    "accelerator": (ACCELERATOR, lambda path: make_trainer("out", accelerator_config=str(path))),
+    "fsdp": (FSDP, lambda path: read_fsdp(True, str(path), {})),
+    "deepspeed": (DEEPSPEED, completed),
+}
+FILES = [*(f"{kind}.json" for kind in KINDS), "arguments.yaml", "lightning.yaml", "deepspeed.yaml"]
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["-"])  # made-up devices start no processes
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("way", ["values", "bytes"])
+@fuzz.made_up
+def test_made_up_files(place, name, way, data):
+    content, read = KINDS[name.partition(".")[0]]
+    if way == "values":
+        text = json.dumps(data.draw(fuzz.mutated(content))).encode()  # YAML reads JSON
+    else:
+        text = data.draw(fuzz.scrambled(json.dumps(content).encode()))
+    (place / name).write_bytes(text)
+    with fuzz.accepted_or_refused():
+        read(place / name)
+    assert set(names(place)) <= {name, "out"}
+
+
+#: Which no reader takes for a mapping of arguments.
+ODD = {
+    **{"deep": b"[" * 1_000, "deeper": b"[" * 10_000, "empty": b"", "zero": b"\x00", "letters": "é".encode() * 3},
+    **{"no anchor": b"a: &a [x, x]\nb: *c", "deep keys": b'{"a": 1' * 2_000, "no UTF-8": b'{"devices": "\xff\xfe"}'},
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_odd_files(place, name):
+    """As it is, each is read."""
+    content, read = KINDS[name.partition(".")[0]]
+    (place / name).write_text(json.dumps(content))
+    read(place / name)
+    odd = {case: text for case, text in ODD.items() if case != "deeper" or name.endswith("json")}  # YAML takes long
+    for case, text in odd.items():
+        (place / name).write_bytes(text)
+        with pytest.raises(fuzz.CLEAR) as refused:
+            read(place / name)
+        assert case == "empty" or name in str(refused.value)
+
+
+# ---- References to the Hub -------------------------------------------------------------------------------------------
+
+WORDS = ["", " ", "x" * 200, *"me run .. . checkpoint-2 @ @main / \\ %2e%2e * ~ \0 é".split(" ")]
+REFERENCES = st.builds(
+    "{}{}{}".format,
+    st.sampled_from(["", "hub:me/run", "hub:me/good"]),
+    st.sampled_from(["", "/", "hub:"]),
+    st.lists(st.sampled_from(WORDS), max_size=3).map("/".join),
+)
+STATE = b'{"global_step": 2}'
+#: Names of files in a repository that somebody made up.
+PATHS = {
+    **{"../outside": STATE, "checkpoint-2/../../outside": STATE, "/tmp/hftrainer-outside": STATE},
+    **{"checkpoint-2/trainer_state.json": STATE, "a\\..\\b": STATE},
+}
+
+
+@pytest.fixture
+def repos(hub):
+    for name, files in (("me/run", PATHS), ("me/good", {"checkpoint-2/trainer_state.json": STATE})):
+        hub.repos[name] = Repo(branches={"main": [Commit("made up", files)]})
+
+
+def files_below(folder):
+    return {path for path in folder.rglob("*") if path.is_file()}
+
+
+@fuzz.made_up
+def test_made_up_references(repos, tmp_path, data):
+    """What is downloaded stays in the cache, whatever is asked for and whatever the repository lists."""
+    home = tmp_path / "home" / "hub"
+    for reference in data.draw(st.lists(REFERENCES, min_size=5, max_size=5)):
+        try:
+            found = download_checkpoint(reference, TOKEN)
+        except fuzz.CLEAR as refused:
+            found = refused
+        assert TOKEN not in str(found)
+        assert isinstance(found, Exception) or os.path.realpath(found).startswith(str(home))
+        assert files_below(tmp_path) == files_below(home)
+        assert not os.path.exists("/tmp/hftrainer-outside")
+
+
+@pytest.mark.parametrize(
+    "place", ["..", "../..", "checkpoint-2/../../../..", "/", "//", "/tmp", "checkpoint-2//", ".", "a\\..\\.."]
+)
+def test_a_reference_that_leads_out_of_the_cache(repos, place):
+    with pytest.raises(CheckpointNotFound, match="give 'hub:owner/name'"):
+        download_checkpoint(f"hub:me/run/{place}", TOKEN)

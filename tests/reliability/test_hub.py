@@ -1,17 +1,20 @@
 """Uploads to a Hub that fails: training goes on, uploads are retried, results are logged, and no token is shown."""
 
 import errno
-import io
+import itertools
+import json
 import logging
 import os
 import pickle
+import re
 import shutil
 import signal
 import socket
-import subprocess
 import sys
-import time
+import threading
 import traceback
+from concurrent import futures
+from concurrent.futures import thread as pools
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,42 +26,30 @@ from hftrainer.checkpointing.writer import is_storage_error
 from hftrainer.errors import CheckpointNotFound, HubError, InvalidArgument
 from hftrainer.hub import background, failures, repository, snapshots, uploads
 from hftrainer.hub.pending import PendingCommit
+from hftrainer.parallel import process_group
+from hftrainer.parallel.processes import _has_ended as has_ended
 from hftrainer.search.packing import pack
-from tests.support import warm
-from tests.support.hub_runs import READS, STEPS, At, make_uploading
-from tests.support.hub_server import Commit, HubServer, Repo
-from tests.support.jobs import read_until
+from tests.support.hub_runs import READS, STEPS, TOKEN, At, environment, make_uploading
+from tests.support.hub_runs import hub as hub
+from tests.support.hub_server import Commit, Repo, cut, fail
+from tests.support.parity import assert_same_weights
 from tests.support.tiny import make_plain
-
-TOKEN = "hf_aVeryPrivateTokenIndeed"
-
-
-@pytest.fixture
-def hub(monkeypatch, tmp_path):
-    """A server. After the test, everything that was uploaded to it is searched for the token."""
-    monkeypatch.setattr(uploads, "_WAITS", (0.01, 0.02))
-    monkeypatch.setattr(repository, "_WAITS", (0.01,))
-    with HubServer({TOKEN: ("me", "write"), READS: ("me", "read")}).running() as server:
-        server.serve(monkeypatch, tmp_path / "home")
-        yield server
-    commits = [commit for repo in server.repos.values() for branch in repo.branches.values() for commit in branch]
-    assert not [name for commit in commits for name, data in commit.files.items() if TOKEN.encode() in data]
 
 
 @pytest.fixture(autouse=True)
-def no_token(tmp_path, caplog, capfd):
-    """After the test, search every file, log line and printed line for the token."""
-    root = logging.getLogger()
-    everything = io.StringIO()
-    handler = logging.StreamHandler(everything)
-    root.addHandler(handler)
+def no_token(request, tmp_path, monkeypatch, caplog, capfd):
+    """After the test, search every upload, file, log line and printed line for the tokens. Tests print their errors."""
+    monkeypatch.setattr(uploads, "_WAITS", (0.01, 0.02))
+    monkeypatch.setattr(repository, "_WAITS", (0.01,))
+    repos = request.getfixturevalue("hub").repos if "hub" in request.fixturenames else {}
     with caplog.at_level(logging.DEBUG):
         yield
-    root.removeHandler(handler)
-    printed = capfd.readouterr()
-    shown = {"the logs": everything.getvalue(), "what was printed": printed.out + printed.err}
-    shown |= {str(path): path.read_bytes().decode("latin-1") for path in tmp_path.rglob("*") if path.is_file()}
-    assert not [where for where, text in shown.items() if TOKEN in text or READS in text]
+    commits = [commit for repo in repos.values() for branch in repo.branches.values() for commit in branch]
+    shown = [item for commit in commits for item in commit.files.items()]
+    shown += [(path, path.read_bytes()) for path in tmp_path.rglob("*") if path.is_file()]
+    shown += [("the log", caplog.handler.format(record).encode()) for record in caplog.get_records("call")]
+    shown += [("what was printed", printed.encode()) for printed in capfd.readouterr()]
+    assert not [where for where, data in shown if TOKEN.encode() in data or READS.encode() in data]
 
 
 class Saved(TrainerCallback):
@@ -81,118 +72,140 @@ def undisturbed(tmp_path_factory):
     return trainer.model.state_dict()
 
 
-def assert_unharmed(trainer, undisturbed):
-    assert trainer.state.global_step == STEPS
-    weights = trainer.model.state_dict()
-    assert not [name for name, value in undisturbed.items() if not torch.equal(value, weights[name])]
-    folder = Path(trainer.args.output_dir)
-    assert sorted(path.name for path in folder.glob("[!_]*")) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+def last(hub):
+    return hub.repos["me/run"].at("main")
 
 
-def last(hub, name="me/run"):
-    return hub.repos[name].at("main")
+def messages(hub):
+    return hub.repos["me/run"].messages()
 
 
-def messages(hub, name="me/run"):
-    return [commit.message for commit in hub.repos[name].branches["main"][1:]]
+def steps(*numbers, checkpoint=False):
+    """The messages of the commits for these steps."""
+    parts = ("", ", checkpoint") if checkpoint else ("",)
+    return [f"Training in progress, step {number}{part}" for number in numbers for part in parts]
 
 
-class Hangs(TrainerCallback):
-    """Lets uploads hang from the first step to the end of training."""
-
-    def __init__(self, hub):
-        self.hub = hub
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == 1:
-            self.hub.delay = 60.0
-
-    def on_train_end(self, args, state, control, **kwargs):
-        self.hub.delay = 0.0
+def assert_one_at_a_time(hub):
+    """Uploads are never made in parallel."""
+    made = [request.split("/")[-2] for request in hub.requests if "/preupload/" in request or "/commit/" in request]
+    assert made == ["preupload", "commit"] * (len(made) // 2)
 
 
 # ---- While it runs -------------------------------------------------------------------------------------------------
 
 
-def fail(hub, **how):
-    def act():
-        for name, value in how.items():
-            setattr(hub, name, value)
-
-    return act
-
-
-@pytest.mark.parametrize(
-    "how",
-    [
-        pytest.param({"refusing": True}, id="refuses"),
-        pytest.param({"failures": 3}, id="fails"),
-        pytest.param({"cuts": 3}, id="cuts"),
-        pytest.param({"failing": "/commit/"}, id="fails-to-commit"),
-        pytest.param({"delay": 0.3}, id="slow"),
-    ],
-)
-def test_a_hub_that_fails_for_a_while(hub, tmp_path, undisturbed, how, caplog):
-    """Training yields the same weights, and at its end the repository has the last checkpoint."""
-    saved, well = Saved(), {"refusing": False, "failures": 0, "cuts": 0, "failing": None, "delay": 0.0}
-    trainer = make_uploading(tmp_path / "run", [saved, At(1, fail(hub, **how))], hub_strategy="checkpoint")
+def train_disturbed(hub, folder, act, part="", times=None, callbacks=(), **settings):
+    """Train with a Hub that fails from the first step until the last upload was tried, or hangs until training ends."""
+    saved, act = Saved(), hub.hold if act == "hold" else act
+    disturb = At(1, lambda: hub.disturb(act, part, times))
+    trainer = make_uploading(folder, [saved, disturb, *callbacks], **settings)
     finish = trainer._finish_current_push
 
-    def repaired():
-        trainer.push_in_progress.wait_until_done()
-        fail(hub, **well)()
+    def repair_and_finish():
+        if act != hub.hold:
+            trainer.push_in_progress.wait_until_done()
+        hub.repair()
         finish()
 
-    trainer._finish_current_push = repaired
+    trainer._finish_current_push = repair_and_finish
     trainer.train()
-    assert_unharmed(trainer, undisturbed)
-    assert last(hub).files["model.safetensors"] == saved.weights[6]
-    assert last(hub).files["last-checkpoint/model.safetensors"] == saved.weights[6]
-    assert messages(hub)[-2:] == [f"Training in progress, step 6{which}" for which in ("", ", checkpoint")]
+    assert trainer.state.global_step == STEPS
+    assert last(hub).files["model.safetensors"] == saved.weights[STEPS]
+    return trainer, saved
+
+
+ONCE, QUEUED = {"hub_strategy": "checkpoint"}, {"hub_always_push": True}
+EACH = {"hub_strategy": "all_checkpoints", "save_steps": 1, "save_total_limit": 1, "hub_always_push": True}
+#: How the Hub fails, the arguments, whether the log promises a retry at the end, the commits.
+DISTURBED = {
+    "refuses": ((cut,), ONCE, True, steps(6, checkpoint=True)),
+    "fails": ((fail, "", 3), ONCE | QUEUED, False, steps(2, 4, 6, checkpoint=True)),
+    "cuts uploads": ((cut, "PUT", 3), ONCE | QUEUED, False, steps(2, 4, 6, checkpoint=True)),
+    "fails to commit": ((fail, "/commit/"), {}, True, steps(6)),
+    # Without Xet, the client retries all requests but this one.
+    "fails to commit once": ((fail, "/commit/", 1), QUEUED, False, steps(2, 4, 6)),
+    "cuts a commit": ((cut, "/commit/", 1), QUEUED, False, steps(2, 4, 6)),
+    # Skipped saves: the newest for each path is uploaded at the end.
+    "hangs": (("hold", "PUT"), {"save_steps": 1}, False, steps(1, 6)),
+    "hangs, checkpoint": (("hold", "PUT"), ONCE, False, steps(2, 6, checkpoint=True)),
+    # All saves are uploaded in order, even if the checkpoints have been deleted.
+    "hangs, all queued": (
+        ("hold", "PUT"),
+        EACH | {"lightning_config": {"async_checkpoint": True}},
+        False,
+        steps(1, 2, 3, 4, 5, 6, checkpoint=True),
+    ),
+}
+
+
+@pytest.mark.parametrize(("disturbance", "settings", "is_retried", "expected"), DISTURBED.values(), ids=DISTURBED)
+def test_a_hub_that_fails_for_a_while(hub, tmp_path, undisturbed, caplog, disturbance, settings, is_retried, expected):
+    """Training yields the same weights, each commit has those of its step, and at the end the last save is uploaded."""
+    trainer, saved = train_disturbed(hub, tmp_path / "run", *disturbance, **settings)
+    assert_same_weights(trainer.model.state_dict(), undisturbed)
+    kept = list(saved.weights)[-settings.get("save_total_limit", STEPS) :]
+    assert sorted(path.name for path in (tmp_path / "run").glob("*")) == [f"checkpoint-{number}" for number in kept]
+    assert messages(hub) == expected
+    for commit in hub.repos["me/run"].branches["main"][1:]:
+        number = int(re.search(r"step (\d+)", commit.message)[1])
+        folder = "last-checkpoint" if settings.get("hub_strategy") == "checkpoint" else f"checkpoint-{number}"
+        assert commit.files["model.safetensors"] == saved.weights[number]
+        if commit.message.endswith("checkpoint"):
+            assert commit.files[f"{folder}/model.safetensors"] == saved.weights[number]
+            assert f"{folder}/optimizer.pt" in commit.files
+    if disturbance[0] == "hold":
+        assert_one_at_a_time(hub)
+    assert ("is retried at the end" in caplog.text) is is_retried
     assert "Not uploaded" not in caplog.text
+
+
+def test_the_last_save_is_made_up_for_though_it_is_deleted(hub, tmp_path):
+    """`save_total_limit=1` keeps only the best checkpoint."""
+    falling = itertools.count(0, -1)
+    best = {"save_total_limit": 1, "load_best_model_at_end": True, "metric_for_best_model": "x", "eval_steps": 2}
+    measured = {"eval_strategy": "steps", "trainer": {"compute_metrics": lambda _: {"x": float(next(falling))}}}
+    train_disturbed(hub, tmp_path / "run", "hold", "PUT", **best, **measured)
+    assert not (tmp_path / "run" / "checkpoint-6").exists()
+    assert messages(hub) == steps(2, 6)
+
+
+def test_another_trainer_in_the_same_folder(hub, tmp_path):
+    """It does not delete the snapshots of queued uploads."""
+    other = At(5, lambda: make_uploading(tmp_path / "run", hub_model_id="me/second", hub_strategy="end"))
+    train_disturbed(hub, tmp_path / "run", "hold", "PUT", callbacks=[other], hub_always_push=True)
+    assert messages(hub) == steps(2, 4, 6)
+
+
+def test_uploads_called_off(hub, tmp_path):
+    """Cancelled uploads are not retried, and leave no files."""
+    arrived = threading.Event()
+
+    def call_off():
+        arrived.wait()  # the first of the two is running
+        trainer.push_in_progress.cancel()
+        hub.repair()
+
+    trainer = make_uploading(tmp_path / "run", [At(3, call_off)], hub_strategy="checkpoint", max_steps=4)
+    hub.disturb(lambda _: arrived.set(), "PUT")
+    hub.disturb(hub.hold, "PUT")
+    trainer.train()
+    assert messages(hub) == [*steps(2), *steps(4, checkpoint=True)]
     assert not list(tmp_path.rglob("_hub_uploads"))
 
 
-def test_an_upload_is_tried_again_at_once(hub, tmp_path, monkeypatch, caplog):
-    """The second attempt succeeds, and no warning is logged."""
-    real, left = repository.HfApi.upload_folder, [1]
-
-    def once_away(*args, **kwargs):
-        if left:
-            left.pop()
-            raise ConnectionResetError("cut")
-        return real(*args, **kwargs)
-
-    monkeypatch.setattr(repository.HfApi, "upload_folder", once_away)
-    make_uploading(tmp_path / "run").train()
-    assert messages(hub)[-1] == "Training in progress, step 6"
-    assert not left
-    assert "is retried at the end" not in caplog.text
-
-
-def test_a_commit_that_the_client_does_not_retry(hub, tmp_path, caplog):
-    """The client retries the requests before the commit. Without Xet, it does not retry the commit itself."""
-    trainer = make_uploading(tmp_path / "run", max_steps=2)
-    hub.fails_once = "/commit/"
-    trainer.train()
-    assert hub.fails_once is None
-    assert messages(hub) == ["Training in progress, step 2"]
-    assert "is retried at the end" not in caplog.text
-
-
-def test_a_hub_that_is_away_is_asked_once(hub, tmp_path, monkeypatch, caplog):
+def test_a_hub_that_is_away_is_asked_once(hub, tmp_path):
     """The first upload makes all its attempts. Every other upload and the end of the run make one."""
     attempts = []
 
-    def away(self, *, commit_message, **kwargs):
-        attempts.append(commit_message)
-        time.sleep(0.05)
-        raise ConnectionError("no route")
+    def note_and_cut(request):
+        attempts.append(json.loads(request.data.splitlines()[0])["value"]["summary"])
+        cut(request)
 
-    monkeypatch.setattr(repository.HfApi, "upload_folder", away)
     trainer = make_uploading(tmp_path / "run", hub_strategy="all_checkpoints", hub_always_push=True)
+    hub.disturb(note_and_cut, "/commit/")
     trainer.train()
-    assert attempts.count("Training in progress, step 2") == 3
+    assert attempts[:3] == steps(2, 2, 2)
     assert len(attempts) <= 3 + 5 + 1
     attempts.clear()
     with pytest.raises(HubError, match="the Hub cannot be reached"):
@@ -203,11 +216,9 @@ def test_a_hub_that_is_away_is_asked_once(hub, tmp_path, monkeypatch, caplog):
 def test_a_hub_that_stays_away(hub, tmp_path, undisturbed, caplog):
     """The log names what is uploaded and what is not, with the command; `push_to_hub` uploads the rest."""
     trainer = make_uploading(tmp_path / "run", hub_strategy="all_checkpoints")
-    trainer.add_callback(
-        At(3, lambda: (trainer.push_in_progress.wait_until_done(), fail(hub, failing="/preupload/")()))
-    )
+    trainer.add_callback(At(3, lambda: (trainer.push_in_progress.wait_until_done(), hub.disturb(fail, "/preupload/"))))
     trainer.train()
-    assert_unharmed(trainer, undisturbed)
+    assert_same_weights(trainer.model.state_dict(), undisturbed)
     report = caplog.text[caplog.text.index("Not uploaded to me/run:") :]
     folder = tmp_path / "run"
     assert f"hf upload me/run {folder}/checkpoint-6 . --include model.safetensors --include training_args.bin" in report
@@ -216,78 +227,20 @@ def test_a_hub_that_stays_away(hub, tmp_path, undisturbed, caplog):
     assert "checkpoint-2: 'Training in progress, step 2, checkpoint'" in report.split("Uploaded:")[1]
     with pytest.raises(HubError, match=r"To upload it: hf upload me/run .* --exclude") as caught:
         trainer.push_to_hub()
-    assert TOKEN not in "".join(traceback.format_exception(caught.value))
+    traceback.print_exception(caught.value)
     trainer.save_model()  # logs the failure, and does not raise
     assert caplog.records[-1].levelname == "ERROR"
     assert isinstance(trainer.push_to_hub(blocking=False).exception(), HubError)
     assert "push_to_hub to 'me/run': the Hub failed" in caplog.records[-1].getMessage()
-    hub.failing = None
+    hub.repair()
     trainer.push_to_hub()
     trainer._finish_current_push()
-    assert messages(hub)[2:] == [  # the current model, then the pending checkpoints, oldest first
-        "End of training",
-        "Training in progress, step 4, checkpoint",
-        "Training in progress, step 6, checkpoint",
-    ]
+    # The current model, then the pending checkpoints, oldest first.
+    assert messages(hub)[2:] == ["End of training", *(f"{message}, checkpoint" for message in steps(4, 6))]
     assert not list(tmp_path.rglob("_hub_uploads"))
     expected = (folder / "checkpoint-6" / "model.safetensors").read_bytes()
     assert last(hub).files["model.safetensors"] == last(hub).files["checkpoint-6/model.safetensors"] == expected
     assert "checkpoint-4/model.safetensors" in last(hub).files
-
-
-def test_saves_that_wait_for_their_turn(hub, tmp_path, undisturbed):
-    """`hub_always_push` uploads all saves in order, even if the checkpoints have been deleted."""
-    saved = Saved()
-    trainer = make_uploading(
-        tmp_path / "run",
-        [saved, At(1, fail(hub, delay=0.1))],
-        **{"hub_strategy": "all_checkpoints", "hub_always_push": True, "save_total_limit": 1, "save_steps": 1},
-        lightning_config={"async_checkpoint": True},
-    )
-    trainer.train()
-    assert [path.name for path in (tmp_path / "run").glob("*")] == ["checkpoint-6"]
-    assert trainer.state.global_step == STEPS
-    expected = [f"Training in progress, step {step}{part}" for step in range(1, 7) for part in ("", ", checkpoint")]
-    assert messages(hub) == expected
-    requests = [path.split("/")[-2] for _, path in hub.requests if "/preupload/" in path or "/commit/" in path]
-    assert requests == ["preupload", "commit"] * 12  # never in parallel
-    for commit in hub.repos["me/run"].branches["main"][1:]:
-        step = int(commit.message.split("step ")[1].split(",")[0])
-        assert commit.files["model.safetensors"] == saved.weights[step]
-        assert f"checkpoint-{step}/optimizer.pt" in commit.files or not commit.message.endswith("checkpoint")
-
-
-def test_skipped_saves(hub, tmp_path):
-    """Without `hub_always_push`, saves during an upload are skipped, and the last one is uploaded at the end."""
-    trainer = make_uploading(tmp_path / "run", [Hangs(hub)], save_steps=1)
-    trainer.train()
-    assert messages(hub) == ["Training in progress, step 1", "Training in progress, step 6"]
-
-
-def test_the_last_save_is_made_up_for_though_it_is_deleted(hub, tmp_path):
-    """`save_total_limit=1` keeps only the best checkpoint."""
-    saved, begun = Saved(), []
-    args = {"save_total_limit": 1, "eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
-    trainer = make_uploading(tmp_path / "run", [saved, Hangs(hub)], metric_for_best_model="eval_x", **args)
-
-    def evaluate(*_, **__):
-        begun.append(None)
-        return {"eval_x": -float(len(begun))}
-
-    trainer.evaluate = evaluate
-    trainer.train()
-    assert not (tmp_path / "run" / "checkpoint-6").exists()
-    assert messages(hub) == ["Training in progress, step 2", "Training in progress, step 6"]
-    assert last(hub).files["model.safetensors"] == saved.weights[6]
-
-
-def test_another_trainer_in_the_same_folder(hub, tmp_path):
-    """It does not delete the snapshots of queued uploads."""
-    another = At(5, lambda: make_uploading(tmp_path / "run", hub_model_id="me/second", hub_strategy="end"))
-    trainer = make_uploading(tmp_path / "run", [Hangs(hub)], hub_always_push=True)
-    trainer.callback_handler.callbacks.append(another)
-    trainer.train()
-    assert messages(hub) == [f"Training in progress, step {step}" for step in (2, 4, 6)]
 
 
 def test_patterns_of_sagemaker_are_uploaded(hub, tmp_path):
@@ -298,87 +251,57 @@ def test_patterns_of_sagemaker_are_uploaded(hub, tmp_path):
     assert b"*.sagemaker-uploading" in last(hub).files[".gitignore"]
 
 
-def test_another_branch(hub, tmp_path, caplog):
+def test_another_branch(hub, tmp_path):
     """An upload to another branch does not replace a pending upload to this one."""
     trainer = make_uploading(tmp_path / "run", max_steps=2)
     hub.repos["me/run"].branches["dev"] = list(hub.repos["me/run"].branches["main"])
-    hub.failing = "/commit/main"
+    hub.disturb(fail, "/commit/main")
     trainer.train()
     trainer.push_to_hub(revision="dev")
-    assert [message for message, _ in hub.repos["me/run"].commits("dev")] == ["End of training"]
-    hub.failing = None
+    assert hub.repos["me/run"].messages("dev") == ["End of training"]
+    hub.repair()
     trainer._finish_current_push()
-    assert messages(hub) == ["Training in progress, step 2"]
+    assert messages(hub) == steps(2)
 
 
-def test_uploads_called_off(hub, tmp_path):
-    """Cancelled uploads are not retried, and leave no files."""
-    trainer = make_uploading(tmp_path / "run", [Hangs(hub)], hub_strategy="checkpoint", max_steps=4)
-
-    def call_off():
-        while not any(method == "PUT" for method, _ in hub.requests):  # the first of the two is running
-            time.sleep(0.01)
-        trainer.push_in_progress.cancel()
-
-    trainer.add_callback(At(3, call_off))
-    trainer.train()
-    assert "Training in progress, step 2, checkpoint" not in messages(hub)
-    assert messages(hub)[-2:] == ["Training in progress, step 4", "Training in progress, step 4, checkpoint"]
-    assert not list(tmp_path.rglob("_hub_uploads"))
-
-
-def test_a_search(hub, tmp_path, monkeypatch):
+def test_a_search(hub, tmp_path):
     """A pruned trial does not wait, uploads never run in parallel, and checkpoints of trials are not uploaded."""
     optuna = pytest.importorskip("optuna")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    monkeypatch.setattr(background, "_GRACE", 0.1)
-    trainer = make_uploading(tmp_path / "run", [At(1, fail(hub, delay=1.0))], eval_strategy="steps", eval_steps=2)
+    in_trial = iter([lambda: hub.disturb(hub.hold, "PUT"), hub.repair])
+    evaluated = {"eval_strategy": "steps", "eval_steps": 2}
+    trainer = make_uploading(tmp_path / "run", [At(1, lambda: next(in_trial)())], **evaluated)
     trainer.model_init = make_plain
-
-    class Prunes(optuna.pruners.BasePruner):
-        def prune(self, study, trial):
-            return trial.number == 0 and trial.last_step >= 4
-
-    trainer.hyperparameter_search(
-        n_trials=2, hp_space=lambda trial: {"learning_rate": 1e-3 * (1 + trial.number)}, pruner=Prunes()
-    )
-    assert messages(hub)[0] == "Training in progress, step 2"
-    assert messages(hub)[-1] == "Training in progress, step 6"
-    requests = [path.split("/")[-2] for _, path in hub.requests if "/preupload/" in path or "/commit/" in path]
-    assert requests == ["preupload", "commit"] * (len(requests) // 2)
+    pruner = SimpleNamespace(prune=lambda study, trial: trial.number == 0 and trial.last_step >= 4)
+    trainer.hyperparameter_search(n_trials=2, hp_space=lambda trial: {"seed": trial.number}, pruner=pruner)
+    assert [messages(hub)[0], messages(hub)[-1]] == steps(2, 6)
+    assert_one_at_a_time(hub)
     assert not [name for name in last(hub).files if "checkpoint-" in name]
-
-
-class Pickler(pickle.Pickler):
-    """Stands in for Ray's pickler."""
-
-    def reducer_override(self, obj):
-        return NotImplemented
 
 
 def test_a_trainer_on_its_way_to_another_process(hub, tmp_path, monkeypatch):
     """The copy has no uploads of the original, and opens the repository itself."""
-    cloudpickle = SimpleNamespace(CloudPickler=Pickler, loads=pickle.loads)
+    pickler = type("PicklerOfRay", (pickle.Pickler,), {"reducer_override": lambda *_: NotImplemented})
+    cloudpickle = SimpleNamespace(CloudPickler=pickler, loads=pickle.loads)
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(cloudpickle=cloudpickle))
     trainer = make_uploading(tmp_path / "run", max_steps=2)
-    packed = pack(trainer._hftrainer)
-    assert trainer._hftrainer.uploads is not None
-    unpacked = packed.unpack().trainer
-    assert unpacked._hftrainer.uploads is not trainer._hftrainer.uploads
+    unpacked = pack(trainer._hftrainer).unpack().trainer
+    assert None is not trainer._hftrainer.uploads is not unpacked._hftrainer.uploads
     unpacked.train()
-    assert messages(hub) == ["Training in progress, step 2"]
+    assert messages(hub) == steps(2)
 
 
 def test_a_timeout_of_the_work_itself():
     """A TimeoutError of the work that others wait for is an error, and does not mean "not finished yet"."""
-    from hftrainer.parallel import process_group, processes
 
-    def times_out():
+    def time_out():
         raise TimeoutError("of the work")
 
+    failed, succeeded = jobs = [process_group.begun(work) for work in (time_out, lambda: None)]
+    futures.wait(jobs)
+    assert has_ended(succeeded)
     with pytest.raises(TimeoutError, match="of the work"):
-        processes._has_ended(process_group.begun(times_out))
-    assert processes._has_ended(process_group.begun(lambda: None))
+        has_ended(failed)
 
 
 def test_progress_bars_stay_off_until_the_last_upload_has_ended():
@@ -391,6 +314,39 @@ def test_progress_bars_stay_off_until_the_last_upload_has_ended():
     assert hidden() == before
 
 
+# ---- Snapshots -----------------------------------------------------------------------------------------------------
+
+
+def refuse(*_, **__):
+    raise OSError(errno.EPERM, "not here")
+
+
+def find_no_space(*_, **__):
+    """As the library tokenizers does."""
+    raise Exception("No space left on device (os error 28)")
+
+
+@pytest.mark.parametrize(
+    ("save_pretrained", "words"),
+    [(refuse, "storage failed (not here)"), (find_no_space, "it could not be prepared (Exception: No space left on")],
+)
+def test_a_storage_that_fails(hub, tmp_path, caplog, save_pretrained, words):
+    """The upload is skipped and training goes on, even if a checkpoint has been deleted."""
+    trainer, deleted = make_uploading(tmp_path / "run"), str(tmp_path / "run" / "checkpoint-2")
+    uploads = trainer._hftrainer.uploads
+    uploads._snapshots.processing_class = SimpleNamespace(save_pretrained=save_pretrained)
+    trainer.add_callback(At(3, lambda: shutil.rmtree(deleted)))
+    trainer.train()
+    assert trainer.state.global_step == STEPS
+    assert f"the model, 'Training in progress, step 6': {words}" in caplog.text
+    assert f"To upload it: hf upload me/run {tmp_path}/run/checkpoint-6" in caplog.text
+    assert not messages(hub)
+    assert not (tmp_path / "run" / "_hub_uploads").exists()
+    assert uploads.commits_for(deleted, "every_save", by_steps=True) == []
+    assert is_storage_error(Exception("No space left on device (os error 28)"), str(tmp_path))
+    assert not is_storage_error(Exception("something else"), str(tmp_path))
+
+
 def test_shards_and_adapters(tmp_path):
     """Only the files of the model are listed."""
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-1.safetensors"}}')
@@ -400,223 +356,184 @@ def test_shards_and_adapters(tmp_path):
     assert snapshots.model_files(str(tmp_path)) == expected
 
 
-def refuse(*_):
-    raise OSError(errno.EPERM, "not here")
+@pytest.mark.parametrize("links", [True, False])
+def test_snapshots(tmp_path, links, monkeypatch):
+    """A snapshot does not change with the files, and takes no disk space for files that are written once.
 
+    Symbolic links are followed, pipes left out, and files of the checkpoint not overwritten.
+    """
 
-def test_a_storage_that_fails(hub, tmp_path, caplog, monkeypatch):
-    """If storage fails, the upload is skipped and training goes on."""
-    trainer = make_uploading(tmp_path / "run", save_steps=4)
-    monkeypatch.setattr(snapshots.shutil, "copyfile", refuse)
-    monkeypatch.setattr(snapshots.os, "link", refuse)
-    trainer.train()
-    assert trainer.state.global_step == STEPS
-    assert "the model, 'Training in progress, step 6': storage failed (not here). To upload it: hf" in caplog.text
-    assert not messages(hub)
-    assert not (tmp_path / "run" / "_hub_uploads").exists()
+    def save_pretrained(folder):
+        Path(folder, "config.json").write_text("of the processing class")
 
-
-class Tokens:
-    """A processing class that raises a plain Exception if storage fails, as the library tokenizers does."""
-
-    def save_pretrained(self, folder, **_):
-        if "_hub_uploads" in str(folder):
-            raise Exception("No space left on device (os error 28)")
-
-
-def test_a_processing_class_that_fails(hub, tmp_path, caplog):
-    trainer = make_uploading(tmp_path / "run")
-    trainer._hftrainer.uploads._snapshots.processing_class = Tokens()
-    trainer.add_callback(At(3, lambda: shutil.rmtree(tmp_path / "run" / "checkpoint-2")))
-    trainer.train()
-    assert trainer.state.global_step == STEPS
-    assert "it could not be prepared (Exception: No space left on device (os error 28))" in caplog.text
-    deleted = str(tmp_path / "run" / "checkpoint-2")
-    assert trainer._hftrainer.uploads.commits_for(deleted, "every_save", by_steps=True) == []
-    assert is_storage_error(Exception("No space left on device (os error 28)"), str(tmp_path))
-    assert not is_storage_error(Exception("something else"), str(tmp_path))
-
-
-class Config:
-    """A processing class that also writes a file of the model."""
-
-    def save_pretrained(self, folder, **_):
-        (Path(folder) / "config.json").write_text("of the processing class")
-
-
-def test_files_of_many_kinds(tmp_path):
-    """Symbolic links are followed, pipes left out, weights hard-linked, and files of the checkpoint not overwritten."""
-    (tmp_path / "checkpoint-1").mkdir()
-    (tmp_path / "run-0" / "checkpoint-2").mkdir(parents=True)
-    (tmp_path / ".git").mkdir()
-    for name in ("checkpoint-1/config.json", "run-0/checkpoint-2/x", "_elsewhere", "best.pt", "log.txt", ".git/HEAD"):
+    if not links:
+        monkeypatch.setattr(snapshots.os, "link", refuse)
+    left_out = ("_elsewhere", ".git/HEAD", "run-0/checkpoint-2/x")
+    of_checkpoint = ("checkpoint-1/config.json", "checkpoint-1/model.safetensors")
+    for name in (*of_checkpoint, "best.pt", "log.txt", "old.txt", *left_out):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("before")
-    os.utime(tmp_path / "_elsewhere", (0, 0))
+    for name in ("_elsewhere", "old.txt"):
+        os.utime(tmp_path / name, (0, 0))
     (tmp_path / "link.txt").symlink_to("_elsewhere")
     (tmp_path / "to-nothing").symlink_to("nothing")
     os.mkfifo(tmp_path / "pipe")
-    made = snapshots.UploadSnapshots(str(tmp_path), Config())
-    snapshot = Path(made.create(PendingCommit(0, str(tmp_path / "checkpoint-1"), "", "message")))
-    found = {path.relative_to(snapshot).as_posix(): path for path in snapshot.rglob("*") if path.is_file()}
-    assert {name: path.read_text() for name, path in found.items()} == dict.fromkeys(
-        ("config.json", "best.pt", "link.txt", "log.txt"), "before"
-    )
-    assert not found["link.txt"].is_symlink()
-    assert found["best.pt"].samefile(tmp_path / "best.pt")
-    assert not found["log.txt"].samefile(tmp_path / "log.txt")
-    assert (tmp_path / "checkpoint-1" / "config.json").read_text() == "before"
-
-
-@pytest.mark.parametrize("links", [True, False])
-def test_snapshots(tmp_path, links, monkeypatch):
-    """A snapshot does not change with the files, and takes no disk space for files that are written once."""
-    if not links:
-        monkeypatch.setattr(snapshots.os, "link", refuse)
-    (tmp_path / "checkpoint-1").mkdir()
-    for name in ("checkpoint-1/model.safetensors", "config.json", "log.txt", "old.txt", "_private"):
-        (tmp_path / name).write_text("before")
-    os.utime(tmp_path / "old.txt", (0, 0))
     gone = "-".join([socket.gethostname(), "999999999", "1", "0"])
     (tmp_path / "_hub_uploads" / gone / "0").mkdir(parents=True)  # of a process that was killed
-    made = snapshots.UploadSnapshots(str(tmp_path))
+    made = snapshots.UploadSnapshots(str(tmp_path), SimpleNamespace(save_pretrained=save_pretrained))
     with open(tmp_path / "log.txt", "a") as log:
         snapshot = Path(made.create(PendingCommit(0, str(tmp_path / "checkpoint-1"), "", "message")))
         log.write("after")
+    assert (tmp_path / "checkpoint-1" / "config.json").read_text() == "before"
     shutil.rmtree(tmp_path / "checkpoint-1")
-    assert {path.name: path.read_text() for path in snapshot.iterdir()} == dict.fromkeys(
-        ("config.json", "log.txt", "model.safetensors", "old.txt"), "before"
-    )
-    assert (snapshot / "old.txt").samefile(tmp_path / "old.txt") is links
+    found = {path.relative_to(snapshot).as_posix(): path for path in snapshot.rglob("*") if path.is_file()}
+    expected = ("config.json", "model.safetensors", "best.pt", "link.txt", "log.txt", "old.txt")
+    assert {name: path.read_text() for name, path in found.items()} == dict.fromkeys(expected, "before")
+    assert not found["link.txt"].is_symlink()
+    linked = {name for name in ("best.pt", "log.txt", "old.txt") if found[name].samefile(tmp_path / name)}
+    assert linked == ({"best.pt", "old.txt"} if links else set())
     made.delete(str(snapshot))
     assert not (tmp_path / "_hub_uploads").exists()
 
 
-HANGS = """
-import sys
-from hftrainer.hub import background
-background._GRACE = 0.5
-from tests.support.hub_runs import At, make_uploading
-trainer = make_uploading(sys.argv[1], [At(3, lambda: print("third step", flush=True))], max_steps=100000, save_steps=2)
-trainer.train()
-"""
+# ---- Ctrl-C ----------------------------------------------------------------------------------------------------------
 
-
-STOPPED_AGAIN = """
-import sys
+TRAINS = """
+import os, signal
+from hftrainer.hub import background, uploads
 from tests.support.hub_runs import make_uploading
-trainer = make_uploading(sys.argv[1], max_steps=1, hub_strategy="end")
+{}
+make_uploading("run", max_steps=100000).train()
+"""
+GIVES_UP = TRAINS.format("background._GRACE = 0.5")
+#: By itself, when it logs that it waits for the uploads.
+INTERRUPTED_AGAIN = TRAINS.format(
+    "background._GRACE, uploads.logger.info = 1e9, lambda *_: os.kill(os.getpid(), signal.SIGINT)"
+)
+PUSHES = """
+from tests.support.hub_runs import make_uploading
+trainer = make_uploading("run", max_steps=1, hub_strategy="end")
 trainer.train()
-trainer.push_to_hub(blocking=False)
-print("waiting", flush=True)
 trainer.push_to_hub()
 """
 
 
+def interrupt_at(hub, part, processes, script, cwd):
+    """Run a script whose requests with `part` hang, and send SIGINT when the last arrives; the ended process."""
+    started, arrived = futures.Future(), itertools.count(1)
+
+    def hold(request):
+        if next(arrived) == (2 if part == "PUT" else 1):  # the weights and the arguments
+            started.result().send_signal(signal.SIGINT)
+        hub.hold(request)
+
+    hub.disturb(hold, part)
+    process = processes.start("-c", script, cwd=cwd, env=environment(hub, cwd / "home"), fresh=True)
+    started.set_result(process)
+    process.communicate()
+    assert process.returncode == -signal.SIGINT, process.stderr
+    return process
+
+
 @pytest.mark.parametrize(
-    ("script", "line", "pauses"),
-    [
-        (HANGS.replace("_GRACE = 0.5", "_GRACE = 600"), "third step", (0.5, 1.5)),
-        (STOPPED_AGAIN, "waiting", (2.0,)),  # on a busy machine, too, it is inside `push_to_hub` then
-    ],
-    ids=["second Ctrl-C", "inside push_to_hub"],
+    ("script", "part"),
+    [(INTERRUPTED_AGAIN, "PUT"), (PUSHES, "/preupload/"), (PUSHES, "PUT")],
+    ids=["second Ctrl-C", "push_to_hub begins", "push_to_hub"],
 )
-def test_stopped_at_once(hub, tmp_path, script, line, pauses):
+def test_stopped_at_once(hub, tmp_path, processes, script, part):
     """A second Ctrl-C, or one inside `push_to_hub`, ends the process even if an upload hangs."""
-    hub.delay = 600
-    process = begin(hub, tmp_path, script)
-    read_until(process, line)
-    for pause in pauses:
-        time.sleep(pause)
-        process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=20)
-    assert process.returncode, err
+    interrupt_at(hub, part, processes, script, tmp_path)
 
 
-def begin(hub, tmp_path, script):
-    """A process that handles SIGINT as in a terminal."""
-    return subprocess.Popen(
-        [warm.PYTHON, "-c", script, str(tmp_path / "run")],
-        env={**hub.environment(tmp_path / "home"), **warm.LIBRARIES},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-
-
-def test_stopped_while_an_upload_hangs(hub, tmp_path):
+def test_stopped_while_an_upload_hangs(hub, tmp_path, processes):
     """The process ends, and its last checkpoint is whole."""
-    hub.delay = 600
-    process = begin(hub, tmp_path, HANGS)
-    read_until(process, "third step")
-    process.send_signal(signal.SIGINT)
-    began = time.monotonic()
-    _, err = process.communicate(timeout=60)
-    assert time.monotonic() - began < 20
-    assert process.returncode == -signal.SIGINT, err
-    assert "Not uploaded to me/run" in err
-    assert "hf upload me/run" in err
-    assert TOKEN not in err
+    process = interrupt_at(hub, "PUT", processes, GIVES_UP, tmp_path)
+    assert "Not uploaded to me/run" in process.stderr
+    assert "hf upload me/run" in process.stderr
+    print(process.stderr)
     assert make_uploading(tmp_path / "run", push_to_hub=False, max_steps=1).train(resume_from_checkpoint=True)
     assert not messages(hub)
     assert not (tmp_path / "run" / "_hub_uploads").exists()  # the next run has removed it
+
+
+@pytest.mark.parametrize("has_started", [False, True])
+def test_interrupted_while_the_upload_starts(hub, tmp_path, monkeypatch, has_started):
+    """Python does not wait at exit, neither for the upload nor for threads that the client starts later."""
+
+    class Interrupted(threading.Thread):
+        def start(self):
+            if has_started:
+                super().start()
+            raise KeyboardInterrupt
+
+    def awaited_daemons():
+        return [thread for thread in pools._threads_queues if thread.daemon]
+
+    trainer = make_uploading(tmp_path / "run", max_steps=1, hub_strategy="end")
+    trainer.train()
+    uploads, arrived = trainer._hftrainer.uploads, threading.Semaphore(0)
+    hub.disturb(lambda _: arrived.release(), "PUT")
+    hub.disturb(hub.hold, "PUT")
+    with monkeypatch.context() as patch:
+        patch.setattr(background, "threading", SimpleNamespace(**{**vars(threading), "Thread": Interrupted}))
+        with pytest.raises(KeyboardInterrupt):
+            trainer.push_to_hub("First")
+    if has_started:
+        arrived.acquire()
+        arrived.acquire()  # a thread for the weights, and one for the arguments
+        assert awaited_daemons()
+    uploads.at_exit()
+    assert not awaited_daemons()
+    hub.repair()
+    trainer.push_to_hub("Second")
+    assert messages(hub) == ["First" if has_started else "Second"]  # the client leaves out a commit of no changes
 
 
 # ---- At the start --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    ("words", "settings"),
     [
-        pytest.param({"hub_token": "hf_wrong"}, "does not accept the token: run `hf auth login`", id="wrong token"),
-        pytest.param({"hub_token": None}, "needs a token: run `hf auth login`, or give hub_token", id="no token"),
-        pytest.param({"hub_token": f"{TOKEN}\n"}, "contains a space or a line break", id="token with a line break"),
-        pytest.param({"hub_token": ""}, "hub_token is empty: give a token", id="empty token"),
-        pytest.param({"hub_model_id": "a/b/c"}, "hub_model_id='a/b/c' is not a valid repository name", id="malformed"),
-        pytest.param({"hub_model_id": "other/run"}, "the token has no write access", id="of another"),
-        pytest.param({"hub_token": READS, "hub_model_id": "me/there"}, "the token has no write access", id="reads"),
-        pytest.param(
-            {"hub_revision": "dev", "hub_model_id": "me/there"},
-            "the revision does not exist: create the branch",
-            id="branch",
-        ),
+        ("does not accept the token: run `hf auth login`", {"hub_token": "hf_wrong"}),
+        ("needs a token: run `hf auth login`, or give hub_token", {"hub_token": None}),
+        ("contains a space or a line break", {"hub_token": f"{TOKEN}\n"}),
+        ("hub_token is empty: give a token", {"hub_token": ""}),
+        ("hub_model_id='a/b/c' is not a valid repository name", {"hub_model_id": "a/b/c"}),
+        ("has no write access", {"hub_model_id": "other/run"}),
+        ("has no write access", {"hub_token": READS, "hub_model_id": "me/there"}),
+        ("the revision does not exist: create the branch", {"hub_revision": "dev", "hub_model_id": "me/there"}),
     ],
 )
-def test_refused_at_the_start(hub, tmp_path, settings, words):
+def test_refused_at_the_start(hub, tmp_path, words, settings):
     hub.repos["me/there"] = Repo()
     with pytest.raises((HubError, InvalidArgument)) as caught:
         make_uploading(tmp_path / "run", **settings)
     assert words in str(caught.value)
-    shown = "".join(traceback.format_exception(caught.value))
-    assert TOKEN not in shown
-    assert READS not in shown
+    traceback.print_exception(caught.value)
 
 
 def test_no_network_at_the_start(hub, tmp_path, monkeypatch):
-    hub.refusing = True
-    with pytest.raises(
-        HubError, match=r"push_to_hub to 'run': the Hub cannot be reached: .* You can train without push_to_hub"
-    ):
+    hub.disturb(fail, times=1)
+    assert make_uploading(tmp_path / "run").hub_model_id == "me/run"
+    hub.disturb(cut)
+    away = r"push_to_hub to 'run': the Hub cannot be reached: .* You can train without push_to_hub"
+    with pytest.raises(HubError, match=away):
         make_uploading(tmp_path / "run")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(HubError, match="HF_HUB_OFFLINE=1 is set: unset it, or train without push_to_hub"):
         make_uploading(tmp_path / "run")
 
 
-def test_a_hub_that_wakes_up(hub, tmp_path):
-    hub.failures = 1
-    assert make_uploading(tmp_path / "run").hub_model_id == "me/run"
-
-
 def test_errors_in_words(hub, tmp_path, monkeypatch):
     """They contain the Hub's message and no token, and do not take a local failure for one of the network."""
     monkeypatch.setenv("HF_TOKEN", READS)
-    shown = failures.without_tokens(f"a {TOKEN}, b {READS}, https://x.co/y?X-Sig=abc", TOKEN)
-    assert shown == "a <HUB_TOKEN>, b <HUB_TOKEN>, https://x.co/y"
+    hidden = failures.without_tokens(f"a {TOKEN}, b {READS}, https://x.co/y?X-Sig=abc", TOKEN)
+    assert hidden == "a <HUB_TOKEN>, b <HUB_TOKEN>, https://x.co/y"
     trainer = make_uploading(tmp_path / "run", hub_strategy="end", max_steps=1)
     with pytest.raises(InvalidArgument, match="contains a space or a line break") as caught:
         trainer.push_to_hub(token=TOKEN + "\n")
-    assert TOKEN not in "".join(traceback.format_exception(caught.value))
+    traceback.print_exception(caught.value)
     local = PermissionError(errno.EACCES, "Permission denied", "secret.log")
     assert not failures.is_transient(local)
     assert "Permission denied" in failures.reason(local)
@@ -630,18 +547,16 @@ def test_errors_in_words(hub, tmp_path, monkeypatch):
         trainer.push_to_hub()
 
 
-def test_tokens_are_not_saved(tmp_path, no_token):
+def test_tokens_are_not_saved(tmp_path):
     args = TrainingArguments(str(tmp_path / "run"), hub_token=TOKEN, use_cpu=True)
-    trainer = Trainer(make_plain(), args)
-    trainer.save_model()
+    Trainer(make_plain(), args).save_model()
     saved = torch.load(tmp_path / "run" / "training_args.bin", weights_only=False)
     assert saved.hub_token is None
     assert args.hub_token == TOKEN
-    assert TOKEN not in repr(args) + str(args.to_dict()) + args.to_json_string() + str(args.to_sanitized_dict())
+    print(args, args.to_dict(), args.to_json_string(), args.to_sanitized_dict())
     with pytest.raises(InvalidArgument) as caught:
         TrainingArguments(hub_token=TOKEN, push_to_hub_token=READS)
-    assert TOKEN not in str(caught.value)
-    assert READS not in str(caught.value)
+    traceback.print_exception(caught.value)
 
 
 # ---- Resuming from the Hub -------------------------------------------------------------------------------------------
@@ -653,33 +568,33 @@ def test_resume(hub, tmp_path, undisturbed, strategy):
     trainer = make_uploading(tmp_path / "run", hub_strategy=strategy, hub_always_push=True)
     trainer.add_callback(At(4, lambda: setattr(trainer.control, "should_training_stop", True)))
     trainer.train()
-    commit = last(hub).oid
-    for reference in ("hub:me/run", f"hub:me/run@{commit}", *(["hub:me/run/checkpoint-2"] * ("all" in strategy))):
+    references = ["hub:me/run", f"hub:me/run@{last(hub).oid}", "hub:me/run/checkpoint-2"]
+    for reference in references if strategy == "all_checkpoints" else references[:2]:
         hub.requests.clear()
         resumed = make_uploading(tmp_path / "resumed", push_to_hub=False)
         resumed.train(resume_from_checkpoint=reference)
-        weights = resumed.model.state_dict()
-        assert not [name for name, value in undisturbed.items() if not torch.equal(value, weights[name])]
-        downloaded = [path for method, path in hub.requests if method == "GET" and "/resolve/" in path]
-        first = reference == "hub:me/run" or "checkpoint-2" in reference
-        assert len([path for path in downloaded if path.endswith("optimizer.pt")]) == first
-    hub.refusing = True
+        assert_same_weights(resumed.model.state_dict(), undisturbed)
+        downloads = [request for request in hub.requests if request[:3] == "GET" and request.endswith("/optimizer.pt")]
+        assert len(downloads) == ("@" not in reference)
+    hub.disturb(cut)
     resumed.train(resume_from_checkpoint="hub:me/run")  # from the cache
     assert resumed.state.global_step == STEPS
 
 
-@pytest.mark.parametrize("strategy", ["every_save", "checkpoint", "all_checkpoints"])
-def test_a_run_that_ended_before_its_last_upload(hub, tmp_path, strategy):
+@pytest.mark.parametrize(
+    ("strategy", "prefix"),
+    [("every_save", None), ("checkpoint", "last-checkpoint/"), ("all_checkpoints", "checkpoint-6/")],
+)
+def test_a_run_that_ended_before_its_last_upload(hub, tmp_path, strategy, prefix):
     """Started again it has nothing to train, and uploads what is missing, but not twice."""
     make_uploading(tmp_path / "run", push_to_hub=False).train()  # as one that was killed with its uploads still to come
     for _ in range(2):
         again = make_uploading(tmp_path / "run", hub_strategy=strategy)
         again.train(resume_from_checkpoint="auto")
         assert again._initial_global_step == STEPS
-        files = last(hub).files
-        prefix = {"checkpoint": "last-checkpoint/", "all_checkpoints": "checkpoint-6/"}.get(strategy)
         for path in ("model.safetensors", *([f"{prefix}optimizer.pt"] if prefix else [])):
-            assert files[path] == (tmp_path / "run" / "checkpoint-6" / path.rpartition("/")[2]).read_bytes()
+            expected = (tmp_path / "run" / "checkpoint-6" / path.rpartition("/")[2]).read_bytes()
+            assert last(hub).files[path] == expected
     assert len(messages(hub)) == (2 if prefix else 1)
 
 
@@ -696,7 +611,7 @@ def test_resume_from_the_branch_of_the_run(hub, tmp_path):
 
 
 def test_nothing_to_resume_from(hub, tmp_path):
-    hub.repos["me/weights"] = Repo(branches={"main": [Commit("m", {"model.safetensors": b"x"}, ())]})
+    hub.repos["me/weights"] = Repo(branches={"main": [Commit("m", {"model.safetensors": b"x"})]})
     hub.repos["me/private"] = Repo(private=True)
     trainer = make_uploading(tmp_path / "run", push_to_hub=False, hub_token=None)
     for reference, words in {
@@ -709,6 +624,6 @@ def test_nothing_to_resume_from(hub, tmp_path):
     }.items():
         with pytest.raises(CheckpointNotFound, match=words):
             trainer.train(resume_from_checkpoint=reference)
-    hub.refusing = True
+    hub.disturb(cut)
     with pytest.raises(CheckpointNotFound, match="the Hub cannot be reached: check the network"):
         trainer.train(resume_from_checkpoint="hub:me/weights")

@@ -11,6 +11,7 @@ from hftrainer import Trainer, TrainerCallback
 from hftrainer.checkpointing import staging
 from tests.reliability import job
 from tests.support.checkpoints import BACKGROUND, BEST, assert_same_end, finished, make_trainer
+from tests.support.faults import FailsOnce
 from tests.support.jobs import Forked, assert_same, names, weights
 from tests.support.tiny import Plain
 
@@ -32,14 +33,13 @@ def undisturbed(tmp_path_factory):
 
 @pytest.fixture
 def waiting(processes, tmp_path):
-    """Starts a job that waits within its tenth optimizer step; returns it, and what lets it go on."""
-    pipe = tmp_path / "run.go"
+    """Starts a job that waits within its tenth optimizer step, until the named pipe `run.go` is opened."""
 
     def start(**settings):
-        os.mkfifo(pipe)
+        os.mkfifo(tmp_path / "run.go")
         started = Forked(tmp_path / "run", waits_at=9, **settings)
         started.wait_for("waiting")
-        return started, lambda: pipe.open("w").close()
+        return started
 
     return start
 
@@ -53,10 +53,9 @@ def waiting(processes, tmp_path):
     ],
 )
 def test_signal(tmp_path, undisturbed, waiting, capsys, number, settings):
-    folder = tmp_path / "run"
-    started, go_on = waiting(**settings)
+    folder, started = tmp_path / "run", waiting(**settings)
     os.kill(started.process.pid, number)
-    go_on()
+    open(tmp_path / "run.go", "w").close()
     started.process.join()
     printed = started.output.read_text()
     assert started.process.exitcode == STATUS[number], printed
@@ -70,18 +69,13 @@ def test_signal(tmp_path, undisturbed, waiting, capsys, number, settings):
         assert_same(end, undisturbed)
 
 
-def test_second_signal_stops_at_once(tmp_path, waiting):
-    started, _ = waiting()
-    os.kill(started.process.pid, signal.SIGTERM)
-    started.wait_for(".*SIGTERM: saving after this optimizer step")
-    os.kill(started.process.pid, signal.SIGTERM)
-    started.process.join()
-    assert started.process.exitcode == -signal.SIGTERM
-    assert names(tmp_path / "run") == ["checkpoint-7"]
-
-
-def test_without_it_signals_are_as_ever(tmp_path, waiting):
-    started, _ = waiting(save_on_interrupt=False)
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_signal_that_stops_at_once(tmp_path, waiting, saves):
+    """The second one, or without save_on_interrupt the first."""
+    started = waiting(save_on_interrupt=saves)
+    if saves:
+        os.kill(started.process.pid, signal.SIGTERM)
+        started.wait_for(".*SIGTERM: saving after this optimizer step")
     os.kill(started.process.pid, signal.SIGTERM)
     started.process.join()
     assert started.process.exitcode == -signal.SIGTERM
@@ -105,12 +99,6 @@ class At(TrainerCallback):
             signal.raise_signal(self.number)
 
 
-def fail(folder, callback, **settings):
-    """Train until the callback's error."""
-    with pytest.raises(RuntimeError, match="my own bug"):
-        make_trainer(folder, callbacks=[callback], **{"save_steps": 4, **settings}).train()
-
-
 def test_jit_checkpoint(tmp_path):
     """As in transformers, `train()` returns, here with one checkpoint."""
     callbacks = [At(3, signal.SIGTERM)]
@@ -120,25 +108,24 @@ def test_jit_checkpoint(tmp_path):
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-@pytest.mark.parametrize("event", ["on_step_end", "on_step_begin", "on_evaluate", "on_log"])
-def test_an_error_is_saved_before(tmp_path, event):
-    fail(tmp_path, At(3, event=event), eval_strategy="steps", eval_steps=3)
-    assert names(tmp_path) == ["checkpoint-3"]
-    assert finished(make_trainer(tmp_path), True).state.global_step == 9
+THIRD, EVALUATED = ["checkpoint-3"], {"eval_strategy": "steps", "eval_steps": 3}
 
 
 @pytest.mark.parametrize(
     ("event", "settings", "left"),
     [
+        *((event, EVALUATED, THIRD) for event in ("on_step_end", "on_step_begin", "on_evaluate", "on_log")),
+        ("on_step_begin", {"save_steps": 3}, THIRD),  # nothing is saved twice
         ("on_optimizer_step", {}, []),  # the weights are between two steps
         ("on_step_end", {"save_on_interrupt": False}, []),
         ("on_step_end", {"save_strategy": "no"}, []),
-        ("on_step_begin", {"save_steps": 3}, ["checkpoint-3"]),  # nothing is saved twice
     ],
 )
-def test_errors_after_which_nothing_is_saved(tmp_path, event, settings, left):
-    fail(tmp_path, At(3, event=event), **settings)
+def test_an_error_is_saved_before(tmp_path, event, settings, left):
+    with pytest.raises(RuntimeError, match="my own bug"):
+        make_trainer(tmp_path, callbacks=[At(3, event=event)], **{"save_steps": 4, **settings}).train()
     assert names(tmp_path) == left
+    assert not left or finished(make_trainer(tmp_path), True).state.global_step == 9
 
 
 def test_averaged_weights_are_put_back_when_an_evaluation_fails(tmp_path):
@@ -156,9 +143,8 @@ def test_averaged_weights_are_put_back_when_an_evaluation_fails(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_signals_are_the_scripts(tmp_path, number, monkeypatch):
     """Lightning would end training, and requeue the job under SLURM."""
-    slurm = {"SLURM_NTASKS": "1", "SLURM_JOB_NAME": "train", "SLURM_JOB_ID": "7", "SLURM_PROCID": "0"}
-    for name, value in slurm.items():
-        monkeypatch.setenv(name, value)
+    for name, value in {"NTASKS": "1", "JOB_NAME": "train", "JOB_ID": "7", "PROCID": "0"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
     caught = []
     before = signal.signal(number, lambda *args: caught.append(args[0]))
     try:
@@ -176,15 +162,7 @@ def test_a_signal_after_the_last_step(tmp_path):
 
 
 def test_a_signal_in_a_step_whose_save_failed(tmp_path, monkeypatch):
-    original, tries = staging.publish, []
-
-    def once(folder):
-        tries.append(folder)
-        if len(tries) == 1:
-            raise OSError(28, "No space left on device")
-        original(folder)
-
-    monkeypatch.setattr(staging, "publish", once)
+    FailsOnce(monkeypatch, staging, "publish", OSError(28, "No space left on device"))
     with pytest.raises(SystemExit):
         make_trainer(tmp_path, callbacks=[At(3, signal.SIGTERM)]).train()
     assert names(tmp_path) == ["checkpoint-3"]
@@ -262,10 +240,9 @@ def test_an_evaluation_that_was_left_is_made_up(tmp_path, caplog):
         caplog.clear()
         resumed = finished(make_trainer(folder, **settings), True)
         assert_same_end(resumed, whole)
-        losses = [
-            [(line["step"], line["eval_loss"]) for line in trainer.state.log_history if "eval_loss" in line]
-            for trainer in (resumed, whole)
-        ]
-        assert losses[0] == losses[1]
-        assert resumed.state.best_global_step == whole.state.best_global_step
-        assert resumed.state.best_metric == whole.state.best_metric
+        assert evaluations(resumed.state) == evaluations(whole.state)
+
+
+def evaluations(state):
+    losses = [(line["step"], line["eval_loss"]) for line in state.log_history if "eval_loss" in line]
+    return losses, state.best_global_step, state.best_metric

@@ -9,25 +9,19 @@ from hftrainer.errors import CheckpointNotFound, InvalidArgument
 from tests.support.checkpoints import assert_same_end, finished, make_trainer
 
 
-class Saves(TrainerCallback):
-    """Writes a file at some steps."""
-
-    def __init__(self, folder, *steps):
-        self.folder, self.steps = folder, steps
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step in self.steps:
-            self.trainer.save_lightning_checkpoint(str(self.folder / f"{state.global_step}.ckpt"))
-
-
 @pytest.mark.parametrize("model", ["plain", "bert", "peft"])
 def test_written_within_a_run(tmp_path, model):
     """In the middle of an epoch, and at its end."""
     settings = {"max_steps": 14, "save_strategy": "no"}
-    saves = Saves(tmp_path, 4, 10)
-    whole = saves.trainer = make_trainer(tmp_path / "a", model, [saves], **settings)
+
+    class Saves(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step in (4, 10):
+                whole.save_lightning_checkpoint(str(tmp_path / f"{state.global_step}.ckpt"))
+
+    whole = make_trainer(tmp_path / "a", model, [Saves], **settings)
     whole.train()
-    for step in saves.steps:
+    for step in (4, 10):
         resumed = finished(make_trainer(tmp_path / "b", model, **settings), tmp_path / f"{step}.ckpt")
         assert resumed.state.global_step == 14
         assert_same_end(resumed, whole)

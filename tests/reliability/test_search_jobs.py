@@ -1,6 +1,5 @@
 """`n_jobs`: the script is started again, and both processes train trials of one study."""
 
-import contextlib
 import json
 import os
 import signal
@@ -13,9 +12,11 @@ import optuna
 import pytest
 import torch
 
+from hftrainer import TrainingArguments
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
 from hftrainer.search import jobs
 from hftrainer.search.jobs import WORKER, Jobs
+from tests.reliability.search_job import rate
 from tests.support.checkpoints import make_trainer
 from tests.support.tiny import make_plain
 
@@ -35,14 +36,6 @@ def start(processes, tmp_path):
         return script, int(line.split()[1])
 
     return start_script
-
-
-def is_there(process):
-    """Whether a process has not ended."""
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(process, 0)
-        return True
-    return False
 
 
 def found(text):
@@ -82,13 +75,13 @@ def test_ended_in_a_worker(start, mode):
     """A callback of the worker stops the whole search; so does an error, which the script tells."""
     script, worker = start(1000, mode)
     output, errors = script.communicate()
-    assert not is_there(worker)
+    with pytest.raises(ProcessLookupError):
+        os.kill(worker, 0)
+    assert script.returncode == (mode == "fails"), errors
     if mode == "stops":
         ((_, trials),) = found(output)
-        assert script.returncode == 0, errors
         assert 2 <= len(trials) < 1000
     else:
-        assert script.returncode == 1
         assert "SearchFailed: Worker 1 of n_jobs=2 failed. See " in errors
         assert "KeyError: 'in the worker'" in errors
 
@@ -102,7 +95,7 @@ def test_workers_end_with_the_script(start, number):
     output, errors = script.communicate()
     assert script.returncode == -number
     if number == signal.SIGINT:
-        assert not is_there(worker)
+        assert connection.wait([ended], timeout=0)
         assert "found" not in output
         assert "KeyboardInterrupt" in errors
     connection.wait([ended])
@@ -112,50 +105,53 @@ def test_workers_end_with_the_script(start, number):
 # ---- In this process -------------------------------------------------------------------------------------------------
 
 
-def make_searcher(folder):
-    return make_trainer(folder, trainer={"model_init": make_plain}, max_steps=1, save_strategy="no")
+@pytest.fixture
+def search(tmp_path):
+    """Searches with a Trainer of one step."""
+    trainer = make_trainer(tmp_path, trainer={"model_init": make_plain}, max_steps=1, save_strategy="no")
 
+    def search(**keywords):
+        return trainer.hyperparameter_search(rate, **keywords)
 
-def rate(trial):
-    return {"learning_rate": trial.suggest_float("learning_rate", 1e-4, 1e-1)}
+    search.trainer = trainer
+    return search
 
 
 @pytest.mark.parametrize("count", [0, -2, 1.5, "2"])
-def test_no_number_of_jobs(tmp_path, count):
+def test_no_number_of_jobs(search, count):
     with pytest.raises(InvalidArgument, match=f"n_jobs={count!r}: give a positive integer, or -1"):
-        make_searcher(tmp_path).hyperparameter_search(rate, n_jobs=count)
+        search(n_jobs=count)
 
 
-def test_refused(tmp_path, monkeypatch):
-    trainer = make_searcher(tmp_path)
-    for storage in (optuna.storages.InMemoryStorage(), "sqlite://", "sqlite:///:memory:"):
-        with pytest.raises(UnsupportedArgument, match="is in memory, and processes cannot share it"):
-            trainer.hyperparameter_search(rate, n_jobs=2, storage=storage)
-    with monkeypatch.context() as patched:
-        patched.setattr(sys, "argv", ["-"])
-        with pytest.raises(UnsupportedArgument, match="a notebook or a console has no script"):
-            trainer.hyperparameter_search(rate, n_jobs=2)
-    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
-    with pytest.raises(UnsupportedArgument, match="a notebook or a console has no script"):
-        trainer.hyperparameter_search(rate, n_jobs=2)
-    monkeypatch.setattr(type(trainer.args), "world_size", 2)
-    with pytest.raises(
-        UnsupportedArgument, match=r"a launcher has started several processes. Start the script without a launcher"
-    ):
-        trainer.hyperparameter_search(rate, n_jobs=2)
+@pytest.mark.parametrize("storage", ["sqlite://", "sqlite:///:memory:", optuna.storages.InMemoryStorage()])
+def test_storage_that_processes_cannot_share(search, storage):
+    with pytest.raises(UnsupportedArgument, match="is in memory, and processes cannot share it"):
+        search(n_jobs=2, storage=storage)
 
 
-def test_a_worker_does_not_train_outside_the_search(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        ((sys, "argv"), ["-"], "a notebook or a console has no script"),
+        ((sys, "ps1"), ">>> ", "a notebook or a console has no script"),
+        ((TrainingArguments, "world_size"), 2, "has started several processes. Start the script without a launcher"),
+    ],
+)
+def test_refused(search, monkeypatch, place, value, message):
+    monkeypatch.setattr(*place, value, raising=False)
+    with pytest.raises(UnsupportedArgument, match=message):
+        search(n_jobs=2)
+
+
+def test_a_worker_does_not_train_outside_the_search(search, monkeypatch):
     monkeypatch.setenv(WORKER, as_worker())
-    wrong = "before this search. Put the search with n_jobs first"
-    with pytest.raises(UnsupportedArgument, match=wrong):
-        make_searcher(tmp_path).train()
-    with pytest.raises(UnsupportedArgument, match=wrong):
-        make_searcher(tmp_path).hyperparameter_search(rate, n_trials=1)
+    for train in (search.trainer.train, search):
+        with pytest.raises(UnsupportedArgument, match=r"before this search\. Put the search with n_jobs first"):
+            train()
 
 
 @pytest.mark.parametrize("count", [2, -1])
-def test_a_worker_ends_after_its_search(tmp_path, monkeypatch, count):
+def test_a_worker_ends_after_its_search(search, tmp_path, monkeypatch, count):
     """Also where it sees one GPU of several, and would count one job."""
     storage = f"sqlite:///{tmp_path}/search.db"
     study = optuna.create_study(study_name="mine", storage=storage)
@@ -164,7 +160,7 @@ def test_a_worker_ends_after_its_search(tmp_path, monkeypatch, count):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv(WORKER, as_worker(searches=[[None, "mine"]], deadline=time.time() - 1))
     with pytest.raises(SystemExit) as ended:
-        make_searcher(tmp_path).hyperparameter_search(rate, n_trials=3, n_jobs=count, storage=storage, timeout=1000)
+        search(n_trials=3, n_jobs=count, storage=storage, timeout=1000)
     assert ended.value.code == jobs._SEARCH_DONE
     assert study.trials == []  # the time was up: the script tells it
 
@@ -200,6 +196,6 @@ def test_threads_share_the_random_generator():
     assert len({trial.value for trial in study.trials}) == 2
 
 
-def test_one_job_starts_nothing(tmp_path):
-    make_searcher(tmp_path).hyperparameter_search(rate, n_trials=1, n_jobs=1)
+def test_one_job_starts_nothing(search, tmp_path):
+    search(n_trials=1, n_jobs=1)
     assert not list(tmp_path.glob("worker-*")) and not list(tmp_path.glob("search.journal"))

@@ -6,15 +6,15 @@ import resource
 import shutil
 import signal
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from hftrainer import Trainer, TrainerCallback
 from hftrainer.checkpointing import staging
 from hftrainer.checkpointing.folders import rotate_checkpoints
-from hftrainer.errors import CheckpointNotWritten
 from hftrainer.trainer_utils import get_last_checkpoint
-from tests.support.checkpoints import BEST, finished, make_trainer, truncate
+from tests.support.checkpoints import BEST, OnSave, finished, make_trainer, truncate
 from tests.support.faults import Disk
 from tests.support.jobs import names
 
@@ -56,12 +56,8 @@ def test_rotation_deletes_nothing_of_others(tmp_path):
 
 def test_a_best_model_without_its_optimizer(tmp_path):
     """Callbacks that delete what they do not need keep the weights."""
-
-    class Thrifty(TrainerCallback):
-        def on_save(self, args, state, control, **kwargs):
-            os.remove(f"{args.output_dir}/checkpoint-{state.global_step}/optimizer.pt")
-
-    trainer = finished(make_trainer(tmp_path, callbacks=[Thrifty()], learning_rate=0.5, **BEST))
+    thrifty = OnSave(lambda folder: os.remove(folder / "optimizer.pt"))
+    trainer = finished(make_trainer(tmp_path, callbacks=[thrifty], learning_rate=0.5, **BEST))
     assert trainer.evaluate()["eval_loss"] == pytest.approx(trainer.state.best_metric)
 
 
@@ -84,31 +80,29 @@ def test_links_and_foreign_manifests(tmp_path):
 # ---- Replaced --------------------------------------------------------------------------------------------------------
 
 
-def refuse_to_rename(self, target):
-    raise OSError(18, "Invalid cross-device link")
+@pytest.fixture
+def no_renaming(monkeypatch):
+    """As on some network file systems."""
+    monkeypatch.setattr(Path, "rename", mock.Mock(side_effect=OSError(18, "Invalid cross-device link")))
 
 
 @pytest.mark.parametrize("renames", [True, False])
 @pytest.mark.parametrize("moment", range(4))
-def test_interrupted_while_one_is_replaced(tmp_path, monkeypatch, renames, moment):
+def test_interrupted_while_one_is_replaced(tmp_path, monkeypatch, request, renames, moment):
     """A second Ctrl-C between two renamings leaves one of the two checkpoints of the step in its place."""
     make_trainer(tmp_path, max_steps=3).train()
-    left = [moment]
+    if not renames:
+        request.getfixturevalue("no_renaming")
+    place = (Path, "rename") if renames else (shutil, "copyfile")
+    left, original = [moment], getattr(*place)
 
-    def interrupting(original):
-        def act(*args):
-            left[0] -= 1
-            if left[0] == -1:
-                raise KeyboardInterrupt
-            return original(*args)
+    def act(*args):
+        left[0] -= 1
+        if left[0] == -1:
+            raise KeyboardInterrupt
+        return original(*args)
 
-        return act
-
-    if renames:
-        monkeypatch.setattr(Path, "rename", interrupting(Path.rename))
-    else:
-        monkeypatch.setattr(Path, "rename", refuse_to_rename)
-        monkeypatch.setattr(shutil, "copyfile", interrupting(shutil.copyfile))
+    monkeypatch.setattr(*place, act)
     with contextlib.suppress(KeyboardInterrupt):
         make_trainer(tmp_path, max_steps=3).train()
     monkeypatch.undo()
@@ -126,19 +120,14 @@ def test_a_half_copied_one_does_not_hide_the_whole(tmp_path):
     assert get_last_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-3")
 
 
-def test_without_renaming_folders(tmp_path, monkeypatch, caplog):
-    """As on some network file systems: files are copied, `trainer_state.json` last."""
-    order, original = [], shutil.copyfile
-
-    def copy(source, target):
-        order.append(os.path.basename(target))
-        return original(source, target)
-
-    monkeypatch.setattr(Path, "rename", refuse_to_rename)
+def test_without_renaming_folders(tmp_path, monkeypatch, no_renaming, caplog):
+    """Files are copied, `trainer_state.json` last."""
+    copy = mock.Mock(side_effect=shutil.copyfile)
     monkeypatch.setattr(shutil, "copyfile", copy)
     make_trainer(tmp_path, save_total_limit=1).train()
     assert names(tmp_path) == ["checkpoint-9"]
     assert get_last_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-9")
+    order = [os.path.basename(call.args[1]) for call in copy.mock_calls]
     assert order[-2:] == ["hftrainer_manifest.json", "trainer_state.json"]
     assert "copying its files one by one" in caplog.text
 
@@ -212,44 +201,42 @@ def test_full_disk_at_the_end_of_a_run_that_keeps_one_checkpoint(make_disk):
 
 
 class Hinders(TrainerCallback):
-    """The folder is away, or no file may grow, from the fourth step to the seventh."""
+    """Calls functions when the fourth and the seventh step begin."""
 
-    def __init__(self, kind, limits):
-        self.kind, self.limits = kind, limits
+    def __init__(self, *acts):
+        self.acts = dict(zip((4, 7), acts, strict=True))
 
     def on_step_begin(self, args, state, control, **kwargs):
-        folder = Path(args.output_dir)
-        if state.global_step not in (4, 7):
-            return
-        if self.kind == "limit":
-            soft, hard = self.limits
-            resource.setrlimit(resource.RLIMIT_FSIZE, (1000 if state.global_step == 4 else soft, hard))
-        elif state.global_step == 4:
-            folder.rename(folder.with_name("away"))
-            folder.touch()
-        else:
-            folder.unlink()
-            folder.with_name("away").rename(folder)
+        self.acts.get(state.global_step, lambda: None)()
+
+
+@pytest.fixture
+def limit_files():
+    """Limits how large a file may grow, in bytes; None for the limit before."""
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+
+    def limit(size=None):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (before[0] if size is None else size, before[1]))
+
+    yield limit
+    limit()
+    signal.signal(signal.SIGXFSZ, handler)
 
 
 @pytest.mark.parametrize("kind", ["no folder", "limit"])
-def test_other_failures_of_the_storage(tmp_path, caplog, kind):
+def test_other_failures_of_the_storage(tmp_path, caplog, kind, limit_files):
     """A folder that is no folder any more, and a file that may not grow, as under a quota."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    try:
-        assert finished(make_trainer(tmp_path / "out", callbacks=[Hinders(kind, limits)])).state.global_step == 9
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, before)
+    folder, away = tmp_path / "out", tmp_path / "away"
+
+    def hide():
+        folder.rename(away)
+        folder.touch()
+
+    def show():
+        folder.unlink()
+        away.rename(folder)
+
+    acts = (hide, show) if kind == "no folder" else (lambda: limit_files(1000), limit_files)
+    assert finished(make_trainer(folder, callbacks=[Hinders(*acts)])).state.global_step == 9
     assert "checkpoint-6 could not be written" in caplog.text
-    assert names(tmp_path / "out") == ["checkpoint-3", "checkpoint-9"]
-
-
-def test_stop_when_asked(tmp_path):
-    trainer = make_trainer(tmp_path / "out", lightning_config={"on_save_error": "stop"})
-    (tmp_path / "out").rmdir()
-    (tmp_path / "out").touch()
-    with pytest.raises(CheckpointNotWritten, match="checkpoint-3 could not be written"):
-        trainer.train()
-    assert trainer.state.global_step == 3
+    assert names(folder) == ["checkpoint-3", "checkpoint-9"]

@@ -18,7 +18,9 @@ from hftrainer.checkpointing.folders import get_last_checkpoint
 from hftrainer.checkpointing.manifest import damage, write_manifest
 from hftrainer.checkpointing.names import MANIFEST_NAME
 from tests.support.checkpoints import finished, flip, make_trainer
+from tests.support.faults import FailsOnce
 from tests.support.jobs import names
+from tests.support.parity import assert_same_weights, leaves
 
 LARGE = 5 * 2**20 + 12_345  # more than a part that is read at once, and no multiple of it
 
@@ -46,20 +48,16 @@ def events(monkeypatch):
     """What is flushed and dropped from the cache, as inodes, and what is renamed to which path, in this order."""
     seen = []
 
-    def noting(name, note):
-        original = getattr(os, name)
-
+    def noting(name, original):
         def act(*arguments, **keywords):
             returned = original(*arguments, **keywords)
-            seen.append((name, note(*arguments)))
+            seen.append((name, os.fspath(arguments[1]) if name == "rename" else os.fstat(arguments[0]).st_ino))
             return returned
 
-        monkeypatch.setattr(os, name, act)
+        return act
 
-    noting("fsync", lambda descriptor: os.fstat(descriptor).st_ino)
-    noting("rename", lambda source, target: os.fspath(target))
-    if hasattr(os, "posix_fadvise"):
-        noting("posix_fadvise", lambda descriptor, *_: os.fstat(descriptor).st_ino)
+    for name in {"fsync", "rename", "posix_fadvise"} & set(dir(os)):
+        monkeypatch.setattr(os, name, noting(name, getattr(os, name)))
     return seen
 
 
@@ -137,17 +135,13 @@ def test_a_streamed_file_that_is_changed_before_the_manifest(tmp_path, small_win
 @pytest.mark.parametrize("at", [1, 2, 5, "full"])
 def test_a_streamed_file_that_cannot_be_written(tmp_path, small_windows, monkeypatch, at):
     """Also when the disk recovers: what a failed flush has lost is not written again. No thread is left."""
-    path, calls, flush = "/dev/full" if at == "full" else str(tmp_path / "optimizer.pt"), [], manifest.flush_to_disk
-
-    def fail_once(path):
-        calls.append(path)
-        if len(calls) == at:
-            raise OSError(errno.EIO, "Input/output error")
-        flush(path)
-
-    monkeypatch.setattr(manifest, "flush_to_disk", fail_once)
+    path, message = str(tmp_path / "optimizer.pt"), "Input/output error"
+    if at == "full":
+        path, message = "/dev/full", "No space left on device"
+    else:
+        FailsOnce(monkeypatch, manifest, "flush_to_disk", OSError(errno.EIO, message), call=at)
     threads = set(threading.enumerate())
-    with pytest.raises(OSError, match="No space left on device" if at == "full" else "Input/output error"):
+    with pytest.raises(OSError, match=message):
         streamed.save([torch.zeros(2_000) for _ in range(10)], path)
     assert set(threading.enumerate()) <= threads  # those of other tests may end meanwhile
 
@@ -156,15 +150,12 @@ def test_a_streamed_file_that_cannot_be_written(tmp_path, small_windows, monkeyp
 def test_checkpoints_with_streamed_files(tmp_path, small_windows, background):
     """A run resumes from them, and comes to the same optimizer."""
     config = {"lightning_config": {"async_checkpoint": background}}
-    make_trainer(tmp_path, **config).train()
-    for step in (3, 6, 9):
-        assert damage(tmp_path / f"checkpoint-{step}") is None
-    expected = torch.load(tmp_path / "checkpoint-9" / "optimizer.pt")["state"]
-    finished(make_trainer(tmp_path, **config), tmp_path / "checkpoint-6")
-    again = torch.load(tmp_path / "checkpoint-9" / "optimizer.pt")["state"]
-    assert again.keys() == expected.keys()
-    for key, state in expected.items():
-        assert all(torch.equal(tensor, again[key][name]) for name, tensor in state.items())
+    found = []
+    for resume in (None, tmp_path / "checkpoint-6"):
+        finished(make_trainer(tmp_path, **config), resume)
+        assert [damage(tmp_path / f"checkpoint-{step}") for step in (3, 6, 9)] == [None] * 3
+        found.append(leaves(torch.load(tmp_path / "checkpoint-9" / "optimizer.pt")["state"]))
+    assert_same_weights(*found)
 
 
 # ---- Killed ----------------------------------------------------------------------------------------------------------

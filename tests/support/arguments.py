@@ -1,112 +1,19 @@
-"""A value for each argument that a run reads."""
+"""A case for each argument: a value unlike its default, what else it needs, when it may change, and what shows it."""
 
-STEPS = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
-WORKERS = {"dataloader_num_workers": 1}
-PUSHED = {**STEPS, "push_to_hub": True}
-BEST = {**STEPS, "metric_for_best_model": "loss"}
+import functools
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
+from hftrainer import Trainer, TrainingArguments
+from hftrainer.arguments.accelerator_config import AcceleratorConfig
+from tests.support.tiny import MODELS
 
-# argument -> (its value, what else is set in both runs)
-HANDLED = {
-    "per_device_train_batch_size": (3, {}),
-    "num_train_epochs": (1, {}),
-    "max_steps": (3, {}),
-    "lr_scheduler_type": ("cosine", {}),
-    "lr_scheduler_kwargs": ({"num_cycles": 2}, {"lr_scheduler_type": "cosine"}),
-    "warmup_steps": (3, {}),
-    "learning_rate": (0.5, {}),
-    "optim": ("adamw_torch", {}),
-    "weight_decay": (0.5, {}),
-    "adam_beta1": (0.5, {}),
-    "adam_beta2": (0.5, {}),
-    "adam_epsilon": (0.1, {}),
-    "max_grad_norm": (0.01, {}),
-    "use_cache": (True, {}),
-    "seed": (7, {}),
-    "data_seed": (7, {}),
-    "dataloader_drop_last": (True, {}),
-    "dataloader_num_workers": (1, {}),
-    "dataloader_pin_memory": (False, {}),
-    "dataloader_persistent_workers": (True, WORKERS),
-    "dataloader_prefetch_factor": (3, WORKERS),
-    "dataloader_multiprocessing_context": ("forkserver", WORKERS),
-    "dataloader_in_order": (False, {}),
-    "remove_unused_columns": (False, {}),
-    "label_names": (["other"], STEPS),
-    "train_sampling_strategy": ("sequential", {}),
-    "logging_strategy": ("epoch", {}),
-    "logging_steps": (3, {}),
-    "logging_first_step": (True, {}),
-    "logging_nan_inf_filter": (False, {}),
-    "log_on_each_node": (False, {}),
-    "average_tokens_across_devices": (False, {}),
-    "log_level": ("error", {}),
-    "log_level_replica": ("error", {}),
-    "disable_tqdm": (False, {}),
-    "eval_strategy": ("epoch", {}),
-    "eval_steps": (3, {"eval_strategy": "steps"}),
-    "eval_delay": (4, STEPS),
-    "eval_on_start": (True, STEPS),
-    "per_device_eval_batch_size": (3, STEPS),
-    "prediction_loss_only": (True, STEPS),
-    "eval_accumulation_steps": (1, STEPS),
-    "eval_do_concat_batches": (False, STEPS),
-    "include_for_metrics": (["loss"], STEPS),
-    "batch_eval_metrics": (True, STEPS),
-    "eval_use_gather_object": (True, STEPS),
-    "eval_memmap_dir": (None, STEPS),
-    "bf16_full_eval": (True, STEPS),
-    "fp16_full_eval": (True, STEPS),
-    "include_num_input_tokens_seen": ("all", {}),
-    "length_column_name": ("other", {}),
-    "accelerator_config": ({"use_seedable_sampler": False}, {}),
-    "optim_args": ("momentum=0.9", {"optim": "sgd"}),
-    "optim_target_modules": ("all-linear", {}),
-    "tf32": (False, {}),
-    "activation_checkpointing": (True, {}),
-    "activation_checkpointing_kwargs": ({"use_reentrant": False}, {}),
-    "gradient_checkpointing": (True, {}),
-    "gradient_checkpointing_kwargs": ({"use_reentrant": False}, {}),
-    "torch_compile": (True, {}),
-    "torch_compile_backend": ("eager", {}),
-    "torch_compile_mode": ("reduce-overhead", {}),
-    "use_liger_kernel": (True, {}),
-    "liger_kernel_config": ({"rope": False}, {}),
-    "label_smoothing_factor": (0.1, {}),
-    "neftune_noise_alpha": (5.0, {}),
-    "auto_find_batch_size": (True, {}),
-    "torch_empty_cache_steps": (2, {}),
-    "metric_for_best_model": ("accuracy", STEPS),
-    "greater_is_better": (True, BEST),
-    "save_strategy": ("epoch", {}),
-    "save_steps": (3, {"save_strategy": "steps"}),
-    "save_total_limit": (1, STEPS),
-    "save_only_model": (True, STEPS),
-    "save_on_each_node": (True, {}),
-    "load_best_model_at_end": (True, {**BEST, "learning_rate": 0.5}),
-    "ignore_data_skip": (True, {}),
-    "restore_callback_states_from_checkpoint": (True, {}),
-    "save_on_interrupt": (False, STEPS),
-    "enable_jit_checkpoint": (True, STEPS),
-    "debug": ("underflow_overflow", {}),
-    "skip_memory_metrics": (False, {}),
-    "report_to": ("csv", {}),
-    "run_name": ("a run", {"report_to": "wandb"}),
-    "project": ("other", {"report_to": "trackio"}),
-    "trackio_space_id": ("space", {"report_to": "trackio"}),
-    "trackio_bucket_id": ("bucket", {"report_to": "trackio"}),
-    "trackio_static_space_id": ("space", {"report_to": "trackio"}),
-    "push_to_hub": (True, {}),
-    "hub_model_id": ("org/name", PUSHED),
-    "hub_strategy": ("end", PUSHED),
-    "hub_token": ("hf_token", PUSHED),
-    "hub_private_repo": (True, PUSHED),
-    "hub_always_push": (True, PUSHED),
-    "hub_revision": ("dev", PUSHED),
-}
-
-
-#: What is set unless the case says otherwise.
+#: When a script sets an argument: with the others, before the first run, before the second, in `on_train_begin`.
+TIMES = ("given", "before", "between", "at the start")
+#: What is set unless a case says otherwise.
 DEFAULTS = {
     "num_train_epochs": 2,
     "per_device_train_batch_size": 4,
@@ -117,3 +24,272 @@ DEFAULTS = {
     "disable_tqdm": True,
     "use_cpu": True,
 }
+STEPS = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+WORKERS = {"dataloader_num_workers": 1}
+BEST = {**STEPS, "metric_for_best_model": "loss"}
+BERT, LLAMA, SGD, COSINE = {"model": "bert"}, {"model": "llama"}, {"optim": "sgd"}, {"lr_scheduler_type": "cosine"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """An argument.
+
+    Attributes:
+        value: unlike its default.
+        needs: what else is set, with the value and without it; `model` is one of `tests.support.tiny.MODELS`.
+        until: the last of `TIMES` at which it has an effect on a tiny run; None if it has none on one CPU.
+        shown: the test that shows the effect, if a tiny run does not.
+        alone: whether only that test runs with the value.
+        new: today's name, if the argument is an old name.
+        meanings: values of the old name, each with the value of `new` that it means.
+        refusal: a pattern of the reason, if it is refused.
+    """
+
+    value: Any
+    needs: Mapping[str, Any] = field(default_factory=dict)
+    until: str | None = None
+    shown: str = ""
+    alone: bool = False
+    new: str = ""
+    meanings: tuple[tuple[Any, Any], ...] = ()
+    refusal: str = ""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The other arguments that it needs."""
+        return {name: value for name, value in self.needs.items() if name != "model"}
+
+
+_given, _before, _between, _always = (functools.partial(Case, until=time) for time in TIMES)
+
+
+def _shown(value: Any, by: str, needs: Mapping[str, Any] = {}) -> Case:
+    return Case(value, needs, shown=f"tests/{by}")
+
+
+def _alone(value: Any, by: str, needs: Mapping[str, Any] = {}) -> Case:
+    return Case(value, needs, shown=f"tests/{by}", alone=True)
+
+
+def _refused(value: Any, reason: str) -> Case:
+    return Case(value, shown=f"tests/{_FIELDS}refused", alone=True, refusal=reason)
+
+
+def _old(new: str, *meanings: tuple[Any, Any]) -> Case:
+    return Case(meanings[0][0], shown=f"tests/{_LEGACY}translated", alone=True, new=new, meanings=meanings)
+
+
+def _same(new: str, value: Any) -> Case:
+    return _old(new, (value, value))
+
+
+_CHANGES = "parity/test_model_changes.py::test_"
+_HERE = "parity/test_arguments.py::test_"
+_HUB, _HUB_FAULTS = "parity/test_hub.py::test_", "reliability/test_hub.py::test_"
+_TRACKERS = "lightning/test_loggers.py::test_callbacks_of_transformers"
+_GENERATION = "parity/test_seq2seq.py::test_"
+_FIELDS = "unit/arguments/test_fields.py::test_"
+_PLAN = f"{_FIELDS}plan"
+_LEGACY = "unit/arguments/test_legacy.py::test_"
+_SPELLINGS = "unit/arguments/test_old_spellings.py::test_"
+
+CASES: dict[str, Case] = {
+    # Optimization.
+    "num_train_epochs": _between(1),
+    "max_steps": _between(3),
+    "per_device_train_batch_size": _given(3),
+    "gradient_accumulation_steps": _always(2),
+    "learning_rate": _before(0.5),
+    "lr_scheduler_type": _between("cosine"),
+    "lr_scheduler_kwargs": _between({"num_cycles": 2}, COSINE),
+    "warmup_steps": _between(3),
+    "optim": _before("adamw_torch"),
+    "optim_args": _before("momentum=0.9", SGD),
+    "optim_target_modules": _shown("all-linear", "parity/test_optimizers.py::test_targets"),
+    "weight_decay": _before(0.5),
+    "adam_beta1": _before(0.5),
+    "adam_beta2": _before(0.5),
+    "adam_epsilon": _before(0.1),
+    "max_grad_norm": _always(0.01),
+    "average_tokens_across_devices": _shown(False, "distributed/test_training.py::test_same_as_transformers", LLAMA),
+    "label_smoothing_factor": _given(0.1, BERT),
+    "neftune_noise_alpha": _given(5.0, LLAMA),
+    "seed": _given(7),
+    "data_seed": _given(7),
+    "full_determinism": _shown(True, _PLAN),
+    # Model and precision.
+    "bf16": _given(True),
+    "fp16": _shown(True, "parity/test_precision.py::test_fp16"),
+    "tf32": _shown(False, "parity/test_precision.py::test_tf32"),
+    "use_cpu": _shown(False, _PLAN),
+    "use_cache": _given(True, LLAMA),
+    "activation_checkpointing": _between(True, BERT),
+    "activation_checkpointing_kwargs": _shown({"use_reentrant": False}, f"{_CHANGES}activation_checkpointing", BERT),
+    "gradient_checkpointing": _alone(True, f"{_HERE}old_names_of_checkpointing"),
+    "gradient_checkpointing_kwargs": _alone({"use_reentrant": False}, f"{_HERE}old_names_of_checkpointing"),
+    "torch_compile": _shown(True, f"{_CHANGES}compilation"),
+    "torch_compile_backend": _shown("eager", f"{_CHANGES}compilation_settings"),
+    "torch_compile_mode": _shown("reduce-overhead", f"{_CHANGES}compilation_settings"),
+    "use_liger_kernel": _alone(True, f"{_CHANGES}liger_kernel"),
+    "liger_kernel_config": _shown({"rope": False}, f"{_CHANGES}liger_kernel"),
+    "auto_find_batch_size": _shown(True, "parity/test_batch_size_that_fits.py::test_batch_size_that_fits"),
+    "torch_empty_cache_steps": _shown(2, "parity/test_model_changes.py::test_emptied_caches"),
+    # Data.
+    "dataloader_drop_last": _between(True),
+    "dataloader_num_workers": _between(1),
+    "dataloader_pin_memory": _shown(False, f"{_HERE}pinned_memory"),
+    "dataloader_persistent_workers": _between(True, WORKERS),
+    "dataloader_prefetch_factor": _between(3, WORKERS),
+    "dataloader_multiprocessing_context": _between("fork", WORKERS),
+    "dataloader_in_order": _between(False),
+    "remove_unused_columns": _between(False),
+    "label_names": _given(["other"], STEPS),
+    "train_sampling_strategy": _between("sequential"),
+    "length_column_name": _shown("other", "parity/test_evaluation.py::test_lengths"),
+    "accelerator_config": _given({"use_seedable_sampler": False}),
+    "ignore_data_skip": _shown(True, "parity/test_resume.py::test_ignore_data_skip"),
+    # Logging.
+    "logging_strategy": _always("epoch"),
+    "logging_steps": _between(3),
+    "logging_first_step": _always(True),
+    "logging_nan_inf_filter": _shown(False, "parity/test_losses.py::test_nan_losses"),
+    "log_level": _given("error"),
+    "log_level_replica": _shown("error", f"{_FIELDS}log_levels"),
+    "log_on_each_node": _shown(False, f"{_HERE}what_processes_write"),
+    "disable_tqdm": _given(False),
+    "include_num_input_tokens_seen": _always(True, BERT),
+    "skip_memory_metrics": _shown(False, "unit/test_debug_utils.py::test_memory_metrics_as_in_transformers"),
+    "debug": _shown("underflow_overflow", "unit/test_debug_utils.py::test_underflow_overflow"),
+    "report_to": _alone("tensorboard", "parity/test_tracker_callbacks.py::test_order"),
+    "run_name": _alone("a run", "parity/test_trackers.py::test_run_by_its_id_and_nested"),
+    "project": _alone("other", _TRACKERS),
+    "trackio_space_id": _alone("space", _TRACKERS),
+    "trackio_bucket_id": _alone("bucket", _TRACKERS),
+    "trackio_static_space_id": _alone("space", _TRACKERS),
+    # Evaluation.
+    "eval_strategy": _always("epoch"),
+    "eval_steps": _between(3, {"eval_strategy": "steps"}),
+    "eval_delay": _always(4, STEPS),
+    "eval_on_start": _always(True, STEPS),
+    "per_device_eval_batch_size": _always(3, STEPS),
+    "prediction_loss_only": _always(True, STEPS),
+    "eval_accumulation_steps": _shown(1, "parity/test_evaluation.py::test_same_evaluation", STEPS),
+    "eval_do_concat_batches": _always(False, STEPS),
+    "include_for_metrics": _always(["loss"], STEPS),
+    "batch_eval_metrics": _always(True, STEPS),
+    "eval_use_gather_object": _shown(True, "distributed/test_evaluation.py::test_gather_object", STEPS),
+    "eval_memmap_dir": _alone("here", "unit/evaluation/test_evaluation.py::test_memory_mapped_predictions"),
+    "bf16_full_eval": _shown(True, "parity/test_evaluation.py::test_half_precision_evaluation", STEPS),
+    "fp16_full_eval": _shown(True, "parity/test_evaluation.py::test_half_precision_evaluation", STEPS),
+    "metric_for_best_model": _always("accuracy", STEPS),
+    "greater_is_better": _always(True, BEST),
+    # Saving.
+    "output_dir": _always("elsewhere", {"save_strategy": "epoch"}),
+    "save_strategy": _always("epoch"),
+    "save_steps": _between(3, {"save_strategy": "steps"}),
+    "save_total_limit": _always(1, STEPS),
+    "save_only_model": _always(True, STEPS),
+    "save_on_each_node": _shown(True, f"{_HERE}what_processes_write"),
+    "save_on_interrupt": _alone(False, "reliability/test_interruption.py::test_signal"),
+    "enable_jit_checkpoint": _shown(True, "reliability/test_interruption.py::test_jit_checkpoint", STEPS),
+    "load_best_model_at_end": _always(True, {**BEST, "greater_is_better": True}),
+    "restore_callback_states_from_checkpoint": _shown(True, "parity/test_resume.py::test_callback_states"),
+    "push_to_hub": _alone(True, f"{_HUB}strategies"),
+    "hub_model_id": _alone("org/name", f"{_HUB}strategies"),
+    "hub_strategy": _alone("end", f"{_HUB}strategies"),
+    "hub_token": _alone("hf_token", f"{_HUB_FAULTS}refused_at_the_start"),
+    "hub_private_repo": _alone(True, f"{_HUB}settings"),
+    "hub_always_push": _alone(True, f"{_HUB_FAULTS}a_hub_that_fails_for_a_while"),
+    "hub_revision": _alone("dev", f"{_HUB}settings"),
+    # Processes.
+    "ddp_backend": _shown("gloo", _PLAN),
+    "ddp_timeout": _shown(5, _PLAN),
+    "ddp_find_unused_parameters": _shown(True, _PLAN),
+    "ddp_bucket_cap_mb": _shown(1, _PLAN),
+    "ddp_broadcast_buffers": _shown(True, _PLAN),
+    "ddp_static_graph": _shown(True, _PLAN),
+    "fsdp": _shown("full_shard", _PLAN),
+    "fsdp_config": _shown({"min_num_params": 3}, _PLAN),
+    "parallelism_config": _alone({"dp_shard_size": 2}, _PLAN),
+    "deepspeed": _alone({"zero_optimization": {"stage": 2}}, f"{_HERE}changes_that_need_another_trainer"),
+    "lightning_config": _alone({"limit_val_batches": 1}, f"{_HERE}changes_that_need_another_trainer"),
+    # For scripts and launchers.
+    "do_train": Case(True),
+    "do_eval": Case(True),
+    "do_predict": Case(True),
+    "resume_from_checkpoint": Case("nowhere"),
+    "local_rank": Case(3),
+    # Of Seq2SeqTrainingArguments.
+    "predict_with_generate": _alone(True, f"{_GENERATION}train_evaluate_predict"),
+    "generation_max_length": _alone(4, f"{_GENERATION}generation_arguments"),
+    "generation_num_beams": _alone(2, f"{_GENERATION}generation_arguments"),
+    "generation_config": _alone(Path("a/folder"), f"{_GENERATION}generation_config"),
+    "sortish_sampler": _alone(True, f"{_GENERATION}sortish_sampler"),
+    # Old names.
+    "evaluation_strategy": _same("eval_strategy", "steps"),
+    "no_cuda": _same("use_cpu", True),
+    "per_gpu_train_batch_size": _same("per_device_train_batch_size", 3),
+    "per_gpu_eval_batch_size": _same("per_device_eval_batch_size", 5),
+    "warmup_ratio": _same("warmup_steps", 0.25),
+    "torchdynamo": _same("torch_compile_backend", "eager"),
+    "xpu_backend": _same("ddp_backend", "ccl"),
+    "push_to_hub_model_id": _same("hub_model_id", "name"),
+    "push_to_hub_token": _same("hub_token", "secret"),
+    "push_to_hub_organization": _old("hub_model_id", ("org", "org/x")),
+    "adafactor": _old("optim", (True, "adafactor")),
+    "group_by_length": _old("train_sampling_strategy", (True, "group_by_length")),
+    "include_inputs_for_metrics": _old("include_for_metrics", (True, ["inputs"])),
+    "tpu_metrics_debug": _old("debug", (True, ["tpu_metrics_debug"])),
+    "sharded_ddp": _old(
+        "fsdp",
+        ("simple", "shard_grad_op"),
+        ("zero_dp_3 auto_wrap offload", "full_shard auto_wrap offload"),
+        (True, "shard_grad_op"),
+        (["zero_dp_2", "offload"], "shard_grad_op offload"),
+    ),
+    "fsdp_min_num_params": _old("fsdp_config", (100, {"min_num_params": 100})),
+    "fsdp_transformer_layer_cls_to_wrap": _old("fsdp_config", ("A", {"transformer_layer_cls_to_wrap": "A"})),
+    "dispatch_batches": _old(
+        "accelerator_config", *((value, AcceleratorConfig(dispatch_batches=value)) for value in (True, False))
+    ),
+    "split_batches": _old("accelerator_config", (True, AcceleratorConfig(split_batches=True))),
+    # Old arguments without a new name.
+    "logging_dir": _alone("logs", "lightning/test_loggers.py::test_folders"),
+    "save_safetensors": _alone(False, "parity/test_resume.py::test_layouts"),
+    "use_legacy_prediction_loop": _alone(
+        True, "unit/evaluation/test_evaluation.py::test_loops_and_steps_that_call_super"
+    ),
+    "past_index": _alone(2, "parity/test_model_changes.py::test_past_index"),
+    "include_tokens_per_second": _alone(True, "parity/test_model_changes.py::test_tokens_per_second"),
+    "use_mps_device": _alone(True, "unit/parallel/test_devices.py::test_use_mps_device_where_it_is_not"),
+    "tpu_num_cores": _alone(8, "unit/parallel/test_refused.py::test_refused"),
+    "ray_scope": _alone("all", "adapters/ray/test_ray_search.py::test_which_objectives_count"),
+    "fp16_backend": _alone("cpu_amp", f"{_SPELLINGS}apex_is_autocast"),
+    "half_precision_backend": _alone("cpu_amp", f"{_SPELLINGS}apex_is_autocast"),
+    "overwrite_output_dir": _alone(True, f"{_HERE}inert"),
+    "jit_mode_eval": _alone(True, f"{_HERE}inert", STEPS),
+    "use_ipex": _alone(True, f"{_HERE}inert", STEPS),
+    "fp16_opt_level": _refused("O2", r"O1 \(or 01\): .*leave it out, or load the model with dtype=torch.bfloat16"),
+    "mp_parameters": _refused(
+        "ddp=True", "SageMaker's .*use fsdp, and start the job with torchrun, as .*torch_distributed"
+    ),
+    "model_parallel": _refused(True, "naive model parallelism was removed after v4.1"),
+}
+
+
+def words_for(settings: Mapping[str, Any]) -> list[str]:
+    """Arguments as words of a command line."""
+    words = []
+    for name, value in settings.items():
+        texts = value if isinstance(value, list) else [json.dumps(value) if isinstance(value, (dict, bool)) else value]
+        words += [f"--{name}", *map(str, texts)]
+    return words
+
+
+def make_trainer(
+    folder: Path, kind: Callable[..., Trainer] = Trainer, model: str = "plain", **settings: Any
+) -> Trainer:
+    """Our Trainer, quiet, with two steps to train."""
+    make_model, make_data = MODELS[model]
+    args = TrainingArguments(str(folder), **{**DEFAULTS, "max_steps": 2, **settings})
+    return kind(make_model(), args, train_dataset=make_data(), eval_dataset=make_data())

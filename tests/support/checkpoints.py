@@ -2,13 +2,14 @@
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback
 
-from hftrainer import Trainer, TrainingArguments
+from hftrainer import Trainer, TrainerCallback, TrainingArguments
 from hftrainer.checkpointing.names import MANIFEST_NAME
 from tests.support import tiny
 from tests.support.parity import assert_same_weights
@@ -72,6 +73,16 @@ def assert_same_end(trainer: Any, other: Any) -> None:
     """Two Trainers have come to the same weights at the same step."""
     assert trainer.state.global_step == other.state.global_step
     assert_same_weights(trainer.model.state_dict(), other.model.state_dict())
+
+
+class OnSave(TrainerCallback):
+    """Calls a function with the folder of each checkpoint once it is written."""
+
+    def __init__(self, act: Callable[[Path], Any]) -> None:
+        self.act = act
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.act(Path(args.output_dir, f"checkpoint-{state.global_step}"))
 
 
 class KeepsState(Callback):

@@ -4,10 +4,42 @@ import contextlib
 import os
 import signal
 import subprocess
+import threading
 import time
 from pathlib import Path
 
 from tests.support.checkpoints import flip
+
+
+class FailsOnce:
+    """Takes the place of a function, and raises an error in one of its calls.
+
+    Args:
+        monkeypatch: puts the function back.
+        module: has the function.
+        function: its name.
+        error: is raised.
+        name: of a file, which only counted calls are given; None to count all.
+        call: which one fails.
+
+    Attributes:
+        thread: which one has got the error.
+        failed: set when it is raised.
+    """
+
+    def __init__(self, monkeypatch, module, function, error, name=None, call=1):
+        self.original, self.name, self.error, self.left = getattr(module, function), name, error, call
+        self.thread, self.failed = None, threading.Event()
+        monkeypatch.setattr(module, function, self)
+
+    def __call__(self, *arguments):
+        if self.name is None or self.name in map(os.path.basename, map(str, arguments)):
+            self.left -= 1
+            if self.left == 0:
+                self.thread = threading.current_thread()
+                self.failed.set()
+                raise self.error
+        return self.original(*arguments)
 
 
 class Disk:

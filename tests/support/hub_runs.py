@@ -1,76 +1,83 @@
 """Trainers of either library that push to a local Hub."""
 
 import importlib
+import os
+import time
+from types import SimpleNamespace
 
 import pytest
+from huggingface_hub import constants, hf_api
+from huggingface_hub.utils import _http
 
-from hftrainer import Trainer, TrainerCallback, TrainingArguments
+from hftrainer import TrainerCallback
+from tests.support import processes
 from tests.support.hub_server import HubServer
 from tests.support.parity import build
-from tests.support.tiny import make_plain, plain_data
 
-TOKEN = "hf_aVeryPrivateTokenIndeed"
-
-
-@pytest.fixture
-def hub(monkeypatch, tmp_path):
-    with HubServer({TOKEN: ("me", "write")}).running() as server:
-        server.serve(monkeypatch, tmp_path / "home")
-        yield server
-
-
-def waiting(library):
-    """A callback that keeps each save until the one before is up, and counts the pushes that begin."""
-
-    class Waiting(library.TrainerCallback):
-        trainer, begun = None, 0
-
-        def on_push_begin(self, args, state, control, **kwargs):
-            Waiting.begun += 1
-
-        def on_save(self, args, state, control, **kwargs):
-            if self.trainer.push_in_progress is not None:
-                self.trainer.push_in_progress.wait_until_done()
-
-    return Waiting()
-
-
-def make_pushing(name, folder, model="bert", trainer=None, **settings):
-    """A Trainer of library `name` that pushes each save and waits for it."""
-    library = importlib.import_module(name)
-    folder.mkdir(parents=True)
-    (folder / "notes.txt").write_text("for the repository")
-    (folder / "_private.txt").write_text("not for the repository")
-    callback = waiting(library)
-    given = {"data_collator": library.default_data_collator, "callbacks": [callback], **(trainer or {})}
-    defaults = {"push_to_hub": True, "hub_token": TOKEN, "save_strategy": "steps", "save_steps": 2, "max_steps": 3}
-    built, _ = build(name, model, folder, trainer=given, **{**defaults, **settings})
-    callback.trainer = built
-    return built, callback
-
-
-READS = "hf_mayOnlyRead"
-
-
+TOKEN, READS = "hf_aVeryPrivateTokenIndeed", "hf_mayOnlyRead"
 #: Of a run that uploads.
 STEPS = 6
 
 
+def environment(hub, home):
+    """For fresh processes that use this Hub, with their cache below `home`: the client reads it when it is imported."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    own = {"HF_ENDPOINT": hub.url_for(""), "HF_HOME": str(home), "HF_HUB_OFFLINE": "0", "no_proxy": "127.0.0.1"}
+    return {**processes.environment(inherited), **own, "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """A Hub that this process uses, with its cache in "home", nobody logged in, and short waits."""
+    from transformers.utils import hub
+
+    with HubServer({TOKEN: ("me", "write"), READS: ("me", "read")}) as server:
+        places = {"HF_HUB_CACHE": str(tmp_path / "home" / "hub"), "HF_TOKEN_PATH": str(tmp_path / "home" / "token")}
+        endpoint = server.url_for("").rstrip("/")
+        template = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+        values = {"ENDPOINT": endpoint, "HUGGINGFACE_CO_URL_TEMPLATE": template, "HF_HUB_OFFLINE": False, **places}
+        for name, value in {**values, "HF_HUB_DISABLE_XET": True}.items():
+            monkeypatch.setattr(constants, name, value)
+        # The first is what transformers keeps, the second what 4.48 uses, which keeps none.
+        monkeypatch.setattr(hub, "_hf_api", None, raising=False)
+        monkeypatch.setattr(hf_api.api, "endpoint", endpoint)
+        monkeypatch.setattr(_http, "time", SimpleNamespace(sleep=lambda seconds: time.sleep(seconds / 1000)))
+        monkeypatch.delenv("HF_TOKEN", raising=False)
+        monkeypatch.setenv("no_proxy", "127.0.0.1")
+        yield server
+
+
+#: Of a run that pushes each second step.
+PUSHES = {"push_to_hub": True, "hub_token": TOKEN, "save_strategy": "steps", "save_steps": 2}
+
+
+def make_pushing(name, folder, model="bert", trainer=None, **settings):
+    """A Trainer of library `name` that waits for each push, and a callback that counts them."""
+    library = importlib.import_module(name)
+
+    class Waiting(library.TrainerCallback):
+        begun = 0
+
+        def on_push_begin(self, args, state, control, **kwargs):
+            self.begun += 1
+
+        def on_save(self, args, state, control, **kwargs):
+            if built.push_in_progress is not None:
+                built.push_in_progress.wait_until_done()
+
+    folder.mkdir(parents=True)
+    (folder / "notes.txt").write_text("for the repository")
+    (folder / "_private.txt").write_text("not for the repository")
+    callback = Waiting()
+    given = {"data_collator": library.default_data_collator, "callbacks": [callback], **(trainer or {})}
+    built, _ = build(name, model, folder, trainer=given, **{**PUSHES, "max_steps": 3, **settings})
+    return built, callback
+
+
 def make_uploading(folder, callbacks=(), **settings):
-    defaults = {
-        "max_steps": STEPS,
-        "save_steps": 2,
-        "per_device_train_batch_size": 4,
-        "learning_rate": 1e-2,
-        "logging_steps": 2,
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "push_to_hub": True,
-        "hub_token": TOKEN,
-    }
-    args = TrainingArguments(str(folder), **{**defaults, **settings})
-    data = {"train_dataset": plain_data(), "eval_dataset": plain_data()}
-    return Trainer(make_plain(), args, callbacks=[*callbacks], **data)
+    """A Trainer of ours that does not wait for its pushes."""
+    given = {"callbacks": list(callbacks), **settings.pop("trainer", {})}
+    return build("hftrainer", "plain", folder, trainer=given, **{**PUSHES, "max_steps": STEPS, **settings})[0]
 
 
 class At(TrainerCallback):

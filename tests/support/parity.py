@@ -1,7 +1,9 @@
 """Runs the same training with either library, and keeps all that can be compared."""
 
 import importlib
+import json
 import os
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +32,8 @@ EVENTS = (
     "on_log",
     "on_prediction_step",
 )
+#: Functions that make a model and its data, or their key in `tests.support.tiny.MODELS`.
+Model = str | tuple[Callable[[], Any], Callable[[], Any]]
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}
 EVERY_STEP = {**EVALUATED, "save_strategy": "steps", "save_steps": 2}
 
@@ -80,12 +84,38 @@ def accuracy(prediction: Any) -> dict[str, float]:
     return {"accuracy": float((predictions.argmax(-1) == prediction.label_ids).mean())}
 
 
-def build(name: str, model: str, folder: Path, **settings: Any) -> tuple[Any, Any]:
-    """A Trainer of library `name`, and its recorder."""
+def subclass(**methods: Callable[..., Any]) -> Callable[[Any], type]:
+    """Makes a subclass of a library's Trainer, whose methods call the parent's by `super(type(self), self)`."""
+    return lambda library: type("Own", (library.Trainer,), methods)
+
+
+#: Makes a subclass with a training step of its own, which Lightning's manual optimization runs.
+with_own_step = subclass(training_step=lambda self, *args, **kw: super(type(self), self).training_step(*args, **kw))
+
+
+def callback(**handlers: Callable[..., Any]) -> Callable[[Any], Any]:
+    """Makes a callback of a library with these handlers of events."""
+    return lambda library: type("OwnCallback", (library.TrainerCallback,), handlers)()
+
+
+def build(name: str, model: Model, folder: Path, **settings: Any) -> tuple[Any, Any]:
+    """A Trainer of library `name`, and its recorder.
+
+    Args:
+        name: of the library.
+        model: with its data.
+        folder: the output directory.
+        settings: arguments, but for `trainer` (keywords of the Trainer, or a function that makes them for each run),
+            `trainer_class` (library → class), `callback` (library → a callback added after the recorder), and `kind`
+            ("Seq2Seq": of the Trainer and its arguments).
+    """
     library = importlib.import_module(name)
-    make_model, make_data = MODELS[model]
+    make_model, make_data = MODELS[model] if isinstance(model, str) else model
     trainer_settings = settings.pop("trainer", {})
-    trainer_class = settings.pop("trainer_class", lambda library: library.Trainer)(library)
+    trainer_settings = trainer_settings() if callable(trainer_settings) else trainer_settings
+    make_callback = settings.pop("callback", None)
+    kind = settings.pop("kind", "")
+    trainer_class = settings.pop("trainer_class", lambda library: getattr(library, f"{kind}Trainer"))(library)
     data = make_data()
     defaults = {
         "num_train_epochs": 2,
@@ -100,20 +130,23 @@ def build(name: str, model: str, folder: Path, **settings: Any) -> tuple[Any, An
         "disable_tqdm": True,
         "use_cpu": True,
     }
-    args = library.TrainingArguments(str(folder), **{**defaults, **settings})
+    if isinstance(trainer_class, type) and issubclass(trainer_class, library.Seq2SeqTrainer):
+        kind = "Seq2Seq"
+    args = getattr(library, f"{kind}TrainingArguments")(str(folder), **{**defaults, **settings})
     recorder = make_recorder(library)
     given = {"train_dataset": data, "eval_dataset": data[:19], "callbacks": [recorder], **trainer_settings}
     if "model_init" not in given:
         given.setdefault("model", make_model())
-    return trainer_class(args=args, **given), recorder
+    trainer = trainer_class(args=args, **given)
+    if make_callback is not None:
+        trainer.add_callback(make_callback(library))
+    return trainer, recorder
 
 
 def record(trainer: Any, recorder: Any, folder: Path, **extra: Any) -> Record:
     """Everything comparable of a finished run."""
     folders = sorted(path for path in folder.glob("*") if path.is_dir())
     states = sorted(folder.glob("checkpoint-*/trainer_state.json"), key=os.path.getmtime)
-    import json
-
     return Record(
         logs=comparable(trainer.state.log_history),
         events=recorder.events,
@@ -124,9 +157,19 @@ def record(trainer: Any, recorder: Any, folder: Path, **extra: Any) -> Record:
     )
 
 
-def train(name: str, model: str, folder: Path, resume: Any = None, **settings: Any) -> Record:
-    """Train with library `name` in `folder`."""
+def train(
+    name: str,
+    model: Model,
+    folder: Path,
+    resume: Any = None,
+    script: Callable[[Any], Any] | None = None,
+    **settings: Any,
+) -> Record:
+    """Train with library `name` in `folder`; or run `script` on the Trainer, whose value is compared too."""
     trainer, recorder = build(name, model, folder, **settings)
+    if script is not None:
+        value = script(trainer)
+        return record(trainer, recorder, folder, script=value)
     output = trainer.train(resume_from_checkpoint=resume)
     return record(trainer, recorder, folder, global_step=output.global_step, training_loss=output.training_loss)
 
@@ -160,14 +203,26 @@ def alike(run: Callable[[str], Any], same: Callable[[Any, Any], None] = assert_s
     return ours
 
 
-def both(tmp_path: Path, make_settings: Callable[[], dict], **settings: Any) -> Record:
-    """Our run, after asserting that transformers does the same with fresh objects of the same settings."""
-    return alike(lambda name: train(name, "plain", tmp_path / name, trainer=make_settings(), **settings))
-
-
-def compare(tmp_path: Path, model: str, **settings: Any) -> Record:
+def compare(tmp_path: Path, model: Model, **settings: Any) -> Record:
     """Our run, after asserting that transformers does the same with the same settings."""
     return alike(lambda name: train(name, model, tmp_path / name, **settings))
+
+
+def compare_resumed(tmp_path: Path, model: Model, step: int, **settings: Any) -> Record:
+    """As `compare`; from either library's checkpoint of a step, our run ends with the same weights."""
+    whole = compare(tmp_path, model, **settings)
+    for writer in LIBRARIES:
+        checkpoint = str(tmp_path / writer / f"checkpoint-{step}")
+        resumed = train("hftrainer", model, tmp_path / "resumed", checkpoint, **settings)
+        assert_same_weights(resumed.weights, whole.weights)
+    return whole
+
+
+def copy_checkpoint(source: Path, target: Path, step: int) -> Path:
+    """Copy the checkpoint of a step into another output directory."""
+    folder = target / f"checkpoint-{step}"
+    shutil.copytree(source / folder.name, folder)
+    return folder
 
 
 def leaves(data, path=""):
@@ -179,3 +234,12 @@ def leaves(data, path=""):
         parts = [leaves(value, f"{path}.{kind}{i}") for i, value in enumerate(data)]
         return {name: leaf for part in parts for name, leaf in part.items()}
     return {path: data}
+
+
+def exactly(data: Any) -> dict[str, Any]:
+    """Every array of nested outputs by its path, with dtype, shape and bytes."""
+
+    def shown(leaf: Any) -> Any:
+        return leaf if leaf is None else (str(leaf.dtype), leaf.shape, leaf.tobytes())
+
+    return {path: shown(leaf) for path, leaf in leaves(data).items()}

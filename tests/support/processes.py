@@ -6,6 +6,7 @@ environment and output are its own, and what it registers with `atexit` is calle
 also marks the test as slow.
 """
 
+import atexit
 import contextlib
 import faulthandler
 import gc
@@ -19,6 +20,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import types
 from collections.abc import Callable, Mapping
 from multiprocessing import forkserver
@@ -101,13 +103,22 @@ def _run_script(words: list[str], *own: Any) -> None:
             exec(compile(what, "<string>", "exec"), vars(sys.modules["__main__"]))
         else:
             runpy.run_path(what, run_name="__main__")
-    except KeyboardInterrupt:  # ends as Python does
+    except KeyboardInterrupt:
         sys.excepthook(*sys.exc_info())
+        _end()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
     except Exception:
         sys.excepthook(*sys.exc_info())
         sys.exit(1)
+    finally:
+        _end()
+
+
+def _end() -> None:
+    """What Python does before it exits, and multiprocessing does only from 3.13 on."""
+    threading._shutdown()
+    atexit._run_exitfuncs()
 
 
 def _run_function(call: bytes, answer: Any, *own: Any) -> None:

@@ -31,20 +31,20 @@ def make_tuple() -> nn.Module:
     return Plain(as_tuple=True)
 
 
-def make_bert() -> nn.Module:
-    from transformers import BertConfig, BertForSequenceClassification
+def make_bert(kind: str = "BertForSequenceClassification", num_labels: int = 3) -> nn.Module:
+    import transformers
 
     torch.manual_seed(1)
-    config = BertConfig(
+    config = transformers.BertConfig(
         vocab_size=50,
         hidden_size=16,
         num_hidden_layers=2,
         num_attention_heads=2,
         intermediate_size=32,
         max_position_embeddings=32,
-        num_labels=3,
+        num_labels=num_labels,
     )
-    return BertForSequenceClassification(config)
+    return getattr(transformers, kind)(config)
 
 
 def make_llama() -> nn.Module:

@@ -4,15 +4,19 @@ import dataclasses
 import enum
 import importlib
 import json
+import logging
+import shlex
 from dataclasses import dataclass, field
 from typing import Literal, Optional
 
 import pytest
 
-from hftrainer import HfArgumentParser, TrainingArguments
-from hftrainer.errors import InvalidArgument
+from hftrainer import HfArgumentParser, Trainer, TrainingArguments
+from hftrainer.errors import InvalidArgument, UnsupportedArgument
+from tests.support.tiny import make_bert, text_data
 
-theirs = importlib.import_module("transformers").HfArgumentParser
+transformers = importlib.import_module("transformers")
+theirs = transformers.HfArgumentParser
 
 
 class Color(enum.Enum):
@@ -40,21 +44,21 @@ class Example:
         self.color = Color(self.color)
 
 
-LINES = [
-    "--needed 3",
-    "--needed 3 --name y --rate 2 --flag --count 4 --old_count 5",
-    "--needed 3 --flag false --on no --maybe true",
-    "--needed 3 --no_on",
-    "--needed 3 --no-on --old-count 7",
-    "--needed 3 --color blue --size large",
-    "--needed 3 --size 3",
-    "--needed 3 --items 5 6 7 --words a b",
-    "--needed 3 --w a --path p",
-    "--needed 3 --items 1 --flag 1 --on 0",
-]
-
-
-@pytest.mark.parametrize("line", LINES)
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--needed 3",
+        "--needed 3 --name y --rate 2 --flag --count 4 --old_count 5",
+        "--needed 3 --flag false --on no --maybe true",
+        "--needed 3 --no_on",
+        "--needed 3 --no-on --old-count 7",
+        "--needed 3 --color blue --size large",
+        "--needed 3 --size 3",
+        "--needed 3 --items 5 6 7 --words a b",
+        "--needed 3 --w a --path p",
+        "--needed 3 --items 1 --flag 1 --on 0",
+    ],
+)
 def test_same_objects(line):
     (ours,) = HfArgumentParser(Example).parse_args_into_dataclasses(line.split())
     (other,) = theirs(Example).parse_args_into_dataclasses(line.split())
@@ -73,27 +77,66 @@ def test_same_refusals(line, capsys):
         assert "usage" in capsys.readouterr().err
 
 
-COMMANDS = [
-    "--output_dir x --overwrite_output_dir --do_train --num_train_epochs 1 --per_device_train_batch_size 1",
-    "--output_dir x --learning_rate 3e-5 --warmup_steps 500 --adam_beta1 0.8 --adam_beta2 0.999 --adam_epsilon 1e-8 "
-    "--weight_decay 3e-7 --lr_scheduler_type constant_with_warmup",
-    "--output_dir x --evaluation_strategy steps --no_cuda --label_names a b --warmup_ratio 0.1",
-    "--output_dir x --log_level warning --log_level_replica error --log_on_each_node 0",
-    "--output_dir x --report_to none --logging_steps 0.1 --save_total_limit 3 --disable_tqdm true --max_steps 7",
-    "--output_dir x --gradient_checkpointing --include_for_metrics inputs loss --dataloader_pin_memory false",
-    "--output_dir x --no_dataloader_pin_memory --eval_steps 4 --metric_for_best_model f1 --greater_is_better true",
-    "--output_dir x --fsdp full_shard --fsdp_config f.json --accelerator_config {} "
-    "--hub_strategy end --debug underflow_overflow",
-]
+#: Command lines of transformers' documentation, v4.1 to v4.48 → the words with which a single process refuses them.
+COMMANDS = {
+    "--overwrite_output_dir --do_train --num_train_epochs 1 --per_device_train_batch_size 1": "",
+    "--learning_rate 3e-5 --warmup_steps 500 --adam_beta1 0.8 --adam_beta2 0.999 --adam_epsilon 1e-8 --weight_decay "
+    "3e-7 --lr_scheduler_type constant_with_warmup --fp16 --fp16_backend amp": "",
+    "--evaluation_strategy steps --no_cuda --label_names a b --warmup_ratio 0.1": "",
+    "--log_level warning --log_level_replica error --log_on_each_node 0": "",
+    "--report_to none --logging_steps 0.1 --save_total_limit 3 --disable_tqdm true --max_steps 7": "",
+    "--gradient_checkpointing --include_for_metrics inputs loss --dataloader_pin_memory false": "",
+    "--no_dataloader_pin_memory --eval_steps 4 --metric_for_best_model f1 --greater_is_better true": "",
+    "--fsdp full_shard --fsdp_config f.json --accelerator_config {} --hub_strategy end": "there is no such file",
+    """--lr_scheduler_type cosine --lr_scheduler_kwargs '{"num_cycles": "2"}' --gradient_accumulation_steps 2""": "",
+    "--fp16 --fp16_backend apex --fp16_opt_level 01": "",
+    "--debug": "",
+    "--fp16 --sharded_ddp": "fsdp='shard_grad_op'",
+    "--sharded_ddp simple": "fsdp='shard_grad_op'",
+    "--fsdp full_shard": "fsdp='full_shard'",
+    "--fsdp 'full shard'": "fsdp='full shard' shards",
+}
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("line", COMMANDS)
-def test_training_arguments(line):
-    (ours,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(line.split())
-    (other,) = theirs(TrainingArguments).parse_args_into_dataclasses(line.split())
-    assert ours == other
-    assert dataclasses.asdict(ours) == dataclasses.asdict(other)
+def test_documented_command_lines(line, tmp_path):
+    """Both parsers read them alike, and a Trainer is made or refuses an argument by name."""
+    words = ["--output_dir", str(tmp_path), "--use_cpu", *shlex.split(line)]
+    args, other = (
+        parser(TrainingArguments).parse_args_into_dataclasses(words)[0] for parser in (HfArgumentParser, theirs)
+    )
+    assert args == other
+    assert dataclasses.asdict(args) == dataclasses.asdict(other)
+    args.max_steps, args.eval_strategy, args.report_to = 2, "no", []
+    if refused := COMMANDS[line]:
+        with pytest.raises(UnsupportedArgument, match=refused):
+            Trainer(make_bert(), args, train_dataset=text_data())
+        return
+    verbosity = transformers.logging.get_verbosity()
+    assert Trainer(make_bert(), args, train_dataset=text_data()).train().global_step == 2
+    logging.getLogger("hftrainer").setLevel(logging.NOTSET)
+    transformers.logging.set_verbosity(verbosity)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("parser", [HfArgumentParser, theirs])
+@pytest.mark.parametrize(
+    ("line", "fsdp", "debug"),
+    [
+        ("--sharded_ddp --fp16", "shard_grad_op", []),
+        ("--sharded_ddp 'zero_dp_3 offload'", "full_shard offload", []),
+        ("--debug --fp16", None, ["tpu_metrics_debug"]),
+        ("--debug underflow_overflow", None, ["underflow_overflow"]),
+        ("--debug 'underflow_overflow tpu_metrics_debug'", None, ["underflow_overflow", "tpu_metrics_debug"]),
+        ("--debug underflow_overflow tpu_metrics_debug", None, ["underflow_overflow", "tpu_metrics_debug"]),
+        ("--debug ''", None, []),
+        ("", None, []),
+    ],
+)
+def test_words_of_old_flags(parser, line, fsdp, debug):
+    (args,) = parser(TrainingArguments).parse_args_into_dataclasses(["--use_cpu", *shlex.split(line)])
+    assert (args.fsdp, args.debug) == (fsdp, debug)
 
 
 @dataclass

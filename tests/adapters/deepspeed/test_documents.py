@@ -12,8 +12,8 @@ import torch
 from hftrainer import Trainer, TrainingArguments
 from hftrainer.errors import InvalidArgument
 from tests.adapters.deepspeed.sets import STAGES
-from tests.docs.documents import shell
-from tests.docs.documents.support import losses, quiet
+from tests.docs.documents import running
+from tests.docs.documents.running import losses, quiet
 from tests.support.launching import port
 from tests.support.tiny import make_plain, plain_data
 
@@ -87,7 +87,7 @@ LONG = {
 
 #: Line of v4.1 → configuration and arguments.
 RUNS = {
-    201: (STAGE_2, shell.NORMAL),
+    201: (STAGE_2, running.NORMAL),
     245: (LONG, "--output_dir out"),
     292: (
         json.loads(ZERO),
@@ -99,8 +99,8 @@ RUNS = {
     429: (STAGE_2, "--output_dir out --lr_scheduler_type constant_with_warmup --learning_rate 3e-5 --warmup_steps 500"),
     435: (STAGE_2, "--output_dir out --lr_scheduler_type linear --learning_rate 3e-5 --warmup_steps 500"),
     448: ({**STAGE_2, **json.loads(SCHEDULER)}, "--output_dir out"),
-    509: ({**STAGE_2, **mended(CLIPPING)}, shell.NORMAL),
-    "max_grad_norm": (STAGE_2, f"{shell.NORMAL} --max_grad_norm 0.5"),
+    509: ({**STAGE_2, **mended(CLIPPING)}, running.NORMAL),
+    "max_grad_norm": (STAGE_2, f"{running.NORMAL} --max_grad_norm 0.5"),
 }
 
 
@@ -112,8 +112,8 @@ def found(tmp_path_factory):
     for line, (config, words) in RUNS.items():
         (folder / f"ds_config-{line}.json").write_text(json.dumps(config))
         lines.append(f"{words} --deepspeed ds_config-{line}.json")
-    block = f"deepspeed --num_gpus=2 your_program.py {shell.several(*lines)}"
-    ranks = shell.run(folder, block, "your_program.py")
+    block = f"deepspeed --num_gpus=2 your_program.py {running.several(*lines)}"
+    ranks = running.run(folder, block, "your_program.py")
     return [dict(zip(RUNS, runs, strict=True)) for runs in ranks]
 
 
@@ -203,8 +203,10 @@ def test_all_devices(line, tmp_path):
     folder.mkdir(parents=True)
     (folder / "ds_config.json").write_text(json.dumps(STAGE_2))
     words = " ".join(FINETUNE.split())
-    block = "cd examples/seq2seq\n" + f"deepspeed ./finetune_trainer.py --deepspeed ds_config.json {words} {shell.TINY}"
-    found = shell.run(tmp_path, block, "examples/seq2seq/finetune_trainer.py")
+    block = (
+        "cd examples/seq2seq\n" + f"deepspeed ./finetune_trainer.py --deepspeed ds_config.json {words} {running.TINY}"
+    )
+    found = running.run(tmp_path, block, "examples/seq2seq/finetune_trainer.py")
     for rank, (run,) in enumerate(found):
         assert (run["place"], run["kind"]) == ([rank, rank, len(found)], "DEEPSPEED")
         assert (run["script"]["task"], run["deepspeed"]["train_batch_size"]) == ("translation", len(found))
@@ -213,10 +215,10 @@ def test_all_devices(line, tmp_path):
 @pytest.mark.parametrize("line", ["trainer_api_v4.48:3"])
 def test_launcher_alone(line, tmp_path):
     """Without its integration: replicas, as the release trains them."""
-    block = f"deepspeed --num_gpus 2 trainer-program.py {shell.several(shell.NORMAL)}"
-    found = shell.run(tmp_path, block, "trainer-program.py", RELEASE=shell.several(shell.NORMAL))
+    block = f"deepspeed --num_gpus 2 trainer-program.py {running.several(running.NORMAL)}"
+    found = running.run(tmp_path, block, "trainer-program.py", RELEASE=running.several(running.NORMAL))
     assert [run["kind"] for run, _ in found] == ["MULTI_CPU"] * 2
-    shell.assert_as_release(found)
+    running.assert_as_release(found)
 
 
 SHARED = """
@@ -261,7 +263,7 @@ def test_files_of_accelerate(line, tmp_path):
     (tmp_path / "ds_zero3_config.json").write_text(json.dumps(STAGES[3]))
     (tmp_path / "config.yaml").write_text(SHARED + FILES[line])
     launcher = f"accelerate launch --config_file config.yaml --main_process_port {port()} trainer-program.py"
-    found = shell.run(tmp_path, f"{launcher} {shell.several(shell.NORMAL)}", "trainer-program.py")
+    found = running.run(tmp_path, f"{launcher} {running.several(running.NORMAL)}", "trainer-program.py")
     for rank, (run,) in enumerate(found):
         assert (run["place"], run["kind"]) == ([rank, rank, 2], "DEEPSPEED")
         config = run["deepspeed"]

@@ -9,6 +9,7 @@ from tests.adapters.deepspeed.sets import CASES, RESUMED, TOLERANCE
 from tests.support.jobs import assert_same
 from tests.support.launching import of_both_libraries
 
+pytestmark = pytest.mark.timeout(3600)  # the first test waits for the runs of all
 RANKS = ("0", "1")
 
 

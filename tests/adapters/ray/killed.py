@@ -1,24 +1,34 @@
-"""A search of three trials that a test kills and starts again: `python -m tests.adapters.ray.killed FOLDER`."""
+"""A search of three trials, killed once and then resumed: `python -m tests.adapters.ray.killed FOLDER`."""
 
 import json
 import os
+import re
+import signal
 import sys
+from pathlib import Path
 
 import ray
+from ray import tune
 
-from tests.adapters.ray.searches import QUIETLY, Diary, make_trainer, rates
+from tests.adapters.ray.searches import Diary, RayBackend, Waits, make_saving
 
-folder = sys.argv[1]
+
+class Killed(tune.Callback):
+    """Kills this process once the third report of the second trial is in the copy of the search's state."""
+
+    def on_step_end(self, iteration, trials, **info):
+        copy = folder / "results" / "search" / "hftrainer_state_copy.json"
+        last = set(re.findall(r"checkpoint_\d+", copy.read_text())) if copy.exists() else set()
+        if last == {"checkpoint_000004", "checkpoint_000002"}:  # of the last report of each trial
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+folder = Path(sys.argv[1])
+is_first = not (folder / "results").exists()
 ray.init(num_cpus=1, object_store_memory=10**8, include_dashboard=False, log_to_driver=False)
-trainer = make_trainer(
-    os.path.join(folder, "out"), {"callbacks": [Diary(os.path.join(folder, "diary"), seconds=0.2)]}, max_steps=10
-)
-best = trainer.hyperparameter_search(
-    rates(1e-3, 2e-3, 3e-3),
-    **QUIETLY,
-    name="search",
-    storage_path=os.path.join(folder, "results"),
-    resume="AUTO",
-)
+trainer = make_saving(folder / "out", {"callbacks": [Diary(folder / "diary"), *[Waits()] * is_first]}, max_steps=10)
+backend = RayBackend()
+rates, killed = backend.grid(learning_rate=[1e-3, 2e-3, 3e-3]), [Killed()] * is_first
+best = backend.search(trainer, **rates, name="search", resume="AUTO", callbacks=killed)
 print()
 print(json.dumps([(trial.trial_id, trial.status, trial.config["learning_rate"]) for trial in best.run_summary.trials]))

@@ -1,31 +1,32 @@
-"""Searches that are small enough for two cores, in modules that the processes of the trials can import."""
+"""Searches with Ray, in modules that the processes of the trials can import."""
 
 import json
-import math
-import time
+import threading
 from pathlib import Path
 
-import torch
 from ray import tune
 
-from hftrainer import Trainer, TrainerCallback, TrainingArguments
-from tests.support.tiny import make_plain, plain_data
-
-#: Quiet, and one process for all trials that come after one another.
-QUIETLY = {"backend": "ray", "n_trials": 1, "verbose": 0, "reuse_actors": True}
+from hftrainer import TrainerCallback
+from tests.support.searches import OneProcessBackend, make_trainer, with_width
 
 
-def make_trainer(folder, trainer=None, model_init=make_plain, **settings):
-    defaults = {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
-    args = TrainingArguments(
-        **{"output_dir": str(folder), "disable_tqdm": True, "use_cpu": True, **defaults, **settings}
-    )
-    given = {"train_dataset": plain_data(), "eval_dataset": plain_data(8), **(trainer or {})}
-    return Trainer(model_init=model_init, args=args, **given)
+class RayBackend(OneProcessBackend):
+    name, keyword = "ray", "scheduler"
+    several = "a launcher has started 2. Start the script without a launcher"
+
+    def grid(self, **values):
+        return {"hp_space": lambda trial: {name: tune.grid_search(choices) for name, choices in values.items()}}
+
+    def keywords(self, trainer):
+        """Quiet, in a folder of the test, and with one process for all trials that come after one another."""
+        results = Path(trainer.args.output_dir).absolute().parent / "results"
+        return {"n_trials": 1, "verbose": 0, "reuse_actors": True, "storage_path": str(results)}
 
 
-def rates(*values):
-    return lambda trial: {"learning_rate": tune.grid_search(list(values))}
+def make_saving(folder, trainer=(), **settings):
+    """A Trainer of four steps, with an evaluation and a checkpoint after each second one."""
+    often = {"max_steps": 4, "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    return make_trainer(folder, trainer, **{**often, **settings})
 
 
 def space(trial):
@@ -38,16 +39,10 @@ def space(trial):
 
 
 class Diary(TrainerCallback):
-    """Writes down which trial has begun and ended, and at which step, for the process that searches.
+    """Writes down which trial has begun and ended, and at which step, for the process that searches."""
 
-    Args:
-        path: the file, a line for each.
-        seconds: how long each step takes at least.
-    """
-
-    def __init__(self, path, seconds=0.0):
+    def __init__(self, path):
         self.path = str(path)
-        self.seconds = seconds
 
     def write(self, event, state):
         with open(self.path, "a") as file:
@@ -56,35 +51,21 @@ class Diary(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         self.write("begin", state)
 
-    def on_step_end(self, args, state, control, **kwargs):
-        time.sleep(self.seconds)
-
-    def on_save(self, args, state, control, **kwargs):
-        self.write("save", state)
-
     def on_train_end(self, args, state, control, **kwargs):
         self.write("end", state)
 
 
 def read(path):
     """What a diary holds."""
-    return [json.loads(line) for line in Path(path).read_text().splitlines()] if Path(path).exists() else []
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
-class Failing(TrainerCallback):
-    """Fails at a learning rate of 0.5, as a GPU does whose memory is full, after one evaluation."""
+class Waits(TrainerCallback):
+    """Within its seventh step, the second trial waits until its process is killed."""
 
     def on_step_end(self, args, state, control, **kwargs):
-        if args.learning_rate == 0.5 and state.global_step == 3:
-            raise RuntimeError("CUDA out of memory: as asked")
-
-
-def nan_when_bad(metrics):
-    return math.nan if metrics["eval_loss"] > 5 else metrics["eval_loss"]
-
-
-def nothing(metrics):
-    """No objective."""
+        if args.learning_rate == 2e-3 and state.global_step == 7:
+            threading.Event().wait()
 
 
 def worse_later(metrics):
@@ -94,10 +75,7 @@ def worse_later(metrics):
 
 def make_of_trial(trial):
     """A model whose width is searched; the Trainer makes one without a trial first."""
-    model = make_plain()
-    width = 16 if trial is None else trial["width"]
-    model.layers = torch.nn.Sequential(torch.nn.Linear(8, width), torch.nn.ReLU(), torch.nn.Linear(width, 3))
-    return model
+    return with_width(16 if trial is None else trial["width"])
 
 
 def lower_rate(config):

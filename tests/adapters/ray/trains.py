@@ -25,31 +25,36 @@ class Falls(TrainerCallback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+def make_trainer(folder, data=(), **settings):
+    quiet = {"report_to": "none", "disable_tqdm": True, "use_cpu": True, "learning_rate": 1e-2}
+    often = {"max_steps": 8, "per_device_train_batch_size": 4, "logging_steps": 1}
+    evaluated = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    args = TrainingArguments(str(folder / "out"), **quiet, **often, **{**evaluated, **settings})
+    given = {"train_dataset": plain_data(), "eval_dataset": plain_data(8), **dict(data)}
+    return Trainer(make_plain(), args, **given)
+
+
+def weights(trainer):
+    return {name: value.tolist() for name, value in trainer.model.state_dict().items()}
+
+
+def alone(folder):
+    """Train the same without Ray, in each rank."""
+    torch.set_num_threads(1)
+    trainer = make_trainer(folder, save_strategy="no")
+    trainer.train()
+    return weights(trainer)
+
+
 def train(config):
     """The training function of the documentation: makes a Trainer, adds the callback, prepares it and trains."""
     torch.set_num_threads(1)
-    folder = Path(config["folder"])
-    data = {"train_dataset": plain_data(), "eval_dataset": plain_data(8)}
+    folder, data = Path(config["folder"]), {}
     if config.get("shards"):
-        data = {
-            f"{name}_dataset": ray.train.get_dataset_shard(name).iter_torch_batches(batch_size=4)
-            for name in ("train", "eval")
-        }
-    args = TrainingArguments(
-        str(folder / "out"),
-        max_steps=8,
-        per_device_train_batch_size=4,
-        eval_strategy="steps",
-        eval_steps=2,
-        save_strategy="steps",
-        save_steps=2,
-        logging_steps=1,
-        learning_rate=1e-2,
-        use_cpu=True,
-        disable_tqdm=True,
-        report_to="none",
-    )
-    trainer = Trainer(make_plain(), args, **data)
+        for name in ("train", "eval"):
+            shard = ray.train.get_dataset_shard(name)
+            data[f"{name}_dataset"] = shard.iter_torch_batches(batch_size=4)
+    trainer = make_trainer(folder, data)
     if "falls_at" in config:
         trainer.add_callback(Falls(folder / "fallen", config["falls_at"]))
     trainer.add_callback(RayTrainReportCallback())
@@ -60,10 +65,11 @@ def train(config):
     else:
         with checkpoint.as_directory() as path:
             trainer.train(resume_from_checkpoint=os.path.join(path, RayTrainReportCallback.CHECKPOINT_NAME))
+    args = trainer.args
     found = {
         "place": [args.world_size, args.process_index],
         "from": None if checkpoint is None else checkpoint.path,
-        "weights": {name: value.tolist() for name, value in trainer.model.state_dict().items()},
+        "weights": weights(trainer),
         "logs": [line for line in trainer.state.log_history if "loss" in line],
     }
     (folder / f"{args.process_index}.json").write_text(json.dumps(found))

@@ -1,102 +1,78 @@
-"""What the question answering scripts share: questions on contexts, features with a stride, and their metric."""
+"""What the question answering scripts share: questions, a metric, and Trainers that turn predictions into answers."""
 
-from collections import Counter
-from dataclasses import dataclass, field
-from typing import NamedTuple
+import time
 
 import parts
-from datasets import Dataset, DatasetDict
-
-
-@dataclass
-class AnswerArguments(parts.DataArguments):
-    doc_stride: int = field(default=6, metadata={"help": "Tokens that two parts of a context have in common."})
-    version_2_with_negative: bool = field(default=False, metadata={"help": "Some questions have no answer."})
-    n_best_size: int = field(default=5, metadata={"help": "How many starts and ends to look at."})
-    max_answer_length: int = field(default=6, metadata={"help": "Tokens at most in an answer."})
-    null_score_diff_threshold: float = field(default=0.0, metadata={"help": "No answer if it is better by this."})
-
-
-class Answers(NamedTuple):
-    """What is handed to compute_metrics after post-processing."""
-
-    predictions: list
-    label_ids: list
-
-
-def make_rows(count, start=0, negative=False):
-    rows = []
-    for number in range(start, start + count):
-        words = parts.sentence(number, 14 + number % 9).split()
-        first = number % 8
-        text = " ".join(words[first : first + 2])
-        answers = {"text": [text], "answer_start": [len(" ".join([*words[:first], ""]))]}
-        if negative and number % 3 == 0:
-            answers = {"text": [], "answer_start": []}
-        question = parts.sentence(number + 3, 3)
-        rows.append({"id": f"q{number}", "context": " ".join(words), "question": question, "answers": answers})
-    return Dataset.from_list(rows)
+from transformers import Trainer
+from transformers.trainer_utils import EvalPrediction, PredictionOutput, speed_metrics
 
 
 def make_questions(data_args):
-    negative = data_args.version_2_with_negative
-    sizes = {"train": (data_args.train_samples, 0), "validation": (9, 40), "test": (6, 60)}
-    return DatasetDict({name: make_rows(*size, negative=negative) for name, size in sizes.items()})
+    """Questions on texts that hold the answer, two words; every third question has none."""
 
+    def context(i):
+        return parts.sentence(i, 14 + i % 9)
 
-def encode(tokenizer, rows, data_args):
-    """Tokens of questions and contexts; long contexts give several samples."""
-    encoded = tokenizer(
-        rows["question"],
-        rows["context"],
-        truncation="only_second",
-        max_length=data_args.max_seq_length,
-        stride=data_args.doc_stride,
-        return_overflowing_tokens=True,
-        return_offsets_mapping=True,
-        padding="max_length" if data_args.pad_to_max_length else False,
-    )
-    return encoded, encoded.pop("overflow_to_sample_mapping")
+    def answer(i):
+        words = context(i).split()
+        return {"text": " ".join(words[i % 8 : i % 8 + 2]) if i % 3 else "", "start": len(" ".join(words[: i % 8])) + 1}
 
-
-def answer_tokens(encoded, place, answers, fallback):
-    """First and last token of the answer, or `fallback` twice where it is not within this part of the context."""
-    if not answers["text"]:
-        return fallback, fallback
-    first = answers["answer_start"][0]
-    last = first + len(answers["text"][0])
-    inside = [
-        token
-        for token, (low, high) in enumerate(encoded["offset_mapping"][place])
-        if encoded.sequence_ids(place)[token] == 1 and low >= first and high <= last
-    ]
-    offsets = encoded["offset_mapping"][place]
-    whole = inside and offsets[inside[0]][0] == first and offsets[inside[-1]][1] == last
-    return (inside[0], inside[-1]) if whole else (fallback, fallback)
-
-
-def context_offsets(encoded, place):
-    """Offsets of the context's tokens, None for the others."""
-    kinds = encoded.sequence_ids(place)
-    return [offset if kinds[k] == 1 else None for k, offset in enumerate(encoded["offset_mapping"][place])]
+    question = {"question": lambda i: parts.sentence(i + 3, 3)}
+    return parts.make_data(data_args, id=lambda i: f"q{i}", context=context, answer=answer, **question)
 
 
 def features_of(examples, features):
-    """For each example the places of its features."""
-    places = {identity: number for number, identity in enumerate(examples["id"])}
-    found = {number: [] for number in places.values()}
+    """Id of each example → the places of its features."""
+    found = {identity: [] for identity in examples["id"]}
     for place, identity in enumerate(features["example_id"]):
-        found[places[identity]].append(place)
+        found[identity].append(place)
     return found
 
 
 def answer_metric(prediction):
-    """Exact matches, and the words in common."""
-    scores = []
-    for found, right in zip(prediction.predictions, prediction.label_ids, strict=True):
-        text = (right["answers"]["text"] or [""])[0]
-        common = sum((Counter(found["prediction_text"].split()) & Counter(text.split())).values())
-        total = len(found["prediction_text"].split()) + len(text.split())
-        scores.append((found["prediction_text"] == text, 2 * common / total if total else 1.0))
-    exact, common = zip(*scores, strict=True)
-    return {"exact_match": 100 * sum(exact) / len(scores), "f1": 100 * sum(common) / len(scores)}
+    """Words that predictions and labels have in common."""
+    pairs = zip(prediction.predictions, prediction.label_ids, strict=True)
+    return {"common": sum(len(set(found.split()) & set(right.split())) for found, right in pairs)}
+
+
+class AnswerTrainer(Trainer):
+    """As in trainer_qa.py: loops without the metric, which is computed from answers afterwards."""
+
+    def __init__(self, *args, eval_examples=None, post_process_function=None, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.eval_examples = eval_examples
+        self.post_process_function = post_process_function
+
+    def loop_without_metric(self, loader, description, ignore_keys, prefix):
+        compute_metrics, self.compute_metrics = self.compute_metrics, None
+        begin = time.time()
+        try:
+            output = self.evaluation_loop(loader, description, ignore_keys=ignore_keys, metric_key_prefix=prefix)
+        finally:
+            self.compute_metrics = compute_metrics
+        output.metrics.update(speed_metrics(prefix, begin, num_samples=output.num_samples))
+        return output
+
+    def answered(self, examples, dataset, output, prefix):
+        """The answers, and all metrics."""
+        found = self.post_process_function(examples, dataset, output.predictions, prefix)
+        prediction = EvalPrediction(predictions=found, label_ids=[answer["text"] for answer in examples["answer"]])
+        metrics = {f"{prefix}_{name}": value for name, value in self.compute_metrics(prediction).items()}
+        return PredictionOutput(found, prediction.label_ids, {**metrics, **output.metrics})
+
+    def evaluate(self, eval_dataset=None, eval_examples=None, ignore_keys=None, metric_key_prefix="eval", **gen_kwargs):
+        self._gen_kwargs = gen_kwargs
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        examples = self.eval_examples if eval_examples is None else eval_examples
+        loader = self.get_eval_dataloader(dataset)
+        output = self.loop_without_metric(loader, "Evaluation", ignore_keys, metric_key_prefix)
+        metrics = self.answered(examples, dataset, output, metric_key_prefix).metrics
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def predict(self, predict_dataset, predict_examples, ignore_keys=None, metric_key_prefix="test", **gen_kwargs):
+        self._gen_kwargs = gen_kwargs
+        loader = self.get_test_dataloader(predict_dataset)
+        output = self.loop_without_metric(loader, "Prediction", ignore_keys, metric_key_prefix)
+        return self.answered(predict_examples, predict_dataset, output, metric_key_prefix)

@@ -1,38 +1,40 @@
 """The shape of run_clm.py: texts joined and cut into blocks, the best tokens kept for the metric, perplexity."""
 
-from dataclasses import dataclass, field
+from itertools import chain
 
 import parts
-from language_data import TextArguments, make_blocks, next_token_accuracy
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, default_data_collator
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, default_data_collator
+
+BLOCK = 16
 
 
-@dataclass
-class LlamaArguments(parts.ModelArguments):
-    config_overrides: str | None = field(default=None, metadata={"help": "Changes of the config: a=1,b=2."})
+def next_token_accuracy(prediction):
+    """The share of right tokens, where the prediction at one place is for the next."""
+    return parts.accuracy((prediction.predictions[:, :-1], prediction.label_ids[:, 1:]))
 
 
 def main():
-    model_args, data_args, training_args, checkpoint = parts.begin(LlamaArguments, TextArguments, TrainingArguments)
+    model_args, data_args, training_args, checkpoint = parts.begin()
     tokenizer = parts.word_tokenizer()
-    config = LlamaConfig(**parts.encoder_sizes(tokenizer, model_args.hidden_size), num_key_value_heads=1)
-    if model_args.config_overrides is not None:
-        config.update_from_string(model_args.config_overrides)
+    config = LlamaConfig(**parts.text_sizes(tokenizer, model_args.hidden_size), num_key_value_heads=1)
+    config.update_from_string(model_args.config_overrides)
     model = LlamaForCausalLM(config)
-    if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
-        model.resize_token_embeddings(len(tokenizer))
-    blocks = make_blocks(tokenizer, data_args, training_args)
+    tokenizer.add_tokens(["<prefix>", "<suffix>"])
+    model.resize_token_embeddings(len(tokenizer))
+
+    def to_blocks(rows):
+        joined = list(chain(*tokenizer(rows["text"])["input_ids"]))
+        blocks = [joined[start : start + BLOCK] for start in range(0, len(joined) // BLOCK * BLOCK, BLOCK)]
+        return {"input_ids": blocks, "attention_mask": [[1] * BLOCK] * len(blocks), "labels": blocks}
+
+    raw = parts.make_data(data_args, text=lambda i: parts.sentence(i, 5 + i % 9))
     trainer = Trainer(
         model=model,
         args=training_args,
-        **parts.splits(blocks),
+        **parts.splits(parts.prepare(training_args, raw, to_blocks)),
         processing_class=tokenizer,
         data_collator=default_data_collator,
-        compute_metrics=next_token_accuracy if training_args.do_eval else None,
-        preprocess_logits_for_metrics=parts.first_logits if training_args.do_eval else None,
+        compute_metrics=next_token_accuracy,
+        preprocess_logits_for_metrics=parts.best_tokens,
     )
     parts.finish(trainer, checkpoint, "text-generation", perplexity=True)
-
-
-if __name__ == "__main__":
-    main()

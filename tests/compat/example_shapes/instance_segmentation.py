@@ -2,15 +2,21 @@
 
 import parts
 import torch
-from pictures import SIZE, PictureArguments, make_pictures, mask_of, pixels
-from transformers import MaskFormerConfig, MaskFormerForInstanceSegmentation, SwinConfig, Trainer, TrainingArguments
+from pictures import SIZE, SQUARE, make_pictures, pixels
+from transformers import MaskFormerConfig, MaskFormerForInstanceSegmentation, SwinConfig, Trainer
+
+
+def mask_of(place):
+    """1 where the square is, `(SIZE, SIZE)`."""
+    mask = torch.zeros(SIZE, SIZE)
+    mask[place[0] : place[0] + SQUARE, place[1] : place[1] + SQUARE] = 1
+    return mask
 
 
 def to_batch(rows):
-    masks = [mask_of(place) for place in rows["place"]]
     return {
         "pixel_values": [pixels(image) for image in rows["image"]],
-        "mask_labels": [torch.stack([mask, 1 - mask]).float() for mask in masks],
+        "mask_labels": [torch.stack([mask_of(place), 1 - mask_of(place)]) for place in rows["place"]],
         "class_labels": [torch.tensor([label, 4]) for label in rows["label"]],
     }
 
@@ -21,56 +27,40 @@ def collate(examples):
 
 
 class Evaluator:
-    """Adds up the share of pixels that the best query's mask gets right, until it is asked for the result."""
+    """Adds up the best query's mask where the square is, until it is asked for the result."""
 
     def __init__(self):
-        self.right = []
+        self.scores = []
 
     @torch.no_grad()
     def __call__(self, results, compute_result=False):
         classes, masks = results.predictions[0].cpu(), results.predictions[1].cpu()
         for place, (wanted, labels) in enumerate(zip(*results.label_ids, strict=True)):
             query = int(classes[place, :, int(labels[0])].argmax())
-            large = torch.nn.functional.interpolate(masks[None, None, place, query], size=(SIZE, SIZE), mode="bilinear")
-            self.right.append(float(((large[0, 0] > 0) == (wanted[0] > 0)).float().mean()))
+            small = torch.nn.functional.adaptive_avg_pool2d(wanted[None, 0], masks.shape[-2:])[0]
+            self.scores.append(float((masks[place, query] * small).sum()))
         if not compute_result:
             return None
-        result = {"pixels": sum(self.right) / len(self.right), "pictures": len(self.right)}
-        self.right.clear()
+        result = {"overlap": sum(self.scores) / len(self.scores), "pictures": len(self.scores)}
+        self.scores.clear()
         return result
 
 
 def main():
-    _, data_args, training_args, checkpoint = parts.begin(parts.ModelArguments, PictureArguments, TrainingArguments)
+    _, data_args, training_args, checkpoint = parts.begin()
     training_args.eval_do_concat_batches = False
     training_args.batch_eval_metrics = True
     training_args.remove_unused_columns = False
-    data = make_pictures(data_args.train_samples, data_args.train_val_split).with_transform(to_batch)
-    config = MaskFormerConfig(
-        backbone_config=SwinConfig(
-            image_size=SIZE, patch_size=2, embed_dim=8, depths=[1, 1, 1, 1], num_heads=[1, 1, 2, 2], window_size=2,
-            out_features=["stage1", "stage2", "stage3", "stage4"],
-        ),
-        fpn_feature_size=32,
-        mask_feature_size=32,
-        num_labels=5,
-    )  # fmt: skip
-    config.decoder_config.update(
-        {"d_model": 8, "num_queries": 4, "decoder_layers": 1, "decoder_ffn_dim": 16, "decoder_attention_heads": 2}
-    )
+    layers = {"embed_dim": 8, "depths": [1] * 4, "num_heads": [1, 1, 2, 2], "window_size": 2}
+    backbone = SwinConfig(image_size=SIZE, patch_size=2, **layers, out_features=[f"stage{i}" for i in range(1, 5)])
+    config = MaskFormerConfig(backbone_config=backbone, fpn_feature_size=32, mask_feature_size=32, num_labels=5)
+    decoder = {"d_model": 8, "num_queries": 4, "decoder_layers": 1, "decoder_ffn_dim": 16, "decoder_attention_heads": 2}
+    config.decoder_config.update(decoder)
     trainer = Trainer(
         model=MaskFormerForInstanceSegmentation(config),
         args=training_args,
-        **parts.splits(data),
+        **parts.splits(make_pictures(data_args).with_transform(to_batch)),
         data_collator=collate,
         compute_metrics=Evaluator(),
     )
-    parts.train(trainer, checkpoint)
-    if training_args.do_eval:
-        metrics = trainer.evaluate(eval_dataset=data["validation"], metric_key_prefix="test")
-        parts.report(trainer, "test", metrics, len(data["validation"]))
-    parts.describe(trainer, "image-segmentation")
-
-
-if __name__ == "__main__":
-    main()
+    parts.finish(trainer, checkpoint, "image-segmentation")

@@ -1,20 +1,19 @@
-"""The shape of run_object_detection.py: a list of boxes a picture as labels, batches kept apart for the metric."""
+"""The shape of run_object_detection.py: a model of many outputs, and for each picture a dict of tensors as labels."""
 
 from functools import partial
 
 import parts
 import torch
-from pictures import SIZE, PictureArguments, flipped_at_random, make_pictures, pixels, vision_sizes
-from transformers import EvalPrediction, Trainer, TrainingArguments, YolosConfig, YolosForObjectDetection
+from pictures import SIZE, SQUARE, flipped_at_random, make_pictures, pixels, vision_sizes
+from transformers import EvalPrediction, Trainer, YolosConfig, YolosForObjectDetection
 
 
 def to_batch(change, rows):
     """Pictures with boxes as centre and size, relative to the picture."""
     labels = []
     for (row, column), label in zip(rows["place"], rows["label"], strict=True):
-        box = torch.tensor([[column + 2.5, row + 2.5, 5.0, 5.0]]) / SIZE
-        size = torch.tensor([SIZE, SIZE])
-        labels.append({"class_labels": torch.tensor([label]), "boxes": box, "orig_size": size})
+        box = torch.tensor([[column + SQUARE / 2, row + SQUARE / 2, SQUARE, SQUARE]]) / SIZE
+        labels.append({"class_labels": torch.tensor([label]), "boxes": box})
     return {"pixel_values": [change(image) for image in rows["image"]], "labels": labels}
 
 
@@ -23,28 +22,22 @@ def collate(examples):
     return {"pixel_values": stacked, "labels": [example["labels"] for example in examples]}
 
 
-@torch.no_grad()
-def compute_metrics(results: EvalPrediction, threshold=0.0):
+def compute_metrics(results: EvalPrediction):
+    """Of the query that is surest in each picture; the batches are apart, since there may be any number of boxes."""
     hits, distances = [], []
-    for targets, batch in zip(results.label_ids, results.predictions, strict=True):
-        logits, boxes = torch.tensor(batch[1]), torch.tensor(batch[2])
-        best = logits.softmax(-1)[..., :-1].amax(-1)
-        for place, target in enumerate(targets):
-            query = int(best[place].argmax())
-            right = torch.tensor(target["boxes"])[0] * torch.tensor(target["orig_size"]).repeat(2)
-            hits.append(float(logits[place, query, :-1].argmax() == int(target["class_labels"][0])))
-            distances.append(float((boxes[place, query] * SIZE - right).abs().sum()))
-    kept = [distance for distance in distances if distance >= threshold]
-    return {"map": round(sum(hits) / len(hits), 4), "distance": sum(kept) / len(kept)}
+    for targets, (_, logits, boxes, _) in zip(results.label_ids, results.predictions, strict=True):
+        for target, scores, found in zip(targets, logits, boxes, strict=True):
+            query = scores[:, :-1].max(axis=1).argmax()
+            hits.append(scores[query, :-1].argmax() == target["class_labels"][0])
+            distances.append(abs(found[query] - target["boxes"][0]).sum())
+    return {"map": float(sum(hits)) / len(hits), "distance": float(sum(distances))}
 
 
 def main():
-    data_args, model_args, training_args, checkpoint = parts.begin(
-        PictureArguments, parts.ModelArguments, TrainingArguments
-    )
-    data = make_pictures(data_args.train_samples, data_args.train_val_split)
+    model_args, data_args, training_args, checkpoint = parts.begin()
+    data = make_pictures(data_args)
     config = YolosConfig(
-        **vision_sizes(image_size=[SIZE, SIZE], hidden_size=model_args.hidden_size),
+        **{**vision_sizes(), "image_size": [SIZE, SIZE], "hidden_size": model_args.hidden_size},
         num_detection_tokens=5,
         num_labels=4,
         use_mid_position_embeddings=False,
@@ -55,16 +48,9 @@ def main():
         train_dataset=data["train"].with_transform(partial(to_batch, flipped_at_random)),
         eval_dataset=data["validation"].with_transform(partial(to_batch, pixels)),
         data_collator=collate,
-        compute_metrics=partial(compute_metrics, threshold=0.0),
+        compute_metrics=compute_metrics,
     )
     parts.train(trainer, checkpoint)
-    if training_args.do_eval:
-        validation = data["validation"].with_transform(partial(to_batch, pixels))
-        parts.report(
-            trainer, "test", trainer.evaluate(eval_dataset=validation, metric_key_prefix="test"), len(validation)
-        )
+    test = data["test"].with_transform(partial(to_batch, pixels))
+    parts.report(trainer, "test", trainer.evaluate(eval_dataset=test, metric_key_prefix="test"), len(test))
     parts.describe(trainer, "object-detection", tags=["object-detection", "vision"])
-
-
-if __name__ == "__main__":
-    main()

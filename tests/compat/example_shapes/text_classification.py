@@ -1,82 +1,40 @@
 """The shape of run_glue.py: pairs of sentences, two sets to evaluate on, predictions into a file."""
 
-import numpy as np
 import parts
-from datasets import Dataset, DatasetDict
-from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
-    DataCollatorWithPadding,
-    EvalPrediction,
-    Trainer,
-    TrainingArguments,
-    default_data_collator,
-)
+from transformers import BertConfig, BertForSequenceClassification, EvalPrediction, Trainer, default_data_collator
 
 
-def make_rows(count, regression, start=0):
-    numbers = range(start, start + count)
-    label = [i % 7 / 7 if regression else i % 3 for i in numbers]
-    return Dataset.from_dict(
-        {
-            "premise": [parts.sentence(i, 4 + i % 5) for i in numbers],
-            "hypothesis": [parts.sentence(2 * i, 3) for i in numbers],
-        }
-        | {"label": label, "idx": list(numbers)}
-    )
+def compute_metrics(prediction: EvalPrediction):
+    result = {**parts.accuracy(prediction), "spread": float(prediction.predictions.std())}
+    return {**result, "combined_score": sum(result.values()) / 2}
 
 
 def main():
-    model_args, data_args, training_args, checkpoint = parts.begin(
-        parts.ModelArguments, parts.DataArguments, TrainingArguments
-    )
-    regression = data_args.task_name == "stsb"
-    raw = DatasetDict(
-        train=make_rows(data_args.train_samples, regression),
-        validation_matched=make_rows(11, regression, 100),
-        validation_mismatched=make_rows(9, regression, 200),
-        test_matched=make_rows(10, regression, 300).remove_columns("label"),
-    )
+    model_args, data_args, training_args, checkpoint = parts.begin()
     tokenizer = parts.word_tokenizer()
-    config = BertConfig(**parts.encoder_sizes(tokenizer, model_args.hidden_size), num_labels=1 if regression else 3)
-    if not regression:
-        config.label2id = {"no": 0, "maybe": 1, "yes": 2}
-        config.id2label = {number: label for label, number in config.label2id.items()}
-    padding = "max_length" if data_args.pad_to_max_length else False
+    config = BertConfig(**parts.text_sizes(tokenizer, model_args.hidden_size), num_labels=3)
+    config.label2id = {"no": 0, "maybe": 1, "yes": 2}
+    config.id2label = {number: label for label, number in config.label2id.items()}
 
-    def preprocess(examples):
-        pair = (examples["premise"], examples["hypothesis"])
-        return tokenizer(*pair, padding=padding, max_length=data_args.max_seq_length, truncation=True)
+    def tokenize(rows):
+        limits = {"max_length": data_args.max_seq_length, "truncation": True}
+        return tokenizer(rows["premise"], rows["hypothesis"], padding="max_length", **limits)
 
-    def compute_metrics(p: EvalPrediction):
-        scores = p.predictions[0] if isinstance(p.predictions, tuple) else p.predictions
-        if regression:
-            return {"pearson": float(np.corrcoef(np.squeeze(scores), p.label_ids)[0, 1])}
-        result = {"accuracy": float((np.argmax(scores, axis=1) == p.label_ids).mean()), "f1": float(scores.std())}
-        return result | {"combined_score": np.mean(list(result.values())).item()}
-
-    with training_args.main_process_first(desc="dataset map pre-processing"):
-        raw = raw.map(preprocess, batched=True, load_from_cache_file=not data_args.overwrite_cache)
+    texts = {"premise": lambda i: parts.sentence(i, 4 + i % 5), "hypothesis": lambda i: parts.sentence(2 * i, 3)}
+    raw = parts.make_data(data_args, **texts, label=lambda i: i % 3, idx=int)
+    data = parts.prepare(training_args, raw, tokenize, keep=True)
     trainer = Trainer(
         model=BertForSequenceClassification(config),
         args=training_args,
-        train_dataset=raw["train"],
-        eval_dataset=raw["validation_matched"],
+        **parts.splits(data),
         compute_metrics=compute_metrics,
         processing_class=tokenizer,
-        data_collator=default_data_collator if data_args.pad_to_max_length else DataCollatorWithPadding(tokenizer),
+        data_collator=default_data_collator,
     )
     parts.train(trainer, checkpoint)
-    parts.evaluate(trainer, eval_dataset=raw["validation_matched"])
-    if training_args.do_eval:
-        metrics = trainer.evaluate(eval_dataset=raw["validation_mismatched"])
-        parts.report(trainer, "eval", {f"{name}_mm": value for name, value in metrics.items()}, 9)
-    if training_args.do_predict:
-        scores = trainer.predict(raw["test_matched"], metric_key_prefix="predict").predictions
-        found = np.squeeze(scores) if regression else np.argmax(scores, axis=1)
-        parts.write_lines(trainer, "predict_results.txt", (f"{i}\t{value}" for i, value in enumerate(found)))
+    parts.evaluate(trainer, eval_dataset=data["validation"])
+    metrics = trainer.evaluate(eval_dataset=data["test"])
+    parts.report(trainer, "eval", {f"{name}_mm": value for name, value in metrics.items()}, len(data["test"]))
+    scores = parts.predict(trainer, data["test"].remove_columns("label"))
+    parts.write(trainer, "predictions.json", scores.argmax(axis=1).tolist())
     parts.describe(trainer, "text-classification", language="en", dataset_args="mnli")
-
-
-if __name__ == "__main__":
-    main()

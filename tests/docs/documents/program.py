@@ -11,14 +11,14 @@ import gc
 import json
 import os
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, make_dataclass
 from pathlib import Path
 
 import torch
 import transformers
 
 import hftrainer
-from tests.support.tiny import make_bert, make_plain, plain_data, text_data
+from tests.support.tiny import make_bert, make_plain, make_t5, plain_data, t5_data, text_data, without_dropout
 
 if "INSTALL" in os.environ:
     hftrainer.install()
@@ -26,50 +26,22 @@ LIBRARY = transformers if "INSTALL" in os.environ else hftrainer
 PARSERS = (transformers.HfArgumentParser, hftrainer.HfArgumentParser)
 
 
-@dataclass
-class ScriptArguments:
-    """Those of the documents' scripts, which make a tiny model and data of them here."""
-
-    model_name_or_path: str = "plain"
-    task: str | None = None
-    task_name: str | None = None
-    max_seq_length: int | None = None
-    data_dir: str | None = None
-    n_train: int | None = None
-    freeze_embeds: bool = False
-    src_lang: str | None = None
-    tgt_lang: str | None = None
-    max_train_samples: int | None = None
-    dataset_name: str | None = None
-    dataset_config_name: str | None = None
-    source_lang: str | None = None
-    target_lang: str | None = None
-    final_model: str | None = None
-
-
-def make_t5():
-    torch.manual_seed(1)
-    sizes = {"vocab_size": 50, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
-    config = transformers.T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1)
-    return transformers.T5ForConditionalGeneration(config)
-
-
-def pairs(count):
-    ids = torch.randint(2, 50, (count, 9), generator=torch.Generator().manual_seed(0))
-    return [{"input_ids": row, "attention_mask": torch.ones_like(row), "labels": row[:5]} for row in ids]
+TEXTS = "task task_name data_dir src_lang tgt_lang dataset_name dataset_config_name source_lang target_lang final_model"
+NUMBERS = "max_seq_length n_train max_train_samples"
+#: Those of the documents' scripts, which make a tiny model and data of them here.
+ScriptArguments = make_dataclass(
+    "ScriptArguments",
+    [("model_name_or_path", str, "plain"), ("freeze_embeds", bool, False)]
+    + [(name, str | None, None) for name in TEXTS.split()]
+    + [(name, int | None, None) for name in NUMBERS.split()],
+)
 
 
 def choose(name):
     """A tiny model of the kind that was named, and data for it."""
-    kind = next((each for each in ("bert", "t5", "mbart") if each in name), "plain")
-    make_model, make_data = {"bert": (make_bert, text_data), "plain": (make_plain, plain_data)}.get(
-        kind, (make_t5, pairs)
-    )
-    model = make_model()
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-    return model, make_data(8)
+    kinds = {"bert": (make_bert, text_data), "t5": (make_t5, t5_data), "mbart": (make_t5, t5_data)}
+    make_model, make_data = next((kinds[kind] for kind in kinds if kind in name), (make_plain, plain_data))
+    return without_dropout(make_model)(), make_data(8)
 
 
 @functools.cache
@@ -98,7 +70,7 @@ def run(words):
     script, args = parse(words)
     model, data = choose(script.model_name_or_path)
     trainer = LIBRARY.Seq2SeqTrainer(model, args, train_dataset=data, eval_dataset=data)
-    devices = os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("CUDA_DEVICE_ORDER")
+    devices = {name: os.environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")}
     found = {"script": asdict(script), "environment": devices, "device": str(args.device)}
     trainer.train()
     if args.do_eval:

@@ -7,19 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from hftrainer import Trainer, TrainingArguments, install, uninstall
+from hftrainer import TrainingArguments, install, uninstall
 from hftrainer.__main__ import main
 from hftrainer.arguments import behaviours
 from hftrainer.arguments.behaviours import EARLIER_DEFAULTS, NEWEST, RELEASES, TABLE, Behaviours
 from hftrainer.errors import InvalidArgument
-from tests.support.tiny import make_plain, plain_data
+from tests.support.arguments import make_trainer
 
 ROOT = Path(__file__).parents[3]
-
-
-def make_trainer(folder, **settings):
-    settings = {"use_cpu": True, "disable_tqdm": True, "save_strategy": "no", **settings}
-    return Trainer(make_plain(), TrainingArguments(str(folder), **settings), train_dataset=plain_data())
 
 
 def asked_in(module: str) -> set[str]:

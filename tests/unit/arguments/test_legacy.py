@@ -1,7 +1,7 @@
 """Old spellings: each does what it did, by its new name, or is refused with the reason."""
 
 import dataclasses
-import importlib
+import functools
 import json
 import pickle
 import warnings
@@ -11,106 +11,50 @@ import pytest
 from torch.optim.lr_scheduler import LambdaLR
 
 from hftrainer import Trainer, TrainingArguments
-from hftrainer.arguments.accelerator_config import AcceleratorConfig
 from hftrainer.arguments.legacy import KEPT, RENAMED, LegacyArguments
 from hftrainer.arguments.resolved import ResolvedArguments
-from hftrainer.arguments.table import TABLE, check_supported
-from hftrainer.errors import InvalidArgument, UnsupportedArgument
-from tests.support.tiny import make_plain, plain_data
+from hftrainer.arguments.table import check_supported
+from hftrainer.errors import InvalidArgument
+from tests.support.arguments import CASES, make_trainer
 
-LEGACY = [field.name for field in dataclasses.fields(LegacyArguments)]
-NEUTRAL = {"output_dir": "x", "use_cpu": True}
-
-# old name, its value -> new name, its value
-TRANSLATED = [
-    ("evaluation_strategy", "steps", "eval_strategy", "steps"),
-    ("no_cuda", True, "use_cpu", True),
-    ("per_gpu_train_batch_size", 3, "per_device_train_batch_size", 3),
-    ("per_gpu_eval_batch_size", 5, "per_device_eval_batch_size", 5),
-    ("warmup_ratio", 0.25, "warmup_steps", 0.25),
-    ("adafactor", True, "optim", "adafactor"),
-    ("group_by_length", True, "train_sampling_strategy", "group_by_length"),
-    ("include_inputs_for_metrics", True, "include_for_metrics", ["inputs"]),
-    ("torchdynamo", "eager", "torch_compile_backend", "eager"),
-    ("xpu_backend", "ccl", "ddp_backend", "ccl"),
-    ("push_to_hub_model_id", "name", "hub_model_id", "name"),
-    ("push_to_hub_organization", "org", "hub_model_id", "org/x"),
-    ("push_to_hub_token", "secret", "hub_token", "secret"),
-    ("sharded_ddp", "simple", "fsdp", "shard_grad_op"),
-    ("sharded_ddp", "zero_dp_3 auto_wrap offload", "fsdp", "full_shard auto_wrap offload"),
-    ("sharded_ddp", True, "fsdp", "shard_grad_op"),
-    ("sharded_ddp", ["zero_dp_2", "offload"], "fsdp", "shard_grad_op offload"),
-    ("fsdp_min_num_params", 100, "fsdp_config", {"min_num_params": 100}),
-    (
-        "fsdp_transformer_layer_cls_to_wrap",
-        "Block",
-        "fsdp_config",
-        {"transformer_layer_cls_to_wrap": "Block"},
-    ),
-    ("dispatch_batches", True, "accelerator_config", AcceleratorConfig(dispatch_batches=True)),
-    ("dispatch_batches", False, "accelerator_config", AcceleratorConfig(dispatch_batches=False)),
-    ("split_batches", True, "accelerator_config", AcceleratorConfig(split_batches=True)),
-    ("tpu_metrics_debug", True, "debug", ["tpu_metrics_debug"]),
-]
-INERT = {"overwrite_output_dir": True, "jit_mode_eval": True, "use_ipex": True}
-#: Still work, under their own names: tests/unit/evaluation/test_evaluation.py, tests/parity/test_models.py,
-#: tests/parity/test_memory_and_speed.py, tests/parity/test_interchange.py, tests/lightning/test_loggers.py,
-#: tests/unit/parallel/test_devices.py, tests/unit/arguments/test_old_spellings.py, tests/adapters.
-KEPT_WORKING = {
-    *("logging_dir", "save_safetensors", "use_legacy_prediction_loop", "past_index", "include_tokens_per_second"),
-    *("use_mps_device", "tpu_num_cores", "ray_scope", "fp16_backend", "half_precision_backend"),
-}
-REFUSED = {
-    "fp16_opt_level": "O2",
-    "mp_parameters": "ddp=True",
-    "model_parallel": True,
-}
+#: Each value of an old name, the new name and its value.
+MEANINGS = [(old, value, case.new, now) for old, case in CASES.items() for value, now in case.meanings]
 
 
-def test_every_old_name_is_covered():
-    assert {row[0] for row in TRANSLATED} | set(INERT) | set(REFUSED) | KEPT_WORKING == set(LEGACY)
-    assert {row[0] for row in TRANSLATED} == set(RENAMED)
-    assert len(LEGACY) == 35
+def make(**settings):
+    return TrainingArguments(**{"output_dir": "x", "use_cpu": True, **settings})
 
 
-@pytest.mark.parametrize(("old", "value", "new", "expected"), TRANSLATED)
-def test_translated(old, value, new, expected):
+def test_every_old_name_has_a_case():
+    assert {row[0] for row in MEANINGS} == RENAMED.keys()
+    assert len(LegacyArguments.__dataclass_fields__) == 35
+
+
+@pytest.mark.parametrize(("old", "value", "new", "now"), MEANINGS)
+def test_translated(old, value, new, now):
     with pytest.warns(FutureWarning, match=f"{old} is now {new}"):
         args = TrainingArguments("x", **{old: value})
-    assert getattr(args, new) == expected
+    assert getattr(args, new) == now
     if old not in ("sharded_ddp", "push_to_hub_organization"):
         assert getattr(args, old) == value
     # What it asks for is done, or refused by its new name, like the new name itself.
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        same = TrainingArguments("x", **{new: expected})
+    same = TrainingArguments("x", **{new: now})
     assert check_supported(ResolvedArguments(args)) == check_supported(ResolvedArguments(same))
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("name", sorted(INERT))
-def test_inert(name):
-    args = TrainingArguments(**NEUTRAL, **{name: INERT[name]})
+@pytest.mark.parametrize("name", ["jit_mode_eval", "use_ipex"])
+def test_switches_without_effect_warn(name):
+    with pytest.warns(FutureWarning, match=f"{name}=True: .* the model"):
+        args = make(**{name: True})
+    assert getattr(args, name) is True
     assert not check_supported(ResolvedArguments(args))
-    assert getattr(args, name) == INERT[name]
-    assert TABLE[name].kind == "inert"
-
-
-@pytest.mark.parametrize("name", sorted(REFUSED))
-def test_refused(name):
-    assert not check_supported(ResolvedArguments(TrainingArguments(**NEUTRAL)))
-    args = TrainingArguments(**NEUTRAL, **{name: REFUSED[name]})
-    (message,) = check_supported(ResolvedArguments(args))
-    assert message.startswith(f"{name}={REFUSED[name]!r} is not supported")
-    with pytest.raises(UnsupportedArgument, match=name):
-        Trainer(make_plain(), args)
 
 
 @pytest.mark.parametrize(
     ("name", "value"), [("fp16_backend", "amp"), ("half_precision_backend", "cuda_amp"), ("fp16_opt_level", "O1")]
 )
 def test_harmless_values(name, value):
-    assert not check_supported(ResolvedArguments(TrainingArguments(**NEUTRAL, **{name: value})))
+    assert not check_supported(ResolvedArguments(make(**{name: value})))
 
 
 @pytest.mark.parametrize(
@@ -118,7 +62,7 @@ def test_harmless_values(name, value):
     [
         (
             {"evaluation_strategy": "steps", "eval_strategy": "epoch"},
-            "evaluation_strategy='steps' and eval_strategy='epoch'",
+            "evaluation_strategy='steps' and eval_strategy='e",
         ),
         ({"per_gpu_train_batch_size": 3, "per_device_train_batch_size": 4}, "per_gpu_train_batch_size=3"),
         ({"warmup_ratio": 1.5}, "warmup_ratio=1.5"),
@@ -131,28 +75,16 @@ def test_contradictions(settings, message):
         TrainingArguments("x", **settings)
 
 
-def test_old_and_new_with_the_same_value():
-    with pytest.warns(FutureWarning):
-        args = TrainingArguments("x", evaluation_strategy="steps", eval_strategy="steps")
-    assert args.eval_strategy == "steps"
-
-
-def test_warmup_steps_override_the_ratio():
-    """Documented since v4.2."""
-    with pytest.warns(FutureWarning):
-        assert TrainingArguments("x", warmup_ratio=0.1, warmup_steps=7).get_warmup_steps(100) == 7
-
-
-def test_organization_and_name_together():
-    with pytest.warns(FutureWarning):
-        args = TrainingArguments("x", push_to_hub_model_id="name", push_to_hub_organization="org")
-    assert args.hub_model_id == "org/name"
-    assert args.push_to_hub_organization == "org"
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_agreements():
+    assert make(evaluation_strategy="steps", eval_strategy="steps").eval_strategy == "steps"
+    assert make(warmup_ratio=0.1, warmup_steps=7).get_warmup_steps(100) == 7  # documented since v4.2
+    args = make(push_to_hub_model_id="name", push_to_hub_organization="org")
+    assert (args.hub_model_id, args.push_to_hub_organization) == ("org/name", "org")
 
 
 def test_one_warning_that_points_at_the_caller():
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with pytest.warns(FutureWarning) as caught:
         TrainingArguments("x", no_cuda=True, evaluation_strategy="steps", logging_steps=3)
     (warning,) = caught
     assert Path(warning.filename) == Path(__file__)
@@ -161,7 +93,7 @@ def test_one_warning_that_points_at_the_caller():
 
 
 def test_old_names_follow_the_new_ones():
-    args = TrainingArguments("x", eval_strategy="steps", use_cpu=True)
+    args = make(eval_strategy="steps")
     assert (args.evaluation_strategy, args.no_cuda) == ("steps", True)
     args.eval_strategy = "epoch"
     assert args.evaluation_strategy == "epoch"
@@ -186,13 +118,13 @@ def test_replace_and_pickle():
 ONE_WAY = {"sharded_ddp", "adafactor", "torchdynamo"}
 
 
-@pytest.mark.parametrize(("old", "value", "new", "expected"), TRANSLATED)
-def test_replaced_by_the_old_name(old, value, new, expected):
+@pytest.mark.parametrize(("old", "value", "new", "now"), MEANINGS)
+def test_replaced_by_the_old_name(old, value, new, now):
     """SpanMarker does so, with `include_inputs_for_metrics`."""
-    source = TrainingArguments(**NEUTRAL | ({"use_cpu": False} if old == "no_cuda" else {}), hub_model_id="a/x")
+    source = make(use_cpu=old != "no_cuda", hub_model_id="a/x")
     with pytest.warns(FutureWarning, match=old):
         changed = dataclasses.replace(source, **{old: value})
-    assert getattr(changed, new) == expected
+    assert getattr(changed, new) == now
     assert dataclasses.replace(changed) == changed
     if old not in ONE_WAY:
         with warnings.catch_warnings():
@@ -202,7 +134,7 @@ def test_replaced_by_the_old_name(old, value, new, expected):
 
 
 def test_replaced_beside_other_values():
-    source = TrainingArguments("x", eval_strategy="steps", warmup_steps=0.1, eval_steps=3, use_cpu=True)
+    source = make(eval_strategy="steps", warmup_steps=0.1, eval_steps=3)
     with pytest.warns(FutureWarning):
         changed = dataclasses.replace(source, evaluation_strategy="epoch", warmup_ratio=0.2, seed=3)
     assert (changed.eval_strategy, changed.warmup_steps, changed.seed) == ("epoch", 0.2, 3)
@@ -213,7 +145,7 @@ def test_replaced_beside_other_values():
 @pytest.mark.parametrize("kept", [True, False])
 def test_made_of_fields_that_were_read_before(kept):
     """The object that they come from may be gone, and those of others may have been read since."""
-    sources = [TrainingArguments("x", optim=optim, use_cpu=True) for optim in ("adafactor", "sgd")]
+    sources = [make(optim=optim) for optim in ("adafactor", "sgd")]
     read = [{field.name: getattr(source, field.name) for field in dataclasses.fields(source)} for source in sources]
     if not kept:
         del sources
@@ -222,7 +154,7 @@ def test_made_of_fields_that_were_read_before(kept):
 
 
 def test_switched_off_by_the_old_name():
-    args = TrainingArguments("x", train_sampling_strategy="group_by_length", optim="sgd", use_cpu=True)
+    args = make(train_sampling_strategy="group_by_length", optim="sgd")
     args.include_inputs_for_metrics = True
     args.include_inputs_for_metrics = True
     assert args.include_for_metrics == ["inputs"]
@@ -230,20 +162,6 @@ def test_switched_off_by_the_old_name():
     assert (args.train_sampling_strategy, args.optim, args.include_for_metrics) == ("random", "sgd", [])
     args.group_by_length = False
     assert args.train_sampling_strategy == "random"
-
-
-def test_parser_of_transformers_takes_old_flags():
-    transformers = importlib.import_module("transformers")
-    parser = transformers.HfArgumentParser(TrainingArguments)
-    line = "--output_dir x --overwrite_output_dir --no_cuda --evaluation_strategy steps --warmup_ratio 0.1"
-    with pytest.warns(FutureWarning):
-        (args,) = parser.parse_args_into_dataclasses(line.split())
-    assert (args.use_cpu, args.eval_strategy, args.warmup_steps, args.overwrite_output_dir) == (
-        True,
-        "steps",
-        0.1,
-        True,
-    )
 
 
 def test_old_names_are_not_serialized():
@@ -258,32 +176,29 @@ def test_a_subclass_keeps_a_tokenizer_of_its_own(tmp_path):
             self.tokenizer = tokenizer
             super().__init__(*args, **kwargs)
 
-    args = TrainingArguments(str(tmp_path), use_cpu=True)
-    trainer = Aligning(make_plain(), args, tokenizer="mine")
+    trainer = make_trainer(tmp_path, functools.partial(Aligning, tokenizer="mine"))
     assert (trainer.tokenizer, trainer.processing_class) == ("mine", None)
     trainer.tokenizer = "another"
     assert trainer.tokenizer == "another"
 
 
-def test_create_scheduler_gets_the_optimizer_as_in_v4(tmp_path):
-    def rate(step):
-        return 1 / (1 + step)
+class WithOptimizer(Trainer):
+    def create_scheduler(self, num_training_steps, optimizer=None):
+        self.lr_scheduler = LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        return self.lr_scheduler
 
-    class WithOptimizer(Trainer):
-        def create_scheduler(self, num_training_steps, optimizer=None):
-            self.lr_scheduler = LambdaLR(optimizer, rate)
-            return self.lr_scheduler
 
-    class Without(Trainer):
-        def create_scheduler(self, num_training_steps):
-            self.lr_scheduler = LambdaLR(self.optimizer, rate)
-            return self.lr_scheduler
+class WithoutOptimizer(Trainer):
+    def create_scheduler(self, num_training_steps):
+        self.lr_scheduler = LambdaLR(self.optimizer, lambda step: 1 / (1 + step))
+        return self.lr_scheduler
 
-    args = TrainingArguments(str(tmp_path), use_cpu=True, max_steps=3, save_strategy="no", learning_rate=1.0)
-    for kind in (WithOptimizer, Without):
-        trainer = kind(make_plain(), args, train_dataset=plain_data())
-        trainer.train()
-        assert trainer.lr_scheduler.get_last_lr() == [1 / 4, 1 / 4]
+
+@pytest.mark.parametrize("kind", [WithOptimizer, WithoutOptimizer])
+def test_create_scheduler_gets_the_optimizer_as_in_v4(tmp_path, kind):
+    trainer = make_trainer(tmp_path, kind, max_steps=3, learning_rate=1.0)
+    trainer.train()
+    assert trainer.lr_scheduler.get_last_lr() == [1 / 4, 1 / 4]
 
 
 @dataclasses.dataclass

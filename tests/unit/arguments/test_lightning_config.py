@@ -1,7 +1,6 @@
 """`lightning_config`: Lightning's own keywords, and what the Trainer's arguments rule instead."""
 
 import inspect
-import json
 import re
 
 import lightning.pytorch as pl
@@ -10,16 +9,10 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.profilers import PassThroughProfiler, PyTorchProfiler, SimpleProfiler
 
-from hftrainer import HfArgumentParser, Trainer, TrainingArguments
+from hftrainer import HfArgumentParser, TrainingArguments
 from hftrainer.arguments.lightning_config import PASSED, PLACE, PLANNED, RULED
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
-from tests.support.tiny import make_plain, plain_data
-
-
-def make_trainer(folder, config, **settings):
-    defaults = {"max_steps": 3, "disable_tqdm": True, "use_cpu": True, "save_strategy": "no"}
-    args = TrainingArguments(str(folder), lightning_config=config, **{**defaults, **settings})
-    return Trainer(make_plain(), args, train_dataset=plain_data(), eval_dataset=plain_data())
+from tests.support.arguments import make_trainer
 
 
 def test_every_keyword_of_lightning_is_decided():
@@ -30,7 +23,7 @@ def test_every_keyword_of_lightning_is_decided():
 
 def test_passed_on(tmp_path, capsys):
     config = {"profiler": "simple", "detect_anomaly": True, "limit_val_batches": 2, "benchmark": True}
-    trainer = make_trainer(tmp_path, config)
+    trainer = make_trainer(tmp_path, lightning_config=config)
     trainer.train()
     assert "Profiler Report" in capsys.readouterr().out
     assert trainer.lightning_trainer._detect_anomaly
@@ -51,7 +44,7 @@ EVALUATION = ("evaluation batches", "prediction_step", "compute_metrics, end of 
 
 def profiled(tmp_path, profiler, **settings):
     settings = {"max_steps": 8, "gradient_accumulation_steps": 2, **settings}
-    trainer = make_trainer(tmp_path, {"profiler": profiler}, **settings)
+    trainer = make_trainer(tmp_path, lightning_config={"profiler": profiler}, **settings)
     if "eval_strategy" in settings:
         trainer.add_callback(EarlyStopping("eval_loss"))
     trainer.train()
@@ -107,25 +100,26 @@ def test_profiler_without_a_report(tmp_path, capfd):
 
 
 def test_max_time_stops_training(tmp_path):
-    trainer = make_trainer(tmp_path, {"max_time": {"seconds": 0}}, max_steps=50)
+    trainer = make_trainer(tmp_path, lightning_config={"max_time": {"seconds": 0}}, max_steps=50)
     assert trainer.train().global_step < 50
 
 
 def test_precision_wins_and_the_conflict_is_named(tmp_path, caplog):
-    trainer = make_trainer(tmp_path, {"precision": "32-true"}, bf16=True)
+    trainer = make_trainer(tmp_path, lightning_config={"precision": "32-true"}, bf16=True)
     assert "lightning_config['precision']='32-true' overrides bf16=True" in caplog.text
     trainer.train()
     assert trainer.lightning_trainer.precision == "32-true"
-    trainer = make_trainer(tmp_path, {"precision": "bf16-mixed"})
+    trainer = make_trainer(tmp_path, lightning_config={"precision": "bf16-mixed"})
     trainer.train()
     assert trainer.lightning_trainer.precision == "bf16-mixed"
 
 
-@pytest.mark.parametrize("kind", ["json", "yaml"])
-def test_files(tmp_path, kind):
-    path = tmp_path / f"config.{kind}"
-    path.write_text(json.dumps({"detect_anomaly": True}) if kind == "json" else "detect_anomaly: true\n")
-    trainer = make_trainer(tmp_path, str(path))
+@pytest.mark.parametrize(
+    ("name", "text"), [("config.json", '{"detect_anomaly": true}'), ("config.yaml", "detect_anomaly: true\n")]
+)
+def test_files(tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    trainer = make_trainer(tmp_path, lightning_config=str(tmp_path / name))
     trainer.train()
     assert trainer.lightning_trainer._detect_anomaly
 
@@ -137,34 +131,27 @@ def test_command_line(tmp_path):
     assert "detect_anomaly=True" in str(args.explain())
 
 
-@pytest.mark.parametrize("name", sorted(RULED))
-def test_what_the_arguments_rule(tmp_path, name):
-    with pytest.raises(UnsupportedArgument, match=f"lightning_config\\['{name}'\\]: the Trainer decides this; use "):
-        make_trainer(tmp_path, {name: 1})
-
-
 @pytest.mark.parametrize(
     ("config", "message"),
     [
+        *(({name: 1}, rf"\['{name}'\]: the Trainer decides this; use ") for name in sorted(RULED)),
         ({"strategy": "fsdp"}, r"\['strategy'\]='fsdp' is not supported yet"),
         ({"precision": "64-true"}, r"\['precision'\]='64-true' is not supported yet"),
         ({"profilr": "simple"}, r"\['profilr'\]: lightning.Trainer has no such keyword; did you mean 'profiler'"),
         ("absent.json", "there is no such file"),
+        ("a.json", r"a.json is malformed: .*line 1 column 14"),
+        ("a.yaml", r"a.yaml is malformed: (.|\n)*line 1"),
+        ("b.json", "holds a list"),
     ],
 )
-def test_wrong(tmp_path, config, message):
-    with pytest.raises(UnsupportedArgument, match=message):
-        make_trainer(tmp_path, config)
-
-
-def test_malformed(tmp_path):
-    for name, text, message in (
-        ("a.json", '{"profiler": }', r"a.json is malformed: .*line 1 column 14"),
-        ("a.yaml", "profiler: [", r"a.yaml is malformed: (.|\n)*line 1"),
-        ("b.json", "[1]", "holds a list"),
-    ):
+def test_wrong(tmp_path, monkeypatch, config, message):
+    monkeypatch.chdir(tmp_path)
+    for name, text in {"a.json": '{"profiler": }', "a.yaml": "profiler: [", "b.json": "[1]"}.items():
         (tmp_path / name).write_text(text)
-        with pytest.raises(UnsupportedArgument, match=message):
-            make_trainer(tmp_path, str(tmp_path / name))
+    with pytest.raises(UnsupportedArgument, match=message):
+        make_trainer(tmp_path, lightning_config=config)
+
+
+def test_wrong_json():
     with pytest.raises(InvalidArgument, match="lightning_config is not a valid JSON object"):
         TrainingArguments("x", lightning_config="{broken")

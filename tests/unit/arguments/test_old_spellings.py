@@ -12,11 +12,10 @@ import hftrainer
 from hftrainer import Trainer, TrainingArguments
 from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.arguments.table import check_supported, make_plan
-from hftrainer.errors import InvalidArgument, InvalidSetup, UnknownArgument, UnsupportedArgument
-from hftrainer.trainer_utils import default_hp_space_sigopt
-from tests.support.tiny import make_bert, make_plain, plain_data, text_data
-
-PARSERS = [hftrainer.HfArgumentParser, transformers.HfArgumentParser]
+from hftrainer.errors import InvalidArgument, InvalidSetup, UnknownArgument
+from tests.support.arguments import make_trainer
+from tests.support.parity import assert_same_weights
+from tests.support.tiny import make_plain
 
 
 def files_of(caught, text):
@@ -24,10 +23,13 @@ def files_of(caught, text):
     return [each.filename for each in caught if text in str(each.message)]
 
 
-def make(folder, kind=Trainer, model=make_plain, data=plain_data, **settings):
-    settings = {"max_steps": 4, "save_steps": 2, "logging_steps": 1, **settings}
-    args = TrainingArguments(str(folder), use_cpu=True, report_to="none", disable_tqdm=True, **settings)
-    return kind(model(), args, train_dataset=data(16))
+def make(folder, kind=Trainer, model="plain", **settings):
+    return make_trainer(
+        folder,
+        kind,
+        model,
+        **{"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "logging_steps": 1, **settings},
+    )
 
 
 # ---- train(model_path=...) ---------------------------------------------------------------------------------------
@@ -41,8 +43,7 @@ def test_model_path_of_a_checkpoint_resumes(tmp_path):
         resumed.train(model_path=str(tmp_path / "checkpoint-2"))
     assert files_of(caught, "model_path") == [__file__]
     assert [line["step"] for line in resumed.state.log_history] == [1, 2, 3, 4, 4]
-    for name, weight in whole.model.state_dict().items():
-        assert torch.equal(weight, resumed.model.state_dict()[name])
+    assert_same_weights(resumed.model.state_dict(), whole.model.state_dict())
 
 
 def test_model_path_of_a_model_begins_anew(tmp_path):
@@ -66,29 +67,7 @@ def test_model_path_that_is_no_path(tmp_path):
         assert make(tmp_path).train(model_path=None).global_step == 4
 
 
-# ---- Flags -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("parser", PARSERS)
-@pytest.mark.parametrize(
-    ("words", "fsdp", "debug"),
-    [
-        (["--sharded_ddp"], "shard_grad_op", []),
-        (["--sharded_ddp", "--fp16"], "shard_grad_op", []),
-        (["--sharded_ddp", "zero_dp_3 offload"], "full_shard offload", []),
-        (["--debug"], None, ["tpu_metrics_debug"]),
-        (["--debug", "--fp16"], None, ["tpu_metrics_debug"]),
-        (["--debug", "underflow_overflow"], None, ["underflow_overflow"]),
-        (["--debug", "underflow_overflow tpu_metrics_debug"], None, ["underflow_overflow", "tpu_metrics_debug"]),
-        (["--debug", "underflow_overflow", "tpu_metrics_debug"], None, ["underflow_overflow", "tpu_metrics_debug"]),
-        (["--debug", ""], None, []),
-        ([], None, []),
-    ],
-)
-def test_flags(parser, words, fsdp, debug):
-    (args,) = parser(TrainingArguments).parse_args_into_dataclasses(["--output_dir", "x", "--use_cpu", *words])
-    assert (args.fsdp, args.debug) == (fsdp, debug)
+# ---- Values ---------------------------------------------------------------------------------------------------------
 
 
 def test_debug_of_v4_1():
@@ -159,28 +138,6 @@ def test_apex_is_autocast(tmp_path, settings):
         dataclasses.replace(args, seed=3)
 
 
-@pytest.mark.parametrize("level", ["O2", "O3"])
-def test_levels_of_apex_that_autocast_is_not(level):
-    args = TrainingArguments("x", fp16=True, fp16_opt_level=level, use_cpu=True)
-    (message,) = check_supported(ResolvedArguments(args))
-    assert f"fp16_opt_level={level!r} is not supported: O1 (or 01)" in message
-    assert "leave it out, or load the model with dtype=torch.bfloat16" in message
-
-
-def test_another_backend():
-    (message,) = check_supported(ResolvedArguments(TrainingArguments("x", fp16_backend="apx", use_cpu=True)))
-    assert "fp16_backend='apx' is not supported" in message
-    assert "cuda_amp" in message
-
-
-@pytest.mark.parametrize("name", ["jit_mode_eval", "use_ipex"])
-def test_what_only_tuned(tmp_path, name):
-    with pytest.warns(FutureWarning, match=f"{name}=True: .* the model"):
-        trainer = make(tmp_path, **{name: True})
-    plain = make(tmp_path)
-    assert trainer.evaluate(plain_data(8))["eval_loss"] == plain.evaluate(plain_data(8))["eval_loss"]
-
-
 def test_arguments_of_an_older_transformers_warn_too(tmp_path):
     args = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
     args.jit_mode_eval = True  # 5.23 does not have it
@@ -189,44 +146,22 @@ def test_arguments_of_an_older_transformers_warn_too(tmp_path):
     assert files_of(caught, "jit_mode_eval") == [__file__]
 
 
-def test_parallelism_of_sagemaker():
-    args = TrainingArguments("x", mp_parameters="ddp=True", use_cpu=True)
-    (message,) = check_supported(ResolvedArguments(args))
-    assert "use fsdp, and start the job with torchrun" in message
-    assert "torch_distributed" in message
-
-
-def test_search_with_sigopt(tmp_path):
-    with pytest.raises(UnsupportedArgument) as of_space:
-        default_hp_space_sigopt(None)
-    with pytest.raises(UnsupportedArgument) as of_search:
-        make(tmp_path).hyperparameter_search(backend="sigopt")
-    assert str(of_space.value) == str(of_search.value)
-
-
 # ---- Methods -----------------------------------------------------------------------------------------------------
 
 
-def test_noise_on_embeddings_by_hand(tmp_path):
-    trainer = make(tmp_path, model=make_bert, data=text_data, neftune_noise_alpha=5.0)
-    tokens = torch.arange(8)[None]
-
-    def embed():
-        return trainer.model.train().get_input_embeddings()(tokens)
-
-    quiet = embed()
-    assert trainer._activate_neftune(trainer.model) is trainer.model
-    assert not torch.equal(embed(), quiet)
-    trainer._deactivate_neftune(trainer.model)
-    assert torch.equal(embed(), quiet)
-
-
-def test_noise_that_is_not_there(tmp_path):
-    trainer = make(tmp_path, model=make_bert, data=text_data)
+def test_noise_by_hand(tmp_path):
+    trainer = make(tmp_path, model="bert")
     with pytest.raises(InvalidSetup, match="set neftune_noise_alpha"):
         trainer._activate_neftune(trainer.model)
     with pytest.raises(InvalidSetup, match="call _activate_neftune"):
         trainer._deactivate_neftune(trainer.model)
+    trainer.neftune_noise_alpha = 5.0
+    tokens, embed = torch.arange(8)[None], trainer.model.train().get_input_embeddings()
+    quiet = embed(tokens)
+    assert trainer._activate_neftune(trainer.model) is trainer.model
+    assert not torch.equal(embed(tokens), quiet)
+    trainer._deactivate_neftune(trainer.model)
+    assert torch.equal(embed(tokens), quiet)
 
 
 def test_noise_that_a_subclass_adds(tmp_path):
@@ -242,7 +177,7 @@ def test_noise_that_a_subclass_adds(tmp_path):
             calls.append("off")
             super()._deactivate_neftune(model)
 
-    trainer = make(tmp_path, Own, make_bert, text_data, neftune_noise_alpha=5.0, save_strategy="no")
+    trainer = make(tmp_path, Own, "bert", neftune_noise_alpha=5.0, save_strategy="no")
     trainer.train()
     assert calls == ["on", "off"]
     assert not trainer.model.get_input_embeddings()._forward_hooks
@@ -262,8 +197,7 @@ def test_a_checkpoint_in_a_folder_of_ray(tmp_path):
     assert sorted(path.name for path in (tmp_path / "own").iterdir()) == ["checkpoint-2", "checkpoint-4"]
     resumed = make(tmp_path / "again")
     resumed.train(str(tmp_path / "ray" / "checkpoint-3"))
-    for name, weight in trainer.model.state_dict().items():
-        assert torch.equal(weight, resumed.model.state_dict()[name])
+    assert_same_weights(resumed.model.state_dict(), trainer.model.state_dict())
 
 
 def test_arguments_are_compared_with_a_checkpoint(tmp_path, caplog):
@@ -289,13 +223,3 @@ def test_files_of_sagemaker_are_ignored(tmp_path):
         trainer._add_sm_patterns_to_gitignore()
         lines = (tmp_path / ".gitignore").read_text().splitlines()
         assert lines == ["*.tmp", "*.sagemaker-uploading", "*.sagemaker-uploaded"]
-
-
-def test_number_of_gpus(tmp_path):
-    """Scripts of v4 read and set `args._n_gpu`."""
-    args = TrainingArguments(str(tmp_path), use_cpu=True)
-    assert args._n_gpu == 0
-    args._n_gpu = 1
-    assert args.n_gpu == 1
-    with pytest.raises(UnsupportedArgument, match="_n_gpu=2"):
-        args._n_gpu = 2

@@ -7,8 +7,11 @@ from types import SimpleNamespace
 import lightning.pytorch as pl
 import pytest
 
-from hftrainer import TrainingArguments
+from hftrainer import Seq2SeqTrainingArguments, TrainingArguments
 from hftrainer.__main__ import main
+from hftrainer.arguments.resolved import ResolvedArguments
+from hftrainer.arguments.table import TABLE, make_plan
+from tests.support.arguments import CASES
 
 
 @pytest.fixture
@@ -16,13 +19,10 @@ def explain(capsys):
     """A function that runs the command in this process; it returns the exit status and what is printed."""
 
     def run(*words: str) -> SimpleNamespace:
-        status = 0
-        try:
+        with pytest.raises(SystemExit) as ended:
             main(["explain", *words])
-        except SystemExit as ended:
-            status = ended.code
         shown = capsys.readouterr()
-        return SimpleNamespace(returncode=status or 0, stdout=shown.out, stderr=shown.err)
+        return SimpleNamespace(returncode=ended.value.code or 0, stdout=shown.out, stderr=shown.err)
 
     return run
 
@@ -35,9 +35,7 @@ def explain_script(processes, tmp_path):
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_command_line(tmp_path, explain):
-    done = explain(
-        *("--gradient_accumulation_steps", "4", "--do_train", "--learning_rate", "3e-4", "--no_cuda"),
-    )
+    done = explain("--gradient_accumulation_steps", "4", "--do_train", "--learning_rate", "3e-4", "--no_cuda")
     assert done.returncode == 0, done.stderr
     text = done.stdout
     assert "  gradient_accumulation_steps=4: accumulate_grad_batches" in text
@@ -80,29 +78,21 @@ def test_wrong_arguments(words, message, explain):
     assert "Traceback" not in done.stderr
 
 
+#: The other two have their default in the table.
+EXPLAINED = [name for name in CASES if name not in ("use_cpu", "disable_tqdm")]
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize(
-    ("settings", "kind", "argument"),
-    [
-        ({"fsdp": "full_shard auto_wrap"}, "mapped", "fsdp"),
-        ({"sharded_ddp": "zero_dp_3"}, "mapped", "fsdp"),
-        ({"deepspeed": {"zero_optimization": {"stage": 2}}}, "mapped", "deepspeed"),
-        ({"tpu_num_cores": 8}, "handled", "tpu_num_cores"),
-        ({"use_mps_device": True}, "handled", "use_mps_device"),
-        ({"bf16": True}, "mapped", "bf16"),
-        ({"train_sampling_strategy": "batch_rebalance"}, "planned", "train_sampling_strategy"),
-        ({"train_sampling_strategy": "sequential"}, "handled", "train_sampling_strategy"),
-        ({"use_ipex": True}, "inert", "use_ipex"),
-        ({"fp16_backend": "apex"}, "handled", "fp16_backend"),
-        ({"fp16_opt_level": "O2"}, "refused", "fp16_opt_level"),
-        ({"mp_parameters": "ddp=True"}, "refused", "mp_parameters"),
-    ],
-)
 @pytest.mark.usefixtures("deepspeed_installed")
-def test_kinds(settings, kind, argument):
-    lines = {line.argument: line for line in TrainingArguments(**settings).explain().lines}
-    assert lines[argument].kind == kind
-    assert lines.keys() == {argument}
+@pytest.mark.parametrize("name", EXPLAINED)
+def test_every_argument(name):
+    """An old name is explained by its new one."""
+    case = CASES[name]
+    explained = Seq2SeqTrainingArguments(**case.settings, **{name: case.value}).explain()
+    lines = {line.argument: line for line in explained.lines}
+    argument = case.new or name
+    assert lines[argument].kind == ("refused" if case.refusal else TABLE[argument].kind)
+    assert argument == name or name not in lines
 
 
 def test_defaults_and_tokens():
@@ -111,9 +101,6 @@ def test_defaults_and_tokens():
 
 
 def test_the_call_is_one_that_lightning_takes():
-    from hftrainer.arguments.resolved import ResolvedArguments
-    from hftrainer.arguments.table import make_plan
-
     keywords = make_plan(ResolvedArguments(TrainingArguments("x", bf16=True, use_cpu=True))).trainer_keywords()
     assert keywords.keys() <= inspect.signature(pl.Trainer.__init__).parameters.keys()
     trainer = pl.Trainer(**keywords, logger=False, enable_progress_bar=False, enable_model_summary=False)

@@ -3,15 +3,13 @@
 import platform
 import subprocess
 import sys
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
-from hftrainer import Trainer, TrainingArguments
 from hftrainer.evaluation import host_memory
-from hftrainer.evaluation.growing_array import GrowingArray
-from tests.support.tiny import make_plain, plain_data
 
 FAULTS = """
 import resource, sys, torch
@@ -45,34 +43,23 @@ print(min(faults() for _ in range(3)))  # what else has happened to the heap dif
 @pytest.mark.parametrize("own_setting", [False, True])
 def test_memory_of_a_batch_is_used_again(tmp_path, processes, own_setting):
     """A batch's logits and their log-softmax are 4,000 pages; a user's own setting of the heap is left alone."""
-    environment = {
-        name: value for name, value in processes.environment().items() if not name.startswith(("MALLOC_", "GLIBC_"))
-    }
-    if own_setting:
-        environment |= {"MALLOC_TRIM_THRESHOLD_": "131072", "MALLOC_MMAP_THRESHOLD_": "131072"}
-    run = subprocess.run(
-        [sys.executable, "-c", FAULTS, str(tmp_path)], capture_output=True, text=True, check=True, env=environment
-    )
+    inherited = {name: value for name, value in processes.environment().items() if "MALLOC_" not in name}
+    environment = {**inherited, **dict.fromkeys(["MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"], "131072")}
+    how = {"env": environment if own_setting else inherited, "stdout": subprocess.PIPE, "text": True, "check": True}
+    run = subprocess.run([sys.executable, "-c", FAULTS, tmp_path], **how)  # glibc reads them when Python starts
     faults = float(run.stdout.splitlines()[-1])
     assert faults > 4000 if own_setting else faults < 400
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_heap_is_set_on_the_cpu_alone_until_the_last_batch(monkeypatch, device):
-    calls = []
-
-    class Library:
-        def mallopt(self, parameter, value):
-            calls.append((parameter, value))
-
-    monkeypatch.setattr(host_memory, "_glibc", Library)
+    glibc = mock.Mock()
+    monkeypatch.setattr(host_memory, "_glibc", lambda: glibc)
     with host_memory.kept_between_batches(torch.device(device)):
-        during = list(calls)
-    if device == "cpu":
-        assert during == [(-3, host_memory._ON_HEAP), (-1, -1)]
-        assert calls[2:] == [(-1, 2 * host_memory._ON_HEAP)]
-    else:
-        assert not calls
+        during = [call.args for call in glibc.mallopt.mock_calls]
+    after = [call.args for call in glibc.mallopt.mock_calls[len(during) :]]
+    on_heap = host_memory._ON_HEAP
+    assert (during, after) == (([(-3, on_heap), (-1, -1)], [(-1, 2 * on_heap)]) if device == "cpu" else ([], []))
 
 
 @pytest.mark.parametrize("setting", [{"MALLOC_TOP_PAD_": "1"}, {"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=1"}])
@@ -85,45 +72,26 @@ def test_heap_of_the_user_stays(monkeypatch, setting):
 # ---- Gathering in one process ----------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def make_trainer(tmp_path):
-    def make(**settings):
-        args = TrainingArguments(str(tmp_path), per_device_eval_batch_size=4, disable_tqdm=True, use_cpu=True)
-        return Trainer(make_plain(), args, eval_dataset=plain_data(19), **settings)
-
-    return make
-
-
-def through_gather(trainer, record):
-    original = trainer.accelerator.gather
-    trainer.accelerator.gather = lambda rows: record(original(rows))
-
-
-def through_gather_for_metrics(trainer, record):
-    original = trainer.accelerator.gather_for_metrics
-    trainer.gather_function = lambda rows: record(original(rows))
-
-
-def through_other_accelerator_method(trainer, record):
-    original = trainer.accelerator.gather
-    trainer.gather_function = trainer.accelerator.gather = lambda rows: record(original(rows))
-
-
-@pytest.mark.parametrize("replace", [through_gather, through_gather_for_metrics, through_other_accelerator_method])
-def test_replaced_gathering_is_called_for_each_batch(make_trainer, replace):
-    trainer, gathered = make_trainer(compute_metrics=lambda p: {}), []
+@pytest.mark.parametrize("replaced", ["accelerator.gather", "gather_function", "both"])
+def test_replaced_gathering_is_called_for_each_batch(make_trainer, replaced):
+    trainer, gathered = make_trainer(trainer={"compute_metrics": lambda p: {}}), []
+    of_accelerator = "gather_for_metrics" if replaced == "gather_function" else "gather"
+    original = getattr(trainer.accelerator, of_accelerator)
 
     def record(rows):
         gathered.append(rows)
-        return rows
+        return original(rows)
 
-    replace(trainer, record)
+    if replaced != "gather_function":
+        trainer.accelerator.gather = record
+    if replaced != "accelerator.gather":
+        trainer.gather_function = record
     trainer.evaluate()
     assert len(gathered) == 3 * 5  # losses, predictions and labels of five batches
 
 
 def test_gathering_that_is_replaced_during_the_pass(make_trainer):
-    trainer, seen = make_trainer(compute_metrics=lambda p: {"rows": len(p.predictions)}), []
+    trainer, seen = make_trainer(trainer={"compute_metrics": lambda p: {"rows": len(p.predictions)}}), []
     original = trainer.prediction_step
 
     def step(*args, **kwargs):
@@ -140,7 +108,7 @@ def test_gathering_that_is_replaced_during_the_pass(make_trainer):
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])
-def test_loss_in_a_buffer_that_the_model_uses_again(tmp_path, batch_size):
+def test_loss_in_a_buffer_that_the_model_uses_again(make_trainer, batch_size):
     """As graphs of CUDA do; each batch's loss is kept until four have been moved to the CPU."""
 
     class Reuses(torch.nn.Module):
@@ -151,11 +119,9 @@ def test_loss_in_a_buffer_that_the_model_uses_again(tmp_path, batch_size):
         def forward(self, x, labels):
             return {"loss": self.loss.add_(1), "logits": x + 0}
 
-    args = TrainingArguments(
-        str(tmp_path), per_device_eval_batch_size=batch_size, eval_accumulation_steps=4, disable_tqdm=True, use_cpu=True
-    )
     data = [{"x": torch.ones(2), "labels": 0} for _ in range(4 * batch_size)]
-    assert Trainer(Reuses(), args, eval_dataset=data).evaluate()["eval_loss"] == (1 + 2 + 3 + 4) / 4
+    trainer = make_trainer(Reuses(), data, per_device_eval_batch_size=batch_size, eval_accumulation_steps=4)
+    assert trainer.evaluate()["eval_loss"] == (1 + 2 + 3 + 4) / 4
 
 
 @pytest.mark.parametrize(("loss", "mean"), [(np.float64(2), 2), (torch.tensor([1.0, 3.0]), 69 / 35)])
@@ -164,13 +130,3 @@ def test_loss_of_an_override_may_be_an_array(make_trainer, loss, mean):
     trainer = make_trainer()
     trainer.prediction_step = lambda *args, **kwargs: (loss, None, None)
     assert trainer.evaluate()["eval_loss"] == pytest.approx(mean)
-
-
-def test_growing_array_after_a_wider_batch():
-    """Batches as wide as the widest take a shorter way than others; all end in one array."""
-    batches = [np.full((2, width, 3), width, np.float32) for width in (2, 2, 5, 2, 5, 6, 6)]
-    array = GrowingArray(batches[0], rows=4)
-    for batch in batches[1:]:
-        array.add(batch)
-    expected = [np.pad(batch, ((0, 0), (0, 6 - batch.shape[1]), (0, 0)), constant_values=-100) for batch in batches]
-    assert np.array_equal(array.finish(), np.concatenate(expected))

@@ -2,8 +2,6 @@
 
 import gc
 import json
-import subprocess
-import sys
 import warnings
 from types import SimpleNamespace
 
@@ -15,7 +13,7 @@ from hypothesis import strategies as st
 from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix, MulticlassF1Score
 
-from hftrainer import EvalPrediction, PredictionOutput, TorchMetrics, Trainer, TrainerCallback, TrainingArguments
+from hftrainer import PredictionOutput, TorchMetrics, Trainer, TrainerCallback
 from hftrainer.data.samplers import LengthGroupedSampler
 from hftrainer.data.sharding import ShardedBatchSampler, ShardSpec, batches_of_rank
 from hftrainer.errors import InvalidArgument
@@ -32,48 +30,29 @@ from tests.support.tiny import (
     varied_language_data,
 )
 
-
-@pytest.fixture
-def make_trainer(tmp_path):
-    def make(model=None, eval_dataset=None, kind=Trainer, trainer=None, **arguments):
-        defaults = {"per_device_eval_batch_size": 4, "disable_tqdm": True, "use_cpu": True}
-        args = TrainingArguments(str(tmp_path / "out"), **{**defaults, **arguments})
-        data = plain_data(19) if eval_dataset is None else eval_dataset
-        model = make_plain() if model is None else model
-        return kind(model, args, train_dataset=plain_data(), eval_dataset=data, **(trainer or {}))
-
-    return make
+EVALUATED = {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 2}
 
 
 # ---- torchmetrics ------------------------------------------------------------------------------------------------
 
 
-def expected_accuracy(trainer):
+METRICS = {
+    "MulticlassAccuracy": lambda metric: metric,
+    "acc": lambda metric: MetricCollection({"acc": metric}),
+    "in_a_dict": lambda metric: {"in_a_dict": metric},
+    "all_acc": lambda metric: {"all": MetricCollection({"acc": metric})},
+    "adapted": lambda metric: TorchMetrics(
+        {"adapted": metric}, adapter=lambda p: {"preds": p.predictions.argmax(-1), "target": p.label_ids}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_torchmetrics(make_trainer, name):
+    metrics = METRICS[name](MulticlassAccuracy(3, average="micro"))
+    trainer = make_trainer(trainer={"compute_metrics": metrics})
     output = Trainer(trainer.model, trainer.args).predict(plain_data(19))
-    return float((output.predictions.argmax(-1) == output.label_ids).mean())
-
-
-@pytest.mark.parametrize(
-    ("metrics", "name"),
-    [
-        (lambda: MulticlassAccuracy(3, average="micro"), "MulticlassAccuracy"),
-        (lambda: MetricCollection({"acc": MulticlassAccuracy(3, average="micro")}), "acc"),
-        (lambda: {"acc": MulticlassAccuracy(3, average="micro")}, "acc"),
-        (lambda: {"all": MetricCollection({"acc": MulticlassAccuracy(3, average="micro")})}, "all_acc"),
-        (lambda: TorchMetrics(MulticlassAccuracy(3, average="micro")), "MulticlassAccuracy"),
-        (
-            lambda: TorchMetrics(
-                {"acc": MulticlassAccuracy(3, average="micro")},
-                adapter=lambda p: {"preds": p.predictions.argmax(-1), "target": p.label_ids},
-            ),
-            "acc",
-        ),
-    ],
-    ids=["metric", "collection", "dict", "dict of collections", "wrapped", "adapter"],
-)
-def test_torchmetrics(make_trainer, metrics, name):
-    trainer = make_trainer(trainer={"compute_metrics": metrics()})
-    expected = expected_accuracy(trainer)
+    expected = float((output.predictions.argmax(-1) == output.label_ids).mean())
     for _ in range(2):  # each evaluation begins anew
         found = trainer.evaluate()
         assert found[f"eval_{name}"] == pytest.approx(expected)
@@ -81,35 +60,24 @@ def test_torchmetrics(make_trainer, metrics, name):
     output = trainer.predict(plain_data(19))
     assert output.metrics[f"test_{name}"] == pytest.approx(expected)
     assert output.predictions.shape == (19, 3)
+    output = trainer.evaluation_loop(trainer.get_eval_dataloader(), "Evaluation")
+    assert output.predictions is None and output.label_ids is None  # nothing needs them
+    assert output.num_samples == 19
 
 
 def test_torchmetrics_in_training(make_trainer):
     """For the best model, early stopping and each of several sets."""
     metrics = {"acc": MulticlassAccuracy(3), "matrix": MulticlassConfusionMatrix(3)}
-    trainer = make_trainer(
-        eval_dataset={"a": plain_data(9), "b": plain_data(20)[9:]},
-        trainer={"compute_metrics": metrics},
-        max_steps=4,
-        eval_strategy="steps",
-        eval_steps=2,
-        save_strategy="best",
-        metric_for_best_model="a_acc",
-    )
+    data = {"a": plain_data(9), "b": plain_data(20)[9:]}
+    best = {"save_strategy": "best", "metric_for_best_model": "a_acc"}
+    trainer = make_trainer(eval_dataset=data, trainer={"compute_metrics": metrics}, **EVALUATED, **best)
     trainer.train()
-    lines = [line for line in trainer.state.log_history if "eval_a_acc" in line]
-    assert trainer.state.best_metric == max(line["eval_a_acc"] for line in lines)
-    assert all(np.array(line["eval_a_matrix"]).sum() == 9 for line in lines)
-    assert json.dumps(trainer.state.log_history)
-    last = next(line for line in trainer.state.log_history if "eval_b_matrix" in line)
-    assert np.array(last["eval_b_matrix"]).shape == (3, 3)
-    assert np.array(last["eval_b_matrix"]).sum() == 11
-
-
-def test_torchmetrics_keep_no_predictions(make_trainer):
-    trainer = make_trainer(trainer={"compute_metrics": MulticlassAccuracy(3)})
-    output = trainer.evaluation_loop(trainer.get_eval_dataloader(), "Evaluation")
-    assert output.predictions is None and output.label_ids is None
-    assert output.num_samples == 19
+    history = json.loads(json.dumps(trainer.state.log_history))
+    of_a, of_b = ([line for line in history if f"eval_{name}_matrix" in line] for name in "ab")
+    assert trainer.state.best_metric == max(line["eval_a_acc"] for line in of_a)
+    assert [np.array(line["eval_a_matrix"]).sum() for line in of_a] == [9, 9]
+    assert np.array(of_b[0]["eval_b_matrix"]).shape == (3, 3)
+    assert [np.array(line["eval_b_matrix"]).sum() for line in of_b] == [11, 11]
 
 
 def test_torchmetrics_get_inputs_and_losses(make_trainer):
@@ -127,39 +95,26 @@ def test_torchmetrics_get_inputs_and_losses(make_trainer):
 
 
 def test_torchmetrics_without_labels(make_trainer):
-    trainer = make_trainer(trainer={"compute_metrics": MulticlassAccuracy(3)})
-    output = trainer.predict([{"x": row["x"]} for row in plain_data(5)])
+    """Nor is anything measured with prediction_loss_only; an adapter may do without them."""
+    trainer, data = make_trainer(trainer={"compute_metrics": MulticlassAccuracy(3)}), plain_data(5)
+    unlabelled = [{"x": row["x"]} for row in data]
+    output = trainer.predict(unlabelled)
     assert output.predictions.shape == (5, 3)
     assert not any("Accuracy" in name for name in output.metrics)
-    seen = []
-    trainer.compute_metrics = TorchMetrics(
-        MulticlassAccuracy(3), adapter=lambda p: seen.append(1) or (p.predictions, p.predictions.argmax(-1))
-    )
-    found = trainer.predict([{"x": row["x"]} for row in plain_data(5)]).metrics
-    assert found["test_MulticlassAccuracy"] > 0
-    assert len(seen) == 2
-
-
-def test_torchmetrics_with_loss_only(make_trainer):
-    trainer = make_trainer(prediction_loss_only=True, trainer={"compute_metrics": MulticlassAccuracy(3)})
-    assert [name for name in trainer.evaluate() if "Accuracy" in name] == []
+    trainer.args.prediction_loss_only = True
+    assert not any("Accuracy" in name for name in trainer.evaluate(data))
+    trainer.args.prediction_loss_only = False
+    own = TorchMetrics(MulticlassAccuracy(3), adapter=lambda p: (p.predictions, p.predictions.argmax(-1)))
+    trainer.compute_metrics = own
+    assert trainer.predict(unlabelled).metrics["test_MulticlassAccuracy"] == 1
 
 
 def test_torchmetrics_are_drawn(make_trainer, tmp_path):
     metrics = MetricCollection({"acc": MulticlassAccuracy(3), "f1": MulticlassF1Score(3)})
-    trainer = make_trainer(
-        trainer={"compute_metrics": TorchMetrics(metrics, plot=True)},
-        max_steps=4,
-        eval_strategy="steps",
-        eval_steps=2,
-        save_strategy="steps",
-        save_steps=2,
-    )
-    trainer.train()
+    make_trainer(trainer={"compute_metrics": TorchMetrics(metrics, plot=True)}, **EVALUATED).train()
     for step in (2, 4):
-        drawn = sorted(path.name for path in (tmp_path / "out" / f"plots-{step}").iterdir())
-        assert drawn == ["eval_acc.png", "eval_f1.png"]
-        assert (tmp_path / "out" / f"plots-{step}" / "eval_acc.png").read_bytes().startswith(b"\x89PNG")
+        drawn = {path.name: path.read_bytes()[:4] for path in (tmp_path / "out" / f"plots-{step}").iterdir()}
+        assert drawn == dict.fromkeys(["eval_acc.png", "eval_f1.png"], b"\x89PNG")
 
 
 def test_several_outputs_need_an_adapter(make_trainer):
@@ -169,29 +124,28 @@ def test_several_outputs_need_an_adapter(make_trainer):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "message"),
+    ("wrong", "arguments", "message"),
     [
-        ("accuracy", "compute_metrics must be a function.*got str"),
-        ({"acc": lambda p: {}}, r"compute_metrics\['acc'\] is a function"),
-        ({}, "at least one"),
+        ("accuracy", {}, "compute_metrics must be a function.*got str"),
+        ({"acc": lambda p: {}}, {}, r"compute_metrics\['acc'\] is a function"),
+        ({}, {}, "at least one"),
+        (lambda prediction: {}, {"batch_eval_metrics": True}, "compute_result"),
     ],
 )
-def test_wrong_metrics(make_trainer, wrong, message):
+def test_wrong_metrics(make_trainer, wrong, arguments, message):
     with pytest.raises(InvalidArgument, match=message):
-        make_trainer(trainer={"compute_metrics": wrong})
+        make_trainer(trainer={"compute_metrics": wrong}, **arguments)
+
+
+def test_batch_eval_metrics(make_trainer):
+    trainer = make_trainer(trainer={"compute_metrics": MulticlassAccuracy(3)}, batch_eval_metrics=True)
+    assert "eval_MulticlassAccuracy" in trainer.evaluate()
 
 
 def test_plots_need_matplotlib(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(InvalidArgument, match="pip install matplotlib"):
         TorchMetrics(MulticlassAccuracy(3), plot=True)
-
-
-def test_batch_eval_metrics_needs_its_argument(make_trainer):
-    with pytest.raises(InvalidArgument, match="compute_result"):
-        make_trainer(trainer={"compute_metrics": lambda prediction: {}}, batch_eval_metrics=True)
-    metrics = {"compute_metrics": MulticlassAccuracy(3)}
-    assert "eval_MulticlassAccuracy" in make_trainer(trainer=metrics, batch_eval_metrics=True).evaluate()
 
 
 # ---- One copy of the predictions -----------------------------------------------------------------------------------
@@ -201,13 +155,9 @@ def test_batch_eval_metrics_needs_its_argument(make_trainer):
 def batches(draw):
     tail = draw(st.sampled_from([None, (), (3,), (2, 2)]))
     dtype = draw(st.sampled_from([np.float32, np.int64, np.float16, np.bool_, np.uint8]))
-    found = []
-    for _ in range(draw(st.integers(1, 8))):
-        shape = (
-            (draw(st.integers(0, 5)),) if tail is None else (draw(st.integers(0, 5)), draw(st.integers(0, 9)), *tail)
-        )
-        found.append(np.arange(np.prod(shape)).reshape(shape).astype(dtype))
-    return found
+    shapes = st.tuples(st.integers(0, 5)) if tail is None else st.tuples(st.integers(0, 5), st.integers(0, 9))
+    found = draw(st.lists(shapes.map(lambda shape: (*shape, *(tail or ()))), min_size=1, max_size=8))
+    return [np.arange(np.prod(shape)).reshape(shape).astype(dtype) for shape in found]
 
 
 def padded(arrays, padding=-100):
@@ -220,14 +170,17 @@ def padded(arrays, padding=-100):
     return np.concatenate([np.pad(a, [(0, 0), (0, longest - a.shape[1]), *rest], constant_values=fill) for a in arrays])
 
 
+def grown(arrays, *how):
+    growing = GrowingArray(arrays[0], *how)
+    for array in arrays[1:]:
+        growing.add(array)
+    return growing.finish()
+
+
 @settings(deadline=None, max_examples=150)
 @given(arrays=batches(), rows=st.integers(0, 40), mapped=st.booleans())
 def test_growing_array(tmp_path_factory, arrays, rows, mapped):
-    folder = str(tmp_path_factory.getbasetemp()) if mapped else None
-    growing = GrowingArray(arrays[0], rows, folder)
-    for array in arrays[1:]:
-        growing.add(array)
-    result = growing.finish()
+    result = grown(arrays, rows, str(tmp_path_factory.getbasetemp()) if mapped else None)
     expected = padded(arrays)
     assert result.dtype == expected.dtype
     assert result.shape == expected.shape
@@ -238,25 +191,19 @@ def test_growing_array(tmp_path_factory, arrays, rows, mapped):
 def test_growing_array_moves_rows_in_blocks(monkeypatch):
     monkeypatch.setattr("hftrainer.evaluation.growing_array._BLOCK", 8)
     arrays = [np.arange(6 * width).reshape(6, width) for width in (2, 3, 7, 1, 30)]
-    growing = GrowingArray(arrays[0])
-    for array in arrays[1:]:
-        growing.add(array)
-    assert np.array_equal(growing.finish(), padded(arrays))
+    assert np.array_equal(grown(arrays), padded(arrays))
 
 
 def test_growing_array_widens_its_type():
-    growing = GrowingArray(np.array([[1, 2]], dtype=np.int64))
-    growing.add(np.array([[0.5]], dtype=np.float32))
-    result = growing.finish()
+    result = grown([np.array([[1, 2]], dtype=np.int64), np.array([[0.5]], dtype=np.float32)])
     assert result.dtype == np.float64
     assert result.tolist() == [[1.0, 2.0], [0.5, -100.0]]
 
 
 @pytest.mark.parametrize("wrong", [np.zeros((2, 3, 5)), np.zeros(2), np.zeros((2, 3))])
 def test_growing_array_refuses_other_shapes(wrong):
-    growing = GrowingArray(np.zeros((2, 3, 4)))
     with pytest.raises(ValueError, match="eval_do_concat_batches=False"):
-        growing.add(wrong)
+        grown([np.zeros((2, 3, 4)), wrong])
 
 
 def test_memory_mapped_predictions(make_trainer, tmp_path):
@@ -300,24 +247,22 @@ print(max(peak, status("RssAnon") - before) / (array.nbytes / 2**20))
     ("kind", "folder", "copies"),
     [("equal", False, 1.15), ("varied", False, 1.3), ("longer", False, 1.4), ("equal", True, 0.2)],
 )
-def test_memory_is_about_one_copy(tmp_path, kind, folder, copies):
+def test_memory_is_about_one_copy(tmp_path, processes, kind, folder, copies):
     """Peak memory in copies of the result (up to 82 MB), measured in a process of its own."""
-    command = [sys.executable, "-c", MEASURES, kind, str(tmp_path) if folder else ""]
-    run = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert float(run.stdout) < copies
+    run = processes.run("-c", MEASURES, kind, tmp_path if folder else "")
+    assert float(run.stdout or "nan") < copies, run.stderr
 
 
 # ---- Loops of old releases -------------------------------------------------------------------------------------------
 
 
-class OldLoop(Trainer):
+def test_prediction_loop_of_old_scripts(make_trainer):
     """As scripts of v4.4 and before write it."""
 
-    def prediction_loop(self, dataloader, description, prediction_loss_only=None):
-        return PredictionOutput(np.ones(3), np.zeros(3), {"eval_mine": 1.0})
+    class OldLoop(Trainer):
+        def prediction_loop(self, dataloader, description, prediction_loss_only=None):
+            return PredictionOutput(np.ones(3), np.zeros(3), {"eval_mine": 1.0})
 
-
-def test_prediction_loop_of_old_scripts(make_trainer):
     trainer = make_trainer(kind=OldLoop)
     metrics = trainer.evaluate()
     assert metrics["eval_mine"] == 1.0
@@ -325,7 +270,8 @@ def test_prediction_loop_of_old_scripts(make_trainer):
     assert trainer.predict(plain_data(3)).predictions.tolist() == [1, 1, 1]
 
 
-def test_prediction_loop_by_argument(make_trainer):
+def test_loops_and_steps_that_call_super(make_trainer):
+    """`prediction_loop` by its argument, and `prediction_step` with the parameters of v4.0."""
     called = []
 
     class Both(Trainer):
@@ -337,43 +283,34 @@ def test_prediction_loop_by_argument(make_trainer):
             called.append("new")
             return super().evaluation_loop(*args, **kwargs)
 
-    expected = make_trainer().evaluate()["eval_loss"]
-    assert make_trainer(kind=Both).evaluate()["eval_loss"] == expected
-    assert called == ["new"]
-    assert make_trainer(kind=Both, use_legacy_prediction_loop=True).evaluate()["eval_loss"] == expected
-    assert called == ["new", "old", "new"]
-
-
-def test_prediction_step_of_v4_0(make_trainer):
-    class Old(Trainer):
         def prediction_step(self, model, inputs, prediction_loss_only):
             return super().prediction_step(model, inputs, prediction_loss_only)
 
-    assert make_trainer(kind=Old).evaluate()["eval_loss"] == make_trainer().evaluate()["eval_loss"]
+    trainers = make_trainer(), make_trainer(kind=Both), make_trainer(kind=Both, use_legacy_prediction_loop=True)
+    expected, *found = [trainer.evaluate()["eval_loss"] for trainer in trainers]
+    assert found == [expected, expected]
+    assert called == ["new", "old", "new"]
 
 
 # ---- Odds and ends ---------------------------------------------------------------------------------------------------
 
 
-def test_outputs_that_are_no_tensors(make_trainer):
+@pytest.mark.parametrize(
+    ("make_more", "error", "message"),
+    [
+        (lambda x: None, TypeError, r"cannot concatenate a NoneType.*ignore_keys"),
+        (lambda x: torch.zeros(len(x), 2, len(x)), ValueError, r"\(3, 2, 3\) cannot be appended to.*, 4\)"),
+    ],
+)
+def test_outputs_that_do_not_fit(make_trainer, make_more, error, message):
     class Talks(Plain):
         def forward(self, x, labels=None):
-            return {**super().forward(x, labels), "comment": None}
+            return {**super().forward(x, labels), "more": make_more(x)}
 
     trainer = make_trainer(Talks(), trainer={"compute_metrics": lambda p: {}})
-    with pytest.raises(TypeError, match=r"cannot concatenate a NoneType.*ignore_keys"):
+    with pytest.raises(error, match=message):
         trainer.evaluate()
-    assert "eval_loss" in trainer.evaluate(ignore_keys=["comment"])
-
-
-def test_shapes_that_do_not_fit(make_trainer):
-    class Grows(Plain):
-        def forward(self, x, labels=None):
-            return {**super().forward(x, labels), "square": torch.zeros(len(x), 2, len(x))}
-
-    trainer = make_trainer(Grows(), trainer={"compute_metrics": lambda p: {}})
-    with pytest.raises(ValueError, match=r"\(3, 2, 3\) cannot be appended to.*\(batch, length, 4\)"):
-        trainer.evaluate()
+    assert "eval_loss" in trainer.evaluate(ignore_keys=["more"])
 
 
 def test_run_time_is_positive(make_trainer):
@@ -417,27 +354,15 @@ def test_shares_of_a_stream(count):
     assert {batch for together in rounds for batch, filler in together if filler} <= {0}
 
 
-def test_length_grouped_sampler():
-    lengths = [3, 9, 1, 7, 5, 8, 2, 6, 4, 0] * 10
-    sampler = LengthGroupedSampler(4, lengths=lengths, generator=torch.Generator().manual_seed(0))
-    first, second = list(sampler), list(sampler)
-    assert sorted(first) == sorted(second) == list(range(100)) and first != second
-    assert lengths[first[0]] == 9
-    spread = [max(group) - min(group) for i in range(0, 100, 4) if (group := [lengths[j] for j in first[i : i + 4]])]
-    assert sum(spread) / len(spread) < 4 < 9
-    for wrong in ({"batch_size": 2}, {"batch_size": 2, "dataset": [{"x": 1}]}, {"batch_size": 2, "dataset": [3]}):
-        with pytest.raises(InvalidArgument, match="length"):
-            LengthGroupedSampler(**wrong)
-
-
-def test_eval_prediction_parts():
-    assert EvalPrediction(1, 2, losses=3).elements == (1, 2, 3)
+@pytest.mark.parametrize("given", [{}, {"dataset": [{"x": 1}]}, {"dataset": [3]}])
+def test_grouping_needs_lengths(given):
+    with pytest.raises(InvalidArgument, match="length"):
+        LengthGroupedSampler(batch_size=2, **given)
 
 
 def test_predictions_are_let_go(make_trainer):
     """Nothing of an evaluation stays behind when its result is gone, alone and within training."""
-    trainer = make_trainer(max_steps=4, eval_strategy="steps", eval_steps=2)
-    left = []
+    trainer, left = make_trainer(**EVALUATED), []
 
     class Sees(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):

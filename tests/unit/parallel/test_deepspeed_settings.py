@@ -16,14 +16,8 @@ from hftrainer.errors import InvalidArgument, WrongConfig
 from hftrainer.parallel.deepspeed.settings import DeepSpeedConfig, read_deepspeed
 
 ZERO = {
-    "stage": 2,
-    "allgather_partitions": True,
-    "allgather_bucket_size": 5e8,
-    "overlap_comm": True,
-    "reduce_scatter": True,
-    "reduce_bucket_size": 5e8,
-    "contiguous_gradients": True,
-    "cpu_offload": True,
+    **{"stage": 2, "allgather_partitions": True, "allgather_bucket_size": 5e8, "overlap_comm": True},
+    **{"reduce_scatter": True, "reduce_bucket_size": 5e8, "contiguous_gradients": True, "cpu_offload": True},
 }
 #: The two configurations of the documentation of v4.1, which mean the same.
 LONG = {
@@ -31,12 +25,8 @@ LONG = {
     "zero_optimization": ZERO,
     "optimizer": {"type": "AdamW", "params": {"lr": 3e-5, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7}},
     "zero_allow_untested_optimizer": True,
-    "scheduler": {
-        "type": "WarmupLR",
-        "params": {"warmup_min_lr": 0, "warmup_max_lr": 3e-5, "warmup_num_steps": 500},
-    },
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 3e-5, "warmup_num_steps": 500}},
 }
-SHORT = {"zero_optimization": ZERO}
 ZERO_2 = {"zero_optimization": {"stage": 2}}
 SHORT_WORDS = (
     "--learning_rate 3e-5 --warmup_steps 500 --adam_beta1 0.8 --adam_beta2 0.999 --adam_epsilon 1e-8 "
@@ -56,45 +46,32 @@ def configured(config, **settings):
 
 
 def test_auto_is_filled_in():
-    filled = configured(
-        {
-            "train_batch_size": "auto",
-            "train_micro_batch_size_per_gpu": "auto",
-            "gradient_accumulation_steps": "auto",
-            "gradient_clipping": "auto",
-            "bf16": {"enabled": "auto"},
-            "fp16": {"enabled": "auto"},
-            "zero_optimization": {"stage": 2},
-            "optimizer": {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")},
-            "scheduler": {"type": "WarmupLR", "params": dict.fromkeys(("warmup_min_lr", "warmup_max_lr"), "auto")},
-        },
-        per_device_train_batch_size=3,
-        gradient_accumulation_steps=4,
-        max_grad_norm=0.5,
-        bf16=True,
-        learning_rate=2e-3,
-        adam_beta1=0.7,
-        adam_epsilon=1e-6,
-        weight_decay=0.1,
-        save_on_each_node=True,
-    )
-    assert filled == {
-        "train_batch_size": 12,
-        "train_micro_batch_size_per_gpu": 3,
-        "gradient_accumulation_steps": 4,
-        "gradient_clipping": 0.5,
-        "bf16": {"enabled": True},
-        "fp16": {"enabled": False},
-        "zero_optimization": {"stage": 2},
+    expected = {
+        **{"train_batch_size": 12, "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 4},
+        **{"gradient_clipping": 0.5, "bf16": {"enabled": True}, "fp16": {"enabled": False}, **ZERO_2},
         "optimizer": {"type": "AdamW", "params": {"lr": 2e-3, "betas": [0.7, 0.999], "eps": 1e-6, "weight_decay": 0.1}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 2e-3}},
-        "checkpoint": {"use_node_local_storage": True},
-        "steps_per_print": float("inf"),
     }
+
+    def auto(values):
+        kept = ("type", "stage")
+        return {
+            key: auto(value) if isinstance(value, dict) else value if key in kept else "auto"
+            for key, value in values.items()
+        }
+
+    settings = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 4, "max_grad_norm": 0.5, "bf16": True}
+    settings |= {"learning_rate": 2e-3, "adam_beta1": 0.7, "adam_epsilon": 1e-6, "weight_decay": 0.1}
+    filled = configured(auto(expected), **settings, save_on_each_node=True)
+    own = {"checkpoint": {"use_node_local_storage": True}, "steps_per_print": float("inf")}
+    assert filled == {**expected, **own}
 
 
 def test_what_is_not_there_comes_from_the_arguments():
-    filled = configured({"zero_optimization": {"stage": 1}}, per_device_train_batch_size=2, fp16=True)
+    given = {"zero_optimization": dict(ZERO)}
+    before = copy.deepcopy(given)
+    filled = configured(given, per_device_train_batch_size=2, fp16=True)
+    assert given == before
     assert (filled["train_batch_size"], filled["train_micro_batch_size_per_gpu"]) == (2, 2)
     assert filled["gradient_clipping"] == 1.0  # transformers 4.15 and later would not clip
     assert filled["fp16"] == {"enabled": True, "auto_cast": True}
@@ -102,17 +79,10 @@ def test_what_is_not_there_comes_from_the_arguments():
     assert "scheduler" not in filled
 
 
-def test_given_configuration_stays_as_it_is():
-    given = {"zero_optimization": dict(ZERO)}
-    before = copy.deepcopy(given)
-    configured(given)
-    assert given == before
-
-
 def test_both_configurations_of_v4_1_mean_the_same(tmp_path):
     """The file with everything, and the file with ZeRO's settings alone and a command line."""
     path = tmp_path / "ds_config.json"
-    path.write_text(json.dumps(SHORT))
+    path.write_text(json.dumps({"zero_optimization": ZERO}))
     words = ["--output_dir", "unused", "--use_cpu", "True", "--deepspeed", str(path), *SHORT_WORDS.split()]
     (short,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(words)
     long = arguments(LONG)
@@ -136,6 +106,10 @@ def test_both_configurations_of_v4_1_mean_the_same(tmp_path):
     assert not other.notes
 
 
+ADAM, WARMUP = {"type": "Adam"}, {"type": "WarmupLR"}
+ONLY_MODEL = {"save_only_model": True, "load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 500}
+
+
 @pytest.mark.parametrize(
     ("config", "settings", "named"),
     [
@@ -145,14 +119,9 @@ def test_both_configurations_of_v4_1_mean_the_same(tmp_path):
         ({"bf16": {"enabled": False}}, {"bf16": True}, ("bf16.enabled=False", "bf16=True")),
         ({"fp16": {"enabled": True}}, {"bf16": True}, ("fp16", "bf16=True")),
         (
-            {"optimizer": {"type": "Adam", "params": {"lr": 1e-3}}},
-            {"learning_rate": 1e-4},
-            ("optimizer.params.lr=0.001", "learning_rate=0.0001"),
-        ),
-        (
-            {"optimizer": {"type": "Adam", "params": {"betas": [0.1, 0.2]}}},
-            {"adam_beta2": 0.5},
-            ("optimizer.params.betas=[0.1, 0.2]", "adam_beta1 and adam_beta2=[0.9, 0.5]"),
+            {"optimizer": {**ADAM, "params": {"lr": 1e-3, "betas": [0.1, 0.2]}}},
+            {"learning_rate": 1e-4, "adam_beta2": 0.5},
+            ("params.lr=0.001", "learning_rate=0.0001", "betas=[0.1, 0.2]", "adam_beta1 and adam_beta2=[0.9, 0.5]"),
         ),
         ({"zero_optimization": {"sub_group_size": "auto"}}, {}, ("zero_optimization.sub_group_size='auto'",)),
         ({"zero_optimization": {"stage": 4}}, {}, ("stage=4", "0, 1, 2 or 3")),
@@ -163,10 +132,7 @@ def test_both_configurations_of_v4_1_mean_the_same(tmp_path):
         ({"gradient_clipping": "0.1"}, {}, ("gradient_clipping='0.1'", "must be a number")),
         ({"train_batch_size": "8"}, {}, ("train_batch_size='8'", "must be a number")),
         (
-            {
-                "optimizer": {"type": "Adam", "params": {"lr": 0.1}},
-                "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.2}},
-            },
+            {"optimizer": {**ADAM, "params": {"lr": 0.1}}, "scheduler": {**WARMUP, "params": {"warmup_max_lr": 0.2}}},
             {},
             ("warmup_max_lr=0.2", "optimizer.params.lr=0.1"),
         ),
@@ -175,23 +141,13 @@ def test_both_configurations_of_v4_1_mean_the_same(tmp_path):
         ({}, {"optim": "galore_adamw", "optim_target_modules": ["a"]}, ("optim='galore_adamw'", "flat parts")),
         ({}, {"auto_find_batch_size": True}, ("auto_find_batch_size=True",)),
         ({}, {"lightning_config": {"async_checkpoint": True}}, ("async_checkpoint",)),
-        (
-            {},
-            {
-                "save_only_model": True,
-                "load_best_model_at_end": True,
-                "eval_strategy": "steps",
-                "eval_steps": 500,
-            },
-            ("save_only_model=True", "load_best_model_at_end"),
-        ),
+        ({}, ONLY_MODEL, ("save_only_model=True", "load_best_model_at_end")),
     ],
 )
 def test_contradictions_name_both(config, settings, named):
     with pytest.raises(InvalidArgument) as raised:
-        arguments({"zero_optimization": {"stage": 2}, **config}, **settings)
-    for words in named:
-        assert words in str(raised.value)
+        arguments({**ZERO_2, **config}, **settings)
+    assert all(words in str(raised.value) for words in named)
 
 
 @pytest.mark.parametrize(
@@ -226,8 +182,7 @@ def configure_only(config):
 
 
 def test_schedule_rises_to_the_optimizers_rate():
-    optimizer = {"type": "Adam", "params": {"lr": 0.02}}
-    scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}}
+    optimizer, scheduler = {**ADAM, "params": {"lr": 0.02}}, {**WARMUP, "params": {"warmup_max_lr": "auto"}}
     config = configured({**ZERO_2, "optimizer": optimizer, "scheduler": scheduler})
     assert config["scheduler"]["params"]["warmup_max_lr"] == 0.02
 
@@ -268,16 +223,12 @@ def test_unreadable_files_are_named(tmp_path, text, words):
 
 
 def test_launcher():
-    environment = {
-        "ACCELERATE_USE_DEEPSPEED": "true",
-        "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
-        "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu",
-        "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "nvme",
-        "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH": "/fast",
-        "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "true",
-        "ACCELERATE_GRADIENT_CLIPPING": "0.5",
-    }
-    assert read_deepspeed(None, environment) == {
+    words = """
+        USE_DEEPSPEED=true DEEPSPEED_ZERO_STAGE=3 DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE=cpu GRADIENT_CLIPPING=0.5
+        DEEPSPEED_OFFLOAD_PARAM_DEVICE=nvme DEEPSPEED_OFFLOAD_PARAM_NVME_PATH=/fast
+        DEEPSPEED_ZERO3_SAVE_16BIT_MODEL=true
+    """
+    assert read_deepspeed(None, dict(f"ACCELERATE_{word}".split("=") for word in words.split())) == {
         "zero_optimization": {
             "stage": 3,
             "offload_optimizer": {"device": "cpu"},
@@ -291,9 +242,8 @@ def test_launcher():
 
 def test_missing_package_is_named(monkeypatch):
     find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *rest: None if name == "deepspeed" else find(name, *rest)
-    )
+    missing = {"deepspeed": None}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda *of: missing[of[0]] if of[0] in missing else find(*of))
     with pytest.raises(InvalidArgument, match=r"needs DeepSpeed, which is not installed.*hftrainer\[deepspeed\]"):
         arguments(True)
 
@@ -331,12 +281,8 @@ def test_transformers_knows_the_configuration_while_the_arguments_live():
 
 def test_answers_of_the_configuration():
     config = configure(arguments({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}}))
-    assert (config.is_zero2(), config.is_zero3(), config.is_offload(), config.offloads("param")) == (
-        True,
-        False,
-        True,
-        False,
-    )
+    answers = (config.is_zero2(), config.is_zero3(), config.is_offload(), config.offloads("param"))
+    assert answers == (True, False, True, False)
     assert config.is_false("bf16.enabled") is False  # not there
     assert config.get_value("a.b", 3) == 3
     assert config.dtype() == torch.float32

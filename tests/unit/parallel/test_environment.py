@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.pytorch.plugins.environments import (
     LightningEnvironment,
     MPIEnvironment,
@@ -16,78 +17,47 @@ from lightning.pytorch.plugins.environments import (
 
 from hftrainer import Trainer, TrainingArguments
 from hftrainer.arguments.resolved import ResolvedArguments
-from hftrainer.arguments.table import make_plan
+from hftrainer.arguments.table import overridden
 from hftrainer.errors import UnsupportedArgument
 from hftrainer.model.changes import compile_model
 from hftrainer.parallel.environment import LAUNCHERS, first_host, tasks_per_node
+from tests.support.checks import assert_refused, plan_of, problems
 from tests.support.tiny import make_plain
 
 PREFIXES = ("SLURM_", "OMPI_", "PMI_", "MV2_", "MPI_", "MASTER_", "ACCELERATE_", "HFTRAINER_", "LOCAL_", "CROSS_")
 NAMES = ("RANK", "WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE")
-MEET = {"MASTER_ADDR": "a", "MASTER_PORT": "7"}
-TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "2", **MEET}
-JOB = {
-    "SLURM_JOB_ID": "12345678",
-    "SLURM_NTASKS": "5",
-    "SLURM_JOB_NODELIST": "gpu-[03-04,7]",
-    "SLURM_JOB_NAME": "train",
-}
-BATCH = {**JOB, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_TASKS_PER_NODE": "2(x2),1"}
-STEP = {**BATCH, "SLURM_STEP_ID": "1", "SLURM_STEP_NUM_TASKS": "5", "SLURM_STEP_TASKS_PER_NODE": "2(x2),1"}
-OPEN_MPI = {
-    "OMPI_COMM_WORLD_RANK": "3",
-    "OMPI_COMM_WORLD_SIZE": "4",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-}
-PMI = {"PMI_RANK": "1", "PMI_SIZE": "2"}
-ALONE = ("lightning", 1, 0, 0, 1, 1, None)
+MEET = "MASTER_ADDR=a MASTER_PORT=7"
+TWO = "RANK=0 WORLD_SIZE=2 LOCAL_RANK=0"
+TORCHRUN = f"RANK=5 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=4 GROUP_WORLD_SIZE=2 {MEET}"
+JOB = "SLURM_JOB_ID=12345678 SLURM_NTASKS=5 SLURM_JOB_NODELIST=gpu-[03-04,7] SLURM_JOB_NAME=train"
+TASK = f"{JOB} SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NODEID=0"
+BATCH = f"{TASK} SLURM_TASKS_PER_NODE=2(x2),1"
+STEP = f"{BATCH} SLURM_STEP_ID=1 SLURM_STEP_NUM_TASKS=5 SLURM_STEP_TASKS_PER_NODE=2(x2),1"
+PER_NODE = "SLURM_STEP_ID=1 SLURM_STEP_NUM_TASKS=5 SLURM_STEP_NUM_NODES=1 SLURM_NTASKS_PER_NODE=5"
+MPI = "OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=2"
+PMI = "PMI_RANK=1 PMI_SIZE=2"
+ALONE = "lightning 1 0 0 1 1 None"
 
 #: What is set → launcher, world size, rank, local rank, local world size, nodes, address.
 PLACES = {
-    "nothing": ({}, ALONE),
-    "torchrun": (TORCHRUN, ("torchrun", 8, 5, 1, 4, 2, "a")),
-    "deepspeed": (
-        {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_SIZE": "2", "CROSS_SIZE": "2", **MEET},
-        ("torchrun", 4, 3, 1, 2, 2, "a"),
-    ),
-    "by hand": ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", **MEET}, ("torchrun", 2, 1, 1, 2, 1, "a")),
-    "kubeflow": ({"RANK": "2", "WORLD_SIZE": "3", **MEET}, ("kubeflow", 3, 2, 0, 1, 3, "a")),
-    "lightning": (
-        {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "NODE_RANK": "1", "LOCAL_RANK": "1", **MEET},
-        ("lightning", 4, 3, 1, 2, 2, "a"),
-    ),
-    "srun": (
-        {**STEP, "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NODEID": "1"},
-        ("slurm", 5, 3, 1, 2, 3, "gpu-03"),
-    ),
-    "srun, a smaller node": (
-        {**STEP, "SLURM_PROCID": "4", "SLURM_NODEID": "2", "MASTER_ADDR": "b"},
-        ("slurm", 5, 4, 0, 1, 3, "b"),
-    ),
-    "srun --mpi=pmi2": ({**STEP, **PMI, "SLURM_PROCID": "1", "SLURM_LOCALID": "1"}, ("slurm", 5, 1, 1, 2, 3, "gpu-03")),
-    "srun --ntasks-per-node": (
-        {
-            **{name: value for name, value in STEP.items() if "TASKS_PER_NODE" not in name},
-            "SLURM_NTASKS_PER_NODE": "5",
-            "SLURM_STEP_NUM_NODES": "1",
-        },
-        ("slurm", 5, 0, 0, 5, 1, "gpu-03"),
-    ),
+    "nothing": ("", ALONE),
+    "torchrun": (TORCHRUN, "torchrun 8 5 1 4 2 a"),
+    "deepspeed": (f"RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_SIZE=2 CROSS_SIZE=2 {MEET}", "torchrun 4 3 1 2 2 a"),
+    "by hand": (f"RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 {MEET}", "torchrun 2 1 1 2 1 a"),
+    "kubeflow": (f"RANK=2 WORLD_SIZE=3 {MEET}", "kubeflow 3 2 0 1 3 a"),
+    "lightning": (f"WORLD_SIZE=4 LOCAL_WORLD_SIZE=2 NODE_RANK=1 LOCAL_RANK=1 {MEET}", "lightning 4 3 1 2 2 a"),
+    "srun": (f"{STEP} SLURM_PROCID=3 SLURM_LOCALID=1 SLURM_NODEID=1", "slurm 5 3 1 2 3 gpu-03"),
+    "srun, a smaller node": (f"{STEP} SLURM_PROCID=4 SLURM_NODEID=2 MASTER_ADDR=b", "slurm 5 4 0 1 3 b"),
+    "srun --mpi=pmi2": (f"{STEP} {PMI} SLURM_PROCID=1 SLURM_LOCALID=1", "slurm 5 1 1 2 3 gpu-03"),
+    "srun --ntasks-per-node": (f"{TASK} {PER_NODE}", "slurm 5 0 0 5 1 gpu-03"),
     "sbatch, without srun": (BATCH, ALONE),
-    "a shell by srun --pty": ({**STEP, "SLURM_STEP_NUM_TASKS": "1", "SLURM_JOB_NAME": "train"}, ALONE),
-    "a shell of several tasks": ({**STEP, "SLURM_JOB_NAME": "bash"}, ALONE),
-    "torchrun by srun": ({**STEP, **TORCHRUN}, ("torchrun", 8, 5, 1, 4, 2, "a")),
-    "Open MPI": ({**OPEN_MPI, "MASTER_ADDR": "b"}, ("mpi", 4, 3, 1, 2, 2, "b")),
-    "Open MPI in a job": ({**STEP, **OPEN_MPI, "MASTER_ADDR": "b"}, ("mpi", 4, 3, 1, 2, 2, "b")),
-    "Intel MPI": (
-        {**PMI, "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"},
-        ("mpi", 2, 1, 1, 2, 1, "127.0.0.1"),
-    ),
-    "chosen in the environment": (
-        {**TORCHRUN, **STEP, "HFTRAINER_ENVIRONMENT": "slurm"},
-        ("slurm", 5, 0, 0, 2, 3, "a"),
-    ),
+    "a shell by srun --pty": (f"{STEP} SLURM_STEP_NUM_TASKS=1", ALONE),
+    "a shell of several tasks": (f"{STEP} SLURM_JOB_NAME=bash", ALONE),
+    "torchrun by srun": (f"{STEP} {TORCHRUN}", "torchrun 8 5 1 4 2 a"),
+    "Open MPI": (f"{MPI} MASTER_ADDR=b", "mpi 4 3 1 2 2 b"),
+    "Open MPI in a job": (f"{STEP} {MPI} MASTER_ADDR=b", "mpi 4 3 1 2 2 b"),
+    "Intel MPI": (f"{PMI} MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2", "mpi 2 1 1 2 1 127.0.0.1"),
+    "chosen in the environment": (f"{TORCHRUN} {STEP} HFTRAINER_ENVIRONMENT=slurm", "slurm 5 0 0 2 3 a"),
 }
 
 
@@ -99,18 +69,9 @@ def _no_launcher(monkeypatch):
 
 
 @pytest.fixture
-def put(monkeypatch):
-    def put(variables):
-        for name, value in variables.items():
-            monkeypatch.setenv(name, value)
-
-    return put
-
-
-@pytest.fixture
 def make(tmp_path, put):
-    def make(variables=None, config=None, **settings):
-        put(variables or {})
+    def make(variables="", config=None, **settings):
+        put(variables)
         settings = {"use_cpu": True, "report_to": "none", **settings}
         return TrainingArguments(str(tmp_path), lightning_config=config, **settings)
 
@@ -119,223 +80,171 @@ def make(tmp_path, put):
 
 @pytest.mark.parametrize("name", PLACES)
 def test_places(make, name):
-    variables, (launcher, world_size, rank, local_rank, local_world_size, nodes, address) = PLACES[name]
-    args = make(variables)
-    assert (args.world_size, args.process_index, args.local_process_index) == (world_size, rank, local_rank)
-    plan = make_plan(ResolvedArguments(args))
-    found = plan.processes
-    assert (found.launcher, found.local_world_size, found.nodes, found.address) == (
-        launcher,
-        local_world_size,
-        nodes,
-        address,
-    )
-    keywords = plan.trainer_keywords()
-    assert (keywords["devices"], keywords["num_nodes"]) == (local_world_size, nodes)
+    variables, expected = PLACES[name]
+    plan = plan_of(args := make(variables))
+    found, keywords = plan.processes, plan.trainer_keywords()
+    place = (found.launcher, args.world_size, args.process_index, args.local_process_index)
+    assert " ".join(map(str, (*place, found.local_world_size, found.nodes, found.address))) == expected
+    assert (keywords["devices"], keywords["num_nodes"]) == (found.local_world_size, found.nodes)
 
 
-def test_port_of_a_step(make):
-    assert make_plan(ResolvedArguments(make(STEP))).processes.port == 15000 + 5679
+def test_every_launcher_is_tried():
+    # Of a process of torch_xla only torch_xla knows where it stands: tests/adapters/xla has those.
+    assert {expected.split()[0] for _, expected in PLACES.values()} == set(LAUNCHERS) - {"xla"}
 
 
-@pytest.mark.parametrize(
-    ("hosts", "first"),
-    [
-        ("a", "a"),
-        ("a,b", "a"),
-        ("gpu-[03-07,9],cpu1", "gpu-03"),
-        ("n[1,3]x,m", "n1x"),
-        ("cpu1,gpu-[1-2]", "cpu1"),
-        ("", ""),
-    ],
-)
-def test_first_host(hosts, first):
-    assert first_host(hosts) == first
+HOSTS = {"a": "a", "a,b": "a", "gpu-[03-07,9],cpu1": "gpu-03", "n[1,3]x,m": "n1x", "cpu1,gpu-[1-2]": "cpu1", "": ""}
+
+
+def test_lists_of_slurm():
+    assert {hosts: first_host(hosts) for hosts in HOSTS} == HOSTS
+    assert tasks_per_node("2(x3),1") == [2, 2, 2, 1]
+    assert tasks_per_node("8") == [8]
 
 
 # ---- Why Lightning's own environments do not read them --------------------------------------------------------------
 
 
-def test_lightning_takes_a_batch_script_for_a_step(put):
-    """It would wait for four processes that nobody starts; `PLACES` has what we read."""
+def test_lightning_does_not_read_slurm_as_we_do(put):
+    """It waits for processes that a batch script does not start, and refuses steps whose nodes are uneven."""
     put(BATCH)
     assert SLURMEnvironment.detect()
-
-
-def test_lightning_refuses_a_step_whose_nodes_are_uneven(put):
     put(STEP)
     with pytest.raises(RuntimeError, match="ntasks-per-node"):
         SLURMEnvironment()
 
 
 def test_two_steps_of_a_job_have_one_port_in_lightning(make, put):
-    ours, lightnings = set(), set()
+    ours, lightnings = [], set()
     for step in ("1", "2"):
-        put({**STEP, "SLURM_NTASKS_PER_NODE": "2", "SLURM_STEP_ID": step})
+        put(f"{STEP} SLURM_NTASKS_PER_NODE=2 SLURM_STEP_ID={step}")
         lightnings.add(SLURMEnvironment().main_port)
         del os.environ["MASTER_PORT"]  # Lightning has written it there; monkeypatch would put it back
-        ours.add(make_plan(ResolvedArguments(make())).processes.port)
-    assert (len(ours), len(lightnings)) == (2, 1)
+        ours.append(plan_of(make()).processes.port)
+    assert len(lightnings) == 1
+    assert ours == [15000 + 5679, 15000 + 5680]
+
+
+def test_lightning_takes_the_world_size_away(put):
+    """The next Trainer of the script would be alone. Nor does it say how many processes a node has."""
+    put("WORLD_SIZE=2")
+    LightningEnvironment().teardown()
+    assert "WORLD_SIZE" not in os.environ
+    assert not hasattr(TorchElasticEnvironment(), "local_world_size")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("mpi4py") is not None, reason="mpi4py is installed")
 def test_lightning_needs_mpi4py(put):
-    put(OPEN_MPI)
+    put(MPI)
     assert not MPIEnvironment.detect()
-
-
-def test_lightning_takes_the_world_size_away(put):
-    """The next Trainer of the script would be alone."""
-    put({"WORLD_SIZE": "2"})
-    LightningEnvironment().teardown()
-    assert "WORLD_SIZE" not in os.environ
-
-
-def test_lightning_does_not_say_how_many_processes_a_node_has():
-    assert not hasattr(TorchElasticEnvironment(), "local_world_size")
-
-
-# ---- SLURM's lists ---------------------------------------------------------------------------------------------------
-
-
-def test_tasks_per_node():
-    assert tasks_per_node("2(x3),1") == [2, 2, 2, 1]
-    assert tasks_per_node("8") == [8]
 
 
 # ---- Chosen by the user ----------------------------------------------------------------------------------------------
 
 
-def test_config_chooses(make):
+class Own(ClusterEnvironment):
+    creates_processes_externally, main_address, main_port = True, "c", 9
+    detect, world_size, global_rank = staticmethod(lambda: False), lambda self: 6, lambda self: 4
+    local_rank, node_rank = lambda self: 1, lambda self: 1
+    set_world_size, set_global_rank = None, None  # are not called
+
+
+def test_user_chooses(make):
     assert make(STEP, {"environment": "lightning"}).world_size == 1
-    args = make(TORCHRUN, {"environment": "slurm"})
-    assert (args.world_size, args.process_index) == (5, 0)
-
-
-def test_plugin_chooses(make):
-    from lightning.fabric.plugins.environments import ClusterEnvironment, SLURMEnvironment
-
-    class Own(ClusterEnvironment):
-        creates_processes_externally, main_address, main_port = True, "c", 9
-        detect = staticmethod(lambda: False)
-
-        def world_size(self):
-            return 6
-
-        def global_rank(self):
-            return 4
-
-        def local_rank(self):
-            return 1
-
-        def node_rank(self):
-            return 1
-
-        def set_world_size(self, size):
-            raise AssertionError
-
-        def set_global_rank(self, rank):
-            raise AssertionError
-
-    args = make(TORCHRUN, {"plugins": [Own()], "num_nodes": 2})
-    rank_info = make_plan(ResolvedArguments(args)).processes
-    assert (rank_info.world_size, rank_info.rank, rank_info.local_rank, rank_info.local_world_size) == (6, 4, 1, 3)
-    assert (rank_info.address, rank_info.port) == ("c", 9)
     chosen = SLURMEnvironment.__new__(SLURMEnvironment)  # its constructor looks for srun
-    assert make(STEP, {"plugins": chosen}).world_size == 5
+    for config in ({"environment": "slurm"}, {"plugins": chosen}):
+        args = make(TORCHRUN, config)
+        assert (args.world_size, args.process_index) == (5, 0)
+    found = plan_of(make(TORCHRUN, {"plugins": [Own()], "num_nodes": 2})).processes
+    assert (found.world_size, found.rank, found.local_rank, found.local_world_size) == (6, 4, 1, 3)
+    assert (found.address, found.port) == ("c", 9)
 
 
-def test_lightning_gets_the_place(make, monkeypatch):
-    trainer = Trainer(make_plain(), make({"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", **MEET}))
+def test_lightning_gets_the_place(make):
+    trainer = Trainer(make_plain(), make(f"WORLD_SIZE=1 RANK=0 LOCAL_RANK=0 {MEET}"))
     environment = trainer._hftrainer.engine._build_trainer(max_epochs=1)._accelerator_connector.cluster_environment
     assert type(environment).__name__ == "Launched"
     environment.teardown()
     assert os.environ["WORLD_SIZE"] == "1"
 
 
-# ---- Plain python ----------------------------------------------------------------------------------------------------
+# ---- GPUs ------------------------------------------------------------------------------------------------------------
 
 
-def gpus(monkeypatch, count):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+@pytest.fixture
+def gpus(monkeypatch):
+    def make(count):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+
+    return make
 
 
 @pytest.mark.parametrize(
     ("config", "variables", "expected"),
     [
-        (None, {}, 4),
-        ({"devices": "auto"}, {}, 4),
-        ({"devices": -1}, {}, 4),
-        ({"devices": 2}, {}, 2),
-        ({"devices": "1"}, {}, 1),
-        (None, {"ACCELERATE_MIXED_PRECISION": "no"}, 1),
-        (None, {"ACCELERATE_USE_CPU": "true"}, 1),
+        (None, "", 4),
+        ({"devices": "auto"}, "", 4),
+        ({"devices": -1}, "", 4),
+        ({"devices": 2}, "", 2),
+        ({"devices": "1"}, "", 1),
+        (None, "ACCELERATE_MIXED_PRECISION=no", 1),
+        (None, "ACCELERATE_USE_CPU=true", 1),
     ],
 )
-def test_visible_gpus(make, monkeypatch, config, variables, expected):
-    gpus(monkeypatch, 4)
+def test_visible_gpus(make, gpus, config, variables, expected):
+    gpus(4)
     args = make(variables, config, use_cpu=False)
     assert args.world_size == expected
-    rank_info = make_plan(ResolvedArguments(args)).processes
-    assert rank_info.started == (expected == 1)
-    assert args.device == (torch.device("cpu") if "ACCELERATE_USE_CPU" in variables else torch.device("cuda:0"))
+    assert plan_of(args).processes.started == (expected == 1)
+    assert args.device == torch.device("cpu" if "USE_CPU" in variables else "cuda:0")
     with args.main_process_first():
         assert not torch.distributed.is_initialized()
 
 
-def test_notebooks_use_one(make, monkeypatch, caplog):
-    gpus(monkeypatch, 4)
+def test_notebooks_use_one(make, gpus, monkeypatch):
+    gpus(4)
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     args = make(use_cpu=False)
     assert args.world_size == 1
-    from hftrainer.arguments.table import overridden
-
     assert "Only one of 4 GPUs is used" in overridden(ResolvedArguments(args))[0]
-    with pytest.raises(
-        UnsupportedArgument, match=r"\['devices'\]=2 needs a script that can be started once per device"
-    ):
-        Trainer(make_plain(), make(config={"devices": 2}))
+    several = problems(lightning_config={"devices": 2}, use_cpu=True)
+    assert_refused(several, "['devices']=2 needs a script that can be started once per device")
 
 
-def test_each_process_its_own_gpu(make, monkeypatch):
-    """As by `srun --gpus-per-task=1`."""
-    gpus(monkeypatch, 1)
-    args = make({**STEP, "SLURM_PROCID": "1", "SLURM_LOCALID": "1"}, use_cpu=False)
-    assert args.device == torch.device("cuda:0")
-    assert make_plan(ResolvedArguments(args)).trainer_keywords()["devices"] == 1
-
-
-def test_the_second_of_several_gpus(make, monkeypatch):
-    gpus(monkeypatch, 4)
-    args = make(TORCHRUN, use_cpu=False)
-    assert args.device == torch.device("cuda:1")
-    assert make_plan(ResolvedArguments(args)).trainer_keywords()["devices"] == 4
+@pytest.mark.parametrize(
+    ("count", "variables", "device", "devices"),
+    [
+        (1, f"{STEP} SLURM_PROCID=1 SLURM_LOCALID=1", "cuda:0", 1),  # as by `srun --gpus-per-task=1`
+        (4, TORCHRUN, "cuda:1", 4),
+    ],
+)
+def test_gpu_of_a_rank(make, gpus, count, variables, device, devices):
+    gpus(count)
+    args = make(variables, use_cpu=False)
+    assert args.device == torch.device(device)
+    assert plan_of(args).trainer_keywords()["devices"] == devices
 
 
 # ---- Errors ----------------------------------------------------------------------------------------------------------
 
 WRONG = {
-    "no address": ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, {}, "MASTER_ADDR and MASTER_PORT are not set"),
-    "rank": ({**TORCHRUN, "RANK": "8"}, {}, "sets rank 8 of 8, and local rank 1 of 4"),
-    "local rank": ({**TORCHRUN, "LOCAL_RANK": "4"}, {}, "sets rank 5 of 8, and local rank 4 of 4"),
-    "MPI on two nodes": (OPEN_MPI, {}, "'mpi' asks for several processes, but MASTER_ADDR is not set.*mpirun"),
-    "not by srun": ({}, {"environment": "slurm"}, "SLURM_PROCID and SLURM_LOCALID are not set.*srun"),
+    "no address": (TWO, {}, "MASTER_ADDR and MASTER_PORT are not set"),
+    "rank": (f"{TORCHRUN} RANK=8", {}, "sets rank 8 of 8, and local rank 1 of 4"),
+    "local rank": (f"{TORCHRUN} LOCAL_RANK=4", {}, "sets rank 5 of 8, and local rank 4 of 4"),
+    "MPI on two nodes": (MPI, {}, "'mpi' asks for several processes, but MASTER_ADDR is not set.*mpirun"),
+    "not by srun": ("", {"environment": "slurm"}, "SLURM_PROCID and SLURM_LOCALID are not set.*srun"),
     "devices": (TORCHRUN, {"devices": 2}, r"\['devices'\]=2, but the launcher has started 4"),
     "nodes": (TORCHRUN, {"num_nodes": 3}, r"\['num_nodes'\]=3, but the launcher has started 2"),
-    "nodes without a launcher": (
-        {},
-        {"num_nodes": 2},
-        r"\['num_nodes'\]=2 needs a launcher on each node: use torchrun",
-    ),
-    "no devices": ({}, {"devices": 0}, r"\['devices'\]=0: it must be a number from 1, -1 or 'auto'"),
-    "devices without cores": ({}, {"devices": 10**12}, r"\['devices'\]=10+ asks for as many .* give at most \d+\."),
-    "devices by name": ({}, {"devices": [0, 2]}, "give their number, and select them with CUDA_VISIBLE_DEVICES"),
-    "no nodes": ({}, {"num_nodes": 0}, r"\['num_nodes'\]=0: it must be a number from 1"),
-    "launcher": ({}, {"environment": "slrum"}, r"\['environment'\]='slrum': it must be 'torchrun' or 'slurm' or"),
-    "launcher in the environment": ({"HFTRAINER_ENVIRONMENT": "x"}, {}, "HFTRAINER_ENVIRONMENT='x': it must be"),
-    "number": ({**TORCHRUN, "RANK": "one"}, {}, "RANK='one': it must be a number from 0"),
-    "regions": ({"ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "True"}, {}, "REGIONAL_COMPILATION=True"),
+    "nodes alone": ("", {"num_nodes": 2}, r"\['num_nodes'\]=2 needs a launcher on each node: use torchrun"),
+    "no devices": ("", {"devices": 0}, r"\['devices'\]=0: it must be a number from 1, -1 or 'auto'"),
+    "devices without cores": ("", {"devices": 10**12}, r"\['devices'\]=10+ asks for as many .* give at most \d+\."),
+    "devices by name": ("", {"devices": [0, 2]}, "give their number, and select them with CUDA_VISIBLE_DEVICES"),
+    "no nodes": ("", {"num_nodes": 0}, r"\['num_nodes'\]=0: it must be a number from 1"),
+    "launcher": ("", {"environment": "slrum"}, r"\['environment'\]='slrum': it must be 'torchrun' or 'slurm' or"),
+    "launcher in the environment": ("HFTRAINER_ENVIRONMENT=x", {}, "HFTRAINER_ENVIRONMENT='x': it must be"),
+    "number": (f"{TORCHRUN} RANK=one", {}, "RANK='one': it must be a number from 0"),
+    "regions": ("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION=True", {}, "REGIONAL_COMPILATION=True"),
 }
 
 
@@ -346,54 +255,50 @@ def test_wrong(make, name):
         Trainer(make_plain(), make(variables, config))
 
 
-def test_more_processes_than_gpus(make, monkeypatch):
-    gpus(monkeypatch, 2)
+def test_more_processes_than_gpus(make, gpus):
+    gpus(2)
     with pytest.raises(UnsupportedArgument, match="4 processes on this node need one GPU each, but there are 2"):
         Trainer(make_plain(), make(TORCHRUN, use_cpu=False))
 
 
 def test_meeting_without_an_address(make):
-    args = make({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"})
-    with pytest.raises(UnsupportedArgument, match="MASTER_ADDR"), args.main_process_first():
+    with pytest.raises(UnsupportedArgument, match="MASTER_ADDR"), make(TWO).main_process_first():
         pass
 
 
-def test_every_launcher_is_tried():
-    # Of a process of torch_xla only torch_xla knows where it stands: tests/adapters/xla has those.
-    assert {rank_info[0] for _, rank_info in PLACES.values()} == set(LAUNCHERS) - {"xla"}
-
-
 # ---- accelerate launch -----------------------------------------------------------------------------------------------
+
+DEFAULTS = {"mode": None, "fullgraph": False, "dynamic": None}
 
 
 @pytest.mark.parametrize(
     ("variables", "settings", "expected"),
     [
-        ({}, {}, None),
-        ({"BACKEND": "NO", "MODE": "default"}, {}, None),
-        ({"BACKEND": "EAGER"}, {}, {"backend": "eager", "mode": None, "fullgraph": False, "dynamic": None}),
+        ("", {}, None),
+        ("BACKEND=NO MODE=default", {}, None),
+        ("BACKEND=EAGER", {}, {"backend": "eager"}),
         (
-            {"BACKEND": "INDUCTOR", "MODE": "max-autotune", "USE_FULLGRAPH": "True", "USE_DYNAMIC": "False"},
+            "BACKEND=INDUCTOR MODE=max-autotune USE_FULLGRAPH=True USE_DYNAMIC=False",
             {},
             {"backend": "inductor", "mode": "max-autotune", "fullgraph": True, "dynamic": False},
         ),
         (
-            {"BACKEND": "NO", "MODE": "reduce-overhead", "USE_DYNAMIC": "True"},
+            "BACKEND=NO MODE=reduce-overhead USE_DYNAMIC=True",
             {"torch_compile_backend": "eager"},
-            {"backend": "eager", "mode": "reduce-overhead", "fullgraph": False, "dynamic": True},
+            {"backend": "eager", "mode": "reduce-overhead", "dynamic": True},
         ),
     ],
 )
 def test_dynamo(make, monkeypatch, variables, settings, expected):
     model, calls = make_plain(), []
     monkeypatch.setattr(model, "compile", lambda **keywords: calls.append(keywords))
-    compile_model(model, make({f"ACCELERATE_DYNAMO_{name}": value for name, value in variables.items()}, **settings))
-    assert calls == ([] if expected is None else [expected])
+    compile_model(model, make(" ".join(f"ACCELERATE_DYNAMO_{word}" for word in variables.split()), **settings))
+    assert calls == ([] if expected is None else [{**DEFAULTS, **expected}])
 
 
 def test_accumulation_is_the_arguments(make, caplog):
-    args = make({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, gradient_accumulation_steps=2)
+    args = make("ACCELERATE_GRADIENT_ACCUMULATION_STEPS=4", gradient_accumulation_steps=2)
     with caplog.at_level(logging.WARNING):
         Trainer(make_plain(), args)
-    assert make_plan(ResolvedArguments(args)).accumulate_grad_batches == 2
+    assert plan_of(args).accumulate_grad_batches == 2
     assert "gradient_accumulation_steps=2 overrides the launcher's" in caplog.text

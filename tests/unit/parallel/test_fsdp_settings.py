@@ -4,29 +4,25 @@ import json
 
 import pytest
 
-from hftrainer import TrainingArguments
 from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.arguments.table import check_supported
 from hftrainer.errors import WrongConfig
-from hftrainer.parallel.fsdp.settings import FsdpPlugin, FsdpSettings, read_fsdp
+from hftrainer.parallel.fsdp.settings import FsdpPlugin, FsdpSettings, XlaSettings, read_fsdp
+from tests.support.checks import assert_refused, make
 
 #: As `accelerate launch` sets them for the file with FSDP in the documentation.
-LAUNCHED = {
-    "ACCELERATE_USE_FSDP": "true",
-    "FSDP_VERSION": "1",
-    "FSDP_SHARDING_STRATEGY": "1",
-    "FSDP_RESHARD_AFTER_FORWARD": "true",
-    "FSDP_OFFLOAD_PARAMS": "false",
-    "FSDP_MIN_NUM_PARAMS": "100000000",
-    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
-    "FSDP_TRANSFORMER_CLS_TO_WRAP": "BertLayer",
-    "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
-    "FSDP_FORWARD_PREFETCH": "true",
-    "FSDP_USE_ORIG_PARAMS": "true",
-    "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
-    "FSDP_SYNC_MODULE_STATES": "true",
-    "FSDP_ACTIVATION_CHECKPOINTING": "false",
-    "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "false",
+LAUNCHED = """
+    ACCELERATE_USE_FSDP=true FSDP_VERSION=1 FSDP_SHARDING_STRATEGY=1 FSDP_RESHARD_AFTER_FORWARD=true
+    FSDP_OFFLOAD_PARAMS=false FSDP_MIN_NUM_PARAMS=100000000 FSDP_AUTO_WRAP_POLICY=TRANSFORMER_BASED_WRAP
+    FSDP_TRANSFORMER_CLS_TO_WRAP=BertLayer FSDP_STATE_DICT_TYPE=FULL_STATE_DICT FSDP_FORWARD_PREFETCH=true
+    FSDP_USE_ORIG_PARAMS=true FSDP_CPU_RAM_EFFICIENT_LOADING=true FSDP_SYNC_MODULE_STATES=true
+    FSDP_ACTIVATION_CHECKPOINTING=false FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD=false
+"""
+SHARD_GRAD_OP, HYBRID = {"strategy": "shard_grad_op"}, {"version": 1, "strategy": "hybrid_shard"}
+#: Keys of FSDP1 that may be text, and what they mean.
+OF_FSDP1 = {
+    "given": {"forward_prefetch": "True", "use_orig_params": "false", "limit_all_gathers": False},
+    "read": {"version": 1, "forward_prefetch": True, "use_orig_params": False, "limit_all_gathers": False},
 }
 
 
@@ -37,25 +33,23 @@ LAUNCHED = {
         ("True", None, {}),
         ("full_shard auto_wrap", None, {}),
         ("full shard", None, {}),
+        (["full_shard", "offload"], None, {"cpu_offload": True}),
+        ("shard_grad_op", None, SHARD_GRAD_OP),
+        ("no_shard", None, {"version": 1, "strategy": "no_shard"}),
+        ("hybrid_shard auto_wrap", None, HYBRID),
+        ("hybrid_shard_zero2", None, {"version": 1, "strategy": "hybrid_shard_zero2"}),
+        ("shard_grad_op", {"version": 1}, {"version": 1, **SHARD_GRAD_OP}),
+        (True, {"fsdp_version": "1", "fsdp_sharding_strategy": 4}, HYBRID),
+        (True, {"reshard_after_forward": False}, SHARD_GRAD_OP),
+        (True, {"reshard_after_forward": "true"}, {}),
         (
             "full shard offload",
-            {"fsdp_backward_prefetch": "backward_pos"},
-            {"version": 1, "cpu_offload": True, "backward_prefetch": "BACKWARD_POST"},
+            {"fsdp_backward_prefetch": "backward_pos", "fsdp_activation_checkpointing": True},
+            {"version": 1, "cpu_offload": True, "backward_prefetch": "BACKWARD_POST", "activation_checkpointing": True},
         ),
-        (["full_shard", "offload"], None, {"cpu_offload": True}),
-        ("shard_grad_op", None, {"strategy": "shard_grad_op"}),
-        ("no_shard", None, {"version": 1, "strategy": "no_shard"}),
-        ("hybrid_shard auto_wrap", None, {"version": 1, "strategy": "hybrid_shard"}),
-        ("hybrid_shard_zero2", None, {"version": 1, "strategy": "hybrid_shard_zero2"}),
-        ("shard_grad_op", {"version": 1}, {"version": 1, "strategy": "shard_grad_op"}),
-        (True, {"fsdp_version": "1", "fsdp_sharding_strategy": 4}, {"version": 1, "strategy": "hybrid_shard"}),
-        (True, {"reshard_after_forward": False}, {"strategy": "shard_grad_op"}),
-        (True, {"reshard_after_forward": "true"}, {}),
-        (True, {"cpu_offload": "true", "fsdp_activation_checkpointing": True}, "both"),
+        (True, {"cpu_offload": "true"}, {"cpu_offload": True}),
         (True, {"fsdp_backward_prefetch": "backward_post"}, {"version": 1, "backward_prefetch": "BACKWARD_POST"}),
-        (True, {"forward_prefetch": "True"}, {"version": 1, "forward_prefetch": True}),
-        (True, {"use_orig_params": "false"}, {"version": 1, "use_orig_params": False}),
-        (True, {"limit_all_gathers": False}, {"version": 1, "limit_all_gathers": False}),
+        (True, OF_FSDP1["given"], OF_FSDP1["read"]),
         (True, {"sync_module_states": "false"}, {"sync_module_states": False}),
         (True, {"cpu_ram_efficient_loading": True, "sync_module_states": False}, {"cpu_ram_efficient_loading": True}),
         (True, {"state_dict_type": "sharded_state_dict"}, {"state_dict_type": "SHARDED_STATE_DICT"}),
@@ -63,11 +57,16 @@ LAUNCHED = {
         (True, {"fsdp_transformer_layer_cls_to_wrap": ["A"]}, {"wrap_classes": ("A",)}),
         (True, {"min_num_params": 9}, {"min_num_params": 9, "auto_wrap_policy": "SIZE_BASED_WRAP"}),
         (True, {"auto_wrap_policy": "no_wrap"}, {"auto_wrap_policy": "NO_WRAP"}),
-        (True, {"xla": False, "xla_fsdp_grad_ckpt": False}, {}),
+        (True, {"xla": False, "xla_fsdp_grad_ckpt": False, "xla_fsdp_settings": {}}, {}),
+        (True, {"xla": "true", "xla_fsdp_settings": {"a": 1}}, {"xla": XlaSettings(settings=(("a", 1),))}),
+        (
+            True,
+            {"xla": True, "xla_fsdp_v2": True, "xla_fsdp_grad_ckpt": True},
+            {"xla": XlaSettings(spmd=True, grad_ckpt=True)},
+        ),
     ],
 )
 def test_settings(fsdp, fsdp_config, expected):
-    expected = {"cpu_offload": True, "activation_checkpointing": True} if expected == "both" else expected
     assert read_fsdp(fsdp, fsdp_config, {}) == FsdpSettings(**expected)
 
 
@@ -76,28 +75,17 @@ def test_not_asked_for(fsdp):
     assert read_fsdp(fsdp, {"min_num_params": 4}, {}) is None
 
 
-def test_a_file(tmp_path):
-    path = tmp_path / "fsdp.json"
-    path.write_text(json.dumps({"fsdp_min_num_params": 2000, "fsdp_backward_prefetch": "backward_pre"}))
-    settings = read_fsdp("full_shard", str(path), {})
-    assert (settings.version, settings.min_num_params, settings.backward_prefetch) == (1, 2000, "BACKWARD_PRE")
-
-
 def test_the_launcher():
-    assert read_fsdp(None, None, LAUNCHED) == FsdpSettings(
-        version=1,
-        wrap_classes=("BertLayer",),
-        min_num_params=100000000,
-        forward_prefetch=True,
-        cpu_ram_efficient_loading=True,
-    )
-    second = {**LAUNCHED, "FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "false"}
+    launched = dict(word.split("=") for word in LAUNCHED.split())
+    read = {"wrap_classes": ("BertLayer",), "min_num_params": 100000000, "cpu_ram_efficient_loading": True}
+    assert read_fsdp(None, None, launched) == FsdpSettings(version=1, forward_prefetch=True, **read)
+    second = {**launched, "FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "false"}
     del second["FSDP_STATE_DICT_TYPE"], second["FSDP_AUTO_WRAP_POLICY"]
     settings = read_fsdp(None, None, second)
     assert (settings.version, settings.strategy) == (2, "shard_grad_op")
     assert (settings.state_dict_type, settings.auto_wrap_policy) == ("SHARDED_STATE_DICT", "NO_WRAP")
-    assert read_fsdp("no_shard", None, LAUNCHED).strategy == "no_shard"  # the argument wins
-    assert read_fsdp(None, None, {**LAUNCHED, "ACCELERATE_USE_FSDP": "false"}) is None
+    assert read_fsdp("no_shard", None, launched).strategy == "no_shard"  # the argument wins
+    assert read_fsdp(None, None, {**launched, "ACCELERATE_USE_FSDP": "false"}) is None
 
 
 @pytest.mark.parametrize(
@@ -129,73 +117,23 @@ def test_wrong_values(fsdp, fsdp_config, message):
         read_fsdp(fsdp, fsdp_config, {})
 
 
-def test_malformed_files(tmp_path):
+def test_files(tmp_path):
     path = tmp_path / "fsdp.json"
+    path.write_text(json.dumps({"fsdp_min_num_params": 2000, "fsdp_backward_prefetch": "backward_pre"}))
+    settings = read_fsdp("full_shard", str(path), {})
+    assert (settings.version, settings.min_num_params, settings.backward_prefetch) == (1, 2000, "BACKWARD_PRE")
     for text, message in (("{1", "is malformed"), ("[1]", "holds a list")):
         path.write_text(text)
         with pytest.raises(WrongConfig, match=message):
             read_fsdp(True, str(path), {})
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"fsdp": True}, "fsdp=True shards the model over processes, but there is one"),
-        ({"fsdp": True, "deepspeed": True}, "fsdp and deepspeed both shard the model"),
-        ({"fsdp": "full_shrd"}, "did you mean 'full_shard'"),
-        (
-            {
-                "fsdp": True,
-                "lightning_config": {"async_checkpoint": True},
-                "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"},
-            },
-            "async_checkpoint",
-        ),
-    ],
-)
-@pytest.mark.usefixtures("deepspeed_installed")
-def test_refusals(settings, message):
-    args = TrainingArguments("unused", use_cpu=True, **settings)
-    assert any(message in sentence for sentence in check_supported(ResolvedArguments(args)))
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"optim": "lomo"}, "optim='lomo' needs whole parameters"),
-        ({"optim": "adamw_bnb_8bit"}, "optim='adamw_bnb_8bit' needs whole parameters"),
-        ({"optim": "adafactor", "fsdp_config": {"version": 1}}, "FSDP1 flattens them: use FSDP2"),
-        ({"bf16_full_eval": True}, "bf16_full_eval=True would round sharded weights"),
-        ({"activation_checkpointing": True, "fsdp_config": {"activation_checkpointing": True}}, "a third time"),
-        ({"report_to": "wandb"}, "WANDB_LOG_MODEL=end saves the model in the main process alone"),
-    ],
-)
-def test_what_sharded_models_cannot_have(settings, message, monkeypatch):
-    monkeypatch.setenv("WANDB_LOG_MODEL", "end")
-    args = TrainingArguments("unused", use_cpu=True, fsdp=True, lightning_config={"devices": 2}, **settings)
-    assert any(message in sentence for sentence in check_supported(ResolvedArguments(args)))
-
-
 @pytest.mark.parametrize("optim", ["adafactor", "sgd", "adamw_torch_8bit", "schedule_free_adamw", "adamw_torch"])
 def test_optimizers_that_can_be_sharded(optim):
-    args = TrainingArguments("unused", use_cpu=True, fsdp=True, lightning_config={"devices": 2}, optim=optim)
+    args = make(use_cpu=True, fsdp=True, lightning_config={"devices": 2}, optim=optim)
     assert not check_supported(ResolvedArguments(args))
-    (message,) = check_supported(ResolvedArguments(args), own_optimizer=True)
-    assert "optimizers holds the parameters of the whole model" in message
-
-
-def test_hybrid_needs_two(monkeypatch):
-    for name, value in {
-        "WORLD_SIZE": "1",
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "MASTER_ADDR": "h",
-        "MASTER_PORT": "1",
-    }.items():
-        monkeypatch.setenv(name, value)
-    assert not check_supported(ResolvedArguments(TrainingArguments("unused", use_cpu=True, fsdp=True)))
-    (message,) = check_supported(ResolvedArguments(TrainingArguments("unused", use_cpu=True, fsdp="hybrid_shard")))
-    assert "needs at least two processes" in message
+    found = check_supported(ResolvedArguments(args), own_optimizer=True)
+    assert_refused(found, "optimizers holds the parameters of the whole model")
 
 
 def test_state_dict_type_may_change():

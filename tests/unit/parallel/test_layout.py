@@ -1,34 +1,14 @@
-"""The sizes of `parallelism_config`: which are refused, and where they come from."""
+"""The sizes of `parallelism_config`: where they come from, and which models they fit."""
 
 import json
 from types import SimpleNamespace
 
 import pytest
 
-from hftrainer import Trainer, TrainingArguments
-from hftrainer.errors import UnsupportedArgument, WrongConfig
+from hftrainer import TrainingArguments
+from hftrainer.errors import WrongConfig
 from hftrainer.parallel.layout import Layout, check_model_layout, read_layout
 from tests.support.tiny import make_plain
-
-REFUSED = {
-    "2x2 of 1": ({"dp_shard_size": 2, "dp_replicate_size": 2}, {}, "needs 4 processes, but there are 1"),
-    "unknown": ({"tp_sizes": 2}, {}, "did you mean 'tp_size'?"),
-    "no size": ({"dp_shard_size": 0}, {}, "parallelism_config['dp_shard_size']=0: it must be a number of processes"),
-    "cp": ({"cp_size": 2}, {}, "parallelism_config['cp_size'] is not supported"),
-    "sp": ({"sp_size": 2}, {}, "parallelism_config['sp_size'] is not supported"),
-    "fsdp1": ({"dp_shard_size": 2}, {"fsdp": "no_shard"}, "parallelism_config needs FSDP2"),
-    "fsdp without": ({"tp_size": 2}, {"fsdp": True}, "set dp_shard_size, or leave out fsdp"),
-    "copies": ({"tp_size": 2, "dp_replicate_size": 2}, {}, "set dp_shard_size too"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_refused(tmp_path, case):
-    asked, settings, sentence = REFUSED[case]
-    args = TrainingArguments(str(tmp_path), use_cpu=True, parallelism_config=asked, **settings)
-    with pytest.raises(UnsupportedArgument) as caught:
-        Trainer(make_plain(), args)
-    assert sentence in str(caught.value)
 
 
 def loaded(**sizes):

@@ -1,4 +1,4 @@
-"""TPUs, which no test machine has: whether there is one, what is said without a library, and torch_tpu's device."""
+"""TPUs, which no test machine has: when they are chosen, what is refused and what is to be installed."""
 
 import os
 import sys
@@ -7,37 +7,28 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hftrainer import Trainer, TrainingArguments
+from hftrainer import Trainer
 from hftrainer import __main__ as command
 from hftrainer.arguments.resolved import ResolvedArguments
-from hftrainer.arguments.table import check_supported, make_plan
-from hftrainer.errors import MissingPackage, UnsupportedArgument
+from hftrainer.arguments.table import overridden
+from hftrainer.errors import MissingPackage
 from hftrainer.parallel import tpu
+from hftrainer.parallel.environment import LAUNCHERS, RankInfo, detect
 from hftrainer.parallel.xla import devices as xla
-from tests.support.plug_in_devices import SECOND, VARIABLES, needs_python_device, run_on_plug_in
+from hftrainer.trainer_utils import ParallelMode
+from tests.support.checks import assert_refused, make, plan_of, problems
 from tests.support.tiny import make_plain
 
 UNDEFINED = "_XLAC.cpython-311-x86_64-linux-gnu.so: undefined symbol: _ZN5torch8autograd10deleteNodeEPNS0_4NodeE"
+count_chips = tpu.chips.__wrapped__
 
 
-@pytest.fixture(autouse=True)
-def _no_tpu(monkeypatch):
-    for name in (*VARIABLES, *SECOND, tpu.ADDRESSES):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(tpu, "chips", lambda: 0)
-
-
-def make(**settings):
-    return TrainingArguments(**{"output_dir": "unused", "report_to": "none", **settings})
-
-
-def found(**settings) -> str:
-    return "\n".join(check_supported(ResolvedArguments(make(**settings))))
+@pytest.fixture
+def no_torch_xla(monkeypatch):
+    monkeypatch.setattr(xla, "installed", lambda: False)
 
 
 # ---- Whether there is one --------------------------------------------------------------------------------------------
-
-count_chips = tpu.chips.__wrapped__
 
 
 @pytest.mark.parametrize(
@@ -61,29 +52,57 @@ def test_chips(tmp_path, monkeypatch, devices, expected):
 
 
 @pytest.mark.parametrize(
-    ("chips", "variables", "message"),
+    ("chips", "variables", "expected"),
     [
-        (4, {}, "This machine has a TPU, but torch finds none"),
-        (0, {"PJRT_DEVICE": "TPU"}, "PJRT_DEVICE=TPU asks for a TPU, but torch finds none"),
-        (0, {"PJRT_DEVICE": "CPU"}, None),
-        (0, {"TPU_NAME": "of-another-machine"}, None),
-        (4, {"USE_TORCH_XLA": "0"}, None),
+        (0, "", False),
+        (4, "", True),
+        (0, "PJRT_DEVICE=TPU", True),
+        (0, "PJRT_DEVICE=CPU", True),
+        (0, "TPU_NAME=local", True),
+        (0, "TPU_WORKER_ID=0", True),
+        (4, "PJRT_DEVICE=TPU USE_TORCH_XLA=0", False),
+        (0, "TPU_NAME=", False),
     ],
 )
-def test_a_tpu_without_a_library(monkeypatch, chips, variables, message):
+def test_wanted(monkeypatch, put, chips, variables, expected):
     monkeypatch.setattr(tpu, "chips", lambda: chips)
-    monkeypatch.setattr(xla, "installed", lambda: False)
+    put(variables)
+    assert xla.wanted() == expected
+
+
+def test_device(on_xla):
+    args = make()
+    assert args.device == torch.device("xla", 0)
+    assert (args.parallel_mode, args.n_gpu, args.world_size) == (ParallelMode.TPU, 0, 1)
+    assert make(use_cpu=True).device == torch.device("cpu")
+
+
+# ---- Without a library -----------------------------------------------------------------------------------------------
+
+XLA, EITHER = "pip install 'hftrainer[tpu]'", ("pip install 'hftrainer[torch-tpu]'", "use_cpu=True")
+
+
+@pytest.mark.parametrize(
+    ("chips", "variables", "settings", "said"),
+    [
+        (4, "", {}, ("This machine has a TPU, but torch finds none", XLA, *EITHER)),
+        (4, "", {"use_cpu": True}, ()),
+        (4, "USE_TORCH_XLA=0", {}, ()),
+        (0, "PJRT_DEVICE=TPU", {}, ("PJRT_DEVICE=TPU asks for a TPU, but torch finds none", XLA, *EITHER)),
+        (0, "PJRT_DEVICE=CPU", {}, ()),
+        (0, "TPU_NAME=of-another-machine", {}, ()),
+        (0, "", {"tpu_num_cores": 8}, (XLA, "the torch that it needs, 2.9")),
+        (0, "", {"tpu_num_cores": 8, "use_cpu": True}, ()),
+        (0, "", {"fsdp": True, "fsdp_config": {"xla": True}, "use_cpu": True}, ("fsdp_config['xla'] needs a TPU", XLA)),
+    ],
+)
+def test_without_a_library(monkeypatch, put, no_torch_xla, chips, variables, settings, said):
+    monkeypatch.setattr(tpu, "chips", lambda: chips)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    assert not found(use_cpu=True)
-    if message is None:
-        assert not found()
-        return
-    with pytest.raises(UnsupportedArgument, match=message) as raised:
-        Trainer(make_plain(), make())
-    for part in ("pip install 'hftrainer[tpu]'", "pip install 'hftrainer[torch-tpu]'", "use_cpu=True"):
-        assert part in str(raised.value)
+    put(variables)
+    found = "\n".join(problems(**settings))
+    assert bool(found) == bool(said) and all(part in found for part in said), found
+    assert make(**settings).device.type != "xla"
 
 
 def test_torch_xla_for_another_torch(tmp_path, monkeypatch):
@@ -95,82 +114,70 @@ def test_torch_xla_for_another_torch(tmp_path, monkeypatch):
     Trainer(make_plain(), make(use_cpu=True))
 
 
-# ---- torch_tpu -------------------------------------------------------------------------------------------------------
-
-
-@needs_python_device
-def test_training_on_torch_tpu(tmp_path, processes):
-    """A run on a device with torch_tpu's interface, resumed too, is one on the CPU."""
-    found = run_on_plug_in(processes, "tests/support/fake_tpu.py", tmp_path)
-    assert found.pop("losses off by") < 1e-6
-    assert found.pop("weights off by") < 1e-6
-    assert found == {
-        "device": "tpu:0",
-        "model on": "tpu:0",
-        "Lightning's": "tpu",
-        "n_gpu": 1,
-        "measured": ["train_mem_gpu_alloc_delta", "train_mem_gpu_peaked_delta"],
-        "calls": ["empty_cache", "reset_peak_memory_stats", "set_device tpu:0"],
-        "random states": ["cpu", "numpy", "python", "tpu"],
-        "resumed the same": True,
-        "calls of resuming": ["empty_cache", "reset_peak_memory_stats", "set_device tpu:0", "set_state 7"],
-    }
-
-
-class OnTpu(TrainingArguments):
-    """Arguments on torch_tpu's device, whose name torch does not know here."""
-
-    _setup_devices = SimpleNamespace(type="tpu", index=0)
-
-
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("options", "message"),
     [
-        ({}, None),
-        ({"bf16": True, "tpu_num_cores": 1}, None),
-        ({"torch_compile_backend": "tpu"}, None),
-        ({"fp16": True}, "TPUs compute in bfloat16"),
-        ({"torch_compile": True}, "set torch_compile_backend='tpu'"),
-        ({"tpu_num_cores": 4}, "uses 1 of this machine's cores: start the script with python -m hftrainer run --tpu"),
-        ({"fsdp": True}, "this device is tpu: leave out fsdp"),
-        ({"lightning_config": {"devices": 2}}, "start the script with python -m hftrainer run --tpu"),
+        (["--num-cores", "8"], "--num-cores is for TPUs: add --tpu"),
+        (["--tpu", "--nproc", "2"], "use --tpu or the others"),
+        (["--tpu", "--num-cores", "0"], "is not a number >= 1"),
+        (["--tpu"], "--tpu needs torch_xla: pip install 'hftrainer[tpu]'"),
     ],
 )
-def test_checks(settings, message):
-    (*said,) = check_supported(ResolvedArguments(OnTpu("unused", **settings)))
-    assert (message is None) == (not said)
-    assert message is None or message in said[0]
+def test_wrong_options(options, message, no_torch_xla, capsys):
+    with pytest.raises(SystemExit):
+        command.main(["run", *options, __file__])
+    assert message in capsys.readouterr().err
 
 
-def test_several_processes(monkeypatch):
+# ---- With either library ---------------------------------------------------------------------------------------------
+
+
+def test_torchrun_with_torch_tpu(on_torch_tpu, two_processes, monkeypatch):
     """torchrun alone lacks what all processes of torch_tpu have to know."""
-    for name, value in SECOND.items():
-        monkeypatch.setenv(name, value)
-    resolved = ResolvedArguments(OnTpu("unused"))
-    assert (
-        "no TPU core of their own: start the script with python -m hftrainer run --tpu" in check_supported(resolved)[0]
-    )
+    assert_refused(problems(), "no TPU core of their own: start the script with python -m hftrainer run --tpu")
     monkeypatch.setenv(tpu.ADDRESSES, "localhost:8070,localhost:8071")
-    assert not check_supported(resolved)
-    assert make_plan(resolved).process_group_backend == "tpu_dist"
+    assert not problems()
+    assert plan_of().process_group_backend == "tpu_dist"
+
+
+def test_two_cores_in_a_process(on_xla, monkeypatch):
+    monkeypatch.setenv("PJRT_LOCAL_PROCESS_COUNT", "4")
+    assert detect() == "xla"
+    monkeypatch.setattr(xla, "rank_info", lambda: RankInfo(8, 3, 3, 8, launcher="xla"))
+    monkeypatch.setattr("hftrainer.arguments.checks.xla.cores_in_this_process", lambda: 2)
+    assert_refused(problems(tpu_num_cores=8), "two cores share a process")
+    assert "run --tpu" in LAUNCHERS["xla"][1]
+
+
+def test_metrics_of_no_tpu():
+    said = overridden(ResolvedArguments(make(debug="tpu_metrics_debug", use_cpu=True)))
+    assert said == ["debug='tpu_metrics_debug' prints nothing: training is on cpu, which is not an XLA device."]
+
+
+def test_states_without_xla_tensors_stay():
+    state = {"a": torch.ones(2), "b": [torch.zeros(1), (1, "x")], "c": SimpleNamespace()}
+    moved = xla.to_host(state)
+    assert moved["a"] is state["a"] and moved["b"][0] is state["b"][0] and moved["c"] is state["c"]
+    assert moved["b"][1] == (1, "x")
 
 
 @pytest.mark.parametrize(("options", "processes"), [([], 4), (["--num-cores", "2"], 2)])
 def test_run_on_torch_tpu(monkeypatch, options, processes):
     """The variables are set before torchrun starts the processes."""
+
+    def set_tpu_launch_env(nproc_per_node):
+        os.environ[tpu.ADDRESSES] = f"{nproc_per_node} addresses"
+
+    def run(args):
+        started.append((args.nproc_per_node, os.environ[tpu.ADDRESSES]))
+
+    started, launch_env = [], SimpleNamespace(set_tpu_launch_env=set_tpu_launch_env)
     monkeypatch.setattr(type(tpu.module), "is_available", lambda self: True)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
     monkeypatch.setenv(tpu.ADDRESSES, "")  # restores it
-    launch_env = SimpleNamespace(
-        set_tpu_launch_env=lambda nproc_per_node: os.environ.update({tpu.ADDRESSES: f"{nproc_per_node} addresses"})
-    )
     monkeypatch.setattr(torch, "tpu", SimpleNamespace(distributed=launch_env), raising=False)
-    started = []
-    monkeypatch.setattr(
-        "torch.distributed.run.run", lambda args: started.append((args.nproc_per_node, dict(os.environ)))
-    )
+    monkeypatch.setattr("torch.distributed.run.run", run)
     monkeypatch.setattr(sys, "argv", ["hftrainer", "run", "--tpu", *options, __file__])
     with pytest.raises(SystemExit, match=r"^0$"):
         command.main()
-    ((count, environment),) = started
-    assert (count, environment[tpu.ADDRESSES]) == (str(processes), f"{processes} addresses")
+    assert started == [(str(processes), f"{processes} addresses")]

@@ -12,9 +12,8 @@ from hftrainer.search.plots import plot_study
 
 
 def make_study(storage, name="a", trials=6, directions=("minimize",)):
-    study = optuna.create_study(
-        storage=storage, study_name=name, directions=directions, sampler=optuna.samplers.RandomSampler(seed=1)
-    )
+    sampler = optuna.samplers.RandomSampler(seed=1)
+    study = optuna.create_study(storage=storage, study_name=name, directions=directions, sampler=sampler)
 
     def objective(trial):
         rate, kind = trial.suggest_float("learning_rate", 1e-4, 1e-1, log=True), trial.suggest_categorical("kind", "ab")

@@ -1,4 +1,4 @@
-"""What a search refuses, which trials count, and what a trial changes in the Trainer."""
+"""Searches with Optuna: what is refused, which trials count, and what a trial changes in the Trainer."""
 
 import gc
 import logging
@@ -8,15 +8,19 @@ from datetime import timedelta
 import numpy as np
 import optuna
 import pytest
-import torch
 
-from hftrainer import Trainer, TrainerCallback, TrainingArguments
-from hftrainer.errors import InvalidArgument, MissingPackage, SearchFailed, UnknownArgument, UnsupportedArgument
+from hftrainer import TrainerCallback
+from hftrainer.errors import InvalidArgument, MissingPackage, UnknownArgument, UnsupportedArgument
 from hftrainer.parallel.process_identity import is_gone, this_process
 from hftrainer.search.ray_search import RaySearch
 from hftrainer.search.studies import FAILED, INTERRUPTED, OWNER, RETRY_OF, TrialCount
-from hftrainer.trainer_utils import BestRun, default_compute_objective
-from tests.support.tiny import Plain, make_plain, plain_data
+from hftrainer.trainer_utils import default_compute_objective
+from tests.support.searches import SearchBackend, make_trainer, nothing
+from tests.support.tiny import Plain, make_plain
+
+HOST = this_process().split(" ")[0]
+#: A process of this machine that has ended.
+GONE = f"{HOST} {2**22 + 1} 1"
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -26,83 +30,76 @@ def _collect_quickly():
     gc.unfreeze()
 
 
-def make_trainer(folder, trainer=None, model_init=make_plain, **settings):
-    defaults = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "no"}
-    args = TrainingArguments(str(folder), disable_tqdm=True, use_cpu=True, **{**defaults, **settings})
-    given = {"train_dataset": plain_data(), "eval_dataset": plain_data(8), **(trainer or {})}
-    return Trainer(model_init=model_init, args=args, **given)
-
-
 def rates(trial):
     return {"learning_rate": trial.suggest_float("learning_rate", 1e-4, 1e-1)}
+
+
+def states(study):
+    return [trial.state.name for trial in study.trials]
+
+
+def stored(folder):
+    """Keywords of a study in a file, with which it is continued."""
+    return {"storage": f"sqlite:///{folder}/a.db", "study_name": "a", "load_if_exists": True}
+
+
+def journal(folder):
+    return optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(folder / "journal")))
 
 
 # ---- Bad input -------------------------------------------------------------------------------------------------
 
 
-def no_dict(trial):
-    trial.suggest_float("learning_rate", 1e-4, 1e-1)
+def always(**choice):
+    return {"hp_space": lambda trial: choice}
 
 
+RAY = {"backend": "ray"}
 REFUSED = {
     "sigopt": ({"backend": "sigopt"}, UnsupportedArgument, r"SigOpt's service was shut down\. Use backend='optuna'"),
-    "ray": ({"backend": "ray"}, MissingPackage, r"pip install 'ray\[tune\]'"),
+    "ray": (RAY, MissingPackage, r"pip install 'ray\[tune\]'"),
     "unknown backend": ({"backend": "optunna"}, InvalidArgument, "did you mean 'optuna'"),
-    "unknown keyword": ({"studyname": "x"}, UnknownArgument, "has no argument 'studyname'; did you mean 'study_name'"),
     "directions": ({"directions": ["minimize"]}, UnknownArgument, "did you mean 'direction'"),
-    "direction": ({"direction": "down"}, InvalidArgument, "direction='down': give 'minimize' or 'maximize'"),
     "no direction": ({"direction": []}, InvalidArgument, "give 'minimize' or 'maximize', or a list"),
     "no seconds": ({"timeout": -1}, InvalidArgument, "timeout=-1: give a number of seconds above 0"),
     "seconds as text": ({"timeout": "10"}, InvalidArgument, "timeout='10': give a number of seconds"),
     "a callback alone": ({"callbacks": print}, InvalidArgument, "callbacks=.*: give a list of functions"),
     "no exceptions": ({"catch": "x"}, InvalidArgument, "catch='x': give exception classes"),
     "no database": ({"storage": "search.db"}, InvalidArgument, r"storage='search\.db' is not a database URL"),
-    "no truth": (
-        {"hp_space": lambda trial: {"dataloader_drop_last": "maybe"}},
-        InvalidArgument,
-        "dataloader_drop_last='maybe' is not a bool: give True or False",
-    ),
+    "no truth": (always(dataloader_drop_last="maybe"), InvalidArgument, "='maybe' is not a bool: give True or False"),
     "no trials": ({"n_trials": 0}, InvalidArgument, "n_trials=0: give a positive integer"),
     "no end": ({"n_trials": None}, InvalidArgument, "n_trials=None: the search would never end"),
     "no name to go on with": ({"load_if_exists": True}, InvalidArgument, "needs a study_name"),
     "a space that is none": ({"hp_space": {"learning_rate": 1}}, InvalidArgument, "hp_space=.*: give a function"),
-    "a misspelled argument": (
-        {"hp_space": lambda trial: {"learning_rte": trial.suggest_float("lr", 0, 1)}},
-        UnknownArgument,
-        "TrainingArguments has no argument 'learning_rte'; did you mean 'learning_rate'",
-    ),
-    "a method": ({"hp_space": lambda trial: {"to_dict": 1}}, UnknownArgument, "has no argument 'to_dict'"),
-    "an argument of the model": (
-        {"hp_space": lambda trial: {"zebras": 1}},
-        UnknownArgument,
-        r"has no argument 'zebras'; suggest hyperparameters of the model in model_init\(trial\)",
-    ),
-    "no dict": ({"hp_space": no_dict}, InvalidArgument, "hp_space returned None: it must return a dict"),
-    "no number": (
-        {"hp_space": lambda trial: {"num_train_epochs": "many"}},
-        InvalidArgument,
-        "num_train_epochs='many' is not of type float",
-    ),
-    "out of range": (
-        {"hp_space": lambda trial: {"gradient_accumulation_steps": 0}},
-        InvalidArgument,
-        "gradient_accumulation_steps=0: give a number of at least 1",
-    ),
-    "read once": ({"hp_space": lambda trial: {"report_to": "csv"}}, InvalidArgument, "report_to: read only when"),
-    "nothing returned": ({"compute_objective": lambda metrics: None}, InvalidArgument, "returned None: it must return"),
-    "two for one": ({"compute_objective": lambda metrics: (1, 2)}, InvalidArgument, r"returned \(1, 2\): .* a number"),
+    "a method": (always(to_dict=1), UnknownArgument, "has no argument 'to_dict'"),
+    "of the model": (always(zebras=1), UnknownArgument, r"'zebras'; suggest hyperparameters of the model in model_in"),
+    "no number": (always(num_train_epochs="many"), InvalidArgument, "num_train_epochs='many' is not of type float"),
+    "out of range": (always(gradient_accumulation_steps=0), InvalidArgument, "=0: give a number of at least 1"),
+    "nothing": ({"compute_objective": nothing}, InvalidArgument, "returned None: it must return"),
+    "two for one": ({"compute_objective": lambda _: (1, 2)}, InvalidArgument, r"returned \(1, 2\): .* a number"),
     "one for two": ({"direction": ["minimize"] * 2}, InvalidArgument, "it must return 2 numbers, one per direction"),
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_refused(tmp_path, monkeypatch, case):
-    keywords, error, words = REFUSED[case]
-    monkeypatch.setattr(RaySearch, "is_available", lambda: False)  # make test-downstream installs it
-    trainer = make_trainer(tmp_path, learning_rate=0.5)
-    with pytest.raises(error, match=words):
-        trainer.hyperparameter_search(**{"hp_space": rates, "n_trials": 2, **keywords})
-    assert trainer.hp_search_backend is None and trainer.args.learning_rate == 0.5
+class TestOptuna(SearchBackend):
+    name, keyword = "optuna", "study_name"
+
+    def grid(self, **values):
+        def space(trial):
+            return {name: trial.suggest_categorical(name, choices) for name, choices in values.items()}
+
+        count = math.prod(map(len, values.values()))
+        return {"hp_space": space, "n_trials": count, "sampler": optuna.samplers.GridSampler(values, seed=0)}
+
+    def failures(self, trainer, best, caplog):
+        failed = [trial for trial in trainer.hp_study.trials if trial.state.name == "FAIL"]
+        assert len(failed) == 2 and best.run_id not in [str(trial.number) for trial in failed]
+        return "\n".join(trial.user_attrs[FAILED] for trial in failed)
+
+    @pytest.mark.parametrize("case", REFUSED)
+    def test_refused_by_optuna(self, tmp_path, monkeypatch, case):
+        monkeypatch.setattr(RaySearch, "is_available", lambda: False)  # make test-downstream installs it
+        self.assert_refused(tmp_path, *REFUSED[case])
 
 
 def test_no_model_init(tmp_path):
@@ -118,28 +115,13 @@ def test_optuna_is_missing(tmp_path, monkeypatch):
 
 
 def test_a_study_that_exists(tmp_path):
-    keywords = {"hp_space": rates, "n_trials": 1, "storage": f"sqlite:///{tmp_path}/a.db", "study_name": "a"}
+    keywords = {**stored(tmp_path), "hp_space": rates, "n_trials": 1}
     make_trainer(tmp_path).hyperparameter_search(**keywords)
     with pytest.raises(InvalidArgument, match="study_name='a' is in the storage already: continue it with load_if"):
-        make_trainer(tmp_path).hyperparameter_search(**keywords)
+        make_trainer(tmp_path).hyperparameter_search(**{**keywords, "load_if_exists": False})
     for direction in ("maximize", ["minimize", "minimize"]):
         with pytest.raises(InvalidArgument, match=r"the study 'a' in the storage has \['minimize'\]"):
-            make_trainer(tmp_path).hyperparameter_search(direction=direction, load_if_exists=True, **keywords)
-
-
-def test_truths_and_numbers_of_other_libraries(tmp_path):
-    trainer, seen = make_trainer(tmp_path), []
-    trainer.add_callback(type("Look", (TrainerCallback,), {"on_train_begin": lambda *a, **k: seen.append(drops())}))
-
-    def drops():
-        return trainer.args.dataloader_drop_last
-
-    trainer.hyperparameter_search(
-        lambda trial: {"dataloader_drop_last": ["False", "true", 1][trial.number]},
-        compute_objective=lambda metrics: [metrics["eval_loss"]],
-        n_trials=np.int64(3),
-    )
-    assert seen == [False, True, True]
+            make_trainer(tmp_path).hyperparameter_search(direction=direction, **keywords)
 
 
 def test_the_default_objective_is_no_measurement(tmp_path):
@@ -148,59 +130,22 @@ def test_the_default_objective_is_no_measurement(tmp_path):
     trainer.evaluate()
     best = trainer.hyperparameter_search(rates, n_trials=1)
     assert best.objective == trainer.hp_study.best_value > 0.1
-    measured = ["eval_model_preparation_time", "eval_runtime", "eval_mem_cpu_alloc_delta", "eval_steps_per_second"]
+    measured = ["eval_model_preparation_time", "eval_runtime", "eval_mem_cpu_alloc_delta", "eval_a_per_second", "epoch"]
     assert default_compute_objective({"eval_loss": 1.0, **dict.fromkeys(measured, 9.0)}) == 1.0
+    assert default_compute_objective({"eval_loss": 1.0, "eval_a": 2.0, "eval_b": 3.0, "eval_runtime": 9.0}) == 5.0
 
 
 def test_names_for_the_model(tmp_path, caplog):
     """With a `model_init` that takes the trial, a name may be its own, unless it is nearly an argument's."""
-
-    def model_init(trial):
-        return Plain()
-
-    trainer = make_trainer(tmp_path, model_init=model_init)
+    trainer = make_trainer(tmp_path, model_init=lambda trial: Plain())
     with caplog.at_level(logging.INFO, "hftrainer"):
-        trainer.hyperparameter_search(lambda trial: {"width": 3}, n_trials=1)
+        trainer.hyperparameter_search(**always(width=3), n_trials=1)
     assert "Not training arguments, so only model_init can use them: width" in caplog.text
     with pytest.raises(UnknownArgument, match="did you mean 'learning_rate'"):
-        trainer.hyperparameter_search(lambda trial: {"learning_rat": 3}, n_trials=1)
+        trainer.hyperparameter_search(**always(learning_rat=3), n_trials=1)
 
 
-# ---- Trials that fail ------------------------------------------------------------------------------------------
-
-
-def of(study):
-    return [trial.state.name for trial in study.trials]
-
-
-def test_out_of_memory_is_skipped(tmp_path):
-    made = []
-
-    def model_init(trial):
-        made.append(trial)
-        if len(made) == 3:  # the Trainer makes one itself
-            raise torch.OutOfMemoryError("CUDA out of memory: as asked")
-        return Plain()
-
-    trainer = make_trainer(tmp_path, model_init=model_init)
-    best = trainer.hyperparameter_search(rates, n_trials=4)
-    assert of(trainer.hp_study) == ["COMPLETE", "FAIL", "COMPLETE", "COMPLETE"]
-    assert trainer.hp_study.trials[1].user_attrs[FAILED] == "OutOfMemoryError: CUDA out of memory: as asked"
-    assert best.run_id in "023" and isinstance(best, BestRun)
-
-
-def test_nan_is_skipped(tmp_path):
-    values = iter([1.0, 1.0, 1.0, math.nan, 3.0, 3.0])
-    trainer = make_trainer(tmp_path)
-    best = trainer.hyperparameter_search(rates, lambda metrics: next(values), n_trials=3, direction="maximize")
-    assert of(trainer.hp_study) == ["COMPLETE", "FAIL", "COMPLETE"]
-    assert trainer.hp_study.trials[1].user_attrs[FAILED] == "compute_objective returned nan"
-    assert (best.run_id, best.objective) == ("2", 3.0)
-
-
-def test_all_fail(tmp_path):
-    with pytest.raises(SearchFailed, match=r"No trial was completed \(2 fail\).*\n- compute_objective returned nan"):
-        make_trainer(tmp_path).hyperparameter_search(rates, lambda metrics: math.nan, n_trials=2)
+# ---- Trials that end early -------------------------------------------------------------------------------------
 
 
 class Failing(TrainerCallback):
@@ -211,19 +156,12 @@ class Failing(TrainerCallback):
 
 @pytest.mark.parametrize("catch", [KeyError, (KeyError,)])
 def test_other_errors_end_the_search_unless_caught(tmp_path, catch):
-    def halves(trial):
-        return {"learning_rate": trial.suggest_categorical("learning_rate", [0.01, 0.1])}
-
-    keywords = {
-        "hp_space": halves,
-        "n_trials": 2,
-        "sampler": optuna.samplers.GridSampler({"learning_rate": [0.01, 0.1]}),
-    }
+    keywords = TestOptuna().grid(learning_rate=[0.01, 0.1])
     with pytest.raises(KeyError, match="of the user's"):
         make_trainer(tmp_path, {"callbacks": [Failing]}).hyperparameter_search(**keywords)
     trainer = make_trainer(tmp_path, {"callbacks": [Failing]})
     trainer.hyperparameter_search(**keywords, catch=catch)
-    assert sorted(of(trainer.hp_study)) == ["COMPLETE", "FAIL"]
+    assert sorted(states(trainer.hp_study)) == ["COMPLETE", "FAIL"]
     assert {trial.user_attrs.get(FAILED) for trial in trainer.hp_study.trials} == {None, 'KeyError: "of the user\'s"'}
 
 
@@ -240,124 +178,19 @@ class Interrupting(TrainerCallback):
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
 def test_interrupted(tmp_path, error):
     """Ctrl-C keeps what is finished; the same call goes on, and another trial takes the place of the one cut off."""
-    keywords = {"storage": f"sqlite:///{tmp_path}/a.db", "study_name": "a", "load_if_exists": True, "n_trials": 3}
+    keywords = {**stored(tmp_path), "n_trials": 3}
     trainer = make_trainer(tmp_path, {"callbacks": [Interrupting(4, error)]})
     with pytest.raises(error):
         trainer.hyperparameter_search(rates, **keywords)
-    assert of(trainer.hp_study) == ["COMPLETE", "FAIL", "WAITING"]
+    assert states(trainer.hp_study) == ["COMPLETE", "FAIL", "WAITING"]
     assert trainer.hp_study.trials[1].user_attrs[INTERRUPTED] == f"stopped by {error.__name__}"
     trainer.hyperparameter_search(rates, **keywords)
-    assert of(trainer.hp_study) == ["COMPLETE", "FAIL", "COMPLETE", "COMPLETE"]
+    assert states(trainer.hp_study) == ["COMPLETE", "FAIL", "COMPLETE", "COMPLETE"]
     _, lost, again, last = trainer.hp_study.trials
     assert again.params == lost.params != last.params and again.user_attrs[RETRY_OF] == 1
     before = trainer.hp_study.best_trial.number
     assert trainer.hyperparameter_search(rates, **keywords).run_id == str(before)  # nothing is left to do
     assert len(trainer.hp_study.trials) == 4
-
-
-# ---- Which trials count ----------------------------------------------------------------------------------------
-
-
-def test_another_process_is_gone_or_not():
-    mine = this_process()
-    host, process, began = mine.split(" ")
-    assert not is_gone(mine)
-    assert is_gone(f"{host} {process} {int(began) - 1}")  # the id has been used again
-    assert is_gone(f"{host} {2**22 + 1} 1")
-    assert not is_gone(f"elsewhere {2**22 + 1} 1")
-
-
-def test_count(monkeypatch):
-    study = optuna.create_study()
-    count = TrialCount(study, 3)
-    assert count.remaining() == 3
-    study.enqueue_trial({"x": 1})  # waits: nobody has begun it
-    assert count.remaining() == 3
-    trials = [study.ask() for _ in range(3)]
-    trials[0].set_user_attr(OWNER, this_process())
-    trials[1].set_user_attr(OWNER, f"{this_process().split(' ')[0]} {2**22 + 1} 1")
-    trials[2].set_user_attr(OWNER, "elsewhere 1 1")
-    assert count.remaining() == 1
-    assert of(study) == ["RUNNING", "FAIL", "RUNNING"]
-    assert "has ended" in study.trials[1].user_attrs[INTERRUPTED]
-    fourth = study.ask()
-    assert not count.is_surplus(fourth.number)
-    fourth.set_user_attr(OWNER, this_process())
-    assert count.remaining() == 0
-    assert count.is_surplus(study.ask().number)
-    assert TrialCount(study, None).remaining() is None
-    study.tell(fourth, state=optuna.trial.TrialState.FAIL)  # without a reason, as Optuna's heartbeat does
-    assert TrialCount(study, 4).remaining() == 1
-
-
-def test_tried_again_once():
-    study = optuna.create_study()
-    for number in (0, 1):
-        trial = study.ask()
-        trial.suggest_float("x", 0, 1)
-        trial.set_user_attr(OWNER, f"{this_process().split(' ')[0]} {2**22 + 1} 1")
-        assert TrialCount(study, 1).remaining() == 1
-        assert of(study) == [["FAIL", "WAITING"], ["FAIL", "FAIL"]][number]
-    assert study.trials[0].params == study.trials[1].params
-
-
-def test_a_process_that_was_killed_before_it_could_try_again():
-    """It had said that the trial was cut off: the next search tries it, and the one after that does not."""
-    study = optuna.create_study()
-    trial = study.ask()
-    trial.suggest_float("x", 0, 1)
-    trial.set_user_attr(INTERRUPTED, "its process has ended")
-    study.tell(trial, state=optuna.trial.TrialState.FAIL)
-    for _ in range(2):
-        TrialCount(study, 1)
-        assert of(study) == ["FAIL", "WAITING"]
-    assert study.ask().suggest_float("x", 0, 1) == study.trials[0].params["x"]
-
-
-def test_tried_again_if_it_had_not_begun():
-    study = optuna.create_study()
-    study.enqueue_trial({"x": 0.25})
-    for _ in range(2):
-        trial = study.ask()
-        trial.set_user_attr(OWNER, f"{this_process().split(' ')[0]} {2**22 + 1} 1")
-        TrialCount(study, 1).remaining()
-    assert study.ask().suggest_float("x", 0, 1) == 0.25
-    assert [trial.user_attrs.get(RETRY_OF) for trial in study.trials] == [None, 0, 0]
-
-
-def test_another_process_has_finished_the_trial_meanwhile():
-    study = optuna.create_study()
-    trial = study.ask()
-    running = study.trials[0]
-    study.tell(trial, 0.5)
-    TrialCount(study, 1)._interrupt(running, "its process has ended")
-    assert of(study) == ["COMPLETE"]
-    assert INTERRUPTED not in study.trials[0].user_attrs
-
-
-def test_a_process_that_was_killed_before_it_said_who_it_is(monkeypatch):
-    monkeypatch.setattr("hftrainer.search.studies._TIME_TO_SET_OWNER", timedelta(seconds=0.3))
-    study = optuna.create_study()
-    study.ask()
-    assert TrialCount(study, 1).remaining() == 1  # after waiting
-    assert of(study) == ["FAIL"]
-
-
-def test_last_trials_begun_at_the_same_moment(tmp_path, monkeypatch):
-    """Another process takes the last one between our look and our trial."""
-    trainer = make_trainer(tmp_path)
-
-    original = optuna.Study.ask
-
-    def ask(study, *args):
-        if len(study.trials) == 2:
-            study.add_trial(optuna.create_trial(value=0.0))
-        return original(study, *args)
-
-    monkeypatch.setattr(optuna.Study, "ask", ask)
-    trainer.hyperparameter_search(rates, n_trials=3)
-    assert of(trainer.hp_study) == ["COMPLETE", "COMPLETE", "COMPLETE", "FAIL"]
-    assert "same time" in trainer.hp_study.trials[3].user_attrs[INTERRUPTED]
 
 
 def test_time_and_callbacks_end_it(tmp_path):
@@ -374,51 +207,146 @@ def test_time_and_callbacks_end_it(tmp_path):
     assert seen == [0]
 
 
+# ---- Which trials count ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def study():
+    return optuna.create_study()
+
+
+def begin(study, owner=GONE):
+    trial = study.ask()
+    trial.set_user_attr(OWNER, owner)
+    return trial
+
+
+def test_another_process_is_gone_or_not():
+    host, process, began = this_process().split(" ")
+    assert not is_gone(this_process())
+    assert is_gone(f"{host} {process} {int(began) - 1}")  # the id has been used again
+    assert is_gone(GONE)
+    assert not is_gone(GONE.replace(host, "elsewhere"))
+
+
+def test_count(study):
+    count = TrialCount(study, 3)
+    assert count.remaining() == 3
+    study.enqueue_trial({"x": 1})  # waits: nobody has begun it
+    assert count.remaining() == 3
+    for owner in (this_process(), GONE, "elsewhere 1 1"):
+        begin(study, owner)
+    assert count.remaining() == 1
+    assert states(study) == ["RUNNING", "FAIL", "RUNNING"]
+    assert "has ended" in study.trials[1].user_attrs[INTERRUPTED]
+    fourth = begin(study, this_process())
+    assert not count.is_surplus(fourth.number)
+    assert count.remaining() == 0
+    assert count.is_surplus(study.ask().number)
+    assert TrialCount(study, None).remaining() is None
+    study.tell(fourth, state=optuna.trial.TrialState.FAIL)  # without a reason, as Optuna's heartbeat does
+    assert TrialCount(study, 4).remaining() == 1
+
+
+def test_tried_again_once(study):
+    for found in (["FAIL", "WAITING"], ["FAIL", "FAIL"]):
+        begin(study).suggest_float("x", 0, 1)
+        assert TrialCount(study, 1).remaining() == 1
+        assert states(study) == found
+    assert study.trials[0].params == study.trials[1].params
+
+
+def test_a_process_that_was_killed_before_it_could_try_again(study):
+    """It had said that the trial was cut off: the next search tries it, and the one after that does not."""
+    trial = study.ask()
+    trial.suggest_float("x", 0, 1)
+    trial.set_user_attr(INTERRUPTED, "its process has ended")
+    study.tell(trial, state=optuna.trial.TrialState.FAIL)
+    for _ in range(2):
+        TrialCount(study, 1)
+        assert states(study) == ["FAIL", "WAITING"]
+    assert study.ask().suggest_float("x", 0, 1) == study.trials[0].params["x"]
+
+
+def test_tried_again_if_it_had_not_begun(study):
+    study.enqueue_trial({"x": 0.25})
+    for _ in range(2):
+        begin(study)
+        TrialCount(study, 1).remaining()
+    assert study.ask().suggest_float("x", 0, 1) == 0.25
+    assert [trial.user_attrs.get(RETRY_OF) for trial in study.trials] == [None, 0, 0]
+
+
+def test_another_process_has_finished_the_trial_meanwhile(study):
+    trial = study.ask()
+    running = study.trials[0]
+    study.tell(trial, 0.5)
+    TrialCount(study, 1)._interrupt(running, "its process has ended")
+    assert states(study) == ["COMPLETE"]
+    assert INTERRUPTED not in study.trials[0].user_attrs
+
+
+def test_a_process_that_was_killed_before_it_said_who_it_is(study, monkeypatch):
+    monkeypatch.setattr("hftrainer.search.studies._TIME_TO_SET_OWNER", timedelta(seconds=0.3))
+    study.ask()
+    assert TrialCount(study, 1).remaining() == 1  # after waiting
+    assert states(study) == ["FAIL"]
+
+
+def test_last_trials_begun_at_the_same_moment(tmp_path, monkeypatch):
+    """Another process takes the last one between our look and our trial."""
+    trainer, original = make_trainer(tmp_path), optuna.Study.ask
+
+    def ask(study, *args):
+        if len(study.trials) == 2:
+            study.add_trial(optuna.create_trial(value=0.0))
+        return original(study, *args)
+
+    monkeypatch.setattr(optuna.Study, "ask", ask)
+    trainer.hyperparameter_search(rates, n_trials=3)
+    assert states(trainer.hp_study) == ["COMPLETE", "COMPLETE", "COMPLETE", "FAIL"]
+    assert "same time" in trainer.hp_study.trials[3].user_attrs[INTERRUPTED]
+
+
 @pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning", "ignore:Heartbeat of storage")
 @pytest.mark.parametrize("kind", ["database", "journal"])
 def test_optuna_alone_does_not_notice_a_killed_process_at_once(tmp_path, kind):
     """Its heartbeat waits for a period of grace, and a journal has no heartbeat."""
-    if kind == "journal":
-        path = str(tmp_path / "journal")
-        storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(path))
-    else:
-        storage = optuna.storages.RDBStorage(f"sqlite:///{tmp_path}/a.db", heartbeat_interval=1)
+    database = f"sqlite:///{tmp_path}/a.db"
+    is_journal = kind == "journal"
+    storage = journal(tmp_path) if is_journal else optuna.storages.RDBStorage(database, heartbeat_interval=1)
     study = optuna.create_study(storage=storage)
-    trial = study.ask()
-    trial.set_user_attr(OWNER, f"{this_process().split(' ')[0]} {2**22 + 1} 1")
-    if kind == "database":
+    trial = begin(study)
+    if not is_journal:
         storage.record_heartbeat(trial._trial_id)
     optuna.storages.fail_stale_trials(study)
-    assert of(study) == ["RUNNING"]
+    assert states(study) == ["RUNNING"]
     assert TrialCount(study, 1).remaining() == 1
-    assert of(study) == ["FAIL"]
+    assert states(study) == ["FAIL"]
 
 
 def test_trials_on_another_machine(tmp_path, caplog):
     """Nobody here knows whether they are still running: they count, and the result says that they are not in it."""
-    keywords = {"storage": f"sqlite:///{tmp_path}/a.db", "study_name": "a"}
-    optuna.create_study(**keywords).ask().set_user_attr(OWNER, "elsewhere 1 1")
+    begin(optuna.create_study(**stored(tmp_path)), "elsewhere 1 1")
     trainer = make_trainer(tmp_path)
-    trainer.hyperparameter_search(rates, n_trials=3, load_if_exists=True, **keywords)
-    assert of(trainer.hp_study) == ["RUNNING", "COMPLETE", "COMPLETE"]
+    trainer.hyperparameter_search(rates, n_trials=3, **stored(tmp_path))
+    assert states(trainer.hp_study) == ["RUNNING", "COMPLETE", "COMPLETE"]
     assert "1 of the trials are still running in other processes" in caplog.text
 
 
 def test_enqueued_trials_come_first(tmp_path):
-    storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(tmp_path / "journal")))
-    optuna.create_study(storage=storage, study_name="a").enqueue_trial({"learning_rate": 0.03})
+    keywords = {**stored(tmp_path), "storage": journal(tmp_path)}
+    optuna.create_study(**keywords).enqueue_trial({"learning_rate": 0.03})
     trainer = make_trainer(tmp_path)
-    trainer.hyperparameter_search(rates, n_trials=2, storage=storage, study_name="a", load_if_exists=True)
+    trainer.hyperparameter_search(rates, n_trials=2, **keywords)
     assert len(trainer.hp_study.trials) == 2
     assert trainer.hp_study.trials[0].params == {"learning_rate": 0.03}
 
 
 def test_a_seeded_sampler_does_not_repeat_itself(tmp_path):
-    keywords = {"storage": f"sqlite:///{tmp_path}/a.db", "study_name": "a", "load_if_exists": True}
     for n_trials in (2, 4):
-        sampler = optuna.samplers.RandomSampler(seed=1)
-        trainer = make_trainer(tmp_path)
-        trainer.hyperparameter_search(rates, n_trials=n_trials, sampler=sampler, **keywords)
+        trainer, sampler = make_trainer(tmp_path), optuna.samplers.RandomSampler(seed=1)
+        trainer.hyperparameter_search(rates, n_trials=n_trials, sampler=sampler, **stored(tmp_path))
     assert len({trial.params["learning_rate"] for trial in trainer.hp_study.trials}) == 4
 
 
@@ -435,10 +363,10 @@ class Notes(TrainerCallback):
         self.found.append((args.to_dict(), self.trainer._train_batch_size, self.trainer._hftrainer.engine.plan))
 
 
-def run_with(folder, *choices, **settings):
+def run_with(folder, *choices, objective=None):
     notes, left = Notes(), iter(choices)
-    trainer = notes.trainer = make_trainer(folder, {"callbacks": [notes]}, **settings)
-    trainer.hyperparameter_search(lambda trial: next(left), n_trials=len(choices))
+    trainer = notes.trainer = make_trainer(folder, {"callbacks": [notes]})
+    trainer.hyperparameter_search(lambda trial: next(left), objective, n_trials=np.int64(len(choices)))
     return trainer, notes.found
 
 
@@ -459,17 +387,21 @@ def test_what_follows_from_arguments_is_built_anew(tmp_path):
 
 
 def test_label_smoothing_reaches_the_loss(tmp_path):
-    losses = []
-    for factor in (0.0, 0.5):
-        trainer = make_trainer(tmp_path)
-        losses.append(trainer.hyperparameter_search(lambda trial, f=factor: {"label_smoothing_factor": f}, n_trials=1))
-    assert losses[0].objective != losses[1].objective
+    factors = iter([0.0, 0.5])
+    trainer = make_trainer(tmp_path)
+    trainer.hyperparameter_search(lambda trial: {"label_smoothing_factor": next(factors)}, n_trials=2)
+    unsmoothed, smoothed = trainer.hp_study.trials
+    assert unsmoothed.value != smoothed.value
 
 
 def test_values_are_cast_but_not_cut_off(tmp_path):
-    _, found = run_with(tmp_path, {"seed": 3.7, "warmup_steps": 0.5, "per_device_train_batch_size": "4"})
-    args = found[0][0]
-    assert (args["seed"], args["warmup_steps"], args["per_device_train_batch_size"]) == (3, 0.5, 4)
+    """Also truths and numbers of other libraries."""
+    given = {"seed": 3.7, "warmup_steps": 0.5, "per_device_train_batch_size": "4"}
+    truths = [{"dataloader_drop_last": truth} for truth in ("False", "true", 1)]
+    _, found = run_with(tmp_path, given, *truths, objective=lambda metrics: [metrics["eval_loss"]])
+    first, *others = [args for args, *_ in found]
+    assert (first["seed"], first["warmup_steps"], first["per_device_train_batch_size"]) == (3, 0.5, 4)
+    assert [args["dataloader_drop_last"] for args in others] == [False, True, True]
 
 
 def test_best_batch_size_by_hand(tmp_path):
@@ -525,14 +457,3 @@ def test_a_rate_that_follows_a_metric_stays(tmp_path, caplog):
     trainer.train(str(tmp_path / "checkpoint-2"), trial={"learning_rate": 0.25})
     assert "ReduceLROnPlateau keeps the checkpoint's learning rate 0.5 instead of the trial's 0.25" in caplog.text
     assert trainer.optimizer.param_groups[0]["lr"] == 0.5
-
-
-def test_default_objective():
-    assert default_compute_objective({"eval_loss": 1.0, "epoch": 2, "eval_runtime": 3.0}) == 1.0
-    assert default_compute_objective({"eval_loss": 1.0, "eval_a": 2.0, "eval_b": 3.0, "eval_a_per_second": 1}) == 5.0
-
-
-def test_the_search_costs_no_import(processes):
-    code = "import sys, hftrainer.trainer; assert 'optuna' not in sys.modules"
-    done = processes.run("-c", code, fresh=True)
-    assert done.returncode == 0, done.stderr

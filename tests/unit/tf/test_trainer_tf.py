@@ -1,5 +1,6 @@
 """TFTrainer with torch's models and without TensorFlow; `make test-adapters` has the tests with it."""
 
+import contextlib
 import json
 import math
 import sys
@@ -36,6 +37,16 @@ class Loud(TFTrainer):
         self.seen.append(dict(logs))
 
 
+@pytest.fixture
+def make(tmp_path):
+    def make(train=None, evaluated=None, kind=Loud, model=None, folder=tmp_path, **settings):
+        own = {name: settings.pop(name) for name in ("compute_metrics", "optimizers", "tb_writer") if name in settings}
+        args = arguments(folder, **settings)
+        return kind(Still() if model is None else model, args, train_dataset=train, eval_dataset=evaluated, **own)
+
+    return make
+
+
 def by_hand(args, data, accumulation=1):
     """The losses and weights of a TFTrainer, computed with the formulas of Keras in float64's place: plain torch."""
     model = Still()
@@ -55,9 +66,7 @@ def by_hand(args, data, accumulation=1):
             rate = args.learning_rate * (1 - done / steps)
             done += 1
             correction = math.sqrt(1 - args.adam_beta2**done) / (1 - args.adam_beta1**done)
-            for parameter, m, v, (name, _) in zip(
-                model.parameters(), first, second, model.named_parameters(), strict=True
-            ):
+            for (name, parameter), m, v in zip(model.named_parameters(), first, second, strict=True):
                 gradient = parameter.grad
                 if accumulation > 1:
                     gradient = gradient.clamp(-args.max_grad_norm, args.max_grad_norm)
@@ -74,14 +83,12 @@ def by_hand(args, data, accumulation=1):
 @pytest.mark.parametrize(
     ("settings", "accumulation"),
     [({}, 1), ({"weight_decay": 0.3, "adam_epsilon": 1e-3}, 1), ({"max_grad_norm": 1e-3}, 2)],
-    ids=["adam", "decay", "accumulation"],
 )
-def test_formulas(tmp_path, settings, accumulation):
-    args = arguments(tmp_path, num_train_epochs=2, gradient_accumulation_steps=accumulation, **settings)
+def test_formulas(make, settings, accumulation):
     data = rows(24)
-    trainer = Loud(Still(), args, train_dataset=data)
+    trainer = make(data, num_train_epochs=2, gradient_accumulation_steps=accumulation, **settings)
     trainer.train()
-    losses, weights = by_hand(args, data, accumulation)
+    losses, weights = by_hand(trainer.args, data, accumulation)
     epochs = [(step + 1) / trainer.steps_per_epoch for step in range(len(losses))]
     assert [line["epoch"] for line in trainer.seen] == pytest.approx(epochs)
     for line, expected in zip(trainer.seen, losses, strict=True):
@@ -100,21 +107,20 @@ def test_schedule_with_a_warm_up():
     assert isinstance(create_optimizer(1.0, 10, 0)[1], PolynomialDecay)
 
 
-def test_resumed(tmp_path):
+def test_resumed(make, tmp_path):
     """Within an epoch: the same lines and weights as the undisturbed run, by the `checkpoint-xxx` in the folder."""
     settings = {"num_train_epochs": 3, "save_strategy": "steps", "save_steps": 7, "eval_strategy": "epoch"}
-    given = {"train_dataset": rows(), "eval_dataset": rows(6)}
-    whole = Loud(Still(), arguments(tmp_path / "whole", **settings), **given)
+    whole, part, resumed = (
+        make(rows(), rows(6), folder=tmp_path / name, **settings) for name in ("whole", "part", "part")
+    )
     whole.train()
 
     class Stop(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             control.should_training_stop = state.global_step == 7
 
-    part = Loud(Still(), arguments(tmp_path / "part", **settings), **given)
     part._engine.add_callback(Stop())
     part.train()
-    resumed = Loud(Still(), arguments(tmp_path / "part", **settings), **given)
     resumed.train()
     assert resumed.global_step == 15
     begun = next(index for index, line in enumerate(whole.seen) if line.get("epoch", 0) > 7 / 5)
@@ -123,12 +129,12 @@ def test_resumed(tmp_path):
         assert torch.equal(value, whole.model.state_dict()[name])
 
 
-def test_each_sample_is_evaluated_once(tmp_path):
+def test_each_sample_is_evaluated_once(make):
     def compute_metrics(prediction):
         return {"rows": len(prediction.predictions), "eval_right": float(prediction.label_ids.sum())}
 
     data = rows(10)
-    trainer = Loud(Still(), arguments(tmp_path), eval_dataset=data, compute_metrics=compute_metrics)
+    trainer = make(None, data, compute_metrics=compute_metrics)
     metrics = trainer.evaluate()
     assert metrics["eval_rows"] == 10
     assert metrics["eval_right"] == sum(row["label"] for row in data)
@@ -140,19 +146,17 @@ def test_each_sample_is_evaluated_once(tmp_path):
     np.testing.assert_allclose(predictions, outputs[:7].numpy(), atol=1e-6)
     assert labels.tolist() == [row["label"] for row in data[:7]]
     assert set(metrics) == {"eval_rows", "eval_right", "eval_loss"}
-    dropping = TFTrainer(Still(), arguments(tmp_path, dataloader_drop_last=True), eval_dataset=data)
-    assert dropping.get_eval_tfdataset()[1:] == (2, 8)
+    assert make(None, data, dataloader_drop_last=True).get_eval_tfdataset()[1:] == (2, 8)
 
 
-def test_evaluates_before_it_logs(tmp_path):
-    args = arguments(tmp_path, max_steps=2, eval_strategy="steps", eval_steps=1)
-    trainer = Loud(Still(), args, train_dataset=rows(), eval_dataset=rows(4))
+def test_evaluates_before_it_logs(make):
+    trainer = make(rows(), rows(4), max_steps=2, eval_strategy="steps", eval_steps=1)
     trainer.train()
-    assert [next(iter(line)) for line in trainer.seen] == ["eval_loss", "loss"] * 2
-    assert [next(iter(line)) for line in trainer._engine.state.log_history] == ["eval_loss", "loss"] * 2
+    for lines in (trainer.seen, trainer._engine.state.log_history):
+        assert [next(iter(line)) for line in lines] == ["eval_loss", "loss"] * 2
 
 
-def test_overrides(tmp_path):
+def test_overrides(make):
     calls = []
 
     class Own(TFTrainer):
@@ -176,7 +180,7 @@ def test_overrides(tmp_path):
             return super().prediction_step(features, labels, nb_instances_in_global_batch) + 1
 
     data = rows(8)
-    trainer = Own(Still(), arguments(tmp_path, num_train_epochs=1), train_dataset=data)
+    trainer = make(data, kind=Own, num_train_epochs=1)
     trainer.train()
     assert calls == ["data", 2, (4, 4), (4, 4)]
     model = Still()
@@ -193,7 +197,7 @@ def test_overrides(tmp_path):
     np.testing.assert_allclose(trainer.predict(data).predictions[:1], expected.numpy(), rtol=1e-5)
 
 
-def test_dict_of_labels(tmp_path):
+def test_dict_of_labels(make):
     """Counts as one instance: the loss of a batch is a sum, as in TFTrainer."""
 
     class Spans(nn.Module):
@@ -207,12 +211,11 @@ def test_dict_of_labels(tmp_path):
             return sum(both) / 2, logits
 
     data = [{"x": row["x"], "start_positions": row["label"], "end_positions": 0} for row in rows(8)]
-    trainer = Loud(Spans(), arguments(tmp_path, num_train_epochs=1), train_dataset=data)
+    trainer = make(data, model=Spans(), num_train_epochs=1)
     with torch.no_grad():
         features, labels = next(iter(RowDataset(data).repeat().shuffle(8, seed=42).batch(4)))
-        expected = trainer.model(
-            torch.from_numpy(features["x"]), **{name: torch.from_numpy(each) for name, each in labels.items()}
-        )[0]
+        inputs = {name: torch.from_numpy(each) for name, each in {**features, **labels}.items()}
+        expected = trainer.model(**inputs)[0]
     trainer.train()
     assert trainer.seen[0]["loss"] == pytest.approx(4 * expected.item(), rel=1e-5)
 
@@ -263,12 +266,8 @@ def test_clipping_by_norm(clipping, factor):
 def test_weight_decay_by_name():
     model = Still()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    given = AdamWeightDecay(
-        0.1,
-        weight_decay_rate=0.5,
-        include_in_weight_decay=["LayerNorm.w"],
-        exclude_from_weight_decay=["LayerNorm", "bias"],
-    )
+    which = {"include_in_weight_decay": ["LayerNorm.w"], "exclude_from_weight_decay": ["LayerNorm", "bias"]}
+    given = AdamWeightDecay(0.1, weight_decay_rate=0.5, **which)
     made, schedule = optimizers.to_torch(given, None, model, names)
     decayed = {names[id(parameter)] for parameter in made.param_groups[0]["params"]}
     assert decayed == {"dense.weight", "LayerNorm.weight", "out.weight"}
@@ -280,12 +279,12 @@ def test_weight_decay_by_name():
         AdamWeightDecay(decay=0.1)
 
 
-def test_tb_writer(tmp_path, monkeypatch):
+def test_tb_writer(make, monkeypatch):
     written = []
 
     class Writer:
         def as_default(self):
-            return open(tmp_path / "context", "w")
+            return contextlib.nullcontext()
 
         def flush(self):
             written.append("flushed")
@@ -294,13 +293,13 @@ def test_tb_writer(tmp_path, monkeypatch):
     fake = types.SimpleNamespace(summary=summary, random=types.SimpleNamespace(set_seed=written.append))
     fake.config = types.SimpleNamespace(set_visible_devices=lambda devices, kind: written.append(kind))
     monkeypatch.setitem(sys.modules, "tensorflow", fake)
-    args = arguments(tmp_path, max_steps=1)
-    assert written == ["GPU"]
-    TFTrainer(Still(), args, train_dataset=rows(), tb_writer=Writer()).train()
+    make(rows(), kind=TFTrainer, max_steps=1, tb_writer=Writer()).train()
     assert written == ["GPU", 42, ("loss", 1), ("learning_rate", 1), ("epoch", 1), "flushed"]
 
 
-def test_trackers_are_set_up_by_overrides(tmp_path, monkeypatch):
+def test_trackers_are_set_up_by_overrides(make, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "disabled")
     called = []
 
     class Own(TFTrainer):
@@ -310,16 +309,13 @@ def test_trackers_are_set_up_by_overrides(tmp_path, monkeypatch):
         def setup_comet(self):
             called.append("comet")
 
-    monkeypatch.setenv("WANDB_MODE", "disabled")
-    pytest.importorskip("wandb")
-    Own(Still(), arguments(tmp_path, report_to="wandb"))
-    assert called == ["wandb"]
-    Own(Still(), arguments(tmp_path))
+    for reporter in ("wandb", "none"):
+        make(kind=Own, report_to=reporter)
     assert called == ["wandb"]
 
 
-def test_saved_model_and_state(tmp_path):
-    trainer = TFTrainer(Still(), arguments(tmp_path, max_steps=3, save_strategy="steps", save_steps=2), rows())
+def test_saved_model_and_state(make, tmp_path):
+    trainer = make(rows(), max_steps=3, save_strategy="steps", save_steps=2)
     trainer.train()
     trainer.save_model()
     assert (tmp_path / "model.safetensors").is_file()
@@ -330,20 +326,17 @@ def test_saved_model_and_state(tmp_path):
         assert trainer.args.n_gpu == 1
 
 
-class TwoEpochs(torch.utils.data.IterableDataset):
-    """Its length is unknown."""
+def test_length_is_counted(make):
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            yield from rows(6)
 
-    def __iter__(self):
-        yield from rows(6)
-
-
-def test_length_is_counted(tmp_path, caplog):
-    trainer = TFTrainer(Still(), arguments(tmp_path, num_train_epochs=1), train_dataset=TwoEpochs())
+    trainer = make(Stream(), num_train_epochs=1)
     trainer.train()
     assert (trainer.num_train_examples, trainer.steps_per_epoch) == (6, 2)
 
 
-def test_datasets_of_other_libraries(tmp_path):
+def test_datasets_of_other_libraries(make):
     """The columns that the model does not take go; pairs of a torch dataset are as those of tf.data."""
     datasets = pytest.importorskip("datasets")
     named = datasets.Dataset.from_list([{**row, "x": row["x"].tolist(), "text": "a word"} for row in rows()])
@@ -357,7 +350,7 @@ def test_datasets_of_other_libraries(tmp_path):
 
     found = []
     for data in (rows(), named, Pairs()):
-        trainer = Loud(Still(), arguments(tmp_path, num_train_epochs=1), train_dataset=data)
+        trainer = make(data, num_train_epochs=1)
         trainer.train()
         found.append(trainer.seen)
     assert found[0] == found[2]
@@ -370,41 +363,43 @@ def test_command_line(tmp_path):
     with pytest.warns(FutureWarning, match="evaluation_strategy is now eval_strategy"):
         (args,) = parser.parse_args_into_dataclasses(["--output_dir", str(tmp_path), *words.split()])
     assert (args.poly_power, args.torch_compile, args.eval_strategy) == (2.0, True, "epoch")
+    assert not arguments(tmp_path).torch_compile
 
 
 def test_each_iteration_has_its_own_order():
-    pipeline = RowDataset([{"x": np.array([number]), "label": number} for number in range(50)]).shuffle(50, seed=1)
+    numbered = [{"x": np.array([number]), "label": number} for number in range(50)]
+    pipeline, again = (RowDataset(numbered).shuffle(50, seed=1) for _ in range(2))
     first, second = ([label for _, label in pipeline] for _ in range(2))
     assert first != second
     assert sorted(first) == sorted(second) == list(range(50))
-    again = RowDataset([{"x": 0, "label": number} for number in range(50)]).shuffle(50, seed=1)
     assert [label for _, label in again] == first
     resumed = Batches(pipeline.batch(50), 1)  # a new pipeline, whose second pass a resumed run begins with
     resumed.epoch = 1
     assert next(iter(resumed))["labels"].tolist() == second
 
 
-# ---- What cannot work
+def test_dropout_is_off_in_evaluations(make):
+    trainer = make(None, [{"x": torch.ones(8), "labels": 1}] * 4, kind=TFTrainer, model=make_plain())
+    assert trainer.evaluate() == trainer.evaluate()
+
+
+# ---- What cannot work ------------------------------------------------------------------------------------------------
 
 
 class Endless:
     """As tf.data answers for a dataset that repeats."""
 
-    def __init__(self, cardinality=-1):
-        self.rows = RowDataset(rows())
-        self._cardinality = cardinality
-
     def cardinality(self):
-        return self._cardinality
+        return -1
 
     def batch(self, size, drop_remainder=False):
-        return self.rows.repeat().batch(size)
+        return RowDataset(rows()).repeat().batch(size)
 
 
-def test_infinite_data_needs_max_steps(tmp_path):
+def test_infinite_data_needs_max_steps(make):
     with pytest.raises(InvalidArgument, match=r"infinite: dataset\.take"):
-        TFTrainer(Still(), arguments(tmp_path), train_dataset=Endless()).train()
-    trainer = Loud(Still(), arguments(tmp_path, max_steps=3), train_dataset=Endless())
+        make(Endless()).train()
+    trainer = make(Endless(), max_steps=3)
     trainer.train()
     assert trainer.global_step == len(trainer.seen) == 3
     with pytest.raises(InvalidArgument, match="infinite"):
@@ -421,14 +416,15 @@ BAD_DATA = {
     "no names": ([(x, 0)] * 4, "features being a dict of names"),
     "empty": ([], "The dataset is empty"),
     "no dataset": (7, "int is no dataset"),
+    "none": (None, "needs a train_dataset"),
 }
 
 
 @pytest.mark.parametrize("name", BAD_DATA)
-def test_bad_data(tmp_path, name):
+def test_bad_data(make, name):
     data, message = BAD_DATA[name]
     with pytest.raises(InvalidArgument, match=message):
-        TFTrainer(Still(), arguments(tmp_path, remove_unused_columns=False), train_dataset=data).train()
+        make(data, remove_unused_columns=False).train()
 
 
 def test_ragged_tensors_are_refused():
@@ -437,101 +433,58 @@ def test_ragged_tensors_are_refused():
         next(iter(Batches([({"x": ragged, "y": x}, [0, 1, 2, 3])], 1)))
 
 
-def test_missing_data(tmp_path):
-    trainer = TFTrainer(Still(), arguments(tmp_path))
-    with pytest.raises(InvalidArgument, match="needs a train_dataset"):
-        trainer.train()
+def test_missing_data(make):
     with pytest.raises(InvalidArgument, match="needs an eval_dataset"):
-        trainer.evaluate()
-    dropping = TFTrainer(Still(), arguments(tmp_path, dataloader_drop_last=True))
+        make().evaluate()
     with pytest.raises(InvalidArgument, match="leaves nothing of the 3 samples"):
-        dropping.evaluate(rows(3))
+        make(dataloader_drop_last=True).evaluate(rows(3))
 
 
-def of_keras(**attributes):
-    return type("Functional", (), {"__module__": "keras.src.models", **attributes})()
+OfKeras = type("Functional", (), {"__module__": "keras.src.models"})
+OfTensorFlow = type("EagerTensor", (), {"__module__": "tensorflow.python.framework.ops"})
+TFBertForNothing = type("TFBertForNothing", (), {"config": None, "get_weights": lambda self: []})
+Nadam = type("Nadam", (), {"get_config": lambda self: {}})
 
 
-class TFBertForNothing:
-    config = None
+def overriding(**methods):
+    """A TFTrainer whose methods return values, whatever they are given."""
+    returning = {name: lambda self, *given, value=value, **more: value for name, value in methods.items()}
+    return {"kind": type("Own", (TFTrainer,), returning)}
 
-    def get_weights(self):
-        return []
 
-
-BAD_MODELS = {
-    "keras on TensorFlow": (of_keras(), "Functional is a Keras model.*KERAS_BACKEND=torch"),
-    "no model": ("bert-base", "str is neither a torch module"),
-    "no twin": (TFBertForNothing(), "transformers has no BertForNothing"),
+LIGHTNING = r"Own\.{}: Lightning runs the steps".format
+UNSUPPORTED = {
+    "keras on TensorFlow": ({"model": OfKeras()}, "Functional is a Keras model.*KERAS_BACKEND=torch"),
+    "no model": ({"model": "bert-base"}, "str is neither a torch module"),
+    "no twin": ({"model": TFBertForNothing()}, "transformers has no BertForNothing"),
+    "a loss": (overriding(run_model=(OfTensorFlow(), None)), r"a loss of tensorflow \(EagerTensor\).*torch has to"),
+    "gradients": (overriding(training_step=[torch.zeros(3)]), "training_step returns list: return the loss"),
+    **{
+        name: (overriding(**{name: None}), LIGHTNING(name))
+        for name in ("apply_gradients", "distributed_training_steps", "distributed_prediction_steps")
+    },
+    "an optimizer": ({"optimizers": (Nadam(), lambda step: 0.1)}, "optimizers: Nadam has no counterpart"),
+    **{
+        name: ({name: "mine"}, rf"{name}: TensorFlow connects.*run --tpu")
+        for name in ("tpu_name", "tpu_zone", "gcp_project")
+    },
 }
 
 
-@pytest.mark.parametrize("name", BAD_MODELS)
-def test_bad_models(tmp_path, name):
-    pytest.importorskip("transformers")
-    model, message = BAD_MODELS[name]
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_unsupported(make, name):
+    given, message = UNSUPPORTED[name]
     with pytest.raises(UnsupportedArgument, match=message):
-        TFTrainer(model, arguments(tmp_path))
+        make(rows(), **given).train()
 
 
-def test_loss_of_another_library(tmp_path):
-    tensor = type("EagerTensor", (), {"__module__": "tensorflow.python.framework.ops"})
-
-    class Own(TFTrainer):
-        def run_model(self, features, labels, training):
-            return tensor(), None
-
-    with pytest.raises(UnsupportedArgument, match=r"a loss of tensorflow \(EagerTensor\).*torch has to"):
-        Own(Still(), arguments(tmp_path), train_dataset=rows()).train()
-
-
-def test_gradients_are_not_returned(tmp_path):
-    class Own(TFTrainer):
-        def training_step(self, features, labels, nb_instances_in_global_batch):
-            return [torch.zeros(3)]
-
-    with pytest.raises(UnsupportedArgument, match="training_step returns list: return the loss"):
-        Own(Still(), arguments(tmp_path), train_dataset=rows()).train()
-
-
-@pytest.mark.parametrize("name", ["apply_gradients", "distributed_training_steps", "distributed_prediction_steps"])
-def test_overrides_that_nothing_calls(tmp_path, name):
-    own = type("Own", (TFTrainer,), {name: lambda self, *args: None})
-    with pytest.raises(UnsupportedArgument, match=rf"Own\.{name}: Lightning runs the steps"):
-        own(Still(), arguments(tmp_path))
-
-
-def test_optimizers_that_have_no_counterpart(tmp_path):
-    class Nadam:
-        def get_config(self):
-            return {}
-
-    args = arguments(tmp_path, max_steps=1)
-    with pytest.raises(UnsupportedArgument, match="optimizers: Nadam has no counterpart"):
-        TFTrainer(Still(), args, rows(), optimizers=(Nadam(), lambda step: 0.1)).train()
+def test_a_schedule_needs_an_optimizer(make):
     with pytest.raises(InvalidArgument, match="a schedule and no optimizer"):
-        TFTrainer(Still(), args, rows(), optimizers=(None, lambda step: 0.1)).train()
+        make(rows(), optimizers=(None, lambda step: 0.1)).train()
 
 
-def test_checkpoints_of_tensorflow(tmp_path):
+def test_checkpoints_of_tensorflow(make, tmp_path):
     (tmp_path / "checkpoint").mkdir()
     (tmp_path / "checkpoint" / "ckpt-3.index").touch()
     with pytest.raises(UnsupportedArgument, match=r"ckpt-3\.index is a checkpoint of TensorFlow"):
-        TFTrainer(Still(), arguments(tmp_path, max_steps=1), train_dataset=rows()).train()
-
-
-@pytest.mark.parametrize("name", ["tpu_name", "tpu_zone", "gcp_project"])
-def test_tpus_of_the_cloud(tmp_path, name):
-    with pytest.raises(UnsupportedArgument, match=rf"{name}: TensorFlow connects.*run --tpu"):
-        arguments(tmp_path, **{name: "mine"})
-
-
-def test_xla_compiles(tmp_path):
-    assert arguments(tmp_path, xla=True).torch_compile
-    assert not arguments(tmp_path).torch_compile
-
-
-def test_dropout_is_off_in_evaluations(tmp_path):
-    data = [{"x": torch.ones(8), "labels": 1}] * 4
-    trainer = TFTrainer(make_plain(), arguments(tmp_path), eval_dataset=data)
-    assert trainer.evaluate() == trainer.evaluate()
+        make(rows(), max_steps=1).train()

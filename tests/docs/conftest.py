@@ -1,0 +1,7 @@
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path, monkeypatch):
+    """Code of documents and pages writes beside itself."""
+    monkeypatch.chdir(tmp_path)

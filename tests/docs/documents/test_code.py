@@ -1,0 +1,480 @@
+"""What the documents say in code, signatures and docstrings, one block after the other: see blocks.toml."""
+
+import contextlib
+import functools
+import inspect
+import logging
+import re
+import shutil
+import sys
+import warnings
+
+import datasets
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from hftrainer import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainerCallback, TrainingArguments
+from hftrainer.arguments.releases import EARLIER_DEFAULTS
+from hftrainer.trainer_callback import ProgressCallback
+from hftrainer.trainer_utils import default_hp_space_optuna
+from tests.docs.documents.running import losses, parsed, quiet
+from tests.support import tiny
+from tests.support.parity import alike, assert_equal, assert_same_weights, build
+
+
+def make(folder, trainer_class=Trainer, model=None, data=8, **given):
+    """A Trainer of a tiny model; keywords that are arguments go to its arguments."""
+    fields = TrainingArguments.__dataclass_fields__
+    settings = {name: given.pop(name) for name in list(given) if name in fields}
+    given.setdefault("train_dataset", tiny.plain_data(data))
+    model = tiny.make_plain() if model is None and "model_init" not in given else model
+    return trainer_class(model, quiet(folder, **settings), **given)
+
+
+# ---- Subclasses -----------------------------------------------------------------------------------------------------
+
+
+def my_custom_loss(logits, labels):
+    return nn.functional.multi_margin_loss(logits, labels)
+
+
+class MyTrainer(Trainer):
+    """Of v4.1, with a loss of its own."""
+
+    def compute_loss(self, model, inputs):
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        logits = outputs[0]
+        return my_custom_loss(logits, labels)
+
+
+class MultilabelTrainer(Trainer):
+    """Of v4.15."""
+
+    def compute_loss(self, model, inputs, return_outputs=False):
+        labels = inputs.get("labels")
+        outputs = model(**inputs)
+        logits = outputs.get("logits")
+        loss_fct = nn.BCEWithLogitsLoss()
+        loss = loss_fct(
+            logits.view(-1, self.model.config.num_labels), labels.float().view(-1, self.model.config.num_labels)
+        )
+        return (loss, outputs) if return_outputs else loss
+
+
+class CustomTrainer(Trainer):
+    """Of the Chinese guide."""
+
+    def compute_loss(self, model, inputs, return_outputs=False):
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        logits = outputs.get("logits")
+        loss_fct = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0], device=model.device))
+        loss = loss_fct(logits.view(-1, self.model.config.num_labels), labels.view(-1))
+        return (loss, outputs) if return_outputs else loss
+
+
+#: Class → its loss of logits and labels.
+LOSSES = {
+    MyTrainer: my_custom_loss,
+    MultilabelTrainer: nn.functional.binary_cross_entropy_with_logits,
+    CustomTrainer: functools.partial(nn.functional.cross_entropy, weight=torch.tensor([1.0, 2.0, 3.0])),
+}
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_losses_of_subclasses(kind, tmp_path):
+    """Trains on its loss, which is the evaluation's too."""
+    model, data = tiny.without_dropout(tiny.make_bert)(), tiny.text_data(8)
+    for row in data:
+        row["labels"] = torch.tensor(row.pop("label"))
+        if kind is MultilabelTrainer:
+            row["labels"] = nn.functional.one_hot(row["labels"], 3).float()
+    if kind is MultilabelTrainer:
+        model.config.problem_type = "multi_label_classification"
+    batch = {name: torch.stack([row[name] for row in data]) for name in data[0]}
+    labels = batch.pop("labels")
+
+    def expected():
+        return pytest.approx(LOSSES[kind](model(**batch).logits, labels).item(), rel=1e-6)
+
+    before = expected()
+    trainer = make(tmp_path, kind, model, max_steps=3, learning_rate=1e-2, train_dataset=data)
+    trainer.train()
+    logged = losses(trainer.state.log_history)
+    assert logged[0] == before
+    assert logged[2] < logged[0]
+    assert trainer.evaluate(data)["eval_loss"] == expected()
+    assert trainer.predict(data).predictions.shape == (8, 3)
+
+
+class OwnOptimizer(Trainer):
+    asked = 0
+
+    def create_optimizer_and_scheduler(self, num_training_steps):
+        self.asked += 1
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
+        self.lr_scheduler = torch.optim.lr_scheduler.ConstantLR(self.optimizer, 1.0, num_training_steps)
+
+
+def test_own_optimizer_and_scheduler(tmp_path):
+    trainer = make(tmp_path, OwnOptimizer)
+    trainer.train()
+    assert trainer.asked == 1
+    assert [line["learning_rate"] for line in trainer.state.log_history if "loss" in line] == [0.1, 0.1]
+
+
+# ---- Signatures -----------------------------------------------------------------------------------------------------
+
+#: Methods of v4.15 and their parameters.
+SIGNATURES = """
+  add_callback: callback
+  create_scheduler: num_training_steps optimizer=None
+  evaluate: eval_dataset=None ignore_keys=None metric_key_prefix='eval'
+  evaluation_loop: dataloader description prediction_loss_only=None ignore_keys=None metric_key_prefix='eval'
+  floating_point_ops: inputs
+  get_eval_dataloader: eval_dataset=None
+  get_test_dataloader: test_dataset
+  hyperparameter_search: hp_space=None compute_objective=None n_trials=20 direction='minimize' backend=None hp_name=None
+  log: logs
+  log_metrics: split metrics
+  metrics_format: metrics
+  pop_callback: callback
+  predict: test_dataset ignore_keys=None metric_key_prefix='test'
+  prediction_loop: dataloader description prediction_loss_only=None ignore_keys=None metric_key_prefix='eval'
+  prediction_step: model inputs prediction_loss_only ignore_keys=None
+  push_to_hub: commit_message='End of training' blocking=True
+  remove_callback: callback
+  save_metrics: split metrics combined=True
+  train: resume_from_checkpoint=None trial=None ignore_keys_for_eval=None
+  training_step: model inputs
+  main_process_first: local=True desc='work'"""
+
+
+def read(text):
+    """Name → default, or no default."""
+    pairs = re.findall(r"(\w+)(?:=('[^']*'|\([^)]*\)|\S+))?", text)
+    return {name: eval(default) if default else inspect.Parameter.empty for name, default in pairs}
+
+
+def parameters(function):
+    found = inspect.signature(function).parameters
+    return {name: each.default for name, each in found.items() if name != "self"}
+
+
+@pytest.mark.parametrize(("name", "text"), re.findall(r"(\w+): (.*)", SIGNATURES))
+def test_signatures(name, text):
+    """Called by position or by name: what later releases have added comes after it, with a default."""
+    documented = read(text)
+    ours = parameters(getattr(TrainingArguments if name == "main_process_first" else Trainer, name))
+    assert dict(list(ours.items())[: len(documented)]) == documented
+    added = {name: ours[name] for name in ours.keys() - documented.keys() - {"kwargs"}}
+    assert inspect.Parameter.empty not in added.values()
+
+
+def test_signature_of_the_trainer():
+    """The first seven by position, as in later releases, and all by name."""
+    text = "model=None args=None data_collator=None train_dataset=None eval_dataset=None tokenizer=None model_init=None"
+    documented = read(f"{text} compute_metrics=None callbacks=None optimizers=(None,None)")
+    ours = parameters(Trainer)
+    assert {name: ours[name] for name in documented} == documented
+    assert list(ours)[:7] == ["processing_class" if name == "tokenizer" else name for name in documented][:7]
+
+
+def test_generation_by_position_and_by_name(tmp_path, monkeypatch):
+    """`max_length` and `num_beams`; the prefix of predict() is that of later releases."""
+    model, data, asked = tiny.make_t5(), tiny.t5_data(4), []
+    generate = model.generate
+
+    def noting(*inputs, **settings):
+        asked.append((settings["max_length"], settings["num_beams"]))
+        return generate(*inputs, **settings)
+
+    monkeypatch.setattr(model, "generate", noting)
+    args = quiet(tmp_path, Seq2SeqTrainingArguments, predict_with_generate=True)
+    trainer = Seq2SeqTrainer(model, args, compute_metrics=lambda prediction: {})
+    evaluated = [trainer.evaluate(data, None, "eval", 7, 2), trainer.evaluate(data, max_length=7, num_beams=2)]
+    predicted = [trainer.predict(data, None, "eval", 7, 2), trainer.predict(data, max_length=7, num_beams=2)]
+    assert evaluated[0]["eval_loss"] == evaluated[1]["eval_loss"]
+    assert np.array_equal(predicted[0].predictions, predicted[1].predictions)
+    assert predicted[0].metrics["eval_loss"] == predicted[1].metrics["test_loss"]
+    assert asked == [(7, 2)] * 4
+
+
+ARGUMENTS = """
+    overwrite_output_dir=False do_train=False do_eval=False do_predict=False evaluation_strategy='no'
+    prediction_loss_only=False per_device_train_batch_size=8 per_device_eval_batch_size=8 per_gpu_train_batch_size=None
+    per_gpu_eval_batch_size=None gradient_accumulation_steps=1 eval_accumulation_steps=None learning_rate=5e-05
+    weight_decay=0.0 adam_beta1=0.9 adam_beta2=0.999 adam_epsilon=1e-08 max_grad_norm=1.0 num_train_epochs=3.0
+    max_steps=-1 lr_scheduler_type='linear' warmup_ratio=0.0 warmup_steps=0 log_level='passive'
+    log_level_replica='passive' log_on_each_node=True logging_dir=None logging_strategy='steps'
+    logging_first_step=False logging_steps=500 logging_nan_inf_filter=True save_strategy='steps' save_steps=500
+    save_total_limit=None save_on_each_node=False no_cuda=False seed=42 bf16=False fp16=False fp16_opt_level='O1'
+    half_precision_backend='auto' bf16_full_eval=False fp16_full_eval=False tf32=None local_rank=-1 xpu_backend=None
+    tpu_num_cores=None tpu_metrics_debug=False debug='' dataloader_drop_last=False eval_steps=None
+    dataloader_num_workers=0 past_index=-1 run_name=None disable_tqdm=None remove_unused_columns=True label_names=None
+    load_best_model_at_end=False metric_for_best_model=None greater_is_better=None ignore_data_skip=False
+    sharded_ddp='' deepspeed=None label_smoothing_factor=0.0 adafactor=False group_by_length=False
+    length_column_name='length' report_to=None ddp_find_unused_parameters=None dataloader_pin_memory=True
+    skip_memory_metrics=True use_legacy_prediction_loop=False push_to_hub=False resume_from_checkpoint=None
+    hub_model_id=None hub_strategy='every_save' hub_token=None gradient_checkpointing=False fp16_backend='auto'
+    push_to_hub_model_id=None push_to_hub_organization=None push_to_hub_token=None mp_parameters=''"""
+OF_GENERATION = "sortish_sampler=False predict_with_generate=False generation_max_length=None generation_num_beams=None"
+DEFAULTS = {TrainingArguments: ARGUMENTS, Seq2SeqTrainingArguments: f"{ARGUMENTS} {OF_GENERATION}"}
+
+
+@pytest.mark.parametrize("kind", DEFAULTS)
+def test_documented_defaults(kind):
+    """Each is there; given with the documented default, it changes nothing but what the releases have changed since."""
+    documented = read(DEFAULTS[kind])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        given, left_out = (kind("x", **settings).to_dict() for settings in (documented, {}))
+    assert {name for name in left_out if given[name] != left_out[name]} == {"log_level_replica"}
+    assert given.keys() == left_out.keys()
+    # The defaults that the classes have are these too, but for the ones that follow from others.
+    assert set(documented) & {"optim", *EARLIER_DEFAULTS} == {"log_level_replica", "report_to"}
+
+
+@pytest.mark.parametrize("words", ["--fp16_backend amp", "--fp16_backend apex --fp16_opt_level 01"])
+def test_fp16_by_amp_and_by_apex(words):
+    """Apex's amp is gone; its O1 is what torch's autocast does."""
+    with pytest.warns(FutureWarning, match="[Aa]pex") if "apex" in words else contextlib.nullcontext():
+        trainer = Trainer(tiny.make_bert(), parsed(f"--fp16 {words}"), train_dataset=tiny.text_data(8))
+    assert (trainer.args.fp16, trainer.accelerator.mixed_precision) == (True, "fp16")
+
+
+@pytest.fixture
+def loggers(monkeypatch):
+    """Those that a Trainer or the block sets; they are set back."""
+    found = [logging.getLogger(name) for name in ("hftrainer", "transformers", "datasets")]
+    before = [logger.level for logger in found]
+    monkeypatch.setattr(logging.root, "handlers", list(logging.root.handlers))
+    yield found
+    for logger, level in zip(found, before, strict=True):
+        logger.setLevel(level)
+
+
+@pytest.mark.parametrize("words", ["", "--log_level error"])
+def test_levels_of_a_script(words, loggers):
+    """Without words the levels stay as they are, as in releases from v4.30 on; the text says INFO."""
+    training_args = parsed(words)
+    logger = logging.getLogger(__name__)
+    logging.basicConfig(
+        format="%(asctime)s - %(levelname)s - %(name)s - %(message)s",
+        datefmt="%m/%d/%Y %H:%M:%S",
+        handlers=[logging.StreamHandler(sys.stdout)],
+    )
+    log_level = training_args.get_process_log_level()
+    logger.setLevel(log_level)
+    datasets.utils.logging.set_verbosity(log_level)
+    transformers.utils.logging.set_verbosity(log_level)
+    Trainer(tiny.make_plain(), training_args)
+    assert log_level == (logging.ERROR if words else logging.WARNING)
+    assert {each.getEffectiveLevel() for each in loggers} == {log_level}
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--log_level warning --log_level_replica error", "WEWE"),
+        ("--log_level warning --log_level_replica error --log_on_each_node 0", "WEEE"),
+        ("--log_level error --log_level_replica error --log_on_each_node 0", "EEEE"),
+    ],
+)
+def test_log_levels_of_two_nodes(words, expected, monkeypatch):
+    """Of two processes on each."""
+    monkeypatch.setattr(TrainingArguments, "_connect_launched", lambda self: None)  # the processes are made up
+    found = []
+    for rank in range(4):
+        place = {"RANK": rank, "LOCAL_RANK": rank % 2, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": rank // 2}
+        for name, value in {**place, "MASTER_ADDR": "localhost", "MASTER_PORT": 29501}.items():
+            monkeypatch.setenv(name, str(value))
+        found.append(parsed(words).get_process_log_level())
+    assert found == [{"W": logging.WARNING, "E": logging.ERROR}[each] for each in expected]
+
+
+def test_report_of_memory(tmp_path, capsys):
+    """In the first stage that is run."""
+    pytest.importorskip("psutil")
+    trainer = make(tmp_path, skip_memory_metrics=False)
+    trainer.log_metrics("train", trainer.train().metrics)
+    printed = capsys.readouterr().out
+    for name in ("init_mem_cpu_alloc_delta", "init_mem_cpu_peaked_delta", "train_mem_cpu_alloc_delta"):
+        assert re.search(rf"{name} += +-?\d+MB", printed), printed
+    assert re.search(r"train_mem_cpu_peaked_delta += +\d+MB", printed)
+
+
+# ---- What a Trainer is made with ------------------------------------------------------------------------------------
+
+
+def test_output_folder_by_default():
+    assert Trainer(tiny.make_plain()).args.output_dir == "tmp_trainer"
+
+
+def test_tokenizer_is_the_processing_class(tmp_path):
+    words = tiny.tokenizer()
+    with pytest.warns(FutureWarning, match="processing_class"):
+        trainer = make(tmp_path, model=tiny.make_bert(), tokenizer=words)
+    assert trainer.processing_class is words
+    trainer.save_model()
+    assert (tmp_path / "tokenizer.json").is_file()
+
+
+def test_best_of_several_sets(tmp_path):
+    """One of whose losses chooses the best checkpoint."""
+    sets = {"data1": tiny.plain_data(8), "data2": tiny.plain_data(20)[8:]}
+    each_step = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 1, "save_steps": 1}
+    best = {"metric_for_best_model": "eval_data1_loss", "load_best_model_at_end": True}
+    trainer = make(tmp_path, eval_dataset=sets, **each_step, **best, learning_rate=0.1, max_steps=3)
+    trainer.train()
+    lines = trainer.state.log_history
+    found = [line["eval_data1_loss"] for line in lines if "eval_data1_loss" in line]
+    assert len(found) == sum("eval_data2_loss" in line for line in lines) == 3
+    assert trainer.state.best_metric == min(found)
+    assert trainer.evaluate(sets)["eval_data1_loss"] == pytest.approx(min(found), rel=1e-6)
+
+
+def test_model_init(tmp_path):
+    """Each call to train() begins with a new model, and the function may take the trial."""
+    given = []
+    for model_init in (tiny.make_plain, lambda trial: given.append(trial) or tiny.make_plain()):
+        trainer = make(tmp_path, model_init=model_init)
+        logged = []
+        for _ in range(2):
+            trainer.train()
+            logged.append(losses(trainer.state.log_history))
+        assert logged[0] == logged[1]
+    assert set(given) == {None}
+
+
+class Notes(TrainerCallback):
+    """Whether a run is under way when it is evaluated."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        self.seen.append(self.trainer.is_in_train)
+
+
+def test_callbacks_by_class_and_by_object(tmp_path):
+    """What is not there is None."""
+    trainer, kept = make(tmp_path, disable_tqdm=False), Notes()
+
+    def names():
+        return [type(callback).__name__ for callback in trainer.callback_handler.callbacks]
+
+    before = names()
+    trainer.remove_callback(ProgressCallback)
+    trainer.add_callback(Notes)
+    trainer.add_callback(kept)
+    assert "ProgressCallback" in before
+    assert names() == [*(name for name in before if name != "ProgressCallback"), "Notes", "Notes"]
+    assert trainer.pop_callback(kept) is kept
+    assert isinstance(trainer.pop_callback(Notes), Notes)
+    assert trainer.pop_callback(Notes) is None
+    trainer.add_callback(kept)
+    assert trainer.remove_callback(kept) is None
+    assert kept not in trainer.callback_handler.callbacks
+
+
+def test_attributes(tmp_path):
+    notes = Notes()
+    trainer = make(tmp_path, eval_dataset=tiny.plain_data(4), eval_strategy="steps", eval_steps=1, callbacks=[notes])
+    notes.trainer, model = trainer, trainer.model
+    assert trainer.model_wrapped is model
+    assert (trainer.is_model_parallel, trainer.place_model_on_device, trainer.is_in_train) == (False, True, False)
+    trainer.train()
+    trainer.evaluate()
+    assert notes.seen == [True, True, False]
+    assert trainer.model is model
+    assert trainer.is_in_train is False
+
+
+def test_samplers_and_loaders(tmp_path):
+    """A set is asked for by its name, and a stream has no sampler."""
+    trainer = make(tmp_path, eval_dataset={"first": tiny.plain_data(3), "second": tiny.plain_data(5)})
+    assert isinstance(trainer._get_train_sampler(), torch.utils.data.RandomSampler)
+    loaded = [sum(len(batch["x"]) for batch in trainer.get_eval_dataloader(name)) for name in ("first", "second")]
+    assert loaded == [3, 5]
+    streaming = make(tmp_path, train_dataset=tiny.Stream(8))
+    assert streaming._get_train_sampler() is None
+    order = torch.cat([batch["x"] for batch in streaming.get_train_dataloader()])
+    assert torch.equal(order, torch.stack([row["x"] for row in tiny.plain_data(8)]))
+
+
+# ---- Runs -----------------------------------------------------------------------------------------------------------
+
+
+def test_resuming():
+    """From the latest checkpoint, from a folder, and from the folder that hub_strategy='checkpoint' leaves."""
+    short = {"max_steps": 4, "per_device_train_batch_size": 4}
+    first = make("written", save_strategy="steps", save_steps=2, **short)
+    first.train()
+    for name in ("checkpoint-2", "elsewhere", "last-checkpoint"):
+        shutil.copytree("written/checkpoint-2", f"of_{name}/{name}")
+        trainer = make(f"of_{name}", **short)
+        trainer.train(resume_from_checkpoint=name == "checkpoint-2" or f"of_{name}/{name}")
+        assert_same_weights(trainer.model.state_dict(), first.model.state_dict())
+        assert losses(trainer.state.log_history) == losses(first.state.log_history)
+
+
+def test_loss_decides_by_default(tmp_path):
+    """Which of two checkpoints is the best; less is better."""
+    evaluated = {"eval_strategy": "steps", "save_strategy": "steps", "load_best_model_at_end": True}
+    trainer = make(tmp_path, eval_dataset=tiny.plain_data(4), **evaluated)
+    assert trainer.args.metric_for_best_model == "loss"
+    found = [trainer._determine_best_metric({"eval_loss": loss}, None) for loss in (2.0, 3.0, 1.0)]
+    assert found == [True, False, True]
+
+
+def test_default_space():
+    optuna = pytest.importorskip("optuna")
+    values = {"learning_rate": 1e-4, "num_train_epochs": 2, "seed": 3, "per_device_train_batch_size": 8}
+    trial = optuna.trial.FixedTrial(values)
+    assert default_hp_space_optuna(trial) == transformers.trainer_utils.default_hp_space_optuna(trial) == values
+
+
+class TwoOutputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 3)
+
+    def forward(self, x, labels=None):
+        logits = self.layer(x)
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits, "hidden": logits.exp()}
+
+
+def test_ignored_outputs(tmp_path):
+    """In the evaluations of a run, and in evaluate()."""
+    shapes = []
+    given = {"compute_metrics": lambda prediction: shapes.append(np.shape(prediction.predictions)) or {}}
+    settings = {"eval_strategy": "steps", "eval_steps": 2, "eval_dataset": tiny.plain_data(4)}
+    trainer = make(tmp_path, model=TwoOutputs(), **given, **settings)
+    trainer.train(ignore_keys_for_eval=["hidden"])
+    trainer.evaluate(ignore_keys=["hidden"])
+    trainer.evaluate()
+    assert shapes == [(4, 3), (4, 3), (2, 4, 3)]
+
+
+def test_logits_without_labels(tmp_path):
+    """`preprocess_logits_for_metrics` is given None."""
+    seen = []
+    trainer = make(
+        tmp_path, preprocess_logits_for_metrics=lambda logits, labels: seen.append(labels) or logits.argmax(-1)
+    )
+    for data in ([{"x": row["x"]} for row in tiny.plain_data(4)], tiny.plain_data(4)):
+        assert trainer.predict(data).predictions.shape == (4,)
+    assert seen[0] is None
+    assert len(seen[1]) == 4
+
+
+def test_prepared_inputs(tmp_path):
+    """Nested as they were."""
+    inputs = {"a": [torch.ones(2), (torch.zeros(1),)], "b": "text"}
+    ours = alike(lambda name: str(build(name, "plain", tmp_path)[0]._prepare_input(inputs)), assert_equal)
+    assert ours == str(inputs)

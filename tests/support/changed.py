@@ -1,0 +1,110 @@
+"""Runs of a Trainer that a script has changed, in a subclass, in the class itself or on the instance."""
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from torch import nn
+
+from tests.support.parity import EVALUATED, Record, alike, build, comparable, record
+
+
+class Doubled(nn.Module):
+    """A model, with a loss of twice the size."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **inputs: Any) -> dict[str, Any]:
+        outputs = self.model(**inputs)
+        return {**outputs, "loss": 2 * outputs["loss"]}
+
+
+def parent(trainer: Any) -> Any:
+    """`super()` for functions that become methods of a subclass."""
+    return super(type(trainer), trainer)
+
+
+def library_of(trainer: Any) -> Any:
+    """The library whose Trainer it is, or is a subclass of."""
+    return importlib.import_module(type(trainer.args).__module__.partition(".")[0])
+
+
+def methods_of(kind: type) -> frozenset[str]:
+    """The methods that can be replaced."""
+    names = {name for name in dir(kind) if inspect.isroutine(getattr(kind, name))}
+    return frozenset(name for name in names if not (name.startswith("__") and name.endswith("__")))
+
+
+def copies(names: Iterable[str]) -> dict[str, Any]:
+    """transformers' own functions, as methods of a script that has copied them."""
+    return {name: inspect.getattr_static(transformers.Trainer, name) for name in names}
+
+
+def run_changed(
+    name: str,
+    folder: Path,
+    change: Callable[[Any], Any] = lambda trainer: None,
+    step: int | None = None,
+    methods: dict[str, Any] | None = None,
+    patched: dict[str, Callable[[Any], Any]] | None = None,
+    model: str = "plain",
+    **settings: Any,
+) -> Record:
+    """Train, evaluate, predict and save with a changed Trainer of library `name`.
+
+    Args:
+        name: the library.
+        folder: the output directory.
+        change: what is done to the Trainer at the end of `step`, or when it is made.
+        step: a number of optimizer steps, 0 for the beginning of training.
+        methods: those of a subclass.
+        patched: method of the library's Trainer → makes its replacement from the original.
+        model: see `MODELS`.
+        settings: see `build`.
+    """
+    library = importlib.import_module(name)
+    kind = settings.pop("trainer_class", lambda library: library.Trainer)(library)
+    kind = type("Own", (kind,), methods) if methods else kind
+
+    class Changes(library.TrainerCallback):
+        def on_train_begin(self, args, state, control, **kwargs):
+            return self.on_step_end(args, state, control)
+
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == step:
+                change(trainer)
+            return trainer.control
+
+    with pytest.MonkeyPatch.context() as patch:
+        for method, replacement in (patched or {}).items():
+            patch.setattr(library.Trainer, method, replacement(getattr(library.Trainer, method)))
+        trainer, recorder = build(
+            name, model, folder, trainer_class=lambda _: kind, **{**EVALUATED, "logging_steps": 1, **settings}
+        )
+        if step is None:
+            change(trainer)
+        else:
+            trainer.add_callback(Changes)
+        in_train = [trainer.is_in_train]
+        loss = trainer.train().training_loss
+        in_train.append(trainer.is_in_train)
+        metrics = comparable([trainer.evaluate(), trainer.predict(trainer.eval_dataset).metrics])
+        trainer.save_model(str(folder / "final"))
+        trainer.save_state()
+    hooks = [len(module._forward_hooks) for module in trainer.model.modules()]
+    return record(trainer, recorder, folder, loss=loss, metrics=metrics, in_train=in_train, hooks=hooks)
+
+
+def changed_alike(folder: Path, same: bool = False, **changes: Any) -> Record:
+    """Our changed run, after asserting that transformers' is the same, and whether an unchanged one is too."""
+    ours = alike(lambda name: run_changed(name, folder / name, **changes))
+    unchanged = {key: value for key, value in changes.items() if key not in ("change", "step", "methods", "patched")}
+    plain = run_changed("hftrainer", folder / "unchanged", **unchanged)
+    assert ((ours.logs, ours.events, ours.extra) == (plain.logs, plain.events, plain.extra)) is same
+    return ours
