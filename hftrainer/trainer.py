@@ -58,7 +58,7 @@ logger = logging.getLogger(__name__)
 # Scripts import these from here.
 TRAINER_STATE_NAME, TRAINING_ARGS_NAME = names.TRAINER_STATE_NAME, names.TRAINING_ARGS_NAME
 OPTIMIZER_NAME, SCHEDULER_NAME, SCALER_NAME = names.OPTIMIZER_NAME, names.SCHEDULER_NAME, names.SCALER_NAME
-PREFIX_CHECKPOINT_DIR, FSDP_MODEL_NAME = names.PREFIX_CHECKPOINT_DIR, names.FSDP_MODEL_NAME
+PREFIX_CHECKPOINT_DIR = names.PREFIX_CHECKPOINT_DIR
 
 #: The class of the progress bar, by its name in transformers; in a notebook another class replaces it.
 DEFAULT_PROGRESS_CALLBACK = ProgressCallback

@@ -143,8 +143,8 @@ Tools that rewrite the source text of the private loop of `transformers.Trainer`
 - **mapped**: becomes a setting of Lightning
 - **handled**: by a module of hftrainer
 - **inert**: accepted, and nothing follows from it, for the reason given
-- **refused**: only its default is accepted; anything else is refused when the Trainer is built, with the reason and what
-  to use instead
+- **refused**: only its default is accepted; anything else is refused when the Trainer is built, with the reason and
+  what to use instead
 
 """
 

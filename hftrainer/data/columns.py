@@ -55,8 +55,8 @@ def explain_removed(error: KeyError, datasets: Sequence[Any], columns: Sequence[
     for name in removed & {name for name in missing if isinstance(name, str)}:
         raise RemovedColumn(
             f"The data collator or the loss reads the column {name!r}, which was removed since the model's forward "
-            "does not take it: set remove_unused_columns=False, and let the collator or compute_loss drop what the model "
-            "does not take."
+            "does not take it: set remove_unused_columns=False, and let the collator or compute_loss drop what the "
+            "model does not take."
         ) from error
 
 

@@ -93,9 +93,9 @@ def test_shares_that_are_multiples(make_args):
 
 
 def test_unsupported_arguments_are_named_together(make_args):
-    words = "train_sampling_strategy='batch_rebalance'.*\nfsdp='full_shard' shards the model over processes"
+    words = "mp_parameters='a=b' is not supported.*\nfsdp='full_shard' shards the model over processes"
     with pytest.raises(UnsupportedArgument, match=words):
-        Trainer(make_plain(), make_args(fsdp="full_shard", train_sampling_strategy="batch_rebalance"))
+        Trainer(make_plain(), make_args(fsdp="full_shard", mp_parameters="a=b"))
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import hftrainer
 from hftrainer import Trainer, TrainingArguments
 from hftrainer.arguments.legacy import KEPT, LegacyArguments
 from hftrainer.arguments.resolved import ResolvedArguments
-from hftrainer.arguments.table import PLANNED_VALUES, TABLE, check_supported, make_plan
+from hftrainer.arguments.table import TABLE, check_supported, make_plan
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
 from tests.support.arguments import CASES
 from tests.support.releases import TRANSFORMERS, pinned
@@ -57,7 +57,7 @@ def test_defaults_of_old_names():
 
 @pytest.mark.parametrize("name", sorted(OURS))
 def test_every_field_has_a_row_and_a_docstring(name):
-    assert TABLE[name].kind in ("mapped", "handled", "inert", "planned", "refused")
+    assert TABLE[name].kind in ("mapped", "handled", "inert", "refused")
     assert TABLE[name].detail
     text = OURS[name].metadata["help"]
     assert text.endswith(".")
@@ -77,9 +77,8 @@ def test_fields_of_the_newest_transformers():
 
 
 def test_every_refusal_has_a_case():
-    refused = {name for name, row in TABLE.items() if row.kind in ("planned", "refused")}
+    refused = {name for name, row in TABLE.items() if row.kind == "refused"}
     assert refused <= {name for name, case in CASES.items() if case.refusal}
-    assert {"train_sampling_strategy": {"batch_rebalance"}} == PLANNED_VALUES
 
 
 @pytest.mark.parametrize(
@@ -88,7 +87,6 @@ def test_every_refusal_has_a_case():
         *((name, case.value, f"is not supported: {case.refusal}") for name, case in CASES.items() if case.refusal),
         ("fp16_opt_level", "O3", "is not supported: "),
         ("fp16_backend", "apx", "is not supported: .*cuda_amp"),
-        ("train_sampling_strategy", "batch_rebalance", "is not supported yet: leave it at 'random'"),
     ],
 )
 def test_refused(name, value, reason):
