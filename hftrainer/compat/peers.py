@@ -71,11 +71,12 @@ def name_of_cache() -> str:
 
 def is_causal_lm(model: Any) -> bool:
     """Whether `model` is one of transformers' causal language models, by the name of its class."""
-    return "transformers" in sys.modules and type(model).__name__.removeprefix("FSDP") in _causal_lm_names()
+    return "transformers" in sys.modules and type(model).__name__.removeprefix("FSDP") in causal_lm_names()
 
 
 @functools.lru_cache(maxsize=1)
-def _causal_lm_names() -> frozenset[str]:
+def causal_lm_names() -> frozenset[str]:
+    """The names of transformers' causal language models."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     return frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
@@ -154,8 +155,14 @@ def _is_tokenizer(processing_class: Any) -> bool:
     return _is_instance(processing_class, "transformers.tokenization_utils_base", "PreTrainedTokenizerBase")
 
 
+def uncompiled(model: Any) -> Any:
+    """The model that torch.compile() was called with, or the model itself; they share their weights."""
+    return getattr(model, "_orig_mod", model)
+
+
 def without_adapters(model: Any) -> Any:
-    """The model below PEFT's wrapper, or the model itself."""
+    """The model below the wrappers of torch.compile and PEFT, or the model itself."""
+    model = uncompiled(model)
     if not is_peft(model):
         return model
     return model.get_base_model() if hasattr(model, "get_base_model") else model.base_model.model

@@ -68,6 +68,20 @@ def shifts_labels(model: nn.Module) -> bool:
     return LOSS_MAPPING.get(str(bare.loss_type)) is ForCausalLMLoss
 
 
+def smoothing_shifts_labels(model: nn.Module) -> bool:
+    """Whether label smoothing compares position `i` with label `i + 1`: in causal models, and modules around one.
+
+    transformers asks for the name of the class only, and smooths against the wrong labels for subclasses of causal
+    models, for models of images and text, and for modules around a model.
+    """
+    bare = peers.without_adapters(model)
+    if not peers.is_pretrained(bare):
+        inside = [child for child in bare.children() if peers.is_pretrained(peers.without_adapters(child))]
+        return len(inside) == 1 and smoothing_shifts_labels(inside[0])
+    derived = any(kind.__name__ in peers.causal_lm_names() for kind in type(bare).__mro__)
+    return derived or shifts_labels(bare)
+
+
 def align_special_tokens(model: Any, processing_class: Any, *, all_tokens: bool = False) -> None:
     """Copy the tokenizer's special tokens, where defined, into the model's configs (since v4.56).
 

@@ -63,8 +63,8 @@ class TrainerContext:
 
     @property
     def bare_model(self) -> Any:
-        """The user's own model, without the modules that shard it."""
-        return self.trainer.accelerator.unwrap_model(self.trainer.model)
+        """The user's own model, without the modules that shard it, and not compiled."""
+        return self.trainer.accelerator.unwrap_model(self.trainer.model, keep_torch_compile=False)
 
     @property
     def current_loop(self) -> RunningLoop:

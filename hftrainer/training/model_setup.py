@@ -97,12 +97,18 @@ class ModelSetup(Room):
             "is_model_parallel": len({d for d in getattr(model, "hf_device_map", {}).values() if d != "cpu"}) > 1,
             "is_distributed_loading_by_transformers": getattr(model, "is_distributed_loading_by_transformers", False),
             "model_accepts_loss_kwargs": inspection.accepts_loss_kwargs(model),
-            "_loss_shifts_labels": inspection.shifts_labels(model),
+            "_loss_shifts_labels": inspection.shifts_labels(model) or self._smooths_unknown(model),
             "label_names": inspection.find_labels(inspected) if names is None else names,
             "can_return_loss": inspection.can_return_loss(inspected),
             "_signature_columns": None,
             "label_smoother": self._make_label_smoother(),
         }
+
+    def _smooths_unknown(self, model: nn.Module) -> bool:
+        """Whether label smoothing shifts the labels of a model that transformers does not know to be causal."""
+        if not self.trainer.args.label_smoothing_factor or peers.is_causal_lm(peers.without_adapters(model)):
+            return False
+        return inspection.smoothing_shifts_labels(model)
 
     def set_found(self, name: str, value: Any) -> None:
         """Set an attribute, unless a subclass or the script has changed the value that was set before."""

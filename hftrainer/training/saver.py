@@ -172,11 +172,13 @@ class CheckpointSaver(Room):
 
     def load_weights(self, model: nn.Module, folder: str) -> None:
         """Load the weights of a checkpoint into the model, sharded or not."""
-        self._warn_of(self.context.states.load_weights(model, folder, only_trained=self._has_adapters()))
+        self._warn_of(
+            self.context.states.load_weights(peers.uncompiled(model), folder, only_trained=self._has_adapters())
+        )
 
     def load_best(self, model: nn.Module, folder: str) -> None:
         """Load the weights of the best checkpoint at the end of a run."""
-        self._warn_of(self.context.states.load_best(model, folder, only_trained=self._has_adapters()))
+        self._warn_of(self.context.states.load_best(peers.uncompiled(model), folder, only_trained=self._has_adapters()))
 
     def _has_adapters(self) -> bool:
         return peers.is_peft(self.context.bare_model)
@@ -205,7 +207,7 @@ class CheckpointSaver(Room):
         trainer, states, saves = self.trainer, self.context.states, self.trainer.args.should_save
         if internal and states.only_parts:
             return  # checkpoints hold a shard from each rank
-        with states.weights_to_save(trainer.model, saves=saves) as weights:
+        with states.weights_to_save(peers.uncompiled(trainer.model), saves=saves) as weights:
             if saves and weights is None:
                 trainer._save(folder)
             elif saves:
@@ -229,10 +231,11 @@ class CheckpointSaver(Room):
         if weights == {}:  # DeepSpeed's weights stay in shards
             save_configs(model, folder)
         elif peers.is_peft(model):  # adapters are small: not in the background
-            write(self.context.engine.parallelism.to_cpu(trainer.model.state_dict()) if on_device else weights)
+            write(self.context.engine.parallelism.to_cpu(model.state_dict()) if on_device else weights)
         else:
             if (writer.collects or on_device) and weights is None:
-                weights = trainer.model.state_dict()  # a copy: training changes the model's own during writing
+                # A copy: training changes the model's own during writing.
+                weights = peers.uncompiled(trainer.model).state_dict()
             writer.call(write, weights)
         processing_class = trainer.processing_class
         if processing_class is None and self.context.behaviours.saves_tokenizer_of_collator:

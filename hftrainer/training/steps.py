@@ -12,12 +12,12 @@ from torch import nn
 
 from hftrainer.arguments import legacy
 from hftrainer.arguments.logging import which_tokens
-from hftrainer.compat import peers
 from hftrainer.compat.functions import ignores_other_keywords
 from hftrainer.compat.overrides import accepts, call_with_accepted
 from hftrainer.data.loaders import to_device
 from hftrainer.data.tokens import count_tokens
 from hftrainer.errors import InvalidArgument
+from hftrainer.model.inspection import smoothing_shifts_labels
 from hftrainer.model.walks import is_training
 from hftrainer.parallel import devices
 from hftrainer.trainer_pt_utils import rebuilt
@@ -121,7 +121,7 @@ class TrainingSteps(Room):
         if trainer.compute_loss_func is not None:
             loss = call_with_accepted(trainer.compute_loss_func, outputs, labels, num_items_in_batch=num_items_in_batch)
         elif trainer.label_smoother is not None and labels is not None:
-            shift = peers.is_causal_lm(peers.without_adapters(trainer.accelerator.unwrap_model(model)))
+            shift = smoothing_shifts_labels(trainer.accelerator.unwrap_model(model))
             items = num_items_in_batch if self.context.behaviours.smooths_over_items else None
             loss = trainer.label_smoother(outputs, labels, shift_labels=shift, num_items_in_batch=items)
         else:
