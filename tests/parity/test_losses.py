@@ -1,9 +1,11 @@
 """The loss that is trained and logged: functions of the user, label smoothing, losses in parts, `log_metric`."""
 
+import functools
 import logging
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import hftrainer
@@ -20,7 +22,7 @@ from tests.support.parity import (
     subclass,
     train,
 )
-from tests.support.tiny import Plain, make_bert, make_plain, make_t5, plain_data, t5_data
+from tests.support.tiny import Plain, language_data, make_bert, make_llama, make_plain, make_t5, plain_data, t5_data
 
 
 def make_without_loss():
@@ -45,6 +47,39 @@ def test_compute_loss_func(tmp_path, accumulation):
     settings = {"gradient_accumulation_steps": accumulation, **EVERY_STEP}
     compare(tmp_path, "plain", trainer=lambda: {"model": make_without_loss(), **given}, **settings)
     assert counts == {torch.float32}
+
+
+class Callable:
+    def __call__(self, outputs, labels):
+        return nn.functional.cross_entropy(outputs["logits"], labels)
+
+
+def with_further_keywords(outputs, labels, **kwargs):
+    return Callable()(outputs, labels)
+
+
+@pytest.mark.parametrize(
+    "loss_func",
+    [
+        pytest.param(lambda outputs, labels: Callable()(outputs, labels), id="two arguments"),
+        pytest.param(with_further_keywords, id="keywords that it ignores"),
+        pytest.param(functools.partial(with_further_keywords), id="partial"),
+        pytest.param(Callable(), id="object"),
+    ],
+)
+def test_loss_functions_that_do_not_count(tmp_path, loss_func):
+    """Reported in huggingface/transformers#36331: a mean of each micro-batch trains as that of the whole batch."""
+
+    def run(size, accumulation):
+        given = {"model": make_without_loss(), "compute_loss_func": loss_func}
+        settings = {"per_device_train_batch_size": size, "gradient_accumulation_steps": accumulation, "max_steps": 4}
+        folder = tmp_path / str(size)
+        return train("hftrainer", "plain", folder, trainer=given, **settings, logging_steps=1, eval_strategy="epoch")
+
+    whole, parts = run(4, 1), run(2, 2)
+    assert all(torch.allclose(parts.weights[name], whole.weights[name], atol=1e-6) for name in whole.weights)
+    losses = [[line["loss"] for line in each.logs if "loss" in line] for each in (parts, whole)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 @pytest.mark.parametrize("logging_steps", [1, 4])  # a line of one step has no losses before the one that is left out
@@ -120,6 +155,42 @@ def test_label_smoothing(tmp_path, model, accumulation):
     smoothed = compare(tmp_path, model, label_smoothing_factor=0.2, **settings)
     plain = train("hftrainer", model, tmp_path / "plain", **settings)
     assert smoothed.logs[0]["loss"] != plain.logs[0]["loss"]
+
+
+class OwnLlama(transformers.LlamaForCausalLM):
+    """Of a name that transformers does not know."""
+
+
+class Around(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.config = model, model.config
+
+    def forward(self, input_ids, labels=None):
+        return self.model(input_ids=input_ids, labels=labels)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda model: OwnLlama(model.config), id="subclass"),
+        pytest.param(Around, id="module around one"),
+        pytest.param(lambda model: torch.compile(model, backend="eager"), id="compiled"),
+    ],
+)
+def test_label_smoothing_of_own_causal_models(tmp_path, change):
+    """Reported in QwenLM/Qwen#834: the labels are shifted, as for the classes that transformers knows by name."""
+
+    def loss(name, change):
+        model = make_llama()
+        changed = change(model)
+        changed.load_state_dict(model.state_dict()) if isinstance(changed, OwnLlama) else None
+        given = {"model": changed, "eval_dataset": language_data(6)}
+        more = {"label_smoothing_factor": 0.1, "label_names": ["labels"]}
+        trainer, _ = build("hftrainer", "llama", tmp_path / name, trainer=given, **more)
+        return trainer.evaluate()["eval_loss"]
+
+    assert loss("own", change) == pytest.approx(loss("known", lambda model: model), rel=1e-6)
 
 
 def test_label_smoothing_in_seq2seq(tmp_path):

@@ -1,15 +1,17 @@
 """Models of other kinds, and what arguments change about a model: NEFTune, checkpointed activations, compilation."""
 
+import functools
 import sys
 import types
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from hftrainer.errors import InvalidArgument, MissingPackage
 from tests.support.parity import EVALUATED, EVERY_STEP, alike, assert_same_weights, build, compare, train
-from tests.support.tiny import Plain, make_plain, plain_data
+from tests.support.tiny import Plain, language_data, make_llama, make_plain, plain_data
 
 
 @pytest.mark.parametrize("model", ["tuple", "peft"])
@@ -137,6 +139,24 @@ def test_compiling_in_place(tmp_path):
     assert trained.logs == plain.logs
 
 
+def test_a_model_that_the_script_has_compiled(tmp_path):
+    """Columns are found, and files have the names of the model: transformers writes `_orig_mod.` before each."""
+    settings = {**EVERY_STEP, "max_steps": 4}
+
+    def run(folder, resume=None, compiled=True):
+        model = torch.compile(make_llama(), backend="eager") if compiled else make_llama()
+        return train("hftrainer", "llama", tmp_path / folder, resume, trainer={"model": model}, **settings)
+
+    whole, plain = run("compiled"), run("plain", compiled=False)
+    assert whole.logs == plain.logs
+    assert (
+        load_file(tmp_path / "compiled/checkpoint-4/model.safetensors").keys()
+        == load_file(tmp_path / "plain/checkpoint-4/model.safetensors").keys()
+    )
+    resumed = run("again", str(tmp_path / "compiled/checkpoint-2"))
+    assert_same_weights(resumed.weights, whole.weights)
+
+
 @pytest.mark.parametrize(
     ("settings", "mode"),
     [({"torch_compile": True}, None), ({"torch_compile_mode": "reduce-overhead"}, "reduce-overhead")],
@@ -162,3 +182,20 @@ def test_liger_kernel(tmp_path, monkeypatch):
     adapted, _ = build("hftrainer", "peft", tmp_path, use_liger_kernel=True, max_steps=1)
     adapted.train()
     assert applied[-1] == (adapted.model.get_base_model(), {})
+
+
+@pytest.mark.parametrize(("release", "skips"), [("5.22", [False, False]), ("5.23", [True, False])])
+def test_liger_kernel_in_evaluations(tmp_path, monkeypatch, release, skips):
+    """The loss alone is computed without the logits, since v5.23."""
+    monkeypatch.setattr("hftrainer.model.changes.apply_liger_kernel", lambda model, config: None)
+    more = {"use_liger_kernel": True, "lightning_config": {"behaviour": release}}
+    trainer, _ = build("hftrainer", "llama", tmp_path, **more)
+    got, forward = [], trainer.model.forward
+    trainer.model.forward = functools.wraps(forward)(
+        lambda *args, skip_logits=False, **kwargs: got.append(skip_logits) or forward(*args, **kwargs)
+    )
+    trainer.evaluate()
+    asked = got[0]
+    got.clear()
+    trainer.predict(language_data(4))
+    assert [asked, got[0]] == skips

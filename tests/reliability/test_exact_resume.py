@@ -14,11 +14,12 @@ from torch.utils.data import (
     SequentialSampler,
     WeightedRandomSampler,
 )
+from transformers import DataCollatorForLanguageModeling
 
 from hftrainer import Trainer, default_data_collator
 from tests.support.checkpoints import make_trainer
 from tests.support.parity import assert_same_weights, comparable
-from tests.support.tiny import plain_data
+from tests.support.tiny import plain_data, tokenizer
 
 # ---- Data ------------------------------------------------------------------------------------------------------------
 
@@ -240,6 +241,27 @@ class NoisyCollator:
 def test_collator_with_a_generator(tmp_path, kind, workers):
     steps = [2, 6] if workers else [2, 6, 8]
     resumed_from_each(tmp_path, steps, collator=lambda: NoisyCollator(kind), dataloader_num_workers=workers)
+
+
+class Masking:
+    """Uses the masks of transformers' collator, whose generator belongs to a process (since v5.24)."""
+
+    def __init__(self):
+        self.data_collator = DataCollatorForLanguageModeling(
+            tokenizer(mask_token="<mask>"), mlm_probability=0.4, seed=3
+        )
+
+    def __call__(self, samples):
+        masked = self.data_collator([{"input_ids": [2] * 8} for _ in samples])["labels"] != -100
+        batch = default_data_collator(samples)
+        return {**batch, "x": batch["x"] * masked}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_seeded_masks_of_the_installed_release(tmp_path, workers):
+    """Reported for v5.24, whose collator makes a new generator when it does not know the process of the old one."""
+    steps = [2, 6] if workers else [2, 6, 8]
+    resumed_from_each(tmp_path, steps, collator=Masking, dataloader_num_workers=workers)
 
 
 # ---- Streams with a state --------------------------------------------------------------------------------------------

@@ -181,12 +181,12 @@ def without_dropout(make_model):
     return make
 
 
-def tokenizer():
+def tokenizer(**tokens):
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
     words = Tokenizer(models.WordLevel({"[PAD]": 0, "[UNK]": 1, "a": 2}, unk_token="[UNK]"))
-    return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]", pad_token="[PAD]")
+    return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]", pad_token="[PAD]", **tokens)
 
 
 class Stream(IterableDataset):

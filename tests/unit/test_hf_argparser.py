@@ -184,3 +184,19 @@ def test_help_names_every_field(capsys):
     text = capsys.readouterr().out
     for name in (each.name for each in dataclasses.fields(TrainingArguments)):
         assert f"--{name}" in text
+
+
+@dataclass
+class Switches:
+    either: Optional[bool] = None  # noqa: UP045  as scripts write it
+    other: bool | None = None
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [("", (None, None)), ("--either --other", (True, True)), ("--either false --other no", (False, False))],
+)
+def test_optional_switches_alone(words, expected):
+    """huggingface/transformers#43469: as those that are not optional."""
+    (parsed,) = HfArgumentParser(Switches).parse_args_into_dataclasses(words.split())
+    assert (parsed.either, parsed.other) == expected

@@ -16,6 +16,17 @@ from tests.support.parity import accuracy, build
 from tests.support.tiny import make_plain, plain_data
 
 
+def test_a_log_without_weights_and_steps(tmp_path):
+    """As they are in git: folders of checkpoints with the log alone, and lines that scripts have added."""
+    log = [{"epoch": 1, "loss": 3.0, "step": 4}, {"predict_loss": 0.5}, {"epoch": 2, "loss": 2.0, "step": 8}]
+    for step in (8, 10):
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        (folder / "trainer_state.json").write_text(json.dumps({"global_step": step, "log_history": log}))
+    drawn = curves(read_run(str(tmp_path)))["loss"]
+    assert drawn == {"loss": ([4, 8], [3.0, 2.0]), "predict_loss": ([4], [0.5])}
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     folders = []

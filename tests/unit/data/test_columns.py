@@ -1,0 +1,49 @@
+"""Columns that `remove_unused_columns` removes: an error of who reads them names it."""
+
+import datasets
+import pytest
+import torch
+
+import hftrainer
+from hftrainer.errors import RemovedColumn
+from tests.support.parity import build
+from tests.support.tiny import plain_data
+
+ROWS = [{**row, "x": row["x"].tolist(), "weight": 2.0} for row in plain_data(8)]
+
+
+class Weighs(hftrainer.Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+        weight = inputs.pop("weight").mean()
+        outputs = model(**inputs)
+        return (outputs["loss"] * weight, outputs) if return_outputs else outputs["loss"] * weight
+
+
+def collate(rows):
+    return {name: torch.tensor([row[name] for row in rows]) for name in ("x", "labels", "weight")}
+
+
+@pytest.mark.parametrize("make_data", [datasets.Dataset.from_list, list], ids=["Dataset", "list"])
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("reads", ["collator", "loss"])
+@pytest.mark.parametrize("act", [lambda trainer: trainer.train(), lambda trainer: trainer.evaluate()])
+def test_who_reads_a_removed_column(tmp_path, make_data, workers, reads, act):
+    given = {"train_dataset": make_data(ROWS), "eval_dataset": make_data(ROWS)}
+    given |= {"data_collator": collate} if reads == "collator" else {}
+    settings = {"dataloader_num_workers": workers, "max_steps": 1}
+    trainer_class = (lambda library: Weighs) if reads == "loss" else (lambda library: library.Trainer)
+    trainer, _ = build("hftrainer", "plain", tmp_path, trainer=given, trainer_class=trainer_class, **settings)
+    with pytest.raises(RemovedColumn, match=r"the column 'weight', .*remove_unused_columns=False"):
+        act(trainer)
+
+
+def test_other_keys_are_as_they_were(tmp_path):
+    class Wrong(hftrainer.Trainer):
+        def compute_loss(self, *args, **kwargs):
+            return {}["key"]
+
+    given = {"train_dataset": ROWS}
+    trainer, _ = build("hftrainer", "plain", tmp_path, trainer=given, trainer_class=lambda library: Wrong)
+    with pytest.raises(KeyError) as caught:
+        trainer.train()
+    assert caught.type is KeyError and caught.value.args == ("key",)

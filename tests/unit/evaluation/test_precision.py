@@ -1,0 +1,49 @@
+"""`bf16_full_eval`: an evaluation outside of training leaves the weights as they were."""
+
+import pytest
+import torch
+
+from hftrainer.evaluation.precision import in_precision
+from tests.support.parity import assert_same_weights, build
+from tests.support.tiny import make_bert, make_plain, text_data
+
+
+@pytest.mark.parametrize("act", [lambda trainer: trainer.evaluate(), lambda trainer: trainer.predict(text_data(4))])
+def test_weights_are_given_back(tmp_path, act):
+    trainer, _ = build("hftrainer", "bert", tmp_path, bf16_full_eval=True, max_steps=3)
+    before = {name: weight.clone() for name, weight in trainer.model.state_dict().items()}
+    act(trainer)
+    assert {weight.dtype for weight in trainer.model.state_dict().values()} == {torch.float32}
+    assert_same_weights(trainer.model.state_dict(), before)
+
+
+def test_training_after_an_evaluation(tmp_path):
+    def weights(evaluates):
+        trainer, _ = build("hftrainer", "bert", tmp_path, bf16_full_eval=True, max_steps=3)
+        if evaluates:
+            trainer.evaluate()
+        trainer.train()
+        return trainer.model.state_dict()
+
+    assert_same_weights(weights(True), weights(False))
+
+
+def test_an_evaluation_that_fails(tmp_path):
+    def fail(prediction):
+        raise RuntimeError("in compute_metrics")
+
+    given = {"compute_metrics": fail}
+    trainer, _ = build("hftrainer", "bert", tmp_path, trainer=given, bf16_full_eval=True)
+    with pytest.raises(RuntimeError, match="in compute_metrics"):
+        trainer.evaluate()
+    assert {weight.dtype for weight in trainer.model.state_dict().values()} == {torch.float32}
+
+
+def test_tied_and_mixed_weights():
+    model = make_bert("BertForMaskedLM")
+    model.bert.pooler = make_plain().to(torch.bfloat16)
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    with in_precision(model, torch.bfloat16):
+        assert {value.dtype for value in model.parameters()} == {torch.bfloat16}
+    assert_same_weights(model.state_dict(), before)
+    assert model.cls.predictions.decoder.weight is model.bert.embeddings.word_embeddings.weight
