@@ -17,7 +17,7 @@ def on_files(files: Files, config: Any) -> Files:
     """Add the pages that are made."""
     differences, _, arguments = (ROOT / "COMPATIBILITY.md").read_text(encoding="utf-8").partition(_ARGUMENTS)
     body = differences.partition("\n## ")[2]
-    measure = "The measure is `transformers` 5.23, and equal means exactly equal."
+    measure = "The measure is `transformers` 5.24, and equal means exactly equal."
     pages = {
         "differences.md": f"# Where it differs\n\n{measure}\n\n## {body}",
         "arguments.md": f"# Every argument\n{arguments}",

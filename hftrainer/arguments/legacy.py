@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class LegacyArguments:
-    """Arguments that transformers 5.23 no longer has. The help names the releases that had them."""
+    """Arguments that transformers 5.24 no longer has. The help names the releases that had them."""
 
     evaluation_strategy: str | None = arg(None, "Old name of `eval_strategy` (v4.0-v4.48).")
     no_cuda: bool = arg(False, "Old name of `use_cpu` (v4.0-v4.57).")

@@ -70,6 +70,7 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
         self.early_stopping_patience = early_stopping_patience
         self.early_stopping_threshold = early_stopping_threshold
         self.early_stopping_patience_counter = 0
+        self.awaits_other_sets = False
 
     def on_train_begin(self, args, state, control, **kwargs):
         """Check that training will report the metric.
@@ -96,6 +97,8 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
     def on_evaluate(self, args, state, control, metrics=None, **kwargs):
         """Count evaluations without improvement, and stop training when `early_stopping_patience` is reached."""
         value = (metrics or {}).get(evaluation_key(args.metric_for_best_model))
+        if value is None and self.awaits_other_sets:
+            return
         if value is None:
             logger.warning(
                 "Early stopping is skipped: no %s among the metrics %s.",

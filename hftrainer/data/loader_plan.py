@@ -130,13 +130,13 @@ def _plan_of_stream(loader: DataLoader, config: AcceleratorConfig, share: ShardS
         size //= share.processes
     else:
         dataset = peers.shard_of(loader.dataset, share.rank, share.processes)
-    generator, has_shards = None, dataset is not None
-    if not has_shards:
+    generator = None
+    if dataset is None:
         dataset = ShardedStream(loader.dataset, share, size, loader.drop_last)
         drawn_from = getattr(loader.dataset, "generator", None)
         generator = drawn_from if isinstance(drawn_from, torch.Generator) else None
     return LoaderPlan(
-        dataset, {"batch_size": size, "drop_last": loader.drop_last}, generator=generator, counts_per_rank=has_shards
+        dataset, {"batch_size": size, "drop_last": loader.drop_last}, generator=generator, counts_per_rank=True
     )
 
 

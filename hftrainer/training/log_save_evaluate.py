@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from hftrainer.arguments.choices import SaveStrategy
+from hftrainer.callbacks.flow import EarlyStoppingCallback, evaluation_key
 from hftrainer.checkpointing import names
 from hftrainer.compat.overrides import call_with_accepted
 from hftrainer.errors import InvalidArgument
@@ -99,9 +100,10 @@ class LogSaveEvaluate(Room):
             loop.owes_evaluation = True
         try:
             with self.context.engine.evaluation_group() as for_lightning:
-                metrics = trainer.evaluate(ignore_keys=ignore_keys)
                 if isinstance(trainer.eval_dataset, Mapping):
-                    metrics = mean_loss(metrics, trainer.eval_dataset, "eval") | metrics
+                    metrics = self._evaluate_each(trainer.eval_dataset, ignore_keys)
+                else:
+                    metrics = trainer.evaluate(ignore_keys=ignore_keys)
                 for_lightning |= metrics
         except Exception as error:
             if not (trainer.args.auto_find_batch_size and is_out_of_memory(error)):
@@ -112,9 +114,30 @@ class LogSaveEvaluate(Room):
             ) from error
         if loop is not None:
             loop.owes_evaluation = False
+        if trainer.args.metric_for_best_model is not None or follows_metric(trainer.lr_scheduler):
+            # Metrics may differ by rank, if they are computed at random or of a part of the data.
+            own = metrics
+            metrics = trainer.accelerator.processes.from_main(lambda: own)
         trainer._report_to_hp_search(trial, trainer.state.global_step, metrics)
         if follows_metric(trainer.lr_scheduler) and steps_schedule:
             trainer.lr_scheduler.step(metric_named(metrics, trainer.args.metric_for_best_model or "loss"))
+        return metrics
+
+    def _evaluate_each(self, sets: Mapping[str, Any], ignore_keys: list[str] | None) -> dict[str, float]:
+        """Evaluate several sets; early stopping may follow a metric of one of them, or the mean of their losses."""
+        trainer = self.trainer
+        stoppers = [each for each in trainer.callback_handler.callbacks if isinstance(each, EarlyStoppingCallback)]
+        for callback in stoppers:
+            callback.awaits_other_sets = True
+        try:
+            of_sets = trainer.evaluate(ignore_keys=ignore_keys)
+        finally:
+            for callback in stoppers:
+                callback.awaits_other_sets = False
+        metrics = mean_loss(of_sets, sets, "eval") | of_sets
+        if evaluation_key(trainer.args.metric_for_best_model or "loss") not in of_sets:
+            for callback in stoppers:
+                callback.on_evaluate(trainer.args, trainer.state, trainer.control, metrics=metrics)
         return metrics
 
     def determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:

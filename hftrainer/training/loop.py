@@ -1,6 +1,6 @@
 """The order of events in a training run. Lightning's loops drive it: each method is one point in them.
 
-The order of events, log lines and random draws is that of `transformers.Trainer` v5.23.
+The order of events, log lines and random draws is that of `transformers.Trainer` v5.24.
 """
 
 from __future__ import annotations

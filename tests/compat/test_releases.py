@@ -352,8 +352,11 @@ SHOWN_BY = {
     "saves_scaler": "fp16",
     "returns_steps_in_epoch": "the lengths of a run",
 }
-#: Switches that one process does not show → the test that does.
-SHOWN_ELSEWHERE = {"seeds_workers_by_rank": "tests/distributed/test_data.py"}
+#: Switches that one process, or one without Liger, does not show → the test that does.
+SHOWN_ELSEWHERE = {
+    "seeds_workers_by_rank": "tests/distributed/test_data.py",
+    "skips_logits": "tests/parity/test_model_changes.py",
+}
 SKIPPED = {
     "fp16": (True, "transformers leaves fp16 out on a CPU: tests/parity/test_precision.py"),
     "resumed, accumulating": (TRANSFORMERS < (4, 52), "the ledger: a resumed run with a ragged last window"),

@@ -9,7 +9,7 @@ import hftrainer
 from tests.support.changed import run_changed
 from tests.support.parity import EVERY_STEP, accuracy, assert_same, build
 
-#: Methods of Trainer and Seq2SeqTrainer, v4.1 to v5.23, and attributes set on them by v4.48, v4.57 and v5.23.
+#: Methods of Trainer and Seq2SeqTrainer, v4.1 to v5.24, and attributes set on them by v4.48, v4.57 and v5.24.
 FACTS = Path(__file__).parent / "hf_names.json"
 #: What the README documents beside the names of transformers.
 DOCUMENTED = {"lightning_trainer", "lightning_module", "loggers", "log_metric", "save_lightning_checkpoint", "hp_study"}
