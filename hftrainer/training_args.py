@@ -74,7 +74,7 @@ class TrainingArguments(ChainingSetters, BaseArguments):
         self.report_to = integrations.with_kubeflow(self.report_to)
         if self.use_cpu:
             self.dataloader_pin_memory = False
-        found = check_values(ResolvedArguments(self))
+        found = check_values(ResolvedArguments(self), complete=False)
         if found:
             raise InvalidArgument("\n".join(found))
         self.hf_deepspeed_config = begin_deepspeed(self)

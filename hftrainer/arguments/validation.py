@@ -103,11 +103,18 @@ def choose_start_method(args: BaseArguments) -> None:
         args.dataloader_multiprocessing_context = "fork" if torch.backends.mps.is_available() else None
 
 
-def check_values(resolved: ResolvedArguments) -> list[str]:
-    """A sentence for each error in the normalized arguments."""
+def check_values(resolved: ResolvedArguments, *, complete: bool = True) -> list[str]:
+    """A sentence for each error in the normalized arguments.
+
+    Args:
+        resolved: the arguments.
+        complete: whether they are those of a run; if not, scripts and libraries may still fill in what a run needs.
+    """
     args = resolved.args
+    is_negative = isinstance(args.warmup_steps, (int, float)) and args.warmup_steps < 0  # transformers refuses it too
     return [
-        *out_of_range(args),
+        *(_check_run(args) if complete or is_negative else ()),
+        *_check_loading(args),
         *_check_choices(args),
         *_check_intervals(args),
         *_check_best_model(args),
@@ -231,11 +238,34 @@ def _check_deepspeed(resolved: ResolvedArguments) -> list[str]:
 
 
 def out_of_range(args: BaseArguments) -> Iterator[str]:
-    """A sentence for each number that is too small, and for settings of loading processes if there are none."""
+    """A sentence for each number that is too small, or is no number."""
     for name, (least, unit) in MINIMA.items():
         value = getattr(args, name)
-        if not isinstance(value, (int, float)) or value < least:
+        if isinstance(value, str) and _is_number(value):
+            yield (
+                f"{name}={value!r} is text: give the number, without quotes; YAML reads 1e-5 as text, and 1.0e-5 as a "
+                "number."
+            )
+        elif not isinstance(value, (int, float)) or value < least:
             yield f"{name}={value!r}: give a number of at least {least:g} {unit}".rstrip() + "."
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False
+
+
+def _check_run(args: BaseArguments) -> Iterator[str]:
+    """What only a run needs."""
+    yield from out_of_range(args)
+    if args.save_strategy == SaveStrategy.BEST and args.metric_for_best_model is None:
+        yield "save_strategy='best' needs metric_for_best_model, the metric that decides which model is best."
+
+
+def _check_loading(args: BaseArguments) -> Iterator[str]:
+    """Settings of loading processes, if there are none."""
     if args.dataloader_num_workers == 0:
         for name, default in (("dataloader_prefetch_factor", None), ("dataloader_persistent_workers", False)):
             if getattr(args, name) != default:
@@ -269,8 +299,6 @@ def _check_intervals(args: BaseArguments) -> Iterator[str]:
 
 
 def _check_best_model(args: BaseArguments) -> Iterator[str]:
-    if args.save_strategy == SaveStrategy.BEST and args.metric_for_best_model is None:
-        yield "save_strategy='best' needs metric_for_best_model, the metric that decides which model is best."
     if not args.load_best_model_at_end or args.save_strategy == SaveStrategy.BEST:
         return
     if args.eval_strategy != args.save_strategy:

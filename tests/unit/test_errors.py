@@ -84,7 +84,7 @@ def test_unknown_arguments(settings, message):
 )
 def test_wrong_values(settings, messages):
     with pytest.raises(InvalidArgument) as caught:
-        TrainingArguments("unused", **settings)
+        Trainer(make_plain(), TrainingArguments("unused", **settings))
     assert all(message in str(caught.value) for message in messages)
 
 
@@ -293,3 +293,26 @@ def test_errors_of_a_model_pass_through(make_args, kind):
             call()
         assert signal.getsignal(signal.SIGINT) is before
     assert not trainer.is_in_train
+
+
+@pytest.mark.parametrize(
+    ("settings", "then"),
+    [
+        ({"save_strategy": "best", "eval_strategy": "epoch"}, {"metric_for_best_model": "loss"}),
+        ({"learning_rate": "2e-5"}, {"learning_rate": 2e-5}),
+        ({"per_device_train_batch_size": None}, {"per_device_train_batch_size": 2}),
+        ({"gradient_accumulation_steps": 0}, {"gradient_accumulation_steps": 1}),
+        ({"num_train_epochs": None, "max_steps": None}, {"num_train_epochs": 1.0, "max_steps": -1}),
+    ],
+)
+def test_what_a_run_needs_may_be_filled_in_later(make_args, settings, then):
+    """As in transformers, whose scripts and libraries complete arguments that they have made."""
+    args = make_args(**settings)
+    for name, value in then.items():
+        setattr(args, name, value)
+    Trainer(make_plain(), args, eval_dataset=[])
+
+
+def test_numbers_that_are_text_are_named(make_args):
+    with pytest.raises(InvalidArgument, match=r"learning_rate='1e-8' is text: .*1\.0e-5 as a number"):
+        Trainer(make_plain(), make_args(learning_rate="1e-8"))
