@@ -193,7 +193,7 @@ def test_what_a_subclass_sets_survives_a_new_model(tmp_path):
                 for name, value in KEPT.items():
                     setattr(self, name, value)
 
-        given = {"trainer_class": lambda _: Own, "trainer": {"model_init": make_bert}}
+        given = {"trainer_class": lambda _: Own, "trainer": {"model_init": lambda: make_bert()}}
         trainer, _ = build(library_name, "bert", tmp_path / library_name, **given)
         return [{name: getattr(trainer, name) for name in KEPT} for _ in range(2) if trainer.train()]
 

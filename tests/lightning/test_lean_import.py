@@ -48,6 +48,11 @@ FRESH = {
     "a run needs no metrics": f"""{TRAIN}
 assert not {{"torchmetrics", "torchmetrics.functional", "transformers"}} & {{*sys.modules}}
 """,
+    "the classes need neither Lightning nor a tracker": """
+import sys
+from hftrainer import Trainer, TrainingArguments
+assert not {"lightning", "wandb", "mlflow", "tensorboard", "comet_ml"} & {*sys.modules}
+""",
     "torchmetrics is left alone once it is there": """
 import sys
 import torchmetrics

@@ -41,20 +41,21 @@ def test_every_logger(tmp_path, monkeypatch, kind):
     trainer = tracking.make_trainer("hftrainer", tracker.folder, "plain", **tracker.settings)
     trainer.train()
     trainer.evaluate()
+    trainer.predict(trainer.eval_dataset)
     trainer.train()
     written = tracker.read()
     assert written.steps("train/loss") == [2, 4, 6, 8, 2, 4, 6, 8]
     assert written.steps("eval/loss") == [3, 6, 8, 8, 3, 6, 8]
-    in_summary = kind is tracking.WandB and release_of("wandb") < (
-        0,
-        18,
-    )  # which keeps the last of the file's summaries
+    # which keeps the last of the file's summaries
+    in_summary = kind is tracking.WandB and release_of("wandb") < (0, 18)
     assert written.steps("train/train_loss") == ([8] if in_summary else [8, 8])
     history = trainer.state.log_history
     assert written.curves["train/train_loss"][-1][1] == pytest.approx(history[-1]["train_loss"])
     logged = [line["loss"] for line in history if "loss" in line]
     assert [value for _, value in written.curves["train/loss"][4:]] == pytest.approx(logged)
     assert [float(each["learning_rate"]) for each in written.hyperparameters] == [5e-5]
+    if kind is tracking.MLflow:
+        assert written.details["runs"] == [("a-run", "FINISHED")]
 
 
 # ---- With Lightning's callbacks -------------------------------------------------------------------------------------
@@ -81,6 +82,7 @@ def test_values_of_callbacks_without_a_logger(tmp_path):
     assert trainer.lightning_trainer.loggers[0].save_dir == str(tmp_path)
     assert list((tmp_path / "checkpoints").glob("*.ckpt"))  # the stand-in for a logger makes no folders
     plain = make_trainer(tmp_path)
+    assert plain.pop_callback(ReportingCallback) is None  # it is there for trackers only
     plain.train()
     assert plain.lightning_trainer.loggers == []
 
@@ -174,20 +176,6 @@ def test_two_processes_write_one_file(tmp_path, processes):
     (folder,) = (tmp_path / "runs").iterdir()
     assert len(list(folder.glob("events*"))) == len(list(folder.glob("csv/version_*"))) == 1
     assert [step for step, _ in scalars(folder)["eval/loss"]] == [0]
-
-
-def test_plain_runs_import_no_tracker(processes):
-    code = """
-import sys
-from hftrainer import Trainer, TrainingArguments
-assert not {"lightning", "wandb", "mlflow", "tensorboard", "comet_ml"} & {*sys.modules}
-"""
-    run = processes.run("-c", code, fresh=True)
-    assert run.returncode == 0, run.stderr
-
-
-def test_callback_is_there_for_trackers_only(tmp_path):
-    assert make_trainer(tmp_path).pop_callback(ReportingCallback) is None
 
 
 @pytest.mark.newest_peer  # the first releases lack the callback

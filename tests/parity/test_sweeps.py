@@ -1,10 +1,15 @@
 """`hyperparameter_search(backend="wandb")` with W&B's client and agent, and a server of sweeps on this machine."""
 
 import importlib
+import itertools
+import json
 import math
 from pathlib import Path
 
 import pytest
+import yaml
+from pytest_httpserver import HTTPServer
+from werkzeug import Response
 
 from hftrainer.errors import InvalidArgument, SearchFailed
 from hftrainer.trainer_utils import BestRun, default_hp_space_wandb
@@ -12,10 +17,52 @@ from tests.support.differences import OWN_FILES
 from tests.support.parity import LIBRARIES
 from tests.support.searches import OneProcessBackend, make_trainer, nothing
 from tests.support.tracking import wandb_items, wandb_records
-from tests.support.wandb_server import serving
 
 wandb = pytest.importorskip("wandb")
 RATES = [1e-3, 1e-4, 1e-2]
+
+
+class Sweeps:
+    """What a W&B server holds: grids. Each method answers the query of its name as W&B does.
+
+    Attributes:
+        configurations: of the sweeps, by id.
+    """
+
+    def __init__(self):
+        self.configurations, self._left = {}, {}
+
+    def answer(self, request):
+        operation = request.json.get("operationName") or request.json["query"].split("(")[0].split("{")[0].split()[-1]
+        data = getattr(self, f"_{operation}")(**(request.json.get("variables") or {}))
+        return Response(json.dumps({"data": data}), content_type="application/json")
+
+    def _Viewer(self):
+        return {"viewer": {"id": "1", "entity": "me", "username": "me", "flags": "{}", "teams": {"edges": []}}}
+
+    def _UpsertSweep(self, config, **variables):
+        sweep = f"sweep{len(self.configurations)}"
+        self.configurations[sweep] = configuration = yaml.safe_load(config)
+        parameters = configuration["parameters"]
+        runs = itertools.product(*(each["values"] for each in parameters.values()))
+        commands = (
+            {
+                "type": "run",
+                "run_id": f"{sweep}-{number}",
+                "args": {name: {"value": value} for name, value in zip(parameters, run, strict=True)},
+            }
+            for number, run in enumerate(runs)
+        )
+        self._left[sweep] = itertools.chain(commands, itertools.repeat({"type": "exit"}))
+        project = {"id": "1", "name": "tests", "entity": {"id": "1", "name": "me"}}
+        return {"upsertSweep": {"sweep": {"name": sweep, "project": project}, "configValidationWarnings": []}}
+
+    def _CreateAgent(self, sweep, **variables):
+        return {"createAgent": {"agent": {"id": f"agent of {sweep}"}}}
+
+    def _Heartbeat(self, id, runState, **variables):
+        commands = [] if "true" in runState else [next(self._left[id.removeprefix("agent of ")])]
+        return {"agentHeartbeat": {"agent": {"id": id}, "commands": json.dumps(commands)}}
 
 
 @pytest.fixture
@@ -24,12 +71,16 @@ def sweeps(tmp_path, monkeypatch):
     from wandb.agents.pyagent import Agent
 
     monkeypatch.setattr(Agent, "HEARTBEAT_SLEEP_SECONDS", 0.05)
-    with serving() as (address, held):
+    held = Sweeps()
+    with HTTPServer() as server:
+        server.expect_request("/graphql", method="POST").respond_with_handler(held.answer)
+        address = server.url_for("").rstrip("/")
         values = {"BASE_URL": address, "API_KEY": "0" * 40, "MODE": "offline", "DIR": str(tmp_path), "SILENT": "true"}
         for name, value in {**values, "ENTITY": "me", "PROJECT": "tests"}.items():
             monkeypatch.setenv(f"WANDB_{name}", value)
         yield held
         wandb.teardown()
+        server.check()  # an answer that failed fails the test
 
 
 def grid(**values):

@@ -25,10 +25,8 @@ for _tracker in CLASSES.values():
     pytest.importorskip(_tracker.package)
 
 
-def kind_of(library, name):
-    """The callback class of a library."""
-    module = "transformers.integrations" if library == "transformers" else "hftrainer.reporting.tracker_callbacks"
-    return getattr(importlib.import_module(module), name)
+#: Library → the module of its callbacks.
+MODULES = {"transformers": integrations, "hftrainer": tracker_callbacks}
 
 
 def kinds(trainer):
@@ -60,14 +58,20 @@ def test_order(tmp_path, report_to):
 @pytest.mark.parametrize("name", CLASSES)
 def test_every_public_name(name):
     """Attributes and methods of theirs, made with nothing, are there."""
-    theirs, ours = (kind_of(library, name) for library in LIBRARIES)
+    theirs, ours = (getattr(MODULES[library], name) for library in LIBRARIES)
     wanted = {each for each in {*vars(theirs()), *dir(theirs)} if not each.startswith("__")}
     known = {"_MAX_PARAM_VAL_LENGTH", "_MAX_PARAMS_TAGS_PER_BATCH"}  # MLflow's own limits, by other names
     assert wanted - set(dir(ours())) - known == set()
 
 
-# ---- What scripts change before training -------------------------------------------------------------------------
-# Functions of a Trainer, its callback, the callback's class and a folder. What they return, looks at it afterwards.
+# ---- What scripts change before training: change → the callback, and a name in what it leaves -----------------------
+
+CHANGES = {}
+
+
+def case(name, left=""):
+    """Registers a function of a Trainer, its callback, the callback's class and a folder; it returns a look back."""
+    return lambda function: CHANGES.setdefault(function, (name, left)) and function
 
 
 def summary_writer(folder):
@@ -76,14 +80,15 @@ def summary_writer(folder):
     return SummaryWriter(folder)
 
 
+@case("TensorBoardCallback", "settings/text_summary")
 def write_before(trainer, callback, kind, folder):
-    """A script that notes its settings before training."""
     callback.logging_dir = folder
     if callback.tb_writer is None:
         callback._init_summary_writer(args=trainer.args)
     callback.tb_writer.add_text("settings", "mine")
 
 
+@case("TensorBoardCallback", "train/added")
 def move_to_the_end(trainer, callback, kind, folder):
     """So that it sees what other callbacks add to the line."""
     callbacks = trainer.callback_handler.callbacks
@@ -92,9 +97,8 @@ def move_to_the_end(trainer, callback, kind, folder):
     callbacks.insert(0, type("Adds", (trainer.own_base,), add)())
 
 
+@case("TensorBoardCallback", "begun/text_summary")
 def patch_the_beginning(trainer, callback, kind, folder):
-    """Another `on_train_begin` on the instance."""
-
     def on_train_begin(self, args, state, control, **kwargs):
         self.logging_dir = folder
         self._init_summary_writer(args)
@@ -103,38 +107,39 @@ def patch_the_beginning(trainer, callback, kind, folder):
     callback.on_train_begin = types.MethodType(on_train_begin, callback)
 
 
+@case("TensorBoardCallback")
 def wrap(trainer, callback, kind, folder):
-    """Something around the callback in its place."""
-    handlers = {event: getattr(callback, event) for event in ("on_train_begin", "on_log", "on_train_end")}
     tolerant = type("Tolerant", (trainer.own_base,), {})()
-    vars(tolerant).update(handlers)
+    vars(tolerant).update({event: getattr(callback, event) for event in ("on_train_begin", "on_log", "on_train_end")})
     trainer.callback_handler.callbacks[place_of(trainer, kind)] = tolerant
 
 
-def take_out(trainer, callback, kind, folder):
-    """A script that brings its own."""
+@case("TensorBoardCallback")
+def replace(trainer, callback, kind, folder):
     assert isinstance(trainer.pop_callback(kind), kind)
     assert trainer.pop_callback(kind) is None
     trainer.add_callback(kind(tb_writer=summary_writer(folder)))
 
 
-def take_out_for_good(trainer, callback, kind, folder):
+@case("TensorBoardCallback")
+def remove(trainer, callback, kind, folder):
     trainer.remove_callback(kind)
 
 
-def other_writer(trainer, callback, kind, folder):
-    """A writer of another class."""
+@case("TensorBoardCallback")
+def no_writer(trainer, callback, kind, folder):
+    callback._SummaryWriter = None
 
+
+@case("TensorBoardCallback", "doubled/train/loss")
+def other_writer(trainer, callback, kind, folder):
     def add_scalar(self, tag, scalar_value, *args, **kwargs):
         super(type(self), self).add_scalar(f"doubled/{tag}", scalar_value * 2, *args, **kwargs)
 
     callback._SummaryWriter = type("Doubling", (callback._SummaryWriter,), {"add_scalar": add_scalar})
 
 
-def no_writer(trainer, callback, kind, folder):
-    callback._SummaryWriter = None
-
-
+@case("TensorBoardCallback", "train/renamed_loss")
 def subclass(trainer, callback, kind, folder, with_writer=False):
     """One with a folder and names of its own, which evaluations open again."""
 
@@ -157,10 +162,12 @@ def subclass(trainer, callback, kind, folder, with_writer=False):
     return open_again
 
 
+@case("TensorBoardCallback", "train/renamed_loss")
 def subclass_with_a_writer(*given):
     return subclass(*given, with_writer=True)
 
 
+@case("WandbCallback", "('mine', 'by setup')")
 def begin_the_run(trainer, callback, kind, folder):
     """A subclass that begins the run itself, as the documentation of `setup` proposes."""
 
@@ -176,6 +183,7 @@ def begin_the_run(trainer, callback, kind, folder):
     trainer.callback_handler.callbacks[place_of(trainer, kind)] = Own()
 
 
+@case("WandbCallback")
 def set_up_before(trainer, callback, kind, folder):
     assert callback._initialized is False
     callback.setup(trainer.args, trainer.state, trainer.model, reinit=False)
@@ -183,13 +191,12 @@ def set_up_before(trainer, callback, kind, folder):
     callback._wandb.config.update({"more": 2}, allow_val_change=True)
 
 
+@case("WandbCallback", "only")
 def log_otherwise(trainer, callback, kind, folder):
-    def on_log(self, args, state, control, model=None, logs=None, **kwargs):
-        self._wandb.log({"only": state.global_step})
-
-    callback.on_log = types.MethodType(on_log, callback)
+    callback.on_log = lambda args, state, control, **kwargs: callback._wandb.log({"only": state.global_step})
 
 
+@case("MLflowCallback")
 def leave_the_run_open(trainer, callback, kind, folder):
     """The module, and what `setup` leaves behind."""
     callback.setup(trainer.args, trainer.state, trainer.model)
@@ -199,31 +206,11 @@ def leave_the_run_open(trainer, callback, kind, folder):
     return lambda: callback._ml_flow.active_run() is not None
 
 
+@case("CometCallback")
 def look_at_the_experiment(trainer, callback, kind, folder):
-    import comet_ml
-
     assert callback._experiment is None
-    running = comet_ml.get_running_experiment
+    running = importlib.import_module("comet_ml").get_running_experiment
     return lambda: callback._initialized and callback._experiment.get_key() == running().get_key()
-
-
-#: Change → the callback, and a name among the curves or details that it leaves.
-CHANGES = {
-    begin_the_run: ("WandbCallback", "('mine', 'by setup')"),
-    set_up_before: ("WandbCallback", ""),
-    log_otherwise: ("WandbCallback", "only"),
-    leave_the_run_open: ("MLflowCallback", ""),
-    look_at_the_experiment: ("CometCallback", ""),
-}
-for _left, _changes in {
-    "settings": [write_before],
-    "train/added": [move_to_the_end],
-    "begun": [patch_the_beginning],
-    "doubled/train/loss": [other_writer],
-    "train/renamed_loss": [subclass, subclass_with_a_writer],
-    "": [wrap, take_out, take_out_for_good, no_writer],
-}.items():
-    CHANGES |= dict.fromkeys(_changes, ("TensorBoardCallback", _left))
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -235,7 +222,7 @@ def test_changes(tmp_path, monkeypatch, change):
         tracker = CLASSES[name](tmp_path / library, monkeypatch)
         monkeypatch.chdir(tracker.folder)
         trainer = make_trainer(library, tracker.folder, **tracker.settings)
-        trainer.own_base, kind = importlib.import_module(library).TrainerCallback, kind_of(library, name)
+        trainer.own_base, kind = importlib.import_module(library).TrainerCallback, getattr(MODULES[library], name)
         look = change(trainer, callback_of(trainer, kind), kind, f"{trainer.args.output_dir}/mine")
         trainer.train()
         seen = look and look()
@@ -253,7 +240,7 @@ def test_changes(tmp_path, monkeypatch, change):
 
     seen, curves, details, _ = alike(run, assert_equal)
     assert seen in (None, True)
-    assert bool(curves) == (change not in (take_out_for_good, no_writer))
+    assert bool(curves) == (change not in (remove, no_writer))
     assert left in f"{list(curves)} {details}"
 
 

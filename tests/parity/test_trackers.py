@@ -198,12 +198,6 @@ class TestMLflow(TrackerSuite):
         self.monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "tiny")
         assert self.alike(training, max_steps=2).details["tags"][0]["release"] == "1"
 
-    def test_after_training(self):
-        """Later evaluations and trainings go to the same run."""
-        ours = self.written("hftrainer", whole, model="plain")
-        assert ours.steps("eval/loss") == [3, 6, 8, 8, 3, 6, 8]
-        assert ours.details["runs"] == [("a-run", "FINISHED")]
-
     def test_run_of_the_user(self):
         import mlflow
 

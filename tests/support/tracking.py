@@ -8,7 +8,7 @@ import os
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -128,7 +128,7 @@ class Recorder(Logger):
 
     def log_metrics(self, metrics, step=None):
         for name, value in metrics.items():
-            self.written.curves.setdefault(name, []).append((step, value))
+            self.written.add(name, step, value)
 
     def log_hyperparams(self, params, *args, **kwargs):
         self.written.hyperparameters.append(params)
@@ -277,29 +277,25 @@ class Comet(CSV):
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, Any]]]:
     """Steps and values by tag in the event files of a folder."""
-    events = _events(folder)
-    return {
-        # TensorBoard reads files that were begun in the same second in the order of their names.
-        tag: [(e.step, without_times(tag, e.value)) for e in sorted(events.Scalars(tag), key=lambda e: e.wall_time)]
-        for tag in events.Tags()["scalars"]
-    }
+    return _entries(folder, "scalars", lambda tag, event: without_times(tag, event.value))
 
 
 def texts(folder: Path) -> dict[str, list[tuple[int, str]]]:
     """Steps and texts by tag."""
-    events = _events(folder)
-    return {
-        tag: [(event.step, event.tensor_proto.string_val[0].decode()) for event in events.Tensors(tag)]
-        for tag in events.Tags()["tensors"]
-    }
+    return _entries(folder, "tensors", lambda tag, event: event.tensor_proto.string_val[0].decode())
 
 
-def _events(folder: Path) -> Any:
+def _entries(folder: Path, kind: str, to_value: Callable[[str, Any], Any]) -> dict[str, list[tuple[int, Any]]]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0})
-    events.Reload()
-    return events
+    accumulator = EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0})
+    accumulator.Reload()
+    read = getattr(accumulator, kind.capitalize())
+    return {
+        # TensorBoard reads files that were begun in the same second in the order of their names.
+        tag: [(event.step, to_value(tag, event)) for event in sorted(read(tag), key=lambda event: event.wall_time)]
+        for tag in accumulator.Tags()[kind]
+    }
 
 
 # ---- W&B's files ----------------------------------------------------------------------------------------------------

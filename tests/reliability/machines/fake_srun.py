@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Stands for SLURM's `srun` of two tasks on one node: its variables, and signals that reach each task."""
 
 import os

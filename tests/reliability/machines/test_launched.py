@@ -14,7 +14,7 @@ from tests.support.launching import DEVICES, LAUNCHERS, start
 @pytest.mark.parametrize("rank", [0, 1])
 def test_one_that_fails_ends_all(rank, tmp_path):
     process = start(tmp_path, [], DEVICES, MISBEHAVE=f"fail {rank}")
-    printed = process.communicate(timeout=60)[0]  # both hold the pipe
+    printed = process.communicate()[0]  # both hold the pipe
     assert process.returncode != 0
     assert "as asked" in printed
 
@@ -22,7 +22,7 @@ def test_one_that_fails_ends_all(rank, tmp_path):
 def test_one_that_fails_when_the_first_has_finished(tmp_path):
     """Which waits for it; Lightning, which looks every five seconds, may be faster, and kills the first."""
     process = start(tmp_path, [], DEVICES, MISBEHAVE="fail late")
-    printed = process.communicate(timeout=60)[0]
+    printed = process.communicate()[0]
     assert process.returncode == -signal.SIGKILL or (
         process.returncode == 1 and "Rank 0 has finished, but rank 1 has ended with status 3" in printed
     )
@@ -54,11 +54,9 @@ def test_signals_to_the_first_end_all(before, after, number, tmp_path):
         printed += line
         pids = [int(pid) for pid in re.findall(r"waiting (\d+)", printed)]
     os.kill(process.pid, number)
-    process.communicate(timeout=60)
+    process.communicate()
     assert process.returncode != 0
-    deadline = time.monotonic() + 10
-    while any(alive(pid) for pid in pids):
-        assert time.monotonic() < deadline
+    while any(alive(pid) for pid in pids):  # for as long as pytest-timeout allows
         time.sleep(0.1)
 
 
