@@ -90,9 +90,11 @@ def chosen(report_to: str | Sequence[str] | None) -> list[str]:
     return [name for name in dict.fromkeys(names) if not _is_switched_off(name)]
 
 
-def with_kubeflow(names: list[str]) -> list[str]:
-    """The trackers of a run: a job of Kubeflow reports to it, whatever its script says."""
-    return names if {"kubeflow", "all"} & set(names) or not _is_available("kubeflow") else [*names, "kubeflow"]
+def in_kubeflow(args: TrainingArguments) -> None:
+    """Add Kubeflow to the trackers in `args.report_to`: its jobs report to it, whatever their script says."""
+    given = list(args.report_to or [])
+    if not {"kubeflow", "all"} & {*given} and _is_available("kubeflow"):
+        args.report_to = [*given, "kubeflow"]
 
 
 def _check(name: str) -> None:

@@ -199,6 +199,7 @@ class Trainer(EarlierMethods):
             given = "neither" if model is None else "both"
             raise InvalidSetup(f"Trainer needs either a model or a model_init; it got {given}.")
         self._validate_args()
+        integrations.in_kubeflow(self.args)
         reports = integrations.chosen(self.args.report_to)
         trackers = integrations.further_trackers(reports, loggers, self.args, own.log_folder)
         self.model = model  # type: ignore[assignment]  # None until model_init is called

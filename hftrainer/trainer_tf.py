@@ -83,6 +83,7 @@ class TFTrainer:
         self._given = model
         self.model: Any = models.torch_model(model)
         self._engine = TFEngine(self, self.model, args)
+        integrations.in_kubeflow(args)
         reports = integrations.chosen(args.report_to)
         if "wandb" in reports:
             self.setup_wandb()

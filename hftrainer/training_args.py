@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hftrainer import integrations
 from hftrainer.arguments import accelerate_state, legacy
 from hftrainer.arguments.accelerator_config import as_object
 from hftrainer.arguments.base import BaseArguments
@@ -71,7 +70,6 @@ class TrainingArguments(ChainingSetters, BaseArguments):
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         legacy.translate(self, defaults, vars(self).pop("_copied", None))
         normalize(self)
-        self.report_to = integrations.with_kubeflow(self.report_to)
         if self.use_cpu:
             self.dataloader_pin_memory = False
         found = check_values(ResolvedArguments(self), complete=False)

@@ -39,7 +39,12 @@ def predictions(outputs: Any, ignored: Collection[str], *, has_loss: bool) -> An
 def _is_data(value: Any, name: str) -> bool:
     """Whether a value has only leaves that can be concatenated; warns once for each name and type."""
     strange: list[Any] = []
-    nested_apply(lambda leaf: isinstance(leaf, _LEAVES) or strange.append(leaf), value)
+
+    def look(leaf: Any) -> None:
+        if not isinstance(leaf, _LEAVES):
+            strange.append(leaf)
+
+    nested_apply(look, value)
     if strange:
         _warn_once(name, type(strange[0]).__name__)
     return not strange

@@ -181,7 +181,8 @@ class Past(Plain):
     """Its config says nothing of the state that it returns."""
 
     def forward(self, x, labels=None):
-        return {**super().forward(x, labels), "past_key_values": torch.zeros(len(x), 2)}
+        name = "past_key_values" if TRANSFORMERS < (5, 24) else "cache"
+        return {**super().forward(x, labels), name: torch.zeros(len(x), 2)}
 
 
 def predictions_with_a_past(folder):

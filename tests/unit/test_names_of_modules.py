@@ -40,10 +40,11 @@ def test_a_callback_that_saves_on_sigterm(tmp_path):
 @pytest.mark.parametrize("given", ["none", ["csv"]])
 def test_jobs_of_kubeflow_report_to_it(tmp_path, monkeypatch, given):
     monkeypatch.setenv("KUBEFLOW_TRAINER_SERVER_URL", "http://127.0.0.1")
-    args = hftrainer.TrainingArguments(str(tmp_path), report_to=given)
-    assert args.report_to == [*([] if given == "none" else given), "kubeflow"]
+    trainer, _ = build("hftrainer", "plain", tmp_path, report_to=given)
+    assert trainer.args.report_to == [*([] if given == "none" else given), "kubeflow"]
     monkeypatch.setenv("DISABLE_KUBEFLOW_INTEGRATION", "TRUE")
-    assert "kubeflow" not in hftrainer.TrainingArguments(str(tmp_path), report_to=given).report_to
+    trainer, _ = build("hftrainer", "plain", tmp_path, report_to=given)
+    assert "kubeflow" not in trainer.args.report_to
 
 
 def test_type_of_processes(tmp_path):
