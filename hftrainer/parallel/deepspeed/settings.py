@@ -224,5 +224,8 @@ def _of_launcher(environment: Mapping[str, str]) -> dict[str, Any] | None:
     if values.get("zero3_save_16bit_model", "false").lower() == "true":
         zero["stage3_gather_16bit_weights_on_model_save"] = True
     clipping = environment.get("ACCELERATE_GRADIENT_CLIPPING", "none")
-    own = {} if clipping == "none" else {"gradient_clipping": float(clipping)}
+    own: dict[str, Any] = {} if clipping == "none" else {"gradient_clipping": float(clipping)}
+    steps = environment.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "")
+    if steps.isdecimal() and int(steps) > 1:  # 1 is what the launcher says of itself; others contradict the argument
+        own["gradient_accumulation_steps"] = int(steps)
     return {"zero_optimization": zero, **own}

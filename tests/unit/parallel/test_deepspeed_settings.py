@@ -226,7 +226,7 @@ def test_launcher():
     words = """
         USE_DEEPSPEED=true DEEPSPEED_ZERO_STAGE=3 DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE=cpu GRADIENT_CLIPPING=0.5
         DEEPSPEED_OFFLOAD_PARAM_DEVICE=nvme DEEPSPEED_OFFLOAD_PARAM_NVME_PATH=/fast
-        DEEPSPEED_ZERO3_SAVE_16BIT_MODEL=true
+        DEEPSPEED_ZERO3_SAVE_16BIT_MODEL=true GRADIENT_ACCUMULATION_STEPS=4
     """
     assert read_deepspeed(None, dict(f"ACCELERATE_{word}".split("=") for word in words.split())) == {
         "zero_optimization": {
@@ -236,7 +236,10 @@ def test_launcher():
             "stage3_gather_16bit_weights_on_model_save": True,
         },
         "gradient_clipping": 0.5,
+        "gradient_accumulation_steps": 4,  # the argument must say the same
     }
+    alone = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1"}
+    assert read_deepspeed(None, alone) == {"zero_optimization": {"stage": 2}}
     assert read_deepspeed(None, {"ACCELERATE_USE_DEEPSPEED": "false"}) is None
 
 
