@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import os
@@ -233,6 +234,11 @@ class Trainer(EarlierMethods):
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Move the model, unless it is on several devices already."""
         self._hftrainer.model_setup.move(model, device)
+
+    @functools.cached_property
+    def _hftrainer(self) -> Internals:
+        """The private parts; made here when a subclass calls methods before `super().__init__()`."""
+        return Internals(self, (None, None))
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """A new model from `model_init`, which gets the trial if it takes an argument."""

@@ -466,3 +466,18 @@ assert drawn == random.getstate()
 """
     done = processes.run("-c", code, fresh=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_methods_before_init(tmp_path):
+    """SpanMarker and sentence-transformers call them on a Trainer that is not made yet."""
+
+    class Own(Trainer):
+        def __init__(self, args):
+            self.args, self.model_init = args, make_plain
+            self.model = self.call_model_init()
+            assert self.is_world_process_zero()
+            assert self.get_num_trainable_parameters() > 0
+            super().__init__(model_init=self.model_init, args=args, train_dataset=plain_data(8))
+
+    trainer = Own(TrainingArguments(str(tmp_path), max_steps=1, use_cpu=True, report_to="none"))
+    assert trainer.train().global_step == 1
