@@ -298,16 +298,18 @@ def test_loops_and_steps_that_call_super(make_trainer):
 @pytest.mark.parametrize(
     ("make_more", "error", "message"),
     [
-        (lambda x: None, TypeError, r"cannot concatenate a NoneType.*ignore_keys"),
+        (lambda x: object(), TypeError, r"cannot concatenate a object.*ignore_keys"),
         (lambda x: torch.zeros(len(x), 2, len(x)), ValueError, r"\(3, 2, 3\) cannot be appended to.*, 4\)"),
     ],
 )
 def test_outputs_that_do_not_fit(make_trainer, make_more, error, message):
-    class Talks(Plain):
-        def forward(self, x, labels=None):
-            return {**super().forward(x, labels), "more": make_more(x)}
+    class Own(Trainer):
+        def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+            more = () if ignore_keys else (make_more(inputs["x"]),)
+            loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only)
+            return loss, (logits, *more), labels
 
-    trainer = make_trainer(Talks(), trainer={"compute_metrics": lambda p: {}})
+    trainer = make_trainer(kind=Own, trainer={"compute_metrics": lambda p: {}})
     with pytest.raises(error, match=message):
         trainer.evaluate()
     assert "eval_loss" in trainer.evaluate(ignore_keys=["more"])
