@@ -20,7 +20,6 @@ from hftrainer.errors import InvalidArgument
 from hftrainer.evaluation.evaluation_pass import EvaluationPass
 from hftrainer.evaluation.growing_array import GrowingArray
 from tests.support.tiny import (
-    Plain,
     detection_data,
     make_detector,
     make_llama,
