@@ -17,6 +17,7 @@ from tests.support.parity import (
     assert_same_weights,
     build,
     compare,
+    seq2seq,
     subclass,
     train,
 )
@@ -127,7 +128,7 @@ def test_label_smoothing_in_seq2seq(tmp_path):
     compare(
         tmp_path,
         (make_t5, decoder_data),
-        kind="Seq2Seq",
+        trainer_class=seq2seq,
         script=lambda trainer: trainer.evaluate() and None,
         **settings,
     )
