@@ -5,6 +5,7 @@ the classes that `transformers` has, and returns what can be compared. `SHOWN_BY
 of the table of behaviours: with the switch the other way round, it finds something else.
 """
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -16,8 +17,8 @@ import pytest
 import torch
 import transformers
 
+import hftrainer
 from hftrainer.arguments import behaviours
-from tests.compat.installed import installed
 from tests.support.parity import Record, accuracy, assert_same, build, record, train
 from tests.support.releases import TRANSFORMERS
 from tests.support.tiny import (
@@ -364,6 +365,17 @@ SKIPPED = {
     "the lengths of a run": (TRANSFORMERS < (4, 49), "set_initial_training_values is there since v4.49"),
     "the lengths of some steps": (TRANSFORMERS < (4, 49), "set_initial_training_values is there since v4.49"),
 }
+
+
+@contextlib.contextmanager
+def installed():
+    """What the name transformers gives is ours, for a while."""
+    hftrainer.install()
+    try:
+        assert transformers.Trainer is hftrainer.Trainer
+        yield
+    finally:
+        hftrainer.uninstall()
 
 
 @pytest.fixture

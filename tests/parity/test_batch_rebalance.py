@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.parity import EVERY_STEP, assert_same_weights, both, build, train
+from tests.support.parity import EVERY_STEP, assert_same_weights, build, compare, train
 from tests.support.tiny import make_llama, pad, varied_language_data
 
 pytestmark = pytest.mark.newest_peer
@@ -16,7 +16,7 @@ def given():
 
 @pytest.mark.parametrize("drops", [False, True])
 def test_training(tmp_path, drops):
-    record = both(tmp_path, given, **SETTINGS, dataloader_drop_last=drops)
+    record = compare(tmp_path, "plain", trainer=given, **SETTINGS, dataloader_drop_last=drops)
     assert record.extra["global_step"] == (4 if drops else 6)
 
 

@@ -19,6 +19,7 @@ from tests.support.parity import (
     assert_same_weights,
     build,
     compare,
+    seq2seq,
     subclass,
     train,
 )
@@ -198,7 +199,7 @@ def test_label_smoothing_in_seq2seq(tmp_path):
     compare(
         tmp_path,
         (make_t5, decoder_data),
-        kind="Seq2Seq",
+        trainer_class=seq2seq,
         script=lambda trainer: trainer.evaluate() and None,
         **settings,
     )

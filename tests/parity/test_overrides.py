@@ -25,6 +25,7 @@ from tests.support.parity import (
     assert_same,
     assert_same_weights,
     build,
+    seq2seq,
     train,
 )
 from tests.support.tiny import make_plain
@@ -166,7 +167,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "prediction_step": {"methods": {"prediction_step": loss_with_slope}},
     "evaluate": {"methods": {"evaluate": lambda self, **given: {**parent(self).evaluate(**given), "eval_extra": 1.0}}},
     "evaluate, by the loop": {"methods": {"evaluate": answers}},
-    "evaluate of Seq2SeqTrainer": {"methods": {"evaluate": answers}, "trainer_class": lambda lib: lib.Seq2SeqTrainer},
+    "evaluate of Seq2SeqTrainer": {"methods": {"evaluate": answers}, "trainer_class": seq2seq},
     "_wrap_model": {"change": replacing("_wrap_model", scaled_model)},
     **{
         name: {"change": replacing(name, lambda _: lambda *args, **kwargs: torch.autocast("cpu", torch.bfloat16))}
@@ -255,7 +256,7 @@ def test_seq2seq_evaluate_counts_the_last_batch_as_a_full_one(tmp_path):
     """It gathers by `accelerator.gather`, for that one pass."""
 
     def run(name):
-        trainer, _ = build(name, "plain", tmp_path, trainer_class=lambda library: library.Seq2SeqTrainer)
+        trainer, _ = build(name, "plain", tmp_path, trainer_class=seq2seq)
         as_full = trainer.evaluate()["eval_loss"]
         by_size = trainer.evaluation_loop(trainer.get_eval_dataloader(), "Evaluation").metrics["eval_loss"]
         return as_full, by_size, trainer.evaluate()["eval_loss"]

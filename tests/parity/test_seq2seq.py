@@ -5,7 +5,7 @@ import torch
 import transformers
 
 from hftrainer.errors import InvalidArgument
-from tests.support.parity import EVALUATED, build, comparable, compare, exactly
+from tests.support.parity import EVALUATED, build, comparable, compare, exactly, seq2seq
 from tests.support.tiny import make_t5, t5_data
 
 T5 = (make_t5, t5_data)
@@ -13,7 +13,7 @@ GENERATES = {"predict_with_generate": True}
 
 
 def build_ours(folder, **settings):
-    return build("hftrainer", T5, folder, kind="Seq2Seq", **settings)[0]
+    return build("hftrainer", T5, folder, trainer_class=seq2seq, **settings)[0]
 
 
 def shape(prediction):
@@ -39,7 +39,7 @@ def test_train_evaluate_predict(tmp_path, settings):
         return comparable([metrics, output.metrics]), exactly([output.predictions, output.label_ids])
 
     given = {"script": script, "trainer": {"compute_metrics": shape}, "max_steps": 4, "learning_rate": 0.05}
-    compare(tmp_path, T5, kind="Seq2Seq", **EVALUATED, **given, **settings)
+    compare(tmp_path, T5, trainer_class=seq2seq, **EVALUATED, **given, **settings)
 
 
 def make_decoder():
@@ -88,7 +88,7 @@ def test_generation_arguments(tmp_path, model, arguments):
     sums = lambda p: {"sum": int(p.predictions.sum()), "labels": int(p.label_ids.sum())}  # noqa: E731
     given = {"data_collator": pad_left, "compute_metrics": sums}
     settings = {**GENERATES, "generation_max_length": 11, "per_device_eval_batch_size": 4}
-    compare(tmp_path, model, kind="Seq2Seq", script=script, trainer=given, **settings)
+    compare(tmp_path, model, trainer_class=seq2seq, script=script, trainer=given, **settings)
 
 
 def test_generation_arguments_by_position(tmp_path):

@@ -93,8 +93,18 @@ LAUNCHERS = {
 }
 
 
+#: How accelerate ends each of its files.
+END_OF_FILE = """\
+rdzv_backend: static
+same_network: true
+tpu_env: []
+tpu_use_cluster: false
+tpu_use_sudo: false
+use_cpu: false
+"""
 #: The file with FSDP in the documentation of `accelerate launch`.
-FSDP_FILE = """
+FSDP_FILE = (
+    """
 compute_environment: LOCAL_MACHINE
 distributed_type: FSDP
 downcast_bf16: 'no'
@@ -113,10 +123,6 @@ main_training_function: main
 mixed_precision: bf16
 num_machines: 1
 num_processes: 2
-rdzv_backend: static
-same_network: true
-tpu_env: []
-tpu_use_cluster: false
-tpu_use_sudo: false
-use_cpu: false
 """
+    + END_OF_FILE
+)

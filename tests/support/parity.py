@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +89,11 @@ def subclass(**methods: Callable[..., Any]) -> Callable[[Any], type]:
     return lambda library: type("Own", (library.Trainer,), methods)
 
 
+def seq2seq(library: Any) -> type:
+    """The `trainer_class` that generates."""
+    return library.Seq2SeqTrainer
+
+
 #: Makes a subclass with a training step of its own, which Lightning's manual optimization runs.
 with_own_step = subclass(training_step=lambda self, *args, **kw: super(type(self), self).training_step(*args, **kw))
 
@@ -106,16 +111,15 @@ def build(name: str, model: Model, folder: Path, **settings: Any) -> tuple[Any, 
         model: with its data.
         folder: the output directory.
         settings: arguments, but for `trainer` (keywords of the Trainer, or a function that makes them for each run),
-            `trainer_class` (library → class), `callback` (library → a callback added after the recorder), and `kind`
-            ("Seq2Seq": of the Trainer and its arguments).
+            `trainer_class` (library → class; its arguments are of the class that it needs), and `callback` (library → a
+            callback added after the recorder).
     """
     library = importlib.import_module(name)
     make_model, make_data = MODELS[model] if isinstance(model, str) else model
     trainer_settings = settings.pop("trainer", {})
     trainer_settings = trainer_settings() if callable(trainer_settings) else trainer_settings
     make_callback = settings.pop("callback", None)
-    kind = settings.pop("kind", "")
-    trainer_class = settings.pop("trainer_class", lambda library: getattr(library, f"{kind}Trainer"))(library)
+    trainer_class = settings.pop("trainer_class", lambda library: library.Trainer)(library)
     data = make_data()
     defaults = {
         "num_train_epochs": 2,
@@ -130,9 +134,9 @@ def build(name: str, model: Model, folder: Path, **settings: Any) -> tuple[Any, 
         "disable_tqdm": True,
         "use_cpu": True,
     }
-    if isinstance(trainer_class, type) and issubclass(trainer_class, library.Seq2SeqTrainer):
-        kind = "Seq2Seq"
-    args = getattr(library, f"{kind}TrainingArguments")(str(folder), **{**defaults, **settings})
+    generates = isinstance(trainer_class, type) and issubclass(trainer_class, library.Seq2SeqTrainer)
+    arguments_class = library.Seq2SeqTrainingArguments if generates else library.TrainingArguments
+    args = arguments_class(str(folder), **{**defaults, **settings})
     recorder = make_recorder(library)
     given = {"train_dataset": data, "eval_dataset": data[:19], "callbacks": [recorder], **trainer_settings}
     if "model_init" not in given:
@@ -191,6 +195,10 @@ def assert_same_weights(ours: dict[str, torch.Tensor], theirs: dict[str, torch.T
     assert not different
 
 
+def assert_same_but_for_weights(ours: Record, theirs: Record) -> None:
+    assert_same(ours, replace(theirs, weights=ours.weights))
+
+
 def assert_equal(ours: Any, theirs: Any) -> None:
     """Plain equality."""
     assert ours == theirs
@@ -203,9 +211,11 @@ def alike(run: Callable[[str], Any], same: Callable[[Any, Any], None] = assert_s
     return ours
 
 
-def compare(tmp_path: Path, model: Model, **settings: Any) -> Record:
+def compare(
+    tmp_path: Path, model: Model, same: Callable[[Record, Record], None] = assert_same, **settings: Any
+) -> Record:
     """Our run, after asserting that transformers does the same with the same settings."""
-    return alike(lambda name: train(name, model, tmp_path / name, **settings))
+    return alike(lambda name: train(name, model, tmp_path / name, **settings), same)
 
 
 def compare_resumed(tmp_path: Path, model: Model, step: int, **settings: Any) -> Record:

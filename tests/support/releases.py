@@ -36,6 +36,5 @@ def pinned(package: str) -> tuple[int, ...]:
     return tuple(int(part) for part in pin(package).split(".")[:2])
 
 
-LIGHTNING = release_of("lightning")
 TORCH = release_of("torch")
 TRANSFORMERS = release_of("transformers")

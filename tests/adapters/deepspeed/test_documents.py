@@ -14,7 +14,7 @@ from hftrainer.errors import InvalidArgument
 from tests.adapters.deepspeed.sets import STAGES
 from tests.docs.documents import running
 from tests.docs.documents.running import losses, quiet
-from tests.support.launching import port
+from tests.support.launching import END_OF_FILE, port
 from tests.support.tiny import make_plain, plain_data
 
 # ---- Sections of the configuration, as they stand -------------------------------------------------------------------
@@ -221,7 +221,8 @@ def test_launcher_alone(line, tmp_path):
     running.assert_as_release(found)
 
 
-SHARED = """
+SHARED = (
+    """
 compute_environment: LOCAL_MACHINE
 distributed_type: DEEPSPEED
 downcast_bf16: 'no'
@@ -229,13 +230,9 @@ machine_rank: 0
 main_training_function: main
 num_machines: 1
 num_processes: 2
-rdzv_backend: static
-same_network: true
-tpu_env: []
-tpu_use_cluster: false
-tpu_use_sudo: false
-use_cpu: false
 """
+    + END_OF_FILE
+)
 FILE = """
 deepspeed_config:
   deepspeed_config_file: ds_zero3_config.json

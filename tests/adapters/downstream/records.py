@@ -13,8 +13,6 @@ from safetensors.torch import load_file
 
 from tests.support.differences import OWN_FILES
 
-#: Files of transformers whose bytes say when or by which class they were written: compared by name.
-BY_NAME = {"training_args.bin", "README.md"}
 #: Lines of model cards that say how long something has taken.
 _TIMED = re.compile(r"^- \*\*(Training|Evaluation|Total)\*\*: |(seconds|minutes|hours)$")
 

@@ -11,7 +11,7 @@ from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.parallel.fsdp.settings import FsdpSettings
 from tests.docs.documents import program, running
 from tests.docs.documents.running import NORMAL, losses, several
-from tests.support.launching import FSDP_FILE, port
+from tests.support.launching import END_OF_FILE, FSDP_FILE, port
 from tests.support.parity import comparable
 
 # ---- torchrun, and FSDP ---------------------------------------------------------------------------------------------
@@ -258,7 +258,8 @@ def test_run_glue_with_fsdp(tmp_path):
 
 
 #: With two processes instead of eight, on one machine instead of two.
-TWO_MACHINES = """
+TWO_MACHINES = (
+    """
 compute_environment: LOCAL_MACHINE
 distributed_type: MULTI_GPU
 downcast_bf16: 'no'
@@ -270,13 +271,9 @@ main_training_function: main
 mixed_precision: fp16
 num_machines: 2
 num_processes: 2
-rdzv_backend: static
-same_network: true
-tpu_env: []
-tpu_use_cluster: false
-tpu_use_sudo: false
-use_cpu: false
 """
+    + END_OF_FILE
+)
 
 
 def test_two_machines(tmp_path):
