@@ -1,8 +1,9 @@
 """Writing a checkpoint so that it is whole or absent.
 
-All files are written into `tmp-checkpoint-N/checkpoint-N`, then the manifest; all are flushed to the disk; then the
-folder is renamed to `checkpoint-N`, by the one process that writes. A killed process leaves a `tmp-` folder, which the
-next run in the same output folder completes or removes.
+All files are written into a folder beside `checkpoint-N`, then the manifest; all are flushed to the disk; then the
+folder is renamed to `checkpoint-N`, by the one process that writes. Overrides of `_save` find the run's folder as the
+parent of theirs, and the step at the end of its name. The name also says which process writes there: another run in the
+same output folder completes or removes only what a process that is gone has left (`parallel/process_identity.py`).
 
 Files that a script has written into `checkpoint-N` itself, before it called `super()._save_checkpoint`, are added
 before the manifest is written (`added.py`).
@@ -14,7 +15,6 @@ others.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import re
@@ -23,58 +23,61 @@ from pathlib import Path
 
 from hftrainer.checkpointing import names, stale_uploads
 from hftrainer.checkpointing.manifest import damage, flush_to_disk, why_unusable, write_manifest
+from hftrainer.parallel.process_identity import is_left_behind, this_process
 
 logger = logging.getLogger(__name__)
 
-_STAGING = "tmp-"
-_STALE = re.compile(rf"^{_STAGING}{names.PREFIX_CHECKPOINT_DIR}-\d+$")
-_REPLACED = "replaced"
-_REMOVED = "removed"
+_REPLACED, _REMOVED = "replaced_", "removed_"
+#: The leading underscore keeps these folders out of repositories. No hyphen but that before the step: some split there.
+_BESIDE = re.compile(
+    rf"^_tmp_(?P<owner>.+\.\d+\.\d*)_(?P<what>{_REPLACED}|{_REMOVED}|)(?P<name>{names.PREFIX_CHECKPOINT_DIR}-\d+)$"
+)
 
 
-def staging_folder(folder: str) -> Path:
-    """The folder in which `folder` is staged: with the same name, since overrides of `_save` parse the step from it."""
+def staging_folder(folder: str | Path, what: str = "") -> Path:
+    """The folder beside `folder` in which this process stages it, or keeps the one that it replaces or removes."""
     final = Path(folder)
-    return final.with_name(_STAGING + final.name) / final.name
+    return final.with_name(f"_tmp_{this_process().replace('-', '~').replace(' ', '.')}_{what}{final.name}")
 
 
 def final_folder(folder: str) -> str:
     """The final folder of a staging folder; any other folder unchanged."""
     path = Path(folder)
-    staged = path.name and path.parent.name == _STAGING + path.name
-    return str(path.parent.with_name(path.name)) if staged else folder
+    found = _BESIDE.match(path.name)
+    return str(path.with_name(found["name"])) if found else folder
 
 
 def begin(staging: Path) -> None:
     """Create an empty staging folder."""
-    shutil.rmtree(staging.parent, ignore_errors=True)
+    shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
 
 
 def publish(folder: str) -> None:
     """Write the manifest, flush, and rename the staging folder to its final name."""
-    staging, final = staging_folder(folder), Path(folder)
+    staging, replaced, final = staging_folder(folder), staging_folder(folder, _REPLACED), Path(folder)
     write_manifest(staging)
     try:
         if final.exists():  # an earlier run in the same output folder wrote this step, perhaps only in part
-            _move(final, staging.parent / _REPLACED)
+            shutil.rmtree(replaced, ignore_errors=True)
+            _move(final, replaced)
         _move(staging, final)
     except BaseException:
         discard(folder)
         raise
     flush_to_disk(final.parent)
-    shutil.rmtree(staging.parent, ignore_errors=True)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def discard(folder: str) -> None:
     """Remove what was written for `folder`; restores the checkpoint that it was to replace."""
-    staging, final = staging_folder(folder), Path(folder)
-    replaced = staging.parent / _REPLACED
+    staging, replaced, final = staging_folder(folder), staging_folder(folder, _REPLACED), Path(folder)
     whole = why_unusable(replaced) is None and why_unusable(final) is not None
     if whole or (replaced.exists() and not final.exists()):
         shutil.rmtree(final, ignore_errors=True)
         _move(replaced, final)
-    shutil.rmtree(staging.parent, ignore_errors=True)
+    shutil.rmtree(staging, ignore_errors=True)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def _move(source: Path, target: Path) -> None:
@@ -104,38 +107,40 @@ def remove(folder: str | Path) -> None:
     if path.is_symlink():
         path.unlink()
         return
-    aside = path.with_name(_STAGING + path.name)
+    aside = staging_folder(path, _REMOVED)
+    shutil.rmtree(aside, ignore_errors=True)
     try:
-        aside.mkdir(exist_ok=True)
-        shutil.rmtree(aside / _REMOVED, ignore_errors=True)
-        path = path.rename(aside / _REMOVED)
+        path = path.rename(aside)
     except OSError:  # cannot be renamed: first delete the file that makes it a checkpoint
         (path / names.TRAINER_STATE_NAME).unlink(missing_ok=True)
     shutil.rmtree(path)
-    with contextlib.suppress(OSError):
-        aside.rmdir()
 
 
 def clear_stale(output_dir: str) -> None:
-    """Complete or remove what a killed process left in `output_dir`."""
+    """Complete or remove what processes that are gone left in `output_dir`."""
     if not os.path.isdir(output_dir):
         return
     stale_uploads.remove_stale(output_dir)
-    for outer in [path for path in Path(output_dir).iterdir() if _STALE.match(path.name) and path.is_dir()]:
+    beside = [
+        (found["what"], path, found) for path in Path(output_dir).iterdir() if (found := _BESIDE.match(path.name))
+    ]
+    for what, path, found in sorted(beside):  # what was staged goes before what it was to replace
         try:
-            _complete(outer)
-            shutil.rmtree(outer)
+            if not is_left_behind(path, " ".join(found["owner"].replace("~", "-").rsplit(".", 2))):
+                continue
+            if what != _REMOVED:
+                _complete(path, path.with_name(found["name"]))
+            if path.exists():
+                shutil.rmtree(path)
         except OSError as error:
-            logger.warning("%s, left by a killed process, could not be removed: %s", outer, error)
+            logger.warning("%s, left by a killed process, could not be removed: %s", path, error)
 
 
-def _complete(outer: Path) -> None:
+def _complete(left: Path, final: Path) -> None:
     """Publish a checkpoint whose process was killed between flush and rename, or between two renames."""
-    final = outer.with_name(outer.name.removeprefix(_STAGING))
-    for candidate in (outer / final.name, outer / _REPLACED):
-        whole = (candidate / names.MANIFEST_NAME).is_file() and damage(candidate) is None
-        if whole and why_unusable(final) is not None:
-            if final.exists():
-                shutil.rmtree(final)
-            _move(candidate, final)
-            logger.warning("%s was complete, but not yet renamed, when its process was killed: renamed it now.", final)
+    whole = (left / names.MANIFEST_NAME).is_file() and damage(left) is None
+    if whole and why_unusable(final) is not None:
+        if final.exists():
+            shutil.rmtree(final)
+        _move(left, final)
+        logger.warning("%s was complete, but not yet renamed, when its process was killed: renamed it now.", final)

@@ -23,7 +23,7 @@ from hftrainer.hub.failures import reason, with_retries
 _WAITS = (1.0, 4.0)
 #: Files of the output folder that are never uploaded with the model: private files and checkpoints, those of trials
 #: included.
-IGNORED = ("_*", "checkpoint-*", "tmp-checkpoint-*", "*/checkpoint-*", "*/tmp-checkpoint-*")
+IGNORED = ("_*", "checkpoint-*", "*/checkpoint-*", "*/_tmp_*")
 
 
 @dataclass(frozen=True)

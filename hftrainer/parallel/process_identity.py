@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from pathlib import Path
+
+#: Seconds without a write after which what a process of another machine writes counts as left behind.
+_LONG = 24 * 3600
 
 
 def this_process() -> str:
@@ -32,3 +36,14 @@ def is_gone(owner: str) -> bool:
     except PermissionError:  # it runs as another user
         return False
     return _began(int(process)) != began
+
+
+def is_left_behind(folder: Path, owner: str) -> bool:
+    """Whether the process that writes into `folder` has ended.
+
+    Nobody knows that of a process of another machine, which may have been a container on this one: its folder is left
+    behind when nothing was written there for a day.
+    """
+    if owner.split(" ")[0] == socket.gethostname():
+        return is_gone(owner)
+    return time.time() - max(path.stat().st_mtime for path in [folder, *folder.rglob("*")]) > _LONG

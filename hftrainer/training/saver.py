@@ -283,13 +283,16 @@ class CheckpointSaver(Room):
         """Write a checkpoint on all ranks, which know afterwards whether it failed; the rest as for the writer."""
         trainer, writer = self.trainer, self.context.checkpoint_writer
         of_others = self.states_of_others()
+        # The folder has the name of the process that writes it: the nearest one, where each node has one.
+        staged = str(staging.staging_folder(path)) if trainer.args.should_save else None
+        folders = trainer.accelerator.processes.gather_objects([staged])
         optimizer = None if trainer.args.save_only_model else self.context.made_optimizer
         self.context.states.gather(trainer.model, optimizer)
         if trainer.args.should_save:
             with self.writing_together():
                 writer.checkpoint(path, functools.partial(self.fill, of_others), then=then, if_failed=if_failed)
         else:
-            staged = str(staging.staging_folder(path))
+            staged = next(filter(None, folders[trainer.accelerator.processes.rank :: -1]))
             call_with_accepted(trainer.save_model, staged, _internal_call=True)  # overrides may gather weights
             with self.writing_together(), writer.taking_part(path):
                 self.write_parts(staged)

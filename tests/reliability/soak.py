@@ -204,7 +204,7 @@ class Run:
 
     def _place(self, group):
         printed = group.printed()[0]
-        if list(self.folder.glob("tmp-*")):
+        if list(self.folder.glob("_tmp_*")):
             return "saving"
         return "training" if "step" in printed or "trial" in printed else "starting"
 

@@ -197,7 +197,7 @@ def test_an_error(tmp_path, monkeypatch, caplog, place, background, kind):
     if kind == "another":
         with pytest.raises(ZeroDivisionError, match="my own bug"):
             trainer.train()
-        assert not [name for name in names(tmp_path) if name == "checkpoint-3" or name.startswith("tmp-")]
+        assert not [name for name in names(tmp_path) if name == "checkpoint-3" or name.startswith("_tmp_")]
     else:
         trainer.train()
         assert "checkpoint-3 could not be written (Input/output error); its partial files were removed" in caplog.text
@@ -218,7 +218,8 @@ def test_a_failed_checkpoint_waits_for_its_other_thread(tmp_path, monkeypatch, c
     """Otherwise that thread would go on writing into a folder that is removed, or belongs to the next checkpoint."""
     events, save, discard = [], streamed.save, staging.discard
     # called as the weights are about to be written
-    fails = FailsOnce(monkeypatch, staging, "final_folder", OSError(errno.ENOSPC, "No space left"), "checkpoint-3")
+    staged = staging.staging_folder("checkpoint-3").name
+    fails = FailsOnce(monkeypatch, staging, "final_folder", OSError(errno.ENOSPC, "No space left"), staged)
 
     def save_after_it(values, path):
         is_optimizer = "checkpoint-3" in path and path.endswith("optimizer.pt")

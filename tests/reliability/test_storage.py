@@ -77,6 +77,51 @@ def test_links_and_foreign_manifests(tmp_path):
     assert (tmp_path / "elsewhere" / "trainer_state.json").is_file()
 
 
+# ---- Staged ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_folder_beside_the_one_of_save_is_that_of_the_run(tmp_path):
+    """As ms-swift, which copies a file of the run into each checkpoint, and reads the step from its name."""
+    seen = []
+
+    class Own(Trainer):
+        def _save(self, output_dir=None, state_dict=None):
+            super()._save(output_dir, state_dict)
+            shutil.copy(Path(output_dir).parent / "args.json", output_dir)
+            seen.append([Path(output_dir).name.split("-")[part] for part in (1, -1)])
+
+    (tmp_path / "args.json").write_text("{}")
+    make_trainer(tmp_path, trainer_class=Own).train()
+    assert seen == [["3", "3"], ["6", "6"], ["9", "9"]]
+    assert len(list(tmp_path.glob("checkpoint-*/args.json"))) == 3
+    assert names(tmp_path) == ["args.json", "checkpoint-3", "checkpoint-6", "checkpoint-9"]
+
+
+def test_another_run_in_the_same_folder_keeps_its_own(tmp_path, monkeypatch):
+    """A run that begins and writes the same step leaves alone what a living process stages."""
+    with monkeypatch.context() as other:
+        other.setattr(os, "getpid", os.getppid)
+        theirs = staging.staging_folder(tmp_path / "checkpoint-3")
+    staging.begin(theirs)
+    (theirs / "config.json").write_text("{}")
+    make_trainer(tmp_path, max_steps=3).train()
+    assert (theirs / "config.json").is_file()
+    assert names(tmp_path) == [theirs.name, "checkpoint-3"]
+
+
+def test_what_another_machine_left(tmp_path):
+    """Whether its process still runs cannot be known, so that it is removed when nobody has written there for a day."""
+    folder = tmp_path / "_tmp_node~7.lan.12.3456_checkpoint-3"
+    staging.begin(folder)
+    (folder / "config.json").write_text("{}")
+    staging.clear_stale(str(tmp_path))
+    assert folder.is_dir()
+    for path in (folder / "config.json", folder):
+        os.utime(path, (0, 0))
+    staging.clear_stale(str(tmp_path))
+    assert names(tmp_path) == []
+
+
 # ---- Replaced --------------------------------------------------------------------------------------------------------
 
 
@@ -106,15 +151,17 @@ def test_interrupted_while_one_is_replaced(tmp_path, monkeypatch, request, renam
     with contextlib.suppress(KeyboardInterrupt):
         make_trainer(tmp_path, max_steps=3).train()
     monkeypatch.undo()
+    monkeypatch.setattr(staging, "is_left_behind", lambda *_: True)
     staging.clear_stale(str(tmp_path))
     assert get_last_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-3")
     assert names(tmp_path) == ["checkpoint-3"]
 
 
-def test_a_half_copied_one_does_not_hide_the_whole(tmp_path):
+def test_a_half_copied_one_does_not_hide_the_whole(tmp_path, monkeypatch):
     """Where folders cannot be renamed, a process may die with half of the target there."""
     make_trainer(tmp_path, max_steps=3).train()
-    shutil.copytree(tmp_path / "checkpoint-3", tmp_path / "tmp-checkpoint-3" / "checkpoint-3")
+    monkeypatch.setattr(staging, "is_left_behind", lambda *_: True)
+    shutil.copytree(tmp_path / "checkpoint-3", staging.staging_folder(tmp_path / "checkpoint-3"))
     (tmp_path / "checkpoint-3" / "trainer_state.json").unlink()
     staging.clear_stale(str(tmp_path))
     assert get_last_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-3")

@@ -162,7 +162,7 @@ def test_checkpoints_with_streamed_files(tmp_path, small_windows, background):
 
 
 def publish_and_kill(folder, flushes):
-    """Publish checkpoint-2 in a process that dies at a flush; whether it did."""
+    """Write and publish checkpoint-2 in a process that dies at a flush; whether it did."""
     child = os.fork()
     if child == 0:
         left, counting, fsync = flushes, threading.Lock(), os.fsync
@@ -176,6 +176,7 @@ def publish_and_kill(folder, flushes):
             fsync(descriptor)
 
         with contextlib.suppress(BaseException):
+            write_files(staging.staging_folder(folder / "checkpoint-2"))
             os.fsync = flush
             staging.publish(str(folder / "checkpoint-2"))
             os._exit(0)
@@ -192,11 +193,11 @@ def test_killed_while_files_are_flushed(tmp_path):
     while killed:
         flushes += 1
         folder = tmp_path / str(flushes)
-        write_files(staging.staging_folder(str(folder / "checkpoint-2")))
+        folder.mkdir()
         killed = publish_and_kill(folder, flushes)
         assert not killed or not (folder / "checkpoint-2").exists() or damage(folder / "checkpoint-2") is None
         staging.clear_stale(str(folder))
-        assert not list(folder.glob("tmp-*"))
+        assert not list(folder.glob("_tmp_*"))
         last = get_last_checkpoint(str(folder))
         assert names(folder) == ([] if last is None else ["checkpoint-2"])
         found.append(last is not None)

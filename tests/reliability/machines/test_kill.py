@@ -35,9 +35,9 @@ def kill_somewhere(folder, moments, settings):
     assert "Error" not in printed, printed
     if "done" in printed:
         return "finished"
-    if list(folder.glob("tmp-*/removed")):
+    if list(folder.glob("_tmp_*_removed_*")):
         return "rotating"
-    if list(folder.glob("tmp-*")):
+    if list(folder.glob("_tmp_*")):
         return "saving"
     return "training" if "step" in printed else "resuming"
 
@@ -56,7 +56,7 @@ def test_killed_at_random(tmp_path, undisturbed, settings, kills):
         printed = Forked(folder, width=WIDTH, **settings).finish()
         assert printed[-1] == "done 72"
         assert_same(weights(folder), undisturbed)
-        assert not list(folder.glob("tmp-*"))
+        assert not list(folder.glob("_tmp_*"))
         assert len(list(folder.glob("checkpoint-*"))) == 2
     print(dict(where))
     assert all(where[place] for place in ("training", "saving", "resuming"))
@@ -80,7 +80,7 @@ def test_files_that_the_script_adds(tmp_path, settings, kills):
         printed = Forked(folder, adds=True, **settings).finish()
         assert printed[-1] == "done 72"
         assert_same(weights(folder), weights(tmp_path / "undisturbed"))
-        assert not list(folder.glob("tmp-*"))
+        assert not list(folder.glob("_tmp_*"))
         check_added(folder)
 
 

@@ -26,7 +26,7 @@ def finish(folder, **settings):
     pair = Group(folder, **settings)
     assert pair.end() == [0, 0], pair.printed()
     assert pair.printed()[0].splitlines()[-1] == "done 36"
-    assert not list(folder.glob("tmp-*"))
+    assert not list(folder.glob("_tmp_*"))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
@@ -62,7 +62,7 @@ def kill_somewhere(folder, moments, **settings):
     if 0 in statuses:  # it came when both had done their work, or at the other's own end
         assert "\ndone 36\n" in pair.printed()[statuses.index(0)]
         return "finished"
-    if list(folder.glob("tmp-*")):
+    if list(folder.glob("_tmp_*")):
         return "saving"
     return "training" if "step" in pair.printed()[0] else "starting"
 
