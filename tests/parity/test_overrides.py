@@ -320,6 +320,8 @@ OLDER: dict[str, Callable[[dict[str, Any]], Any]] = {
     ),
     "_save_checkpoint(model, trial, metrics=None)": lambda given: "eval_loss" in given["metrics"],
     "_wrap_model(model, training=True)": bool,
+    "compute_loss(model, inputs)": bool,
+    "compute_loss(model, inputs, return_outputs=False)": bool,
     "compute_loss(model, inputs, return_outputs=False, **kwargs)": lambda given: (
         "num_items_in_batch" in given["kwargs"]
     ),
@@ -341,6 +343,7 @@ def test_older_signature(tmp_path, signature):
     exec(text, namespace | {"note": calls.append}, methods := {})
     counts_tokens = "no" if name == "log" else "all"  # their speed is logged since `log` knows when training began
     settings = {**BEST, "save_total_limit": 2, "include_num_input_tokens_seen": counts_tokens}
+    settings |= {"trainer": {"compute_metrics": accuracy}}
     ours = run_changed("hftrainer", tmp_path / "ours", methods=methods, **settings)
     assert_same(ours, run_changed("transformers", tmp_path / "theirs", **settings))
     assert calls and all(map(OLDER[signature], calls))

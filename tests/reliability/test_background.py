@@ -211,6 +211,7 @@ def test_an_error_that_stops(tmp_path, monkeypatch, background):
     trainer = make_trainer(tmp_path, lightning_config={"async_checkpoint": background, "on_save_error": "stop"})
     with pytest.raises(CheckpointNotWritten, match="checkpoint-3 could not be written"):
         trainer.train()
+    assert "checkpoint-3" not in names(tmp_path)
     assert trainer.state.global_step <= (6 if background else 3)
 
 

@@ -237,6 +237,8 @@ def test_other_failures_of_the_storage(tmp_path, caplog, kind, limit_files):
         away.rename(folder)
 
     acts = (hide, show) if kind == "no folder" else (lambda: limit_files(1000), limit_files)
-    assert finished(make_trainer(folder, callbacks=[Hinders(*acts)])).state.global_step == 9
+    saved = []
+    callbacks = [Hinders(*acts), OnSave(lambda checkpoint: saved.append(checkpoint.name))]
+    assert finished(make_trainer(folder, callbacks=callbacks)).state.global_step == 9
     assert "checkpoint-6 could not be written" in caplog.text
-    assert names(folder) == ["checkpoint-3", "checkpoint-9"]
+    assert names(folder) == saved == ["checkpoint-3", "checkpoint-9"]
