@@ -1,6 +1,5 @@
 """Bad input gets one clear error that names the argument, the reason and what to do, before any training."""
 
-import importlib.util
 import signal
 
 import pytest
@@ -105,27 +104,6 @@ def test_unsupported_arguments_are_named_together(make_args):
 def test_report_to(make_args, report_to, words):
     with pytest.raises(InvalidArgument, match=words):
         Trainer(make_plain(), make_args(report_to=report_to))
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("WORLD_SIZE", "2", r"MASTER_ADDR and MASTER_PORT and RANK are not set.*torchrun"),
-        ("ACCELERATE_MIXED_PRECISION", "fp8", "ACCELERATE_MIXED_PRECISION=fp8"),
-        ("ACCELERATE_USE_FSDP", "true", "ACCELERATE_USE_FSDP=true"),
-    ],
-)
-def test_launchers(make_args, monkeypatch, name, value, message):
-    monkeypatch.setenv(name, value)
-    with pytest.raises(UnsupportedArgument, match=message):
-        Trainer(make_plain(), make_args())
-
-
-@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is not None, reason="DeepSpeed is here")
-def test_launcher_of_a_missing_package(make_args, monkeypatch):
-    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    with pytest.raises(InvalidArgument, match="ACCELERATE_USE_DEEPSPEED=true needs DeepSpeed"):
-        make_args()
 
 
 # ---- What a Trainer is given -----------------------------------------------------------------------------------------
