@@ -325,6 +325,7 @@ OLDER: dict[str, Callable[[dict[str, Any]], Any]] = {
     "compute_loss(model, inputs, return_outputs=False, **kwargs)": lambda given: (
         "num_items_in_batch" in given["kwargs"]
     ),
+    "create_scheduler(num_training_steps)": bool,
     "create_scheduler(num_training_steps, optimizer=None)": lambda given: given["optimizer"],
     "get_batch_samples(epoch_iterator, num_batches) -> epoch_iterator, num_batches, self.args.device": bool,
     "log(logs)": bool,

@@ -52,6 +52,7 @@ def test_unknown_arguments(settings, message):
         ({"save_strategy": "best"}, ["save_strategy"]),
         ({"bf16": True, "fp16": True}, ["bf16"]),
         ({"lr_scheduler_kwargs": "{broken"}, ["lr_scheduler_kwargs"]),
+        ({"lightning_config": "{broken"}, ["lightning_config is not a valid JSON object"]),
         ({"lr_scheduler_type": "reduce_lr_on_plateau"}, ["lr_scheduler_type"]),
         ({"debug": "overflow"}, ["debug"]),
         ({"log_level": "loud"}, ["log_level"]),

@@ -308,23 +308,6 @@ def test_last_trials_begun_at_the_same_moment(tmp_path, monkeypatch):
     assert "same time" in trainer.hp_study.trials[3].user_attrs[INTERRUPTED]
 
 
-@pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning", "ignore:Heartbeat of storage")
-@pytest.mark.parametrize("kind", ["database", "journal"])
-def test_optuna_alone_does_not_notice_a_killed_process_at_once(tmp_path, kind):
-    """Its heartbeat waits for a period of grace, and a journal has no heartbeat."""
-    database = f"sqlite:///{tmp_path}/a.db"
-    is_journal = kind == "journal"
-    storage = journal(tmp_path) if is_journal else optuna.storages.RDBStorage(database, heartbeat_interval=1)
-    study = optuna.create_study(storage=storage)
-    trial = begin(study)
-    if not is_journal:
-        storage.record_heartbeat(trial._trial_id)
-    optuna.storages.fail_stale_trials(study)
-    assert states(study) == ["RUNNING"]
-    assert TrialCount(study, 1).remaining() == 1
-    assert states(study) == ["FAIL"]
-
-
 def test_trials_on_another_machine(tmp_path, caplog):
     """Nobody here knows whether they are still running: they count, and the result says that they are not in it."""
     begin(optuna.create_study(**stored(tmp_path)), "elsewhere 1 1")
