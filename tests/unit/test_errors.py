@@ -98,15 +98,6 @@ def test_unsupported_arguments_are_named_together(make_args):
         Trainer(make_plain(), make_args(fsdp="full_shard", train_sampling_strategy="batch_rebalance"))
 
 
-@pytest.mark.parametrize(
-    ("report_to", "words"),
-    [(["none", "tensorboard"], "'none' cannot be"), (["all", "wandb"], "'all' cannot be"), (3, "report_to=3")],
-)
-def test_report_to(make_args, report_to, words):
-    with pytest.raises(InvalidArgument, match=words):
-        Trainer(make_plain(), make_args(report_to=report_to))
-
-
 # ---- What a Trainer is given -----------------------------------------------------------------------------------------
 
 

@@ -43,10 +43,6 @@ def stored(folder):
     return {"storage": f"sqlite:///{folder}/a.db", "study_name": "a", "load_if_exists": True}
 
 
-def journal(folder):
-    return optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(folder / "journal")))
-
-
 # ---- Bad input -------------------------------------------------------------------------------------------------
 
 
@@ -318,7 +314,8 @@ def test_trials_on_another_machine(tmp_path, caplog):
 
 
 def test_enqueued_trials_come_first(tmp_path):
-    keywords = {**stored(tmp_path), "storage": journal(tmp_path)}
+    journal = optuna.storages.journal.JournalFileBackend(str(tmp_path / "journal"))
+    keywords = {**stored(tmp_path), "storage": optuna.storages.JournalStorage(journal)}
     optuna.create_study(**keywords).enqueue_trial({"learning_rate": 0.03})
     trainer = make_trainer(tmp_path)
     trainer.hyperparameter_search(rates, n_trials=2, **keywords)
