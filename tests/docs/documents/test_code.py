@@ -24,8 +24,7 @@ def make(folder, trainer_class=Trainer, model=None, data=8, **given):
     fields = TrainingArguments.__dataclass_fields__
     settings = {name: given.pop(name) for name in list(given) if name in fields}
     given.setdefault("train_dataset", tiny.plain_data(data))
-    model = tiny.make_plain() if model is None and "model_init" not in given else model
-    return trainer_class(model, quiet(folder, **settings), **given)
+    return trainer_class(tiny.make_plain() if model is None else model, quiet(folder, **settings), **given)
 
 
 # ---- Subclasses -----------------------------------------------------------------------------------------------------
