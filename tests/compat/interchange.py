@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from tests.support.parity import build, comparable
+from tests.support.parity import EVERY_STEP, build, comparable
 from tests.support.tiny import make_peft
 
 #: model → micro-batches in a step, steps between checkpoints, the step to resume from. BERT does not accumulate, since
@@ -54,24 +54,14 @@ def train(library: str, model: str, folder: str, resume: bool, more: dict) -> No
     accumulation, steps, _ = SHAPES[model]
     module = importlib.import_module(library)
     make, like = OWN_MODELS.get(model, (None, model))
-    trainer, _ = build(
-        library,
-        like,
-        Path(folder),
-        trainer={"model": make()} if make else {},
-        gradient_accumulation_steps=accumulation,
-        eval_strategy="steps",
-        eval_steps=steps,
-        save_strategy="steps",
-        save_steps=steps,
-        logging_steps=1,
-        load_best_model_at_end=model != "adapters",  # transformers loads the first adapter into the second
-        metric_for_best_model="loss",
-        restore_callback_states_from_checkpoint=True,
-        optim="adamw_torch",
+    settings = {
+        **{**EVERY_STEP, "eval_steps": steps, "save_steps": steps, "logging_steps": 1},
+        **{"gradient_accumulation_steps": accumulation, "optim": "adamw_torch", "metric_for_best_model": "loss"},
+        "load_best_model_at_end": model != "adapters",  # transformers loads the first adapter into the second
+        "restore_callback_states_from_checkpoint": True,
         **({"lightning_config": {"behaviour": "4.57"}} if library == "hftrainer" else {}),
-        **more,
-    )
+    }
+    trainer, _ = build(library, like, Path(folder), trainer={"model": make()} if make else {}, **settings, **more)
     trainer.add_callback(module.EarlyStoppingCallback(50, early_stopping_threshold=5.0))
     trainer.train(resume_from_checkpoint=resume)
     torch.save(trainer.model.state_dict(), Path(folder) / "final.pt")

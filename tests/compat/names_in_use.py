@@ -20,9 +20,10 @@ READ = """
     _signature_columns _total_loss_scalar _tr_loss _train_batch_size _trial accelerator args callback_handler
     can_return_loss compute_loss_func control current_flos current_gradient_accumulation_steps data_collator deepspeed
     eval_dataset gather_function hp_name hp_search_backend hub_model_id is_deepspeed_enabled
-    is_distributed_loading_by_transformers is_fsdp_enabled is_in_train label_names label_smoother loss_is_scaled_for_ga
-    lr_scheduler model model_accepts_loss_kwargs model_init model_preparation_time model_wrapped neftune_hook_handle
-    neftune_noise_alpha optimizer optimizer_cls_and_kwargs processing_class state train_dataset
+    is_distributed_loading_by_transformers is_fsdp_enabled is_in_train is_model_parallel label_names label_smoother
+    loss_is_scaled_for_ga lr_scheduler model model_accepts_loss_kwargs model_init model_preparation_time model_wrapped
+    neftune_hook_handle neftune_noise_alpha optimizer optimizer_cls_and_kwargs place_model_on_device processing_class
+    state train_dataset
 """.split()
 #: Not there → whether transformers calls overrides of them: those are refused.
 ABSENT = {

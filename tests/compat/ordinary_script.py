@@ -52,15 +52,8 @@ def main():
     }
     data = datasets.Dataset.from_dict(rows).map(lambda batch: tokenizer(batch["text"]), batched=True)
     split = data.train_test_split(test_size=0.25, seed=0)
-    config = BertConfig(
-        vocab_size=50,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=32,
-        max_position_embeddings=32,
-        num_labels=3,
-    )
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    config = BertConfig(vocab_size=50, max_position_embeddings=32, num_labels=3, **sizes)
     trainer = Trainer(
         model=BertForSequenceClassification(config),
         args=training_args,

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.compat.interchange import SHAPES
-from tests.support.differences import OWN_FILES
+from tests.support.differences import files_in
 from tests.support.processes import environment
 
 ROOT = Path(__file__).parents[2]
@@ -35,15 +35,9 @@ pytestmark = [
 def run(jobs: dict[str, list]) -> None:
     """Each environment's jobs in a process of its own, side by side."""
     env = {**environment(), "HF_HUB_OFFLINE": "1"}
+    how = {"cwd": ROOT, "env": env, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     started = [
-        subprocess.Popen(
-            [PYTHONS[name], "-m", "tests.compat.interchange", json.dumps(given)],
-            cwd=ROOT,
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        subprocess.Popen([PYTHONS[name], "-m", "tests.compat.interchange", json.dumps(given)], **how)
         for name, given in jobs.items()
     ]
     for process in started:
@@ -100,11 +94,6 @@ def report(folder: Path) -> dict:
 
 def last_checkpoint(folder: Path) -> Path:
     return max(folder.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
-
-
-def files_in(folder: Path) -> list[str]:
-    """The files of a checkpoint, without those that are ours alone."""
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.name not in OWN_FILES)
 
 
 def assert_same_end(folder: Path, reference: Path) -> None:

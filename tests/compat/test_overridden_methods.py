@@ -233,9 +233,7 @@ def test_replaced_methods_of_callbacks_are_called_alike(tmp_path, holder, way, m
             def method(*args, **kwargs):
                 given = [each for each in args if not isinstance(each, module.CallbackHandler)]
                 flags = [dataclasses.asdict(each) for each in given if isinstance(each, module.TrainerControl)]
-                if (
-                    name == "on_save"
-                ):  # which the handler clears; ours, as it may write in the background, clears it before
+                if name == "on_save":  # the handler clears it; ours does before, as it may write in the background
                     flags[0]["should_save"] = False
                 result = original(*args, **kwargs)
                 after = dataclasses.asdict(result) if isinstance(result, module.TrainerControl) else None

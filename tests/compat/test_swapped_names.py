@@ -17,6 +17,7 @@ from transformers import Adafactor, SchedulerType, Trainer, TrainerCallback, Tra
 from transformers.debug_utils import DebugOption
 from transformers.trainer_utils import HPSearchBackend, HubStrategy, IntervalStrategy, SaveStrategy
 from transformers.training_args import OptimizerNames, ParallelMode
+from tests.support.tiny import make_plain, plain_data
 import torch
 import transformers.optimization
 
@@ -53,25 +54,16 @@ schedule = transformers.get_scheduler(SchedulerType.COSINE, torch.optim.SGD([tor
 found["schedule"] = type(schedule).__name__
 transformers.trainer.DEFAULT_CALLBACKS.append(Own)
 
-class Model(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(2, 2)
-
-    def forward(self, x, labels=None):
-        loss = torch.nn.functional.cross_entropy(self.layer(x), labels)
-        return {"loss": loss}
-
-data = [{"x": torch.ones(2), "labels": 0}] * 8
+data = plain_data(8)
 args.debug = []
-trainer = Trainer(Model(), args, train_dataset=data, eval_dataset=data)
+trainer = Trainer(make_plain(), args, train_dataset=data, eval_dataset=data)
 found["callbacks"] = trainer.callback_handler.callback_list.split()
 trainer.train()
 found["optimizer"] = isinstance(getattr(trainer.optimizer, "optimizer", trainer.optimizer), Adafactor)
 found["class"] = Trainer.get_optimizer_cls_and_kwargs(args)[0] is Adafactor
 transformers.trainer.DEFAULT_CALLBACKS = transformers.trainer.DEFAULT_CALLBACKS[:1]
 transformers.trainer.DEFAULT_PROGRESS_CALLBACK = Bar
-found["rebound"] = Trainer(Model(), args, eval_dataset=data).callback_handler.callback_list.split()
+found["rebound"] = Trainer(make_plain(), args, eval_dataset=data).callback_handler.callback_list.split()
 args.optim = OptimizerNames.ADAMW_HF if hasattr(transformers.optimization, "AdamW") else "adamw_torch"
 expected = getattr(transformers.optimization, "AdamW", torch.optim.AdamW)
 found["adamw"] = Trainer.get_optimizer_cls_and_kwargs(args)[0] is expected

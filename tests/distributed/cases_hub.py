@@ -1,7 +1,8 @@
 """Uploads and downloads in two ranks."""
 
 from hftrainer.errors import HubError
-from tests.support.hub_runs import At, make_uploading
+from tests.support.checkpoints import At
+from tests.support.hub_runs import make_uploading
 
 
 def find_all(folder):

@@ -1,19 +1,7 @@
 """A TFTrainer in two ranks, or in one with twice the batch."""
 
-from hftrainer import TFTrainer, TFTrainingArguments
-from tests.support.tensorflow import Still, rows
-
-
-class Loud(TFTrainer):
-    """Keeps what it logs."""
-
-    def __init__(self, *args, **kwargs):
-        self.seen = []
-        super().__init__(*args, **kwargs)
-
-    def log(self, logs):
-        super().log(logs)
-        self.seen.append(dict(logs))
+from hftrainer import TFTrainingArguments
+from tests.support.tensorflow import Loud, Still, rows
 
 
 def train(folder, per_device):

@@ -14,8 +14,9 @@ from lightning.fabric.utilities.spike import TrainingSpikeException
 from safetensors.torch import load_file
 from torch import nn
 
-from hftrainer import Trainer, TrainingArguments
+from hftrainer import Trainer
 from hftrainer.errors import UnsupportedArgument
+from tests.support import checkpoints
 from tests.support.differences import LIGHTNING_CALLBACKS
 from tests.support.tiny import Plain, plain_data
 
@@ -33,25 +34,14 @@ class Model(Plain):
         return self.head(self.backbone(x))
 
 
-DEFAULTS = {
-    "max_steps": 20,
-    "num_train_epochs": 3,
-    "per_device_train_batch_size": 4,
-    "per_device_eval_batch_size": 8,
-    "learning_rate": 1e-2,
-    "save_strategy": "steps",
-    "save_steps": 5,
-    "logging_steps": 5,
-    "disable_tqdm": True,
-    "use_cpu": True,
-}
+DEFAULTS = {"max_steps": 20, "num_train_epochs": 3, "save_strategy": "steps", "save_steps": 5, "logging_steps": 5}
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 5}
 
 
 def make_trainer(folder, *callbacks, kind=Trainer, model=None, **settings):
-    args = TrainingArguments(str(folder), **{**DEFAULTS, **settings})
     data = plain_data()
-    return kind(model or Model(), args, train_dataset=data, eval_dataset=data[:19], callbacks=list(callbacks))
+    given = {"model": model or Model(), "train_dataset": data, "eval_dataset": data[:19]}
+    return checkpoints.make_trainer(folder, "plain", callbacks, kind, trainer=given, **{**DEFAULTS, **settings})
 
 
 def trained(*given, **settings):

@@ -4,20 +4,11 @@ import pytest
 
 TRAIN = """
 import gc, sys
-import torch
 from hftrainer import Trainer, TrainingArguments
+from tests.support.tiny import make_plain, plain_data
 
-class Model(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(2, 2)
-
-    def forward(self, x, labels):
-        return {"loss": torch.nn.functional.cross_entropy(self.layer(x), labels)}
-
-data = [{"x": torch.ones(2), "labels": 0}] * 2
 quiet = dict(report_to="none", disable_tqdm=True, save_strategy="no", use_cpu=True)
-Trainer(Model(), TrainingArguments("unused", max_steps=1, **quiet), train_dataset=data).train()
+Trainer(make_plain(), TrainingArguments("unused", max_steps=1, **quiet), train_dataset=plain_data(2)).train()
 assert gc.isenabled()
 """
 LEAN = """

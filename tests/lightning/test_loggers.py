@@ -16,7 +16,6 @@ from hftrainer.errors import InvalidArgument, MissingPackage, UnsupportedArgumen
 from hftrainer.integrations import INTEGRATIONS, chosen
 from hftrainer.reporting.tracker_callbacks import ReportingCallback
 from tests.support import tracking
-from tests.support.releases import release_of
 from tests.support.tracking import Recorder, evaluate_with_trackers, scalars
 
 THEIRS = integration_utils.INTEGRATION_TO_CALLBACK
@@ -29,12 +28,13 @@ def make_trainer(folder, *loggers, callbacks=(), **settings):
 
 # ---- One suite for all ----------------------------------------------------------------------------------------------
 
-TRACKERS = [tracking.CSV, tracking.UsersCSV, tracking.UsersOwn, tracking.TensorBoard, tracking.WandB, tracking.MLflow]
 
-
-@pytest.mark.parametrize("kind", TRACKERS)
+@pytest.mark.parametrize("kind", [tracking.CSV, tracking.UsersCSV, tracking.UsersOwn, tracking.MLflow])
 def test_every_logger(tmp_path, monkeypatch, kind):
-    """Lines at their steps, the last one too; evaluations after training; a second training; hyperparameters once."""
+    """Lines at their steps, the last one too; evaluations after training; a second training; hyperparameters once.
+
+    TensorBoard and W&B are in tests/parity/test_trackers.py.
+    """
     if kind.package:
         pytest.importorskip(kind.package)
     tracker = kind(tmp_path / "run", monkeypatch)
@@ -46,9 +46,7 @@ def test_every_logger(tmp_path, monkeypatch, kind):
     written = tracker.read()
     assert written.steps("train/loss") == [2, 4, 6, 8, 2, 4, 6, 8]
     assert written.steps("eval/loss") == [3, 6, 8, 8, 3, 6, 8]
-    # which keeps the last of the file's summaries
-    in_summary = kind is tracking.WandB and release_of("wandb") < (0, 18)
-    assert written.steps("train/train_loss") == ([8] if in_summary else [8, 8])
+    assert written.steps("train/train_loss") == [8, 8]
     history = trainer.state.log_history
     assert written.curves["train/train_loss"][-1][1] == pytest.approx(history[-1]["train_loss"])
     logged = [line["loss"] for line in history if "loss" in line]
@@ -266,6 +264,9 @@ def test_trackers_that_the_installed_transformers_does_not_know(monkeypatch, onl
 #: Of a Trainer's `report_to` or further arguments, where no package is installed but those that are named.
 REFUSED = [
     ("wanbd", InvalidArgument, r"report_to='wanbd' is not a tracker: did you mean 'wandb'\? Known are"),
+    (["none", "tensorboard"], InvalidArgument, "'none' cannot be"),
+    (["all", "wandb"], InvalidArgument, "'all' cannot be"),
+    ({"report_to": 3}, InvalidArgument, "report_to=3"),
     (["csv", "comet"], MissingPackage, r"report_to='comet_ml' needs .* pip install comet-ml"),
     ("clearml", MissingPackage, r"'clearml', which uses .* pip install clearml transformers"),
     ("neptune", UnsupportedArgument, "Neptune's service has ended"),

@@ -281,22 +281,9 @@ def test_all_forms_are_read(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(KEYS))
     for form in (KEYS, str(path), path, TheirConfig(**KEYS), json.dumps(KEYS)):
-        assert AcceleratorConfig.read(arguments(accelerator_config=form).accelerator_config) == AcceleratorConfig(
-            **KEYS
-        )
+        read = AcceleratorConfig.read(arguments(accelerator_config=form).accelerator_config)
+        assert read == AcceleratorConfig(**KEYS)
     assert AcceleratorConfig.read(None) == AcceleratorConfig() == AcceleratorConfig.read({})
-    args = arguments(accelerator_config=TheirConfig(**KEYS))
-    assert json.loads(args.to_json_string())["accelerator_config"]["split_batches"] is True
-    assert args.gradient_accumulation_steps == 3
-    with pytest.raises(InvalidArgument, match="gradient_accumulation_steps=2 and accelerator_config"):
-        arguments(gradient_accumulation_steps=2, accelerator_config=KEYS)
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_old_names():
-    trainer = make_trainer(arguments(split_batches=True, dispatch_batches=False))
-    expected = AcceleratorConfig(split_batches=True, dispatch_batches=False)
-    assert trainer._hftrainer.resolved.accelerator_config == expected
 
 
 def test_moving_beside_the_computation_needs_pinned_memory(caplog):

@@ -8,6 +8,7 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 import hftrainer
+from tests.support.checkpoints import At
 from tests.support.parity import EVALUATED, accuracy, alike, assert_same_weights, build, comparable, exactly
 
 
@@ -131,13 +132,10 @@ def test_during_training(tmp_path):
     """A callback may copy its Trainer, and evaluate the copy."""
     found = []
 
-    class Copies(hftrainer.TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            if state.global_step == 2:
-                found.extend(each.evaluate()["eval_loss"] for each in (copy.deepcopy(trainer), trainer))
+    def copy_and_evaluate():
+        found.extend(each.evaluate()["eval_loss"] for each in (copy.deepcopy(trainer), trainer))
 
-    trainer = make("hftrainer", tmp_path, "plain", eval_strategy="no")
-    trainer.add_callback(Copies)
+    trainer = make("hftrainer", tmp_path, "plain", callbacks=[At(2, copy_and_evaluate)], eval_strategy="no")
     trainer.train()
     assert found[0] == found[1]
     assert math.isfinite(found[0])

@@ -12,15 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, S
 from transformers.trainer_pt_utils import LengthGroupedSampler as TheirLengthGroupedSampler
 
 from hftrainer.data.samplers import LengthGroupedSampler
-from tests.support.parity import (
-    EVALUATED,
-    EVERY_STEP,
-    accuracy,
-    assert_same_weights,
-    compare,
-    subclass,
-    train,
-)
+from tests.support.parity import EVERY_STEP, accuracy, compare, subclass
 from tests.support.tiny import SizedStream, Stream, make_bert, plain_data
 
 
@@ -93,12 +85,14 @@ class EpochStream(Stream):
 
 
 def test_datasets_are_told_the_epoch(tmp_path):
+    """Streams, which have no sampler."""
+
     def script(trainer):
         trainer.train()
-        return trainer.train_dataset.epochs
+        return trainer._get_train_sampler(), trainer.train_dataset.epochs
 
     given = lambda: {"train_dataset": EpochStream(12)}  # noqa: E731
-    assert compare(tmp_path, "plain", script=script, trainer=given, max_steps=5).extra["script"]
+    assert compare(tmp_path, "plain", script=script, trainer=given, max_steps=5).extra["script"][1]
 
 
 # ---- Loaders and samplers of the user ----------------------------------------------------------------------------
@@ -137,10 +131,6 @@ def in_order(self, train_dataset=None):
     return SequentialSampler(train_dataset)
 
 
-def in_order_until_v4(self):
-    return SequentialSampler(self.train_dataset)
-
-
 METHODS = {
     "loaders": {"get_train_dataloader": train_loader, "get_eval_dataloader": eval_loader},
     "prepared loaders": {"get_train_dataloader": prepared(train_loader), "get_eval_dataloader": prepared(eval_loader)},
@@ -154,17 +144,6 @@ METHODS = {
 def test_loaders_and_samplers_of_the_user(tmp_path, name):
     given = {"trainer_class": subclass(**METHODS[name]), "trainer": {"compute_metrics": accuracy}}
     compare(tmp_path, "plain", **given, **EVERY_STEP)
-
-
-def test_sampler_without_the_dataset(tmp_path):
-    """The signature of v4: transformers 5.23 calls it with the dataset only."""
-    old, new = (
-        train(
-            "hftrainer", "plain", tmp_path / each.__name__, trainer_class=subclass(_get_train_sampler=each), **EVALUATED
-        )
-        for each in (in_order_until_v4, in_order)
-    )
-    assert_same_weights(old.weights, new.weights)
 
 
 def test_loaders_shuffle_anew(tmp_path):
@@ -212,8 +191,9 @@ def test_tokenizer_pads_batches(tmp_path, model):
 
 
 def test_masked_language_collator(tmp_path):
-    """A collator that draws the mask from the global generator."""
-    collator = transformers.DataCollatorForLanguageModeling(make_tokenizer(mask_token="w49"), mlm_probability=0.4)
-    rows = [{"input_ids": [2 + (i * j) % 40 for j in range(9)]} for i in range(30)]
+    """A collator that draws the mask from the global generator, as in run_mlm.py."""
+    how = {"mlm_probability": 0.4, "pad_to_multiple_of": 8}
+    collator = transformers.DataCollatorForLanguageModeling(make_tokenizer(mask_token="w49"), **how)
+    rows = [{"input_ids": [2 + (i * j) % 40 for j in range(5 + i % 9)]} for i in range(30)]
     masked = (lambda: make_bert("BertForMaskedLM"), lambda: rows)
     compare(tmp_path, masked, trainer={"data_collator": collator}, **EVERY_STEP)

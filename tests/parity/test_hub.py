@@ -118,17 +118,12 @@ def test_arguments_of_transformers(hub, tmp_path):
 
 
 def test_old_names(hub, tmp_path):
-    """As transformers 4.57 reads them."""
-    for given, expected in (
-        ({"push_to_hub_organization": "org"}, "org/run"),
-        ({"push_to_hub_model_id": "named", "push_to_hub_organization": "org"}, "org/named"),
-        ({"push_to_hub_model_id": "named"}, "me/named"),
-    ):
-        common = {"push_to_hub": True, "push_to_hub_token": TOKEN, "use_cpu": True}
-        with pytest.warns(FutureWarning, match="Old names"):
-            args = hftrainer.TrainingArguments(str(tmp_path / "run"), **common, **given)
-        trainer = hftrainer.Trainer(make_plain(), args)
-        assert trainer.hub_model_id == expected
-        assert expected in hub.repos
+    """Those of arguments, as transformers 4.57 reads them, and of a method."""
+    given = {"push_to_hub": True, "push_to_hub_token": TOKEN, "push_to_hub_model_id": "named"}
+    with pytest.warns(FutureWarning, match="Old names"):
+        args = hftrainer.TrainingArguments(str(tmp_path / "run"), use_cpu=True, **given)
+    trainer = hftrainer.Trainer(make_plain(), args)
+    assert trainer.hub_model_id == "me/named"
+    assert "me/named" in hub.repos
     with pytest.warns(FutureWarning, match="init_hf_repo"):
         trainer.init_git_repo(at_init=True)

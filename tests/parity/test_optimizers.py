@@ -48,9 +48,7 @@ def settings_of(name, **more):
 
 def test_every_name_is_in_the_table():
     assert OPTIMIZERS.keys() == {name.value for name in OptimizerNames}
-    assert len(OPTIMIZERS) == 43
     assert SCHEDULES.keys() == set(SchedulerType)
-    assert len(SCHEDULES) == 12
 
 
 @pytest.mark.parametrize("name", EQUAL)

@@ -316,13 +316,16 @@ OLDER: dict[str, Callable[[dict[str, Any]], Any]] = {
         given["use_mtime"] is True and given["output_dir"] == given["self"].args.output_dir
     ),
     "_save(output_dir=None, state_dict=None)": lambda given: re.search(
-        r"/(checkpoint-\d+|final)$", given["output_dir"]
+        r"[/_](checkpoint-\d+|final)$", given["output_dir"]
     ),
     "_save_checkpoint(model, trial, metrics=None)": lambda given: "eval_loss" in given["metrics"],
     "_wrap_model(model, training=True)": bool,
+    "compute_loss(model, inputs)": bool,
+    "compute_loss(model, inputs, return_outputs=False)": bool,
     "compute_loss(model, inputs, return_outputs=False, **kwargs)": lambda given: (
         "num_items_in_batch" in given["kwargs"]
     ),
+    "create_scheduler(num_training_steps)": bool,
     "create_scheduler(num_training_steps, optimizer=None)": lambda given: given["optimizer"],
     "get_batch_samples(epoch_iterator, num_batches) -> epoch_iterator, num_batches, self.args.device": bool,
     "log(logs)": bool,
@@ -341,6 +344,7 @@ def test_older_signature(tmp_path, signature):
     exec(text, namespace | {"note": calls.append}, methods := {})
     counts_tokens = "no" if name == "log" else "all"  # their speed is logged since `log` knows when training began
     settings = {**BEST, "save_total_limit": 2, "include_num_input_tokens_seen": counts_tokens}
+    settings |= {"trainer": {"compute_metrics": accuracy}}
     ours = run_changed("hftrainer", tmp_path / "ours", methods=methods, **settings)
     assert_same(ours, run_changed("transformers", tmp_path / "theirs", **settings))
     assert calls and all(map(OLDER[signature], calls))

@@ -91,24 +91,6 @@ def test_generation_arguments(tmp_path, model, arguments):
     compare(tmp_path, model, trainer_class=seq2seq, script=script, trainer=given, **settings)
 
 
-def test_generation_arguments_by_position(tmp_path):
-    """As v4.15 documents `evaluate` and `predict`; their keywords are those of `test_generation_arguments`."""
-    trainer = build_ours(tmp_path, trainer={"compute_metrics": shape}, **GENERATES)
-    rows, seen = t5_data(4), []
-    generate = trainer.model.generate
-
-    def watched(**kwargs):
-        seen.append((kwargs.get("max_length"), kwargs.get("num_beams")))
-        return generate(**kwargs)
-
-    trainer.model.generate = watched
-    by_position = trainer.predict(rows, None, "test", 7, 2).predictions
-    assert (by_position == trainer.predict(rows, max_length=7, num_beams=2).predictions).all()
-    trainer.evaluate(rows, None, "eval", 6, 3)
-    trainer.evaluate(rows)
-    assert seen == [(7, 2), (7, 2), (6, 3), (None, None)]
-
-
 def test_generation_config(tmp_path):
     config = transformers.GenerationConfig(max_length=6, pad_token_id=0, eos_token_id=1, decoder_start_token_id=0)
     config.save_pretrained(tmp_path / "config")

@@ -95,11 +95,12 @@ class TrackerSuite:
         return details
 
     def test_script(self):
-        """The same names, steps and values; the same arguments and configuration; the same run."""
+        """The same names, steps and values; the same arguments and configuration, once; the same run."""
         ours = self.alike(self.script)
         assert ours.steps("train/loss") == [2, 4, 6, 8] * (2 if self.script is whole else 1)
         assert ours.steps("eval/loss") == list(self.eval_steps)
         assert "train/train_runtime" in ours.curves
+        assert len(ours.hyperparameters) == 1
         self.check(ours)
 
     def check(self, ours):

@@ -12,7 +12,7 @@ import hftrainer
 from hftrainer.checkpointing import added, staging
 from hftrainer.checkpointing.manifest import read_manifest, why_unusable
 from tests.support.checkpoints import BACKGROUND, OnSave, finished
-from tests.support.differences import OWN_FILES
+from tests.support.differences import files_in
 from tests.support.parity import alike, assert_equal, assert_same_weights, build
 from tests.support.tiny import make_plain
 
@@ -58,10 +58,6 @@ def write_on_save(folder):
 def make(folder, library="hftrainer", trainer_class=WRITING, model="plain", **settings):
     defaults = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2, "logging_steps": 1}
     return build(library, model, folder, trainer_class=trainer_class, **{**defaults, **settings})[0]
-
-
-def files_in(folder):
-    return {file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()} - set(OWN_FILES)
 
 
 def listed(folder):
@@ -118,8 +114,8 @@ def test_leftovers_of_a_killed_run_are_not_taken(tmp_path):
         (half / name).write_text("of a run that was killed")
     make(tmp_path, trainer_class=BEFORE, save_only_model=True).train()
     assert (half / "before.txt").read_text() == "before checkpoint-4"
-    assert files_in(half) >= {"before.txt", "deeper/before.txt", "model.safetensors"}
-    assert not files_in(half) & stale
+    assert {*files_in(half)} >= {"before.txt", "deeper/before.txt", "model.safetensors"}
+    assert not {*files_in(half)} & stale
     assert why_unusable(half) is None
 
 
@@ -130,7 +126,7 @@ def test_files_of_an_earlier_checkpoint_are_not_taken(tmp_path):
     assert "before.txt" in str(why_unusable(tmp_path / "checkpoint-4"))
     (tmp_path / "checkpoint-4" / "old.txt").write_text("old")
     make(tmp_path, trainer_class=saving()).train()
-    assert not {"old.txt", "before.txt", "after.txt"} & files_in(tmp_path / "checkpoint-4")
+    assert not {"old.txt", "before.txt", "after.txt"} & {*files_in(tmp_path / "checkpoint-4")}
 
 
 def test_same_step_saved_twice(tmp_path):
@@ -146,7 +142,7 @@ def test_same_step_saved_twice(tmp_path):
         trainer.add_callback(callback)
     trainer.train()
     assert saves == [tmp_path / "checkpoint-10"] * 2
-    assert files_in(tmp_path / "checkpoint-10") >= {"before.txt", "after.txt", "on_save.txt"}
+    assert {*files_in(tmp_path / "checkpoint-10")} >= {"before.txt", "after.txt", "on_save.txt"}
     assert "on_save.txt" in listed(tmp_path / "checkpoint-10")
 
 
@@ -189,7 +185,7 @@ def test_storage_that_fails_leaves_the_files_of_the_script(tmp_path, monkeypatch
     monkeypatch.setattr(staging, "_copy_in_order", lambda source, target: full(source, target))
     make(tmp_path, trainer_class=BEFORE).train()
     assert "could not be written" in caplog.text
-    assert files_in(tmp_path / "checkpoint-4") == {"before.txt", "config.json", "deeper/before.txt"}
+    assert files_in(tmp_path / "checkpoint-4") == ["before.txt", "config.json", "deeper/before.txt"]
     assert why_unusable(tmp_path / "checkpoint-6") is None
 
 

@@ -3,6 +3,7 @@
 import errno
 import os
 import threading
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from hftrainer.checkpointing.writer import CheckpointWriter
 from hftrainer.data.random_states import numpy_state_types
 from hftrainer.errors import CheckpointNotWritten
 from hftrainer.training import saver
-from tests.support.checkpoints import BACKGROUND, BEST, MODELS, assert_same_end, finished, make_trainer
+from tests.support.checkpoints import BACKGROUND, BEST, MODELS, At, assert_same_end, finished, make_trainer
 from tests.support.differences import OWN_FILES
 from tests.support.faults import FailsOnce
 from tests.support.jobs import names
@@ -120,16 +121,9 @@ def test_two_runs_with_one_trainer(tmp_path):
 
 
 def test_training_again_while_a_checkpoint_is_written(tmp_path, hold_back):
-    class Fails(TrainerCallback):
-        steps = [4]
-
-        def on_pre_optimizer_step(self, args, state, control, **kwargs):
-            if state.global_step in self.steps:
-                self.steps.clear()
-                raise RuntimeError("my own bug")
-
     hold_back(staging, "publish")
-    trainer = make_trainer(tmp_path, callbacks=[Fails()], **BACKGROUND)
+    fails_once = mock.Mock(side_effect=[RuntimeError("my own bug"), None])
+    trainer = make_trainer(tmp_path, callbacks=[At(4, fails_once, "on_pre_optimizer_step")], **BACKGROUND)
     with pytest.raises(RuntimeError, match="my own bug"):
         trainer.train()
     assert names(tmp_path) == ["checkpoint-3"]
@@ -211,6 +205,7 @@ def test_an_error_that_stops(tmp_path, monkeypatch, background):
     trainer = make_trainer(tmp_path, lightning_config={"async_checkpoint": background, "on_save_error": "stop"})
     with pytest.raises(CheckpointNotWritten, match="checkpoint-3 could not be written"):
         trainer.train()
+    assert "checkpoint-3" not in names(tmp_path)
     assert trainer.state.global_step <= (6 if background else 3)
 
 

@@ -18,7 +18,7 @@ from transformers import DataCollatorForLanguageModeling
 
 from hftrainer import Trainer, default_data_collator
 from tests.support.checkpoints import make_trainer
-from tests.support.parity import assert_same_weights, comparable
+from tests.support.parity import EVALUATED, assert_same_weights, comparable
 from tests.support.tiny import plain_data, tokenizer
 
 # ---- Data ------------------------------------------------------------------------------------------------------------
@@ -123,7 +123,6 @@ def resumed_from_each(tmp_path, steps=None, **settings):
 
 # ---- Settings --------------------------------------------------------------------------------------------------------
 
-EVALUATING = {"eval_strategy": "steps", "eval_steps": 2}
 THREE = {"gradient_accumulation_steps": 3}
 WORKERS = {"dataloader_num_workers": 2}
 #: An epoch has six steps, or two of three micro-batches.
@@ -131,14 +130,14 @@ STATES = [1, 6, 7]
 SETTINGS = {
     "plain": {},
     "accumulated": THREE,
-    "evaluating": {"steps": [1, 2, 5, 6, 7, 11], **EVALUATING},
-    "accumulated, evaluating": {**THREE, **EVALUATING},
+    "evaluating": {"steps": [1, 2, 5, 6, 7, 11], **EVALUATED},
+    "accumulated, evaluating": {**THREE, **EVALUATED},
     "by epoch": {"steps": STATES, "eval_strategy": "epoch", "logging_strategy": "epoch"},
     "last batch dropped": {"dataloader_drop_last": True, "max_steps": 7, **THREE},
     "sequential": {"steps": STATES, "train_sampling_strategy": "sequential", "logging_first_step": True},
     "bf16": {"steps": STATES, "bf16": True},
     "fp16": {"steps": STATES, "fp16": True},
-    "plateau": {"steps": STATES, "lr_scheduler_type": "reduce_lr_on_plateau", **EVALUATING},
+    "plateau": {"steps": STATES, "lr_scheduler_type": "reduce_lr_on_plateau", **EVALUATED},
     "adafactor": {"steps": STATES, "optim": "adafactor"},
     "momentum": {"steps": STATES, "optim": "sgd", "optim_args": "momentum=0.9"},
     "best": {
@@ -146,8 +145,8 @@ SETTINGS = {
         **{"eval_strategy": "steps", "eval_steps": 1},
     },
     "tokens": {"steps": STATES, "logging_steps": 3, "include_num_input_tokens_seen": "all"},
-    "workers": {"steps": [2, 6, 7], "dataloader_prefetch_factor": 3, **WORKERS, **EVALUATING},
-    "workers that stay": {"dataloader_persistent_workers": True, **WORKERS, **THREE, **EVALUATING},
+    "workers": {"steps": [2, 6, 7], "dataloader_prefetch_factor": 3, **WORKERS, **EVALUATED},
+    "workers that stay": {"dataloader_persistent_workers": True, **WORKERS, **THREE, **EVALUATED},
     "stream": {"steps": [1, 5, 6], "make_data": AugmentedStream, "max_steps": 7},
     "accumulated stream": {"make_data": AugmentedStream, "max_steps": 5, **THREE},
     "stream, workers": {"steps": [1, 6], "make_data": AugmentedStream, "max_steps": 7, **WORKERS},
@@ -155,7 +154,7 @@ SETTINGS = {
 for _name, _workers in (("", {}), (", workers", WORKERS)):
     SETTINGS[f"grouped by length{_name}"] = {
         **{"steps": [2, 6], "make_data": grouped, "trainer": {"eval_dataset": grouped(9)}},
-        **{"train_sampling_strategy": "group_by_length", **_workers, **EVALUATING},
+        **{"train_sampling_strategy": "group_by_length", **_workers, **EVALUATED},
     }
 
 

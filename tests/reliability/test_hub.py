@@ -21,7 +21,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hftrainer import Trainer, TrainerCallback, TrainingArguments
+from hftrainer import Trainer, TrainingArguments
 from hftrainer.checkpointing.writer import is_storage_error
 from hftrainer.errors import CheckpointNotFound, HubError, InvalidArgument
 from hftrainer.hub import background, failures, repository, snapshots, uploads
@@ -29,7 +29,8 @@ from hftrainer.hub.pending import PendingCommit
 from hftrainer.parallel import process_group
 from hftrainer.parallel.processes import _has_ended as has_ended
 from hftrainer.search.packing import pack
-from tests.support.hub_runs import READS, STEPS, TOKEN, At, environment, make_uploading
+from tests.support.checkpoints import At, OnSave
+from tests.support.hub_runs import READS, STEPS, TOKEN, environment, make_uploading
 from tests.support.hub_runs import hub as hub
 from tests.support.hub_server import Commit, Repo, cut, fail
 from tests.support.parity import assert_same_weights
@@ -50,17 +51,6 @@ def no_token(request, tmp_path, monkeypatch, caplog, capfd):
     shown += [("the log", caplog.handler.format(record).encode()) for record in caplog.get_records("call")]
     shown += [("what was printed", printed.encode()) for printed in capfd.readouterr()]
     assert not [where for where, data in shown if TOKEN.encode() in data or READS.encode() in data]
-
-
-class Saved(TrainerCallback):
-    """Keeps the weights of each checkpoint as they were written."""
-
-    def __init__(self):
-        self.weights = {}
-
-    def on_save(self, args, state, control, **kwargs):
-        path = Path(args.output_dir) / f"checkpoint-{state.global_step}" / "model.safetensors"
-        self.weights[state.global_step] = path.read_bytes()
 
 
 @pytest.fixture(scope="module")
@@ -96,10 +86,14 @@ def assert_one_at_a_time(hub):
 
 
 def train_disturbed(hub, folder, act, part="", times=None, callbacks=(), **settings):
-    """Train with a Hub that fails from the first step until the last upload was tried, or hangs until training ends."""
-    saved, act = Saved(), hub.hold if act == "hold" else act
+    """Train with a Hub that fails from the first step until the last upload was tried, or hangs until training ends.
+
+    The Trainer, and the weights of each checkpoint as they were written.
+    """
+    saved, act = {}, hub.hold if act == "hold" else act
+    keep = OnSave(lambda folder: saved.update({folder.name: (folder / "model.safetensors").read_bytes()}))
     disturb = At(1, lambda: hub.disturb(act, part, times))
-    trainer = make_uploading(folder, [saved, disturb, *callbacks], **settings)
+    trainer = make_uploading(folder, [keep, disturb, *callbacks], **settings)
     finish = trainer._finish_current_push
 
     def repair_and_finish():
@@ -111,7 +105,7 @@ def train_disturbed(hub, folder, act, part="", times=None, callbacks=(), **setti
     trainer._finish_current_push = repair_and_finish
     trainer.train()
     assert trainer.state.global_step == STEPS
-    assert last(hub).files["model.safetensors"] == saved.weights[STEPS]
+    assert last(hub).files["model.safetensors"] == saved[f"checkpoint-{STEPS}"]
     return trainer, saved
 
 
@@ -144,15 +138,15 @@ def test_a_hub_that_fails_for_a_while(hub, tmp_path, undisturbed, caplog, distur
     """Training yields the same weights, each commit has those of its step, and at the end the last save is uploaded."""
     trainer, saved = train_disturbed(hub, tmp_path / "run", *disturbance, **settings)
     assert_same_weights(trainer.model.state_dict(), undisturbed)
-    kept = list(saved.weights)[-settings.get("save_total_limit", STEPS) :]
-    assert sorted(path.name for path in (tmp_path / "run").glob("*")) == [f"checkpoint-{number}" for number in kept]
+    kept = list(saved)[-settings.get("save_total_limit", STEPS) :]
+    assert sorted(path.name for path in (tmp_path / "run").glob("*")) == kept
     assert messages(hub) == expected
     for commit in hub.repos["me/run"].branches["main"][1:]:
-        number = int(re.search(r"step (\d+)", commit.message)[1])
-        folder = "last-checkpoint" if settings.get("hub_strategy") == "checkpoint" else f"checkpoint-{number}"
-        assert commit.files["model.safetensors"] == saved.weights[number]
+        made = "checkpoint-" + re.search(r"step (\d+)", commit.message)[1]
+        folder = "last-checkpoint" if settings.get("hub_strategy") == "checkpoint" else made
+        assert commit.files["model.safetensors"] == saved[made]
         if commit.message.endswith("checkpoint"):
-            assert commit.files[f"{folder}/model.safetensors"] == saved.weights[number]
+            assert commit.files[f"{folder}/model.safetensors"] == saved[made]
             assert f"{folder}/optimizer.pt" in commit.files
     if disturbance[0] == "hold":
         assert_one_at_a_time(hub)

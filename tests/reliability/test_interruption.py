@@ -7,10 +7,10 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
 
-from hftrainer import Trainer, TrainerCallback
+from hftrainer import Trainer
 from hftrainer.checkpointing import staging
 from tests.reliability import job
-from tests.support.checkpoints import BACKGROUND, BEST, assert_same_end, finished, make_trainer
+from tests.support.checkpoints import BACKGROUND, BEST, At, assert_same_end, finished, make_trainer
 from tests.support.faults import FailsOnce
 from tests.support.jobs import Forked, assert_same, names, weights
 from tests.support.tiny import Plain
@@ -85,23 +85,18 @@ def test_a_signal_that_stops_at_once(tmp_path, waiting, saves):
 # ---- In this process -------------------------------------------------------------------------------------------------
 
 
-class At(TrainerCallback):
+def fail():
+    raise RuntimeError("my own bug")
+
+
+def at(step, number=None, event="on_step_end"):
     """Fails at an event of a step, or raises a signal."""
-
-    def __init__(self, step, number=None, event="on_step_end"):
-        self.step, self.number = step, number
-        setattr(self, event, self._act)
-
-    def _act(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            if self.number is None:
-                raise RuntimeError("my own bug")
-            signal.raise_signal(self.number)
+    return At(step, lambda: signal.raise_signal(number) if number else fail(), event)
 
 
 def test_jit_checkpoint(tmp_path):
     """As in transformers, `train()` returns, here with one checkpoint."""
-    callbacks = [At(3, signal.SIGTERM)]
+    callbacks = [at(3, signal.SIGTERM)]
     trainer = make_trainer(tmp_path, callbacks=callbacks, enable_jit_checkpoint=True, save_strategy="no")
     assert trainer.train().global_step == 3
     assert names(tmp_path) == ["checkpoint-3"]
@@ -123,7 +118,7 @@ THIRD, EVALUATED = ["checkpoint-3"], {"eval_strategy": "steps", "eval_steps": 3}
 )
 def test_an_error_is_saved_before(tmp_path, event, settings, left):
     with pytest.raises(RuntimeError, match="my own bug"):
-        make_trainer(tmp_path, callbacks=[At(3, event=event)], **{"save_steps": 4, **settings}).train()
+        make_trainer(tmp_path, callbacks=[at(3, event=event)], **{"save_steps": 4, **settings}).train()
     assert names(tmp_path) == left
     assert not left or finished(make_trainer(tmp_path), True).state.global_step == 9
 
@@ -136,7 +131,7 @@ def test_averaged_weights_are_put_back_when_an_evaluation_fails(tmp_path):
         return make_trainer(tmp_path / name, callbacks=[EMAWeightAveraging(decay=0.7), *more], **settings)
 
     with pytest.raises(RuntimeError, match="my own bug"):
-        trainer("b", At(4, event="on_prediction_step")).train()
+        trainer("b", at(4, event="on_prediction_step")).train()
     assert_same_end(finished(trainer("b"), True), finished(trainer("a")))
 
 
@@ -148,7 +143,7 @@ def test_signals_are_the_scripts(tmp_path, number, monkeypatch):
     caught = []
     before = signal.signal(number, lambda *args: caught.append(args[0]))
     try:
-        assert finished(make_trainer(tmp_path, callbacks=[At(2, number)])).state.global_step == 9
+        assert finished(make_trainer(tmp_path, callbacks=[at(2, number)])).state.global_step == 9
     finally:
         signal.signal(number, before)
     assert caught == [number]
@@ -157,14 +152,14 @@ def test_signals_are_the_scripts(tmp_path, number, monkeypatch):
 
 def test_a_signal_after_the_last_step(tmp_path):
     with pytest.raises(SystemExit) as left:
-        make_trainer(tmp_path, callbacks=[At(9, signal.SIGTERM, "on_train_end")]).train()
+        make_trainer(tmp_path, callbacks=[at(9, signal.SIGTERM, "on_train_end")]).train()
     assert left.value.code == 143
 
 
 def test_a_signal_in_a_step_whose_save_failed(tmp_path, monkeypatch):
     FailsOnce(monkeypatch, staging, "publish", OSError(28, "No space left on device"))
     with pytest.raises(SystemExit):
-        make_trainer(tmp_path, callbacks=[At(3, signal.SIGTERM)]).train()
+        make_trainer(tmp_path, callbacks=[at(3, signal.SIGTERM)]).train()
     assert names(tmp_path) == ["checkpoint-3"]
 
 
@@ -199,7 +194,7 @@ class Fails(Plain):
         if self.left and self.training:
             self.left -= 1
             if not self.left:
-                raise RuntimeError("my own bug")
+                fail()
         return super().forward(x, labels)
 
 
@@ -234,7 +229,7 @@ def test_an_evaluation_that_was_left_is_made_up(tmp_path, caplog):
     for error, step, number in ((SystemExit, 3, signal.SIGTERM), (RuntimeError, 10, None), (SystemExit, 10, 15)):
         folder = tmp_path / f"{step}-{number}"
         with pytest.raises(error):
-            make_trainer(folder, callbacks=[At(step, number, "on_prediction_step")], **settings).train()
+            make_trainer(folder, callbacks=[at(step, number, "on_prediction_step")], **settings).train()
         assert ("The evaluation was aborted" in caplog.text) == (error is SystemExit)
         assert f"checkpoint-{step}" in names(folder)
         caplog.clear()

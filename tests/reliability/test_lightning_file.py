@@ -4,25 +4,20 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 
-from hftrainer import TrainerCallback
 from hftrainer.errors import CheckpointNotFound, InvalidArgument
-from tests.support.checkpoints import assert_same_end, finished, make_trainer
+from tests.support.checkpoints import At, assert_same_end, finished, make_trainer
 
 
 @pytest.mark.parametrize("model", ["plain", "bert", "peft"])
 def test_written_within_a_run(tmp_path, model):
     """In the middle of an epoch, and at its end."""
     settings = {"max_steps": 14, "save_strategy": "no"}
-
-    class Saves(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            if state.global_step in (4, 10):
-                whole.save_lightning_checkpoint(str(tmp_path / f"{state.global_step}.ckpt"))
-
-    whole = make_trainer(tmp_path / "a", model, [Saves], **settings)
+    files = {step: tmp_path / f"{step}.ckpt" for step in (4, 10)}
+    saves = [At(step, lambda file=file: whole.save_lightning_checkpoint(str(file))) for step, file in files.items()]
+    whole = make_trainer(tmp_path / "a", model, saves, **settings)
     whole.train()
-    for step in (4, 10):
-        resumed = finished(make_trainer(tmp_path / "b", model, **settings), tmp_path / f"{step}.ckpt")
+    for file in files.values():
+        resumed = finished(make_trainer(tmp_path / "b", model, **settings), file)
         assert resumed.state.global_step == 14
         assert_same_end(resumed, whole)
 

@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import sys
-import threading
 import time
 from multiprocessing import connection
 
@@ -180,20 +179,6 @@ def test_each_worker_has_a_gpu_and_a_share_of_the_cores(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
     assert jobs._resources(1, 2)["CUDA_VISIBLE_DEVICES"] == "6"
     assert Jobs(-1, "x", None).count == 2
-
-
-def test_threads_share_the_random_generator():
-    """Why `n_jobs` starts processes: Optuna's threads draw from one generator, whatever seeds they set."""
-    seeded = threading.Barrier(2, timeout=60)
-
-    def draw(trial):
-        torch.manual_seed(0)
-        seeded.wait()
-        return torch.rand(()).item()
-
-    study = optuna.create_study()
-    study.optimize(draw, n_trials=2, n_jobs=2)
-    assert len({trial.value for trial in study.trials}) == 2
 
 
 def test_one_job_starts_nothing(search, tmp_path):

@@ -14,7 +14,7 @@ from hftrainer import Trainer, TrainerCallback
 from hftrainer.checkpointing import staging
 from hftrainer.checkpointing.folders import rotate_checkpoints
 from hftrainer.trainer_utils import get_last_checkpoint
-from tests.support.checkpoints import BEST, OnSave, finished, make_trainer, truncate
+from tests.support.checkpoints import BEST, At, OnSave, finished, make_trainer, truncate
 from tests.support.faults import Disk
 from tests.support.jobs import names
 
@@ -247,16 +247,6 @@ def test_full_disk_at_the_end_of_a_run_that_keeps_one_checkpoint(make_disk):
     assert names(disk.folder) == ["checkpoint-3"]
 
 
-class Hinders(TrainerCallback):
-    """Calls functions when the fourth and the seventh step begin."""
-
-    def __init__(self, *acts):
-        self.acts = dict(zip((4, 7), acts, strict=True))
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        self.acts.get(state.global_step, lambda: None)()
-
-
 @pytest.fixture
 def limit_files():
     """Limits how large a file may grow, in bytes; None for the limit before."""
@@ -284,6 +274,8 @@ def test_other_failures_of_the_storage(tmp_path, caplog, kind, limit_files):
         away.rename(folder)
 
     acts = (hide, show) if kind == "no folder" else (lambda: limit_files(1000), limit_files)
-    assert finished(make_trainer(folder, callbacks=[Hinders(*acts)])).state.global_step == 9
+    saved = []
+    callbacks = [At(4, acts[0]), At(7, acts[1]), OnSave(lambda checkpoint: saved.append(checkpoint.name))]
+    assert finished(make_trainer(folder, callbacks=callbacks)).state.global_step == 9
     assert "checkpoint-6 could not be written" in caplog.text
-    assert names(folder) == ["checkpoint-3", "checkpoint-9"]
+    assert names(folder) == saved == ["checkpoint-3", "checkpoint-9"]

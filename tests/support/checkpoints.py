@@ -85,6 +85,18 @@ class OnSave(TrainerCallback):
         self.act(Path(args.output_dir, f"checkpoint-{state.global_step}"))
 
 
+class At(TrainerCallback):
+    """Does something at an event of a step: when it ends, if no other is named."""
+
+    def __init__(self, step: int, act: Callable[[], Any], event: str = "on_step_end") -> None:
+        self.step, self.act = step, act
+        setattr(self, event, self._at)
+
+    def _at(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            self.act()
+
+
 class KeepsState(Callback):
     """A callback of Lightning with a state in each checkpoint."""
 

@@ -17,6 +17,13 @@ OWN_FILES = {
     *("progress.pt", "progress_0.pt", "progress_1.pt"),
 }
 
+
+def files_in(folder: Path) -> list[str]:
+    """The files below a folder, without those that are ours alone."""
+    files = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file() and path.name not in OWN_FILES]
+    return sorted(file.as_posix() for file in files)
+
+
 _LEDGER = tomllib.loads((Path(__file__).parents[2] / "compatibility.toml").read_text(encoding="utf-8"))
 #: What must differ → why, by subject.
 DIFFERENCES: dict[str, dict[str, str]] = {}

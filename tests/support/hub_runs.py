@@ -9,7 +9,6 @@ import pytest
 from huggingface_hub import constants, hf_api
 from huggingface_hub.utils import _http
 
-from hftrainer import TrainerCallback
 from tests.support import processes
 from tests.support.hub_server import HubServer
 from tests.support.parity import build
@@ -78,14 +77,3 @@ def make_uploading(folder, callbacks=(), **settings):
     """A Trainer of ours that does not wait for its pushes."""
     given = {"callbacks": list(callbacks), **settings.pop("trainer", {})}
     return build("hftrainer", "plain", folder, trainer=given, **{**PUSHES, "max_steps": STEPS, **settings})[0]
-
-
-class At(TrainerCallback):
-    """Does something when a step ends."""
-
-    def __init__(self, step, act):
-        self.step, self.act = step, act
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            self.act()

@@ -4,6 +4,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from hftrainer import TFTrainer
+
 
 class Still(nn.Module):
     """A model without random numbers; its loss is a mean, as in transformers."""
@@ -25,3 +27,15 @@ class Still(nn.Module):
 def rows(count=20, seed=0):
     rng = np.random.default_rng(seed)
     return [{"x": rng.normal(size=4).astype("float32"), "label": int(rng.integers(3))} for _ in range(count)]
+
+
+class Loud(TFTrainer):
+    """Keeps what it logs."""
+
+    def __init__(self, *args, **kwargs):
+        self.seen = []
+        super().__init__(*args, **kwargs)
+
+    def log(self, logs):
+        super().log(logs)
+        self.seen.append(dict(logs))

@@ -65,10 +65,11 @@ def test_adapters_is_a_folder_and_no_package():
 
 
 def test_importing_is_cheap(processes, tmp_path):
-    """`from hftrainer import Trainer` must not pay for lightning or transformers."""
+    """Neither `from hftrainer import Trainer` nor arguments must pay for what a run may need."""
     code = (
-        "import sys; from hftrainer import Trainer, TrainingArguments; TrainingArguments('unused');"
-        "print(sorted({name.split('.')[0] for name in sys.modules} & {'lightning', 'transformers', 'optuna'}))"
+        "import sys; from hftrainer import Trainer, TrainingArguments; args = TrainingArguments(max_steps=1);"
+        "args.device; str(args.explain()); not_asked_for = {'lightning', 'transformers', 'optuna', 'torch_xla'};"
+        "print(sorted({name.split('.')[0] for name in sys.modules} & not_asked_for))"
     )
     done = processes.run("-c", code, cwd=tmp_path, fresh=True)
     assert done.stdout.strip() == "[]", done.stderr

@@ -1,6 +1,5 @@
 """Bad input gets one clear error that names the argument, the reason and what to do, before any training."""
 
-import importlib.util
 import signal
 
 import pytest
@@ -53,6 +52,7 @@ def test_unknown_arguments(settings, message):
         ({"save_strategy": "best"}, ["save_strategy"]),
         ({"bf16": True, "fp16": True}, ["bf16"]),
         ({"lr_scheduler_kwargs": "{broken"}, ["lr_scheduler_kwargs"]),
+        ({"lightning_config": "{broken"}, ["lightning_config is not a valid JSON object"]),
         ({"lr_scheduler_type": "reduce_lr_on_plateau"}, ["lr_scheduler_type"]),
         ({"debug": "overflow"}, ["debug"]),
         ({"log_level": "loud"}, ["log_level"]),
@@ -96,36 +96,6 @@ def test_unsupported_arguments_are_named_together(make_args):
     words = "mp_parameters='a=b' is not supported.*\nfsdp='full_shard' shards the model over processes"
     with pytest.raises(UnsupportedArgument, match=words):
         Trainer(make_plain(), make_args(fsdp="full_shard", mp_parameters="a=b"))
-
-
-@pytest.mark.parametrize(
-    ("report_to", "words"),
-    [(["none", "tensorboard"], "'none' cannot be"), (["all", "wandb"], "'all' cannot be"), (3, "report_to=3")],
-)
-def test_report_to(make_args, report_to, words):
-    with pytest.raises(InvalidArgument, match=words):
-        Trainer(make_plain(), make_args(report_to=report_to))
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("WORLD_SIZE", "2", r"MASTER_ADDR and MASTER_PORT and RANK are not set.*torchrun"),
-        ("ACCELERATE_MIXED_PRECISION", "fp8", "ACCELERATE_MIXED_PRECISION=fp8"),
-        ("ACCELERATE_USE_FSDP", "true", "ACCELERATE_USE_FSDP=true"),
-    ],
-)
-def test_launchers(make_args, monkeypatch, name, value, message):
-    monkeypatch.setenv(name, value)
-    with pytest.raises(UnsupportedArgument, match=message):
-        Trainer(make_plain(), make_args())
-
-
-@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is not None, reason="DeepSpeed is here")
-def test_launcher_of_a_missing_package(make_args, monkeypatch):
-    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    with pytest.raises(InvalidArgument, match="ACCELERATE_USE_DEEPSPEED=true needs DeepSpeed"):
-        make_args()
 
 
 # ---- What a Trainer is given -----------------------------------------------------------------------------------------

@@ -32,7 +32,6 @@ SHAPES = {
     "--text_columns title body",
     "causal_language_model": "--gradient_accumulation_steps 2 --eval_strategy epoch --lr_scheduler_type cosine "
     "--config_overrides attention_dropout=0.1 --include_num_input_tokens_seen True",
-    "masked_language_model": "--eval_strategy steps --eval_steps 4 --mlm_probability 0.3 --max_grad_norm 0.5",
     "sequence_to_sequence": "--do_predict --predict_with_generate --language de --label_smoothing_factor 0.1 "
     "--eval_strategy steps --eval_steps 4 --padding False --generation_max_length 6 --num_beams 2",
     "question_answering": f"--do_predict {BEST} --metric_for_best_model common",

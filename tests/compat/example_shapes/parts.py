@@ -36,7 +36,6 @@ class DataArguments:
     text_columns: list[str] = field(default_factory=lambda: ["title"], metadata={"help": "Columns to join."})
     max_seq_length: int = field(default=24, metadata={"help": "Tokens at most in a sample."})
     padding: bool = field(default=True, metadata={"help": "Pad the samples before the collator does."})
-    mlm_probability: float = field(default=0.15, metadata={"help": "Share of the tokens to mask."})
     language: str | None = field(default=None, metadata={"help": "Of the targets.", "choices": ["en", "de"]})
     max_target_length: int = field(default=8, metadata={"help": "Tokens at most in a target or an answer."})
     num_beams: int | None = field(default=None, metadata={"help": "Beams in prediction."})

@@ -6,7 +6,7 @@ import shlex
 import subprocess
 import sys
 
-from hftrainer import HfArgumentParser, TrainingArguments
+from hftrainer import TrainingArguments
 from tests.docs.documents import program
 from tests.support import processes
 from tests.support.launching import port
@@ -29,12 +29,6 @@ def quiet(folder, kind=TrainingArguments, **settings):
     """Arguments for a short run on the CPU that logs each step."""
     defaults = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1}
     return kind(str(folder), **{**defaults, "max_steps": 2, **settings})
-
-
-def parsed(words):
-    """The arguments of a command line."""
-    given = f"--output_dir o --use_cpu True {words}".split()
-    return HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(given)[0]
 
 
 def losses(logs):

@@ -1,26 +1,20 @@
 """What the documents say in code, signatures and docstrings, one block after the other: see blocks.toml."""
 
-import contextlib
 import functools
 import inspect
-import logging
 import re
 import shutil
-import sys
 import warnings
 
-import datasets
 import numpy as np
 import pytest
 import torch
-import transformers
 from torch import nn
 
 from hftrainer import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainerCallback, TrainingArguments
 from hftrainer.arguments.releases import EARLIER_DEFAULTS
 from hftrainer.trainer_callback import ProgressCallback
-from hftrainer.trainer_utils import default_hp_space_optuna
-from tests.docs.documents.running import losses, parsed, quiet
+from tests.docs.documents.running import losses, quiet
 from tests.support import tiny
 from tests.support.parity import alike, assert_equal, assert_same_weights, build
 
@@ -30,8 +24,7 @@ def make(folder, trainer_class=Trainer, model=None, data=8, **given):
     fields = TrainingArguments.__dataclass_fields__
     settings = {name: given.pop(name) for name in list(given) if name in fields}
     given.setdefault("train_dataset", tiny.plain_data(data))
-    model = tiny.make_plain() if model is None and "model_init" not in given else model
-    return trainer_class(model, quiet(folder, **settings), **given)
+    return trainer_class(tiny.make_plain() if model is None else model, quiet(folder, **settings), **given)
 
 
 # ---- Subclasses -----------------------------------------------------------------------------------------------------
@@ -185,12 +178,12 @@ def test_signature_of_the_trainer():
 
 
 def test_generation_by_position_and_by_name(tmp_path, monkeypatch):
-    """`max_length` and `num_beams`; the prefix of predict() is that of later releases."""
+    """`max_length` and `num_beams`, for one call; the prefix of predict() is that of later releases."""
     model, data, asked = tiny.make_t5(), tiny.t5_data(4), []
     generate = model.generate
 
     def noting(*inputs, **settings):
-        asked.append((settings["max_length"], settings["num_beams"]))
+        asked.append((settings.get("max_length"), settings.get("num_beams")))
         return generate(*inputs, **settings)
 
     monkeypatch.setattr(model, "generate", noting)
@@ -201,7 +194,8 @@ def test_generation_by_position_and_by_name(tmp_path, monkeypatch):
     assert evaluated[0]["eval_loss"] == evaluated[1]["eval_loss"]
     assert np.array_equal(predicted[0].predictions, predicted[1].predictions)
     assert predicted[0].metrics["eval_loss"] == predicted[1].metrics["test_loss"]
-    assert asked == [(7, 2)] * 4
+    trainer.evaluate(data)
+    assert asked == [*[(7, 2)] * 4, (None, None)]
 
 
 ARGUMENTS = """
@@ -239,75 +233,6 @@ def test_documented_defaults(kind):
     assert set(documented) & {"optim", *EARLIER_DEFAULTS} == {"log_level_replica", "report_to"}
 
 
-@pytest.mark.parametrize("words", ["--fp16_backend amp", "--fp16_backend apex --fp16_opt_level 01"])
-def test_fp16_by_amp_and_by_apex(words):
-    """Apex's amp is gone; its O1 is what torch's autocast does."""
-    with pytest.warns(FutureWarning, match="[Aa]pex") if "apex" in words else contextlib.nullcontext():
-        trainer = Trainer(tiny.make_bert(), parsed(f"--fp16 {words}"), train_dataset=tiny.text_data(8))
-    assert (trainer.args.fp16, trainer.accelerator.mixed_precision) == (True, "fp16")
-
-
-@pytest.fixture
-def loggers(monkeypatch):
-    """Those that a Trainer or the block sets; they are set back."""
-    found = [logging.getLogger(name) for name in ("hftrainer", "transformers", "datasets")]
-    before = [logger.level for logger in found]
-    monkeypatch.setattr(logging.root, "handlers", list(logging.root.handlers))
-    yield found
-    for logger, level in zip(found, before, strict=True):
-        logger.setLevel(level)
-
-
-@pytest.mark.parametrize("words", ["", "--log_level error"])
-def test_levels_of_a_script(words, loggers):
-    """Without words the levels stay as they are, as in releases from v4.30 on; the text says INFO."""
-    training_args = parsed(words)
-    logger = logging.getLogger(__name__)
-    logging.basicConfig(
-        format="%(asctime)s - %(levelname)s - %(name)s - %(message)s",
-        datefmt="%m/%d/%Y %H:%M:%S",
-        handlers=[logging.StreamHandler(sys.stdout)],
-    )
-    log_level = training_args.get_process_log_level()
-    logger.setLevel(log_level)
-    datasets.utils.logging.set_verbosity(log_level)
-    transformers.utils.logging.set_verbosity(log_level)
-    Trainer(tiny.make_plain(), training_args)
-    assert log_level == (logging.ERROR if words else logging.WARNING)
-    assert {each.getEffectiveLevel() for each in loggers} == {log_level}
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ("--log_level warning --log_level_replica error", "WEWE"),
-        ("--log_level warning --log_level_replica error --log_on_each_node 0", "WEEE"),
-        ("--log_level error --log_level_replica error --log_on_each_node 0", "EEEE"),
-    ],
-)
-def test_log_levels_of_two_nodes(words, expected, monkeypatch):
-    """Of two processes on each."""
-    monkeypatch.setattr(TrainingArguments, "_connect_launched", lambda self: None)  # the processes are made up
-    found = []
-    for rank in range(4):
-        place = {"RANK": rank, "LOCAL_RANK": rank % 2, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": rank // 2}
-        for name, value in {**place, "MASTER_ADDR": "localhost", "MASTER_PORT": 29501}.items():
-            monkeypatch.setenv(name, str(value))
-        found.append(parsed(words).get_process_log_level())
-    assert found == [{"W": logging.WARNING, "E": logging.ERROR}[each] for each in expected]
-
-
-def test_report_of_memory(tmp_path, capsys):
-    """In the first stage that is run."""
-    pytest.importorskip("psutil")
-    trainer = make(tmp_path, skip_memory_metrics=False)
-    trainer.log_metrics("train", trainer.train().metrics)
-    printed = capsys.readouterr().out
-    for name in ("init_mem_cpu_alloc_delta", "init_mem_cpu_peaked_delta", "train_mem_cpu_alloc_delta"):
-        assert re.search(rf"{name} += +-?\d+MB", printed), printed
-    assert re.search(r"train_mem_cpu_peaked_delta += +\d+MB", printed)
-
-
 # ---- What a Trainer is made with ------------------------------------------------------------------------------------
 
 
@@ -315,96 +240,29 @@ def test_output_folder_by_default():
     assert Trainer(tiny.make_plain()).args.output_dir == "tmp_trainer"
 
 
-def test_tokenizer_is_the_processing_class(tmp_path):
-    words = tiny.tokenizer()
-    with pytest.warns(FutureWarning, match="processing_class"):
-        trainer = make(tmp_path, model=tiny.make_bert(), tokenizer=words)
-    assert trainer.processing_class is words
-    trainer.save_model()
-    assert (tmp_path / "tokenizer.json").is_file()
-
-
-def test_best_of_several_sets(tmp_path):
-    """One of whose losses chooses the best checkpoint."""
-    sets = {"data1": tiny.plain_data(8), "data2": tiny.plain_data(20)[8:]}
-    each_step = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 1, "save_steps": 1}
-    best = {"metric_for_best_model": "eval_data1_loss", "load_best_model_at_end": True}
-    trainer = make(tmp_path, eval_dataset=sets, **each_step, **best, learning_rate=0.1, max_steps=3)
-    trainer.train()
-    lines = trainer.state.log_history
-    found = [line["eval_data1_loss"] for line in lines if "eval_data1_loss" in line]
-    assert len(found) == sum("eval_data2_loss" in line for line in lines) == 3
-    assert trainer.state.best_metric == min(found)
-    assert trainer.evaluate(sets)["eval_data1_loss"] == pytest.approx(min(found), rel=1e-6)
-
-
-def test_model_init(tmp_path):
-    """Each call to train() begins with a new model, and the function may take the trial."""
-    given = []
-    for model_init in (tiny.make_plain, lambda trial: given.append(trial) or tiny.make_plain()):
-        trainer = make(tmp_path, model_init=model_init)
-        logged = []
-        for _ in range(2):
-            trainer.train()
-            logged.append(losses(trainer.state.log_history))
-        assert logged[0] == logged[1]
-    assert set(given) == {None}
-
-
-class Notes(TrainerCallback):
-    """Whether a run is under way when it is evaluated."""
-
-    def __init__(self):
-        self.seen = []
-
-    def on_evaluate(self, args, state, control, **kwargs):
-        self.seen.append(self.trainer.is_in_train)
+class Own(TrainerCallback):
+    pass
 
 
 def test_callbacks_by_class_and_by_object(tmp_path):
     """What is not there is None."""
-    trainer, kept = make(tmp_path, disable_tqdm=False), Notes()
+    trainer, kept = make(tmp_path, disable_tqdm=False), Own()
 
     def names():
         return [type(callback).__name__ for callback in trainer.callback_handler.callbacks]
 
     before = names()
     trainer.remove_callback(ProgressCallback)
-    trainer.add_callback(Notes)
+    trainer.add_callback(Own)
     trainer.add_callback(kept)
     assert "ProgressCallback" in before
-    assert names() == [*(name for name in before if name != "ProgressCallback"), "Notes", "Notes"]
+    assert names() == [*(name for name in before if name != "ProgressCallback"), "Own", "Own"]
     assert trainer.pop_callback(kept) is kept
-    assert isinstance(trainer.pop_callback(Notes), Notes)
-    assert trainer.pop_callback(Notes) is None
+    assert isinstance(trainer.pop_callback(Own), Own)
+    assert trainer.pop_callback(Own) is None
     trainer.add_callback(kept)
     assert trainer.remove_callback(kept) is None
     assert kept not in trainer.callback_handler.callbacks
-
-
-def test_attributes(tmp_path):
-    notes = Notes()
-    trainer = make(tmp_path, eval_dataset=tiny.plain_data(4), eval_strategy="steps", eval_steps=1, callbacks=[notes])
-    notes.trainer, model = trainer, trainer.model
-    assert trainer.model_wrapped is model
-    assert (trainer.is_model_parallel, trainer.place_model_on_device, trainer.is_in_train) == (False, True, False)
-    trainer.train()
-    trainer.evaluate()
-    assert notes.seen == [True, True, False]
-    assert trainer.model is model
-    assert trainer.is_in_train is False
-
-
-def test_samplers_and_loaders(tmp_path):
-    """A set is asked for by its name, and a stream has no sampler."""
-    trainer = make(tmp_path, eval_dataset={"first": tiny.plain_data(3), "second": tiny.plain_data(5)})
-    assert isinstance(trainer._get_train_sampler(), torch.utils.data.RandomSampler)
-    loaded = [sum(len(batch["x"]) for batch in trainer.get_eval_dataloader(name)) for name in ("first", "second")]
-    assert loaded == [3, 5]
-    streaming = make(tmp_path, train_dataset=tiny.Stream(8))
-    assert streaming._get_train_sampler() is None
-    order = torch.cat([batch["x"] for batch in streaming.get_train_dataloader()])
-    assert torch.equal(order, torch.stack([row["x"] for row in tiny.plain_data(8)]))
 
 
 # ---- Runs -----------------------------------------------------------------------------------------------------------
@@ -421,22 +279,6 @@ def test_resuming():
         trainer.train(resume_from_checkpoint=name == "checkpoint-2" or f"of_{name}/{name}")
         assert_same_weights(trainer.model.state_dict(), first.model.state_dict())
         assert losses(trainer.state.log_history) == losses(first.state.log_history)
-
-
-def test_loss_decides_by_default(tmp_path):
-    """Which of two checkpoints is the best; less is better."""
-    evaluated = {"eval_strategy": "steps", "save_strategy": "steps", "load_best_model_at_end": True}
-    trainer = make(tmp_path, eval_dataset=tiny.plain_data(4), **evaluated)
-    assert trainer.args.metric_for_best_model == "loss"
-    found = [trainer._determine_best_metric({"eval_loss": loss}, None) for loss in (2.0, 3.0, 1.0)]
-    assert found == [True, False, True]
-
-
-def test_default_space():
-    optuna = pytest.importorskip("optuna")
-    values = {"learning_rate": 1e-4, "num_train_epochs": 2, "seed": 3, "per_device_train_batch_size": 8}
-    trial = optuna.trial.FixedTrial(values)
-    assert default_hp_space_optuna(trial) == transformers.trainer_utils.default_hp_space_optuna(trial) == values
 
 
 class TwoOutputs(tiny.Plain):

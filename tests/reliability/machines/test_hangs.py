@@ -33,8 +33,18 @@ OF_RANK_0 = ("barrier", "decision", "scatter", "objects", "gradients", "evaluati
 HANGS = [(kind, 1) for kind in AWAITED if kind not in ("decision", "scatter")] + [(kind, 0) for kind in OF_RANK_0]
 
 
-def hanging(folder, kind, victim):
-    return Group(folder / f"{kind}-{victim}", job="hang_job", kind=kind, victim=victim)
+def hanging(folder, kind, victim, **more):
+    return Group(folder / f"{kind}-{victim}", job="hang_job", kind=kind, victim=victim, **more)
+
+
+def printed_by_the_other(group, victim):
+    """Of the rank that waits for the victim, once it has ended with an error."""
+    waiting = group.jobs[1 - victim]
+    waiting.process.join()
+    group.jobs[victim].kill()
+    printed = waiting.output.read_text()
+    assert waiting.process.exitcode not in (None, 0), printed
+    return printed
 
 
 @pytest.mark.parametrize("first", range(0, len(HANGS), 6))
@@ -42,35 +52,21 @@ def test_a_rank_that_hangs(tmp_path, first):
     """Some at a time: they wait more than they compute."""
     groups = [(hanging(tmp_path, *case), *case) for case in HANGS[first : first + 6]]
     for group, kind, victim in groups:
-        waiting = group.jobs[1 - victim]
-        waiting.process.join()
-        group.jobs[victim].kill()
-        printed = waiting.output.read_text()
-        assert waiting.process.exitcode not in (None, 0), printed
+        printed = printed_by_the_other(group, victim)
         assert f"Rank {1 - victim} has lost rank {victim} while it waited for {AWAITED[kind]}" in printed
 
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_never_comes(tmp_path, victim):
-    group = Group(tmp_path / "out", job="hang_job", kind="meeting", victim=victim)
-    waiting = group.jobs[1 - victim]
-    waiting.process.join()
-    group.jobs[victim].kill()
-    printed = waiting.output.read_text()
-    assert waiting.process.exitcode not in (None, 0), printed
+    printed = printed_by_the_other(hanging(tmp_path, "meeting", victim), victim)
     assert f"Rank {1 - victim} has not met the other 1 at 127.0.0.1:" in printed
 
 
 def test_a_rank_that_hangs_while_ranks_connect(tmp_path):
     """At any of the milliseconds that it takes, in some of which gloo itself waits without end."""
     after = [0.001 * number for number in range(6)]
-    groups = [Group(tmp_path / f"{each}", job="hang_job", kind="connecting", victim=1, after=each) for each in after]
-    for group in groups:
-        waiting = group.jobs[0]
-        waiting.process.join()
-        group.jobs[1].kill()
-        assert waiting.process.exitcode not in (None, 0), waiting.output.read_text()
-    printed = [group.jobs[0].output.read_text() for group in groups]
+    groups = [hanging(tmp_path / f"{each}", "connecting", 1, after=each) for each in after]
+    printed = [printed_by_the_other(group, 1) for group in groups]
     assert all("Rank 0 has not met the other" in text or "Rank 0 has lost rank 1" in text for text in printed), printed
 
 

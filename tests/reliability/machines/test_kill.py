@@ -7,9 +7,9 @@ from collections import Counter
 import pytest
 
 from hftrainer.checkpointing.manifest import why_unusable
+from tests.support.checkpoints import BACKGROUND
 from tests.support.jobs import Forked, assert_same, weights
 
-ASYNC = {"lightning_config": {"async_checkpoint": True}}
 WIDTH = 10_000
 
 
@@ -42,15 +42,28 @@ def kill_somewhere(folder, moments, settings):
     return "training" if "step" in printed else "resuming"
 
 
-@pytest.mark.parametrize(("settings", "kills"), [({}, 50), (ASYNC, 20)], ids=["at-once", "in-background"])
+#: How the jobs save → settings, and how many kills.
+JOBS = {
+    "at-once": ({}, 50),
+    "in-background": (BACKGROUND, 20),
+    "files of the script": ({"adds": True}, 20),
+    "files of the script, in-background": ({"adds": True, **BACKGROUND}, 10),
+}
+
+
+@pytest.mark.parametrize(("settings", "kills"), JOBS.values(), ids=JOBS)
 def test_killed_at_random(tmp_path, undisturbed, settings, kills):
-    """Runs of 72 steps that save every 7; each is killed a few times, then finishes."""
+    """Runs of 72 steps that save every 7; each is killed a few times, then finishes.
+
+    Each checkpoint that can be resumed from has the files that the script adds, whole.
+    """
     moments, where, runs = random.Random(7), Counter(), 0
     while where.total() - where["finished"] < kills:
         folder, runs = tmp_path / f"run-{runs}", runs + 1
         for _ in range(6):
             place = kill_somewhere(folder, moments, settings)
             where[place] += 1
+            check_added(folder, settings)
             if place == "finished":
                 break
         printed = Forked(folder, width=WIDTH, **settings).finish()
@@ -58,34 +71,14 @@ def test_killed_at_random(tmp_path, undisturbed, settings, kills):
         assert_same(weights(folder), undisturbed)
         assert not list(folder.glob("_tmp_*"))
         assert len(list(folder.glob("checkpoint-*"))) == 2
+        check_added(folder, settings)
     print(dict(where))
-    assert all(where[place] for place in ("training", "saving", "resuming"))
+    assert kills < 20 or all(where[place] for place in ("training", "saving", "resuming"))
     assert where["rotating"] or kills < 50
 
 
-@pytest.mark.parametrize(("settings", "kills"), [({}, 20), (ASYNC, 10)], ids=["at-once", "in-background"])
-def test_files_that_the_script_adds(tmp_path, settings, kills):
-    """Whatever `kill -9` hits: each checkpoint that can be resumed from has the script's files, whole."""
-    Forked(tmp_path / "undisturbed", adds=True, **settings).finish()
-    moments, killed, begun = random.Random(5), 0, 0
-    while killed < kills:
-        folder, begun = tmp_path / f"run-{begun}", begun + 1
-        for _ in range(4):
-            job = Forked(folder, adds=True, kill_at=moments.randrange(1, 250), **settings)
-            job.process.join()
-            if "done" in job.output.read_text():
-                break
-            killed += 1
-            check_added(folder)
-        printed = Forked(folder, adds=True, **settings).finish()
-        assert printed[-1] == "done 72"
-        assert_same(weights(folder), weights(tmp_path / "undisturbed"))
-        assert not list(folder.glob("_tmp_*"))
-        check_added(folder)
-
-
-def check_added(folder):
-    for checkpoint in folder.glob("checkpoint-*"):
+def check_added(folder, settings):
+    for checkpoint in folder.glob("checkpoint-*") if "adds" in settings else ():
         if why_unusable(checkpoint) is None:
             text = (checkpoint / "before.txt").read_text()
             assert text == f"{checkpoint.name}/before.txt " * 1000

@@ -56,14 +56,8 @@ def test_accelerate_shards(tmp_path):
     path.write_text(FSDP_FILE)
     before = accelerate("--config_file", str(path), f"--main_process_port={port()}")
     launched = launch(tmp_path / "a", before, MODEL="bert")
-    words = [
-        "--fsdp",
-        "full_shard auto_wrap",
-        "--fsdp_config",
-        '{"version": 1, "transformer_layer_cls_to_wrap": "BertLayer"}',
-        "--bf16",
-        "True",
-    ]
+    config = '{"version": 1, "transformer_layer_cls_to_wrap": "BertLayer"}'
+    words = ["--fsdp", "full_shard auto_wrap", "--fsdp_config", config, "--bf16", "True"]
     by_arguments = launch(tmp_path / "b", LAUNCHERS["hftrainer"](), words, MODEL="bert")
     assert [one["kind"] for one in launched] == [one["kind"] for one in by_arguments] == ["FSDP", "FSDP"]
     assert launched[0]["weights"] == by_arguments[0]["weights"]

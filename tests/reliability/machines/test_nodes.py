@@ -99,16 +99,8 @@ def test_nodes_with_disks_of_their_own(tmp_path):
 
     def run(steps):
         endpoint = port()
-        return [
-            Node(
-                number,
-                endpoint,
-                job(tmp_path / f"disk-{number}", **{**settings, **steps}),
-                "2",
-                tmp_path / f"node-{number}",
-            )
-            for number in (1, 2)
-        ]
+        jobs = {number: job(tmp_path / f"disk-{number}", **settings, **steps) for number in (1, 2)}
+        return [Node(number, endpoint, words, "2", tmp_path / f"node-{number}") for number, words in jobs.items()]
 
     nodes = run({"pause": 0.3})
     for number in (1, 2):

@@ -10,6 +10,7 @@ from collections import Counter
 
 import pytest
 
+from tests.support.checkpoints import BACKGROUND
 from tests.support.jobs import JOB, SHARDED, Group, assert_same, weights
 from tests.support.launching import TORCHRUN, python
 
@@ -112,13 +113,12 @@ def test_the_other_ends_within_the_timeout_and_says_why(tmp_path, undisturbed, n
 
 @pytest.mark.parametrize("settings", [{}, {"fsdp": True}], ids=["replicas", "sharded"])
 def test_saved_in_the_background(tmp_path, settings):
-    config = {"lightning_config": {"async_checkpoint": True}}
     finish(tmp_path / "plain", **settings)
-    pair = Group(tmp_path / "out", **settings, **config)
+    pair = Group(tmp_path / "out", **settings, **BACKGROUND)
     pair.jobs[0].wait_for("step 16")
     pair.jobs[1].kill()
     pair.end()
-    finish(tmp_path / "out", **settings, **config)
+    finish(tmp_path / "out", **settings, **BACKGROUND)
     assert_same(weights(tmp_path / "out"), weights(tmp_path / "plain"))
 
 

@@ -145,6 +145,7 @@ def test_derived_values():
     assert (args.metric_for_best_model, args.greater_is_better) == ("loss", False)
     assert TrainingArguments("x", metric_for_best_model="accuracy").greater_is_better is True
     assert TrainingArguments("x", metric_for_best_model="eval_loss").greater_is_better is False
+    assert TrainingArguments("x", ddp_timeout=90).ddp_timeout_delta.total_seconds() == 90
 
 
 @pytest.mark.parametrize(
@@ -251,7 +252,3 @@ def test_passive_log_level_changes_nothing(tmp_path):
     Trainer(make_plain(), args)
     assert logging.getLogger("hftrainer").level == logging.NOTSET
     assert args.get_process_log_level() == logging.getLogger("hftrainer").getEffectiveLevel()
-
-
-def test_ddp_timeout_in_seconds():
-    assert TrainingArguments("x", ddp_timeout=90).ddp_timeout_delta.total_seconds() == 90

@@ -8,7 +8,6 @@ import warnings
 from pathlib import Path
 
 import pytest
-from torch.optim.lr_scheduler import LambdaLR
 
 from hftrainer import Trainer, TrainingArguments
 from hftrainer.arguments.legacy import KEPT, RENAMED, LegacyArguments
@@ -180,25 +179,6 @@ def test_a_subclass_keeps_a_tokenizer_of_its_own(tmp_path):
     assert (trainer.tokenizer, trainer.processing_class) == ("mine", None)
     trainer.tokenizer = "another"
     assert trainer.tokenizer == "another"
-
-
-class WithOptimizer(Trainer):
-    def create_scheduler(self, num_training_steps, optimizer=None):
-        self.lr_scheduler = LambdaLR(optimizer, lambda step: 1 / (1 + step))
-        return self.lr_scheduler
-
-
-class WithoutOptimizer(Trainer):
-    def create_scheduler(self, num_training_steps):
-        self.lr_scheduler = LambdaLR(self.optimizer, lambda step: 1 / (1 + step))
-        return self.lr_scheduler
-
-
-@pytest.mark.parametrize("kind", [WithOptimizer, WithoutOptimizer])
-def test_create_scheduler_gets_the_optimizer_as_in_v4(tmp_path, kind):
-    trainer = make_trainer(tmp_path, kind, max_steps=3, learning_rate=1.0)
-    trainer.train()
-    assert trainer.lr_scheduler.get_last_lr() == [1 / 4, 1 / 4]
 
 
 @dataclasses.dataclass

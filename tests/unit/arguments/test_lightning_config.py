@@ -11,7 +11,7 @@ from lightning.pytorch.profilers import PassThroughProfiler, PyTorchProfiler, Si
 
 from hftrainer import HfArgumentParser, TrainingArguments
 from hftrainer.arguments.lightning_config import PASSED, PLACE, PLANNED, RULED
-from hftrainer.errors import InvalidArgument, UnsupportedArgument
+from hftrainer.errors import UnsupportedArgument
 from tests.support.arguments import make_trainer
 
 
@@ -150,8 +150,3 @@ def test_wrong(tmp_path, monkeypatch, config, message):
         (tmp_path / name).write_text(text)
     with pytest.raises(UnsupportedArgument, match=message):
         make_trainer(tmp_path, lightning_config=config)
-
-
-def test_wrong_json():
-    with pytest.raises(InvalidArgument, match="lightning_config is not a valid JSON object"):
-        TrainingArguments("x", lightning_config="{broken")

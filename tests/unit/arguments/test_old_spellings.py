@@ -24,12 +24,8 @@ def files_of(caught, text):
 
 
 def make(folder, kind=Trainer, model="plain", **settings):
-    return make_trainer(
-        folder,
-        kind,
-        model,
-        **{"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "logging_steps": 1, **settings},
-    )
+    settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "logging_steps": 1, **settings}
+    return make_trainer(folder, kind, model, **settings)
 
 
 # ---- train(model_path=...) ---------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 from collections import namedtuple
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,8 +15,8 @@ from hftrainer.arguments.behaviours import NEWEST
 from hftrainer.cli import doctor
 from hftrainer.cli.variables import EFFECTS, environment
 from hftrainer.parallel import devices
+from tests.support.processes import ROOT
 
-ROOT = Path(__file__).parents[3]
 REQUIRES = [
     "torch>=2.6",
     "lightning<2.7,>=2.6.0",

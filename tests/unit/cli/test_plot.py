@@ -12,7 +12,7 @@ from hftrainer.__main__ import main
 from hftrainer.errors import InvalidArgument, MissingPackage
 from hftrainer.reporting.plot import Line, curves, lines_of, plot, read_run
 from hftrainer.reporting.sparklines import draw_text
-from tests.support.parity import accuracy, build
+from tests.support.parity import accuracy, train
 from tests.support.tiny import make_plain, plain_data
 
 
@@ -29,25 +29,11 @@ def test_a_log_without_weights_and_steps(tmp_path):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    folders = []
-    for rate in (0.01, 0.1):
-        folder = tmp_path_factory.mktemp(f"rate-{rate}")
-        trainer, _ = build(
-            "hftrainer",
-            "plain",
-            folder,
-            learning_rate=rate,
-            max_steps=20,
-            logging_steps=2,
-            eval_strategy="steps",
-            eval_steps=5,
-            save_strategy="steps",
-            save_steps=10,
-            trainer={"compute_metrics": accuracy},
-        )
-        trainer.train()
-        folders.append(str(folder))
-    return folders
+    settings = {"max_steps": 20, "save_strategy": "steps", "save_steps": 10, "eval_strategy": "steps", "eval_steps": 5}
+    folders = [tmp_path_factory.mktemp(f"rate-{rate}") for rate in (0.01, 0.1)]
+    for rate, folder in zip((0.01, 0.1), folders, strict=True):
+        train("hftrainer", "plain", folder, learning_rate=rate, trainer={"compute_metrics": accuracy}, **settings)
+    return list(map(str, folders))
 
 
 def test_curves(runs):
@@ -159,34 +145,40 @@ def opened(monkeypatch):
     return found
 
 
-def show(runs, tmp_path, monkeypatch, capsys, *words, terminal=True):
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal, raising=False)
-    main(["plot", *words, "--out", str(tmp_path / "a.png")])
-    return capsys.readouterr().out
+@pytest.fixture
+def show(tmp_path, monkeypatch, capsys):
+    """Plots with these words on a terminal, or elsewhere; returns what is printed."""
+
+    def show_plot(*words, terminal=True):
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal, raising=False)
+        main(["plot", *words, "--out", str(tmp_path / "a.png")])
+        return capsys.readouterr().out
+
+    return show_plot
 
 
-def test_a_terminal_without_a_desktop_shows_text(runs, tmp_path, monkeypatch, capsys, opened):
+def test_a_terminal_without_a_desktop_shows_text(runs, tmp_path, monkeypatch, opened, show):
     monkeypatch.setattr("sys.platform", "linux")
-    text = show(runs, tmp_path, monkeypatch, capsys, runs[0])
+    text = show(runs[0])
     assert text.startswith(str(tmp_path / "a.png") + "\nloss by optimizer step, to 20\n  loss ")
     assert "metrics by" in text and "eval_accuracy" in text and opened == []
 
 
-def test_a_desktop_shows_the_file(runs, tmp_path, monkeypatch, capsys, opened):
+def test_a_desktop_shows_the_file(runs, tmp_path, monkeypatch, opened, show):
     monkeypatch.setattr("sys.platform", "linux")
     monkeypatch.setenv("DISPLAY", ":0")
-    assert show(runs, tmp_path, monkeypatch, capsys, runs[0]) == f"{tmp_path / 'a.png'}\n"
-    show(runs, tmp_path, monkeypatch, capsys, runs[0], "--html")
+    assert show(runs[0]) == f"{tmp_path / 'a.png'}\n"
+    show(runs[0], "--html")
     assert opened == [(tmp_path / "a.png").as_uri(), (tmp_path / "a.html").as_uri()]
-    show(runs, tmp_path, monkeypatch, capsys, runs[0], terminal=False)
+    show(runs[0], terminal=False)
     assert len(opened) == 2
 
 
-def test_a_notebook_shows_the_picture(runs, tmp_path, monkeypatch, capsys, opened):
+def test_a_notebook_shows_the_picture(runs, tmp_path, monkeypatch, opened, show):
     shown = []
     monkeypatch.setattr("hftrainer.callbacks.progress.in_notebook", lambda: True)
     monkeypatch.setattr("hftrainer.reporting.plot.show_in_notebook", shown.append)
-    show(runs, tmp_path, monkeypatch, capsys, runs[0], "--html")
+    show(runs[0], "--html")
     assert shown == [str(tmp_path / "a.png")] and opened == []
 
 

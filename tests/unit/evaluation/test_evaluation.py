@@ -2,7 +2,6 @@
 
 import gc
 import json
-import warnings
 from types import SimpleNamespace
 
 import numpy as np
@@ -320,14 +319,6 @@ def test_run_time_is_positive(make_trainer):
     first, second = trainer.evaluate(), trainer.evaluate()
     assert first["eval_runtime"] > 0 and second["eval_runtime"] > 0
     assert first["eval_model_preparation_time"] == second["eval_model_preparation_time"]
-
-
-def test_warnings_of_lightning_stay_out(make_trainer):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        trainer = make_trainer(prediction_loss_only=True)
-        trainer.evaluate()
-        trainer.predict(plain_data(5))
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3])

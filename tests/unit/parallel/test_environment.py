@@ -1,6 +1,5 @@
 """Where a process stands, by what each launcher puts into the environment."""
 
-import importlib.util
 import logging
 import os
 import sys
@@ -8,12 +7,7 @@ import sys
 import pytest
 import torch
 from lightning.fabric.plugins.environments import ClusterEnvironment
-from lightning.pytorch.plugins.environments import (
-    LightningEnvironment,
-    MPIEnvironment,
-    SLURMEnvironment,
-    TorchElasticEnvironment,
-)
+from lightning.pytorch.plugins.environments import SLURMEnvironment
 
 from hftrainer import Trainer, TrainingArguments
 from hftrainer.arguments.resolved import ResolvedArguments
@@ -102,41 +96,8 @@ def test_lists_of_slurm():
     assert tasks_per_node("8") == [8]
 
 
-# ---- Why Lightning's own environments do not read them --------------------------------------------------------------
-
-
-def test_lightning_does_not_read_slurm_as_we_do(put):
-    """It waits for processes that a batch script does not start, and refuses steps whose nodes are uneven."""
-    put(BATCH)
-    assert SLURMEnvironment.detect()
-    put(STEP)
-    with pytest.raises(RuntimeError, match="ntasks-per-node"):
-        SLURMEnvironment()
-
-
-def test_two_steps_of_a_job_have_one_port_in_lightning(make, put):
-    ours, lightnings = [], set()
-    for step in ("1", "2"):
-        put(f"{STEP} SLURM_NTASKS_PER_NODE=2 SLURM_STEP_ID={step}")
-        lightnings.add(SLURMEnvironment().main_port)
-        del os.environ["MASTER_PORT"]  # Lightning has written it there; monkeypatch would put it back
-        ours.append(plan_of(make()).processes.port)
-    assert len(lightnings) == 1
-    assert ours == [15000 + 5679, 15000 + 5680]
-
-
-def test_lightning_takes_the_world_size_away(put):
-    """The next Trainer of the script would be alone. Nor does it say how many processes a node has."""
-    put("WORLD_SIZE=2")
-    LightningEnvironment().teardown()
-    assert "WORLD_SIZE" not in os.environ
-    assert not hasattr(TorchElasticEnvironment(), "local_world_size")
-
-
-@pytest.mark.skipif(importlib.util.find_spec("mpi4py") is not None, reason="mpi4py is installed")
-def test_lightning_needs_mpi4py(put):
-    put(MPI)
-    assert not MPIEnvironment.detect()
+def test_two_steps_of_a_job_have_their_own_ports(make):
+    assert [plan_of(make(f"{STEP} SLURM_STEP_ID={step}")).processes.port for step in (1, 2)] == [20679, 20680]
 
 
 # ---- Chosen by the user ----------------------------------------------------------------------------------------------
@@ -230,6 +191,7 @@ def test_gpu_of_a_rank(make, gpus, count, variables, device, devices):
 
 WRONG = {
     "no address": (TWO, {}, "MASTER_ADDR and MASTER_PORT are not set"),
+    "no rank": ("WORLD_SIZE=2", {}, "MASTER_ADDR and MASTER_PORT and RANK are not set.*torchrun"),
     "rank": (f"{TORCHRUN} RANK=8", {}, "sets rank 8 of 8, and local rank 1 of 4"),
     "local rank": (f"{TORCHRUN} LOCAL_RANK=4", {}, "sets rank 5 of 8, and local rank 4 of 4"),
     "MPI on two nodes": (MPI, {}, "'mpi' asks for several processes, but MASTER_ADDR is not set.*mpirun"),
@@ -244,6 +206,8 @@ WRONG = {
     "launcher": ("", {"environment": "slrum"}, r"\['environment'\]='slrum': it must be 'torchrun' or 'slurm' or"),
     "launcher in the environment": ("HFTRAINER_ENVIRONMENT=x", {}, "HFTRAINER_ENVIRONMENT='x': it must be"),
     "number": (f"{TORCHRUN} RANK=one", {}, "RANK='one': it must be a number from 0"),
+    "precision": ("ACCELERATE_MIXED_PRECISION=fp8", {}, "ACCELERATE_MIXED_PRECISION=fp8"),
+    "shards": ("ACCELERATE_USE_FSDP=true", {}, "ACCELERATE_USE_FSDP=true"),
     "regions": ("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION=True", {}, "REGIONAL_COMPILATION=True"),
 }
 
@@ -253,12 +217,6 @@ def test_wrong(make, name):
     variables, config, message = WRONG[name]
     with pytest.raises(ValueError, match=message):
         Trainer(make_plain(), make(variables, config))
-
-
-def test_more_processes_than_gpus(make, gpus):
-    gpus(2)
-    with pytest.raises(UnsupportedArgument, match="4 processes on this node need one GPU each, but there are 2"):
-        Trainer(make_plain(), make(TORCHRUN, use_cpu=False))
 
 
 def test_meeting_without_an_address(make):

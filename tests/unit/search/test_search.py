@@ -43,10 +43,6 @@ def stored(folder):
     return {"storage": f"sqlite:///{folder}/a.db", "study_name": "a", "load_if_exists": True}
 
 
-def journal(folder):
-    return optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(folder / "journal")))
-
-
 # ---- Bad input -------------------------------------------------------------------------------------------------
 
 
@@ -308,23 +304,6 @@ def test_last_trials_begun_at_the_same_moment(tmp_path, monkeypatch):
     assert "same time" in trainer.hp_study.trials[3].user_attrs[INTERRUPTED]
 
 
-@pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning", "ignore:Heartbeat of storage")
-@pytest.mark.parametrize("kind", ["database", "journal"])
-def test_optuna_alone_does_not_notice_a_killed_process_at_once(tmp_path, kind):
-    """Its heartbeat waits for a period of grace, and a journal has no heartbeat."""
-    database = f"sqlite:///{tmp_path}/a.db"
-    is_journal = kind == "journal"
-    storage = journal(tmp_path) if is_journal else optuna.storages.RDBStorage(database, heartbeat_interval=1)
-    study = optuna.create_study(storage=storage)
-    trial = begin(study)
-    if not is_journal:
-        storage.record_heartbeat(trial._trial_id)
-    optuna.storages.fail_stale_trials(study)
-    assert states(study) == ["RUNNING"]
-    assert TrialCount(study, 1).remaining() == 1
-    assert states(study) == ["FAIL"]
-
-
 def test_trials_on_another_machine(tmp_path, caplog):
     """Nobody here knows whether they are still running: they count, and the result says that they are not in it."""
     begin(optuna.create_study(**stored(tmp_path)), "elsewhere 1 1")
@@ -335,7 +314,8 @@ def test_trials_on_another_machine(tmp_path, caplog):
 
 
 def test_enqueued_trials_come_first(tmp_path):
-    keywords = {**stored(tmp_path), "storage": journal(tmp_path)}
+    journal = optuna.storages.journal.JournalFileBackend(str(tmp_path / "journal"))
+    keywords = {**stored(tmp_path), "storage": optuna.storages.JournalStorage(journal)}
     optuna.create_study(**keywords).enqueue_trial({"learning_rate": 0.03})
     trainer = make_trainer(tmp_path)
     trainer.hyperparameter_search(rates, n_trials=2, **keywords)

@@ -17,7 +17,8 @@ from hftrainer.optimization_tf import AdamWeightDecay, PolynomialDecay, WarmUp
 from hftrainer.tf import optimizers
 from hftrainer.tf.pipelines import Batches, RowDataset
 from hftrainer.trainer_callback import TrainerCallback
-from tests.support.tensorflow import Still, rows
+from tests.support.parity import assert_same_weights
+from tests.support.tensorflow import Loud, Still, rows
 from tests.support.tiny import make_plain
 
 
@@ -25,16 +26,6 @@ def arguments(folder, **settings):
     defaults = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "logging_steps": 1}
     quiet = {"report_to": "none", "disable_tqdm": True, "use_cpu": True, "save_strategy": "no"}
     return TFTrainingArguments(str(folder), **{**defaults, **quiet, "learning_rate": 1e-2, **settings})
-
-
-class Loud(TFTrainer):
-    def __init__(self, *args, **kwargs):
-        self.seen = []
-        super().__init__(*args, **kwargs)
-
-    def log(self, logs):
-        super().log(logs)
-        self.seen.append(dict(logs))
 
 
 @pytest.fixture
@@ -125,8 +116,7 @@ def test_resumed(make, tmp_path):
     assert resumed.global_step == 15
     begun = next(index for index, line in enumerate(whole.seen) if line.get("epoch", 0) > 7 / 5)
     assert resumed.seen == whole.seen[begun:]
-    for name, value in resumed.model.state_dict().items():
-        assert torch.equal(value, whole.model.state_dict()[name])
+    assert_same_weights(resumed.model.state_dict(), whole.model.state_dict())
 
 
 def test_each_sample_is_evaluated_once(make):
