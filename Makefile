@@ -20,7 +20,7 @@ PYTEST := $(RUN) -m pytest
 WORKERS := -n 3 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-fast docs test-machines test-install test-downstream test-versions test-adapters soak lint format coverage bench demo clean
+.PHONY: help test test-fast docs test-machines test-install test-downstream test-versions upstream test-adapters soak lint format coverage bench demo clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -104,6 +104,13 @@ test-versions: $(VENV)/.dev $(RELEASES:%=.venv-%/.ready)  ## older releases of t
 			$$(test $$release = floor && echo tests/unit tests/lightning) || exit 1; \
 	done
 
+# What is installed beside an older release would stay as it is: the environment is made anew.
+upstream: $(VENV)/.dev  ## what the newest releases have changed since the pinned ones, and the parity tests beside them
+	@$(VENV)/bin/python scripts/upstream.py
+	@rm -rf .venv-newest
+	@$(MAKE) --no-print-directory VENV=.venv-newest CONSTRAINTS=tests/versions/newest.txt .venv-newest/.dev
+	@$(IN_MEMORY) .venv-newest/bin/python -m pytest -q $(WORKERS) tests/parity tests/reliability/test_exact_resume.py
+
 # ADAPTERS=xla for torch_xla on the CPU. Ray reports on itself to a server, unless it is told not to.
 ADAPTERS ?= deepspeed ray tensorflow
 DEEPSPEED := DS_ACCELERATOR=cpu TORCH_EXTENSIONS_DIR=$(CURDIR)/.venv-deepspeed/extensions PATH=$(CURDIR)/.venv-deepspeed/bin:$$PATH
@@ -137,6 +144,7 @@ lint: $(VENV)/.dev  ## ruff, mypy, who may import whom, what is declared, and ho
 	@PYTHONPATH=.:adapters $(VENV)/bin/lint-imports --no-logo
 	@$(VENV)/bin/deptry hftrainer adapters
 	@$(VENV)/bin/python scripts/size.py
+	@$(VENV)/bin/python scripts/upstream.py --check
 
 format: $(VENV)/.dev  ## format and mend what ruff can
 	@$(VENV)/bin/ruff format .
