@@ -37,14 +37,14 @@ class HfArgumentParser(argparse.ArgumentParser):
     `help`, `aliases` and other keywords of `add_argument`.
 
     Args:
-        dataclass_types: one or several dataclasses, in the order of the results.
+        dataclass_types: one or several dataclasses, in the order of the results, or None.
         kwargs: keywords of `argparse.ArgumentParser`.
     """
 
-    def __init__(self, dataclass_types: Any, **kwargs: Any) -> None:
+    def __init__(self, dataclass_types: Any = (), **kwargs: Any) -> None:
         kwargs.setdefault("formatter_class", argparse.ArgumentDefaultsHelpFormatter)
         super().__init__(**kwargs)
-        self.dataclass_types = [dataclass_types] if isinstance(dataclass_types, type) else list(dataclass_types)
+        self.dataclass_types = [dataclass_types] if isinstance(dataclass_types, type) else list(dataclass_types or ())
         for kind in self.dataclass_types:
             self._add_dataclass(kind)
 
