@@ -240,9 +240,9 @@ def mirror(name: str) -> property:
 
 
 def value(args: Any, name: str) -> Any:
-    """An old argument without a new name; its default if the arguments (of the newest transformers) lack it."""
-    found = getattr(args, name, None)
-    return KEPT.get(name, False) if found is None else found
+    """An old argument without a new name; its default if the arguments lack it, or it is a subclass's own field."""
+    found, default = getattr(args, name, None), KEPT.get(name, False)
+    return default if found is None or found == default or name in redeclared(type(args)) else found
 
 
 def gone(args: Any, before: Any = None) -> list[str]:
@@ -278,13 +278,15 @@ def copied(given: dict[str, Any]) -> Copied | None:
     return Copied(last if is_source else None)
 
 
-def redeclared(kind: type) -> list[str]:
+def redeclared(kind: type) -> frozenset[str]:
     """Old names that a subclass declares as fields of its own, as libraries do that support several releases.
 
-    A value given there counts like any old name. It reads as the subclass set it: new names do not change it.
+    They are arguments of the subclass, with its values and meanings: nothing here reads or changes them.
     """
-    ours, theirs = LegacyArguments.__dataclass_fields__, kind.__dataclass_fields__  # type: ignore[attr-defined]
-    return [name for name in RENAMED if theirs[name] is not ours[name]]
+    if not issubclass(kind, LegacyArguments):
+        return frozenset()
+    ours, theirs = LegacyArguments.__dataclass_fields__, kind.__dataclass_fields__
+    return frozenset(name for name in ours if theirs[name] is not ours[name])
 
 
 def translate(args: BaseArguments, defaults: dict[str, Any], copy: Copied | None) -> None:
@@ -300,9 +302,9 @@ def translate(args: BaseArguments, defaults: dict[str, Any], copy: Copied | None
     """
     pending = vars(args).pop("_pending_legacy", {})
     vars(args)["_legacy_done"] = True
-    own = {name: pending[name] if name in pending else vars(args)[name] for name in redeclared(type(args))}
-    vars(args).update(own)
-    pending |= own
+    own = redeclared(type(args))
+    # Without a default on the class, the property of the old name has taken the value.
+    vars(args).update({name: pending.pop(name) for name in own & pending.keys()})
     source = None if copy is None else copy.source
     if copy is None:
         given, before = {name: value for name, value in pending.items() if _is_given(name, value)}, defaults
@@ -314,7 +316,7 @@ def translate(args: BaseArguments, defaults: dict[str, Any], copy: Copied | None
     for name, value in given.items():
         _translate_one(args, name, value, before)
     for name, default in KEPT.items():
-        if getattr(args, name) is None:
+        if getattr(args, name) is None and name not in own:
             setattr(args, name, default)
     now = [f"{name} is now {RENAMED[name].spelled}" for name in given]
     if vars(args)["debug"] is True:  # the only option until v4.5

@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from hftrainer.arguments import legacy
 from hftrainer.arguments.checks.deepspeed import check_deepspeed
 from hftrainer.arguments.checks.devices import check_device
 from hftrainer.arguments.checks.fsdp import check_fsdp
@@ -282,7 +284,17 @@ LAUNCHER = {
 _DDP = ("find_unused_parameters", "bucket_cap_mb", "broadcast_buffers", "static_graph")
 
 
-def row_of(args: BaseArguments, field: dataclasses.Field[Any]) -> tuple[Row, bool]:
+def given_rows(args: BaseArguments) -> Iterator[tuple[str, Row]]:
+    """Each argument whose value is not neutral, with its row; without the own fields of the user's subclass."""
+    own = legacy.redeclared(type(args))
+    for field in dataclasses.fields(args):
+        if field.name in TABLE and field.name not in own:
+            row, is_given = _row_of(args, field)
+            if is_given:
+                yield field.name, row
+
+
+def _row_of(args: BaseArguments, field: dataclasses.Field[Any]) -> tuple[Row, bool]:
     """The row of one argument with its value, and whether that value differs from a neutral one."""
     row, value = TABLE[field.name], getattr(args, field.name)
     if field.name in ACCEPTED and value not in (None, *ACCEPTED[field.name]):
@@ -300,12 +312,9 @@ def check_supported(resolved: ResolvedArguments, *, own_optimizer: bool = False)
         own_optimizer: whether the script has made the optimizer.
     """
     args, found = resolved.args, []
-    for field in dataclasses.fields(args):
-        if field.name not in TABLE:
-            continue  # a field of the user's own subclass
-        row, given = row_of(args, field)
-        if given and row.kind == "refused":
-            found.append(f"{field.name}={getattr(args, field.name)!r} is not supported: {row.detail}.")
+    for name, row in given_rows(args):
+        if row.kind == "refused":
+            found.append(f"{name}={getattr(args, name)!r} is not supported: {row.detail}.")
     for name, neutral_values in LAUNCHER.items():
         if (value := os.environ.get(name, "")).lower() not in neutral_values:
             found.append(f"The launcher asks for {name}={value}, which is not supported yet: launch without it.")
@@ -325,7 +334,7 @@ def check_supported(resolved: ResolvedArguments, *, own_optimizer: bool = False)
 def check_launch(resolved: ResolvedArguments) -> list[str]:
     """A sentence for each reason why the processes that the launcher has started cannot train."""
     args, rank_info = resolved.args, resolved.rank_info
-    of_xla = check_xla(args, rank_info, getattr(args, "tpu_num_cores", None))
+    of_xla = check_xla(args, rank_info, legacy.value(args, "tpu_num_cores") or None)
     return [*check_rank_info(rank_info, resolved.readable_config, count_of(args.device)), *of_xla]
 
 

@@ -73,6 +73,7 @@ class TrainerApi(Protocol):
     _loss_shifts_labels: bool
     _mixed_mesh_grads: bool | None
     _memory_tracker: Any
+
     @property
     def _hftrainer(self) -> Any: ...  # for modules that transformers names, whose functions take a Trainer
 
