@@ -321,7 +321,14 @@ class Behaviours:
         before="the loss scale is not saved; a resumed run starts with the initial scale",
     )
 
-    # ---- Arguments and return values of overrides --------------------------------------------------------------
+    # ---- Overrides: which are called, with what, and what they return ------------------------------------------
+
+    makes_schedule_apart: bool = _since(
+        "5.1",
+        "training.preparation",
+        "train() calls create_optimizer and create_scheduler",
+        before="train() calls create_optimizer_and_scheduler, even if the two others are overridden too",
+    )
 
     returns_steps_in_epoch: bool = _since(
         "5.3",
