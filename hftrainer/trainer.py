@@ -919,9 +919,7 @@ class Trainer(EarlierMethods):
             load_result: with `missing_keys` and `unexpected_keys`, as `load_state_dict` returns it.
         """
         if load_result.missing_keys:
-            logger.warning(
-                "The checkpoint has missing keys, the weights that only the model has: %s", load_result.missing_keys
-            )
+            logger.warning("The checkpoint has missing keys, weights of the model: %s", load_result.missing_keys)
         if load_result.unexpected_keys:
             logger.warning(
                 "The checkpoint has unexpected keys, weights that the model lacks: %s", load_result.unexpected_keys

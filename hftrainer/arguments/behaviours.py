@@ -350,8 +350,10 @@ TABLE: dict[str, Change] = {
 EARLIER_DEFAULTS: dict[str, tuple[str, Any]] = {
     "average_tokens_across_devices": ("4.54", False),
     "optim": ("4.54", "adamw_torch"),
+    "fsdp_min_num_params": ("5.0", 0),
     "report_to": ("5.0", "all"),
     "trackio_space_id": ("5.6", "trackio"),
+    "warmup_ratio": ("5.0", 0.0),
 }
 #: The release that Trainers of this process follow if their arguments choose none.
 _followed = NEWEST

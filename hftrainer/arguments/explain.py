@@ -8,6 +8,7 @@ import textwrap
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from hftrainer.arguments import legacy
 from hftrainer.arguments.behaviours import NEWEST, Behaviours, installed_release, of_arguments
 from hftrainer.arguments.resolved import ResolvedArguments
 
@@ -85,8 +86,8 @@ def explain(args: BaseArguments) -> Explanation:
     values = args.to_dict()
     lines = []
     for name, row in given_rows(args):
-        if name in values:
-            value = values[name]
+        if name in values or name in legacy.HIDDEN:
+            value = values.get(name, getattr(args, name))
             detail = f"off; with True: {row.detail}" if value is False else row.detail
             lines.append(Line(name, value, row.kind, detail))
     plan = make_plan(ResolvedArguments(args))

@@ -76,7 +76,7 @@ class DeepSpeedPreparation(Preparation):
             self.context.bare_model,
             max_steps,
             args.get_warmup_steps(max_steps) if max_steps else 0,
-            warmup_is_default=not (max_steps and args.warmup_steps),
+            warmup_is_default=not (max_steps and args.get_warmup_steps(max_steps)),
         )
 
     def _make_optimizer(self, max_steps: int) -> None:
