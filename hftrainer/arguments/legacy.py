@@ -334,7 +334,7 @@ def translate(args: BaseArguments, defaults: dict[str, Any], copy: Copied | None
     if copy is None or source is not None:
         sentences += gone(args, source)
     if sentences:
-        warnings.warn("\n".join(sentences), FutureWarning, stacklevel=4)
+        warnings.warn("\n".join(sentences), FutureWarning, stacklevel=5)
 
 
 def _take_hidden(args: BaseArguments, own: Set[str]) -> dict[str, Any]:
