@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hftrainer.cli import checkpoint, completion, diff, doctor, explain, plot, run
+from hftrainer.cli import checkpoint, diff, doctor, explain, plot, run
 from hftrainer.cli.parser import Parser
 from hftrainer.compat.version import __version__
 
@@ -14,6 +14,6 @@ def make_parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"hftrainer {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    for module in (run, explain, doctor, diff, plot, checkpoint, completion):
+    for module in (run, explain, doctor, diff, plot, checkpoint):
         module.add(commands)
     return parser

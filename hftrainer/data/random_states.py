@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import logging
 import os
@@ -20,8 +19,6 @@ logger = logging.getLogger(__name__)
 
 #: Accelerators with a generator state; the first five have the names that `transformers.Trainer` uses.
 _ACCELERATORS = ("cuda", "npu", "hpu", "mlu", "musa", "xpu", "mps")
-#: Size of a Mersenne Twister's state in bytes: 624 words and its index.
-_TWISTER_SIZE = 625 * 4
 
 
 @functools.lru_cache(1)
@@ -30,30 +27,9 @@ def _accelerators() -> dict[str, Any]:
     return {name: module for name, module in modules.items() if module is not None and module.is_available()}
 
 
-class _NumpyState:
-    """NumPy's global state; reading it takes 25 microseconds, so an unchanged state is cached."""
-
-    def __init__(self) -> None:
-        self._bytes = b""
-        self._state: Any = None
-
-    def read(self) -> Any:
-        bits: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]
-        if not isinstance(bits, np.random.MT19937):
-            return np.random.get_state(legacy=False)
-        now = ctypes.string_at(bits.ctypes.state_address, _TWISTER_SIZE)
-        # These bytes lack a normal number cached for the next call: with one, they do not show a change.
-        if self._state is None or now != self._bytes or self._state[3]:
-            self._bytes, self._state = now, np.random.get_state()
-        return self._state
-
-
-_numpy_state = _NumpyState()
-
-
 def random_states() -> dict[str, Any]:
     """The states of Python's, NumPy's and torch's CPU generators."""
-    return {"python": random.getstate(), "numpy": _numpy_state.read(), "cpu": torch.random.get_rng_state()}
+    return {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.random.get_rng_state()}
 
 
 def restore_random_states(states: dict[str, Any]) -> None:

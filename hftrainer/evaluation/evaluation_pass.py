@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from collections import deque
@@ -17,7 +16,6 @@ from torch.utils.data import IterableDataset
 from hftrainer.compat.functions import has_length
 from hftrainer.data.loaders import PreparedDataLoader
 from hftrainer.data.samplers import gives_its_length
-from hftrainer.evaluation import host_memory
 from hftrainer.evaluation.metrics import TorchMetrics, WholeSetMetrics
 from hftrainer.evaluation.outputs import OutputCollector
 from hftrainer.trainer_pt_utils import find_batch_size, without_rows
@@ -89,7 +87,6 @@ class EvaluationPass:
     output: EvalLoopOutput | None = None
     _drawn: deque[_Drawn] = field(default_factory=deque, init=False)
     _kept: dict[str, OutputCollector] = field(init=False)
-    _memory: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, init=False)
 
     def __post_init__(self) -> None:
         rows, folder = self._known_samples() or 0, getattr(self.args, "eval_memmap_dir", None)
@@ -104,11 +101,9 @@ class EvaluationPass:
 
     def __iter__(self) -> Iterator[Any]:
         """The batches, in the order in which `step` must get them."""
-        with self._memory:
-            self._memory.enter_context(host_memory.kept_between_batches(self.args.device))
-            for inputs in self.dataloader:
-                self._drawn.append(self._flags())
-                yield inputs
+        for inputs in self.dataloader:
+            self._drawn.append(self._flags())
+            yield inputs
 
     @property
     def _is_prepared(self) -> bool:
@@ -210,7 +205,6 @@ class EvaluationPass:
 
     def finish(self) -> dict[str, Any]:
         """Compute the metrics over all batches, and set `output`."""
-        self._memory.close()  # the metrics may need much; Lightning need not have asked for a batch after the last
         whole = {name: kept.arrays() for name, kept in self._kept.items()}
         metrics = dict(denumpify_detensorize(self.metrics.compute(self._prediction(whole), self.collect)))
         losses = whole["losses"]

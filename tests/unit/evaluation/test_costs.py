@@ -1,73 +1,8 @@
-"""What an evaluation saves per batch: memory that comes and goes, and calls that change nothing."""
-
-import platform
-import subprocess
-import sys
-from unittest import mock
+"""What an evaluation saves per batch: calls that change nothing; and what it must not share."""
 
 import numpy as np
 import pytest
 import torch
-
-from hftrainer.evaluation import host_memory
-
-FAULTS = """
-import resource, sys, torch
-from torchmetrics.classification import MulticlassAccuracy
-from hftrainer import TorchMetrics, Trainer, TrainingArguments
-
-class Wide(torch.nn.Module):
-    def forward(self, x, labels):
-        logits = x.repeat(1, 16_000)  # 8 MB for a batch
-        return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
-
-torch.set_num_threads(1)
-batches = 3
-data = [{"x": torch.randn(8), "labels": 1} for _ in range(16 * batches)]
-args = TrainingArguments(sys.argv[1], per_device_eval_batch_size=16, use_cpu=True, disable_tqdm=True)
-metric = MulticlassAccuracy(128_000, average="micro")
-metric = TorchMetrics({"accuracy": metric}, adapter=lambda p: (p.predictions.argmax(-1), p.label_ids))
-trainer = Trainer(Wide(), args, eval_dataset=data, compute_metrics=metric)
-trainer.evaluate()
-
-def faults():
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    trainer.evaluate()
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / batches
-
-print(min(faults() for _ in range(3)))  # what else has happened to the heap differs from run to run
-"""
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc's heap is set")
-@pytest.mark.parametrize("own_setting", [False, True])
-def test_memory_of_a_batch_is_used_again(tmp_path, processes, own_setting):
-    """A batch's logits and their log-softmax are 4,000 pages; a user's own setting of the heap is left alone."""
-    inherited = {name: value for name, value in processes.environment().items() if "MALLOC_" not in name}
-    environment = {**inherited, **dict.fromkeys(["MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"], "131072")}
-    how = {"env": environment if own_setting else inherited, "stdout": subprocess.PIPE, "text": True, "check": True}
-    run = subprocess.run([sys.executable, "-c", FAULTS, tmp_path], **how)  # glibc reads them when Python starts
-    faults = float(run.stdout.splitlines()[-1])
-    assert faults > 4000 if own_setting else faults < 400
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_heap_is_set_on_the_cpu_alone_until_the_last_batch(monkeypatch, device):
-    glibc = mock.Mock()
-    monkeypatch.setattr(host_memory, "_glibc", lambda: glibc)
-    with host_memory.kept_between_batches(torch.device(device)):
-        during = [call.args for call in glibc.mallopt.mock_calls]
-    after = [call.args for call in glibc.mallopt.mock_calls[len(during) :]]
-    on_heap = host_memory._ON_HEAP
-    assert (during, after) == (([(-3, on_heap), (-1, -1)], [(-1, 2 * on_heap)]) if device == "cpu" else ([], []))
-
-
-@pytest.mark.parametrize("setting", [{"MALLOC_TOP_PAD_": "1"}, {"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=1"}])
-def test_heap_of_the_user_stays(monkeypatch, setting):
-    for name, value in setting.items():
-        monkeypatch.setenv(name, value)
-    assert host_memory._glibc.__wrapped__() is None
-
 
 # ---- Gathering in one process ----------------------------------------------------------------------------------------
 

@@ -1,0 +1,20 @@
+"""What all subcommands of `python -m hftrainer` have in common."""
+
+import pytest
+
+from hftrainer.__main__ import main
+from hftrainer.cli.commands import make_parser
+
+
+def test_all_but_the_run_of_a_script_write_json():
+    commands = next(action for action in make_parser()._actions if action.dest == "command")
+    without = [name for name, parser in commands.choices.items() if "--json" not in parser._option_string_actions]
+    assert without == ["run"]
+
+
+@pytest.mark.parametrize("words", [["plot", "--nonsense", "x"], ["dif"], ["diff", "a"]])
+def test_wrong_command_lines_name_the_help(words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.endswith("--help shows what it takes\n")
