@@ -37,7 +37,7 @@ def library_of(trainer: Any) -> Any:
 
 def methods_of(kind: type) -> frozenset[str]:
     """The methods that can be replaced."""
-    names = {name for name in dir(kind) if inspect.isroutine(getattr(kind, name))}
+    names = {name for name in dir(kind) if inspect.isroutine(getattr(kind, name)) and callable(getattr(kind, name))}
     return frozenset(name for name in names if not (name.startswith("__") and name.endswith("__")))
 
 
