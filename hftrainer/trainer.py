@@ -26,6 +26,7 @@ from hftrainer.callbacks.progress import ProgressCallback
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import names, resume
 from hftrainer.checkpointing.lightning_file import unpack
+from hftrainer.compat import peers
 from hftrainer.compat.overrides import (
     make_scheduler,
     recorded,
@@ -425,7 +426,7 @@ class Trainer(EarlierMethods):
 
     def get_num_trainable_parameters(self) -> int:
         """Number of trained parameters (elements)."""
-        return sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
+        return sum(peers.elements(parameter) for parameter in self.model.parameters() if parameter.requires_grad)
 
     def get_learning_rates(self) -> list[float]:
         """The learning rate of each parameter group."""

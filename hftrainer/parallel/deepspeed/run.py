@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from hftrainer.compat.reading import data_only, fitting, plain_name
+from hftrainer.compat.reading import data_only
 from hftrainer.errors import DamagedCheckpoint, UnsafeCheckpoint, WrongConfig
+from hftrainer.parallel.deepspeed.parts import has_states, read_tag, write_tag
 from hftrainer.parallel.plan import LightningPlan
 from hftrainer.parallel.processes import Processes
 
@@ -187,7 +188,7 @@ class DeepSpeedRun:
             save_latest=False,  # rank 0 would write it, and leave the others waiting if it could not
         )
         if processes.rank == 0:
-            writer.deferring(_write_latest)(folder, f"global_step{self.engine.global_steps}")
+            writer.deferring(write_tag)(folder, f"global_step{self.engine.global_steps}")
         errors = [error for error in processes.gather_objects([writer.take_error()]) if error is not None]
         if errors:
             raise errors[0]
@@ -203,7 +204,7 @@ class DeepSpeedRun:
         universal = self.config.is_true("checkpoint.load_universal")
         if not has_states(folder, universal=universal):
             raise WrongConfig(_why_unreadable(folder, universal))
-        tag = _tag(folder, universal=universal)
+        tag = read_tag(folder, universal=universal)
         written = len(glob.glob(os.path.join(folder, tag, "*zero_pp_rank_*_optim_states.pt")))
         if not universal and written not in (0, torch.distributed.get_world_size()):
             raise WrongConfig(
@@ -226,11 +227,6 @@ class DeepSpeedRun:
             raise WrongConfig(f"DeepSpeed cannot resume from {folder}; see its messages above.")
 
 
-def has_states(folder: str, *, universal: bool = False) -> bool:
-    """Whether a checkpoint holds DeepSpeed states."""
-    return os.path.isfile(os.path.join(folder, "latest_universal" if universal else "latest"))
-
-
 def _why_unreadable(folder: str, universal: bool) -> str:
     if universal:
         return (
@@ -250,21 +246,6 @@ def _classes() -> list[type]:
     from deepspeed.utils.tensor_fragment import fragment_address
 
     return [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
-
-
-def _write_latest(folder: str, tag: str) -> None:
-    """Name the newest states of a checkpoint, as DeepSpeed does."""
-    with open(os.path.join(folder, "latest"), "w", encoding="utf-8") as file:
-        file.write(tag)
-
-
-def _tag(folder: str, *, universal: bool = False) -> str:
-    """The name of the folder of the newest states, in a checkpoint; '' if nothing names it."""
-    path = os.path.join(folder, "latest_universal" if universal else "latest")
-    if not os.path.isfile(path):
-        return ""
-    with fitting(path), open(path, encoding="utf-8") as file:
-        return plain_name(file.read().strip())
 
 
 def _cpu_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
