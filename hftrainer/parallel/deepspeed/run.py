@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -90,14 +91,16 @@ class DeepSpeedRun:
             config["zero_allow_untested_optimizer"] = True
             if self.config.offloads("optimizer") and config.get("zero_force_ds_cpu_optimizer", True):
                 optimizer = _cpu_optimizer(optimizer)
-        self.engine, _, _, scheduler = deepspeed.initialize(
-            model=model,
-            optimizer=optimizer,
-            model_parameters=None if optimizer is not None else [p for p in model.parameters() if p.requires_grad],
-            lr_scheduler=make_scheduler if self.brings_optimizer and not self.brings_scheduler else None,
-            config=config,
-            dist_init_required=False,
-        )
+        parameters = None if optimizer is not None else [p for p in model.parameters() if p.requires_grad]
+        with _refusals_named(config, make_scheduler) as make:
+            self.engine, _, _, scheduler = deepspeed.initialize(
+                model=model,
+                optimizer=optimizer,
+                model_parameters=parameters,
+                lr_scheduler=make if self.brings_optimizer and not self.brings_scheduler else None,
+                config=config,
+                dist_init_required=False,
+            )
         self._trains = True
         _configure_activation_checkpointing(config)
         self.engine.checkpoint_engine = writer = _DeferredErrors(self.engine.checkpoint_engine)
@@ -269,6 +272,34 @@ def _cpu_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         f"deepspeed: with offload_optimizer DeepSpeed steps with its own Adam, AdamW or Adagrad, but the optimizer is "
         f"{type(optimizer).__name__}: choose one of them, or keep it with 'zero_force_ds_cpu_optimizer': false."
     )
+
+
+@contextlib.contextmanager
+def _refusals_named(config: dict[str, Any], make_scheduler: Callable[[Any], Any]) -> Iterator[Callable[[Any], Any]]:
+    """Name the sections of which DeepSpeed makes objects, if it cannot make them; yields `make_scheduler`.
+
+    Raises:
+        WrongConfig: for what DeepSpeed raises; errors of `make_scheduler` itself stay as they are.
+    """
+    of_script: list[Exception] = []
+
+    def make(optimizer: Any) -> Any:
+        try:
+            return make_scheduler(optimizer)
+        except Exception as error:
+            of_script.append(error)
+            raise
+
+    try:
+        yield make
+    except (TypeError, AttributeError, KeyError, AssertionError, ValueError) as error:
+        if error in of_script:
+            raise
+        shown = {name: config[name] for name in ("optimizer", "scheduler", "zero_optimization") if name in config}
+        raise WrongConfig(
+            f"deepspeed: DeepSpeed makes no engine of {shown} ({type(error).__name__}: {error}): correct the type or "
+            "the parameters that it names."
+        ) from error
 
 
 def _configure_activation_checkpointing(config: dict[str, Any]) -> None:
