@@ -26,7 +26,6 @@ from hftrainer.callbacks.progress import ProgressCallback
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import names, resume
 from hftrainer.checkpointing.lightning_file import unpack
-from hftrainer.compat import peers
 from hftrainer.compat.overrides import (
     make_scheduler,
     recorded,
@@ -45,7 +44,7 @@ from hftrainer.reporting.metrics import print_table, write_metrics
 from hftrainer.trainer_callback import (
     DEFAULT_CALLBACKS as DEFAULT_CALLBACKS,
 )
-from hftrainer.trainer_pt_utils import metrics_format
+from hftrainer.trainer_pt_utils import get_model_param_count, metrics_format
 from hftrainer.trainer_utils import BestRun, EvalLoopOutput, PredictionOutput, TrainOutput
 from hftrainer.training.run import OfRun
 from hftrainer.training_args import TrainingArguments
@@ -426,7 +425,7 @@ class Trainer(EarlierMethods):
 
     def get_num_trainable_parameters(self) -> int:
         """Number of trained parameters (elements)."""
-        return sum(peers.elements(parameter) for parameter in self.model.parameters() if parameter.requires_grad)
+        return get_model_param_count(self.model, trainable_only=True)
 
     def get_learning_rates(self) -> list[float]:
         """The learning rate of each parameter group."""

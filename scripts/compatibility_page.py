@@ -14,7 +14,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "adapters")]
 from hftrainer.arguments.table import TABLE
 
 from hftrainer import Seq2SeqTrainingArguments
-from hftrainer.arguments import behaviours
+from hftrainer.arguments import behaviours, launched
 from hftrainer.arguments.releases import EARLIER_DEFAULTS
 from tests.adapters.downstream import libraries
 from tests.support.differences import DIFFERENCES, LIGHTNING_CALLBACKS
@@ -104,6 +104,15 @@ BY_KEY = {
 AFTER_DEEPSPEED = """
 fp16, NVMe and NCCL need a GPU, and have **not been run** in these tests.
 """
+LAUNCHERS = """
+## accelerate's launchers
+
+What `accelerate launch`, with options or a file, hands to the script, by the variable that it sets. A test enumerates
+its options, the keys of its files and the variables that accelerate reads.
+
+| variable | what becomes of it |
+| --- | --- |
+"""
 DEVICES = """
 ## Devices
 
@@ -165,6 +174,7 @@ def page() -> str:
     callbacks = "".join(f"| `{name}` | {note} |\n" for name, note in sorted(LIGHTNING_CALLBACKS.items()))
     devices = "".join(f"| {device} | {what} |\n" for device, what in BY_DEVICE.items())
     deepspeed = "".join(f"| {key} | {what} |\n" for key, what in BY_KEY.items()) + AFTER_DEEPSPEED
+    launched_rows = "".join(f"| `{name}` | {_handled(row)} |\n" for name, row in launched.VARIABLES.items())
     releases = "".join(_behaviour(name, change) for name, change in behaviours.TABLE.items())
     tables = (
         differences,
@@ -176,6 +186,8 @@ def page() -> str:
         callbacks,
         DEEPSPEED,
         deepspeed,
+        LAUNCHERS,
+        launched_rows,
         DEVICES,
         devices,
         UNTESTED,
@@ -188,6 +200,12 @@ def page() -> str:
 def _differences(subject: str) -> str:
     rows = "".join(f"| {what} | {why} |\n" for what, why in DIFFERENCES[subject].items())
     return f"\n### {subject}\n\n| what | why |\n| --- | --- |\n{rows}"
+
+
+def _handled(row: launched.Variable) -> str:
+    accepted = " or ".join(f"`{value}`" for value in row.accepted or () if value)
+    others = f"; others than {accepted} are **refused**" if accepted else "; **refused**"
+    return row.effect + (f"{others}: {row.instead}" if row.instead else "")
 
 
 def _behaviour(name: str, change: behaviours.Change) -> str:

@@ -301,8 +301,8 @@ def changes(folder: str | Path, *, only_weights: bool = False) -> Changes:
         if entries is None:
             return Changes(unreadable=visible_damage(root))
         return _changes(root, entries, _WEIGHTS if only_weights else re.compile(""))
-    except ValueError as error:
-        return Changes(unreadable=str(error))
+    except ValueError as error:  # `DamagedCheckpoint` too
+        return Changes(unreadable=str(error).rstrip("."))
     except OSError as error:
         return Changes(unreadable=_read_failure(folder, error))
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import glob
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from hftrainer.compat.reading import data_only
 from hftrainer.errors import DamagedCheckpoint, UnsafeCheckpoint, WrongConfig
+from hftrainer.parallel.deepspeed.initialization import (
+    configure_activation_checkpointing,
+    cpu_optimizer,
+    gather_layers_as_one,
+    refusals_named,
+)
 from hftrainer.parallel.deepspeed.parts import has_states, read_tag, write_tag
 from hftrainer.parallel.plan import LightningPlan
 from hftrainer.parallel.processes import Processes
@@ -89,10 +94,11 @@ class DeepSpeedRun:
         config = {**self.config.config}
         if optimizer is not None:
             config["zero_allow_untested_optimizer"] = True
-            if self.config.offloads("optimizer") and config.get("zero_force_ds_cpu_optimizer", True):
-                optimizer = _cpu_optimizer(optimizer)
+            if self.config.offloads("optimizer") and config.get("zero_force_dscpu_optimizer", True):
+                optimizer = cpu_optimizer(optimizer)
         parameters = None if optimizer is not None else [p for p in model.parameters() if p.requires_grad]
-        with _refusals_named(config, make_scheduler) as make:
+        gather_layers_as_one(model)
+        with refusals_named(config, make_scheduler) as make:
             self.engine, _, _, scheduler = deepspeed.initialize(
                 model=model,
                 optimizer=optimizer,
@@ -102,7 +108,7 @@ class DeepSpeedRun:
                 dist_init_required=False,
             )
         self._trains = True
-        _configure_activation_checkpointing(config)
+        configure_activation_checkpointing(config)
         self.engine.checkpoint_engine = writer = _DeferredErrors(self.engine.checkpoint_engine)
         self.engine._copy_recovery_script = writer.deferring(self.engine._copy_recovery_script)
         return EngineOptimizer(self.engine.optimizer), None if scheduler is None else SteppedByEngine(scheduler)
@@ -249,74 +255,6 @@ def _classes() -> list[type]:
     from deepspeed.utils.tensor_fragment import fragment_address
 
     return [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
-
-
-def _cpu_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """DeepSpeed's CPU version of a torch optimizer.
-
-    Raises:
-        WrongConfig: for an optimizer without a CPU version.
-    """
-    from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-    given: dict[str, Any] = {
-        name: optimizer.defaults[name] for name in ("lr", "weight_decay") if name in optimizer.defaults
-    }
-    kind = type(optimizer)  # exact type: a subclass may step differently
-    if kind in (torch.optim.Adam, torch.optim.AdamW):
-        return DeepSpeedCPUAdam(optimizer.param_groups, adamw_mode=kind is torch.optim.AdamW, **given)
-    if kind is torch.optim.Adagrad:
-        return DeepSpeedCPUAdagrad(optimizer.param_groups, **given)
-    raise WrongConfig(
-        f"deepspeed: with offload_optimizer DeepSpeed steps with its own Adam, AdamW or Adagrad, but the optimizer is "
-        f"{type(optimizer).__name__}: choose one of them, or keep it with 'zero_force_ds_cpu_optimizer': false."
-    )
-
-
-@contextlib.contextmanager
-def _refusals_named(config: dict[str, Any], make_scheduler: Callable[[Any], Any]) -> Iterator[Callable[[Any], Any]]:
-    """Name the sections of which DeepSpeed makes objects, if it cannot make them; yields `make_scheduler`.
-
-    Raises:
-        WrongConfig: for what DeepSpeed raises; errors of `make_scheduler` itself stay as they are.
-    """
-    of_script: list[Exception] = []
-
-    def make(optimizer: Any) -> Any:
-        try:
-            return make_scheduler(optimizer)
-        except Exception as error:
-            of_script.append(error)
-            raise
-
-    try:
-        yield make
-    except (TypeError, AttributeError, KeyError, AssertionError, ValueError) as error:
-        if error in of_script:
-            raise
-        shown = {name: config[name] for name in ("optimizer", "scheduler", "zero_optimization") if name in config}
-        raise WrongConfig(
-            f"deepspeed: DeepSpeed makes no engine of {shown} ({type(error).__name__}: {error}): correct the type or "
-            "the parameters that it names."
-        ) from error
-
-
-def _configure_activation_checkpointing(config: dict[str, Any]) -> None:
-    """Pass the section to `deepspeed.checkpointing`, for models that call it."""
-    import deepspeed
-
-    section = config.get("activation_checkpointing")
-    if section:
-        deepspeed.checkpointing.configure(
-            None,
-            partition_activations=section.get("partition_activations"),
-            contiguous_checkpointing=section.get("contiguous_memory_optimization"),
-            num_checkpoints=section.get("number_checkpoints"),
-            checkpoint_in_cpu=section.get("cpu_checkpointing"),
-            synchronize=section.get("synchronize_checkpoint_boundary"),
-            profile=section.get("profile"),
-        )
 
 
 class EngineOptimizer(torch.optim.Optimizer):

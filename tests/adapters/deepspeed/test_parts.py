@@ -9,8 +9,10 @@ import shutil
 
 import pytest
 from transformers import LlamaForCausalLM
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from hftrainer.checkpointing.names import MANIFEST_NAME
+from hftrainer.errors import WrongConfig
 from tests.adapters.deepspeed.sets import AUTO, forget, without_compiler
 from tests.support.launching import port
 from tests.support.tiny import language_data, make_llama
@@ -100,3 +102,30 @@ def test_operations_of_a_partitioned_model(tmp_path, pretrained):
     tokens = 8 * len(language_data()[0]["input_ids"])
     assert trainer.state.total_flos == 6 * tokens * model.num_parameters(exclude_embeddings=True)
     assert trainer.get_num_trainable_parameters() == model.num_parameters()
+
+
+@pytest.mark.parametrize("flag", ["true", "false"])
+def test_models_are_partitioned_whatever_the_launcher_says(monkeypatch, tmp_path, pretrained, flag):
+    """`zero3_init_flag` in accelerate's file changes nothing with transformers either."""
+    launched = {"USE_DEEPSPEED": "true", "DEEPSPEED_ZERO_STAGE": "3", "DEEPSPEED_ZERO3_INIT": flag}
+    for library in ("transformers", "hftrainer"):
+        unset_hf_deepspeed_config()
+        for name, value in launched.items():  # `forget` removes one
+            monkeypatch.setenv(f"ACCELERATE_{name}", value)
+        args = importlib.import_module(library).TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
+        model = LlamaForCausalLM.from_pretrained(pretrained)
+        assert all(hasattr(each, "ds_id") for each in model.parameters()), library
+        del args
+        forget()
+
+
+@pytest.mark.parametrize(("layers", "marked"), [("LlamaMLP", 2), ("NoSuchLayer", None)])
+def test_layers_that_are_gathered_as_one(monkeypatch, tmp_path, pretrained, layers, marked):
+    """`deepspeed_moe_layer_cls_names` in accelerate's file."""
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES", layers)
+    if marked is None:
+        with pytest.raises(WrongConfig, match="deepspeed_moe_layer_cls_names='NoSuchLayer'"):
+            train("hftrainer", tmp_path, pretrained, steps=1)
+        return
+    model = train("hftrainer", tmp_path, pretrained, steps=1).model
+    assert len([module for module in model.modules() if getattr(module, "_z3_leaf", False)]) == marked

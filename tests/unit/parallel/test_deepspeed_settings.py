@@ -242,6 +242,29 @@ def test_launcher():
     assert read_deepspeed(None, {"ACCELERATE_USE_DEEPSPEED": "false"}) is None
 
 
+LAUNCHED = {"ACCELERATE_USE_DEEPSPEED": "true"}
+
+
+@pytest.mark.parametrize("name", ["GRADIENT_CLIPPING", "DEEPSPEED_ZERO_STAGE"])
+def test_numbers_of_the_launcher(name):
+    for text in ("auto", "None"):
+        assert read_deepspeed(None, {**LAUNCHED, f"ACCELERATE_{name}": text}) == ZERO_2
+    with pytest.raises(WrongConfig, match=f"ACCELERATE_{name}='two': it must be a number, or 'auto'"):
+        read_deepspeed(None, {**LAUNCHED, f"ACCELERATE_{name}": "two"})
+
+
+def test_settings_beside_a_file(tmp_path):
+    """As accelerate refuses them: the file would win, in silence."""
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps(ZERO_2))
+    launched = {**LAUNCHED, "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(path)}
+    fields = "deepspeed_config_file,zero3_init_flag"
+    assert read_deepspeed(None, {**launched, "ACCELERATE_CONFIG_DS_FIELDS": fields}) == ZERO_2
+    fields += ",mixed_precision,gradient_clipping"
+    with pytest.raises(WrongConfig, match="accelerate's file sets gradient_clipping and mixed_precision beside"):
+        read_deepspeed(None, {**launched, "ACCELERATE_CONFIG_DS_FIELDS": fields})
+
+
 def test_missing_package_is_named(monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *of: None if name == "deepspeed" else find(name, *of))
