@@ -66,7 +66,7 @@ VARIABLES = {
     "MEGATRON_LM_*": Variable("settings of Megatron-LM, which is refused"),
     "ACCELERATE_USE_SAGEMAKER": Variable("nothing: processes are found by the variables of their launcher"),
     "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE": Variable(
-        "start the processes with torchrun: launch with 'NO'", ("", "no")
+        "nothing", ("", "no"), "launch with 'NO', and start the processes with torchrun"
     ),
     "ACCELERATE_TORCH_DEVICE": Variable(
         "must be the device of the run", None, "select GPUs with CUDA_VISIBLE_DEVICES, or set use_cpu"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from hftrainer.errors import WrongConfig
-from hftrainer.parallel.config_files import read_config
+from hftrainer.parallel.config_files import read_config, why_text
 
 AUTO = "auto"
 #: ZeRO's keys for sizes of buckets and thresholds → their value for a hidden size.
@@ -121,9 +121,8 @@ class DeepSpeedConfig:
         if node[key] == AUTO:
             node[key] = value
         elif isinstance(value, (int, float)) and not isinstance(node[key], (int, float)):
-            self.mismatches.append(
-                f"deepspeed: {ds_key_long}={node[key]!r}: it must be a number, true, false or 'auto'."
-            )
+            reason = why_text(node[key]) or "must be a number, true, false or 'auto'"
+            self.mismatches.append(f"deepspeed: {ds_key_long}={node[key]!r} {reason}.")
         elif node[key] != value and is_default:
             self.notes.append(
                 f"deepspeed: {ds_key_long}={node[key]!r} is used instead of the default {arguments}={value!r}."

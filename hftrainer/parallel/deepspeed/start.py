@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from hftrainer.errors import WrongConfig
+from hftrainer.parallel.config_files import why_text
 from hftrainer.parallel.deepspeed.settings import DeepSpeedConfig
 from hftrainer.parallel.processes import Processes
 
@@ -92,4 +93,4 @@ def _reasons(key: str, config: dict[str, Any], error: Exception) -> Iterator[str
         if detail["type"] == "extra_forbidden":
             yield f"{shown}: DeepSpeed has no such key: {what_to_do}."
         else:
-            yield f"{shown} is refused by DeepSpeed ({detail['msg']}): {what_to_do}."
+            yield f"{shown} is refused by DeepSpeed ({why_text(detail['input']) or detail['msg']}): {what_to_do}."

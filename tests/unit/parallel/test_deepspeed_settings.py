@@ -14,6 +14,7 @@ from hftrainer import HfArgumentParser, TrainingArguments
 from hftrainer.arguments.deepspeed import configure
 from hftrainer.errors import InvalidArgument, WrongConfig
 from hftrainer.parallel.deepspeed.settings import DeepSpeedConfig, read_deepspeed
+from hftrainer.parallel.fsdp.settings import read_fsdp
 
 ZERO = {
     **{"stage": 2, "allgather_partitions": True, "allgather_bucket_size": 5e8, "overlap_comm": True},
@@ -134,8 +135,8 @@ ONLY_MODEL = {"save_only_model": True, "load_best_model_at_end": True, "eval_str
         ({"zero_optimization": True}, {}, ("zero_optimization=True", "keys and values")),
         ({"fp16": True}, {}, ("fp16=True", "keys and values")),
         ({"optimizer": {"params": {}}}, {}, ("optimizer has no 'type'",)),
-        ({"gradient_clipping": "0.1"}, {}, ("gradient_clipping='0.1'", "must be a number")),
-        ({"train_batch_size": "8"}, {}, ("train_batch_size='8'", "must be a number")),
+        ({"gradient_clipping": "0.1"}, {}, ("gradient_clipping='0.1'", "is text: give the number")),
+        ({"train_batch_size": "8"}, {}, ("train_batch_size='8'", "is text: give the number")),
         (
             {"optimizer": {**ADAM, "params": {"lr": 0.1}}, "scheduler": {**WARMUP, "params": {"warmup_max_lr": 0.2}}},
             {},
@@ -218,6 +219,25 @@ def test_unreadable_files_are_named(tmp_path, text, words):
     if text is not None:
         path.write_text(text)
     with pytest.raises(InvalidArgument, match=re.escape(str(path)) + ".*" + words):
+        arguments(str(path))
+
+
+def test_files_of_accelerate_are_named(tmp_path):
+    path = tmp_path / "accelerate.yaml"
+    path.write_text("compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\ndeepspeed_config: {}\n")
+    with pytest.raises(InvalidArgument, match=f"deepspeed: {path} is a file of accelerate's.*accelerate launch"):
+        arguments(str(path))
+    with pytest.raises(WrongConfig, match=f"fsdp_config: {path} is a file of accelerate's"):
+        read_fsdp("full_shard", str(path))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"), [("1e-8", "eps='1e-8' is text: give the number"), ("no", "eps='no' must be a number")]
+)
+def test_numbers_that_came_as_text(tmp_path, text, words):
+    path = tmp_path / "ds_config.yaml"
+    path.write_text(f"zero_optimization: {{stage: 2}}\noptimizer: {{type: AdamW, params: {{eps: '{text}'}}}}\n")
+    with pytest.raises(InvalidArgument, match=words):
         arguments(str(path))
 
 
