@@ -31,7 +31,7 @@ _noted: dict[Path, tuple[tuple[int, ...] | None, int]] = {}
 #: Files of at least this many bytes leave the page cache once they are on the disk.
 _LARGE = 1 << 22
 #: Files with weights, and indices of their shards.
-_WEIGHTS = re.compile(r"(\.safetensors|model.*\.bin|\.index\.json)$")
+_WEIGHTS = re.compile(r"(\.safetensors|model.*\.bin|\.index\.json|model_states\.pt)$")
 #: Other files that a resumed run reads; added files with other names are not checked.
 _STATES = re.compile(r"^((optimizer|rng_state|progress)[\w-]*|scheduler|scaler|lightning_callbacks)\.(pt|pth|bin)$")
 

@@ -56,7 +56,10 @@ def test_named_folder(tmp_path, latest, tag):
 def test_a_part_is_removed(tmp_path):
     folder = write(tmp_path / "run", ZERO_3)
     write_manifest(folder)
-    (folder / "global_step4" / ZERO_3[0]).unlink()
+    part = folder / "global_step4" / ZERO_3[0]
+    part.write_bytes(part.read_bytes()[::-1])
+    assert f"{ZERO_3[0]} have changed" in str(changes(folder, only_weights=True).damage(folder))
+    part.unlink()
     assert f"{ZERO_3[0]} is missing" in str(changes(folder).damage(folder))
     with pytest.raises(CheckpointNotFound, match=f"{ZERO_3[0]} is missing"):
         accept(folder)
