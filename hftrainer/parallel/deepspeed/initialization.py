@@ -31,7 +31,7 @@ def cpu_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         return DeepSpeedCPUAdagrad(optimizer.param_groups, **given)
     raise WrongConfig(
         f"deepspeed: with offload_optimizer DeepSpeed steps with its own Adam, AdamW or Adagrad, but the optimizer is "
-        f"{type(optimizer).__name__}: choose one of them, or keep it with 'zero_force_dscpu_optimizer': false."
+        f"{type(optimizer).__name__}: choose one of them, or keep it with 'zero_force_ds_cpu_optimizer': false."
     )
 
 

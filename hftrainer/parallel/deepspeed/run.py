@@ -94,7 +94,7 @@ class DeepSpeedRun:
         config = {**self.config.config}
         if optimizer is not None:
             config["zero_allow_untested_optimizer"] = True
-            if self.config.offloads("optimizer") and config.get("zero_force_dscpu_optimizer", True):
+            if self.config.offloads("optimizer") and config.get("zero_force_ds_cpu_optimizer", True):
                 optimizer = cpu_optimizer(optimizer)
         parameters = None if optimizer is not None else [p for p in model.parameters() if p.requires_grad]
         gather_layers_as_one(model)
