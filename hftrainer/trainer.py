@@ -44,7 +44,7 @@ from hftrainer.reporting.metrics import print_table, write_metrics
 from hftrainer.trainer_callback import (
     DEFAULT_CALLBACKS as DEFAULT_CALLBACKS,
 )
-from hftrainer.trainer_pt_utils import metrics_format
+from hftrainer.trainer_pt_utils import get_model_param_count, metrics_format
 from hftrainer.trainer_utils import BestRun, EvalLoopOutput, PredictionOutput, TrainOutput
 from hftrainer.training.run import OfRun
 from hftrainer.training_args import TrainingArguments
@@ -425,7 +425,7 @@ class Trainer(EarlierMethods):
 
     def get_num_trainable_parameters(self) -> int:
         """Number of trained parameters (elements)."""
-        return sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
+        return get_model_param_count(self.model, trainable_only=True)
 
     def get_learning_rates(self) -> list[float]:
         """The learning rate of each parameter group."""

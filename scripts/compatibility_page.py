@@ -14,7 +14,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "adapters")]
 from hftrainer.arguments.table import TABLE
 
 from hftrainer import Seq2SeqTrainingArguments
-from hftrainer.arguments import behaviours
+from hftrainer.arguments import behaviours, launched
 from hftrainer.arguments.releases import EARLIER_DEFAULTS
 from tests.adapters.downstream import libraries
 from tests.support import differences as differing
@@ -109,10 +109,22 @@ BY_KEY = {
     ),
     "`activation_checkpointing`": "given to `deepspeed.checkpointing`, for models that call it",
     "`tensor_parallel`, `sequence_parallel_size`, `pipeline`": "not supported yet",
-    "all else": "DeepSpeed's: communication, NVMe, `amp`, profilers, compression ...",
+    "`amp`, `compression_training`, `elasticity`, `nebula`, MiCS and others that DeepSpeed 0.19.8 has removed": (
+        "refused in DeepSpeed's words when the Trainer is made; an earlier DeepSpeed that has them gets them"
+    ),
+    "all else": "DeepSpeed's: communication, NVMe, profilers ...",
 }
 AFTER_DEEPSPEED = """
-fp16, NVMe, `amp` and NCCL need a GPU, and have **not been run** in these tests.
+fp16, NVMe and NCCL need a GPU, and have **not been run** in these tests.
+"""
+LAUNCHERS = """
+## accelerate's launchers
+
+What `accelerate launch`, with options or a file, hands to the script, by the variable that it sets. A test enumerates
+its options, the keys of its files and the variables that accelerate reads.
+
+| variable | what becomes of it |
+| --- | --- |
 """
 DEVICES = """
 ## Devices
@@ -175,6 +187,7 @@ def page() -> str:
     callbacks = "".join(f"| `{name}` | {note} |\n" for name, note in sorted(LIGHTNING_CALLBACKS.items()))
     devices = "".join(f"| {device} | {what} |\n" for device, what in BY_DEVICE.items())
     deepspeed = "".join(f"| {key} | {what} |\n" for key, what in BY_KEY.items()) + AFTER_DEEPSPEED
+    launched_rows = "".join(f"| `{name}` | {_handled(row)} |\n" for name, row in launched.VARIABLES.items())
     releases = "".join(_behaviour(name, change) for name, change in behaviours.TABLE.items())
     attributes = "".join(_attribute(row) for row in differing.ATTRIBUTES)
     tables = (
@@ -189,6 +202,8 @@ def page() -> str:
         callbacks,
         DEEPSPEED,
         deepspeed,
+        LAUNCHERS,
+        launched_rows,
         DEVICES,
         devices,
         UNTESTED,
@@ -206,6 +221,12 @@ def _differences(subject: str) -> str:
 def _attribute(row: dict[str, str]) -> str:
     names = ", ".join(f"`{name}`" for name in row["names"].split())
     return f"| {names} | {', '.join(row['releases'].split())} | {row['ours']} | {row['theirs']} |\n"
+
+
+def _handled(row: launched.Variable) -> str:
+    accepted = " or ".join(f"`{value}`" for value in row.accepted or () if value)
+    others = f"; others than {accepted} are **refused**" if accepted else "; **refused**"
+    return row.effect + (f"{others}: {row.instead}" if row.instead else "")
 
 
 def _behaviour(name: str, change: behaviours.Change) -> str:

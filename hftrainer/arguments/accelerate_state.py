@@ -129,6 +129,8 @@ def _fill_partial(library: Any, args: Any, kind: DistributedType) -> None:
     library.PartialState._reset_state()
     library.PartialState._shared_state.update(found)
     library.PartialState()  # adds what it reads from the environment at each call
+    if os.environ.get("ACCELERATE_CPU_AFFINITY", "").lower() in _TRUE:
+        importlib.import_module("accelerate.utils").set_numa_affinity(args.local_process_index)
 
 
 def _check_configured(state: Any, accelerator: Any) -> None:

@@ -16,6 +16,7 @@ from hftrainer.arguments.checks.devices import check_device
 from hftrainer.arguments.checks.fsdp import check_fsdp
 from hftrainer.arguments.checks.xla import check_xla
 from hftrainer.arguments.installed import is_set_by_release
+from hftrainer.arguments.launched import check_launched, unknown_variables
 from hftrainer.arguments.lightning_config import (
     ALSO_SET_BY,
     brings_async_checkpoints,
@@ -274,13 +275,6 @@ _KEPT = {
     "fp16_opt_level": "O1",
 }
 
-#: Variables of `accelerate launch` that this release does not fully support → their accepted values.
-LAUNCHER = {
-    "ACCELERATE_MIXED_PRECISION": ("", "no", "fp32", "bf16", "fp16"),
-    "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": ("", "0", "f", "false", "n", "no", "off"),
-}
-
-
 #: Keywords of `DistributedDataParallel` that are arguments with the prefix ddp_.
 _DDP = ("find_unused_parameters", "bucket_cap_mb", "broadcast_buffers", "static_graph")
 
@@ -318,9 +312,7 @@ def check_supported(resolved: ResolvedArguments, *, own_optimizer: bool = False)
     for name, row in given_rows(args):
         if row.kind == "refused":
             found.append(f"{name}={getattr(args, name)!r} is not supported: {row.detail}.")
-    for name, neutral_values in LAUNCHER.items():
-        if (value := os.environ.get(name, "")).lower() not in neutral_values:
-            found.append(f"The launcher asks for {name}={value}, which is not supported yet: launch without it.")
+    found += check_launched(args.device)
     try:
         found += check_keywords(resolved.lightning_config)
         found += _check_sharding(resolved, own_optimizer)
@@ -400,6 +392,8 @@ def overridden(resolved: ResolvedArguments) -> list[str]:
             f"gradient_accumulation_steps={args.gradient_accumulation_steps} overrides the launcher's "
             f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS={steps}."
         )
+    if unknown := unknown_variables():
+        found.append(f"{' and '.join(unknown)}: no release of accelerate that is known here reads that; no effect.")
     gpus = 1 if "devices" in config else count_of(args.device) or 1
     if gpus > resolved.rank_info.world_size == 1 and not can_start_again():
         found.append(

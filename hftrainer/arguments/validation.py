@@ -26,6 +26,7 @@ from hftrainer.arguments.choices import (
 from hftrainer.arguments.logging import LOG_LEVELS, which_tokens
 from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.errors import InvalidArgument
+from hftrainer.parallel.config_files import why_text
 
 logger = logging.getLogger(__name__)
 
@@ -242,20 +243,10 @@ def out_of_range(args: BaseArguments) -> Iterator[str]:
     """A sentence for each number that is too small, or is no number."""
     for name, (least, unit) in MINIMA.items():
         value = getattr(args, name)
-        if isinstance(value, str) and _is_number(value):
-            yield (
-                f"{name}={value!r} is text: give the number, without quotes; YAML reads 1e-5 as text, and 1.0e-5 as a "
-                "number."
-            )
+        if (reason := why_text(value)) is not None:
+            yield f"{name}={value!r} {reason}."
         elif not isinstance(value, (int, float)) or value < least:
             yield f"{name}={value!r}: give a number of at least {least:g} {unit}".rstrip() + "."
-
-
-def _is_number(text: str) -> bool:
-    try:
-        return math.isfinite(float(text))
-    except ValueError:
-        return False
 
 
 def _check_run(args: BaseArguments) -> Iterator[str]:

@@ -21,6 +21,7 @@ from hftrainer.checkpointing import names
 from hftrainer.checkpointing.readable import has_form, why_unreadable
 from hftrainer.checkpointing.weights import has_weights, missing_shard
 from hftrainer.errors import CheckpointNotFound, DamagedCheckpoint
+from hftrainer.parallel.deepspeed.parts import holds_parts
 
 _CHUNK = 1 << 20  # bytes: stays in a processor's cache between reading and checksum
 #: Threads that wait for the disk, and threads that compute checksums.
@@ -30,7 +31,7 @@ _noted: dict[Path, tuple[tuple[int, ...] | None, int]] = {}
 #: Files of at least this many bytes leave the page cache once they are on the disk.
 _LARGE = 1 << 22
 #: Files with weights, and indices of their shards.
-_WEIGHTS = re.compile(r"(\.safetensors|model.*\.bin|\.index\.json)$")
+_WEIGHTS = re.compile(r"(\.safetensors|model.*\.bin|\.index\.json|model_states\.pt)$")
 #: Other files that a resumed run reads; added files with other names are not checked.
 _STATES = re.compile(r"^((optimizer|rng_state|progress)[\w-]*|scheduler|scaler|lightning_callbacks)\.(pt|pth|bin)$")
 
@@ -193,6 +194,8 @@ def damage(folder: str | Path, *, contents: bool = True) -> str | None:
         return _damage(Path(folder), contents)
     except OSError as error:  # the checkpoint is being deleted, or the disk fails
         return _read_failure(folder, error)
+    except DamagedCheckpoint as error:  # a file that names others does not name files of the folder
+        return str(error).rstrip(".")
 
 
 def _read_failure(folder: str | Path, error: OSError) -> str:
@@ -229,7 +232,7 @@ def visible_damage(folder: str | Path) -> str | None:
         if path.name.endswith((".safetensors", "model.bin", "model_fsdp.bin", ".distcp"))
     )
     shards = Path(folder).glob("pytorch_model-*.bin")
-    return None if any(weights) or any(shards) else f"{folder} holds no weights"
+    return None if any(weights) or any(shards) or holds_parts(str(folder)) else f"{folder} holds no weights"
 
 
 def _is_read(path: Path) -> bool:
@@ -298,8 +301,8 @@ def changes(folder: str | Path, *, only_weights: bool = False) -> Changes:
         if entries is None:
             return Changes(unreadable=visible_damage(root))
         return _changes(root, entries, _WEIGHTS if only_weights else re.compile(""))
-    except ValueError as error:
-        return Changes(unreadable=str(error))
+    except ValueError as error:  # `DamagedCheckpoint` too
+        return Changes(unreadable=str(error).rstrip("."))
     except OSError as error:
         return Changes(unreadable=_read_failure(folder, error))
 
@@ -359,7 +362,7 @@ def accept(folder: str | Path) -> Changes:
         asked = not entries or path in entries or _is_read(path)
         if asked and has_form(path) and (reason := why_unreadable(path)):
             raise DamagedCheckpoint(f"{path} {reason}: a run cannot resume from it; restore the file.")
-    if found.removed and (reason := _missing_weights(root, [root / name for name in found.removed])) is not None:
+    if (reason := _missing_weights(root, [root / name for name in found.removed])) is not None:
         raise CheckpointNotFound(f"{reason}: a run cannot resume from it; restore the file.")
     write_manifest(root)
     return found

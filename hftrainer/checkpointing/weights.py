@@ -18,6 +18,7 @@ from hftrainer.checkpointing import distributed, names
 from hftrainer.compat import peers
 from hftrainer.compat.reading import fitting, read_weights
 from hftrainer.errors import CheckpointNotFound, InvalidArgument
+from hftrainer.parallel.deepspeed.parts import has_states, holds_parts, missing_part
 
 logger = logging.getLogger(__name__)
 
@@ -110,13 +111,14 @@ def _rewrite_as_bin(model: torch.nn.Module, folder: str) -> None:
 
 def has_weights(folder: str) -> bool:
     """Whether `folder` holds weights in a layout that `load_weights` reads."""
-    parts = os.path.isfile(os.path.join(folder, "latest"))  # DeepSpeed's
-    return holds_fsdp(folder) or parts or bool(_weights_files(folder) or _adapter_folders(folder))
+    return holds_fsdp(folder) or holds_parts(folder) or bool(_weights_files(folder) or _adapter_folders(folder))
 
 
 def missing_shard(folder: str) -> str | None:
-    """The first missing shard of the index that would be used; None if none is missing."""
-    return next((path for path in _weights_files(folder) if not os.path.isfile(path)), None)
+    """The first missing file of weights that are in several: shards of an index, or parts; None if none is missing."""
+    lists = [os.path.join(folder, parts, ".metadata") for parts in distributed.PARTS.values()]
+    needed = [*_weights_files(folder), *(path for path in lists if os.path.isdir(os.path.dirname(path)))]
+    return next((path for path in needed if not os.path.isfile(path)), None) or missing_part(folder)
 
 
 def holds_fsdp(folder: str) -> bool:
@@ -194,7 +196,7 @@ def load_weights(model: torch.nn.Module, folder: str) -> LoadResult | None:
         _load_adapters(model, adapters)
     elif (whole := _first_file(folder, distributed.WHOLES["model"])) is not None:
         return _load_files(model, [whole])
-    elif os.path.isfile(os.path.join(folder, "latest")):
+    elif has_states(folder):
         raise CheckpointNotFound(
             f"{folder} holds weights partitioned by DeepSpeed: resume with deepspeed, or merge them into one file by "
             "running python zero_to_fp32.py . in that folder."

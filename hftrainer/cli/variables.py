@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 
+from hftrainer.arguments.launched import row_of
+
 #: Variables whose values may be printed → what they do.
 EFFECTS = {
     "HFTRAINER_ENVIRONMENT": "the launcher whose variables are read",
@@ -23,13 +25,6 @@ EFFECTS = {
     "USE_TORCH_XLA": "0: never on XLA",
     "TPU_NAME": "this machine has a TPU",
     "DS_ACCELERATOR": "the device of DeepSpeed",
-    "ACCELERATE_USE_CPU": "runs on the CPU",
-    "ACCELERATE_MIXED_PRECISION": "precision, unless fp16 or bf16 is set",
-    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "micro-batches per step, set by accelerate launch",
-    "ACCELERATE_DYNAMO_BACKEND": "compiles the model",
-    "ACCELERATE_USE_FSDP": "FSDP, set by accelerate launch",
-    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed, set by accelerate launch",
-    "ACCELERATE_DEBUG_MODE": "checks collective operations",
     "HF_HUB_OFFLINE": "nothing is downloaded or uploaded",
     "HF_HOME": "folder of downloads",
     "TRANSFORMERS_VERBOSITY": "log level",
@@ -68,4 +63,6 @@ _NAMED = re.compile(
 def environment() -> dict[str, str]:
     """The variables that are set: value and effect of those in the table, 'set' for the others."""
     shown = {name: f"{os.environ[name]} ({effect})" for name, effect in EFFECTS.items() if name in os.environ}
+    launched = {name: f"{os.environ[name]} ({row.effect})" for name in os.environ if (row := row_of(name)) is not None}
+    shown = launched | shown
     return shown | {name: "set" for name in sorted(os.environ) if name not in shown and _NAMED.search(name)}

@@ -54,6 +54,24 @@ def announce_deepspeed(config: Any) -> None:
         set_hf_deepspeed_config(config)
 
 
+def elements(parameter: torch.Tensor) -> int:
+    """Number of elements of a parameter, also if this process has only a part of it, as with ZeRO-3."""
+    return getattr(parameter, "ds_numel", None) or parameter.numel()
+
+
+def num_parameters(model: Any, **options: bool) -> int:
+    """What `model.num_parameters` says, and what it cannot count since other processes have it (ZeRO-3).
+
+    Args:
+        model: a model with that method.
+        options: `exclude_embeddings=True`, or nothing.
+    """
+    embeddings = [module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding)]
+    left_out = {id(weight) for weight in embeddings} if options.get("exclude_embeddings") else set()
+    counted = [parameter for parameter in model.parameters() if id(parameter) not in left_out]
+    return model.num_parameters(**options) + sum(elements(each) - each.numel() for each in counted)
+
+
 def normalization_layers() -> list[type]:
     """The normalization layers that models of transformers have registered (until v4.57), and torch's."""
     module = sys.modules.get("transformers.pytorch_utils")

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
 
 from hftrainer.errors import WrongConfig
+
+#: Keys of every file that `accelerate config` writes.
+_OF_ACCELERATE = {"compute_environment", "distributed_type"}
 
 
 def read_config(given: Any, argument: str = "lightning_config") -> dict[str, Any]:
@@ -28,6 +32,11 @@ def read_config(given: Any, argument: str = "lightning_config") -> dict[str, Any
         raise WrongConfig(f"{argument}: {path} is malformed: {error}") from error
     if not isinstance(values, dict):
         raise WrongConfig(f"{argument}: {path} must hold keywords and values, but holds a {type(values).__name__}.")
+    if values.keys() >= _OF_ACCELERATE:
+        raise WrongConfig(
+            f"{argument}: {path} is a file of accelerate's: start the script with accelerate launch --config_file "
+            f"{path}, and leave {argument} out."
+        )
     return values
 
 
@@ -43,3 +52,13 @@ def read_yaml(text: str) -> Any:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from error
+
+
+def why_text(value: Any) -> str | None:
+    """What is wrong with a value that is the text of a number, to be appended to it; None for any other value."""
+    try:
+        is_number = isinstance(value, str) and math.isfinite(float(value))
+    except ValueError:
+        return None
+    example = "YAML reads 1e-5 as text, and 1.0e-5 as a number"
+    return f"is text: give the number, without quotes; {example}" if is_number else None

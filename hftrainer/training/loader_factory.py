@@ -280,7 +280,7 @@ class LoaderFactory(Room):
     def flos_per_token_of(self, model: Any) -> int:
         """Floating-point operations of forward and backward per token; counted once for each model."""
         if self.flos_per_token is None or self.flos_per_token[0] is not model:
-            count = model.num_parameters(exclude_embeddings=True) if hasattr(model, "num_parameters") else 0
+            count = peers.num_parameters(model, exclude_embeddings=True) if hasattr(model, "num_parameters") else 0
             self.flos_per_token = (model, 6 * count)
         return self.flos_per_token[1]
 

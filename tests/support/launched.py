@@ -44,7 +44,7 @@ def main():
         "order": order,
         "step": trainer.state.global_step,
         "weights": [value.tolist() for value in trainer.accelerator.get_state_dict(trainer.model).values()],
-        "kind": str(trainer.accelerator.distributed_type),
+        "kind": trainer.accelerator.distributed_type.value,
         "environment": type(trainer.lightning_trainer.strategy.cluster_environment).__name__,
         "compiled": trainer.model._compiled_call_impl is not None,
         "local_rank": args.local_rank,

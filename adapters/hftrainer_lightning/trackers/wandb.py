@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.loggers import Logger, WandbLogger
 
+from hftrainer.compat import peers
 from hftrainer_lightning.trackers.tracker import (
     OF_THE_WHOLE_RUN,
     Tracker,
@@ -72,7 +73,7 @@ class Wandb(Tracker):
         run = self.logger.experiment
         run.config.update({**adapters_of(model), **config_of(model), **arguments_of(self.args)}, allow_val_change=True)
         if hasattr(model, "num_parameters"):
-            run.config.update({_SIZE: model.num_parameters()}, allow_val_change=True)
+            run.config.update({_SIZE: peers.num_parameters(model)}, allow_val_change=True)
         watched = os.environ.get("WANDB_WATCH", "false")
         if watched in ("all", "parameters", "gradients"):
             run.watch(model, log=watched, log_freq=max(100, int(state.logging_steps)))

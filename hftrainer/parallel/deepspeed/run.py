@@ -10,8 +10,15 @@ from typing import Any
 
 import torch
 
-from hftrainer.compat.reading import data_only, fitting, plain_name
+from hftrainer.compat.reading import data_only
 from hftrainer.errors import DamagedCheckpoint, UnsafeCheckpoint, WrongConfig
+from hftrainer.parallel.deepspeed.initialization import (
+    configure_activation_checkpointing,
+    cpu_optimizer,
+    gather_layers_as_one,
+    refusals_named,
+)
+from hftrainer.parallel.deepspeed.parts import has_states, read_tag, write_tag
 from hftrainer.parallel.plan import LightningPlan
 from hftrainer.parallel.processes import Processes
 
@@ -88,17 +95,20 @@ class DeepSpeedRun:
         if optimizer is not None:
             config["zero_allow_untested_optimizer"] = True
             if self.config.offloads("optimizer") and config.get("zero_force_ds_cpu_optimizer", True):
-                optimizer = _cpu_optimizer(optimizer)
-        self.engine, _, _, scheduler = deepspeed.initialize(
-            model=model,
-            optimizer=optimizer,
-            model_parameters=None if optimizer is not None else [p for p in model.parameters() if p.requires_grad],
-            lr_scheduler=make_scheduler if self.brings_optimizer and not self.brings_scheduler else None,
-            config=config,
-            dist_init_required=False,
-        )
+                optimizer = cpu_optimizer(optimizer)
+        parameters = None if optimizer is not None else [p for p in model.parameters() if p.requires_grad]
+        gather_layers_as_one(model)
+        with refusals_named(config, make_scheduler) as make:
+            self.engine, _, _, scheduler = deepspeed.initialize(
+                model=model,
+                optimizer=optimizer,
+                model_parameters=parameters,
+                lr_scheduler=make if self.brings_optimizer and not self.brings_scheduler else None,
+                config=config,
+                dist_init_required=False,
+            )
         self._trains = True
-        _configure_activation_checkpointing(config)
+        configure_activation_checkpointing(config)
         self.engine.checkpoint_engine = writer = _DeferredErrors(self.engine.checkpoint_engine)
         self.engine._copy_recovery_script = writer.deferring(self.engine._copy_recovery_script)
         return EngineOptimizer(self.engine.optimizer), None if scheduler is None else SteppedByEngine(scheduler)
@@ -187,7 +197,7 @@ class DeepSpeedRun:
             save_latest=False,  # rank 0 would write it, and leave the others waiting if it could not
         )
         if processes.rank == 0:
-            writer.deferring(_write_latest)(folder, f"global_step{self.engine.global_steps}")
+            writer.deferring(write_tag)(folder, f"global_step{self.engine.global_steps}")
         errors = [error for error in processes.gather_objects([writer.take_error()]) if error is not None]
         if errors:
             raise errors[0]
@@ -203,7 +213,7 @@ class DeepSpeedRun:
         universal = self.config.is_true("checkpoint.load_universal")
         if not has_states(folder, universal=universal):
             raise WrongConfig(_why_unreadable(folder, universal))
-        tag = _tag(folder, universal=universal)
+        tag = read_tag(folder, universal=universal)
         written = len(glob.glob(os.path.join(folder, tag, "*zero_pp_rank_*_optim_states.pt")))
         if not universal and written not in (0, torch.distributed.get_world_size()):
             raise WrongConfig(
@@ -226,11 +236,6 @@ class DeepSpeedRun:
             raise WrongConfig(f"DeepSpeed cannot resume from {folder}; see its messages above.")
 
 
-def has_states(folder: str, *, universal: bool = False) -> bool:
-    """Whether a checkpoint holds DeepSpeed states."""
-    return os.path.isfile(os.path.join(folder, "latest_universal" if universal else "latest"))
-
-
 def _why_unreadable(folder: str, universal: bool) -> str:
     if universal:
         return (
@@ -250,61 +255,6 @@ def _classes() -> list[type]:
     from deepspeed.utils.tensor_fragment import fragment_address
 
     return [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
-
-
-def _write_latest(folder: str, tag: str) -> None:
-    """Name the newest states of a checkpoint, as DeepSpeed does."""
-    with open(os.path.join(folder, "latest"), "w", encoding="utf-8") as file:
-        file.write(tag)
-
-
-def _tag(folder: str, *, universal: bool = False) -> str:
-    """The name of the folder of the newest states, in a checkpoint; '' if nothing names it."""
-    path = os.path.join(folder, "latest_universal" if universal else "latest")
-    if not os.path.isfile(path):
-        return ""
-    with fitting(path), open(path, encoding="utf-8") as file:
-        return plain_name(file.read().strip())
-
-
-def _cpu_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """DeepSpeed's CPU version of a torch optimizer.
-
-    Raises:
-        WrongConfig: for an optimizer without a CPU version.
-    """
-    from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-    given: dict[str, Any] = {
-        name: optimizer.defaults[name] for name in ("lr", "weight_decay") if name in optimizer.defaults
-    }
-    kind = type(optimizer)  # exact type: a subclass may step differently
-    if kind in (torch.optim.Adam, torch.optim.AdamW):
-        return DeepSpeedCPUAdam(optimizer.param_groups, adamw_mode=kind is torch.optim.AdamW, **given)
-    if kind is torch.optim.Adagrad:
-        return DeepSpeedCPUAdagrad(optimizer.param_groups, **given)
-    raise WrongConfig(
-        f"deepspeed: with offload_optimizer DeepSpeed steps with its own Adam, AdamW or Adagrad, but the optimizer is "
-        f"{type(optimizer).__name__}: choose one of them, or keep it with 'zero_force_ds_cpu_optimizer': false."
-    )
-
-
-def _configure_activation_checkpointing(config: dict[str, Any]) -> None:
-    """Pass the section to `deepspeed.checkpointing`, for models that call it."""
-    import deepspeed
-
-    section = config.get("activation_checkpointing")
-    if section:
-        deepspeed.checkpointing.configure(
-            None,
-            partition_activations=section.get("partition_activations"),
-            contiguous_checkpointing=section.get("contiguous_memory_optimization"),
-            num_checkpoints=section.get("number_checkpoints"),
-            checkpoint_in_cpu=section.get("cpu_checkpointing"),
-            synchronize=section.get("synchronize_checkpoint_boundary"),
-            profile=section.get("profile"),
-        )
 
 
 class EngineOptimizer(torch.optim.Optimizer):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from hftrainer.errors import WrongConfig
-from hftrainer.parallel.config_files import read_config
+from hftrainer.parallel.config_files import read_config, why_text
 
 AUTO = "auto"
 #: ZeRO's keys for sizes of buckets and thresholds → their value for a hidden size.
@@ -23,6 +23,11 @@ BY_HIDDEN_SIZE = {
 }
 #: Keys that are filled in when the number of steps is known.
 OF_SCHEDULE = ("scheduler.params.total_num_steps", "scheduler.params.warmup_num_steps")
+#: Settings of accelerate's files that DeepSpeed's file has too.
+_IN_FILES = {
+    *("gradient_accumulation_steps", "gradient_clipping", "zero_stage", "zero3_save_16bit_model", "mixed_precision"),
+    *("offload_optimizer_device", "offload_param_device", "offload_optimizer_nvme_path", "offload_param_nvme_path"),
+}
 INSTALL = "install it with pip install 'hftrainer[deepspeed]'"
 
 
@@ -116,9 +121,8 @@ class DeepSpeedConfig:
         if node[key] == AUTO:
             node[key] = value
         elif isinstance(value, (int, float)) and not isinstance(node[key], (int, float)):
-            self.mismatches.append(
-                f"deepspeed: {ds_key_long}={node[key]!r}: it must be a number, true, false or 'auto'."
-            )
+            reason = why_text(node[key]) or "must be a number, true, false or 'auto'"
+            self.mismatches.append(f"deepspeed: {ds_key_long}={node[key]!r} {reason}.")
         elif node[key] != value and is_default:
             self.notes.append(
                 f"deepspeed: {ds_key_long}={node[key]!r} is used instead of the default {arguments}={value!r}."
@@ -213,8 +217,9 @@ def _of_launcher(environment: Mapping[str, str]) -> dict[str, Any] | None:
         if name.startswith("ACCELERATE_DEEPSPEED_")
     }
     if (path := values.get("config_file", "none")) != "none":
+        _check_fields(environment.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(","), path)
         return read_config(path, "ACCELERATE_DEEPSPEED_CONFIG_FILE")
-    zero: dict[str, Any] = {"stage": int(values.get("zero_stage", "2"))}
+    zero: dict[str, Any] = {"stage": _number(environment, "ACCELERATE_DEEPSPEED_ZERO_STAGE", int, 2)}
     for what in ("optimizer", "param"):
         device = values.get(f"offload_{what}_device", "none")
         if device != "none":
@@ -223,9 +228,27 @@ def _of_launcher(environment: Mapping[str, str]) -> dict[str, Any] | None:
             zero[f"offload_{what}"]["nvme_path"] = values.get(f"offload_{what}_nvme_path")
     if values.get("zero3_save_16bit_model", "false").lower() == "true":
         zero["stage3_gather_16bit_weights_on_model_save"] = True
-    clipping = environment.get("ACCELERATE_GRADIENT_CLIPPING", "none")
-    own: dict[str, Any] = {} if clipping == "none" else {"gradient_clipping": float(clipping)}
+    clipping = _number(environment, "ACCELERATE_GRADIENT_CLIPPING", float, AUTO)
+    own: dict[str, Any] = {} if clipping == AUTO else {"gradient_clipping": clipping}
     steps = environment.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "")
     if steps.isdecimal() and int(steps) > 1:  # 1 is what the launcher says of itself; others contradict the argument
         own["gradient_accumulation_steps"] = int(steps)
     return {"zero_optimization": zero, **own}
+
+
+def _number(environment: Mapping[str, str], name: str, kind: type, default: Any) -> Any:
+    """A number that the launcher sets; the default for none, or for 'auto'."""
+    text = environment.get(name, "none")
+    try:
+        return default if text.lower() in ("none", AUTO) else kind(text)
+    except ValueError:
+        raise WrongConfig(f"The launcher sets {name}={text!r}: it must be a number, or 'auto'.") from None
+
+
+def _check_fields(fields: list[str], path: str) -> None:
+    """Refuse settings in accelerate's file beside those in DeepSpeed's, as accelerate does."""
+    if given := sorted({field.strip() for field in fields} & _IN_FILES):
+        raise WrongConfig(
+            f"accelerate's file sets {' and '.join(given)} beside deepspeed_config_file ({path}): set it in one of the "
+            "two, DeepSpeed's file."
+        )

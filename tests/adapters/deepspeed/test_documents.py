@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from hftrainer import Trainer, TrainingArguments
-from hftrainer.errors import InvalidArgument
+from hftrainer.errors import InvalidArgument, WrongConfig
+from hftrainer.parallel.deepspeed.start import check_config
 from tests.adapters.deepspeed.sets import STAGES
 from tests.docs.documents import running
 from tests.docs.documents.running import losses, quiet
@@ -181,9 +182,11 @@ def test_fp16(line):
 
 @pytest.mark.parametrize("line", ["trainer_api_v4.1:491"])
 def test_amp(line):
-    """Given to DeepSpeed as it is, which needs Apex for it."""
+    """Given to DeepSpeed as it is, which has removed it."""
     args = TrainingArguments("o", use_cpu=True, deepspeed={**STAGE_2, **json.loads(AMP)})
     assert args.hf_deepspeed_config.config["amp"] == {"enabled": True, "opt_level": "O1"}
+    with pytest.raises(WrongConfig, match=r"deepspeed: amp=.* is refused by DeepSpeed .*has been removed"):
+        check_config(args.hf_deepspeed_config)
 
 
 # ---- Launchers ------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import torch
 
 from hftrainer import Trainer, TrainingArguments
 from hftrainer.checkpointing.names import MANIFEST_NAME
-from hftrainer.errors import DamagedCheckpoint, UnsafeCheckpoint
+from hftrainer.errors import CheckpointNotFound, UnsafeCheckpoint
 from tests.support import fuzz
 from tests.support.tiny import make_plain, plain_data
 
@@ -76,7 +76,7 @@ def test_a_pickle_is_not_run(checkpoint, tmp_path, name):
 def test_no_way_out_of_the_folder(checkpoint, tag):
     shutil.copytree(checkpoint / "global_step2", checkpoint.parent / "elsewhere")
     (checkpoint / "latest").write_text(tag)
-    with pytest.raises(DamagedCheckpoint, match="checkpoint-2/latest does not hold what"):
+    with pytest.raises(CheckpointNotFound, match="checkpoint-2/latest does not hold what"):
         resume(checkpoint)
 
 

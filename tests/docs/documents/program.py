@@ -85,7 +85,7 @@ def run(words):
     sharding = trainer._hftrainer.resolved.sharding
     return found | {
         "place": [args.process_index, args.local_process_index, args.world_size],
-        "kind": str(trainer.accelerator.distributed_type),
+        "kind": trainer.accelerator.distributed_type.value,
         "sharding": None if sharding is None else asdict(sharding),
         "precision": trainer.accelerator.mixed_precision,
         "deepspeed": getattr(getattr(args, "hf_deepspeed_config", None), "config", None),

@@ -14,6 +14,7 @@ from hftrainer import HfArgumentParser, TrainingArguments
 from hftrainer.arguments.deepspeed import configure
 from hftrainer.errors import InvalidArgument, WrongConfig
 from hftrainer.parallel.deepspeed.settings import DeepSpeedConfig, read_deepspeed
+from hftrainer.parallel.fsdp.settings import read_fsdp
 
 ZERO = {
     **{"stage": 2, "allgather_partitions": True, "allgather_bucket_size": 5e8, "overlap_comm": True},
@@ -134,8 +135,8 @@ ONLY_MODEL = {"save_only_model": True, "load_best_model_at_end": True, "eval_str
         ({"zero_optimization": True}, {}, ("zero_optimization=True", "keys and values")),
         ({"fp16": True}, {}, ("fp16=True", "keys and values")),
         ({"optimizer": {"params": {}}}, {}, ("optimizer has no 'type'",)),
-        ({"gradient_clipping": "0.1"}, {}, ("gradient_clipping='0.1'", "must be a number")),
-        ({"train_batch_size": "8"}, {}, ("train_batch_size='8'", "must be a number")),
+        ({"gradient_clipping": "0.1"}, {}, ("gradient_clipping='0.1'", "is text: give the number")),
+        ({"train_batch_size": "8"}, {}, ("train_batch_size='8'", "is text: give the number")),
         (
             {"optimizer": {**ADAM, "params": {"lr": 0.1}}, "scheduler": {**WARMUP, "params": {"warmup_max_lr": 0.2}}},
             {},
@@ -221,6 +222,25 @@ def test_unreadable_files_are_named(tmp_path, text, words):
         arguments(str(path))
 
 
+def test_files_of_accelerate_are_named(tmp_path):
+    path = tmp_path / "accelerate.yaml"
+    path.write_text("compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\ndeepspeed_config: {}\n")
+    with pytest.raises(InvalidArgument, match=f"deepspeed: {path} is a file of accelerate's.*accelerate launch"):
+        arguments(str(path))
+    with pytest.raises(WrongConfig, match=f"fsdp_config: {path} is a file of accelerate's"):
+        read_fsdp("full_shard", str(path))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"), [("1e-8", "eps='1e-8' is text: give the number"), ("no", "eps='no' must be a number")]
+)
+def test_numbers_that_came_as_text(tmp_path, text, words):
+    path = tmp_path / "ds_config.yaml"
+    path.write_text(f"zero_optimization: {{stage: 2}}\noptimizer: {{type: AdamW, params: {{eps: '{text}'}}}}\n")
+    with pytest.raises(InvalidArgument, match=words):
+        arguments(str(path))
+
+
 def test_launcher():
     words = """
         USE_DEEPSPEED=true DEEPSPEED_ZERO_STAGE=3 DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE=cpu GRADIENT_CLIPPING=0.5
@@ -240,6 +260,29 @@ def test_launcher():
     alone = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1"}
     assert read_deepspeed(None, alone) == {"zero_optimization": {"stage": 2}}
     assert read_deepspeed(None, {"ACCELERATE_USE_DEEPSPEED": "false"}) is None
+
+
+LAUNCHED = {"ACCELERATE_USE_DEEPSPEED": "true"}
+
+
+@pytest.mark.parametrize("name", ["GRADIENT_CLIPPING", "DEEPSPEED_ZERO_STAGE"])
+def test_numbers_of_the_launcher(name):
+    for text in ("auto", "None"):
+        assert read_deepspeed(None, {**LAUNCHED, f"ACCELERATE_{name}": text}) == ZERO_2
+    with pytest.raises(WrongConfig, match=f"ACCELERATE_{name}='two': it must be a number, or 'auto'"):
+        read_deepspeed(None, {**LAUNCHED, f"ACCELERATE_{name}": "two"})
+
+
+def test_settings_beside_a_file(tmp_path):
+    """As accelerate refuses them: the file would win, in silence."""
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps(ZERO_2))
+    launched = {**LAUNCHED, "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(path)}
+    fields = "deepspeed_config_file,zero3_init_flag"
+    assert read_deepspeed(None, {**launched, "ACCELERATE_CONFIG_DS_FIELDS": fields}) == ZERO_2
+    fields += ",mixed_precision,gradient_clipping"
+    with pytest.raises(WrongConfig, match="accelerate's file sets gradient_clipping and mixed_precision beside"):
+        read_deepspeed(None, {**launched, "ACCELERATE_CONFIG_DS_FIELDS": fields})
 
 
 def test_missing_package_is_named(monkeypatch):

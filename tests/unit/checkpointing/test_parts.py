@@ -1,0 +1,78 @@
+"""Which checkpoints in parts are whole, by the names of their files; needs no DeepSpeed."""
+
+import pytest
+import torch
+
+from hftrainer.checkpointing.manifest import accept, changes, why_unusable, write_manifest
+from hftrainer.errors import CheckpointNotFound
+
+ZERO_3 = [f"zero_pp_rank_{rank}_mp_rank_00_{kind}_states.pt" for rank in (0, 1) for kind in ("model", "optim")]
+ZERO_2 = ["mp_rank_00_model_states.pt", *(f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (0, 1))]
+EXPERTS = ["mp_rank_00_model_states.pt", "layer_0_expert_0_mp_rank_00_model_states.pt", "expp_rank_0_optim_states.pt"]
+
+
+def write(folder, names, tag="global_step4", latest="latest"):
+    (folder / "global_step4").mkdir(parents=True)
+    (folder / "trainer_state.json").write_text('{"global_step": 4}')
+    (folder / latest).write_text(tag)
+    for name in names:
+        torch.save({}, folder / "global_step4" / name)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("names", "damage"),
+    [
+        (ZERO_3, None),
+        (ZERO_2, None),
+        (EXPERTS, None),
+        (ZERO_3[:1] + ZERO_3[2:], "global_step4/zero_pp_rank_0_mp_rank_00_optim_states.pt is missing"),
+        (ZERO_3[1:], "global_step4/zero_pp_rank_0_mp_rank_00_model_states.pt is missing"),
+        (ZERO_2[:1] + ZERO_2[2:], "global_step4/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt is missing"),
+        (ZERO_2[1:], "global_step4/mp_rank_00_model_states.pt is missing"),
+        ([], "holds no weights"),
+    ],
+)
+def test_without_a_manifest(tmp_path, names, damage):
+    found = why_unusable(write(tmp_path / "run", names))
+    assert found is None if damage is None else str(found).endswith(damage)
+    assert changes(tmp_path / "run").unreadable == found
+
+
+def test_truncated(tmp_path):
+    folder = write(tmp_path / "run", ZERO_3)
+    (folder / "global_step4" / ZERO_3[0]).write_bytes(b"PK")
+    assert f"{ZERO_3[0]} is truncated" in str(why_unusable(folder))
+
+
+@pytest.mark.parametrize("latest", ["latest", "latest_universal"])
+@pytest.mark.parametrize("tag", ["global_step4", "../run/global_step4"])
+def test_named_folder(tmp_path, latest, tag):
+    """A damaged name gives way to an older checkpoint."""
+    found = why_unusable(write(tmp_path / "run", EXPERTS, tag, latest))
+    assert found is None if tag == "global_step4" else f"{latest} does not hold what" in str(found)
+
+
+def test_a_part_is_removed(tmp_path):
+    folder = write(tmp_path / "run", ZERO_3)
+    write_manifest(folder)
+    part = folder / "global_step4" / ZERO_3[0]
+    part.write_bytes(part.read_bytes()[::-1])
+    assert f"{ZERO_3[0]} have changed" in str(changes(folder, only_weights=True).damage(folder))
+    part.unlink()
+    assert f"{ZERO_3[0]} is missing" in str(changes(folder).damage(folder))
+    with pytest.raises(CheckpointNotFound, match=f"{ZERO_3[0]} is missing"):
+        accept(folder)
+
+
+@pytest.mark.parametrize("kind", ["pytorch_model_fsdp_0", "optimizer_0"])
+def test_parts_of_fsdp_without_their_list(tmp_path, kind):
+    folder = write(tmp_path / "run", [])
+    (folder / "latest").unlink()
+    for name in ("pytorch_model_fsdp_0", "optimizer_0"):
+        (folder / name).mkdir()
+        for file in ("__0_0.distcp", ".metadata"):
+            (folder / name / file).write_bytes(b"0")
+    assert why_unusable(folder) is None
+    (folder / kind / ".metadata").unlink()
+    assert str(why_unusable(folder)).endswith(f"{kind}/.metadata is missing")
