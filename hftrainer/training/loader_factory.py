@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,6 +23,9 @@ from hftrainer.errors import InvalidArgument, UnsupportedArgument
 from hftrainer.parallel.devices import UNPINNED
 from hftrainer.parallel.seeds import seed_worker
 from hftrainer.training.context import Room, TrainerContext
+from hftrainer.training_args import TrainingArguments
+
+logger = logging.getLogger(__name__)
 
 
 class LoaderFactory(Room):
@@ -156,13 +160,16 @@ class LoaderFactory(Room):
 
     @contextlib.contextmanager
     def explaining_removed_columns(self, *datasets: Any) -> Iterator[None]:
-        """Explain a KeyError in the block by `remove_unused_columns`, if this is the reason.
+        """Explain an error in the block by a key of the batch that `remove_unused_columns` has dropped, or has not.
 
         Args:
             datasets: what is read; several sets may be in a dict.
         """
         try:
             yield
+        except TypeError as error:
+            columns.explain_unknown(error, self.trainer.model)
+            raise
         except KeyError as error:
             kept = self.trainer._signature_columns
             if kept is not None and self.trainer.args.remove_unused_columns:
@@ -260,6 +267,12 @@ class LoaderFactory(Room):
         source = source if without_columns is dataset else dataset
         if peers.is_dataset(source) and column in source.column_names:
             return list(map(int, source[column]))
+        if column != TrainingArguments.__dataclass_fields__["length_column_name"].default:
+            logger.warning(
+                "length_column_name=%r has no effect: train_dataset is not a datasets.Dataset with that column, so the "
+                "lengths are counted.",
+                column,
+            )
         names = getattr(self.trainer.processing_class, "model_input_names", None)
         return count_lengths(dataset, names[0] if names else "input_ids")
 
