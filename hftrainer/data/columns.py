@@ -10,13 +10,14 @@ from typing import Any
 
 from hftrainer.compat import peers
 from hftrainer.errors import InvalidArgument, RemovedColumn, UnknownKey
+from hftrainer.model.inspection import called_model
 
 logger = logging.getLogger(__name__)
 
 
 def signature_columns(model: Any, label_names: Sequence[str]) -> list[str]:
     """The keys that `model.forward` takes, and those that collators turn into labels."""
-    parameters = list(inspect.signature(peers.without_adapters(model).forward).parameters)
+    parameters = list(inspect.signature(called_model(model).forward).parameters)
     return list(dict.fromkeys([*parameters, "label", "label_ids", *label_names]))
 
 

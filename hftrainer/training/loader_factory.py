@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -79,6 +79,7 @@ class LoaderFactory(Room):
         """See `Trainer._get_dataloader`."""
         trainer, args, given = self.trainer, self.trainer.args, dataset
         collator = trainer.data_collator
+        _check_dataset(dataset, description)
         if peers.is_dataset(dataset):
             dataset = trainer._remove_unused_columns(dataset, description)
         else:
@@ -303,3 +304,24 @@ def _call_sampler(sampler_fn: Callable[..., Any] | None, dataset: Any) -> Any:
     if sampler_fn is None:
         return None
     return sampler_fn(dataset) if number_of_arguments(sampler_fn) else sampler_fn()
+
+
+def _check_dataset(dataset: Any, description: str) -> None:
+    """Refuse what no loader can read: a dict of several sets, an iterator, a loader, or no sample at all.
+
+    Raises:
+        InvalidArgument: names what it is.
+    """
+    kind = type(dataset).__name__
+    if isinstance(dataset, Mapping) and dataset and 0 not in dataset:
+        raise InvalidArgument(
+            f"The {description} dataset is a {kind} with the keys {', '.join(map(str, dataset))}: pass one of its sets."
+        )
+    indexed = hasattr(dataset, "__getitem__") and not isinstance(dataset, str)
+    if not (indexed or isinstance(dataset, IterableDataset)):
+        raise InvalidArgument(
+            f"The {description} dataset is a {kind}: pass a list, a Dataset or an IterableDataset; for "
+            "a loader, override get_train_dataloader or get_eval_dataloader."
+        )
+    if description == "training" and has_length(dataset) and not len(dataset):
+        raise InvalidArgument("The training dataset has no samples.")

@@ -97,7 +97,7 @@ class ModelSetup(Room):
     def _inspect(self, model: nn.Module) -> dict[str, Any]:
         """The attributes of a Trainer that follow from its model, by name."""
         args = self.trainer.args
-        inspected = type(peers.without_adapters(model))
+        inspected = type(inspection.called_model(model))
         names = args.label_names
         return {
             "place_model_on_device": args.place_model_on_device is not False and not self.context.states.spread,

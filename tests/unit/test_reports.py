@@ -211,6 +211,16 @@ MISFITS = {
     ),
     "peft#782, a text": (lambda: {"label_names": "labels"}, r"label_names='labels' is a text: give a list"),
     "smoothed numbers": (regression, "label_smoothing_factor=0.1 needs a class for each label"),
+    "#9636, several sets": (
+        lambda: {"data": {"train": plain_data(), "test": plain_data()}},
+        "The training dataset is a dict with the keys train, test: pass one of its sets",
+    ),
+    "a loader": (lambda: {"data": torch.utils.data.DataLoader(plain_data())}, "The training dataset is a DataLoader"),
+    "no samples": (lambda: {"data": []}, "The training dataset has no samples"),
+    "samples of several lengths": (
+        lambda: {"data": [{"input_ids": [1] * count, "labels": 0} for count in (3, 4, 5, 6)], "model": make_bert()},
+        "values of 'input_ids' do not fit into one tensor .*: pass processing_class=tokenizer",
+    ),
     "a list as batch": (lambda: collated(lambda batch: [*batch.values()]), "The batch is a list"),
     "no batch": (lambda: collated(lambda batch: None), "data_collator returned None"),
     "another key": (
@@ -262,3 +272,62 @@ def test_sparse_outputs_are_dense_predictions(make_trainer):
     data = varied_language_data(8)
     trainer = make_trainer(model, data, eval_dataset=copy.copy(data), data_collator=pad)
     assert trainer.predict(data).predictions[1].tolist() == torch.eye(4).repeat(2, 1).tolist()
+
+
+class PassesOn(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args, **kwargs):
+        return self.model(*args, **kwargs)
+
+
+@pytest.mark.parametrize("wrap", [PassesOn, nn.DataParallel, lambda model: PassesOn(PassesOn(model))])
+def test_modules_that_pass_all_on_are_looked_through(make_trainer, wrap):
+    settings = {"eval_dataset": text_data(9), "compute_metrics": one, **EVALUATED}
+    trainer = make_trainer(wrap(make_bert()), text_data(), **settings)
+    trainer.train()
+    assert trainer.label_names == ["labels"] and trainer.evaluate()["eval_one"] == 1.0
+
+
+@pytest.mark.parametrize("name", [1, ("f1", 0), None])
+def test_names_of_logged_values(make_trainer, tmp_path, name):
+    class Logs(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            state.log_history.append({name: 2.0, "step": state.global_step})
+
+    trainer = make_trainer(**SAVED, callbacks=[Logs])
+    trainer.train()
+    trainer.save_metrics("test", {name: 2.0, "loss": 1.0})
+    trainer = make_trainer(max_steps=3)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
+    assert trainer.state.global_step == 3
+
+
+SEARCHED = {
+    "a metric that is missing": (
+        {"compute_objective": lambda metrics: metrics["eval_f1"]},
+        "reads 'eval_f1', and",
+    ),
+    "no argument": ({"compute_objective": lambda: 1.0}, "compute_objective=.*: give a function of one argument"),
+    "two arguments": ({"hp_space": lambda trial, more: {}}, "hp_space=.*: give a function of one argument, the trial"),
+    "a name": ({"hp_name": lambda: "x"}, "hp_name=.*: give a function of one argument"),
+}
+
+
+@pytest.mark.parametrize("case", SEARCHED)
+def test_functions_of_a_search(make_trainer, case):
+    given, expected = SEARCHED[case]
+    trainer = make_trainer(model_init=make_plain, **EVALUATED)
+    with pytest.raises((ValueError, KeyError), match=expected):
+        trainer.hyperparameter_search(**{"hp_space": lambda trial: {}, "n_trials": 1, "backend": "optuna", **given})
+
+
+def test_configuration_with_objects_is_described(make_trainer):
+    """#37518: it ended the run at its beginning."""
+    model = make_bert()
+    model.config.further = {"dtype of a script": torch.Size([1]), "set": {1}}
+    trainer = make_trainer(model, text_data(), report_to="tensorboard")
+    trainer.train()
+    assert trainer.state.global_step == 2
