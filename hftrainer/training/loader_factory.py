@@ -317,8 +317,9 @@ def _check_dataset(dataset: Any, description: str) -> None:
         raise InvalidArgument(
             f"The {description} dataset is a {kind} with the keys {', '.join(map(str, dataset))}: pass one of its sets."
         )
-    indexed = hasattr(dataset, "__getitem__") and not isinstance(dataset, str)
-    if not (indexed or isinstance(dataset, IterableDataset)):
+    if isinstance(dataset, IterableDataset):
+        return
+    if isinstance(dataset, str) or not hasattr(dataset, "__getitem__"):
         raise InvalidArgument(
             f"The {description} dataset is a {kind}: pass a list, a Dataset or an IterableDataset; for "
             "a loader, override get_train_dataloader or get_eval_dataloader."
