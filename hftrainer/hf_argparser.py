@@ -163,6 +163,8 @@ def _add_field(group: Any, field: Any, hint: Any, **override: Any) -> None:
         default = False if default is dataclasses.MISSING else default
     elif choices := _choices(value_type):
         settings |= {"choices": choices, "type": _choice_of(choices)}
+    elif _is_json(hint):
+        settings["type"] = _json_object
     elif typing.get_origin(value_type) is list or value_type is list:
         settings |= {"nargs": "+", "type": next(iter(typing.get_args(value_type)), str)}
         if settings["type"] is Any:
@@ -175,6 +177,23 @@ def _add_field(group: Any, field: Any, hint: Any, **override: Any) -> None:
     if value_type is bool and default is True:
         plain |= {"action": "store_false", "default": True, "dest": field.name, **override}
         group.add_argument(f"--no_{field.name}", f"--no-{field.name.replace('_', '-')}", **plain)
+
+
+def _is_json(hint: Any) -> bool:
+    """Whether a field holds a dict, and no text beside it, which the arguments themselves parse."""
+    is_union = typing.get_origin(hint) is Union or isinstance(hint, types.UnionType)
+    members = [each for each in (typing.get_args(hint) if is_union else [hint]) if each is not type(None)]
+    return len(members) == 1 and dict in (members[0], typing.get_origin(members[0]))
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        values = json.loads(text)
+    except ValueError:
+        values = None
+    if not isinstance(values, dict):
+        raise argparse.ArgumentTypeError(f"""{text!r} is not an object in JSON, as '{{"key": 1}}' is""")
+    return values
 
 
 def _value_type(hint: Any) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 
 from hftrainer.arguments.choices import HPSearchBackend
 from hftrainer.arguments.trials import hyperparameters
+from hftrainer.compat.functions import takes
 from hftrainer.compat.overrides import refuse_uncalled
 from hftrainer.errors import InvalidArgument, InvalidSetup, MissingPackage, UnsupportedArgument
 from hftrainer.parallel.worker import refuse_in_worker
@@ -69,8 +70,9 @@ def search(
             "instead of a model."
         )
     for option, given in {"hp_space": hp_space, "compute_objective": compute_objective, "hp_name": hp_name}.items():
-        if given is not None and not callable(given):
-            raise InvalidArgument(f"{option}={given!r}: give a function.")
+        if given is not None and not (callable(given) and takes(given, None)):
+            what = "an evaluation's metrics" if option == "compute_objective" else "the trial"
+            raise InvalidArgument(f"{option}={given!r}: give a function of one argument, {what}.")
     if name == HPSearchBackend.RAY:
         refuse_uncalled(type(trainer), "_tune_save_checkpoint")
     trainer.hp_space = hp_space if hp_space is not None else found.default_hp_space

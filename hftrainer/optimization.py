@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 from collections.abc import Callable
 from functools import partial
@@ -16,6 +17,8 @@ from hftrainer.compat import peers
 from hftrainer.errors import InvalidArgument, UnknownKey, UnsupportedArgument
 from hftrainer.optimizers.adafactor import Adafactor, AdafactorSchedule, get_adafactor_schedule
 from hftrainer.optimizers.greedy_lr import GreedyLR
+
+logger = logging.getLogger(__name__)
 
 __all__ = [
     "Adafactor",
@@ -307,6 +310,11 @@ def keep_pace(scheduler: Any, optimizer: Optimizer) -> None:
     """
     missing = optimizer.param_groups[len(getattr(scheduler, "base_lrs", optimizer.param_groups)) :]
     if missing and not isinstance(scheduler, LambdaLR):
+        if getattr(scheduler, "optimizer", optimizer) is not optimizer:
+            raise UnsupportedArgument(
+                f"{type(scheduler).__name__} was made for another optimizer than the one that trains: pass both, as "
+                "optimizers=(optimizer, scheduler)."
+            )
         raise UnsupportedArgument(
             f"{type(scheduler).__name__} does not support the {len(missing)} parameter groups that a callback has "
             "added to the optimizer: choose the scheduler with lr_scheduler_type."
@@ -364,6 +372,13 @@ def get_scheduler(
     for key, value in needed.items():
         if value is None and parameters[key].default is inspect.Parameter.empty:
             raise InvalidArgument(f"The schedule {kind.value!r} needs {key}.")
+    if num_warmup_steps and "num_warmup_steps" not in parameters:
+        logger.warning(
+            "warmup_steps=%s has no effect: lr_scheduler_type=%r has no warm-up%s.",
+            num_warmup_steps,
+            kind.value,
+            "; 'constant_with_warmup' has" if kind is SchedulerType.CONSTANT else "",
+        )
     extra = scheduler_specific_kwargs or {}
     allowed = sorted(parameters.keys() - steps.keys() - {"optimizer", "self"})
     if wrong := sorted(extra.keys() - set(allowed)):

@@ -46,6 +46,7 @@ from hftrainer.trainer_callback import (
 )
 from hftrainer.trainer_pt_utils import get_model_param_count, metrics_format
 from hftrainer.trainer_utils import BestRun, EvalLoopOutput, PredictionOutput, TrainOutput
+from hftrainer.training.optimizers import checked_pair
 from hftrainer.training.run import OfRun
 from hftrainer.training_args import TrainingArguments
 
@@ -193,7 +194,7 @@ class Trainer(EarlierMethods):
         self.compute_loss_func = compute_loss_func
         self.compute_metrics = compute_metrics
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
-        self.optimizer, self.lr_scheduler = optimizers
+        self.optimizer, self.lr_scheduler = checked_pair(optimizers)
         self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
         self.data_collator = data_collator if data_collator is not None else own.setup.default_collator()
         if (model is None) == (model_init is None):
@@ -940,6 +941,8 @@ class Trainer(EarlierMethods):
         """Restore the callbacks' states from `self.state`, with `restore_callback_states_from_checkpoint`."""
         if self.args.restore_callback_states_from_checkpoint:
             self.control = resume.restore_callbacks(self.callback_handler, self.control, self.state.stateful_callbacks)
+        else:
+            resume.warn_of_fresh(self.callback_handler.callbacks, self.state.stateful_callbacks)
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
         """Remember the metric if it is the best so far; returns whether it is.
@@ -1114,7 +1117,7 @@ class Trainer(EarlierMethods):
     def _report_to_hp_search(self, trial: Any, step: int, metrics: dict[str, float]) -> None:
         """Report an evaluation within a trial to the search, which may end the trial."""
         if self._hftrainer.search is not None and trial is not None:
-            self.objective = self._hftrainer.search.check_objective(self.compute_objective(dict(metrics)))
+            self.objective = self._hftrainer.search.objective_of(self, metrics)
             self._hftrainer.search.report(self, trial, step, self.objective, metrics)
 
     # ---- Logs and metrics --------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ from hftrainer.optimizers.adafactor import Adafactor
 from hftrainer.optimizers.adamw_hf import AdamW
 from hftrainer.trainer_pt_utils import get_parameter_names
 from hftrainer.training_args import TrainingArguments
+
+logger = logging.getLogger(__name__)
 
 #: Weight decay never applies to parameters whose lower-cased names match one of these, nor to `nn.LayerNorm`.
 NO_DECAY = (r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")
@@ -89,6 +92,7 @@ class Request:
         model: the model, for optimizers that select parameters from it.
         options: the options in `optim_args`, by name.
         asked: the options that were read, so that all others can be rejected.
+        uses_adam: whether the betas and epsilon of the arguments were read.
     """
 
     name: str
@@ -96,6 +100,7 @@ class Request:
     model: nn.Module | None
     options: dict[str, str]
     asked: set[str] = field(default_factory=set)
+    uses_adam: bool = False
 
     @property
     def lr(self) -> dict[str, Any]:
@@ -105,6 +110,7 @@ class Request:
     @property
     def adam(self) -> dict[str, Any]:
         """Learning rate, betas and epsilon."""
+        self.uses_adam = True
         betas = (self.args.adam_beta1, self.args.adam_beta2)
         return {**self.lr, "betas": betas, "eps": self.args.adam_epsilon}
 
@@ -388,7 +394,15 @@ def optimizer_cls_and_kwargs(args: TrainingArguments, model: nn.Module | None = 
             f"optim_args of optim={name!r}: {', '.join(unknown)} unknown, {takes}. For other keywords of its class, "
             "pass optimizer_cls_and_kwargs to Trainer."
         )
+    if not request.uses_adam and (ignored := _changed(args, "adam_beta1", "adam_beta2", "adam_epsilon")):
+        logger.warning("%s has no effect: optim=%r has no such setting, or takes it in optim_args.", ignored, name)
     return made
+
+
+def _changed(args: TrainingArguments, *names: str) -> str:
+    """Those arguments that do not have their default, with their values."""
+    fields = type(args).__dataclass_fields__
+    return ", ".join(f"{name}={value}" for name in names if (value := getattr(args, name)) != fields[name].default)
 
 
 def keep_embeddings_precise(model: nn.Module, kind: Any, kwargs: dict[str, Any]) -> None:

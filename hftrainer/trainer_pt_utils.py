@@ -14,6 +14,7 @@ from torch import nn
 
 from hftrainer.arguments.accelerator_config import AcceleratorConfig as AcceleratorConfig
 from hftrainer.compat import peers
+from hftrainer.errors import InvalidArgument
 
 #: The most frequent types first: `isinstance` asks in this order.
 _CONTAINERS = (tuple, dict, list, Mapping)
@@ -109,6 +110,11 @@ class LabelSmoother:
             num_items_in_batch: divisor; by default the number of labels that count.
         """
         logits = model_output["logits"] if isinstance(model_output, Mapping) else model_output[0]
+        if labels.is_floating_point():
+            raise InvalidArgument(
+                f"label_smoothing_factor={self.epsilon} needs a class for each label, and the labels are numbers "
+                f"({labels.dtype}), as in a regression: set it to 0, or make the labels integers."
+            )
         if shift_labels:
             logits, labels = logits[..., :-1, :].contiguous(), labels[..., 1:].contiguous()
         negative = -nn.functional.log_softmax(logits, dim=-1)

@@ -274,6 +274,8 @@ def _check_choices(args: BaseArguments) -> Iterator[str]:
     if unknown := [option for option in args.debug or () if option not in list(DebugOption)]:
         allowed = " and ".join(option.value for option in DebugOption)
         yield f"debug: unknown {sorted(map(str, unknown))}; it takes {allowed}."
+    if isinstance(args.label_names, str):
+        yield f"label_names={args.label_names!r} is a text: give a list of names, [{args.label_names!r}]."
     sampling = ("random", "sequential", "group_by_length", "batch_rebalance")
     if args.train_sampling_strategy not in sampling:
         yield f"train_sampling_strategy={args.train_sampling_strategy!r}: choose one of {', '.join(sampling)}."

@@ -265,6 +265,8 @@ class TrainerSetup(Room):
                 raise InvalidArgument(
                     f"optim={spelled(args.optim)!r} and {name} both set the optimizer: use only one of them."
                 )
+        if trainer.optimizer is not None:
+            _warn_of_ignored(args, trainer.optimizer)
         if trainer.optimizer is not None and trainer.optimizer_cls_and_kwargs is not None:
             raise InvalidSetup("optimizers and optimizer_cls_and_kwargs both set the optimizer: pass only one.")
         if trainer.model_init is not None and (trainer.optimizer is not None or trainer.lr_scheduler is not None):
@@ -291,7 +293,8 @@ class TrainerSetup(Room):
         if args.max_steps > 0 and args.num_train_epochs > 0:
             logger.info("max_steps=%d is given and overrides num_train_epochs.", args.max_steps)
         if isinstance(trainer.train_dataset, IterableDataset):
-            logger.info(
+            logger.log(
+                logging.INFO if args.train_sampling_strategy == "random" else logging.WARNING,
                 "train_sampling_strategy=%r has no effect: train_dataset is iterable and has its own order.",
                 str(args.train_sampling_strategy),
             )
@@ -301,6 +304,18 @@ class TrainerSetup(Room):
             raise InvalidArgument(
                 "max_steps must be set: train_dataset has no length, so the number of optimizer steps cannot be "
                 "computed from num_train_epochs."
+            )
+
+
+def _warn_of_ignored(args: TrainingArguments, optimizer: Any) -> None:
+    """Log a warning about arguments for an optimizer, where the script's own has other values."""
+    for name, key in (("learning_rate", "lr"), ("weight_decay", "weight_decay")):
+        value = getattr(args, name)
+        groups = [group for group in getattr(optimizer, "param_groups", ()) if key in group]
+        held = {float(group.get(f"initial_{key}", group[key])) for group in groups}
+        if value != type(args).__dataclass_fields__[name].default and value not in held:
+            logger.warning(
+                "%s=%s has no effect: optimizers passes an optimizer, which has %s.", name, value, sorted(held)
             )
 
 

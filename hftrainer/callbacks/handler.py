@@ -15,6 +15,7 @@ from hftrainer.arguments.base import BaseArguments
 from hftrainer.callbacks.base import TrainerCallback, is_kind, library_of, make_callback, pop_from
 from hftrainer.callbacks.flow import DefaultFlowCallback
 from hftrainer.callbacks.state import TrainerControl, TrainerState
+from hftrainer.compat.overrides import accepted_by
 from hftrainer.errors import NotACallback
 
 logger = logging.getLogger(__name__)
@@ -94,20 +95,24 @@ class CallbackHandler(TrainerCallback):
             handler = getattr(callback, event, None)
             if handler is None or getattr(handler, "__func__", None) is _NOTHING[event]:
                 continue
-            result = handler(
-                args,
-                state,
-                control,
-                model=self.model,
+            given = {
+                "model": self.model,
                 **_by_its_names(handler, self.processing_class),
-                optimizer=self.optimizer,
-                lr_scheduler=self.lr_scheduler,
-                train_dataloader=self.train_dataloader,
-                eval_dataloader=self.eval_dataloader,
+                "optimizer": self.optimizer,
+                "lr_scheduler": self.lr_scheduler,
+                "train_dataloader": self.train_dataloader,
+                "eval_dataloader": self.eval_dataloader,
                 **kwargs,
-            )
-            if result is not None:
-                control = result
+            }
+            if isinstance(getattr(handler, "__func__", handler), types.FunctionType):
+                given = accepted_by(handler, given)
+            result = handler(args, state, control, **given)
+            if result is None:
+                continue
+            if not hasattr(result, "should_training_stop"):
+                name = f"{type(callback).__name__}.{event}"
+                raise NotACallback(f"{name} returned {reprlib.repr(result)}: return the control, or nothing.")
+            control = result
         return control
 
     def on_log(self, args, state, control, logs=None, **kwargs):

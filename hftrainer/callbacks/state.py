@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -115,10 +116,12 @@ class TrainerState:
         """Read a state; unknown fields, written by other releases, are ignored."""
         with open(json_path, encoding="utf-8") as file:
             values = json.load(file)
-        # An interval without a value is null in files of v4: the default is as good.
-        given = {name: value for name, value in values.items() if value is not None or name in _NEVER_NULL}
         known = {field.name for field in dataclasses.fields(cls)}
         with fitting(json_path):
+            if not isinstance(values, dict):
+                raise TypeError(f"it is {reprlib.repr(values)}")
+            # An interval without a value is null in files of v4: the default is as good.
+            given = {name: value for name, value in values.items() if value is not None or name in _NEVER_NULL}
             check_fields(given, cls)
             for name in _COUNTED & given.keys():
                 if not 0 <= given[name] <= _MOST_STEPS:  # nor NaN

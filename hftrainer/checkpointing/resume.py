@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from hftrainer.callbacks.handler import CallbackHandler
-from hftrainer.callbacks.state import TrainerControl, TrainerState
+from hftrainer.callbacks.state import TrainerControl, TrainerState, export_states, is_exportable
 from hftrainer.checkpointing import distributed, names
 from hftrainer.checkpointing.folders import get_last_checkpoint
 from hftrainer.checkpointing.manifest import Changes, changes
@@ -163,6 +163,7 @@ def load_optimizer_and_scheduler(
     if not ((os.path.isfile(optimizer_file) or parts or whole) and os.path.isfile(scheduler_file)):
         logger.warning("%s lacks the optimizer or scheduler state: both start from scratch.", folder)
         return
+    before = [dict(group) for group in optimizer.param_groups]
     if parts:
         distributed.load_optimizer_parts(model, optimizer, folder)
     elif whole:
@@ -177,6 +178,27 @@ def load_optimizer_and_scheduler(
                 check_optimizer_state(state, optimizer)
                 optimizer.load_state_dict(_for_device(state, optimizer))
     _load_plain(scheduler, scheduler_file)
+    _warn_of_kept(before, optimizer)
+
+
+#: Keys of a parameter group that are no settings of the user: the current rate, and how a device computes the step.
+_NO_SETTINGS = frozenset({"params", "lr", "fused", "foreach", "capturable", "differentiable"})
+
+
+def _warn_of_kept(before: list[dict[str, Any]], optimizer: torch.optim.Optimizer) -> None:
+    """Log a warning about settings of an optimizer in which the checkpoint's rule over those of the script."""
+    kept: dict[str, str] = {}
+    for given, group in zip(before, optimizer.param_groups, strict=False):
+        for key, value in given.items():
+            if key not in _NO_SETTINGS and isinstance(value, (int, float, str, tuple)) and group.get(key) != value:
+                name = "learning_rate" if key == "initial_lr" else key
+                kept.setdefault(name, f"{name}={group.get(key)!r}, not {value!r}")
+    if kept:
+        logger.warning(
+            "The checkpoint's settings of the optimizer stay in use: %s. To begin with others, pass no checkpoint, or "
+            "set them in optimizer.param_groups and the scheduler's base_lrs in a callback.",
+            "; ".join(kept.values()),
+        )
 
 
 def _load_plain(target: Any, path: str) -> None:
@@ -244,6 +266,26 @@ def restore_callbacks(handler: CallbackHandler, control: TrainerControl, states:
     if forgotten:
         logger.warning("The checkpoint has states of callbacks that this run lacks: %s.", ", ".join(forgotten))
     return control
+
+
+def warn_of_fresh(callbacks: list[Any], states: dict[str, Any]) -> None:
+    """Log a warning about callbacks whose state in the checkpoint is not restored, as the count of early stopping."""
+    for name, now in export_states([each for each in callbacks if is_exportable(each)]).items():
+        before = states.get(name)
+        if not (isinstance(now, dict) and isinstance(before, dict)):
+            continue
+        known = before.get("attributes", {})
+        changed = [
+            f"{key}={value!r}, {known[key]!r} in the checkpoint"
+            for key, value in now["attributes"].items()
+            if key in known and known[key] != value
+        ]
+        if changed:
+            logger.warning(
+                "%s starts from scratch (%s): set restore_callback_states_from_checkpoint=True to restore it.",
+                name,
+                "; ".join(changed),
+            )
 
 
 def _restore(callback: Any, state: dict[str, Any]) -> None:

@@ -152,7 +152,8 @@ def _values(state: TrainerState) -> dict[str, dict[int, Any]]:
     found: dict[str, dict[int, Any]] = {}
     step = 0
     for line in state.log_history:
-        step = line.get("step", step)  # lines that a script has added may have none
+        if isinstance(line.get("step"), int):  # lines that a script has added may have none
+            step = line["step"]
         if "train_runtime" in line and "train_loss" in line:
             continue
         for name, value in line.items():

@@ -62,7 +62,10 @@ def _explain(parser: Parser, options: argparse.Namespace) -> None:
         words = [word for word in options.words if word != "--json"]
         options.json |= len(words) < len(options.words)
         args = _arguments(words)
-    explanation = args.explain()
+    try:
+        explanation = args.explain()
+    except (ValueError, OSError) as error:  # a file that an argument names, as lightning_config; ours are ValueErrors
+        parser.fail(error)
     print(explanation.to_json() if options.json else explanation)
     if failure is not None:
         parser.exit(1, f"{failure}. These are the arguments that it made last.\n")

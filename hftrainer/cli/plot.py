@@ -54,7 +54,7 @@ def _plot(parser: Parser, options: argparse.Namespace) -> None:
             written = plot_study(options.study, options.study_name, out=options.output or ".", html=options.html)
         else:
             written = plot(options.folders, html=options.html, out=options.out)
-    except (InvalidArgument, MissingPackage) as error:
+    except (InvalidArgument, MissingPackage, OSError) as error:
         parser.fail(error)
     if options.json:
         print(json.dumps({"files": written}, indent=2))

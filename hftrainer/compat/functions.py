@@ -24,6 +24,19 @@ def number_of_arguments(function: Callable[..., Any]) -> int:
     return sum(parameter.kind in by_position for parameter in inspect.signature(function).parameters.values())
 
 
+def takes(function: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
+    """Whether `function` can be called with these arguments; True if its parameters are unknown."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        return True
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
+
+
 def ignores_other_keywords(function: Callable[..., Any]) -> bool:
     """Whether a function has `**kwargs` that it never reads, so that further keywords change nothing."""
     while isinstance(function, functools.partial):

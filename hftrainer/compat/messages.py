@@ -7,6 +7,7 @@ logger, as that of any library, or otherwise to the handlers of transformers' lo
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import sys
@@ -145,3 +146,9 @@ def log_facts(logger: logging.Logger, title: str, facts: Mapping[str, Any]) -> N
     logger.info("%s", title, stacklevel=2)
     for name, value in facts.items():
         logger.info("  %s: %s", name, f"{value:,}" if isinstance(value, int) else value, stacklevel=2)
+
+
+@functools.cache
+def warn_once(logger: logging.Logger, message: str) -> None:
+    """Log a warning, unless this process has logged the same before."""
+    logger.warning(message)

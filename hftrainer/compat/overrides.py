@@ -40,7 +40,13 @@ def accepts(method: Callable[..., Any], keyword: str) -> bool:
 
 def call_with_accepted(method: Callable[..., Any], *args: Any, **optional: Any) -> Any:
     """Call `method` with `args`, and with those of `optional` that it accepts."""
-    return method(*args, **{name: value for name, value in optional.items() if accepts(method, name)})
+    return method(*args, **accepted_by(method, optional))
+
+
+def accepted_by(method: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:
+    """Those of `values` that `method` accepts as keywords."""
+    names = _keywords(getattr(method, "__func__", method))
+    return values if names is None else {name: value for name, value in values.items() if name in names}
 
 
 def with_accepted(method: Callable[..., Any], *keywords: str) -> Callable[..., Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -44,12 +45,13 @@ def as_json(value: Any, name: str) -> Any:
 
 
 def is_plain(line: Mapping[str, Any]) -> bool:
-    """Whether all values of a log line are numbers or text already."""
-    return all(type(value) in _PLAIN for value in line.values())
+    """Whether all values of a log line are numbers or text already, and all names text."""
+    return all(type(name) is str and type(value) in _PLAIN for name, value in line.items())
 
 
-def _as_key(key: Any) -> Any:
-    return key if isinstance(key, _PLAIN) else str(key)
+def _as_key(key: Any) -> str:
+    """A key as JSON writes it; keys of several types could not be sorted."""
+    return key if isinstance(key, str) else json.dumps(key) if isinstance(key, _PLAIN) else str(key)
 
 
 @functools.cache

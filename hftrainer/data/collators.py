@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from hftrainer.errors import InvalidSetup
+
 
 def default_data_collator(features: Sequence[Any], return_tensors: str = "pt") -> dict[str, Any]:
     """Stack the values of equal keys, without padding.
@@ -31,7 +33,7 @@ def default_data_collator(features: Sequence[Any], return_tensors: str = "pt") -
         batch["labels"] = _labels(values, values[0][0])
     for key, value in first.items():
         if key not in ("label", "label_ids") and value is not None and not isinstance(value, str):
-            batch[key] = _stack([sample[key] for sample in samples])
+            batch[key] = _stacked(key, [sample[key] for sample in samples])
     if return_tensors == "np":
         return {key: value.numpy() for key, value in batch.items()}
     return batch
@@ -44,6 +46,16 @@ def _labels(values: list[Any], sample: Any) -> torch.Tensor:
         return torch.stack(values)
     number = sample.item() if isinstance(sample, torch.Tensor) else sample
     return torch.tensor(values, dtype=torch.long if isinstance(number, (int, np.integer)) else torch.float)
+
+
+def _stacked(key: str, values: list[Any]) -> torch.Tensor:
+    try:
+        return _stack(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InvalidSetup(
+            f"The values of {key!r} do not fit into one tensor ({error}): pass processing_class=tokenizer to pad them, "
+            "or a data_collator that does."
+        ) from error
 
 
 def _stack(values: list[Any]) -> torch.Tensor:

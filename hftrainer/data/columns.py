@@ -9,14 +9,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from hftrainer.compat import peers
-from hftrainer.errors import InvalidArgument, RemovedColumn
+from hftrainer.errors import InvalidArgument, RemovedColumn, UnknownKey
+from hftrainer.model.inspection import called_model
 
 logger = logging.getLogger(__name__)
 
 
 def signature_columns(model: Any, label_names: Sequence[str]) -> list[str]:
     """The keys that `model.forward` takes, and those that collators turn into labels."""
-    parameters = list(inspect.signature(peers.without_adapters(model).forward).parameters)
+    parameters = list(inspect.signature(called_model(model).forward).parameters)
     return list(dict.fromkeys([*parameters, "label", "label_ids", *label_names]))
 
 
@@ -57,6 +58,20 @@ def explain_removed(error: KeyError, datasets: Sequence[Any], columns: Sequence[
             f"The data collator or the loss reads the column {name!r}, which was removed since the model's forward "
             "does not take it: set remove_unused_columns=False, and let the collator or compute_loss drop what the "
             "model does not take."
+        ) from error
+
+
+def explain_unknown(error: TypeError, model: Any) -> None:
+    """Explain an error of calling the model with a keyword that its forward does not take.
+
+    Raises:
+        UnknownKey: in place of such an error.
+    """
+    found = re.search(r"(\w+)\.forward\(\) got an unexpected keyword argument '(\w+)'", str(error))
+    if found and found[1] in (type(model).__name__, type(peers.without_adapters(model)).__name__):
+        raise UnknownKey(
+            f"The batch has {found[2]!r}, which {found[1]}.forward does not take: let data_collator drop it (the "
+            "argument remove_unused_columns drops columns of the dataset only), or add it to forward."
         ) from error
 
 

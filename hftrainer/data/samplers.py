@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import itertools
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler
 
 from hftrainer.errors import InvalidArgument
+
+logger = logging.getLogger(__name__)
 
 #: Maximum number of batches that are sorted together; the data is shuffled beyond them.
 _BATCHES_SORTED_TOGETHER = 50
@@ -167,5 +170,13 @@ def count_lengths(dataset: Any, name: str) -> list[int]:
         raise InvalidArgument(
             f"The lengths of the samples are not known: they have {has}, but not {name!r}. Add a column with the "
             "lengths, and set length_column_name to its name."
+        )
+    if len(shape := getattr(first[name], "shape", ())) > 1 or isinstance(next(iter(first[name]), None), (list, tuple)):
+        logger.warning(
+            "The samples are grouped by the first dimension of %r (shape %s), %d in the first sample. If that is not "
+            "their length, add a column with the lengths, and set length_column_name to its name.",
+            name,
+            tuple(shape) or "nested lists",
+            len(first[name]),
         )
     return [len(sample[name]) for sample in dataset]

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
+from hftrainer.compat.messages import warn_once
+
 logger = logging.getLogger(__name__)
-
-
-@functools.lru_cache
-def _warn_once(message: str) -> None:
-    logger.warning(message)
 
 
 def count_tokens(inputs: Mapping[str, Any], main_input: str, how: str, pad_token_id: int | None) -> torch.Tensor | None:
@@ -27,7 +23,7 @@ def count_tokens(inputs: Mapping[str, Any], main_input: str, how: str, pad_token
         pad_token_id: the padding token, if there is one.
     """
     if main_input not in inputs:
-        _warn_once(f"Input tokens are not counted: the batch has no {main_input!r}. Set model.main_input_name.")
+        warn_once(logger, f"Input tokens are not counted: the batch has no {main_input!r}. Set model.main_input_name.")
         return None
     tokens = inputs[main_input]
     if how == "non_padding" and "attention_mask" in inputs:
@@ -35,9 +31,10 @@ def count_tokens(inputs: Mapping[str, Any], main_input: str, how: str, pad_token
     if how == "non_padding" and pad_token_id is not None:
         return (tokens != pad_token_id).sum()
     if how == "non_padding":
-        _warn_once(
+        warn_once(
+            logger,
             "Could not determine method to count non-padding tokens: there is neither an attention_mask nor a "
-            "pad_token_id, so padding is counted too."
+            "pad_token_id, so padding is counted too.",
         )
     return torch.tensor(tokens.numel(), device=tokens.device)
 

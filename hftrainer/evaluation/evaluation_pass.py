@@ -16,6 +16,7 @@ from torch.utils.data import IterableDataset
 from hftrainer.compat.functions import has_length
 from hftrainer.data.loaders import PreparedDataLoader
 from hftrainer.data.samplers import gives_its_length
+from hftrainer.errors import InvalidArgument
 from hftrainer.evaluation.metrics import TorchMetrics, WholeSetMetrics
 from hftrainer.evaluation.outputs import OutputCollector
 from hftrainer.trainer_pt_utils import find_batch_size, without_rows
@@ -62,6 +63,8 @@ class EvaluationPass:
 
     Attributes:
         output: the result, once the pass has finished.
+        has_labels: whether a batch had all labels.
+        computed: whether there are metrics besides the loss.
     """
 
     args: TrainingArguments
@@ -85,6 +88,8 @@ class EvaluationPass:
     seen_samples: int = 0
     seen_batches: int = 0
     output: EvalLoopOutput | None = None
+    has_labels: bool = False
+    computed: bool = False
     _drawn: deque[_Drawn] = field(default_factory=deque, init=False)
     _kept: dict[str, OutputCollector] = field(init=False)
 
@@ -152,7 +157,8 @@ class EvaluationPass:
     def _rows(self, inputs: Any, drawn: _Drawn) -> dict[str, Any]:
         """The outputs of a batch, before gathering."""
         loss, logits, labels = self.predict(inputs)
-        main = self.prepare_input(inputs[self.main_input]) if "inputs" in self.args.include_for_metrics else None
+        self.has_labels |= labels is not None
+        main = self._main_input(inputs) if "inputs" in self.args.include_for_metrics else None
         if self._keeps_rows or self.metrics.needs_batches:
             main, labels, logits = (each if each is None else self.pad(each) for each in (main, labels, logits))
         if logits is not None and self.preprocess_logits is not None:
@@ -169,6 +175,14 @@ class EvaluationPass:
             self.seen_samples += find_batch_size(inputs) or 0
         self.end_batch()
         return rows
+
+    def _main_input(self, inputs: Any) -> Any:
+        if self.main_input not in inputs:
+            raise InvalidArgument(
+                f"include_for_metrics=['inputs'] keeps the model's main input, {self.main_input!r}, and the batch has "
+                f"only {', '.join(inputs)}: set main_input_name on the model's class to the name of its input."
+            )
+        return self.prepare_input(inputs[self.main_input])
 
     def _keep(self, rows: dict[str, Any], inputs: Any, last: bool, *, full: bool) -> None:
         unchanged = full and self.gathering_changes_nothing()
@@ -207,6 +221,7 @@ class EvaluationPass:
         """Compute the metrics over all batches, and set `output`."""
         whole = {name: kept.arrays() for name, kept in self._kept.items()}
         metrics = dict(denumpify_detensorize(self.metrics.compute(self._prediction(whole), self.collect)))
+        self.computed = bool(metrics)
         losses = whole["losses"]
         if losses is not None:
             metrics[f"{self.prefix}_loss"] = self._mean(np.concatenate(losses) if isinstance(losses, list) else losses)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import os
+import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 
 from hftrainer.compat import peers
+from hftrainer.compat.functions import takes
 from hftrainer.compat.overrides import accepts
 from hftrainer.errors import InvalidArgument
 from hftrainer.trainer_pt_utils import without_rows
@@ -45,7 +47,7 @@ class WholeSetMetrics:
         """The metrics of the whole set, if it has predictions and labels."""
         if self.function is None or whole.predictions is None or whole.label_ids is None:
             return {}
-        return dict(self.function(whole))
+        return _by_name(_call(self.function, whole))
 
 
 class BatchedMetrics(WholeSetMetrics):
@@ -66,11 +68,29 @@ class BatchedMetrics(WholeSetMetrics):
         """Call the function with the batch gathered from all processes."""
         assert self.function is not None
         if prediction.predictions is not None and prediction.label_ids is not None:
-            self.result = self.function(prediction, compute_result=last)  # type: ignore[call-arg]
+            self.result = _call(self.function, prediction, compute_result=last)
 
     def compute(self, whole: EvalPrediction, gather: Callable[..., Any]) -> dict[str, Any]:
         """The function's result for the last batch."""
-        return dict(self.result or {})
+        return _by_name(self.result or {})
+
+
+def _call(function: Callable[..., Any], prediction: EvalPrediction, **keywords: Any) -> Any:
+    if not takes(function, prediction, **keywords):
+        raise InvalidArgument(
+            f"compute_metrics gets one argument, an EvalPrediction, and yours takes {inspect.signature(function)}. "
+            "Write `def compute_metrics(prediction): logits, labels = prediction`."
+        )
+    return function(prediction, **keywords)
+
+
+def _by_name(result: Any) -> dict[str, Any]:
+    """What `compute_metrics` returned, if it is a dict with names as keys."""
+    if not isinstance(result, Mapping) or not all(isinstance(name, str) for name in result):
+        raise InvalidArgument(
+            f"compute_metrics returned {reprlib.repr(result)}: it must return a dict with a name for each metric."
+        )
+    return dict(result)
 
 
 class TorchMetrics:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hftrainer.compat.messages import warn_once
 from hftrainer.evaluation.growing_array import GrowingArray
 from hftrainer.trainer_pt_utils import nested_apply, nested_numpify
 
@@ -29,11 +29,20 @@ def predictions(outputs: Any, ignored: Collection[str], *, has_loss: bool) -> An
     """
     if isinstance(outputs, Mapping):
         left_out = {*ignored, "loss"} if has_loss else {*ignored}
-        return tuple(value for name, value in outputs.items() if name not in left_out and _is_data(value, repr(name)))
-    outputs = outputs[1:] if has_loss else outputs
-    if type(outputs) not in (tuple, list):
-        return outputs
-    return type(outputs)(value for at, value in enumerate(outputs, has_loss) if _is_data(value, f"number {at}"))
+        outputs = tuple(
+            value for name, value in outputs.items() if name not in left_out and _is_data(value, repr(name))
+        )
+    else:
+        outputs = outputs[1:] if has_loss else outputs
+        if type(outputs) in (tuple, list):
+            kept = (value for at, value in enumerate(outputs, has_loss) if _is_data(value, f"number {at}"))
+            outputs = type(outputs)(kept)
+    return nested_apply(_dense, outputs)
+
+
+def _dense(leaf: Any) -> Any:
+    """A sparse tensor as a dense one: NumPy has no sparse arrays."""
+    return leaf.to_dense() if isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided else leaf
 
 
 def _is_data(value: Any, name: str) -> bool:
@@ -46,18 +55,13 @@ def _is_data(value: Any, name: str) -> bool:
 
     nested_apply(look, value)
     if strange:
-        _warn_once(name, type(strange[0]).__name__)
+        warn_once(
+            logger,
+            f"The model's output {name} contains a {type(strange[0]).__name__}, which is not a tensor and is left out "
+            "of the predictions. To leave it out without this warning, add its key to ignore_keys or to the config's "
+            "keys_to_ignore_at_inference.",
+        )
     return not strange
-
-
-@functools.cache
-def _warn_once(name: str, kind: str) -> None:
-    logger.warning(
-        "The model's output %s contains a %s, which is not a tensor and is left out of the predictions. To leave it "
-        "out without this warning, add its key to ignore_keys or to the config's keys_to_ignore_at_inference.",
-        name,
-        kind,
-    )
 
 
 _LEAVES = (torch.Tensor, np.ndarray, np.generic, str, bytes, bool, int, float, complex)

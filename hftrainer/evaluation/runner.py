@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader
 
 from hftrainer.arguments import legacy
 from hftrainer.compat import peers
-from hftrainer.compat.functions import has_length
-from hftrainer.compat.messages import log_facts
+from hftrainer.compat.functions import has_length, takes
+from hftrainer.compat.messages import log_facts, warn_once
 from hftrainer.compat.overrides import accepts, call_with_accepted, with_accepted
 from hftrainer.errors import InvalidArgument
 from hftrainer.evaluation import gathering
@@ -136,6 +136,10 @@ class EvaluationRunner(Room):
                 f"{description} has no batches: the dataset is empty, or smaller than a batch with "
                 "dataloader_drop_last, or lightning_config limits it to 0 batches."
             )
+        if not (predicting or evaluation.computed or evaluation.has_labels or trainer.compute_metrics is None):
+            needed = f"no batch has all of the labels {trainer.label_names}: set label_names to the names of yours"
+            why = "prediction_loss_only=True" if loss_only else needed
+            warn_once(logger, f"compute_metrics is not called: {why}.")
         if evaluation.preparation_time is not None:
             self._preparation_measured |= math.isnan(trainer.model_preparation_time)
             trainer.model_preparation_time = evaluation.preparation_time
@@ -257,7 +261,7 @@ class EvaluationRunner(Room):
             num_examples=trainer.num_examples,
             main_input=getattr(trainer.model, "main_input_name", "input_ids"),
             metrics=metrics,
-            preprocess_logits=trainer.preprocess_logits_for_metrics,
+            preprocess_logits=_preprocessor(trainer.preprocess_logits_for_metrics),
             end_batch=self.context.engine.parallelism.end_batch,
             gather=lambda rows: trainer.gather_function(rows),
             gathering_changes_nothing=functools.partial(gathering.changes_nothing, trainer),
@@ -313,3 +317,10 @@ class EvaluationRunner(Room):
 
 def _without_tuple_of_one(values: Any) -> Any:
     return values[0] if isinstance(values, (tuple, list)) and len(values) == 1 else values
+
+
+def _preprocessor(function: Callable[..., Any] | None) -> Callable[[Any, Any], Any] | None:
+    """`preprocess_logits_for_metrics`, as a function of logits and labels; it may take the logits alone."""
+    if function is None or takes(function, None, None) or not takes(function, None):
+        return function
+    return lambda logits, labels: function(logits)

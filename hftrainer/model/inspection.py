@@ -27,9 +27,18 @@ def can_return_loss(model_class: type) -> bool:
     return parameter is not None and parameter.default is True
 
 
+def called_model(model: Any) -> Any:
+    """The model whose forward names the inputs: below adapters, and below modules that pass all arguments on to it."""
+    bare = peers.without_adapters(model)
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    inside = list(bare.children())
+    passes_on = all(each.kind in variadic for each in inspect.signature(bare.forward).parameters.values())
+    return called_model(inside[0]) if passes_on and len(inside) == 1 else bare
+
+
 def accepts_loss_kwargs(model: nn.Module) -> bool:
     """Whether `forward` takes `num_items_in_batch`: by the model's attribute, or as any keyword (since v4.46)."""
-    bare = peers.without_adapters(model)
+    bare = called_model(model)
     if hasattr(bare, "accepts_loss_kwargs"):
         return bool(bare.accepts_loss_kwargs)
     parameters = inspect.signature(bare.forward).parameters.values()

@@ -79,6 +79,6 @@ def metric_named(metrics: Mapping[str, float], name: str) -> float:
     if key not in metrics:
         raise MetricNotFound(
             f"metric_for_best_model={name!r}: evaluation does not return {key!r}, only "
-            f"{', '.join(comparable_names(metrics))}."
+            f"{', '.join(comparable_names(metrics)) or 'times'}."
         )
     return metrics[key]

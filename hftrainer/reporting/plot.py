@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib
 import logging
-import math
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,7 +68,8 @@ def curves(state: TrainerState) -> Curves:
     found: Curves = {panel: {} for panel in PANELS}
     step: float = 0
     for line in state.log_history:
-        step = line.get("step", step)  # lines that a script has added may have none
+        if _is_number(line.get("step")):  # lines that a script has added may have none
+            step = line["step"]
         if "train_runtime" in line and "train_loss" in line:  # the summary at the end
             continue
         for name, value in line.items():
@@ -81,7 +82,7 @@ def curves(state: TrainerState) -> Curves:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _panel_of(name: str) -> str:
@@ -105,7 +106,7 @@ class Line:
 
 def lines(folders: list[str]) -> Iterator[Line]:
     """The curves of runs: one run has a colour per curve; several have a colour per run and a dash per curve."""
-    parts = [Path(folder).resolve().parts for folder in folders]
+    parts = [Path(os.path.realpath(folder)).parts for folder in folders]
     # The shortest suffix of each path that is unique.
     depth = next((n for n in range(1, 9) if len({path[-n:] for path in parts}) == len(parts)), 8)
     for number, (path, folder) in enumerate(zip(parts, folders, strict=True)):

@@ -9,7 +9,7 @@ import numbers
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from hftrainer.errors import InvalidArgument, UnknownArgument
+from hftrainer.errors import InvalidArgument, MetricNotFound, UnknownArgument
 
 if TYPE_CHECKING:
     from hftrainer.arguments.behaviours import Behaviours
@@ -129,12 +129,21 @@ class SearchBackend(abc.ABC):
     def after_saving(self, trainer: TrainerApi) -> None:  # noqa: B027 - only some libraries need it
         """Called in a trial after each step, when it has been logged, evaluated and saved as far as these were due."""
 
-    def check_objective(self, objective: Any) -> Any:
-        """Check what `compute_objective` returned, and return it as a number if there is one direction.
+    def objective_of(self, trainer: TrainerApi, metrics: Mapping[str, Any]) -> Any:
+        """What `compute_objective` makes of the metrics of an evaluation; a number if there is one direction.
 
         Raises:
             InvalidArgument: if it is not one number for each direction.
+            MetricNotFound: if `compute_objective` reads a metric that the evaluation did not return.
         """
+        try:
+            objective = trainer.compute_objective(dict(metrics))
+        except KeyError as error:
+            if not error.args or error.args[0] in metrics:
+                raise
+            raise MetricNotFound(
+                f"compute_objective reads {error.args[0]!r}, and evaluation returns only {', '.join(metrics)}."
+            ) from error
         values = objective if isinstance(objective, Sequence) else [objective]
         try:
             count = len([float(value) for value in values])

@@ -104,7 +104,7 @@ class OptunaSearch(SearchBackend):
         trainer.objective = None
         trainer.train(trial=trial)
         if trainer.objective is None:
-            trainer.objective = self.check_objective(trainer.compute_objective(trainer.evaluate()))
+            trainer.objective = self.objective_of(trainer, trainer.evaluate())
         return trainer.objective
 
     def _open_study(self, trainer: TrainerApi, kwargs: dict[str, Any]) -> None:

@@ -94,13 +94,19 @@ def _draw_png(function: str, study: Study, target: dict[str, Any], path: Path) -
 def _load_study(storage: str, study_name: str | None) -> Study:
     optuna = load("optuna")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    opened: Any = storage
     if "://" not in storage:
         _check_file(storage, storage)
-        opened = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(storage))
     elif storage.startswith("sqlite:///"):
         _check_file(storage, storage.removeprefix("sqlite:///").partition("?")[0])
-    names = optuna.get_all_study_names(opened)
+    try:
+        opened: Any = storage
+        if "://" not in storage:
+            opened = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(storage))
+        names = optuna.get_all_study_names(opened)
+    except Exception as error:  # of Optuna, of SQLAlchemy or of a parser
+        raise InvalidArgument(
+            f"{storage} is no storage of a search ({error}): give the file or URL of yours."
+        ) from error
     if not names:
         raise InvalidArgument(f"{storage}: the storage has no study: give the one that the search was started with.")
     if (study_name is None and len(names) > 1) or (study_name is not None and study_name not in names):

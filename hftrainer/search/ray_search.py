@@ -185,7 +185,7 @@ class RaySearch(SearchBackend):
                 trainer.train(resume_from_checkpoint=path, trial=trial)
             if trainer.objective is None and checkpoint is None:
                 metrics = trainer.evaluate()
-                trainer.objective = self.check_objective(trainer.compute_objective(dict(metrics)))
+                trainer.objective = self.objective_of(trainer, metrics)
                 self.report(trainer, trial, trainer.state.global_step, trainer.objective, metrics)
             self.after_saving(trainer)
         finally:

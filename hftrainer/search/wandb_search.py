@@ -153,7 +153,7 @@ class WandbSearch(SearchBackend):
         trainer.train(trial=chosen)
         if trainer.objective is None:
             metrics = trainer.evaluate()
-            trainer.objective = self.check_objective(trainer.compute_objective(dict(metrics)))
+            trainer.objective = self.objective_of(trainer, metrics)
             self.report(trainer, chosen, trainer.state.global_step, trainer.objective, metrics)
         return trainer.objective
 

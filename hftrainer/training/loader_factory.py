@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,6 +23,9 @@ from hftrainer.errors import InvalidArgument, UnsupportedArgument
 from hftrainer.parallel.devices import UNPINNED
 from hftrainer.parallel.seeds import seed_worker
 from hftrainer.training.context import Room, TrainerContext
+from hftrainer.training_args import TrainingArguments
+
+logger = logging.getLogger(__name__)
 
 
 class LoaderFactory(Room):
@@ -75,6 +79,7 @@ class LoaderFactory(Room):
         """See `Trainer._get_dataloader`."""
         trainer, args, given = self.trainer, self.trainer.args, dataset
         collator = trainer.data_collator
+        _check_dataset(dataset, description)
         if peers.is_dataset(dataset):
             dataset = trainer._remove_unused_columns(dataset, description)
         else:
@@ -156,13 +161,16 @@ class LoaderFactory(Room):
 
     @contextlib.contextmanager
     def explaining_removed_columns(self, *datasets: Any) -> Iterator[None]:
-        """Explain a KeyError in the block by `remove_unused_columns`, if this is the reason.
+        """Explain an error in the block by a key of the batch that `remove_unused_columns` has dropped, or has not.
 
         Args:
             datasets: what is read; several sets may be in a dict.
         """
         try:
             yield
+        except TypeError as error:
+            columns.explain_unknown(error, self.trainer.model)
+            raise
         except KeyError as error:
             kept = self.trainer._signature_columns
             if kept is not None and self.trainer.args.remove_unused_columns:
@@ -260,6 +268,12 @@ class LoaderFactory(Room):
         source = source if without_columns is dataset else dataset
         if peers.is_dataset(source) and column in source.column_names:
             return list(map(int, source[column]))
+        if column != TrainingArguments.__dataclass_fields__["length_column_name"].default:
+            logger.warning(
+                "length_column_name=%r has no effect: train_dataset is not a datasets.Dataset with that column, so the "
+                "lengths are counted.",
+                column,
+            )
         names = getattr(self.trainer.processing_class, "model_input_names", None)
         return count_lengths(dataset, names[0] if names else "input_ids")
 
@@ -290,3 +304,25 @@ def _call_sampler(sampler_fn: Callable[..., Any] | None, dataset: Any) -> Any:
     if sampler_fn is None:
         return None
     return sampler_fn(dataset) if number_of_arguments(sampler_fn) else sampler_fn()
+
+
+def _check_dataset(dataset: Any, description: str) -> None:
+    """Refuse what no loader can read: a dict of several sets, an iterator, a loader, or no sample at all.
+
+    Raises:
+        InvalidArgument: names what it is.
+    """
+    kind = type(dataset).__name__
+    if isinstance(dataset, Mapping) and dataset and 0 not in dataset:
+        raise InvalidArgument(
+            f"The {description} dataset is a {kind} with the keys {', '.join(map(str, dataset))}: pass one of its sets."
+        )
+    if isinstance(dataset, IterableDataset):
+        return
+    if isinstance(dataset, str) or not hasattr(dataset, "__getitem__"):
+        raise InvalidArgument(
+            f"The {description} dataset is a {kind}: pass a list, a Dataset or an IterableDataset; for "
+            "a loader, override get_train_dataloader or get_eval_dataloader."
+        )
+    if description == "training" and has_length(dataset) and not len(dataset):
+        raise InvalidArgument("The training dataset has no samples.")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from hftrainer.compat.messages import warn_once
 from hftrainer.errors import InvalidArgument
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,8 @@ def first_output(outputs: Any, inputs: Mapping[str, Any]) -> Any:
     elif isinstance(outputs, (tuple, list)) and outputs:
         return outputs[0]
     elif isinstance(outputs, torch.Tensor) and outputs.ndim == 1 and len(outputs):
-        _warn_once(f"The model returned numbers without a loss; the first of them is the loss. If it is not: {REMEDY}")
+        said = f"The model returned numbers without a loss; the first of them is the loss. If it is not: {REMEDY}"
+        warn_once(logger, said)
         return outputs[0]
     else:
         returned = f"a {type(outputs).__name__}"
@@ -39,11 +40,6 @@ def first_output(outputs: Any, inputs: Mapping[str, Any]) -> Any:
         f"The model returned no loss, {returned}, from the inputs {', '.join(map(str, inputs))}. Check that the labels "
         f"reach it; {REMEDY}"
     )
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    logger.warning(message)
 
 
 def check_loss(loss: Any) -> torch.Tensor:

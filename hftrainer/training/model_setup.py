@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from typing import Any
 
@@ -15,6 +16,8 @@ from hftrainer.model import inspection
 from hftrainer.parallel.seeds import enable_full_determinism, set_seed
 from hftrainer.trainer_pt_utils import LabelSmoother
 from hftrainer.training.context import Room, TrainerContext
+
+logger = logging.getLogger(__name__)
 
 
 class ModelSetup(Room):
@@ -41,6 +44,10 @@ class ModelSetup(Room):
         """A new model from `model_init`, which gets the trial if it takes an argument."""
         make = self.trainer.model_init
         assert make is not None
+        if isinstance(make, nn.Module):
+            raise InvalidSetup(
+                f"model_init is a {type(make).__name__}, and should be a function that makes one: pass it as model."
+            )
         count = number_of_arguments(make)
         if count > 1:
             raise InvalidSetup(f"model_init must take no argument or one, the trial; it takes {count}.")
@@ -79,7 +86,7 @@ class ModelSetup(Room):
         further = ("_defer_fsdp_gradient_reduction", "_sync_replicated_trainable_parameters") if sharded else ()
         refuse_uncalled(type(trainer), "_build_accelerator_args", *further)
         if trainer.place_model_on_device:
-            self._refuse_disconnected()
+            self._check_given_optimizer()
             trainer._move_model_to_device(model, trainer.args.device)
 
     def move(self, model: nn.Module, device: Any) -> None:
@@ -90,7 +97,7 @@ class ModelSetup(Room):
     def _inspect(self, model: nn.Module) -> dict[str, Any]:
         """The attributes of a Trainer that follow from its model, by name."""
         args = self.trainer.args
-        inspected = type(peers.without_adapters(model))
+        inspected = type(inspection.called_model(model))
         names = args.label_names
         return {
             "place_model_on_device": args.place_model_on_device is not False and not self.context.states.spread,
@@ -117,10 +124,16 @@ class ModelSetup(Room):
             setattr(self.trainer, name, value)
         self.found[name] = list(value) if isinstance(value, list) else value  # scripts extend lists in place
 
-    def _refuse_disconnected(self) -> None:
-        """Refuse an optimizer of parameters that are replaced: a model that moves to an XLA device gets new ones."""
+    def _check_given_optimizer(self) -> None:
+        """Warn of an optimizer of another model; refuse one whose parameters a move to an XLA device replaces."""
         trainer = self.trainer
-        if trainer.optimizer is None or trainer.args.device.type != "xla":
+        if trainer.optimizer is None:
+            return
+        own = {id(parameter) for parameter in trainer.model.parameters()}
+        held = {id(parameter) for group in trainer.optimizer.param_groups for parameter in group["params"]}
+        if not own & held:
+            logger.warning("optimizers passes an optimizer that has no parameter of the model, and may not train it.")
+        if trainer.args.device.type != "xla":
             return
         parameters = (parameter for group in trainer.optimizer.param_groups for parameter in group["params"])
         if any(parameter.device.type != "xla" for parameter in parameters):
@@ -141,6 +154,8 @@ class ModelSetup(Room):
                 stacklevel=4,
             )
             return None
+        if trainer.compute_loss_func is not None:
+            logger.warning("label_smoothing_factor has no effect: compute_loss_func computes the loss.")
         return LabelSmoother(epsilon=trainer.args.label_smoothing_factor)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from typing import Any
 
 import torch
@@ -9,8 +10,36 @@ from torch import nn
 
 from hftrainer import trainer_optimizer
 from hftrainer.compat.overrides import call_with_accepted
+from hftrainer.errors import InvalidSetup
 from hftrainer.optimization import follows_metric, get_scheduler
 from hftrainer.training.context import Room
+
+
+def checked_pair(optimizers: Any) -> tuple[Any, Any]:
+    """The Trainer's `optimizers`, if it is a pair of objects.
+
+    Raises:
+        InvalidSetup: for anything else, as an optimizer alone, or its class.
+    """
+    if not isinstance(optimizers, (tuple, list)) or len(optimizers) != 2:
+        raise InvalidSetup(
+            f"optimizers is a {type(optimizers).__name__}, and should be a pair: (optimizer, scheduler), or "
+            "(optimizer, None) for the schedule of lr_scheduler_type."
+        )
+    if classes := [each.__name__ for each in optimizers if isinstance(each, type)]:
+        raise InvalidSetup(
+            f"optimizers takes objects, and {classes[0]} is a class: pass optimizer_cls_and_kwargs=(class, keywords) "
+            "for an optimizer that the Trainer makes."
+        )
+    return optimizers[0], optimizers[1]
+
+
+def _class_and_keywords(given: Any) -> tuple[Any, dict[str, Any]]:
+    if not isinstance(given, (tuple, list)) or len(given) != 2 or not isinstance(given[1], dict):
+        raise InvalidSetup(
+            f"optimizer_cls_and_kwargs is {reprlib.repr(given)}, and should be a pair: class, dict of keywords."
+        )
+    return given[0], dict(given[1])
 
 
 class OptimizerFactory(Room):
@@ -22,7 +51,7 @@ class OptimizerFactory(Room):
         decayed = trainer.get_decay_parameter_names(model)
         groups = trainer_optimizer.parameter_groups(model, decayed, trainer.args.weight_decay)
         if trainer.optimizer_cls_and_kwargs is not None:
-            kind, kwargs = trainer.optimizer_cls_and_kwargs[0], dict(trainer.optimizer_cls_and_kwargs[1])
+            kind, kwargs = _class_and_keywords(trainer.optimizer_cls_and_kwargs)
         else:
             kind, kwargs = call_with_accepted(trainer.get_optimizer_cls_and_kwargs, trainer.args, model=model)
         if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):  # a factory, since v5.0

@@ -108,7 +108,14 @@ class CheckpointSaver(Room):
         """Load the best model if `load_best_model_at_end` is set, there is one, and its checkpoint is whole."""
         trainer = self.trainer
         best = trainer.state.best_model_checkpoint
-        if not trainer.args.load_best_model_at_end or best is None:
+        if not trainer.args.load_best_model_at_end:
+            return
+        if best is None:
+            logger.warning(
+                "load_best_model_at_end has no effect: no evaluation gave a number for metric_for_best_model=%r. "
+                "The last model is kept.",
+                trainer.args.metric_for_best_model,
+            )
             return
         reason = trainer.accelerator.processes.from_main(lambda: resume.why_not_loaded(best))
         if reason is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 from hftrainer.arguments import legacy
 from hftrainer.arguments.logging import which_tokens
 from hftrainer.compat.functions import ignores_other_keywords
+from hftrainer.compat.messages import warn_once
 from hftrainer.compat.overrides import accepts, call_with_accepted
 from hftrainer.data.loaders import to_device
 from hftrainer.data.tokens import count_tokens
@@ -26,6 +28,8 @@ from hftrainer.training.context import Room, TrainerContext
 from hftrainer.training.loader_factory import LoaderFactory
 from hftrainer.training.logged_metrics import split_losses
 from hftrainer.training.loss import check_loss, first_output
+
+logger = logging.getLogger(__name__)
 
 
 @functools.lru_cache(maxsize=8)
@@ -49,6 +53,10 @@ class TrainingSteps(Room):
     def prepare_inputs(self, inputs: Any) -> Any:
         """The batch on the device; with `past_index` also the model's memory of earlier batches."""
         trainer = self.trainer
+        if inputs is None:
+            raise InvalidArgument(
+                "data_collator returned None: it must return the batch, a dict of the model's inputs."
+            )
         if len(inputs) == 0:
             raise InvalidArgument(
                 "The batch is empty: none of the samples' keys is a parameter of the model's forward "
@@ -111,6 +119,11 @@ class TrainingSteps(Room):
     def loss_and_outputs(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any) -> tuple[Any, Any]:
         """Implements `Trainer.compute_loss`: by `compute_loss_func`, the label smoother, or the model itself."""
         trainer = self.trainer
+        if not isinstance(inputs, Mapping):
+            raise InvalidArgument(
+                f"The batch is a {type(inputs).__name__}, and the model is called with names: let data_collator return "
+                "a dict of the model's inputs, or override compute_loss."
+            )
         takes_labels = trainer.compute_loss_func is not None or trainer.label_smoother is not None
         labels = inputs.pop("labels", None) if takes_labels else None
         if trainer.model_accepts_loss_kwargs and num_items_in_batch is not None:
@@ -125,6 +138,12 @@ class TrainingSteps(Room):
             items = num_items_in_batch if self.context.behaviours.smooths_over_items else None
             loss = trainer.label_smoother(outputs, labels, shift_labels=shift, num_items_in_batch=items)
         else:
+            if trainer.label_smoother is not None:
+                warn_once(
+                    logger,
+                    f"label_smoothing_factor={trainer.args.label_smoothing_factor} has no effect: it needs 'labels', "
+                    f"and the batch has only {', '.join(inputs)}; the model computes its own loss.",
+                )
             loss = first_output(outputs, inputs)
         takes_items = trainer.model_accepts_loss_kwargs or self._function_takes_items
         if self.context.averages_tokens and takes_items and num_items_in_batch is not None:

@@ -113,7 +113,7 @@ class NumberEach(nn.Module):
 
 def test_first_number_is_the_loss(tmp_path, caplog):
     """Of a model that returns a number for each row; the evaluation has no labels and no loss."""
-    hftrainer.training.loss._warn_once.cache_clear()
+    hftrainer.compat.messages.warn_once.cache_clear()
     ours = compare(tmp_path, (NumberEach, lambda: [{"x": float(number)} for number in range(38)]), **EVALUATED)
     assert ours.logs[0]["loss"] != 0
     (said,) = {line.message for line in caplog.records if line.name == "hftrainer.training.loss"}

@@ -200,3 +200,15 @@ def test_optional_switches_alone(words, expected):
     """huggingface/transformers#43469: as those that are not optional."""
     (parsed,) = HfArgumentParser(Switches).parse_args_into_dataclasses(words.split())
     assert (parsed.either, parsed.other) == expected
+
+
+def test_dict_is_json(capsys):
+    """transformers takes none on a command line (huggingface/transformers#48030)."""
+    kind = dataclasses.make_dataclass(
+        "Settings", [("first", dict, field(default_factory=dict)), ("second", dict | None, None)]
+    )
+    (settings,) = HfArgumentParser(kind).parse_args_into_dataclasses(["--first", '{"a": false}', "--second", "{}"])
+    assert settings == kind({"a": False}, {})
+    with pytest.raises(SystemExit):
+        HfArgumentParser(kind).parse_args_into_dataclasses(["--first", "[1]"])
+    assert "'[1]' is not an object in JSON" in capsys.readouterr().err

@@ -250,7 +250,11 @@ class TensorBoard(Tracker):
         self.logger.experiment.add_text("args", self.args.to_json_string())
         config: Any = getattr(model, "config", None)
         if hasattr(config, "to_json_string"):
-            self.logger.experiment.add_text("model_config", config.to_json_string())
+            try:
+                text = config.to_json_string()
+            except TypeError:  # the script has put objects into it
+                text = json.dumps(config.to_dict(), indent=2, sort_keys=True, default=repr)
+            self.logger.experiment.add_text("model_config", text)
 
     def write(self, logs: Mapping[str, Any], state: TrainerState) -> None:
         """Write the line, and flush the file."""

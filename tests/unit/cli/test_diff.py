@@ -143,3 +143,13 @@ def test_saved_arguments_run_no_code(tmp_path):
     with pytest.raises(DamagedCheckpoint, match="cannot be read"):
         read_arguments(tmp_path / "training_args.bin")
     assert not trace.exists()
+
+
+@pytest.mark.parametrize("state", [None, 3, [], "x", {"log_history": [{"step": [1], "loss": 1.0}]}])
+def test_any_state(run, capsys, tmp_path, state):
+    (tmp_path / "trainer_state.json").write_text(json.dumps(state))
+    status, shown = command(capsys, run("a"), str(tmp_path))
+    if isinstance(state, dict):
+        assert status == 1 and "as far as both go" in shown.out
+    else:
+        assert status == 2 and "trainer_state.json does not hold what a checkpoint" in shown.err

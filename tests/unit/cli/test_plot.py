@@ -194,3 +194,25 @@ def test_text():
     plain = draw_text([rising], 30, "ascii")
     assert plain.isascii() and plain.endswith("@  0 to 7")
     assert draw_text([], 30, "utf-8") == ""
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [{"step": 1, "loss": 10**400}, {"step": 2, "loss": 0.5}],
+        [{"step": [1], "loss": 1.0}],
+        [{"step": "a", "loss": 1.0}],
+    ],
+)
+def test_any_log(tmp_path, lines):
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": lines}))
+    main(["plot", str(tmp_path)])
+    assert (tmp_path / "training.png").is_file()
+
+
+def test_any_name_of_a_folder(tmp_path, capsys):
+    (tmp_path / "loop").symlink_to("loop")
+    for name in ("x" * 5000, str(tmp_path / "loop")):
+        with pytest.raises(SystemExit) as ended:
+            main(["plot", name])
+        assert ended.value.code == 2 and "plot: error: " in capsys.readouterr().err

@@ -77,6 +77,16 @@ def test_journal(tmp_path, caplog):
     assert "Skipping importance: it needs 2 completed trials, and the study has 1" in caplog.text
 
 
+@pytest.mark.parametrize("url", ["{}", "sqlite:///{}"])
+@pytest.mark.parametrize("content", [b"\xb0\n\x01\n", b"a: [1\nb\n", b'{"a": 1}\n{}\n', b"[1]\n3\n"])
+def test_a_file_that_is_no_storage(tmp_path, capsys, url, content):
+    path = tmp_path / "search"
+    path.write_bytes(content)
+    with pytest.raises(SystemExit):
+        main(["plot", "--study", url.format(path), "--output", str(tmp_path)])
+    assert "give the" in capsys.readouterr().err
+
+
 def test_nothing_to_draw(tmp_path):
     url = f"sqlite:///{tmp_path}/search.db"
     make_study(url, trials=0)

@@ -1,0 +1,334 @@
+"""What users have reported: an argument without effect is said, and a function or value that does not fit is named.
+
+The numbers are issues of huggingface/transformers; most of these are silent there, or end with an error of Python.
+"""
+
+import copy
+import logging
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import hftrainer
+from hftrainer import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
+from hftrainer.compat.messages import warn_once
+from tests.support.tiny import Stream, make_bert, make_plain, pad, plain_data, text_data, varied_language_data
+
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 1}
+SAVED = {"save_strategy": "steps", "save_steps": 1}
+BEST = {**EVALUATED, **SAVED, "load_best_model_at_end": True}
+
+
+@pytest.fixture
+def make_trainer(tmp_path):
+    def make(model=None, data=None, **settings):
+        own = {name: settings.pop(name) for name in [*settings] if name not in TrainingArguments.__dataclass_fields__}
+        defaults = {"max_steps": 2, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4}
+        quiet = {"disable_tqdm": True, "use_cpu": True, "report_to": "none", "save_strategy": "no"}
+        args = TrainingArguments(str(tmp_path / "out"), **{**defaults, **quiet, **settings})
+        data = plain_data() if data is None else data
+        model = make_plain() if model is None and "model_init" not in own else model
+        return Trainer(model, args, train_dataset=data, **{"eval_dataset": plain_data(9), **own})
+
+    return make
+
+
+@pytest.fixture
+def said(caplog):
+    warn_once.cache_clear()
+    return lambda: "\n".join(line.message for line in caplog.records if line.levelno >= logging.WARNING)
+
+
+class Embedding(nn.Module):
+    """Of tokens; a part of its outputs is made by `further`."""
+
+    def __init__(self, further=lambda hidden: {}):
+        super().__init__()
+        self.table, self.further = nn.Embedding(50, 4), further
+
+    def forward(self, input_ids, attention_mask=None, labels=None):
+        hidden = self.table(input_ids)
+        return {"loss": hidden.pow(2).mean(), "logits": hidden, **self.further(hidden)}
+
+
+class Actions(nn.Module):
+    """Its labels have a name of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 3)
+
+    def forward(self, x, actions):
+        logits = self.layer(x)
+        return {"loss": nn.functional.cross_entropy(logits, actions), "logits": logits}
+
+
+def of_actions():
+    rows = [{"x": row["x"], "actions": row["labels"]} for row in plain_data()]
+    return {"model": Actions(), "data": rows, "eval_dataset": rows[:9]}
+
+
+def one_row_each():
+    return [{"input_ids": torch.ones(1, 3, dtype=torch.long)} for _ in range(4)]
+
+
+def of_own(make_optimizer):
+    model = make_plain()
+    return {"model": model, "optimizers": (make_optimizer(model), None)}
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.5)
+
+
+def one(prediction):
+    return {"one": 1.0}
+
+
+SILENT = {
+    "#13255, no labels of that name": (
+        lambda: {"label_smoothing_factor": 0.1, **of_actions()},
+        "label_smoothing_factor=0.1 has no effect: it needs 'labels'",
+    ),
+    "smoothing beside another loss": (
+        lambda: {
+            "label_smoothing_factor": 0.1,
+            "compute_loss_func": lambda outputs, labels, **_: nn.functional.cross_entropy(outputs["logits"], labels),
+        },
+        "label_smoothing_factor has no effect: compute_loss_func",
+    ),
+    "#28530, labels that are not found": (
+        lambda: {"compute_metrics": one, **EVALUATED, **of_actions()},
+        r"compute_metrics is not called: no batch has all of the labels \[\]: set label_names",
+    ),
+    "#10908, names of classes": (
+        lambda: {"compute_metrics": one, "label_names": ["good", "bad"], **EVALUATED},
+        r"all of the labels \['good', 'bad'\]: set label_names",
+    ),
+    "metrics of the loss only": (
+        lambda: {"compute_metrics": one, "prediction_loss_only": True, **EVALUATED},
+        "compute_metrics is not called: prediction_loss_only=True",
+    ),
+    "#15418, a stream": (
+        lambda: {"train_sampling_strategy": "group_by_length", "data": Stream(16)},
+        "train_sampling_strategy='group_by_length' has no effect",
+    ),
+    "#43363, one row of tokens": (
+        lambda: {"train_sampling_strategy": "group_by_length", "data": one_row_each(), "model": Embedding()},
+        r"first dimension of 'input_ids' \(shape \(1, 3\)\), 1 in the first sample",
+    ),
+    "a column of lengths that is missing": (
+        lambda: {
+            **{"train_sampling_strategy": "group_by_length", "length_column_name": "size"},
+            **{"data": text_data(), "model": make_bert()},
+        },
+        "length_column_name='size' has no effect",
+    ),
+    "warm-up of a constant rate": (
+        lambda: {"lr_scheduler_type": "constant", "warmup_steps": 5},
+        "warmup_steps=5 has no effect: lr_scheduler_type='constant'.*'constant_with_warmup' has",
+    ),
+    "betas of SGD": (lambda: {"optim": "sgd", "adam_beta1": 0.3}, "adam_beta1=0.3 has no effect: optim='sgd'"),
+    "the rate of another optimizer": (
+        lambda: {**of_own(sgd), "learning_rate": 0.3, "weight_decay": 0.1},
+        r"(?s)learning_rate=0.3 has no effect: .* \[0.5\].*weight_decay=0.1 has no effect: .* \[0.0\]",
+    ),
+    "an optimizer of another model": (lambda: of_own(lambda _: sgd(make_plain())), "no parameter of the model"),
+    "#28500, nothing is the best": (lambda: {**BEST, "eval_delay": 9}, "load_best_model_at_end has no effect"),
+}
+
+
+@pytest.mark.parametrize("case", SILENT)
+def test_said(make_trainer, said, case):
+    make_settings, expected = SILENT[case]
+    make_trainer(**make_settings()).train()
+    assert re.search(expected, said())
+
+
+RESUMED = {
+    "#28544, patience": (
+        {},
+        r"EarlyStoppingCallback starts from scratch \(.*counter=0, 1 in the checkpoint",
+    ),
+    "another rate": ({"learning_rate": 1.0}, "settings of the optimizer stay in use: learning_rate=5e-05, not 1.0"),
+    "another decay": ({"weight_decay": 0.5}, "settings of the optimizer stay in use: weight_decay=0.0, not 0.5"),
+    "other betas": ({"adam_beta1": 0.5}, r"stay in use: betas=\(0.9, 0.999\), not \(0.5, 0.999\)"),
+}
+
+
+@pytest.mark.parametrize("case", RESUMED)
+def test_said_when_resuming(make_trainer, said, tmp_path, case):
+    changed, expected = RESUMED[case]
+
+    def run(resume=None, **settings):
+        stopping = {"callbacks": [EarlyStoppingCallback(9)], "compute_metrics": one, "metric_for_best_model": "one"}
+        make_trainer(**BEST, **stopping, **settings).train(resume_from_checkpoint=resume)
+
+    run()
+    assert "stay in use" not in said() and "from scratch" not in said()
+    run(str(tmp_path / "out" / "checkpoint-2"), max_steps=3, **changed)
+    assert re.search(expected, said())
+
+
+def test_resuming_with_another_optimizer_is_named(make_trainer, tmp_path):
+    make_trainer(**SAVED).train()
+    with pytest.raises(ValueError, match=r"param_groups lacks .*as after a change of optim"):
+        make_trainer(optim="sgd").train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
+
+
+class Returns(TrainerCallback):
+    def on_log(self, args, state, control, **kwargs):
+        return "x"
+
+
+def regression():
+    rows = [{"x": row["x"], "labels": float(row["labels"])} for row in plain_data()]
+    return {"label_smoothing_factor": 0.1, "data": rows}
+
+
+def collated(make_batch):
+    return {"data_collator": lambda rows: make_batch(hftrainer.default_data_collator(rows))}
+
+
+MISFITS = {
+    "no metrics": (lambda: {"compute_metrics": lambda p: None}, "compute_metrics returned None: it must return a dict"),
+    "a number": (lambda: {"compute_metrics": lambda p: 0.5}, "compute_metrics returned 0.5: it must return a dict"),
+    "no names": (lambda: {"compute_metrics": lambda p: {1: 2.0}}, "a dict with a name for each metric"),
+    "of each batch": (
+        lambda: {"compute_metrics": lambda p, compute_result: 0.5, "batch_eval_metrics": True},
+        "compute_metrics returned 0.5",
+    ),
+    "two arguments": (
+        lambda: {"compute_metrics": lambda logits, labels: {}},
+        r"compute_metrics gets one argument.*yours takes \(logits, labels\)",
+    ),
+    "no argument": (lambda: {"compute_metrics": lambda: {}}, r"compute_metrics gets one argument"),
+    "#24933, the main input": (
+        lambda: {"compute_metrics": one, "include_for_metrics": ["inputs"]},
+        "keeps the model's main input, 'input_ids', and the batch has only x, labels",
+    ),
+    "peft#782, a text": (lambda: {"label_names": "labels"}, r"label_names='labels' is a text: give a list"),
+    "smoothed numbers": (regression, "label_smoothing_factor=0.1 needs a class for each label"),
+    "#9636, several sets": (
+        lambda: {"data": {"train": plain_data(), "test": plain_data()}},
+        "The training dataset is a dict with the keys train, test: pass one of its sets",
+    ),
+    "a loader": (lambda: {"data": torch.utils.data.DataLoader(plain_data())}, "The training dataset is a DataLoader"),
+    "no samples": (lambda: {"data": []}, "The training dataset has no samples"),
+    "samples of several lengths": (
+        lambda: {"data": [{"input_ids": [1] * count, "labels": 0} for count in (3, 4, 5, 6)], "model": make_bert()},
+        "values of 'input_ids' do not fit into one tensor .*: pass processing_class=tokenizer",
+    ),
+    "a list as batch": (lambda: collated(lambda batch: [*batch.values()]), "The batch is a list"),
+    "no batch": (lambda: collated(lambda batch: None), "data_collator returned None"),
+    "another key": (
+        lambda: collated(lambda batch: {**batch, "names": []}),
+        "The batch has 'names', which Plain.forward does not take: let data_collator drop it",
+    ),
+    "a model as function": (lambda: {"model_init": make_plain()}, "model_init is a Plain"),
+    "what a callback returns": (lambda: {"callbacks": [Returns]}, "Returns.on_log returned 'x': return the control"),
+    "one optimizer": (lambda: {"optimizers": sgd(make_plain())}, "optimizers is a SGD, and should be a pair"),
+    "a class": (lambda: {"optimizers": (torch.optim.SGD, None)}, "SGD is a class: pass optimizer_cls_and_kwargs"),
+    "no keywords": (lambda: {"optimizer_cls_and_kwargs": (torch.optim.SGD,)}, "optimizer_cls_and_kwargs is .* a pair"),
+    "a schedule alone": (
+        lambda: {"optimizers": (None, torch.optim.lr_scheduler.ConstantLR(sgd(make_plain())))},
+        "ConstantLR was made for another optimizer",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MISFITS)
+def test_named(make_trainer, case):
+    make_settings, expected = MISFITS[case]
+    settings = make_settings()
+    with pytest.raises((ValueError, TypeError), match=expected):
+        make_trainer(**{**EVALUATED, "logging_steps": 1, **settings}).train()
+
+
+class Short(TrainerCallback):
+    """Handlers without `**kwargs`."""
+
+    def on_step_end(self, args, state, control):
+        self.steps = state.global_step
+
+    def on_evaluate(self, args, state, control, metrics):
+        self.metrics = metrics
+
+
+def test_functions_are_called_by_their_own_signature(make_trainer):
+    short = Short()
+    shapes = []
+    settings = {"compute_metrics": lambda p: shapes.append(p.predictions.shape) or {}, "callbacks": [short]}
+    trainer = make_trainer(**EVALUATED, **settings, preprocess_logits_for_metrics=lambda x: x.argmax(-1))
+    trainer.train()
+    assert short.steps == 2 and "eval_loss" in short.metrics
+    assert shapes == [(9,), (9,)]
+
+
+def test_sparse_outputs_are_dense_predictions(make_trainer):
+    model = Embedding(lambda hidden: {"square": torch.eye(len(hidden), 4).to_sparse()})
+    data = varied_language_data(8)
+    trainer = make_trainer(model, data, eval_dataset=copy.copy(data), data_collator=pad)
+    assert trainer.predict(data).predictions[1].tolist() == torch.eye(4).repeat(2, 1).tolist()
+
+
+class PassesOn(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args, **kwargs):
+        return self.model(*args, **kwargs)
+
+
+@pytest.mark.parametrize("wrap", [PassesOn, nn.DataParallel, lambda model: PassesOn(PassesOn(model))])
+def test_modules_that_pass_all_on_are_looked_through(make_trainer, wrap):
+    settings = {"eval_dataset": text_data(9), "compute_metrics": one, **EVALUATED}
+    trainer = make_trainer(wrap(make_bert()), text_data(), **settings)
+    trainer.train()
+    assert trainer.label_names == ["labels"] and trainer.evaluate()["eval_one"] == 1.0
+
+
+@pytest.mark.parametrize("name", [1, ("f1", 0), None])
+def test_names_of_logged_values(make_trainer, tmp_path, name):
+    class Logs(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            state.log_history.append({name: 2.0, "step": state.global_step})
+
+    trainer = make_trainer(**SAVED, callbacks=[Logs])
+    trainer.train()
+    trainer.save_metrics("test", {name: 2.0, "loss": 1.0})
+    trainer = make_trainer(max_steps=3)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
+    assert trainer.state.global_step == 3
+
+
+SEARCHED = {
+    "a metric that is missing": (
+        {"compute_objective": lambda metrics: metrics["eval_f1"]},
+        "reads 'eval_f1', and",
+    ),
+    "no argument": ({"compute_objective": lambda: 1.0}, "compute_objective=.*: give a function of one argument"),
+    "two arguments": ({"hp_space": lambda trial, more: {}}, "hp_space=.*: give a function of one argument, the trial"),
+    "a name": ({"hp_name": lambda: "x"}, "hp_name=.*: give a function of one argument"),
+}
+
+
+@pytest.mark.parametrize("case", SEARCHED)
+def test_functions_of_a_search(make_trainer, case):
+    given, expected = SEARCHED[case]
+    trainer = make_trainer(model_init=make_plain, **EVALUATED)
+    with pytest.raises((ValueError, KeyError), match=expected):
+        trainer.hyperparameter_search(**{"hp_space": lambda trial: {}, "n_trials": 1, "backend": "optuna", **given})
+
+
+def test_configuration_with_objects_is_described(make_trainer):
+    """#37518: it ended the run at its beginning."""
+    pytest.importorskip("tensorboard")
+    model = make_bert()
+    model.config.further = {"dtype of a script": torch.Size([1]), "set": {1}}
+    trainer = make_trainer(model, text_data(), report_to="tensorboard")
+    trainer.train()
+    assert trainer.state.global_step == 2
