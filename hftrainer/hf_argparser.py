@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, Union
 
+from hftrainer.arguments import legacy
 from hftrainer.errors import InvalidArgument
 from hftrainer.parallel.config_files import read_yaml
 
@@ -94,7 +95,7 @@ class HfArgumentParser(argparse.ArgumentParser):
         unused = set(args)
         objects = []
         for kind in self.dataclass_types:
-            names = {field.name for field in dataclasses.fields(kind) if field.init}
+            names = {field.name for field in dataclasses.fields(kind) if field.init} | _hidden_in(kind).keys()
             unused -= names
             objects.append(kind(**{name: value for name, value in args.items() if name in names}))
         if unused and not allow_extra_keys:
@@ -117,7 +118,8 @@ class HfArgumentParser(argparse.ArgumentParser):
     def _take(kind: Any, namespace: argparse.Namespace) -> Any:
         names = [field.name for field in dataclasses.fields(kind) if field.init]
         values = {name: getattr(namespace, name) for name in names}
-        for name in names:
+        values |= {name: getattr(namespace, name) for name in _hidden_in(kind) if name in vars(namespace)}
+        for name in values:
             delattr(namespace, name)
         return kind(**values)
 
@@ -127,6 +129,14 @@ class HfArgumentParser(argparse.ArgumentParser):
         for field in dataclasses.fields(kind):
             if field.init:
                 _add_field(group, field, hints[field.name])
+        for name, field in _hidden_in(kind).items():
+            _add_field(group, field, hints[name], default=argparse.SUPPRESS)
+
+
+def _hidden_in(kind: Any) -> dict[str, Any]:
+    """Arguments of training that `install()` accepts, though the installed release lacks them."""
+    hidden = legacy.HIDDEN if issubclass(kind, legacy.LegacyArguments) else {}
+    return {name: field for name, field in hidden.items() if name not in kind.__dataclass_fields__}
 
 
 def _keys_in(path: str | os.PathLike[str], form: str, load: Callable[[str], Any]) -> dict[str, Any]:
@@ -139,7 +149,7 @@ def _keys_in(path: str | os.PathLike[str], form: str, load: Callable[[str], Any]
     return values
 
 
-def _add_field(group: Any, field: Any, hint: Any) -> None:
+def _add_field(group: Any, field: Any, hint: Any, **override: Any) -> None:
     options = [f"--{field.name}"] + ([f"--{field.name.replace('_', '-')}"] if "_" in field.name else [])
     settings = dict(field.metadata)
     aliases = settings.pop("aliases", [])
@@ -160,9 +170,10 @@ def _add_field(group: Any, field: Any, hint: Any) -> None:
     else:
         settings["type"] = value_type if callable(value_type) and value_type is not Any else str
     settings |= {"required": True} if default is dataclasses.MISSING else {"default": default}
+    settings |= override
     group.add_argument(*options, *aliases, **settings)
     if value_type is bool and default is True:
-        plain |= {"action": "store_false", "default": True, "dest": field.name}
+        plain |= {"action": "store_false", "default": True, "dest": field.name, **override}
         group.add_argument(f"--no_{field.name}", f"--no-{field.name.replace('_', '-')}", **plain)
 
 

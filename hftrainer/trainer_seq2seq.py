@@ -51,7 +51,9 @@ class Seq2SeqTrainer(Trainer):
         try:
             config.validate(strict=True)
         except ValueError as error:
-            raise InvalidArgument(f"generation_config cannot be used for training: {error}") from error
+            raise InvalidArgument(
+                f"generation_config cannot be saved with the model: {error} Fix these issues to train your model."
+            ) from error
         return config
 
     def evaluate(

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from hftrainer import integrations
+from hftrainer.arguments import legacy
 from hftrainer.checkpointing.folders import get_last_checkpoint
 from hftrainer.compat import peers
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
@@ -222,7 +223,7 @@ class TFTrainer:
         if self._past is not None:
             features = {**features, "mems": self._past}
         loss, outputs = models.loss_and_outputs(self.model, features, labels, training)
-        if (index := self.args.past_index) is not None and index >= 0:
+        if (index := legacy.value(self.args, "past_index")) >= 0:
             self._past = outputs[index - 1]  # the loss is not among them
         return loss, outputs[0]
 

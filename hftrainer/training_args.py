@@ -7,6 +7,7 @@ the Trainer is made.
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import copy
 import dataclasses
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hftrainer.arguments import accelerate_state, legacy
+from hftrainer.arguments import accelerate_state, installed, legacy
 from hftrainer.arguments.accelerator_config import as_object
 from hftrainer.arguments.base import BaseArguments
 from hftrainer.arguments.choices import IntervalStrategy, OptimizerNames, ParallelMode
@@ -39,8 +40,29 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+class _AcceptingHidden(abc.ABCMeta):
+    """Accepts, under `install()`, keywords for fields that the installed release lacks.
+
+    The generated `__init__` of a subclass has no parameters for them, so they are taken out before it is called.
+    """
+
+    @property
+    def __signature__(cls) -> inspect.Signature:
+        """The parameters of `__init__`, which scripts read."""
+        signature = inspect.signature(cls.__init__)  # type: ignore[misc]
+        return signature.replace(parameters=list(signature.parameters.values())[1:])
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        hidden = _not_taken(cls.__init__, [name for name in kwargs if name in legacy.HIDDEN])  # type: ignore[misc]
+        given = {name: kwargs.pop(name) for name in hidden}
+        instance: Any = cls.__new__(cls, *args, **kwargs)  # type: ignore[arg-type]
+        vars(instance)["_hidden_given"] = given
+        instance.__init__(*args, **kwargs)
+        return instance
+
+
 @dataclass
-class TrainingArguments(ChainingSetters, BaseArguments):
+class TrainingArguments(ChainingSetters, BaseArguments, metaclass=_AcceptingHidden):
     """All settings of a training run, with the names and defaults of `transformers.TrainingArguments`.
 
     The fields are documented in `hftrainer.arguments`, a module per subject. It is a dataclass: subclass it to add
@@ -67,7 +89,8 @@ class TrainingArguments(ChainingSetters, BaseArguments):
         return instance
 
     def __post_init__(self) -> None:
-        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        fields = [*legacy.HIDDEN.values(), *dataclasses.fields(self)]
+        defaults = {field.name: field.default for field in fields}
         legacy.translate(self, defaults, vars(self).pop("_copied", None))
         normalize(self)
         if self.use_cpu:
@@ -78,6 +101,7 @@ class TrainingArguments(ChainingSetters, BaseArguments):
         self.hf_deepspeed_config = begin_deepspeed(self)
         self._connect_launched()
         accelerate_state.begin(self)
+        installed.set_values(self)
 
     def __getstate__(self) -> dict[str, Any]:
         """Exclude a Trainer's resolved arguments from copies and pickles: they belong to that Trainer and process."""

@@ -17,6 +17,7 @@ from hftrainer import Seq2SeqTrainingArguments
 from hftrainer.arguments import behaviours
 from hftrainer.arguments.releases import EARLIER_DEFAULTS
 from tests.adapters.downstream import libraries
+from tests.support import differences as differing
 from tests.support.differences import DIFFERENCES, LIGHTNING_CALLBACKS
 
 HEAD = """# Compatibility
@@ -47,6 +48,18 @@ undisturbed run. `make test` prints the table.
 
 | callback | what to know |
 | --- | --- |
+"""
+ATTRIBUTES = """
+## Attributes of arguments, by release
+
+Under `install()` and `run`, `TrainingArguments` has the fields and attributes of the installed release; names of other
+releases are accepted as keywords and on the command line. Compared with 4.48, 4.57, 5.2, 5.6, 5.16 and 5.24, fresh
+arguments differ in these; in all other public attributes they are the same. Of some fields only the default differs
+(`fp16_backend`, `past_index`, ...: None, and set when arguments are made), and arguments by position are in the order
+of v4.
+
+| attribute | releases | ours | theirs |
+| --- | --- | --- | --- |
 """
 LIBRARIES = """
 ## Libraries built on Trainer
@@ -163,10 +176,13 @@ def page() -> str:
     devices = "".join(f"| {device} | {what} |\n" for device, what in BY_DEVICE.items())
     deepspeed = "".join(f"| {key} | {what} |\n" for key, what in BY_KEY.items()) + AFTER_DEEPSPEED
     releases = "".join(_behaviour(name, change) for name, change in behaviours.TABLE.items())
+    attributes = "".join(_attribute(row) for row in differing.ATTRIBUTES)
     tables = (
         differences,
         RELEASES,
         releases,
+        ATTRIBUTES,
+        attributes,
         LIBRARIES,
         libraries.rows(),
         CALLBACKS,
@@ -185,6 +201,11 @@ def page() -> str:
 def _differences(subject: str) -> str:
     rows = "".join(f"| {what} | {why} |\n" for what, why in DIFFERENCES[subject].items())
     return f"\n### {subject}\n\n| what | why |\n| --- | --- |\n{rows}"
+
+
+def _attribute(row: dict[str, str]) -> str:
+    names = ", ".join(f"`{name}`" for name in row["names"].split())
+    return f"| {names} | {', '.join(row['releases'].split())} | {row['ours']} | {row['theirs']} |\n"
 
 
 def _behaviour(name: str, change: behaviours.Change) -> str:

@@ -92,7 +92,7 @@ def check_device(device: Any) -> str | None:
     """Why a run on `device` cannot use the state that accelerate already has, or None."""
     library = sys.modules.get("accelerate.state")
     if library is None or not library.PartialState._shared_state:
-        return "accelerate has no state yet; make an Accelerator or PartialState before TrainingArguments."
+        return "accelerate has no state yet. Please define this beforehand: make an Accelerator or a PartialState."
     found = library.PartialState().device
     if found.type != device.type:
         return f"accelerate's state is on {found}, but the run would be on {device}; set use_cpu to match."

@@ -109,7 +109,10 @@ def _keys(given: Any) -> dict[str, Any]:
     if given is None or isinstance(given, Mapping):
         return dict(given or {})
     if isinstance(given, type):
-        raise NotAnObject(f"accelerator_config={given.__name__} is a class: give an instance of it, or a dict.")
+        raise NotAnObject(
+            f"Tried passing in a callable to `accelerator_config`, the class {given.__name__}: give an instance of it, "
+            "or a dict."
+        )
     if isinstance(given, AcceleratorConfig):
         return copy.deepcopy(vars(given))
     if callable(getattr(given, "to_dict", None)):

@@ -214,7 +214,10 @@ class BaseArguments(
         """Optimizer steps of warm-up in a run of `num_training_steps` optimizer steps."""
         if self.warmup_steps >= 1:
             return int(self.warmup_steps)
-        return math.ceil(num_training_steps * self.warmup_steps)
+        share = self.warmup_steps
+        if share == 0 and legacy.keeps_ratio("warmup_ratio"):
+            share = self.warmup_ratio or 0
+        return math.ceil(num_training_steps * share)
 
     # ---- Serialization -----------------------------------------------------------------------------------------
 
@@ -224,7 +227,7 @@ class BaseArguments(
         Arguments that `transformers` does not have, ours and older ones, are included only if they are set. Objects
         without a JSON form, in a subclass's fields, are kept as they are.
         """
-        own = legacy.redeclared(type(self))
+        own = legacy.redeclared(type(self)) | legacy.CURRENT
         mirrors, silent = legacy.RENAMED.keys() - own, {**_ONLY_HERE, **dict.fromkeys(own, _SHOWN)}
         shown = [field.name for field in dataclasses.fields(self) if field.init and field.name not in mirrors]
         values = {name: getattr(self, name) for name in shown}

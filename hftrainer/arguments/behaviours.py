@@ -321,7 +321,14 @@ class Behaviours:
         before="the loss scale is not saved; a resumed run starts with the initial scale",
     )
 
-    # ---- Arguments and return values of overrides --------------------------------------------------------------
+    # ---- Overrides: which are called, with what, and what they return ------------------------------------------
+
+    makes_schedule_apart: bool = _since(
+        "5.1",
+        "training.preparation",
+        "train() calls create_optimizer and create_scheduler",
+        before="train() calls create_optimizer_and_scheduler, even if the two others are overridden too",
+    )
 
     returns_steps_in_epoch: bool = _since(
         "5.3",
@@ -343,8 +350,10 @@ TABLE: dict[str, Change] = {
 EARLIER_DEFAULTS: dict[str, tuple[str, Any]] = {
     "average_tokens_across_devices": ("4.54", False),
     "optim": ("4.54", "adamw_torch"),
+    "fsdp_min_num_params": ("5.0", 0),
     "report_to": ("5.0", "all"),
     "trackio_space_id": ("5.6", "trackio"),
+    "warmup_ratio": ("5.0", 0.0),
 }
 #: The release that Trainers of this process follow if their arguments choose none.
 _followed = NEWEST

@@ -8,6 +8,7 @@ import textwrap
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from hftrainer.arguments import legacy
 from hftrainer.arguments.behaviours import NEWEST, Behaviours, installed_release, of_arguments
 from hftrainer.arguments.resolved import ResolvedArguments
 
@@ -80,18 +81,15 @@ class Explanation:
 
 def explain(args: BaseArguments) -> Explanation:
     """Explain some arguments; starts nothing, and imports neither lightning nor transformers."""
-    from hftrainer.arguments.table import TABLE, make_plan, row_of
+    from hftrainer.arguments.table import given_rows, make_plan
 
     values = args.to_dict()
     lines = []
-    for field in dataclasses.fields(args):
-        if field.name not in values or field.name not in TABLE:
-            continue
-        row, given = row_of(args, field)
-        if given:
-            value = values[field.name]
+    for name, row in given_rows(args):
+        if name in values or name in legacy.HIDDEN:
+            value = values.get(name, getattr(args, name))
             detail = f"off; with True: {row.detail}" if value is False else row.detail
-            lines.append(Line(field.name, value, row.kind, detail))
+            lines.append(Line(name, value, row.kind, detail))
     plan = make_plan(ResolvedArguments(args))
     call = ", ".join(f"{name}={value!r}" for name, value in plan.trainer_keywords().items())
     if plan.spreads_model:

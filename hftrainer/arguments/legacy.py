@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -149,6 +149,11 @@ def _hub_organization(now: str | None, old: str | None) -> str:
     return f"{old}/{name}" if old else name
 
 
+#: Under install(): the fields here that the installed release has, and the fields of ours that it lacks.
+CURRENT: set[str] = set()
+HIDDEN: dict[str, Any] = {}
+FIELDS = dict(LegacyArguments.__dataclass_fields__)
+
 RENAMED: dict[str, Rename] = {
     "evaluation_strategy": _same("eval_strategy"),
     "no_cuda": _same("use_cpu"),
@@ -223,26 +228,27 @@ def mirror(name: str) -> property:
 
     def get(self: BaseArguments) -> Any:
         _reading.last = weakref.ref(self)
-        if name in vars(self):  # a subclass's own field
+        if name in vars(self):  # a subclass's own field, or a field of the installed release
             return vars(self)[name]
         pending = vars(self).get("_pending_legacy")
         return pending[name] if pending is not None else rename.read(getattr(self, rename.new))
 
     def set_(self: BaseArguments, value: Any) -> None:
+        is_made = vars(self).get("_legacy_done")
         if name in vars(self):
             vars(self)[name] = value
-        elif vars(self).get("_legacy_done"):
-            setattr(self, rename.new, rename.write(getattr(self, rename.new), value))
-        else:  # the generated __init__ is running
+        elif not is_made:  # the generated __init__ is running
             vars(self).setdefault("_pending_legacy", {})[name] = value
+        if is_made and (name not in vars(self) or (name in CURRENT and not keeps_ratio(name))):
+            setattr(self, rename.new, rename.write(getattr(self, rename.new), value))
 
     return property(get, set_, doc=f"Old name of `{rename.spelled}`.")
 
 
 def value(args: Any, name: str) -> Any:
-    """An old argument without a new name; its default if the arguments (of the newest transformers) lack it."""
-    found = getattr(args, name, None)
-    return KEPT.get(name, False) if found is None else found
+    """An old argument without a new name; its default if the arguments lack it, or it is a subclass's own field."""
+    found, default = getattr(args, name, None), KEPT.get(name, False)
+    return default if found is None or found == default or name in redeclared(type(args)) else found
 
 
 def gone(args: Any, before: Any = None) -> list[str]:
@@ -278,13 +284,15 @@ def copied(given: dict[str, Any]) -> Copied | None:
     return Copied(last if is_source else None)
 
 
-def redeclared(kind: type) -> list[str]:
+def redeclared(kind: type) -> frozenset[str]:
     """Old names that a subclass declares as fields of its own, as libraries do that support several releases.
 
-    A value given there counts like any old name. It reads as the subclass set it: new names do not change it.
+    They are arguments of the subclass, with its values and meanings: nothing here reads or changes them.
     """
-    ours, theirs = LegacyArguments.__dataclass_fields__, kind.__dataclass_fields__  # type: ignore[attr-defined]
-    return [name for name in RENAMED if theirs[name] is not ours[name]]
+    if not issubclass(kind, LegacyArguments):
+        return frozenset()
+    theirs = kind.__dataclass_fields__
+    return frozenset(name for name in FIELDS.keys() - CURRENT if theirs.get(name, FIELDS[name]) is not FIELDS[name])
 
 
 def translate(args: BaseArguments, defaults: dict[str, Any], copy: Copied | None) -> None:
@@ -300,9 +308,11 @@ def translate(args: BaseArguments, defaults: dict[str, Any], copy: Copied | None
     """
     pending = vars(args).pop("_pending_legacy", {})
     vars(args)["_legacy_done"] = True
-    own = {name: pending[name] if name in pending else vars(args)[name] for name in redeclared(type(args))}
-    vars(args).update(own)
-    pending |= own
+    own = redeclared(type(args))
+    # Without a default on the class, the property of the old name has taken the value.
+    vars(args).update({name: pending.pop(name) for name in own & pending.keys()})
+    pending |= _take_hidden(args, own)
+    vars(args).update({name: pending.setdefault(name, vars(args).get(name)) for name in CURRENT & RENAMED.keys()})
     source = None if copy is None else copy.source
     if copy is None:
         given, before = {name: value for name, value in pending.items() if _is_given(name, value)}, defaults
@@ -314,9 +324,9 @@ def translate(args: BaseArguments, defaults: dict[str, Any], copy: Copied | None
     for name, value in given.items():
         _translate_one(args, name, value, before)
     for name, default in KEPT.items():
-        if getattr(args, name) is None:
+        if getattr(args, name, default) is None and name not in own:
             setattr(args, name, default)
-    now = [f"{name} is now {RENAMED[name].spelled}" for name in given]
+    now = [f"{name} is now {RENAMED[name].spelled}" for name in given if name not in CURRENT]
     if vars(args)["debug"] is True:  # the only option until v4.5
         args.debug = DebugOption.TPU_METRICS_DEBUG.value
         now.append(f"debug=True is now debug={args.debug!r}")
@@ -327,6 +337,21 @@ def translate(args: BaseArguments, defaults: dict[str, Any], copy: Copied | None
         warnings.warn("\n".join(sentences), FutureWarning, stacklevel=4)
 
 
+def _take_hidden(args: BaseArguments, own: Set[str]) -> dict[str, Any]:
+    """The values given by old names that the installed release lacks; values without a new name stay attributes."""
+    names = ((HIDDEN.keys() & FIELDS.keys()) - own) & vars(args).keys()
+    found = {name: vars(args).pop(name) for name in names} | vars(args).pop("_hidden_given", {})
+    fields = type(args).__dataclass_fields__  # those of a subclass from before `install()` have the old names too
+    stay = {name for name, value in found.items() if value not in (None, HIDDEN[name].default)} - RENAMED.keys()
+    vars(args).update({name: value for name, value in found.items() if name in stay or name in fields})
+    return {name: value for name, value in found.items() if name in RENAMED}
+
+
+def keeps_ratio(name: str) -> bool:
+    """Whether an argument is the `warmup_ratio` of v4, which does not change `warmup_steps`."""
+    return name == "warmup_ratio" and "no_cuda" in CURRENT
+
+
 def _is_given(name: str, value: Any) -> bool:
     return RENAMED[name].takes_false if value is False else value not in (None, False, "", [])
 
@@ -335,6 +360,8 @@ def _translate_one(args: BaseArguments, name: str, value: Any, before: dict[str,
     rename = RENAMED[name]
     now = getattr(args, rename.new)
     if name == "warmup_ratio":
+        if keeps_ratio(name) and 0 <= value <= 1:
+            return
         if not 0 <= value < 1:
             raise InvalidArgument(f"warmup_ratio={value!r}: give a fraction of all steps, at least 0 and below 1.")
         if now >= 1 or (now and now != before[rename.new]):  # documented since v4.2: warmup_steps overrides it

@@ -6,13 +6,11 @@ import dataclasses
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from hftrainer.arguments.legacy import RENAMED, LegacyArguments, gone
+from hftrainer.arguments.legacy import FIELDS, HIDDEN, RENAMED, gone
 from hftrainer.arguments.validation import ALIASES, choose_start_method
 
 if TYPE_CHECKING:
     from hftrainer.arguments.base import BaseArguments
-
-_LEGACY = LegacyArguments.__dataclass_fields__
 
 
 def complete(args: BaseArguments, known: type[BaseArguments]) -> None:
@@ -26,8 +24,8 @@ def complete(args: BaseArguments, known: type[BaseArguments]) -> None:
     """
     if isinstance(args, known):
         return
-    for field in dataclasses.fields(known):
-        if field.name not in _LEGACY and not hasattr(args, field.name):
+    for field in {**known.__dataclass_fields__, **HIDDEN}.values():
+        if field.name not in FIELDS and not hasattr(args, field.name):
             setattr(args, field.name, _value(args, field))
     choose_start_method(args)
     if sentences := gone(args):

@@ -5,14 +5,17 @@ from __future__ import annotations
 import copy
 import dataclasses
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from hftrainer.arguments import legacy
 from hftrainer.arguments.checks.deepspeed import check_deepspeed
 from hftrainer.arguments.checks.devices import check_device
 from hftrainer.arguments.checks.fsdp import check_fsdp
 from hftrainer.arguments.checks.xla import check_xla
+from hftrainer.arguments.installed import is_set_by_release
 from hftrainer.arguments.lightning_config import (
     ALSO_SET_BY,
     brings_async_checkpoints,
@@ -282,7 +285,19 @@ LAUNCHER = {
 _DDP = ("find_unused_parameters", "bucket_cap_mb", "broadcast_buffers", "static_graph")
 
 
-def row_of(args: BaseArguments, field: dataclasses.Field[Any]) -> tuple[Row, bool]:
+def given_rows(args: BaseArguments) -> Iterator[tuple[str, Row]]:
+    """Each argument whose value is not neutral, with its row; without the own fields of the user's subclass."""
+    own = legacy.redeclared(type(args))
+    known = {field.name: field for field in dataclasses.fields(args)}
+    hidden = {name: field for name, field in legacy.HIDDEN.items() if name in vars(args)}
+    for field in {**hidden, **known}.values():
+        if field.name in TABLE and field.name not in own and not is_set_by_release(args, field):
+            row, is_given = _row_of(args, field)
+            if is_given:
+                yield field.name, row
+
+
+def _row_of(args: BaseArguments, field: dataclasses.Field[Any]) -> tuple[Row, bool]:
     """The row of one argument with its value, and whether that value differs from a neutral one."""
     row, value = TABLE[field.name], getattr(args, field.name)
     if field.name in ACCEPTED and value not in (None, *ACCEPTED[field.name]):
@@ -300,12 +315,9 @@ def check_supported(resolved: ResolvedArguments, *, own_optimizer: bool = False)
         own_optimizer: whether the script has made the optimizer.
     """
     args, found = resolved.args, []
-    for field in dataclasses.fields(args):
-        if field.name not in TABLE:
-            continue  # a field of the user's own subclass
-        row, given = row_of(args, field)
-        if given and row.kind == "refused":
-            found.append(f"{field.name}={getattr(args, field.name)!r} is not supported: {row.detail}.")
+    for name, row in given_rows(args):
+        if row.kind == "refused":
+            found.append(f"{name}={getattr(args, name)!r} is not supported: {row.detail}.")
     for name, neutral_values in LAUNCHER.items():
         if (value := os.environ.get(name, "")).lower() not in neutral_values:
             found.append(f"The launcher asks for {name}={value}, which is not supported yet: launch without it.")
@@ -325,7 +337,7 @@ def check_supported(resolved: ResolvedArguments, *, own_optimizer: bool = False)
 def check_launch(resolved: ResolvedArguments) -> list[str]:
     """A sentence for each reason why the processes that the launcher has started cannot train."""
     args, rank_info = resolved.args, resolved.rank_info
-    of_xla = check_xla(args, rank_info, getattr(args, "tpu_num_cores", None))
+    of_xla = check_xla(args, rank_info, legacy.value(args, "tpu_num_cores") or None)
     return [*check_rank_info(rank_info, resolved.readable_config, count_of(args.device)), *of_xla]
 
 
@@ -341,6 +353,8 @@ def _is_neutral(value: Any, default: Any) -> bool:
     """Whether `value` is the default or empty. `transformers` fills in accelerate's defaults."""
     if type(value).__name__ == "AcceleratorConfig":
         return value == type(value)()
+    if isinstance(value, dict):
+        return not any(value.values()) or value == default
     nothing = value is None or (not value and not isinstance(value, (bool, int, float)))
     return nothing or value == default or value in ("no", "none")
 
@@ -399,7 +413,7 @@ def overridden(resolved: ResolvedArguments) -> list[str]:
         found.append(
             f"debug='tpu_metrics_debug' prints nothing: training is on {args.device}, which is not an XLA device."
         )
-    if args.fsdp_config and not args.fsdp:
+    if args.fsdp_config and not args.fsdp and not _is_neutral(args.fsdp_config, None):
         found.append("fsdp_config has no effect without fsdp=True.")
     if args.fsdp and (given := [f"ddp_{name}" for name in _DDP if getattr(args, f"ddp_{name}", None) is not None]):
         found.append(f"{' and '.join(given)} have no effect with fsdp: there are no replicas.")

@@ -219,7 +219,8 @@ def check_accelerator_config(resolved: ResolvedArguments) -> Iterator[str]:
     if config.num_steps is not None and args.gradient_accumulation_steps not in (1, config.num_steps):
         yield (
             f"gradient_accumulation_steps={args.gradient_accumulation_steps} and accelerator_config"
-            f"['gradient_accumulation_kwargs']['num_steps']={config.num_steps} contradict each other: give one of them."
+            f"['gradient_accumulation_kwargs']['num_steps']={config.num_steps} contradict each other: give one. "
+            "The `AcceleratorConfig`'s `num_steps` is set but takes the argument's place only if that is 1."
         )
     if config.use_configured_state and (reason := accelerate_state.check_device(args.device)):
         yield f"accelerator_config['use_configured_state']=True: {reason}"
@@ -261,7 +262,7 @@ def _check_run(args: BaseArguments) -> Iterator[str]:
     """What only a run needs."""
     yield from out_of_range(args)
     if args.save_strategy == SaveStrategy.BEST and args.metric_for_best_model is None:
-        yield "save_strategy='best' needs metric_for_best_model, the metric that decides which model is best."
+        yield "save_strategy='best': `args.metric_for_best_model` must be provided, as it decides which model is best."
 
 
 def _check_loading(args: BaseArguments) -> Iterator[str]:

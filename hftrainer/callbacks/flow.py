@@ -79,9 +79,11 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
             MissingFollowedMetric: without `metric_for_best_model`, or without evaluation.
         """
         if args.metric_for_best_model is None:
-            raise MissingFollowedMetric("EarlyStoppingCallback needs metric_for_best_model: set it to a metric's name.")
+            raise MissingFollowedMetric("EarlyStoppingCallback requires metric_for_best_model to be defined: set it.")
         if args.eval_strategy == IntervalStrategy.NO:
-            raise MissingFollowedMetric("EarlyStoppingCallback needs evaluation during training: set eval_strategy.")
+            raise MissingFollowedMetric(
+                "EarlyStoppingCallback requires IntervalStrategy of steps or epoch: set eval_strategy."
+            )
         if not args.load_best_model_at_end:
             logger.warning(
                 "EarlyStoppingCallback without load_best_model_at_end: the final model is the last one, not the best."
@@ -101,7 +103,7 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
             return
         if value is None:
             logger.warning(
-                "Early stopping is skipped: no %s among the metrics %s.",
+                "early stopping required metric_for_best_model: %s is not among the metrics %s, so it is skipped.",
                 args.metric_for_best_model,
                 sorted(metrics or {}),
             )

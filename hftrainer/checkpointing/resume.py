@@ -53,18 +53,22 @@ def find_folder(resume_from_checkpoint: str | bool | None, output_dir: str) -> s
         folder = get_last_checkpoint(output_dir) if os.path.isdir(output_dir) else None
         if folder is None and resume_from_checkpoint is True:
             raise CheckpointNotFound(
-                f"resume_from_checkpoint=True, but {output_dir} has no whole checkpoint-xxx folder: train without it "
-                "first, pass the folder's path, or pass 'auto' to start from the beginning where there is none."
+                f"resume_from_checkpoint=True: No valid checkpoint found in output directory ({output_dir}), no whole "
+                "checkpoint-xxx folder. Train without it first, pass the folder's path, or pass 'auto' to start from "
+                "the beginning where there is none."
             )
         return folder
     folder = os.fspath(resume_from_checkpoint)
     if not os.path.isdir(folder):
-        raise CheckpointNotFound(f"resume_from_checkpoint={folder!r}: the folder does not exist.")
+        raise CheckpointNotFound(
+            f"Can't find a valid checkpoint at {folder}: the folder does not exist (resume_from_checkpoint)."
+        )
     if not os.path.isfile(os.path.join(folder, names.TRAINER_STATE_NAME)):
         inside = get_last_checkpoint(folder)
         hint = f" Did you mean {inside!r}?" if inside else ""
         raise CheckpointNotFound(
-            f"resume_from_checkpoint={folder!r} is not a checkpoint: it lacks {names.TRAINER_STATE_NAME}.{hint}"
+            f"Can't find a valid checkpoint at {folder}, the value of resume_from_checkpoint: it lacks "
+            f"{names.TRAINER_STATE_NAME}.{hint}"
         )
     found = changes(folder)
     if (reason := found.damage(folder)) is not None:

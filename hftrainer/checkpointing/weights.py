@@ -271,8 +271,12 @@ def _load_converted(model: Any, folder: str) -> LoadResult:
     """
     if not peers.is_pretrained(model):
         return _load_files(model, _weights_files(folder))
-    converted = type(model).from_pretrained(folder, config=model.config).state_dict()
-    return LoadResult(*model.load_state_dict(converted, strict=False))
+    converted, found = type(model).from_pretrained(folder, config=model.config, output_loading_info=True)
+    missing = sorted(found["missing_keys"])
+    # The model keeps its own values of these; the converted one has new random values.
+    weights = {name: value for name, value in converted.state_dict().items() if name not in missing}
+    model.load_state_dict(weights, strict=False)
+    return LoadResult(missing, sorted(found["unexpected_keys"]))
 
 
 def _load_files(model: torch.nn.Module, paths: list[str]) -> LoadResult:

@@ -7,7 +7,8 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from hftrainer.arguments import behaviours
+from hftrainer.arguments import behaviours, installed
+from hftrainer.arguments.legacy import RENAMED
 from hftrainer.compat import swap
 from hftrainer.compat.earlier_imports import warnings_of_earlier_imports
 from hftrainer.training_args import TrainingArguments
@@ -21,7 +22,7 @@ def install() -> None:
     """Replace `Trainer`, `TrainingArguments`, the callbacks and their helpers in `transformers` by ours.
 
     Trainers then behave as those of the installed release (`hftrainer.arguments.behaviours`), and arguments have its
-    defaults.
+    fields and defaults; names of other releases are still accepted as keywords and on the command line.
 
     Works before and after `import transformers`. A module that imported or subclassed the original `Trainer` before
     keeps it: a warning names the module, and the line to move. Another warning names methods that were replaced before.
@@ -33,12 +34,14 @@ def install() -> None:
     release = behaviours.installed_release()
     behaviours.follow(release)
     _set_defaults(behaviours.earlier_defaults(release))
+    installed.follow_fields(TrainingArguments, Seq2SeqTrainingArguments)
     swap.begin()
 
 
 def uninstall() -> None:
     """Undo `install()`."""
     swap.end()
+    installed.forget_fields()
     behaviours.follow(behaviours.NEWEST)
     _set_defaults(_todays_defaults)
     _todays_defaults.clear()
@@ -50,7 +53,8 @@ def _set_defaults(values: Mapping[str, Any]) -> None:
         _todays_defaults.setdefault(name, TrainingArguments.__dataclass_fields__[name].default)
         for kind in (TrainingArguments, Seq2SeqTrainingArguments):
             kind.__dataclass_fields__[name].default = value
-            setattr(kind, name, value)
+            if name not in RENAMED:  # whose attribute is a property
+                setattr(kind, name, value)
             initialize: Any = kind.__init__
             initialize.__kwdefaults__[name] = value
         if name == "optim":

@@ -23,6 +23,8 @@ LEVELS = {
     "critical": logging.CRITICAL,
 }
 _PACKAGES = ("hftrainer", "hftrainer_lightning")
+#: The loggers of transformers' modules that ours take the place of.
+_MODULES = ("transformers.trainer", "transformers.trainer_callback", "transformers.training_args")
 
 
 def _of_transformers() -> logging.Logger | None:
@@ -69,7 +71,7 @@ class _Switches(logging.Logger):
 class _Terminal(logging.Handler):
     """Passes messages that no handler of the root logger displays to the handlers of transformers' logger.
 
-    Handlers that the script has added to transformers' logger get all messages, unless they write to a terminal too.
+    Handlers that the script has added to transformers' loggers get all messages, unless they write to a terminal too.
     """
 
     def __init__(self, switches: _Switches) -> None:
@@ -85,7 +87,8 @@ class _Terminal(logging.Handler):
                 _to_stderr.handle(record)
             return
         of_root = logging.getLogger().handlers if self._switches.propagate else []
-        for handler in theirs.handlers:
+        handlers = [handler for name in _MODULES for handler in logging.getLogger(name).handlers]
+        for handler in theirs.handlers + handlers:
             doubled = handler in of_root or (shown and _writes_to_terminal(handler))
             if record.levelno >= handler.level and not doubled:
                 handler.handle(record)

@@ -21,6 +21,7 @@ from hftrainer.compat import originals, tensorflow_names
 NAMES: dict[str, tuple[str, ...]] = {
     "transformers.trainer": ("Trainer", "DEFAULT_CALLBACKS", "DEFAULT_PROGRESS_CALLBACK"),
     "transformers.debug_utils": ("DebugOption",),
+    "transformers.hf_argparser": ("HfArgumentParser",),
     "transformers.trainer_seq2seq": ("Seq2SeqTrainer",),
     "transformers.training_args_seq2seq": ("Seq2SeqTrainingArguments",),
     "transformers.training_args": ("OptimizerNames", "ParallelMode", "TrainingArguments"),

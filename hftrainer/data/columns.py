@@ -34,7 +34,7 @@ def remove_unused_columns(dataset: Any, columns: Sequence[str], description: str
             "remove_unused_columns=False and let your data collator build the inputs."
         )
     if ignored:
-        logger.info("Dropping columns that %s.forward does not take: %s", model_name, ", ".join(ignored))
+        logger.info("Columns that %s.forward does not take have been ignored: %s", model_name, ", ".join(ignored))
         return dataset.remove_columns(ignored)
     return dataset
 

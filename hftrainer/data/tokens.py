@@ -35,7 +35,10 @@ def count_tokens(inputs: Mapping[str, Any], main_input: str, how: str, pad_token
     if how == "non_padding" and pad_token_id is not None:
         return (tokens != pad_token_id).sum()
     if how == "non_padding":
-        _warn_once("Padding is counted too: there is neither an attention_mask nor a pad_token_id.")
+        _warn_once(
+            "Could not determine method to count non-padding tokens: there is neither an attention_mask nor a "
+            "pad_token_id, so padding is counted too."
+        )
     return torch.tensor(tokens.numel(), device=tokens.device)
 
 

@@ -210,7 +210,7 @@ class EvaluationRunner(Room):
         """Log the sizes of a pass."""
         count: Any = self.trainer.num_examples(dataloader) if has_length(dataloader) else "unknown"
         batch_size = getattr(dataloader, "batch_size", None) or self.trainer.args.eval_batch_size
-        log_facts(logger, f"{description} begins.", {"Number of examples": count, "Batch size": batch_size})
+        log_facts(logger, f"Running {description} begins.", {"Number of examples": count, "Batch size": batch_size})
 
     def _prepare(self, dataloader: DataLoader) -> nn.Module:
         """Set model and optimizer to evaluation mode.

@@ -75,11 +75,12 @@ def reason(error: BaseException, token: str | None = None) -> str:
         return text
     status = _status_of(error)
     if status is not None:
-        return _reason_of_response(error, status, text)
+        has_token = token is not None or huggingface_hub.get_token() is not None
+        return _reason_of_response(error, status, text, has_token)
     return f"the Hub cannot be reached: check the network ({text})" if _is_network_error(error) else text
 
 
-def _reason_of_response(error: BaseException, status: int, text: str) -> str:
+def _reason_of_response(error: BaseException, status: int, text: str, has_token: bool) -> str:
     if status >= 500 or status in _TRANSIENT_STATUSES:
         return f"the Hub failed: try again later ({text})"
     if "RevisionNotFound" in [_error_code(cause) for cause in _chain(error)]:
@@ -87,6 +88,8 @@ def _reason_of_response(error: BaseException, status: int, text: str) -> str:
             "the revision does not exist: create the branch with huggingface_hub.create_branch, or leave hub_revision "
             "out"
         )
+    if status == 401 and not has_token:
+        return f"the Hub needs a token: run `hf auth login`, or give hub_token ({text})"
     if status == 401:
         return f"the Hub does not accept the token: run `hf auth login`, or give another hub_token ({text})"
     if status == 403:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from hftrainer.arguments import legacy
 from hftrainer.arguments.choices import ParallelMode, spelled
 from hftrainer.training.context import TrainerContext
 
@@ -78,6 +79,8 @@ def _schedule(context: TrainerContext) -> dict[str, Any]:
         found["lr_scheduler_kwargs"] = args.lr_scheduler_kwargs
     if own_schedule is None and args.warmup_steps:
         found["lr_scheduler_warmup_steps"] = args.warmup_steps
+    elif own_schedule is None and legacy.keeps_ratio("warmup_ratio") and args.warmup_ratio:
+        found["lr_scheduler_warmup_ratio"] = args.warmup_ratio
     if args.max_steps != -1:
         return {**found, "training_steps": args.max_steps}
     return {**found, "num_epochs": args.num_train_epochs}

@@ -76,13 +76,12 @@ class DeepSpeedPreparation(Preparation):
             self.context.bare_model,
             max_steps,
             args.get_warmup_steps(max_steps) if max_steps else 0,
-            warmup_is_default=not (max_steps and args.warmup_steps),
+            warmup_is_default=not (max_steps and args.get_warmup_steps(max_steps)),
         )
 
     def _make_optimizer(self, max_steps: int) -> None:
         trainer, engine = self.trainer, self._deepspeed
-        makes_both = self.context.is_overridden("create_optimizer_and_scheduler")
-        if makes_both and not (engine.brings_optimizer or engine.brings_scheduler):
+        if self._makes_both and not (engine.brings_optimizer or engine.brings_scheduler):
             trainer.create_optimizer_and_scheduler(num_training_steps=max_steps)
         elif not engine.brings_optimizer:
             trainer.create_optimizer()

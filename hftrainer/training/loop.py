@@ -240,7 +240,11 @@ class TrainingLoop(Room):
     def end_epoch(self) -> None:
         """Announce the end of an epoch, then log, evaluate and save if due."""
         if self.micro_batches.window is None and not (self._resumes_here() and self.position):
-            logger.warning("The training data yielded no batch in epoch %d: training stops.", self.epoch)
+            logger.warning(
+                "The training data yielded no batch in epoch %d: stopping training at step %d!",
+                self.epoch,
+                self.trainer.state.global_step,
+            )
             self.trainer.control.should_training_stop = True
         self._close_epoch()
 

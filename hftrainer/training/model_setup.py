@@ -136,7 +136,8 @@ class ModelSetup(Room):
             return None
         if getattr(getattr(trainer.model, "config", None), "problem_type", None) == "multi_label_classification":
             warnings.warn(
-                "label_smoothing_factor is ignored: it needs one label a sample, and this model has several.",
+                "Label smoothing is not compatible with multi-label classification, where a sample has several labels: "
+                "label_smoothing_factor is ignored.",
                 stacklevel=4,
             )
             return None

@@ -118,7 +118,7 @@ class Planner(Room):
             "Optimizer steps": schedule.max_steps,
             "Trainable parameters": self.trainer.get_num_trainable_parameters(),
         }
-        log_facts(logger, "Training begins.", sizes)
+        log_facts(logger, "Running training begins.", sizes)
 
     def _log_position(self, epochs: int, micro_batches: int) -> None:
         """Log where a resumed run continues.

@@ -83,8 +83,8 @@ class Preparation(Room):
         """Make the optimizer, let the accelerator prepare it with the model, then make the schedule."""
         trainer = self.trainer
         freezes = self.context.engine.freeze_before_training(trainer.model)
-        makes_both = self.context.is_overridden("create_optimizer_and_scheduler")
-        if makes_both:  # as v4 called it
+        makes_both = self._makes_both
+        if makes_both:
             trainer.create_optimizer_and_scheduler(num_training_steps=max_steps)
         else:
             trainer.create_optimizer()
@@ -103,6 +103,16 @@ class Preparation(Room):
             self.context.made_optimizer().defaults["weight_decay"] = trainer.args.weight_decay
         if trainer.lr_scheduler is None or not makes_both:
             make_scheduler(trainer, max_steps)
+
+    @property
+    def _makes_both(self) -> bool:
+        """Whether an override of `create_optimizer_and_scheduler` is called, as in v4.
+
+        v5 calls the two others alone, so an override of one of them is written for that.
+        """
+        apart = self.context.behaviours.makes_schedule_apart
+        others = apart and self.context.is_overridden("create_optimizer", "create_scheduler")
+        return not others and self.context.is_overridden("create_optimizer_and_scheduler")
 
     def finds_unused_parameters(self) -> bool:
         """Whether DDP looks for parameters that a step has not used, unless an argument sets it."""

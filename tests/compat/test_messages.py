@@ -61,10 +61,10 @@ def shown(processes):
 #: pattern of ours.
 FACTS = {
     "max_steps": (r"max_steps is given", r"max_steps=6 is given"),
-    "evaluation": (r"Running Evaluation", r"Evaluation begins"),
+    "evaluation": (r"Running Evaluation", r"Running Evaluation"),
     "its examples": (r"Num examples = 9\b", r"Number of examples: 9\b"),
     "its batch": (r"Batch size = 8\b", r"Batch size: 8\b"),
-    "prediction": (r"Running Prediction", r"Prediction begins"),
+    "prediction": (r"Running Prediction", r"Running Prediction"),
     "saving": (r"Saving model checkpoint to \S*out/checkpoint-4\b", r"Saving the model to \S*out/checkpoint-4\."),
     "saving a model": (r"Saving model checkpoint to \S*out/final\b", r"Saving the model to \S*out/final\."),
     "the end": (r"Training completed", r"Training is complete"),
@@ -106,7 +106,7 @@ def test_all_numbers_at_the_beginning(of_both):
     numbers = [
         line.rpartition("= ")[2] for line in block[: block.index(next(x for x in block if "trainable" in x)) + 1]
     ]
-    mine = [line.rpartition(": ")[2] for line in ours[ours.index("Training begins") :].splitlines()[1:9]]
+    mine = [line.rpartition(": ")[2] for line in ours[ours.index("Running training") :].splitlines()[1:9]]
     assert numbers == (mine if len(numbers) == 8 else [*mine[:2], *mine[3:]])
 
 

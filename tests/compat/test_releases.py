@@ -92,6 +92,28 @@ def what_an_override_gets(folder):
     return found
 
 
+def overrides_of_all_that_make_an_optimizer(folder):
+    """Which of them train() calls."""
+    calls = []
+
+    class Own(transformers.Trainer):
+        def create_optimizer_and_scheduler(self, num_training_steps):
+            calls.append("both")
+            super().create_optimizer_and_scheduler(num_training_steps)
+
+        def create_optimizer(self, *args, **kwargs):
+            calls.append("optimizer")
+            return super().create_optimizer(*args, **kwargs)
+
+        def create_scheduler(self, *args, **kwargs):
+            calls.append("scheduler")
+            return super().create_scheduler(*args, **kwargs)
+
+    found = train("transformers", "plain", folder, trainer_class=lambda library: Own, max_steps=1)
+    found.extra["calls"] = calls
+    return found
+
+
 class Keywords(Plain):
     """Takes num_items_in_batch, and labels under a name by which nobody counts them."""
 
@@ -298,6 +320,7 @@ CASES = {
     "items of a language model": functools.partial(what_a_loss_function_gets, "llama", gradient_accumulation_steps=3),
     "items for an override": what_an_override_gets,
     "items that nobody counts": items_that_nobody_counts,
+    "overrides of all that make an optimizer": overrides_of_all_that_make_an_optimizer,
     "a norm": functools.partial(a_model_of_its_own, "norm"),
     "a layernorm": functools.partial(a_model_of_its_own, "layernorm"),
     "special tokens": special_tokens_and_printed_lines,
@@ -352,6 +375,7 @@ SHOWN_BY = {
     "keeps_best_step": "best model",
     "saves_tokenizer_of_collator": "a tokenizer of the collator",
     "saves_scaler": "fp16",
+    "makes_schedule_apart": "overrides of all that make an optimizer",
     "returns_steps_in_epoch": "the lengths of a run",
 }
 #: Switches that one process, or one without Liger, does not show → the test that does.

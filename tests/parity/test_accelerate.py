@@ -305,7 +305,7 @@ WRONG = [
     ({"gradient_accumulation_kwargs": {"num_steps": 0}}, "['num_steps']=0: give a number of micro-batches"),
     ({"gradient_accumulation_kwargs": {"num_steps": True}}, "['num_steps']=True: give a number of micro-batches"),
     ({"gradient_accumulation_kwargs": {"sync_each_batch": 1}}, "['sync_each_batch']=1: give True or False"),
-    (TheirConfig, "AcceleratorConfig is a class: give an instance of it"),
+    (TheirConfig, "callable to `accelerator_config`, the class AcceleratorConfig: give an instance of it"),
     (7, "accelerator_config=7: give a dict, or the path of a JSON file"),
     ("missing.json", "accelerator_config='missing.json' cannot be read: No such file"),
     ("list.json", "must hold a JSON object"),

@@ -4,6 +4,8 @@ import shutil
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
+from huggingface_hub.utils import _http
 
 import hftrainer
 from tests.support.differences import OWN_FILES
@@ -127,3 +129,17 @@ def test_old_names(hub, tmp_path):
     assert "me/named" in hub.repos
     with pytest.warns(FutureWarning, match="init_hf_repo"):
         trainer.init_git_repo(at_init=True)
+
+
+def test_offline_with_a_client_of_the_script(hub, tmp_path, monkeypatch):
+    """HF_HUB_OFFLINE is for the client to follow: one that reaches a local Hub, or a mock, uploads."""
+    client = _http.default_client_factory()
+    client.event_hooks = {}
+    monkeypatch.setattr(_http, "_GLOBAL_CLIENT", client)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+
+    def run(name):
+        make_pushing(name, tmp_path / name / "my-run", hub_strategy="end")[0].push_to_hub("Now")
+        return pushed(hub)
+
+    assert len(alike(run, assert_equal)[1]["main"]) == 1

@@ -101,7 +101,7 @@ def test_generation_config(tmp_path):
         assert trainer.model.generation_config is not config
     assert isinstance(trainer.args.to_dict()["generation_config"], str)
     wrong = transformers.GenerationConfig(do_sample=False, temperature=0.3)
-    with pytest.raises(InvalidArgument, match="generation_config cannot be used"):
+    with pytest.raises(InvalidArgument, match="generation_config cannot be saved with the model"):
         build_ours(tmp_path / "out", generation_config=wrong)
 
 

@@ -31,5 +31,7 @@ for _row in _LEDGER["difference"]:
     DIFFERENCES.setdefault(_row["subject"], {})[_row["what"]] = _row["why"]
 #: Every callback of `lightning.pytorch.callbacks` → what to know of it here; "" when there is nothing.
 LIGHTNING_CALLBACKS: dict[str, str] = _LEDGER["lightning_callbacks"]
+#: Attributes of fresh arguments that differ under `install()`: names, releases, ours and theirs.
+ATTRIBUTES: list[dict[str, str]] = _LEDGER["attribute"]
 #: Methods that a run does not call as often as transformers does → why.
 NOT_CALLED_ALIKE: dict[str, str] = _LEDGER["not_called_alike"]

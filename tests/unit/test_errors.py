@@ -235,7 +235,7 @@ def test_resume_without_checkpoint(make_args, tmp_path):
     (tmp_path / "half" / "checkpoint-5").mkdir(parents=True)
     (tmp_path / "half" / "checkpoint-5" / "trainer_state.json").write_text("{}")
     for path, message in [
-        (True, "has no whole checkpoint-xxx folder"),
+        (True, "no whole checkpoint-xxx folder"),
         ("", "the folder does not exist"),
         (str(tmp_path / "absent"), "the folder does not exist"),
         (str(tmp_path / "empty"), "it lacks trainer_state.json"),

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import distributed
 
+from hftrainer.arguments import legacy
 from hftrainer.arguments.base import BaseArguments
 from hftrainer.parallel.devices import OTHERS, own_backend
 from hftrainer.parallel.xla.devices import unused_tpu
@@ -43,7 +44,7 @@ def check_device(args: BaseArguments, precision: str, processes: int, spreads: b
         spreads: whether each process has only a part of the model.
     """
     kind = args.device.type
-    if getattr(args, "use_mps_device", False) and kind != "mps":
+    if legacy.value(args, "use_mps_device") and kind != "mps":
         yield f"use_mps_device=True, but {_why_no_mps(args)}: leave it out to train on {kind}."
     here = [name for name in REFUSED if hasattr(torch, name) and getattr(torch, name).is_available()]
     if kind == "cpu" and here and not _asks_for_cpu(args):

@@ -15,6 +15,7 @@ from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.arguments.table import check_supported
 from hftrainer.errors import InvalidArgument
 from tests.support.arguments import CASES, make_trainer
+from tests.support.tiny import make_plain
 
 #: Each value of an old name, the new name and its value.
 MEANINGS = [(old, value, case.new, now) for old, case in CASES.items() for value, now in case.meanings]
@@ -204,8 +205,26 @@ def test_an_old_name_that_a_subclass_declares_reads_as_it_has_left_it(given, ste
     assert (args.warmup_steps, args.warmup_ratio, args.to_dict()["warmup_ratio"]) == (steps, 0.5, 0.5)
 
 
-def test_what_such_a_field_is_given_counts():
-    with pytest.warns(FutureWarning, match="group_by_length is now"):
-        args = OwnRatio(output_dir="x", use_cpu=True, group_by_length=True)
-    assert args.train_sampling_strategy == "group_by_length"
-    assert args.group_by_length
+@dataclasses.dataclass
+class OwnFields(TrainingArguments):
+    """Has old names as fields of its own, with other meanings."""
+
+    warmup_ratio: float = 1.0
+    group_by_length: bool = True
+    save_safetensors: bool = False
+    model_parallel: bool = True
+    tpu_num_cores: int = 3
+    fp16_opt_level: str = None
+    half_precision_backend: str = dataclasses.field(default_factory=lambda: "apex")
+
+
+def test_fields_of_a_subclass_are_no_old_names(tmp_path, recwarn):
+    """GLiNER has a warmup_ratio. transformers 5.24 knows none of these."""
+    args = OwnFields(str(tmp_path), use_cpu=True, report_to="none")
+    assert (args.warmup_steps, args.train_sampling_strategy, args.warmup_ratio) == (0, "random", 1.0)
+    own = {name: getattr(args, name) for name in vars(OwnFields)["__annotations__"]}
+    assert list(own.values()) == [1.0, True, False, True, 3, None, "apex"] and own.items() <= args.to_dict().items()
+    assert not [line.argument for line in args.explain().lines if line.argument in own]
+    Trainer(make_plain(), args).save_model()
+    assert (tmp_path / "model.safetensors").exists()
+    assert not [warning for warning in recwarn if warning.category is FutureWarning]
