@@ -46,9 +46,7 @@ def model() -> Chronos2Model:
 
 def series(count: int) -> list[dict[str, np.ndarray]]:
     """Waves, each of another length."""
-    return [
-        {"target": np.sin(np.arange(40 + index, dtype=np.float32) / (index + 2)) + index} for index in range(count)
-    ]
+    return [{"target": np.sin(np.arange(40 + index, dtype=np.float32) / (index + 2)) + index} for index in range(count)]
 
 
 def live(folder: Path, **settings: Any) -> dict[str, Any]:
@@ -67,7 +65,7 @@ def live(folder: Path, **settings: Any) -> dict[str, Any]:
             eval_dataset=held_out,
         )
 
-    return lives.record(build, folder, draws=True)
+    return lives.record(build, folder, alike=False)
 
 
 class Witness(TrainerCallback):

@@ -36,19 +36,27 @@ def live(folder: Path, span_mode: str = "markerV0", draws: bool = False, **setti
     def build(name: str) -> Trainer:
         torch.manual_seed(1)
         config = GLiNERConfig(
-            model_name=words, hidden_size=16, dropout=0.0, max_width=3, max_len=24, span_mode=span_mode, num_rnn_layers=1
+            model_name=words,
+            hidden_size=16,
+            dropout=0.0,
+            max_width=3,
+            max_len=24,
+            span_mode=span_mode,
+            num_rnn_layers=1,
         )
         model = GLiNER.from_config(config, backbone_from_pretrained=False)
         return Trainer(
             model=model,
-            args=TrainingArguments(str(folder / name), **{**lives.SETTINGS, "remove_unused_columns": False, **settings}),
+            args=TrainingArguments(
+                str(folder / name), **{**lives.SETTINGS, "remove_unused_columns": False, **settings}
+            ),
             train_dataset=marked(0, 40, draws),
             eval_dataset=marked(40, 46, draws),
             data_collator=model._create_data_collator(),  # as GLiNER.train_model
             processing_class=model.data_processor.transformer_tokenizer,
         )
 
-    return lives.record(build, folder, draws=draws)
+    return lives.record(build, folder, alike=not draws)
 
 
 CASES: dict[str, Callable[[Path], dict[str, Any]]] = {

@@ -27,7 +27,7 @@ SETTINGS = {
 
 
 def record(
-    build: Callable[[str], Any], folder: Path, *, resumes: bool = True, draws: bool = False, **more: Any
+    build: Callable[[str], Any], folder: Path, *, resumes: bool = True, alike: bool = True, **more: Any
 ) -> dict[str, Any]:
     """The record of a life.
 
@@ -35,7 +35,7 @@ def record(
         build: name of a folder below `folder` → a Trainer that writes there, with a model of its own.
         folder: for what the Trainers write.
         resumes: train a second one from the first's checkpoint at step 3.
-        draws: the data is drawn at random. transformers resumes with other numbers; ours must end as the first did.
+        alike: False where transformers resumes with other random numbers or weights; ours must end as the first did.
         more: what else to put into the record.
     """
     trainer = build("run")
@@ -45,12 +45,12 @@ def record(
     if resumes:
         resumed = build("resumed")
         resumed.train(resume_from_checkpoint=str(folder / "run" / "checkpoint-3"))
-        if not draws:
+        if alike:
             more["resumed"] = {"log_history": resumed.state.log_history, "weights": records.weights(resumed.model)}
         elif "hftrainer" in sys.modules:
             assert records.weights(resumed.model) == records.weights(trainer.model)
     output.metrics.pop("total_flos", None)  # PrinterCallback of transformers takes it out of this very dict
     found = records.of(trainer, folder, output=output.metrics, cards=records.cards(folder), **more)
-    if draws:
+    if not alike:
         found["files"] = {name: what for name, what in found["files"].items() if not name.startswith("resumed")}
     return found
