@@ -921,9 +921,7 @@ class Trainer(EarlierMethods):
         if load_result.missing_keys:
             logger.warning("The checkpoint has missing keys, weights of the model: %s", load_result.missing_keys)
         if load_result.unexpected_keys:
-            logger.warning(
-                "The checkpoint has unexpected keys, weights that the model lacks: %s", load_result.unexpected_keys
-            )
+            logger.warning("The checkpoint has unexpected keys, not of the model: %s", load_result.unexpected_keys)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load the optimizer's and the scheduler's state, if the checkpoint has them."""

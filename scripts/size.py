@@ -6,7 +6,7 @@ import tokenize
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LIMITS = {"lines of code": 24_790, "modules": 262, "packages": 29, "lines of tests": 34_500}
+LIMITS = {"lines of code": 24_990, "modules": 263, "packages": 29, "lines of tests": 35_720}
 LONGEST, LONGER = 500, {"hftrainer/trainer.py": 1_187}  # lines of a file; files that may have more
 LAYOUT = {getattr(tokenize, name) for name in ("ENCODING", "COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER")}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
 import importlib.util
 import inspect
 import os
@@ -108,7 +107,7 @@ def set_values(args: BaseArguments) -> None:
         args.local_rank = args.local_process_index
         vars(args)["framework"] = "pt"
         now = f"{time.strftime('%b%d_%H-%M-%S')}_{socket.gethostname()}"
-        args.logging_dir = args.logging_dir or os.path.join(str(args.output_dir), "runs", now)
+        args.logging_dir = legacy.value(args, "logging_dir") or os.path.join(str(args.output_dir), "runs", now)
     if is_before("4.57"):
         args.lr_scheduler_kwargs = args.lr_scheduler_kwargs or {}
         if args.include_num_input_tokens_seen == "no":
@@ -119,7 +118,7 @@ def set_values(args: BaseArguments) -> None:
     vars(args)["_set_by_release"] = changed
 
 
-def is_set_by_release(args: Any, field: dataclasses.Field[Any]) -> bool:
+def is_set_by_release(args: Any, name: str) -> bool:
     """Whether an argument still has the value that `set_values` has given it."""
     values = vars(args).get("_set_by_release", {})
-    return field.name in values and getattr(args, field.name) == values[field.name]
+    return name in values and getattr(args, name) == values[name]

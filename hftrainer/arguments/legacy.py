@@ -319,7 +319,7 @@ def translate(args: BaseArguments, defaults: dict[str, Any], copy: Copied | None
     elif source is None:
         given, before = {}, {}
     else:
-        given = {name: value for name, value in pending.items() if value != getattr(source, name)}
+        given = {name: value for name, value in pending.items() if value != getattr(source, name, defaults.get(name))}
         before = {RENAMED[name].new: getattr(source, RENAMED[name].new) for name in given}
     for name, value in given.items():
         _translate_one(args, name, value, before)
@@ -334,7 +334,7 @@ def translate(args: BaseArguments, defaults: dict[str, Any], copy: Copied | None
     if copy is None or source is not None:
         sentences += gone(args, source)
     if sentences:
-        warnings.warn("\n".join(sentences), FutureWarning, stacklevel=4)
+        warnings.warn("\n".join(sentences), FutureWarning, stacklevel=5)
 
 
 def _take_hidden(args: BaseArguments, own: Set[str]) -> dict[str, Any]:

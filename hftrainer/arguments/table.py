@@ -291,7 +291,7 @@ def given_rows(args: BaseArguments) -> Iterator[tuple[str, Row]]:
     known = {field.name: field for field in dataclasses.fields(args)}
     hidden = {name: field for name, field in legacy.HIDDEN.items() if name in vars(args)}
     for field in {**hidden, **known}.values():
-        if field.name in TABLE and field.name not in own and not is_set_by_release(args, field):
+        if field.name in TABLE and field.name not in own and not is_set_by_release(args, field.name):
             row, is_given = _row_of(args, field)
             if is_given:
                 yield field.name, row
@@ -353,8 +353,6 @@ def _is_neutral(value: Any, default: Any) -> bool:
     """Whether `value` is the default or empty. `transformers` fills in accelerate's defaults."""
     if type(value).__name__ == "AcceleratorConfig":
         return value == type(value)()
-    if isinstance(value, dict):
-        return not any(value.values()) or value == default
     nothing = value is None or (not value and not isinstance(value, (bool, int, float)))
     return nothing or value == default or value in ("no", "none")
 
@@ -413,7 +411,7 @@ def overridden(resolved: ResolvedArguments) -> list[str]:
         found.append(
             f"debug='tpu_metrics_debug' prints nothing: training is on {args.device}, which is not an XLA device."
         )
-    if args.fsdp_config and not args.fsdp and not _is_neutral(args.fsdp_config, None):
+    if args.fsdp_config and not args.fsdp and not is_set_by_release(args, "fsdp_config"):
         found.append("fsdp_config has no effect without fsdp=True.")
     if args.fsdp and (given := [f"ddp_{name}" for name in _DDP if getattr(args, f"ddp_{name}", None) is not None]):
         found.append(f"{' and '.join(given)} have no effect with fsdp: there are no replicas.")
