@@ -20,7 +20,7 @@ PYTEST := $(RUN) -m pytest
 WORKERS := -n 3 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-fast docs test-machines test-install test-downstream test-versions upstream test-adapters soak lint format coverage bench demo clean
+.PHONY: help test test-fast docs test-machines test-install test-downstream test-libraries test-versions upstream test-adapters soak lint format coverage bench demo clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -70,6 +70,16 @@ $(VENV)/.libraries: tests/adapters/downstream/requirements.txt $(VENV)/.dev
 	@$(call pip,.venv-$*) -r $<
 	@touch $@
 
+# Libraries that pin what they need, in two groups by the transformers they take. The registry's torchaudio is compiled for
+# CUDA; without that part it is of Python alone.
+.venv-libraries%/.ready: tests/adapters/downstream/libraries%.txt
+	@echo "Installing the packages of $< ..."
+	@$(PYTHON) -m venv .venv-libraries$*
+	@$(call pip,.venv-libraries$*) -c $< torch
+	@$(call pip,.venv-libraries$*) --no-deps -r $<
+	@rm -rf .venv-libraries$*/lib/python*/site-packages/torchaudio/lib
+	@touch $@
+
 # ---- Tests -----------------------------------------------------------------------------------------------------------
 
 test: $(VENV)/.dev  ## run the tests; the other lanes are below, and in CONTRIBUTING.md
@@ -94,6 +104,19 @@ test-install: $(VENV)/.dev  ## an environment with only what pyproject.toml decl
 test-downstream: $(VENV)/.libraries .venv-4.57/.ready  ## TRL, sentence-transformers, setfit, PEFT, AdapterHub: the same numbers
 	@$(PYTEST) tests/adapters/downstream
 	@USE_TF=0 .venv-4.57/bin/python -m pytest tests/adapters/downstream/test_adapters.py
+	@test -z "$(WRITE)" || $(RUN) scripts/compatibility_page.py
+
+# WRITE=1 writes the page.
+LIBRARIES_5.16 := gliner flag_embedding chronos colpali swift
+LIBRARIES_4.57 := span_marker pylate llama_factory
+test-libraries: $(if $(WRITE),$(VENV)/.dev) .venv-libraries-5.16/.ready .venv-libraries-4.57/.ready  ## GLiNER, SpanMarker, pylate, FlagEmbedding, Chronos-2, colpali, ms-swift, LLaMA-Factory
+	@for release in 5.16 4.57; do \
+		case $$release in 5.16) names="$(LIBRARIES_5.16)" ;; *) names="$(LIBRARIES_4.57)" ;; esac; \
+		for name in $$names; do files="$$files tests/adapters/downstream/test_$$name.py"; done; \
+		$(IN_MEMORY) .venv-libraries-$$release/bin/python -m pytest -q $$files || exit 1; \
+		files=; \
+	done
+	@test -z "$(WRITE)" || $(RUN) scripts/compatibility_page.py
 
 # RELEASES=floor PYTHON=python3.10 tries the floor of every dependency; what cannot be there is skipped.
 RELEASES ?= 4.48 4.57 5.2

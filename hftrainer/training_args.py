@@ -58,6 +58,8 @@ class _AcceptingHidden(abc.ABCMeta):
         instance: Any = cls.__new__(cls, *args, **kwargs)  # type: ignore[arg-type]
         vars(instance)["_hidden_given"] = given
         instance.__init__(*args, **kwargs)
+        for name in ("_copied", "_hidden_given"):  # where a subclass's `__post_init__` has not called ours
+            vars(instance).pop(name, None)
         return instance
 
 

@@ -319,7 +319,7 @@ def translate(args: BaseArguments, defaults: dict[str, Any], copy: Copied | None
     elif source is None:
         given, before = {}, {}
     else:
-        given = {name: value for name, value in pending.items() if value != getattr(source, name)}
+        given = {name: value for name, value in pending.items() if value != getattr(source, name, defaults.get(name))}
         before = {RENAMED[name].new: getattr(source, RENAMED[name].new) for name in given}
     for name, value in given.items():
         _translate_one(args, name, value, before)

@@ -38,6 +38,12 @@ def accepts(method: Callable[..., Any], keyword: str) -> bool:
     return names is None or keyword in names
 
 
+def has_parameter(method: Callable[..., Any], keyword: str) -> bool:
+    """Whether `method` has a parameter of this name, rather than one for all keywords."""
+    each = _chain(getattr(method, "__func__", method))
+    return any(keyword in inspect.signature(one, follow_wrapped=False).parameters for one in each)
+
+
 def call_with_accepted(method: Callable[..., Any], *args: Any, **optional: Any) -> Any:
     """Call `method` with `args`, and with those of `optional` that it accepts."""
     return method(*args, **accepted_by(method, optional))
@@ -117,10 +123,21 @@ def is_overridden(instance: Any, *names: str) -> bool:
     """
     kind: Any = type(instance)
     own, record = vars(instance), _record_of(kind)
-    return any(name in own or getattr(kind, name, None) is not record.get(name, _NOT_OURS) for name in names)
+    return any(name in own or not _is_ours(getattr(kind, name, None), record.get(name, _NOT_OURS)) for name in names)
 
 
 _NOT_OURS = object()
+
+
+def _is_ours(method: Any, ours: Any) -> bool:
+    """Whether a method is the recorded one, or made from its text by a tool that found nothing to change there."""
+    if method is ours:
+        return True
+    made, of_ours = (getattr(each, "__code__", None) for each in (method, ours))
+    if made is None or of_ours is None or (made.co_names, made.co_code) != (of_ours.co_names, of_ours.co_code):
+        return False
+    theirs = method.__globals__
+    return all(theirs.get(name) is value for name, value in ours.__globals__.items() if name in made.co_names)
 
 
 def runs_backward(trainer: Any) -> bool:
@@ -193,7 +210,7 @@ def refuse_rewritten(trainer: Any) -> None:
     own, found = vars(trainer), []
     for name, ours in _record_of(kind).items():
         method = own[name] if name in own else getattr(kind, name, None)
-        if method is not ours and (maker := _rewriter(name, method, ours)) is not None:
+        if not _is_ours(method, ours) and (maker := _rewriter(name, method, ours)) is not None:
             found.append(f"{name} (by {maker})")
     if found:
         raise UnsupportedArgument(

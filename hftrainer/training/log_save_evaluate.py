@@ -12,7 +12,7 @@ import torch
 from hftrainer.arguments.choices import SaveStrategy
 from hftrainer.callbacks.flow import EarlyStoppingCallback, evaluation_key
 from hftrainer.checkpointing import names
-from hftrainer.compat.overrides import call_with_accepted
+from hftrainer.compat.overrides import call_with_accepted, has_parameter
 from hftrainer.errors import InvalidArgument
 from hftrainer.optimization import follows_metric
 from hftrainer.reporting.metrics import mean_loss, metric_named
@@ -62,8 +62,10 @@ class LogSaveEvaluate(Room):
                 trainer.control.should_save = is_new_best
             self._sync_control_flags()
         if trainer.control.should_save:
-            told = {"metrics": metrics} if self.context.is_overridden("_save_checkpoint") else {}
-            call_with_accepted(trainer._save_checkpoint, model, trial, **told)
+            # Until v4.45 it got the metrics. **kwargs may go on to an override that has never heard of them.
+            save = trainer._save_checkpoint
+            is_told = self.context.is_overridden("_save_checkpoint") and has_parameter(save, "metrics")
+            save(model, trial, **({"metrics": metrics} if is_told else {}))
             self.saver.announce()
             self._sync_control_flags()
 

@@ -74,6 +74,12 @@ def test_values():
     assert differ - {"logging_dir"} == {name for names in expected for name in names}  # which has the time
 
 
+def test_a_copy_with_other_values():
+    """SpanMarker copies what it gets, with `include_inputs_for_metrics` where the release has it."""
+    copy = dataclasses.replace(make(learning_rate=1e-3, lr_scheduler_kwargs={}, label_names=["own"]), seed=7)
+    assert (copy.learning_rate, copy.label_names, copy.seed) == (1e-3, ["own"], 7)
+
+
 @dataclasses.dataclass
 class Before(hftrainer.TrainingArguments):
     """A subclass from before install()."""

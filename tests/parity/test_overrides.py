@@ -362,6 +362,21 @@ def test_sorted_checkpoints_of_older_releases(tmp_path):
     assert sorted(ours.files) == ["checkpoint-16", "checkpoint-20", "checkpoint-4", "final"]
 
 
+def test_metrics_only_for_overrides_that_name_them(tmp_path):
+    """What passes on all that it gets, as ms-swift, may be above a method without them, as TRL's."""
+
+    class Plain(hftrainer.Trainer):
+        def _save_checkpoint(self, model, trial):
+            super()._save_checkpoint(model, trial)
+
+    class Passing(Plain):
+        def _save_checkpoint(self, *args, **kwargs):
+            super()._save_checkpoint(*args, **kwargs)
+
+    ours = run_changed("hftrainer", tmp_path, trainer_class=lambda library: Passing, **SAVED)
+    assert "checkpoint-20" in ours.files
+
+
 def test_best_metric_of_an_override(tmp_path):
     """The metrics that an override passes on decide which model is the best, as they did until v4.46."""
 
@@ -454,9 +469,9 @@ def test_evaluation_loop_with_older_helpers(tmp_path, settings):
 # ---- Refused ---------------------------------------------------------------------------------------------------------
 
 
-def rewritten(function):
+def rewritten(function, old="self._hftrainer", new="(self or None)._hftrainer"):
     """A function made of the text of another, in the namespace of a tool: the shape of what Unsloth and Axolotl do."""
-    text = textwrap.dedent(inspect.getsource(function)).replace(function.__name__, "_fast", 1)
+    text = textwrap.dedent(inspect.getsource(function)).replace(function.__name__, "_fast", 1).replace(old, new)
     exec("from __future__ import annotations\n" + text, namespace := {"__name__": "a_tool.patches", "torch": torch})
     return namespace["_fast"]
 
@@ -506,6 +521,19 @@ def test_refused_replacement(tmp_path, case):
     how, why = REFUSED[case]
     with pytest.raises(UnsupportedArgument, match=why):
         run_changed("hftrainer", tmp_path, **how)
+
+
+def unchanged(function):
+    """What Axolotl makes of a text in which it finds nothing to replace, with the names of the module that it uses."""
+    made = rewritten(function, "tr_loss_scalar = nested_gather", "")
+    made.__globals__.update({name: value for name, value in function.__globals__.items() if name != "__name__"})
+    return made
+
+
+def test_what_a_tool_has_left_unchanged(tmp_path):
+    names = ("evaluation_loop", "_maybe_log_save_evaluate")
+    ours = run_changed("hftrainer", tmp_path / "patched", patched=dict.fromkeys(names, unchanged), **BEST)
+    assert_same(ours, run_changed("hftrainer", tmp_path / "plain", **BEST))
 
 
 def test_others_are_not_refused(tmp_path):

@@ -1,13 +1,11 @@
 import importlib.util
 import os
-import subprocess
-import sys
 
 import pytest
 
-from tests.adapters.downstream import libraries, support
+from tests.adapters.downstream import driver, libraries, support
 
-#: Test modules → the library that only the environments of `make test-downstream` have.
+#: Test modules → the library that only the environments of `make test-downstream` and `make test-libraries` have.
 NEEDS = {
     "test_trl*.py": "trl",
     "test_sentence_transformers.py": "sentence_transformers",
@@ -15,7 +13,18 @@ NEEDS = {
     "test_setfit.py": "setfit",
     "test_peft.py": "setfit",  # peft itself is in other environments too
     "test_adapters.py": "adapters",
+    "test_gliner.py": "gliner",
+    "test_span_marker.py": "span_marker",
+    "test_pylate.py": "pylate",
+    "test_flag_embedding.py": "FlagEmbedding",
+    "test_chronos.py": "chronos",
+    "test_colpali.py": "colpali_engine",
+    "test_swift.py": "swift",
+    "test_llama_factory.py": "llamafactory",
 }
+
+
+driver.declare_operators()
 
 
 def is_installed(library: str) -> bool:
@@ -41,7 +50,7 @@ def records(request, tmp_path_factory):
 
 @pytest.fixture
 def is_on_page(request, records):
-    """Whether COMPATIBILITY.md says what the lane has found; with WRITE=1 in the environment it is written there."""
+    """Whether COMPATIBILITY.md says what the lane has found; with WRITE=1 in the environment it is noted first."""
 
     def check(cases):
         missing = [name for name in cases if not (records / "hftrainer" / name).exists()]
@@ -50,7 +59,6 @@ def is_on_page(request, records):
         result = libraries.found(records, request.module.LIBRARY, cases)
         if os.environ.get("WRITE"):
             libraries.write(result)
-            subprocess.run([sys.executable, str(support.ROOT / "tests" / "compatibility_page.py")], check=True)
         return libraries.is_recorded(result)
 
     return check

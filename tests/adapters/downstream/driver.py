@@ -10,6 +10,7 @@ FOLDER/NAME.json is its record. An error ends its case only: FOLDER/NAME.error.t
 
 import argparse
 import importlib
+import importlib.util
 import json
 import os
 import random
@@ -18,6 +19,15 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+
+def declare_operators() -> None:
+    """Declare two operators that nothing here calls: a CPU lacks them, the registry has torchvision for CUDA."""
+    import torch
+
+    if importlib.util.find_spec("torchvision") is not None and torch.version.cuda is None:
+        for name in ("nms", "qnms"):
+            torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 
 def run(case: Callable[[Path], dict], folder: Path) -> dict[str, Any]:
@@ -40,6 +50,7 @@ def main() -> None:
     options.add_argument("folder", type=Path)
     options.add_argument("names", nargs="+")
     chosen = options.parse_args()
+    declare_operators()
     if chosen.swap:
         import hftrainer
 

@@ -1,6 +1,7 @@
-"""The libraries of the lane, and what it has found out about them, which COMPATIBILITY.md shows.
+"""The libraries of the lanes, and what these have found out about them, which COMPATIBILITY.md shows.
 
-`make test-downstream WRITE=1` writes `results.json` and the page anew; without WRITE a test fails when they are stale.
+With WRITE=1, `make test-downstream` and `make test-libraries` write `results.json` and the page anew; without WRITE a
+test fails when they are stale.
 """
 
 import json
@@ -40,6 +41,40 @@ LIBRARIES = {
     "setfit": Library("setfit", "`Trainer`, `DistillationTrainer`"),
     "peft": Library("PEFT", "`Trainer` with a `PeftModel`"),
     "adapters": Library("AdapterHub adapters", "`AdapterTrainer`, `Seq2SeqAdapterTrainer`"),
+    "gliner": Library(
+        "GLiNER",
+        "`Trainer`",
+        "Where kinds are drawn at random, a resumed run ends as an undisturbed one; with `transformers` it does not.",
+    ),
+    "span-marker": Library("SpanMarker", "`Trainer`"),
+    "pylate": Library("pylate", "`SentenceTransformerTrainer` with a `ColBERT`"),
+    "FlagEmbedding": Library(
+        "FlagEmbedding",
+        "the runners of embedders, M3 and rerankers",
+        "Not resumed: `transformers` does not find the weights under the names that its checkpoints have.",
+    ),
+    "chronos-forecasting": Library(
+        "Chronos-2",
+        "`Chronos2Trainer`, `Chronos2Pipeline.fit`",
+        "Series are drawn at random: a resumed run ends as an undisturbed one; with `transformers` it does not.",
+    ),
+    "colpali-engine": Library(
+        "colpali-engine",
+        "`ContrastiveTrainer`",
+        "A whole model is resumed with its weights; `transformers` does not find them under the names it has saved.",
+    ),
+    "ms-swift": Library(
+        "ms-swift",
+        "the pipelines `SwiftSft`, `SwiftPretrain` and `SwiftRLHF`",
+        "`args.json` lists the arguments in another order, with those that only hftrainer has. On a CPU it asks for "
+        "`fp16`, which `transformers` ignores: the cases say `--fp16 false`.",
+    ),
+    "llamafactory": Library(
+        "LLaMA-Factory",
+        "`run_exp` with the stages `sft`, `pt`, `dpo`, `kto` and `rm`",
+        "Model cards are hftrainer's, with `training.png`. `rm` is not resumed: `transformers` finds no model in its "
+        "checkpoints.",
+    ),
 }
 
 

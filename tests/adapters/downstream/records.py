@@ -57,6 +57,8 @@ def files(folder: Path) -> dict[str, Any]:
 def _content(path: Path) -> Any:
     if path.suffix == ".safetensors":
         return {name: digest(tensor) for name, tensor in load_file(path).items()}
+    if path.name.startswith("pytorch_model"):
+        return {name: digest(tensor) for name, tensor in torch.load(path).items()}
     if path.suffix == ".json":
         return json.loads(path.read_text())
     if path.suffix in (".txt", ".jinja", ".csv", ".jsonl"):

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[3]
 #: Who runs the cases → the words of the command line.
 WAYS: dict[str, list[str]] = {"transformers": [], "hftrainer": ["--swap"]}
 #: Times that the libraries measure and log.
-ALL_MEASURED = (*MEASURED, "step_time")
+ALL_MEASURED = (*MEASURED, "step_time", "elapsed_time", "remaining_time", "train_speed(s/it)")
 
 
 def environment(folder: Path) -> dict[str, str]:

@@ -170,6 +170,16 @@ def test_old_names_are_not_serialized():
     assert json.loads(text)["logging_dir"] == "logs"
 
 
+def test_attributes_are_the_arguments_alone():
+    """Libraries write them as they are; ms-swift's arguments do not call our `__post_init__` at once."""
+
+    class Own(TrainingArguments):
+        def __post_init__(self):
+            pass
+
+    assert vars(Own("x")).keys().isdisjoint({"_copied", "_hidden_given"})
+
+
 def test_a_subclass_keeps_a_tokenizer_of_its_own(tmp_path):
     class Aligning(Trainer):
         def __init__(self, *args, tokenizer, **kwargs):

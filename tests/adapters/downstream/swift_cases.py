@@ -1,0 +1,91 @@
+"""ms-swift's pipelines, whose Trainers are trained with evaluations and saves, saved, and resumed."""
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from swift.pipelines.train.pretrain import SwiftPretrain
+from swift.pipelines.train.rlhf import SwiftRLHF
+from swift.pipelines.train.sft import SwiftSft
+
+from tests.adapters.downstream import lives
+from tests.adapters.downstream.tiny_language import assistant, save_model, user
+
+#: Words of every command line, and their values.
+SETTINGS = {
+    "model_type": "mistral",
+    "template": "chatml",
+    "add_version": "false",
+    "max_steps": 6,
+    "per_device_train_batch_size": 2,
+    "per_device_eval_batch_size": 4,
+    "gradient_accumulation_steps": 2,
+    "learning_rate": 1e-2,
+    "warmup_steps": 2,
+    "logging_steps": 1,
+    "eval_strategy": "steps",
+    "eval_steps": 3,
+    "save_strategy": "steps",
+    "save_steps": 3,
+    "use_cpu": "true",
+    "report_to": "none",
+    "torch_dtype": "float32",
+    "fp16": "false",  # which it takes for a model in float32, also on a CPU
+    "dataset_num_proc": 1,
+    "dataloader_num_workers": 0,
+    "check_model": "false",
+}
+#: Of args.json: the arguments' own text, whose order is another, and what only ours has.
+OWN_ARGUMENTS = ("training_args", "debug", "eval_memmap_dir", "save_on_interrupt", "lightning_config")
+
+
+def answered(index: int) -> dict[str, Any]:
+    return {"messages": [*user(index), *assistant(index)]}
+
+
+def compared(index: int) -> dict[str, Any]:
+    return {**answered(index), "rejected_response": assistant(index + 5)[0]["content"]}
+
+
+def save_rows(row: Callable[[int], dict[str, Any]], first: int, end: int, path: str) -> str:
+    Path(path).write_text("".join(json.dumps(row(index)) + "\n" for index in range(first, end)))
+    return path
+
+
+def live(
+    folder: Path, pipeline: type = SwiftSft, row: Callable[[int], dict[str, Any]] = answered, **settings: Any
+) -> dict[str, Any]:
+    """The record of a life of the Trainer that a pipeline makes; `settings` go before those of all cases."""
+    given = {
+        "model": save_model(Path("model")),
+        "dataset": save_rows(row, 0, 40, "train.jsonl"),
+        "val_dataset": save_rows(row, 40, 46, "held_out.jsonl"),
+        **SETTINGS,
+        **settings,
+    }
+
+    class Maker(pipeline):
+        def train(self, trainer: Any) -> Any:
+            return trainer
+
+    def build(name: str) -> Any:
+        words = {**given, "output_dir": str(folder / name)}
+        return Maker([part for name, value in words.items() for part in (f"--{name}", str(value))]).run()
+
+    found = lives.record(build, folder)
+    for name, content in found["files"].items():
+        if name.endswith("args.json"):
+            found["files"][name] = {key: value for key, value in content.items() if key not in OWN_ARGUMENTS}
+        elif name.endswith("logging.jsonl"):  # with measured times
+            found["files"][name] = "by name"
+    return json.loads(json.dumps(found).replace(str(Path.cwd()), "."))
+
+
+CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "sft": functools.partial(live, tuner_type="full"),
+    "sft_lora": functools.partial(live, tuner_type="lora", load_best_model_at_end="true"),
+    "pretrain": functools.partial(live, pipeline=SwiftPretrain, tuner_type="full"),
+    "dpo": functools.partial(live, pipeline=SwiftRLHF, row=compared, rlhf_type="dpo", tuner_type="lora"),
+}

@@ -1,0 +1,18 @@
+"""Chronos-2: trained, evaluated, saved and resumed, by both libraries, with the same results."""
+
+import pytest
+
+from tests.adapters.downstream import chronos_cases, support
+
+pytestmark = pytest.mark.slow
+LIBRARY = "chronos-forecasting"
+MODULE = chronos_cases.__name__
+
+
+@pytest.mark.parametrize("name", chronos_cases.CASES)
+def test_same_record(records, name):
+    support.assert_same(records, name)
+
+
+def test_the_page_says_so(is_on_page):
+    assert is_on_page(chronos_cases.CASES)

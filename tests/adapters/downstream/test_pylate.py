@@ -1,0 +1,18 @@
+"""pylate's models: trained, evaluated, saved and resumed, by both libraries, with the same results."""
+
+import pytest
+
+from tests.adapters.downstream import pylate_cases, support
+
+pytestmark = pytest.mark.slow
+LIBRARY = "pylate"
+MODULE = pylate_cases.__name__
+
+
+@pytest.mark.parametrize("name", pylate_cases.CASES)
+def test_same_record(records, name):
+    support.assert_same(records, name)
+
+
+def test_the_page_says_so(is_on_page):
+    assert is_on_page(pylate_cases.CASES)
