@@ -14,6 +14,7 @@ Usage: python scripts/upstream.py [--since VERSION] [--check | --record]
 import argparse
 import ast
 import difflib
+import functools
 import hashlib
 import importlib.util
 import re
@@ -22,6 +23,7 @@ import sys
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import tomllib
 
@@ -141,14 +143,28 @@ def api_changes(old: Code, new: Code) -> list[str]:
     return lines
 
 
-def entries() -> list[tuple[str, str, str]]:
-    """Our module, the `file:function` that it follows, and the recorded hash."""
+class Entry(NamedTuple):
+    """A module of ours, the function that it follows with the file that has it, and the recorded hash."""
+
+    ours: str
+    file: str
+    name: str
+    recorded: str
+
+    @property
+    def place(self) -> str:
+        return f"{self.file}:{self.name}"
+
+
+@functools.cache
+def entries() -> list[Entry]:
     table = tomllib.loads(FOLLOWED.read_text())
-    return [(ours, place, recorded) for ours, places in table.items() for place, recorded in places.items()]
+    places = [(ours, *place) for ours, followed in table.items() for place in followed.items()]
+    return [Entry(ours, *place.split(":"), recorded) for ours, place, recorded in places]
 
 
 def files_of(package: str) -> list[str]:
-    return sorted({file for _, place, _ in entries() if (file := place.partition(":")[0]).startswith(f"{package}/")})
+    return sorted({each.file for each in entries() if each.file.startswith(f"{package}/")})
 
 
 def differences(old: ast.AST | None, new: ast.AST | None) -> Iterator[str]:
@@ -163,17 +179,14 @@ def report(package: str, since: str, until: str) -> str:
     for file, (old, new) in both.items():
         if lines := api_changes(old, new):
             print(f"\n{file}: the API", *lines, sep="\n  ")
-    patch, named = [], set()
-    for ours, place, recorded in entries():
-        file, _, name = place.partition(":")
-        if file not in both:
-            continue
-        old, new = (code.get(name) for code in both[file])
-        named.add(place)
-        if {digest(old), digest(new)} != {recorded}:
-            patch += [f"\n# {ours} follows {place}\n", *differences(old, new)]
-            compared = "" if digest(new) == recorded else "; ours was not compared with it yet"
-            print(f"{ours} follows {place}: {'changed' if new else 'gone'}{compared}")
+    patch, followed = [], [each for each in entries() if each.file in both]
+    for each in followed:
+        old, new = (code.get(each.name) for code in both[each.file])
+        if {digest(old), digest(new)} != {each.recorded}:
+            patch += [f"\n# {each.ours} follows {each.place}\n", *differences(old, new)]
+            compared = "" if digest(new) == each.recorded else "; ours was not compared with it yet"
+            print(f"{each.ours} follows {each.place}: {'changed' if new else 'gone'}{compared}")
+    named = {each.place for each in followed}
     for file, (old, new) in both.items():
         for name in new.keys() - old.keys():
             if (
@@ -186,20 +199,16 @@ def report(package: str, since: str, until: str) -> str:
 
 def installed_digests() -> dict[str, str]:
     """The hash of each followed function in the installed packages; "none" for one that is not there."""
-    found, files = {}, {}
-    for _, place, _ in entries():
-        file, _, name = place.partition(":")
-        if file not in files:
-            files[file] = code_of(installed(file.partition("/")[0]) / file)
-        found[place] = digest(files[file].get(name))
-    return found
+    files = {file: code_of(installed(file.partition("/")[0]) / file) for file in {each.file for each in entries()}}
+    return {each.place: digest(files[each.file].get(each.name)) for each in entries()}
 
 
 def check() -> None:
     """Exit with 1 when a module of ours is gone, or an installed function is not as recorded."""
     found = installed_digests()
-    wrong = [f"{ours} is not there" for ours in {ours for ours, _, _ in entries()} if not (ROOT / ours).is_file()]
-    wrong += [f"{ours} follows {place}, which has changed" for ours, place, was in entries() if found[place] != was]
+    wrong = [f"{ours} is not there" for ours in {each.ours for each in entries()} if not (ROOT / ours).is_file()]
+    changed = [each for each in entries() if found[each.place] != each.recorded]
+    wrong += [f"{each.ours} follows {each.place}, which has changed" for each in changed]
     if wrong:
         sys.exit("\n".join([*wrong, "Compare, then record: python scripts/upstream.py --record"]))
 
@@ -207,8 +216,8 @@ def check() -> None:
 def record() -> None:
     """Write the hashes of the installed functions."""
     found, lines = installed_digests(), ["# What our modules follow, with the hash of its code: scripts/upstream.py."]
-    for ours in sorted({ours for ours, _, _ in entries()}):
-        followed = sorted(place for module, place, _ in entries() if module == ours)
+    for ours in sorted({each.ours for each in entries()}):
+        followed = sorted(each.place for each in entries() if each.ours == ours)
         lines += ["", f'["{ours}"]', *(f'"{place}" = "{found[place]}"' for place in followed)]
     FOLLOWED.write_text("\n".join(lines) + "\n")
 
