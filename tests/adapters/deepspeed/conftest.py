@@ -3,8 +3,21 @@ import os
 
 import pytest
 
+from tests.support.launching import port
+
 #: `make test-adapters` has an environment of its own for these.
 collect_ignore_glob = [] if importlib.util.find_spec("deepspeed") else ["test_*.py"]
+
+
+@pytest.fixture
+def one_process(monkeypatch):
+    """This process is the only rank, as a launcher would start it."""
+    from tests.adapters.deepspeed.sets import without_compiler
+
+    without_compiler()
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port())}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
 
 
 @pytest.fixture(autouse=True)

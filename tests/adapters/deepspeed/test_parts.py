@@ -13,20 +13,12 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from hftrainer.checkpointing.names import MANIFEST_NAME
 from hftrainer.errors import WrongConfig
-from tests.adapters.deepspeed.sets import AUTO, forget, without_compiler
-from tests.support.launching import port
+from tests.adapters.deepspeed.sets import AUTO, forget
 from tests.support.tiny import language_data, make_llama
 
+pytestmark = pytest.mark.usefixtures("one_process")
 #: No parameter is small enough to stay whole in each process.
 CONFIG = {**AUTO, "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
-
-
-@pytest.fixture(autouse=True)
-def one_process(monkeypatch):
-    without_compiler()
-    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port())}
-    for name, value in place.items():
-        monkeypatch.setenv(name, value)
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,10 @@ import pytest
 
 from hftrainer import Trainer, TrainingArguments
 from hftrainer.errors import WrongConfig
-from tests.adapters.deepspeed.sets import STAGES, without_compiler
-from tests.support.launching import port
+from tests.adapters.deepspeed.sets import STAGES
 from tests.support.tiny import make_plain, plain_data
+
+pytestmark = pytest.mark.usefixtures("one_process")
 
 ZERO = {"stage": 2}
 ADAM = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
@@ -36,14 +37,6 @@ NO_ENGINE = [
     ({"scheduler": {"type": "WarmupLr", "params": {}}}, "does not recognize LR scheduler WarmupLr"),
     ({"scheduler": {"type": "WarmupLR", "params": {"warmup": 3}}}, "unexpected keyword argument 'warmup'"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def one_process(monkeypatch):
-    without_compiler()
-    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port())}
-    for name, value in place.items():
-        monkeypatch.setenv(name, value)
 
 
 def make_trainer(folder, config, kind=Trainer):

@@ -15,22 +15,11 @@ from tests.adapters.downstream.tiny_language import assistant, save_model, user
 
 #: Words of every command line, and their values.
 SETTINGS = {
+    **lives.SETTINGS,
     "model_type": "mistral",
     "template": "chatml",
     "add_version": "false",
-    "max_steps": 6,
-    "per_device_train_batch_size": 2,
-    "per_device_eval_batch_size": 4,
-    "gradient_accumulation_steps": 2,
-    "learning_rate": 1e-2,
-    "warmup_steps": 2,
-    "logging_steps": 1,
-    "eval_strategy": "steps",
-    "eval_steps": 3,
-    "save_strategy": "steps",
-    "save_steps": 3,
-    "use_cpu": "true",
-    "report_to": "none",
+    "disable_tqdm": "false",
     "torch_dtype": "float32",
     "fp16": "false",  # which it takes for a model in float32, also on a CPU
     "dataset_num_proc": 1,
