@@ -423,6 +423,11 @@ def chosen(config: Mapping[str, Any]) -> Behaviours:
     return of(config.get("behaviour", _followed))
 
 
+def is_before(release: str) -> bool:
+    """Whether the release that Trainers of this process follow is earlier than another."""
+    return RELEASES.index(chosen({}).release) < RELEASES.index(release)
+
+
 def of_arguments(args: Any) -> Behaviours:
     """The behaviours that a Trainer with these arguments follows."""
     from hftrainer.arguments.resolved import ResolvedArguments

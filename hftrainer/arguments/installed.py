@@ -11,7 +11,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hftrainer.arguments import behaviours, legacy
+from hftrainer.arguments import legacy
+from hftrainer.arguments.behaviours import is_before
 
 if TYPE_CHECKING:
     from hftrainer.arguments.base import BaseArguments
@@ -95,11 +96,7 @@ def set_values(args: BaseArguments) -> None:
     """Set what the installed release has in arguments that were just made, and ours do not need."""
     if not legacy.HIDDEN:
         return
-    given, release = dict(vars(args)), behaviours.chosen({}).release
-
-    def is_before(other: str) -> bool:
-        return behaviours.RELEASES.index(release) < behaviours.RELEASES.index(other)
-
+    given = dict(vars(args))
     if is_before("5.10"):
         args.fsdp_config = dict(_FSDP_CONFIG) if args.fsdp_config is None else args.fsdp_config
         args.fsdp = args.fsdp or []  # type: ignore[assignment]

@@ -174,7 +174,7 @@ def _debug_options(given: Any) -> list[Any]:
 
 
 def _as_list(value: str | list[str] | None) -> list[str]:
-    if value is None and behaviours.chosen({}).release.startswith("4."):
+    if value is None and behaviours.is_before("5.0"):
         return ["all"]
     if value is None or value == "none" or value == ["none"]:
         return []

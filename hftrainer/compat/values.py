@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+
+from hftrainer.compat.messages import warn_once
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ def as_json(value: Any, name: str) -> Any:
         return value.tolist()
     if isinstance(value, _PLAIN):
         return value
-    _warn_once(name, type(value).__name__)
+    warn_once(logger, f"{name} is a {type(value).__name__}, which JSON does not have: its repr is written.")
     return repr(value)
 
 
@@ -52,8 +53,3 @@ def is_plain(line: Mapping[str, Any]) -> bool:
 def _as_key(key: Any) -> str:
     """A key as JSON writes it; keys of several types could not be sorted."""
     return key if isinstance(key, str) else json.dumps(key) if isinstance(key, _PLAIN) else str(key)
-
-
-@functools.cache
-def _warn_once(name: str, kind: str) -> None:
-    logger.warning("%s is a %s, which JSON does not have: its repr is written.", name, kind)

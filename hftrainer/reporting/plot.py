@@ -15,6 +15,7 @@ from hftrainer.callbacks.base import TrainerCallback
 from hftrainer.callbacks.progress import in_notebook
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import names
+from hftrainer.checkpointing.folders import by_step
 from hftrainer.compat.functions import is_measured
 from hftrainer.errors import InvalidArgument, MissingPackage
 
@@ -36,10 +37,8 @@ def read_state(folder: str) -> TrainerState:
     if not Path(folder).is_dir():
         raise InvalidArgument(f"{folder}: the folder does not exist; give the output_dir of a run.")
     # The log is enough: a checkpoint without its weights is drawn too.
-    written = Path(folder).glob(f"{names.PREFIX_CHECKPOINT_DIR}-*/{names.TRAINER_STATE_NAME}")
-    places = {int(step): file for file in written if (step := file.parent.name.rpartition("-")[2]).isdecimal()}
-    final = Path(folder) / names.TRAINER_STATE_NAME
-    file = final if final.is_file() else places[max(places)] if places else None
+    places = (Path(place) / names.TRAINER_STATE_NAME for place in (folder, *by_step(folder)))
+    file = next((place for place in places if place.is_file()), None)
     if file is None:
         raise InvalidArgument(
             f"{folder}: neither it nor a checkpoint-xxx in it holds {names.TRAINER_STATE_NAME}; give the output_dir of "
