@@ -25,11 +25,11 @@ from hftrainer.arguments import accelerate_state, installed, legacy
 from hftrainer.arguments.accelerator_config import as_object
 from hftrainer.arguments.base import BaseArguments
 from hftrainer.arguments.choices import IntervalStrategy, OptimizerNames, ParallelMode
+from hftrainer.arguments.deepspeed import begin_deepspeed, deepspeed_plugin
 from hftrainer.arguments.releases import annotate
 from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.arguments.setters import ChainingSetters
 from hftrainer.arguments.validation import ALIASES, check_values, normalize
-from hftrainer.engine.deepspeed import begin_deepspeed, deepspeed_plugin
 from hftrainer.errors import InvalidArgument, UnknownArgument, UnsupportedArgument
 
 __all__ = ["IntervalStrategy", "OptimizerNames", "ParallelMode", "TrainingArguments"]

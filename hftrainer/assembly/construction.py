@@ -12,6 +12,7 @@ from torch.utils.data import IterableDataset
 
 from hftrainer.arguments import accelerate_state
 from hftrainer.arguments.choices import spelled
+from hftrainer.arguments.deepspeed import begin_deepspeed
 from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.arguments.table import check_supported, make_plan, overridden
 from hftrainer.arguments.validation import check_accelerator_config, check_values, take_accumulation
@@ -26,13 +27,12 @@ from hftrainer.compat import peers, swap
 from hftrainer.compat.functions import has_length
 from hftrainer.compat.overrides import recorded, refuse_rewritten
 from hftrainer.data.collators import DataCollatorWithPadding, default_data_collator
-from hftrainer.engine import adapter
-from hftrainer.engine.deepspeed import begin_deepspeed
 from hftrainer.errors import InvalidArgument, InvalidSetup, UnsupportedArgument
 from hftrainer.evaluation import gathering
 from hftrainer.evaluation.metrics import as_metrics
 from hftrainer.model.changes import set_tf32
 from hftrainer.parallel.parallelism import Parallelism
+from hftrainer.plugins import adapter
 from hftrainer.reporting.tracker_callbacks import ReportingCallback
 from hftrainer.trainer_callback import DEFAULT_CALLBACKS
 from hftrainer.training.accelerator import EngineAccelerator

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from hftrainer.assembly.construction import TrainerSetup
-from hftrainer.engine import adapter
 from hftrainer.evaluation.runner import EvaluationRunner
+from hftrainer.plugins import adapter
 from hftrainer.reporting.memory import TrainerMemoryTracker
 from hftrainer.reporting.tracker_callbacks import TrackerCallback, reporting_callbacks
 from hftrainer.training.context import TrainerContext

@@ -18,7 +18,7 @@ from hftrainer.parallel.processes import Processes
 from hftrainer.training.gradient_state import GradientState
 
 if TYPE_CHECKING:
-    from hftrainer.engine import LightningEngine
+    from hftrainer.plugins import LightningEngine
 
 
 #: The loaders' keys of `accelerator_config`.

@@ -13,7 +13,7 @@ assert gc.isenabled()
 """
 LEAN = """
 import sys
-from hftrainer.engine import adapter
+from hftrainer.plugins import adapter
 adapter()
 from hftrainer_lightning import lean_import
 from lightning.pytorch.core.module import Metric as of_lightning
@@ -47,7 +47,7 @@ assert not {"lightning", "wandb", "mlflow", "tensorboard", "comet_ml"} & {*sys.m
     "torchmetrics is left alone once it is there": """
 import sys
 import torchmetrics
-from hftrainer.engine import adapter
+from hftrainer.plugins import adapter
 finders = [*sys.meta_path]
 adapter()
 assert sys.modules["torchmetrics"] is torchmetrics and sys.meta_path == finders
