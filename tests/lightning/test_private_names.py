@@ -39,7 +39,7 @@ OF_OTHERS = {
     },
     "hftrainer.parallel.fsdp.sharding": {"_no_split_modules": "transformers' models"},
     "hftrainer.parallel.layout": {"_is_distributed_loading_by_transformers": "transformers' models"},
-    "hftrainer.parallel.parallelism": {"_fsdp_wrapped_module": "torch's FSDP1", "_modules": "torch's modules"},
+    "hftrainer.strategies.strategy": {"_fsdp_wrapped_module": "torch's FSDP1", "_modules": "torch's modules"},
     "hftrainer.parallel.processes": {"_fields": "Python, whose named tuples have it"},
     "hftrainer.parallel.xla.devices": _XLA,
     "hftrainer.parallel.xla.sharding": {"_XLAC": "torch_xla", "_get_xla_sharding_spec": "torch_xla"},

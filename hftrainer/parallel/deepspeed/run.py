@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import glob
 import os
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -21,12 +20,6 @@ from hftrainer.parallel.deepspeed.initialization import (
 from hftrainer.parallel.deepspeed.parts import has_states, read_tag, write_tag
 from hftrainer.parallel.plan import LightningPlan
 from hftrainer.parallel.processes import Processes
-
-
-def is_engine(model: Any) -> bool:
-    """Whether a model is wrapped in DeepSpeed's engine."""
-    library = sys.modules.get("deepspeed")
-    return library is not None and isinstance(model, library.DeepSpeedEngine)
 
 
 def is_partitioned(model: torch.nn.Module) -> bool:
