@@ -26,6 +26,8 @@ class Plugin(NamedTuple):
 
 PLUGINS = {
     "lightning": Plugin("hftrainer_lightning"),
+    "deepspeed": Plugin("hftrainer_deepspeed", "deepspeed", lambda plan: plan.deepspeed is not None),
+    "xla": Plugin("hftrainer_xla", "tpu", lambda plan: plan.on_xla),
 }
 
 

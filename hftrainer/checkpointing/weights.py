@@ -15,10 +15,10 @@ from huggingface_hub import save_torch_state_dict
 
 from hftrainer.arguments import behaviours
 from hftrainer.checkpointing import distributed, names
+from hftrainer.checkpointing.deepspeed_parts import has_states, holds_parts, missing_part
 from hftrainer.compat import peers
 from hftrainer.compat.reading import fitting, read_weights
 from hftrainer.errors import CheckpointNotFound, InvalidArgument
-from hftrainer.parallel.deepspeed.parts import has_states, holds_parts, missing_part
 
 logger = logging.getLogger(__name__)
 

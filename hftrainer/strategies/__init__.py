@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from hftrainer.parallel.plan import LightningPlan
+from hftrainer.plugins import PLUGINS, load
 from hftrainer.strategies.replicas import ReplicasStrategy
 from hftrainer.strategies.strategy import Strategy
 
 
 def make_strategy(plan: LightningPlan) -> Strategy:
     """The strategy that a plan asks for."""
-    if plan.deepspeed is not None:
-        from hftrainer.strategies.deepspeed import DeepSpeedStrategy
-
-        return DeepSpeedStrategy(plan)
-    if plan.on_xla:
-        from hftrainer.strategies import xla
-
-        return xla.make_strategy(plan)
+    for name, plugin in PLUGINS.items():
+        if plugin.shares(plan):
+            return load(name, "strategy").make_strategy(plan)
     if plan.spreads_model:
         from hftrainer.strategies.fsdp import FsdpStrategy  # torch's FSDP takes a second to import
 

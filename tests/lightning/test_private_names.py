@@ -29,10 +29,10 @@ _XLA = {"_XLAC": "torch_xla", "_xla_get_tensor_id": "torch_xla", "_metadata": "t
 #: module → private names of others than Lightning that it touches on their objects, and whose they are.
 OF_OTHERS = {
     "hftrainer.parallel.communication": {"_get_default_store": "torch, whose processes have met there"},
-    "hftrainer.parallel.deepspeed.plugin": {
+    "hftrainer_deepspeed.plugin": {
         "_hf_deepspeed_config_weak_ref": "transformers, whose models look there for DeepSpeed"
     },
-    "hftrainer.parallel.deepspeed.run": {
+    "hftrainer_deepspeed.run": {
         "_copy_recovery_script": "DeepSpeed",
         "_last_lr": "torch's schedules",
         "_zero3_consolidated_16bit_state_dict": "DeepSpeed",
@@ -41,8 +41,8 @@ OF_OTHERS = {
     "hftrainer.parallel.layout": {"_is_distributed_loading_by_transformers": "transformers' models"},
     "hftrainer.strategies.strategy": {"_fsdp_wrapped_module": "torch's FSDP1", "_modules": "torch's modules"},
     "hftrainer.parallel.processes": {"_fields": "Python, whose named tuples have it"},
-    "hftrainer.parallel.xla.devices": _XLA,
-    "hftrainer.parallel.xla.sharding": {"_XLAC": "torch_xla", "_get_xla_sharding_spec": "torch_xla"},
+    "hftrainer_xla.devices": _XLA,
+    "hftrainer_xla.sharding": {"_XLAC": "torch_xla", "_get_xla_sharding_spec": "torch_xla"},
     "hftrainer_lightning.module": {"_opt_called": "torch's schedules"},
     "hftrainer_lightning.strategies.launching": {"_exit": "os"},
     "hftrainer_lightning.strategies.precision": {"_fields": "named tuples"},

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hftrainer.strategies.deepspeed import DeepSpeedStrategy
+from hftrainer_deepspeed.strategy import DeepSpeedStrategy
 from tests.support.model_states import ModelStatesSuite
 
 

@@ -1,6 +1,6 @@
 """How torch_xla's FSDP keeps the states of model and optimizer, by the suite that all strategies pass."""
 
-from hftrainer.strategies.xla import XlaFsdpStrategy, name_in_whole_model
+from hftrainer_xla.strategy import XlaFsdpStrategy, name_in_whole_model
 from tests.adapters.xla.support import without_dropout
 from tests.support.model_states import ModelStatesSuite
 

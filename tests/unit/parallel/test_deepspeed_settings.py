@@ -11,10 +11,10 @@ import torch
 from transformers.integrations.deepspeed import deepspeed_config, is_deepspeed_zero3_enabled
 
 from hftrainer import HfArgumentParser, TrainingArguments
-from hftrainer.arguments.deepspeed import configure
 from hftrainer.errors import InvalidArgument, WrongConfig
-from hftrainer.parallel.deepspeed.settings import DeepSpeedConfig, read_deepspeed
 from hftrainer.parallel.fsdp.settings import read_fsdp
+from hftrainer_deepspeed.arguments import configure
+from hftrainer_deepspeed.settings import DeepSpeedConfig, read_deepspeed
 
 ZERO = {
     **{"stage": 2, "allgather_partitions": True, "allgather_bucket_size": 5e8, "overlap_comm": True},

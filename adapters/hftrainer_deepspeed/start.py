@@ -14,8 +14,8 @@ import torch
 
 from hftrainer.errors import WrongConfig
 from hftrainer.parallel.config_files import why_text
-from hftrainer.parallel.deepspeed.settings import DeepSpeedConfig
 from hftrainer.parallel.processes import Processes
+from hftrainer_deepspeed.settings import DeepSpeedConfig
 
 logger = logging.getLogger(__name__)
 

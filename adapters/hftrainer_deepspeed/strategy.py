@@ -15,14 +15,13 @@ from hftrainer.checkpointing.distributed import to_be_written
 from hftrainer.checkpointing.weights import load_sharded_weights
 from hftrainer.compat import peers
 from hftrainer.errors import UnsupportedArgument, WrongConfig
-from hftrainer.parallel.deepspeed.plugin import DeepSpeedPlugin
-from hftrainer.parallel.deepspeed.run import DeepSpeedRun
-from hftrainer.parallel.deepspeed.start import connect
 from hftrainer.parallel.plan import LightningPlan
 from hftrainer.parallel.process_state import DistributedType
-from hftrainer.plugins import load
 from hftrainer.strategies.strategy import MakeOptimizer, Strategy, is_deepspeed_engine
 from hftrainer.trainer_pt_utils import nested_apply
+from hftrainer_deepspeed.plugin import DeepSpeedPlugin
+from hftrainer_deepspeed.run import DeepSpeedRun
+from hftrainer_deepspeed.start import connect
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +57,9 @@ class DeepSpeedStrategy(Strategy):
 
     def lightning_strategy(self, settings: Any) -> Any:
         """Lightning's strategy; DeepSpeed's engine decides about scaling and all-reduce."""
-        return load("lightning", "strategies.deepspeed").PartitionedByDeepSpeed(self.plan, self.run)
+        from hftrainer_deepspeed.lightning import PartitionedByDeepSpeed
+
+        return PartitionedByDeepSpeed(self.plan, self.run)
 
     def check_optimizers(self, optimizer: Any, scheduler: Any) -> None:
         """Refuse the script's optimizer or schedule if the configuration has its own.

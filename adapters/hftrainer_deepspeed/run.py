@@ -9,17 +9,17 @@ from typing import Any
 
 import torch
 
+from hftrainer.checkpointing.deepspeed_parts import has_states, read_tag, write_tag
 from hftrainer.compat.reading import data_only
 from hftrainer.errors import DamagedCheckpoint, UnsafeCheckpoint, WrongConfig
-from hftrainer.parallel.deepspeed.initialization import (
+from hftrainer.parallel.plan import LightningPlan
+from hftrainer.parallel.processes import Processes
+from hftrainer_deepspeed.initialization import (
     configure_activation_checkpointing,
     cpu_optimizer,
     gather_layers_as_one,
     refusals_named,
 )
-from hftrainer.parallel.deepspeed.parts import has_states, read_tag, write_tag
-from hftrainer.parallel.plan import LightningPlan
-from hftrainer.parallel.processes import Processes
 
 
 def is_partitioned(model: torch.nn.Module) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from hftrainer.parallel.deepspeed.settings import DeepSpeedConfig
+from hftrainer_deepspeed.settings import DeepSpeedConfig
 
 
 class Configured(Protocol):

@@ -10,11 +10,11 @@ from typing import Any
 from hftrainer.arguments.base import BaseArguments
 from hftrainer.compat import peers
 from hftrainer.errors import WrongConfig
-from hftrainer.parallel.deepspeed.plugin import DeepSpeedPlugin, Planned
-from hftrainer.parallel.deepspeed.settings import AUTO, DeepSpeedConfig, read_deepspeed
-from hftrainer.parallel.deepspeed.start import connect
 from hftrainer.parallel.processes import Processes
 from hftrainer.plugins import adapter
+from hftrainer_deepspeed.plugin import DeepSpeedPlugin, Planned
+from hftrainer_deepspeed.settings import AUTO, DeepSpeedConfig, read_deepspeed
+from hftrainer_deepspeed.start import connect
 
 #: Keys of v4.1's documentation → DeepSpeed's current keys.
 _RENAMED = {"cpu_offload": "offload_optimizer", "cpu_offload_params": "offload_param"}

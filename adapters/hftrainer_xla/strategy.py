@@ -19,10 +19,9 @@ from hftrainer.errors import CheckpointNotFound
 from hftrainer.parallel.fsdp.settings import FsdpPlugin
 from hftrainer.parallel.plan import LightningPlan
 from hftrainer.parallel.process_state import DistributedType
-from hftrainer.parallel.xla import devices, sharding
-from hftrainer.plugins import load
 from hftrainer.strategies.replicas import ReplicasStrategy
 from hftrainer.strategies.strategy import MakeOptimizer, Strategy
+from hftrainer_xla import devices, sharding
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +40,9 @@ class XlaStrategy(ReplicasStrategy):
 
     def lightning_strategy(self, settings: Any) -> Any:
         """Lightning's strategy for one XLA device, or for several."""
-        return load("lightning", "strategies.xla").build(self.plan, shards=self.shards)
+        from hftrainer_xla.lightning import build
+
+        return build(self.plan, shards=self.shards)
 
     def move(self, model: nn.Module, device: torch.device) -> None:
         """Move a model; its tied weights stay tied."""

@@ -9,8 +9,8 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy
 
-from hftrainer.parallel.deepspeed.run import DeepSpeedRun
 from hftrainer.parallel.plan import LightningPlan
+from hftrainer_deepspeed.run import DeepSpeedRun
 from hftrainer_lightning import private_api
 from hftrainer_lightning.strategies.base import Prepared
 from hftrainer_lightning.strategies.precision import PlainSteps

@@ -16,10 +16,10 @@ from torch import distributed
 from torch.overrides import TorchFunctionMode
 
 from hftrainer.parallel.plan import LightningPlan
-from hftrainer.parallel.xla import devices as xla
 from hftrainer_lightning import private_api
 from hftrainer_lightning.strategies.base import StaysInPlace
 from hftrainer_lightning.strategies.precision import ForwardAutocast, FullPrecision, PlainSteps
+from hftrainer_xla import devices as xla
 
 
 class Accelerator(XLAAccelerator):

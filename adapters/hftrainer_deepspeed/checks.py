@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hftrainer.arguments.base import BaseArguments
-from hftrainer.parallel.deepspeed.settings import AUTO, BY_HIDDEN_SIZE, INSTALL, OF_SCHEDULE, DeepSpeedConfig
+from hftrainer_deepspeed.settings import AUTO, BY_HIDDEN_SIZE, INSTALL, OF_SCHEDULE, DeepSpeedConfig
 
 #: Optimizers that need whole parameters or their own modes, but would get flat parts: parts of their names.
 _NEED_WHOLE = ("galore", "apollo", "lomo", "schedule_free", "grokadamw", "layerwise")
