@@ -28,6 +28,8 @@ PLUGINS = {
     "lightning": Plugin("hftrainer_lightning"),
     "deepspeed": Plugin("hftrainer_deepspeed", "deepspeed", lambda plan: plan.deepspeed is not None),
     "xla": Plugin("hftrainer_xla", "tpu", lambda plan: plan.on_xla),
+    "tensorflow": Plugin("hftrainer_tensorflow", "tf"),
+    "ray": Plugin("hftrainer_ray", "ray"),
 }
 
 
