@@ -6,6 +6,8 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from hftrainer.errors import MissingPackage
+
 if TYPE_CHECKING:
     from hftrainer_lightning.engine import LightningEngine as LightningEngine
 
@@ -34,8 +36,18 @@ PLUGINS = {
 
 
 def load(name: str, module: str = "") -> Any:
-    """The package of an adapter, or one of its modules."""
-    return import_module(f"{PLUGINS[name].package}.{module}".rstrip("."))
+    """The package of an adapter, or one of its modules.
+
+    Raises:
+        MissingPackage: if what it needs is not installed.
+    """
+    plugin = PLUGINS[name]
+    try:
+        return import_module(f"{plugin.package}.{module}".rstrip("."))
+    except ImportError as error:
+        if not plugin.extra:
+            raise
+        raise MissingPackage(f"{name} cannot be used ({error}): pip install 'hftrainer[{plugin.extra}]'.") from error
 
 
 def adapter() -> Any:

@@ -136,7 +136,7 @@ class TrainingArguments(ChainingSetters, BaseArguments, metaclass=_AcceptingHidd
         It is not cached: `from_pretrained` partitions models as long as a reference to `hf_deepspeed_config` exists.
         """
         config = self.hf_deepspeed_config
-        return None if config is None else load("deepspeed", "arguments").deepspeed_plugin(config)
+        return None if config is None else load("deepspeed", "settings").DeepSpeedPlugin(config)
 
     @deepspeed_plugin.setter
     def deepspeed_plugin(self, plugin: Any) -> None:

@@ -44,9 +44,9 @@ class DeepSpeedRun:
         self.engine: Any = None
         self._trains = False
 
-    def complete(self, model: torch.nn.Module, steps: int, warmup_steps: int, *, warmup_is_default: bool) -> None:
+    def complete(self, args: Any, model: torch.nn.Module, steps: int) -> None:
         """Fill in values that are known only in a run; arguments as in `DeepSpeedConfig.completed`."""
-        self.config = self._given.completed(model, steps, warmup_steps, warmup_is_default=warmup_is_default)
+        self.config = self._given.completed(args, model, steps)
 
     @property
     def brings_optimizer(self) -> bool:
@@ -87,7 +87,9 @@ class DeepSpeedRun:
         config = {**self.config.config}
         if optimizer is not None:
             config["zero_allow_untested_optimizer"] = True
-            if self.config.offloads("optimizer") and config.get("zero_force_ds_cpu_optimizer", True):
+            if self.config.get_value("zero_optimization.offload_optimizer.device") in ("cpu", "nvme") and config.get(
+                "zero_force_ds_cpu_optimizer", True
+            ):
                 optimizer = cpu_optimizer(optimizer)
         parameters = None if optimizer is not None else [p for p in model.parameters() if p.requires_grad]
         gather_layers_as_one(model)

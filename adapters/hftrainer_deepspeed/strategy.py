@@ -19,8 +19,8 @@ from hftrainer.parallel.plan import LightningPlan
 from hftrainer.parallel.process_state import DistributedType
 from hftrainer.strategies.strategy import MakeOptimizer, Strategy, is_deepspeed_engine
 from hftrainer.trainer_pt_utils import nested_apply
-from hftrainer_deepspeed.plugin import DeepSpeedPlugin
 from hftrainer_deepspeed.run import DeepSpeedRun
+from hftrainer_deepspeed.settings import DeepSpeedPlugin
 from hftrainer_deepspeed.start import connect
 
 logger = logging.getLogger(__name__)
@@ -49,11 +49,12 @@ class DeepSpeedStrategy(Strategy):
     def __init__(self, plan: LightningPlan) -> None:
         super().__init__(plan)
         self.run = DeepSpeedRun(plan)
+        self._plugin = DeepSpeedPlugin(self.run.config)
         self._optimizer_is_given = self._saves_states = False
 
     def plugins(self) -> dict[str, Any]:
         """DeepSpeed's plugin."""
-        return {"deepspeed_plugin": DeepSpeedPlugin(self.run)}
+        return {"deepspeed_plugin": self._plugin}
 
     def lightning_strategy(self, settings: Any) -> Any:
         """Lightning's strategy; DeepSpeed's engine decides about scaling and all-reduce."""
@@ -131,9 +132,9 @@ class DeepSpeedStrategy(Strategy):
 
     def _complete(self, trainer: Any, max_steps: int) -> None:
         """Fill in the configuration's values that depend on the length of the run."""
-        warmup = trainer.args.get_warmup_steps(max_steps) if max_steps else 0
         model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
-        self.run.complete(model, max_steps, warmup, warmup_is_default=not warmup)
+        self.run.complete(trainer.args, model, max_steps)
+        self._plugin.follow(self.run.config)
 
     def prepare_another(self, model: nn.Module) -> nn.Module:
         """Refuse: DeepSpeed's engine trains one model.

@@ -28,7 +28,7 @@ def asks_for_deepspeed(args: BaseArguments) -> bool:
 
 def begin_deepspeed(args: BaseArguments) -> Any:
     """Announce DeepSpeed's configuration for models that are made before the Trainer; None without DeepSpeed."""
-    return load("deepspeed", "arguments").begin_deepspeed(args) if asks_for_deepspeed(args) else None
+    return load("deepspeed", "settings").begin_deepspeed(args) if asks_for_deepspeed(args) else None
 
 
 class ResolvedArguments:
@@ -114,7 +114,7 @@ class ResolvedArguments:
     @functools.cached_property
     def deepspeed(self) -> Any:
         """DeepSpeed's configuration, completed from the arguments; None without DeepSpeed."""
-        return load("deepspeed", "arguments").configure(self.args) if asks_for_deepspeed(self.args) else None
+        return load("deepspeed", "settings").configure(self.args) if asks_for_deepspeed(self.args) else None
 
     @functools.cached_property
     def precision(self) -> str:

@@ -317,7 +317,7 @@ def check_supported(resolved: ResolvedArguments, *, own_optimizer: bool = False)
         found += check_keywords(resolved.lightning_config)
         found += _check_sharding(resolved, own_optimizer)
         if resolved.deepspeed is not None:
-            found += load("deepspeed", "checks").check_deepspeed(args, resolved.deepspeed, resolved.lightning_config)
+            found += load("deepspeed", "settings").check_deepspeed(args, resolved.deepspeed, resolved.lightning_config)
         found += check_layout(resolved.layout, resolved.fsdp, args.world_size)
         spreads = resolved.sharding is not None or resolved.layout.tp_size > 1
         found += check_device(args, resolved.precision_without_deepspeed, resolved.rank_info.world_size, spreads)

@@ -238,7 +238,7 @@ def _check_deepspeed(resolved: ResolvedArguments) -> list[str]:
         return [str(error)]
     if config is None:
         return []
-    return list(load("deepspeed", "checks").check_deepspeed(resolved.args, config, resolved.readable_config))
+    return list(load("deepspeed", "settings").check_deepspeed(resolved.args, config, resolved.readable_config))
 
 
 def out_of_range(args: BaseArguments) -> Iterator[str]:
