@@ -17,7 +17,6 @@ from torch import nn
 from torch.utils.data import DataLoader, Sampler
 
 from hftrainer import hyperparameter_search, integrations, trainer_optimizer
-from hftrainer.arguments import behaviours
 from hftrainer.arguments.choices import HPSearchBackend
 from hftrainer.arguments.older import complete
 from hftrainer.assembly.earlier_methods import EarlierMethods
@@ -182,7 +181,7 @@ class Trainer(EarlierMethods):
         complete(args, TrainingArguments)
         self.args = args
         own.setup.resolve_arguments()
-        own.behaviours = behaviours.chosen(own.resolved.readable_config)
+        own.policy = own.resolved.policy
         self._memory_tracker = TrainerMemoryTracker(self.args.skip_memory_metrics)
         self._memory_tracker.start()
         own.settings.set_log_level()
@@ -891,7 +890,7 @@ class Trainer(EarlierMethods):
 
     def _save_scaler(self, output_dir: str) -> None:
         """Write the loss scaler's state, with fp16."""
-        if self.accelerator.scaler is not None and self._hftrainer.behaviours.saves_scaler:
+        if self.accelerator.scaler is not None and self._hftrainer.policy.saves_scaler:
             torch.save(self.accelerator.scaler.state_dict(), os.path.join(output_dir, names.SCALER_NAME))
 
     def _load_scaler(self, checkpoint: str | None) -> None:

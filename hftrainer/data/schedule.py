@@ -121,8 +121,7 @@ def plan_schedule(
     num_examples: int | None,
     total_batch_size: int,
     accumulation_at: Accumulation,
-    *,
-    counts_last_window: bool = True,
+    steps_of_epoch: Callable[[int, int], int],
 ) -> TrainingSchedule:
     """Compute the lengths of a run.
 
@@ -132,7 +131,7 @@ def plan_schedule(
         num_examples: samples in the loader, if it has a length.
         total_batch_size: samples per optimizer step, over all processes.
         accumulation_at: epoch → micro-batches per optimizer step in it.
-        counts_last_window: whether an incomplete last window counts as an optimizer step (since v4.52).
+        steps_of_epoch: micro-batches in an epoch, and in an optimizer step → optimizer steps in the epoch.
 
     Raises:
         InvalidArgument: when the length of training is not determined, or when there is no data.
@@ -155,8 +154,7 @@ def plan_schedule(
     assert num_examples is not None
 
     def steps_at(epoch: int) -> int:
-        windows = micro_batches / accumulation_at(epoch)
-        return math.ceil(windows) if counts_last_window else max(1, math.floor(windows))
+        return steps_of_epoch(micro_batches, accumulation_at(epoch))
 
     per_epoch = steps_at(0)
     if args.max_steps > 0:
