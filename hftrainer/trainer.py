@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader, Sampler
 from hftrainer import hyperparameter_search, integrations, trainer_optimizer
 from hftrainer.arguments.choices import HPSearchBackend
 from hftrainer.arguments.older import complete
-from hftrainer.assembly.earlier_methods import EarlierMethods
 from hftrainer.assembly.internals import Internals
 from hftrainer.callbacks.progress import ProgressCallback
 from hftrainer.callbacks.state import TrainerState
@@ -38,6 +37,7 @@ from hftrainer.errors import HubError, InvalidArgument, InvalidSetup
 from hftrainer.model.changes import set_tf32
 from hftrainer.model.walks import parameters
 from hftrainer.modelcard import create_model_card
+from hftrainer.releases.earlier_methods import EarlierMethods
 from hftrainer.reporting.memory import TrainerMemoryTracker
 from hftrainer.reporting.metrics import print_table, write_metrics
 from hftrainer.trainer_callback import (
