@@ -31,12 +31,13 @@ from hftrainer.compat.overrides import (
 )
 from hftrainer.data import columns
 from hftrainer.data.random_states import load_rng_state, save_rng_state
-from hftrainer.data.schedule import EarlierSchedule, TrainingSchedule
+from hftrainer.data.schedule import TrainingSchedule
 from hftrainer.data.tokens import number_of_tokens
 from hftrainer.errors import HubError, InvalidArgument, InvalidSetup
 from hftrainer.model.changes import set_tf32
 from hftrainer.model.walks import parameters
 from hftrainer.modelcard import create_model_card
+from hftrainer.releases.earlier import EarlierSchedule
 from hftrainer.releases.earlier_methods import EarlierMethods
 from hftrainer.reporting.memory import TrainerMemoryTracker
 from hftrainer.reporting.metrics import print_table, write_metrics

@@ -6,7 +6,7 @@ and COMPATIBILITY.md show these lines. To drop releases, delete the last subclas
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -15,8 +15,33 @@ from hftrainer.compat import peers
 from hftrainer.releases.policy import Release, ReleasePolicy, get_parameter_names
 
 
+class EarlierSchedule(NamedTuple):
+    """The lengths of a run, in the order in which `set_initial_training_values` of v4.49 to v5.2 returns them.
+
+    Attributes:
+        num_train_epochs, num_update_steps_per_epoch, num_examples, num_train_samples, max_steps: as in v5.
+        epoch_based: whether `num_train_epochs` sets the length of the run.
+        len_dataloader: micro-batches in one pass of this process; None when the loader has no length.
+    """
+
+    num_train_epochs: int
+    num_update_steps_per_epoch: int
+    num_examples: int
+    num_train_samples: float
+    epoch_based: bool
+    len_dataloader: int | None
+    max_steps: int
+
+    @classmethod
+    def of(cls, schedule: Any, *, epoch_based: bool, sized: bool) -> EarlierSchedule:
+        """The same lengths in the earlier order."""
+        values = schedule._asdict()
+        del values["total_train_batch_size"], values["steps_in_epoch"]
+        return cls(epoch_based=epoch_based, len_dataloader=schedule.steps_in_epoch if sized else None, **values)
+
+
 class Until5_22(ReleasePolicy):
-    """What 5.22 does differently.
+    """What releases until 5.22 do differently.
 
     filters_nonfinite_eval_losses: eval_loss is nan or infinite if the loss of one batch is
     skips_logits: with use_liger_kernel, an evaluation that needs only the loss computes the logits too
@@ -28,7 +53,7 @@ class Until5_22(ReleasePolicy):
 
 
 class Until5_18(Until5_22):
-    """What 5.18 does differently.
+    """What releases until 5.18 do differently.
 
     averages_train_loss_over_call: train_loss of a resumed run is the sum of this call over all steps, also those
         before the checkpoint
@@ -43,7 +68,7 @@ class Until5_18(Until5_22):
 
 
 class Until5_17(Until5_18):
-    """What 5.17 does differently.
+    """What releases until 5.17 do differently.
 
     aligns_only_set_tokens: the model's configs lose special tokens that the tokenizer lacks, and lists of end tokens
         become one token (transformers#48708)
@@ -54,7 +79,7 @@ class Until5_17(Until5_18):
 
 
 class Until5_15(Until5_17):
-    """What 5.15 does differently.
+    """What releases until 5.15 do differently.
 
     evaluation_generator: an evaluation grouped by length draws its order from torch's generator, which training uses
         too
@@ -67,7 +92,7 @@ class Until5_15(Until5_17):
 
 
 class Until5_14(Until5_15):
-    """What 5.14 does differently.
+    """What releases until 5.14 do differently.
 
     smooths_over_items: label smoothing divides by the labels of its micro-batch, even where the loss is summed over
         an optimizer step (transformers#47261)
@@ -78,7 +103,7 @@ class Until5_14(Until5_15):
 
 
 class Until5_9(Until5_14):
-    """What 5.9 does differently.
+    """What releases until 5.9 do differently.
 
     counted_labels: every label is counted in num_items_in_batch, also the first of a causal sequence
         (transformers#46204)
@@ -91,7 +116,7 @@ class Until5_9(Until5_14):
 
 
 class Until5_5(Until5_9):
-    """What 5.5 does differently.
+    """What releases until 5.5 do differently.
 
     gradient_divisor: since 5.2, accelerate divides the gradients by gradient_accumulation_steps once more
     """
@@ -104,7 +129,7 @@ class Until5_5(Until5_9):
 
 
 class Until5_3(Until5_5):
-    """What 5.3 does differently.
+    """What releases until 5.3 do differently.
 
     evaluates_last_step: with eval_strategy='steps', the last step is evaluated only if it is a multiple of eval_steps
         (transformers#44146)
@@ -115,7 +140,7 @@ class Until5_3(Until5_5):
 
 
 class Until5_2(Until5_3):
-    """What 5.2 does differently.
+    """What releases until 5.2 do differently.
 
     epoch_before_training: state.epoch is None before training, and evaluate() does not log it
     loads_best_after_logging: the best model is loaded before the last log line
@@ -136,7 +161,7 @@ class Until5_2(Until5_3):
 
 
 class Until5_1(Until5_2):
-    """What 5.1 does differently.
+    """What releases until 5.1 do differently.
 
     resumes_with_batch_size_of_arguments: a resumed run has the batch size of its checkpoint
     """
@@ -147,7 +172,7 @@ class Until5_1(Until5_2):
 
 
 class Until5_0(Until5_1):
-    """What 5.0 does differently.
+    """What releases until 5.0 do differently.
 
     calls_create_scheduler: train() calls create_optimizer_and_scheduler, even if create_optimizer and create_scheduler
         are overridden too
@@ -158,7 +183,7 @@ class Until5_0(Until5_1):
 
 
 class Until4_57(Until5_0):
-    """What 4.57 does differently.
+    """What releases until 4.57 do differently.
 
     estimates_total_flos: total_flos is the result of the model's own floating_point_ops
     logged_loss: the loss is logged with four decimal places (transformers#42104)
@@ -179,7 +204,7 @@ class Until4_57(Until5_0):
 
 
 class Until4_56(Until4_57):
-    """What 4.56 does differently.
+    """What releases until 4.56 do differently.
 
     divides_eval_loss_by_items: the loss of an evaluation batch is the model's own mean (transformers#41183)
     """
@@ -189,7 +214,7 @@ class Until4_56(Until4_57):
 
 
 class Until4_55(Until4_56):
-    """What 4.55 does differently.
+    """What releases until 4.55 do differently.
 
     aligns_special_tokens: the model's configs keep their special tokens (transformers#38441)
     """
@@ -199,7 +224,7 @@ class Until4_55(Until4_56):
 
 
 class Until4_54(Until4_55):
-    """What 4.54 does differently.
+    """What releases until 4.54 do differently.
 
     loss_divisor: a loss that is not divided by its items is always divided by gradient_accumulation_steps
     """
@@ -211,14 +236,14 @@ class Until4_54(Until4_55):
 
 
 class Until4_53(Until4_54):
-    """What 4.53 does differently: defaults alone."""
+    """What releases until 4.53 do differently: defaults alone."""
 
     until = Release(4, 53)
     defaults = Until4_57.defaults | {"average_tokens_across_devices": False, "optim": "adamw_torch"}
 
 
 class Until4_52(Until4_53):
-    """What 4.52 does differently.
+    """What releases until 4.52 do differently.
 
     decay_parameter_names: weight decay excludes the layers in ALL_LAYERNORM_LAYERS, but not those that are named norm
         (transformers#38922)
@@ -233,7 +258,7 @@ class Until4_52(Until4_53):
 
 
 class Until4_51(Until4_52):
-    """What 4.51 does differently.
+    """What releases until 4.51 do differently.
 
     logs_tokens_per_second: train_tokens_per_second is not logged
     seeds_workers_by_rank: loading processes of all ranks have the same seeds
@@ -250,7 +275,7 @@ class Until4_51(Until4_52):
 
 
 class Until4_50(Until4_51):
-    """What 4.50 does differently.
+    """What releases until 4.50 do differently.
 
     counts_items_only_if_used: items are counted for every model, and passed to overrides of compute_loss
     logs_rate_of_step: the logged learning rate is that of the next step (transformers#36973)
@@ -262,7 +287,7 @@ class Until4_50(Until4_51):
 
 
 class Until4_49(Until4_50):
-    """What 4.49 does differently.
+    """What releases until 4.49 do differently.
 
     num_items: num_items_in_batch is a Python int
     records_best_step: no best_global_step; best_model_checkpoint is set at the evaluation, saved or not
@@ -281,7 +306,7 @@ class Until4_49(Until4_50):
 
 
 class Until4_48(Until4_49):
-    """What 4.48 does differently.
+    """What releases until 4.48 do differently.
 
     decay_parameter_names: weight decay excludes normalization layers by their class only (transformers#35927)
     excludes_past_key_values: only the keys in the config's list are excluded from predictions

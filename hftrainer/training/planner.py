@@ -13,8 +13,9 @@ from hftrainer.checkpointing.progress import RunProgress
 from hftrainer.compat.functions import has_length
 from hftrainer.compat.messages import log_facts
 from hftrainer.compat.overrides import positional_count
-from hftrainer.data.schedule import EarlierSchedule, TrainingSchedule, plan_schedule, position_of, read_schedule
+from hftrainer.data.schedule import TrainingSchedule, plan_schedule, position_of, read_schedule
 from hftrainer.errors import UnsupportedArgument
+from hftrainer.releases.earlier import EarlierSchedule
 from hftrainer.training.context import Room
 from hftrainer.training_args import TrainingArguments
 
