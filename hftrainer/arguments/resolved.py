@@ -12,6 +12,8 @@ import torch
 
 from hftrainer.arguments.accelerator_config import AcceleratorConfig
 from hftrainer.plugins import load
+from hftrainer.releases import followed
+from hftrainer.releases.policy import ReleasePolicy
 
 if TYPE_CHECKING:
     from hftrainer.arguments.base import BaseArguments
@@ -67,6 +69,11 @@ class ResolvedArguments:
             return self.lightning_config
         except (OSError, WrongConfig):
             return {}
+
+    @functools.cached_property
+    def policy(self) -> ReleasePolicy:
+        """What the followed release of transformers does."""
+        return followed.from_config(self.readable_config)
 
     @functools.cached_property
     def rank_info(self) -> RankInfo:
