@@ -237,12 +237,15 @@ def test_a_hub_that_stays_away(hub, tmp_path, undisturbed, caplog):
     assert "checkpoint-4/model.safetensors" in last(hub).files
 
 
-def test_patterns_of_sagemaker_are_uploaded(hub, tmp_path):
-    """The Hub's client reads `.gitignore` in a repository, and leaves out what it names."""
-    trainer = make_uploading(tmp_path / "run", max_steps=2)
+def test_files_of_sagemaker_are_not_uploaded(hub, tmp_path):
+    trainer = make_uploading(tmp_path / "run", max_steps=2, hub_strategy="checkpoint")
     trainer._add_sm_patterns_to_gitignore()
+    trainer.add_callback(OnSave(lambda folder: (folder / "x.sagemaker-uploading").touch()))
+    (tmp_path / "run").mkdir(exist_ok=True)
+    (tmp_path / "run" / "y.sagemaker-uploaded").touch()
     trainer.train()
-    assert b"*.sagemaker-uploading" in last(hub).files[".gitignore"]
+    trainer.push_to_hub()
+    assert not [name for name in last(hub).files if "sagemaker" in name]
 
 
 def test_another_branch(hub, tmp_path):
