@@ -84,12 +84,12 @@ class Repository:
             )
 
     def command(
-        self, folder: str, path_in_repo: str, *, only: tuple[str, ...] = (), without: tuple[str, ...] = ()
+        self, folder: str, path_in_repo: str, *, include: tuple[str, ...] = (), exclude: tuple[str, ...] = ()
     ) -> str:
         """The command line for the same upload."""
         words = ["hf", "upload", self.id, folder, path_in_repo or "."]
-        words += [word for name in only for word in ("--include", name)]
-        words += [word for name in without for word in ("--exclude", name)]
+        words += [word for name in include for word in ("--include", name)]
+        words += [word for name in exclude for word in ("--exclude", name)]
         words += ["--revision", self.revision] if self.revision else []
         return shlex.join(words)
 
