@@ -186,35 +186,48 @@ def test_every_file_holds_the_same_keys(tmp_path, model):
     assert len(alike(held, assert_equal)) >= 6
 
 
-@every_way
-@pytest.mark.parametrize(
-    ("model", "more"),
-    [
-        *((model, BEST) for model in ("bert", "llama", "peft")),
-        *((each, {"bf16": True}) for each in ("llama", "adapters")),
-    ],
-    ids=["bert-best", "llama-best", "peft-best", "llama-bf16", "adapters-bf16"],
-)
-def test_what_goes_on(tmp_path, model, more, writer, reader):
-    """The best metric, the log, the operations counted, the patience of early stopping, beside the weights."""
+#: Name → model and settings.
+GOING_ON = {
+    **{f"{model}-best": (model, BEST) for model in ("bert", "llama", "peft")},
+    **{f"{model}-bf16": (model, {"bf16": True}) for model in ("llama", "adapters")},
+}
+
+
+def go(name, folder, resume, case):
+    """A run, and its best metric, the operations counted and the patience of early stopping."""
+    model, more = GOING_ON[case]
     if more is BEST:
         stopper = lambda library: library.EarlyStoppingCallback(9, early_stopping_threshold=5.0)  # noqa: E731
         more = {**BEST, "restore_callback_states_from_checkpoint": True, "callback": stopper}
 
-    def go(name, folder, resume):
-        def script(trainer):
-            trainer.train(resume_from_checkpoint=resume)
-            counters = [
-                vars(each).get("early_stopping_patience_counter") for each in trainer.callback_handler.callbacks
-            ]
-            state = trainer.state
-            return counters, state.best_metric, state.best_global_step, state.total_flos, state.epoch
+    def script(trainer):
+        trainer.train(resume_from_checkpoint=resume)
+        counters = [vars(each).get("early_stopping_patience_counter") for each in trainer.callback_handler.callbacks]
+        state = trainer.state
+        return counters, state.best_metric, state.best_global_step, state.total_flos, state.epoch
 
-        return run(name, model, folder, script=script, **more)
+    return run(name, model, folder, script=script, **more)
 
-    whole = go(writer, tmp_path / "whole", None)
-    copy_checkpoint(tmp_path / "whole", tmp_path / "resumed", 2)
-    resumed = go(reader, tmp_path / "resumed", True)
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory):
+    """A function of a writer and a case: its undisturbed run, and the folder."""
+
+    @functools.cache
+    def begin(writer, case):
+        folder = tmp_path_factory.mktemp("begun")
+        return go(writer, folder, None, case), folder
+
+    return begin
+
+
+@every_way
+@pytest.mark.parametrize("case", GOING_ON)
+def test_what_goes_on(tmp_path, begun, case, writer, reader):
+    """The best metric, the log, the operations counted, the patience of early stopping, beside the weights."""
+    whole, folder = begun(writer, case)
+    copy_checkpoint(folder, tmp_path, 2)
+    resumed = go(reader, tmp_path, True, case)
     assert (resumed.extra, resumed.logs[:-1]) == (whole.extra, whole.logs[:-1])
     assert_same_weights(resumed.weights, whole.weights)
 
