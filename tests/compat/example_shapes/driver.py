@@ -37,7 +37,6 @@ SHAPES = {
     f"{BEST} --metric_for_best_model common",
     "object_detection": "--remove_unused_columns False --eval_do_concat_batches False --eval_strategy epoch "
     "--max_grad_norm 0.01 --save_total_limit 1",
-    "instance_segmentation": "--eval_strategy steps --eval_steps 4",
     "contrastive": "--remove_unused_columns False --freeze_text_model --warmup_steps 2 --base_learning_rate 0.1 "
     "--eval_strategy epoch --save_strategy epoch --dataloader_drop_last True --lr_scheduler_type polynomial",
     "speech_letters": "--eval_strategy steps --eval_steps 4 --gradient_checkpointing",
@@ -47,7 +46,7 @@ AGAIN = {"causal_language_model": "--num_train_epochs 3 --eval_strategy no"}
 #: The scripts whose arguments are in a JSON file.
 IN_JSON = {"sequence_to_sequence"}
 #: Script → modules without which its model does not train.
-NEEDS = dict.fromkeys(("object_detection", "instance_segmentation"), ("scipy", "PIL"))
+NEEDS = {"object_detection": ("scipy", "PIL")}
 
 
 def as_json(line):
