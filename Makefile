@@ -84,7 +84,6 @@ $(VENV)/.libraries: tests/adapters/downstream/requirements.txt $(VENV)/.dev
 
 test: $(VENV)/.dev  ## run the tests; the other lanes are below, and in CONTRIBUTING.md
 	@$(PYTEST) $(WORKERS)
-	@$(PYTEST) -q tests/gpu
 
 test-fast: $(VENV)/.dev  ## the unit tests that start no process, in a minute
 	@$(PYTEST) -m "not slow" -q -n 2 tests/unit
