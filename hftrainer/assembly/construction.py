@@ -38,11 +38,11 @@ from hftrainer.trainer_callback import DEFAULT_CALLBACKS
 from hftrainer.training.accelerator import EngineAccelerator
 from hftrainer.training.context import Room
 from hftrainer.training.run import Run
-from hftrainer.training.trainer_api import TrainerApi
 from hftrainer.training_args import TrainingArguments
 
 if TYPE_CHECKING:
     from hftrainer.assembly.internals import Internals
+    from hftrainer.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -319,6 +319,6 @@ def _warn_of_ignored(args: TrainingArguments, optimizer: Any) -> None:
             )
 
 
-def _run_folder(trainer: TrainerApi, run: Run) -> str:
+def _run_folder(trainer: Trainer, run: Run) -> str:
     """The folder of the current run's checkpoints."""
     return trainer._get_output_dir(run.trial)

@@ -6,7 +6,7 @@ up on the Trainer: it is here, or in one of the rooms that are attributes of thi
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hftrainer.assembly.construction import TrainerSetup
 from hftrainer.engine import adapter
@@ -23,7 +23,9 @@ from hftrainer.training.runner import TrainingRunner
 from hftrainer.training.saver import CheckpointSaver
 from hftrainer.training.settings import Settings
 from hftrainer.training.steps import TrainingSteps
-from hftrainer.training.trainer_api import TrainerApi
+
+if TYPE_CHECKING:
+    from hftrainer.trainer import Trainer
 
 #: Attributes that belong to a process: another process makes its own.
 _OF_THE_PROCESS = ("resolved", "engine", "checkpoint_writer", "states", "preparation", "uploads", "hp_study")
@@ -53,7 +55,7 @@ class Internals(TrainerContext):
         publisher: uploads to the Hub.
     """
 
-    def __init__(self, trainer: TrainerApi, optimizers: tuple[Any, Any]) -> None:
+    def __init__(self, trainer: Trainer, optimizers: tuple[Any, Any]) -> None:
         super().__init__(trainer, optimizers)
         self._log_folder: Any = None
         self.settings = Settings(self)

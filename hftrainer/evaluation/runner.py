@@ -230,7 +230,7 @@ class EvaluationRunner(Room):
             trainer.model_preparation_time = math.nan  # this evaluation measures it, later ones report it
         trainer.callback_handler.eval_dataloader = dataloader
         if callable(getattr(trainer.optimizer, "eval", None)):
-            trainer.optimizer.eval()  # type: ignore[union-attr]
+            trainer.optimizer.eval()
         model.eval()
         return model
 

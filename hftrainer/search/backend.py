@@ -14,18 +14,18 @@ from hftrainer.errors import InvalidArgument, MetricNotFound, UnknownArgument
 if TYPE_CHECKING:
     from hftrainer.arguments.behaviours import Behaviours
     from hftrainer.checkpointing.writer import CheckpointWriter
+    from hftrainer.trainer import Trainer
     from hftrainer.trainer_utils import BestRun
     from hftrainer.training.run import Run
     from hftrainer.training.runner import TrainingRunner
     from hftrainer.training.saver import CheckpointSaver
     from hftrainer.training.settings import Settings
-    from hftrainer.training.trainer_api import TrainerApi
 
 
 class SearchContext(Protocol):
     """What a search needs of the rooms of a Trainer; see `training.context.TrainerContext`."""
 
-    trainer: TrainerApi
+    trainer: Trainer
     behaviours: Behaviours
     run: Run
     checkpoint_writer: CheckpointWriter
@@ -80,7 +80,7 @@ class SearchBackend(abc.ABC):
         """The search space when the user gives no `hp_space`."""
 
     @abc.abstractmethod
-    def run(self, trainer: TrainerApi, n_trials: int | None, direction: Any, **kwargs: Any) -> BestRun | list[BestRun]:
+    def run(self, trainer: Trainer, n_trials: int | None, direction: Any, **kwargs: Any) -> BestRun | list[BestRun]:
         """Run the search.
 
         Args:
@@ -91,7 +91,7 @@ class SearchBackend(abc.ABC):
         """
 
     @abc.abstractmethod
-    def hyperparameters(self, trainer: TrainerApi, trial: Any) -> Any:
+    def hyperparameters(self, trainer: Trainer, trial: Any) -> Any:
         """The arguments that a trial changes, with their values."""
 
     @abc.abstractmethod
@@ -99,7 +99,7 @@ class SearchBackend(abc.ABC):
         """The id of a trial, after which its folder `run-xxx` is named."""
 
     @abc.abstractmethod
-    def report(self, trainer: TrainerApi, trial: Any, step: int, objective: Any, metrics: Mapping[str, float]) -> None:
+    def report(self, trainer: Trainer, trial: Any, step: int, objective: Any, metrics: Mapping[str, float]) -> None:
         """Report an evaluation to the library, which may end the trial.
 
         Args:
@@ -110,7 +110,7 @@ class SearchBackend(abc.ABC):
             metrics: metrics of the evaluation.
         """
 
-    def space(self, trainer: TrainerApi) -> Any:
+    def space(self, trainer: Trainer) -> Any:
         """The description that `hp_space` returns for a library that samples by itself.
 
         Raises:
@@ -126,10 +126,10 @@ class SearchBackend(abc.ABC):
                 "must return a description of the search space."
             ) from error
 
-    def after_saving(self, trainer: TrainerApi) -> None:  # noqa: B027 - only some libraries need it
+    def after_saving(self, trainer: Trainer) -> None:  # noqa: B027 - only some libraries need it
         """Called in a trial after each step, when it has been logged, evaluated and saved as far as these were due."""
 
-    def objective_of(self, trainer: TrainerApi, metrics: Mapping[str, Any]) -> Any:
+    def objective_of(self, trainer: Trainer, metrics: Mapping[str, Any]) -> Any:
         """What `compute_objective` makes of the metrics of an evaluation; a number if there is one direction.
 
         Raises:

@@ -16,7 +16,7 @@ from hftrainer.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from hftrainer.search.backend import SearchContext
-    from hftrainer.training.trainer_api import TrainerApi
+    from hftrainer.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def pack(context: SearchContext) -> PackedTrainer:
         ) from error
 
 
-def _pickled(value: Any, trainer: TrainerApi, state: dict[str, Any]) -> bytes:
+def _pickled(value: Any, trainer: Trainer, state: dict[str, Any]) -> bytes:
     """Pickle a value. References to the Trainer in it become references to a Trainer with this state."""
     from ray import cloudpickle
 
@@ -84,7 +84,7 @@ def _pickled(value: Any, trainer: TrainerApi, state: dict[str, Any]) -> bytes:
     return file.getvalue()
 
 
-def _set_state(trainer: TrainerApi, state: dict[str, Any]) -> None:
+def _set_state(trainer: Trainer, state: dict[str, Any]) -> None:
     vars(trainer).update(state)
 
 

@@ -29,7 +29,7 @@ from hftrainer.search.trial_arguments import check_names, model_takes_trial
 from hftrainer.trainer_utils import BestRun, default_hp_space_ray
 
 if TYPE_CHECKING:
-    from hftrainer.training.trainer_api import TrainerApi
+    from hftrainer.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class RaySearch(SearchBackend):
 
     # ---- In the process of the search --------------------------------------------------------------------------
 
-    def run(self, trainer: TrainerApi, n_trials: int | None, direction: Any, **kwargs: Any) -> BestRun:
+    def run(self, trainer: Trainer, n_trials: int | None, direction: Any, **kwargs: Any) -> BestRun:
         """Train `n_trials` trials, and return the best one.
 
         Raises:
@@ -161,7 +161,7 @@ class RaySearch(SearchBackend):
 
     # ---- In the process of a trial -----------------------------------------------------------------------------
 
-    def hyperparameters(self, trainer: TrainerApi, trial: Any) -> Any:
+    def hyperparameters(self, trainer: Trainer, trial: Any) -> Any:
         """The trial itself, which is a dict of hyperparameters."""
         return trial
 
@@ -171,7 +171,7 @@ class RaySearch(SearchBackend):
 
         return tune.get_context().get_trial_id()
 
-    def train(self, trainer: TrainerApi, trial: dict[str, Any]) -> None:
+    def train(self, trainer: Trainer, trial: dict[str, Any]) -> None:
         """Train a trial. If Ray provides a checkpoint, of this trial or another one, resume from it."""
         from ray import tune
 
@@ -191,12 +191,12 @@ class RaySearch(SearchBackend):
         finally:
             self.context.runner.release_trial()
 
-    def report(self, trainer: TrainerApi, trial: Any, step: int, objective: Any, metrics: Mapping[str, float]) -> None:
+    def report(self, trainer: Trainer, trial: Any, step: int, objective: Any, metrics: Mapping[str, float]) -> None:
         """Keep the report for Ray until the checkpoint of this step is written, if one is due."""
         self.after_saving(trainer)
         self._pending = step, {**metrics, "objective": float(objective)}
 
-    def after_saving(self, trainer: TrainerApi) -> None:
+    def after_saving(self, trainer: Trainer) -> None:
         """Report the last evaluation to Ray, with the checkpoint of its step if there is one.
 
         Raises:
@@ -215,7 +215,7 @@ class RaySearch(SearchBackend):
                 self.context.announce("on_train_end")
                 raise
 
-    def _checkpoint_of(self, trainer: TrainerApi, step: int) -> Path | None:
+    def _checkpoint_of(self, trainer: Trainer, step: int) -> Path | None:
         """The checkpoint of a step, if a trial can resume from it."""
         if self.context.run.last_saved_step != step or trainer.args.save_only_model:
             return None

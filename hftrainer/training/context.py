@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,7 +13,9 @@ from hftrainer.checkpointing.states import ModelStates
 from hftrainer.checkpointing.writer import CheckpointWriter
 from hftrainer.compat.overrides import is_overridden
 from hftrainer.training.run import Run, RunningLoop
-from hftrainer.training.trainer_api import TrainerApi
+
+if TYPE_CHECKING:
+    from hftrainer.trainer import Trainer
 
 
 class TrainerContext:
@@ -50,7 +52,7 @@ class TrainerContext:
     averages_tokens: bool
     past_index: int
 
-    def __init__(self, trainer: TrainerApi, optimizers: tuple[Any, Any]) -> None:
+    def __init__(self, trainer: Trainer, optimizers: tuple[Any, Any]) -> None:
         self.trainer = trainer
         self.optimizers_given = optimizers
         self.run = Run()

@@ -385,7 +385,8 @@ class TrainingRunner(Room):
         context.engine.release()
         trainer.accelerator.free_memory()
         context.checkpoint_writer.close()
-        trainer.model = trainer.model_wrapped = handler.model = None  # until the next trial
+        # Until the next trial.
+        trainer.model = trainer.model_wrapped = handler.model = None  # type: ignore[assignment]
         handler.train_dataloader = None
         self.loaders.flos_per_token = None
         if trainer.args.torch_compile:

@@ -82,7 +82,7 @@ class TrainingSteps(Room):
         if not is_training(model):
             model.train()
         if callable(getattr(trainer.optimizer, "train", None)):  # schedule-free optimizers have a training mode too
-            trainer.optimizer.train()  # type: ignore[union-attr]
+            trainer.optimizer.train()
         inputs = trainer._prepare_inputs(inputs)
         with trainer.compute_loss_context_manager():
             loss = call_with_accepted(trainer.compute_loss, model, inputs, num_items_in_batch=num_items_in_batch)
