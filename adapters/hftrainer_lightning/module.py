@@ -204,7 +204,8 @@ class TrainerModule(private_api.KeepsBatches):
         """The loss of a micro-batch; under manual optimization also its backward pass and the optimizer step."""
         if self.automatic_optimization:
             self._last_batch = batch
-            self._last_loss = self.hooks.loss(self.model, batch)
+            hooks = self.hooks
+            self._last_loss = hooks.loss(self.model, batch, hooks.micro_batches.window.num_items)
             return self._last_loss
         loss = self.hooks.training_step(self.model, batch)
         self.hooks.end_micro_batch(loss.detach(), batch)

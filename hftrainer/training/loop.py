@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -72,7 +73,8 @@ class TrainingLoop(Room):
     ) -> None:
         super().__init__(context)
         trainer = self.trainer
-        self.steps, self.saver = steps, saver
+        self.loss = steps.loss
+        self.saver = saver
         self.schedule = schedule
         self.reader = EpochReader(train_dataloader)
         self.trial = trial
@@ -90,8 +92,7 @@ class TrainingLoop(Room):
         self.details = StepDetails(asked_for(trainer.callback_handler.callbacks))
         self._stepping = False  # the optimizer may have changed the weights, and the step is not counted yet
         self._stepped = False  # the optimizer has stepped, and the step is not counted yet
-        self._run_epoch: Callable[[], None] | None = None
-        self._ran = False
+        self._parts_of_epoch: tuple[Callable[[], None], ...] = ()  # until they run
         self.evaluated: dict[str, float] | None = None  # the last evaluation's metrics, compared for the best model
         self.owes_evaluation = False  # an evaluation has begun, and is not complete
         self.between_steps = True  # no data read and no random number drawn for the next step
@@ -152,21 +153,23 @@ class TrainingLoop(Room):
         self._random_restored = True
         self._close_epoch()
 
-    def around_epoch(self, run: Callable[[], None]) -> None:
-        """Call `Trainer._run_epoch` for an epoch.
+    @contextlib.contextmanager
+    def around_epoch(self, *parts: Callable[[], None]) -> Iterator[Callable[[], None]]:
+        """Yields a call of `Trainer._run_epoch` for an epoch.
 
         Args:
-            run: runs the epoch, with Lightning's loop.
+            *parts: run the epoch and its end, with Lightning's loop.
 
         Raises:
-            UnsupportedArgument: when an override does not run it.
+            UnsupportedArgument: when an override does not run them.
         """
-        self._run_epoch, self._ran = run, False
+        self._parts_of_epoch = parts
         try:
-            self.trainer._run_epoch(**self._of_epoch())
+            yield functools.partial(self.trainer._run_epoch, **self._epoch_arguments())
+            is_skipped = bool(self._parts_of_epoch)
         finally:
-            self._run_epoch = None  # it references Lightning's trainer, and so the optimizer
-        if not self._ran:
+            self._parts_of_epoch = ()  # they reference Lightning's trainer, and so the optimizer
+        if is_skipped:
             raise UnsupportedArgument(
                 "_run_epoch: Lightning's loop runs the epochs, so an override must call super()._run_epoch(...) "
                 "with the arguments that it gets. Override training_step, get_batch_samples or compute_loss instead, "
@@ -175,7 +178,7 @@ class TrainingLoop(Room):
 
     def run_epoch(self, given: dict[str, Any]) -> None:
         """Run the epoch, with the arguments that `Trainer._run_epoch` got."""
-        expected = self._of_epoch()
+        expected = self._epoch_arguments()
         if changed := [
             name for name, value in given.items() if not (value is expected[name] or value == expected[name])
         ]:
@@ -183,11 +186,11 @@ class TrainingLoop(Room):
                 f"_run_epoch: {', '.join(changed)} cannot be changed for an epoch, since the run is already planned: "
                 "override get_train_dataloader, set_initial_training_values or train instead."
             )
-        assert self._run_epoch is not None
-        self._ran = True
-        self._run_epoch()
+        parts, self._parts_of_epoch = self._parts_of_epoch, ()
+        for run in parts:
+            run()
 
-    def _of_epoch(self) -> dict[str, Any]:
+    def _epoch_arguments(self) -> dict[str, Any]:
         return {
             "model": self.trainer.model_wrapped,
             "epoch": self.epoch,
@@ -280,11 +283,6 @@ class TrainingLoop(Room):
         self.trainer.accelerator.sync_gradients = window.closes
         if window.opens:
             self.context.announce("on_step_begin")
-
-    def loss(self, model: torch.nn.Module, inputs: Any) -> torch.Tensor:
-        """The loss for backward, divided for accumulation."""
-        assert self.micro_batches.window is not None
-        return self.steps.loss(model, inputs, self.micro_batches.window.num_items)
 
     def training_step(self, model: torch.nn.Module, inputs: Any) -> torch.Tensor:
         """A training step that runs backward itself; gradients are all-reduced in the window's last micro-batch."""

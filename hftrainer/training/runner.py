@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
 import shutil
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,7 +19,6 @@ from hftrainer.checkpointing import names, resume, staging
 from hftrainer.checkpointing.folders import complete_rotation, keep_only
 from hftrainer.compat.functions import has_length
 from hftrainer.compat.overrides import runs_backward
-from hftrainer.data.schedule import TrainingSchedule
 from hftrainer.debug_utils import DebugUnderflowOverflow
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
 from hftrainer.hub.references import is_reference
@@ -157,7 +158,38 @@ class TrainingRunner(Room):
     # ---- Attempts ----------------------------------------------------------------------------------------------
 
     def train(self, folder: str | None, trial: Any, ignore_keys: list[str] | None) -> TrainOutput:
-        """Train from `folder`, if any, with the model modified by the arguments, until the end or a signal."""
+        """Train until the end or a signal; with `auto_find_batch_size`, again with half the batch if memory runs out.
+
+        Args:
+            folder: the checkpoint that the run resumes from, if any.
+            trial: the hyperparameter trial, if any.
+            ignore_keys: outputs of the model that evaluation leaves out.
+        """
+        trainer = self.trainer
+        with self._running():
+            start = self._starting_point() if trainer.args.auto_find_batch_size else None
+            while True:
+                try:
+                    return trainer._inner_training_loop(
+                        batch_size=self.run.train_batch_size,
+                        args=trainer.args,
+                        resume_from_checkpoint=folder,
+                        trial=trial,
+                        ignore_keys_for_eval=ignore_keys,
+                    )
+                except Exception as error:
+                    if start is None or not is_out_of_memory(error):
+                        raise
+                    if self.run.train_batch_size == 1:
+                        raise RuntimeError(
+                            "auto_find_batch_size: a batch of one sample does not fit into memory."
+                        ) from error
+                # Not in the `except` block: the error holds the tensors of the failed attempt.
+                self._halve_batches(start)
+
+    @contextlib.contextmanager
+    def _running(self) -> Iterator[None]:
+        """Modify the model by the arguments and listen to signals in the block; release the run's objects after it."""
         trainer, context = self.trainer, self.context
         watcher = DebugUnderflowOverflow(trainer.model) if "underflow_overflow" in (trainer.args.debug or ()) else None
         trainer.is_in_train = True
@@ -170,12 +202,10 @@ class TrainingRunner(Room):
                 self.run.interruption.listening(),
                 self.loaders.explaining_removed_columns(trainer.train_dataset, trainer.eval_dataset),
             ):
-                output = self._train_with_fitting_batches(folder, trial, ignore_keys)
-                if (
-                    self.run.interruption.received is not None
-                ):  # the signal came after the last step: everything is saved
+                yield
+                # After the last step everything is saved.
+                if self.run.interruption.received is not None:
                     self.run.interruption.leave()
-                return output
         except BaseException as error:
             context.checkpoint_writer.wait_ignoring_errors()
             if context.uploads is not None and (context.search is None or not isinstance(error, Exception)):
@@ -189,41 +219,28 @@ class TrainingRunner(Room):
             if watcher is not None:
                 watcher.remove()
 
-    def _train_with_fitting_batches(self, folder: str | None, trial: Any, ignore_keys: list[str] | None) -> TrainOutput:
-        """Train; with `auto_find_batch_size`, restart with half the batch size when memory runs out."""
+    def _starting_point(self) -> StartingPoint:
+        """The state from which attempts with smaller batches start."""
         trainer = self.trainer
-        keywords: dict[str, Any] = {
-            "args": trainer.args,
-            "resume_from_checkpoint": folder,
-            "trial": trial,
-            "ignore_keys_for_eval": ignore_keys,
-        }
-        if not trainer.args.auto_find_batch_size:
-            return trainer._inner_training_loop(batch_size=self.run.train_batch_size, **keywords)
         if (optim := spelled(trainer.args.optim)) in ("lomo", "adalomo"):
             raise InvalidArgument(
                 f"optim={optim!r} leaves hooks in the model that cannot be removed for a restart: "
                 "set per_device_train_batch_size yourself instead of auto_find_batch_size."
             )
-        given = trainer.optimizer, trainer.lr_scheduler
-        start = StartingPoint(trainer.model, trainer.accelerator.scaler, *given)
-        while True:
-            try:
-                return trainer._inner_training_loop(batch_size=self.run.train_batch_size, **keywords)
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-                if self.run.train_batch_size == 1:
-                    raise RuntimeError(
-                        "auto_find_batch_size: a batch of one sample does not fit into memory."
-                    ) from error
-            self.run.train_batch_size //= 2
-            logger.warning("Out of memory: restarting with %d samples in a batch.", self.run.train_batch_size)
-            self._forget_attempt()
-            trainer.optimizer, trainer.lr_scheduler = given
-            start.restore()
-            gc.collect()
-            devices.empty_cache()
+        return StartingPoint(trainer.model, trainer.accelerator.scaler, trainer.optimizer, trainer.lr_scheduler)
+
+    def _halve_batches(self, start: StartingPoint) -> None:
+        """Discard all that a failed attempt has made: optimizer, hooks, checkpoints; restore the state before it."""
+        trainer = self.trainer
+        self.run.train_batch_size //= 2
+        logger.warning("Out of memory: restarting with %d samples in a batch.", self.run.train_batch_size)
+        self._release()
+        for folder in filter(os.path.isdir, self.run.checkpoints_written):  # rotation may have deleted some
+            shutil.rmtree(folder)
+        trainer.optimizer, trainer.lr_scheduler = start.stateful
+        start.restore()
+        gc.collect()
+        devices.empty_cache()
 
     def attempt(
         self, args: TrainingArguments, batch_size: int | None, folder: str | None, trial: Any, ignore_keys: Any
@@ -231,6 +248,35 @@ class TrainingRunner(Room):
         """Implements `Trainer._inner_training_loop`: plan, prepare, run Lightning's loop, and finish."""
         trainer = self.trainer
         self._begin_attempt(args, batch_size, folder)
+        loop, model = self._make_loop(args, folder, trial, ignore_keys)
+        self._begin_reports(trial)
+        self.run.start_at(trainer.state.global_step, trainer.state.num_input_tokens_seen)
+        loop.resume_log()
+        is_complete = folder is not None and trainer.state.global_step >= loop.schedule.max_steps
+        if loop.first_epoch >= loop.schedule.num_train_epochs or is_complete:
+            self._repeat_end(loop, folder, trial)
+        else:
+            with loop.details.watching(trainer.model), devices.hinted():
+                self.context.engine.fit(
+                    loop,
+                    model,
+                    self.context.made_optimizer(),
+                    trainer.lr_scheduler,
+                    max_epochs=loop.schedule.num_train_epochs,
+                    global_step=trainer.state.global_step,
+                    log_every_n_steps=self.planner.steps_between_logs(loop.schedule),
+                    resumed_from=resume.load_lightning_callbacks(folder),
+                    automatic_optimization=not runs_backward(trainer),
+                    find_unused_parameters=self.context.preparation.finds_unused_parameters(),
+                    sync_each_batch=self.context.resolved.accelerator_config.sync_each_batch,
+                )
+        return trainer._finalize_training(trial, loop.schedule.num_train_samples, loop.start_time)
+
+    def _make_loop(
+        self, args: TrainingArguments, folder: str | None, trial: Any, ignore_keys: list[str] | None
+    ) -> tuple[TrainingLoop, Any]:
+        """Plan the run, and prepare data, state, model and optimizer; returns its loop, and the model to train."""
+        trainer = self.trainer
         with self.loaders.preparing_training_data():  # overrides prepare their own loaders
             dataloader = trainer.get_train_dataloader()
         self.run.schedule = schedule = self.planner.plan(args, dataloader)
@@ -256,15 +302,7 @@ class TrainingRunner(Room):
             position=position,
             progress=self.run.progress,
         )
-        self._begin_reports(trial)
-        self.run.start_at(trainer.state.global_step, trainer.state.num_input_tokens_seen)
-        loop.resume_log()
-        complete = folder is not None and trainer.state.global_step >= schedule.max_steps
-        if first_epoch < schedule.num_train_epochs and not complete:
-            self._fit(loop, schedule, model, folder)
-        else:
-            self._repeat_end(loop, folder, trial)
-        return trainer._finalize_training(trial, schedule.num_train_samples, loop.start_time)
+        return loop, model
 
     def _begin_attempt(self, args: TrainingArguments, batch_size: int | None, folder: str | None) -> None:
         """Take the arguments and the batch size of this attempt."""
@@ -287,24 +325,6 @@ class TrainingRunner(Room):
             asks_later = self.context.is_overridden("_get_output_dir")
             run_dir = None if asks_later else trainer._get_output_dir(trial)
             self.context.checkpoint_writer.added.begin_run(run_dir, trainer.state.global_step)
-
-    def _fit(self, loop: TrainingLoop, schedule: TrainingSchedule, model: Any, folder: str | None) -> None:
-        """Run Lightning's loop."""
-        trainer, context = self.trainer, self.context
-        with loop.details.watching(trainer.model), devices.hinted():
-            context.engine.fit(
-                loop,
-                model,
-                context.made_optimizer(),
-                trainer.lr_scheduler,
-                max_epochs=schedule.num_train_epochs,
-                global_step=trainer.state.global_step,
-                log_every_n_steps=self.planner.steps_between_logs(schedule),
-                resumed_from=resume.load_lightning_callbacks(folder),
-                automatic_optimization=not runs_backward(trainer),
-                find_unused_parameters=context.preparation.finds_unused_parameters(),
-                sync_each_batch=context.resolved.accelerator_config.sync_each_batch,
-            )
 
     def _repeat_end(self, loop: TrainingLoop, folder: str | None, trial: Any) -> None:
         """Resume from the checkpoint of a complete run: load, announce and upload it, without training."""
@@ -362,12 +382,6 @@ class TrainingRunner(Room):
         return metrics
 
     # ---- Releasing ---------------------------------------------------------------------------------------------
-
-    def _forget_attempt(self) -> None:
-        """Discard everything that a failed attempt has made: its optimizer, its hooks and its checkpoints."""
-        self._release()
-        for folder in filter(os.path.isdir, self.run.checkpoints_written):  # rotation may have deleted some
-            shutil.rmtree(folder)
 
     def _release(self) -> None:
         """Release a run's optimizer and its hooks."""

@@ -15,7 +15,7 @@ from hftrainer.arguments import legacy
 from hftrainer.arguments.logging import which_tokens
 from hftrainer.compat.functions import ignores_other_keywords
 from hftrainer.compat.messages import warn_once
-from hftrainer.compat.overrides import accepts, call_with_accepted
+from hftrainer.compat.overrides import accepted_by, accepts, call_with_accepted
 from hftrainer.data.loaders import to_device
 from hftrainer.data.tokens import count_tokens
 from hftrainer.errors import InvalidArgument
@@ -85,7 +85,8 @@ class TrainingSteps(Room):
             trainer.optimizer.train()
         inputs = trainer._prepare_inputs(inputs)
         with trainer.compute_loss_context_manager():
-            loss = call_with_accepted(trainer.compute_loss, model, inputs, num_items_in_batch=num_items_in_batch)
+            accepted = accepted_by(trainer.compute_loss, {"num_items_in_batch": num_items_in_batch})
+            loss = trainer.compute_loss(model, inputs, **accepted)
         every = trainer.args.torch_empty_cache_steps
         if every is not None and trainer.state.global_step % every == 0:
             devices.empty_cache()
