@@ -830,7 +830,9 @@ class Trainer(EarlierMethods):
             output_dir: the folder; default `args.output_dir`.
         """
         folder = output_dir if output_dir is not None else str(self.args.output_dir)
-        self._hftrainer.saver.save_model(folder, internal=_internal_call)
+        with self._hftrainer.saver.weights_to_save(folder, internal=_internal_call) as keywords:
+            if keywords is not None:
+                self._save(folder, **keywords)
         if self.args.push_to_hub and not _internal_call:
             try:
                 self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
@@ -881,7 +883,9 @@ class Trainer(EarlierMethods):
         loop = self._hftrainer.run.loop
         if metrics is not None and (loop is None or metrics is not loop.evaluated):
             self._determine_best_metric(metrics, trial)
-        self._hftrainer.saver.save_checkpoint(trial)
+        with self._hftrainer.saver.checkpoint(trial) as fill:
+            if fill is not None:  # else another process does
+                fill()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         self._hftrainer.saver.save_files(self._hftrainer.made_optimizer, output_dir)

@@ -17,7 +17,7 @@ import torch
 
 from hftrainer.callbacks.state import export_states
 from hftrainer.checkpointing.progress import RunProgress, as_dict, position_settings
-from hftrainer.compat.overrides import call_log_save_evaluate, call_with_accepted, runs_backward, with_accepted
+from hftrainer.compat.overrides import call_with_accepted, log_save_evaluate_arguments, runs_backward, with_accepted
 from hftrainer.data.accumulation import MicroBatchIterator
 from hftrainer.data.random_states import rng_state
 from hftrainer.data.reading import Continuation, EpochReader
@@ -406,27 +406,27 @@ class TrainingLoop(Room):
             logger.exception("The error below ends the run; its last state could not be saved.")
 
     def _log_save_evaluate(self) -> None:
-        control = self.trainer.control
-        due = control.should_log or control.should_evaluate or control.should_save
-        if due or self.context.is_overridden("_maybe_log_save_evaluate"):  # an override expects every step
-            self._do_what_is_due()
-        if self.context.search is not None and self.trial is not None:
-            self.context.search.after_saving(self.trainer)
-
-    def _do_what_is_due(self) -> None:
-        self.losses.check_before_log()
-        with self.control_sync.abandoning():
+        """Log, evaluate and save if one of these is due, or an override expects to be called at every step."""
+        trainer = self.trainer
+        control, method = trainer.control, trainer._maybe_log_save_evaluate
+        is_due = control.should_log or control.should_evaluate or control.should_save
+        if is_due or self.context.is_overridden("_maybe_log_save_evaluate"):
+            self.losses.check_before_log()
             values = {
                 "tr_loss": self.run.loss,
                 "grad_norm": self.grad_norm,
-                "model": self.trainer.model_wrapped,
+                "model": trainer.model_wrapped,
                 "trial": self.trial,
                 "epoch": self.epoch,
                 "ignore_keys_for_eval": self.ignore_keys,
                 "start_time": self.start_time,
                 "learning_rate": self.learning_rate,
             }
-            call_log_save_evaluate(self.trainer._maybe_log_save_evaluate, values)
+            positional, keywords = log_save_evaluate_arguments(method, values)
+            with self.control_sync.abandoning():
+                method(*positional, **keywords)
+        if self.context.search is not None and self.trial is not None:
+            self.context.search.after_saving(trainer)
 
     # ---- Checkpoints -------------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from hftrainer.checkpointing.progress import RunProgress, as_dict, load_progress
 from hftrainer.checkpointing.states import MakeOptimizer
 from hftrainer.checkpointing.weights import save_configs, save_weights
 from hftrainer.compat import peers
-from hftrainer.compat.overrides import call_with_accepted
+from hftrainer.compat.overrides import accepted_by
 from hftrainer.data.random_states import rng_state
 from hftrainer.data.schedule import TrainingSchedule
 from hftrainer.training.context import Room
@@ -61,8 +61,13 @@ class CheckpointSaver(Room):
         of_all = trainer.accelerator.processes.gather_objects([own])
         return {name: state for other, states in enumerate(of_all) if other != rank for name, state in states.items()}
 
-    def fill(self, of_others: Mapping[str, Any], folder: str) -> None:
-        """Write everything that a run needs to resume into `folder`."""
+    def fill(self, folder: str, of_others: Mapping[str, Any]) -> None:
+        """Write everything that a run needs to resume.
+
+        Args:
+            folder: the folder to write to.
+            of_others: what `states_of_others` has returned.
+        """
         trainer, context = self.trainer, self.context
         self.write_parts(folder)
         meanwhile = not trainer.args.save_only_model and self._writes_in_any_order()
@@ -70,7 +75,7 @@ class CheckpointSaver(Room):
             with context.checkpoint_writer.meanwhile():
                 trainer._save_optimizer_and_scheduler(folder)
         with context.engine.saving(trainer.model) as (_, kept):
-            call_with_accepted(trainer.save_model, folder, _internal_call=True)
+            trainer.save_model(folder, **accepted_by(trainer.save_model, {"_internal_call": True}))
         if not trainer.args.save_only_model:
             if not meanwhile:
                 trainer._save_optimizer_and_scheduler(folder)
@@ -209,16 +214,16 @@ class CheckpointSaver(Room):
 
     # ---- Implementations of the Trainer's methods --------------------------------------------------------------
 
-    def save_model(self, folder: str, *, internal: bool) -> None:
-        """Write weights, config, processing class and arguments; see `Trainer.save_model`."""
+    @contextlib.contextmanager
+    def weights_to_save(self, folder: str, *, internal: bool) -> Iterator[dict[str, Any] | None]:
+        """Yields the keywords with which `Trainer._save` writes the model; None if this process writes no model."""
         trainer, states, saves = self.trainer, self.context.states, self.trainer.args.should_save
         if internal and states.only_parts:
-            return  # checkpoints hold a shard from each rank
+            yield None  # checkpoints hold a shard from each rank
+            return
         with states.weights_to_save(peers.uncompiled(trainer.model), saves=saves) as weights:
-            if saves and weights is None:
-                trainer._save(folder)
-            elif saves:
-                trainer._save(folder, state_dict=weights)
+            keywords = {} if weights is None else {"state_dict": weights}
+            yield keywords if saves else None
         if not internal:
             states.save_beside(folder, trainer.accelerator.processes)
 
@@ -253,8 +258,13 @@ class CheckpointSaver(Room):
             processing_class.save_pretrained(folder)
         torch.save(without_tokens(trainer.args), os.path.join(folder, names.TRAINING_ARGS_NAME))
 
-    def save_checkpoint(self, trial: Any) -> None:
-        """Write the checkpoint of this step, whole or not at all; see `Trainer._save_checkpoint`."""
+    @contextlib.contextmanager
+    def checkpoint(self, trial: Any) -> Iterator[Callable[[], None] | None]:
+        """Write the checkpoint of this step, whole or not at all; yields as `_writing`.
+
+        Args:
+            trial: the hyperparameter trial, if any.
+        """
         trainer, state, writer = self.trainer, self.trainer.state, self.context.checkpoint_writer
         trainer.store_flos()
         self.wait()
@@ -271,7 +281,8 @@ class CheckpointSaver(Room):
         def if_failed() -> None:
             trainer.state.best_model_checkpoint = earlier_best
 
-        self._write(path, then, if_failed)
+        with self._writing(path, then, if_failed) as fill:
+            yield fill
         if writer.failed:
             if_failed()
         if trainer.args.push_to_hub:
@@ -283,11 +294,25 @@ class CheckpointSaver(Room):
         """Write a checkpoint of this step that is not this run's: it is neither rotated, announced nor uploaded."""
         self.trainer.store_flos()
         self.wait()
-        self._write(path, then=lambda: None, if_failed=lambda: None)
+        with self._writing(path, then=lambda: None, if_failed=lambda: None) as fill:
+            if fill is not None:
+                fill()
         self.wait()
 
-    def _write(self, path: str, then: Callable[[], None], if_failed: Callable[[], None]) -> None:
-        """Write a checkpoint on all ranks, which know afterwards whether it failed; the rest as for the writer."""
+    @contextlib.contextmanager
+    def _writing(
+        self, path: str, then: Callable[[], None], if_failed: Callable[[], None]
+    ) -> Iterator[Callable[[], None] | None]:
+        """Write a checkpoint on all ranks, which know afterwards whether it failed.
+
+        Args:
+            path: its folder.
+            then: called when it is complete; see `CheckpointWriter.checkpoint`.
+            if_failed: called if the storage fails.
+
+        Yields:
+            What fills the folder; None where another process does.
+        """
         trainer, writer = self.trainer, self.context.checkpoint_writer
         of_others = self.states_of_others()
         # The folder has the name of the process that writes it: the nearest one, where each node has one.
@@ -296,13 +321,15 @@ class CheckpointSaver(Room):
         optimizer = None if trainer.args.save_only_model else self.context.made_optimizer
         self.context.states.gather(trainer.model, optimizer)
         if trainer.args.should_save:
-            with self.writing_together():
-                writer.checkpoint(path, functools.partial(self.fill, of_others), then=then, if_failed=if_failed)
+            with self.writing_together(), writer.checkpoint(path, then=then, if_failed=if_failed) as folder:
+                yield None if folder is None else functools.partial(self.fill, folder, of_others)
         else:
             staged = next(filter(None, folders[trainer.accelerator.processes.rank :: -1]))
-            call_with_accepted(trainer.save_model, staged, _internal_call=True)  # overrides may gather weights
+            # Overrides may gather weights.
+            trainer.save_model(staged, **accepted_by(trainer.save_model, {"_internal_call": True}))
             with self.writing_together(), writer.taking_part(path):
                 self.write_parts(staged)
+            yield None
         writer.failed = any(trainer.accelerator.processes.gather_objects([writer.failed]))
 
     def _note_best(self, run_dir: str) -> None:
