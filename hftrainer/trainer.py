@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -26,11 +27,7 @@ from hftrainer.callbacks.progress import ProgressCallback
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import names, resume
 from hftrainer.checkpointing.lightning_file import unpack
-from hftrainer.compat.overrides import (
-    make_scheduler,
-    recorded,
-    shadowable,
-)
+from hftrainer.compat.overrides import make_scheduler, recorded, shadowable
 from hftrainer.data import columns
 from hftrainer.data.random_states import load_rng_state, save_rng_state
 from hftrainer.data.schedule import EarlierSchedule, TrainingSchedule
@@ -41,9 +38,7 @@ from hftrainer.model.walks import parameters
 from hftrainer.modelcard import create_model_card
 from hftrainer.reporting.memory import TrainerMemoryTracker
 from hftrainer.reporting.metrics import print_table, write_metrics
-from hftrainer.trainer_callback import (
-    DEFAULT_CALLBACKS as DEFAULT_CALLBACKS,
-)
+from hftrainer.trainer_callback import DEFAULT_CALLBACKS as DEFAULT_CALLBACKS
 from hftrainer.trainer_pt_utils import get_model_param_count, metrics_format
 from hftrainer.trainer_utils import BestRun, EvalLoopOutput, PredictionOutput, TrainOutput
 from hftrainer.training.optimizers import checked_pair
@@ -470,11 +465,10 @@ class Trainer(EarlierMethods):
         """
         if model_path is not None:
             resume_from_checkpoint = resume.of_model_path(model_path, resume_from_checkpoint)
+        self._hftrainer.runner.refuse_alone(resume_from_checkpoint)
         if str(resume_from_checkpoint).endswith(".ckpt"):
-            self._hftrainer.runner.refuse_alone(resume_from_checkpoint)
             with tempfile.TemporaryDirectory() as unpacked:
                 return self.train(unpack(str(resume_from_checkpoint), unpacked), trial, ignore_keys_for_eval)
-        self._hftrainer.runner.refuse_alone(resume_from_checkpoint)
         self._memory_tracker.start()
         folder = self._hftrainer.runner.begin(resume_from_checkpoint, trial)
         return self._hftrainer.runner.train(folder, trial, ignore_keys_for_eval)
@@ -738,13 +732,17 @@ class Trainer(EarlierMethods):
         Returns:
             The loss, the metrics of `compute_metrics`, and run time in seconds with samples and batches per second.
         """
-        own = eval_dataset is None
+        own, evaluation = eval_dataset is None, self._hftrainer.evaluation
         datasets = self.eval_dataset if own else eval_dataset
         if isinstance(datasets, Mapping):
-            return self._hftrainer.evaluation.evaluate_each(datasets, ignore_keys, metric_key_prefix, own=own)
+            return evaluation.evaluate_each(datasets, ignore_keys, metric_key_prefix, own=own)
         self._memory_tracker.start()
         with self._hftrainer.loaders.explaining_removed_columns(datasets):
-            metrics = self._hftrainer.evaluation.evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+            dataloader, start_time = self.get_eval_dataloader(eval_dataset), time.time()
+            loss_only = True if self.compute_metrics is None else None
+            with evaluation.call_of_loop(dataloader, "Evaluation", loss_only, ignore_keys, metric_key_prefix) as loop:
+                output = evaluation.as_output(loop(), dataloader)
+            metrics = evaluation.report(output, metric_key_prefix, start_time)
         self._memory_tracker.stop_and_update_metrics(metrics)
         return metrics
 
@@ -796,8 +794,6 @@ class Trainer(EarlierMethods):
             ignore_keys: the model's outputs to leave out.
             metric_key_prefix: prefix of each metric's name, joined by an underscore.
         """
-        if not self.is_in_train:
-            self._hftrainer.settings.take_changes_in(self.args)
         return self._hftrainer.evaluation.loop(
             dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
         )

@@ -270,17 +270,13 @@ class TrainerModule(private_api.KeepsBatches):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """One batch. The Trainer's `prediction_step` decides about gradients itself, and overrides may need them."""
-        self._evaluate(batch)
+        with torch.enable_grad():
+            self.evaluation.step(batch, self.evaluating[1].batch_progress.is_last_batch)
 
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        """One batch, as in validation."""
-        self._evaluate(batch)
+    test_step = validation_step
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
         """One batch, as in validation; returns the predictions, for Lightning's prediction writers."""
-        return self._evaluate(batch)
-
-    def _evaluate(self, batch: Any) -> Any:
         with torch.enable_grad():
             return self.evaluation.step(batch, self.evaluating[1].batch_progress.is_last_batch)
 

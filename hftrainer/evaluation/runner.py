@@ -8,7 +8,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -19,7 +19,7 @@ from hftrainer.arguments import legacy
 from hftrainer.compat import peers
 from hftrainer.compat.functions import has_length, takes
 from hftrainer.compat.messages import log_facts, warn_once
-from hftrainer.compat.overrides import accepts, call_with_accepted, with_accepted
+from hftrainer.compat.overrides import accepted_by, with_accepted
 from hftrainer.errors import InvalidArgument
 from hftrainer.evaluation import gathering
 from hftrainer.evaluation.evaluation_pass import EvaluationPass
@@ -50,24 +50,6 @@ class EvaluationRunner(Room):
         #: Whether the last pass has measured the time to prepare the model.
         self._preparation_measured = False
 
-    def evaluate(self, eval_dataset: Any, ignore_keys: list[str] | None, prefix: str) -> dict[str, float]:
-        """Evaluate one set, log the metrics and return them; see `Trainer.evaluate`."""
-        trainer = self.trainer
-        dataloader = trainer.get_eval_dataloader(eval_dataset)
-        start_time = time.time()
-        output = self._run(
-            dataloader,
-            "Evaluation",
-            prediction_loss_only=True if trainer.compute_metrics is None else None,
-            ignore_keys=ignore_keys,
-            metric_key_prefix=prefix,
-        )
-        metrics = self._with_speed(output, prefix, start_time)
-        trainer.log(metrics)
-        print_xla_metrics(trainer)
-        self.context.announce("on_evaluate", metrics)
-        return metrics
-
     def evaluate_each(
         self, datasets: Mapping[str, Any], ignore_keys: list[str] | None, prefix: str, *, own: bool
     ) -> dict[str, float]:
@@ -92,7 +74,8 @@ class EvaluationRunner(Room):
         """Predict, and compute the metrics if there are labels; see `Trainer.predict`."""
         dataloader = self.trainer.get_test_dataloader(test_dataset)
         start_time = time.time()
-        output = self._run(dataloader, "Prediction", ignore_keys=ignore_keys, metric_key_prefix=prefix)
+        with self.call_of_loop(dataloader, "Prediction", None, ignore_keys, prefix) as loop:
+            output = self.as_output(loop(), dataloader)
         metrics = self._with_speed(output, prefix, start_time)
         self.context.announce("on_predict", metrics)
         return PredictionOutput(output.predictions, output.label_ids, metrics)
@@ -107,16 +90,15 @@ class EvaluationRunner(Room):
     ) -> EvalLoopOutput:
         """One pass over a loader by one of Lightning's loops; see `Trainer.evaluation_loop`."""
         trainer, run = self.trainer, self.run
+        if not trainer.is_in_train:
+            trainer._hftrainer.settings.take_changes_in(trainer.args)
         loss_only = trainer.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
         self._log_plan(description, dataloader)
         model = self._prepare(dataloader)
         predicting = description == "Prediction"
-        step = with_accepted(trainer.prediction_step, "ignore_keys")
-
-        def predict(inputs: Any) -> Any:
-            return step(model, inputs, loss_only, ignore_keys=ignore_keys)
-
-        evaluation = self._make_pass(dataloader, predict, prefix, predicting)
+        step = functools.partial(with_accepted(trainer.prediction_step, "ignore_keys"), model)
+        evaluation = self._make_pass(dataloader, step, prefix, predicting)
+        evaluation.loss_only, evaluation.ignore_keys = loss_only, ignore_keys
         stage = "predict" if predicting else "test" if prefix.startswith("test") else "validate"
         kept = getattr(run, "past", None), run.logged_metrics  # training's; an evaluation does not change them
         run.past, run.logged_metrics = None, LoggedMetrics()
@@ -161,7 +143,13 @@ class EvaluationRunner(Room):
         with torch.no_grad():
             if has_labels or (not names and returns_loss):
                 labels = nested_detach(_without_tuple_of_one(tuple(inputs.get(name) for name in names)))
-                loss, outputs = self._loss_and_outputs(model, inputs, loss_only)
+                with self._computing_loss(model, inputs, loss_only) as (inputs, keywords):
+                    # An override for v4.1 returns the loss alone; the outputs are those of a separate forward pass.
+                    is_alone = "return_outputs" not in keywords
+                    outputs = model(**inputs) if is_alone and not loss_only else ()
+                    loss = trainer.compute_loss(model, inputs, **keywords)
+                loss, outputs = (loss, outputs) if is_alone else loss
+                loss = _mean(loss)
                 logits = predictions(outputs, ignore_keys, has_loss=True)
             else:
                 with trainer.compute_loss_context_manager():
@@ -173,6 +161,25 @@ class EvaluationRunner(Room):
             return loss, None, None
         return loss, nested_detach(_without_tuple_of_one(logits)), labels
 
+    @contextlib.contextmanager
+    def _computing_loss(
+        self, model: nn.Module, inputs: Any, loss_only: bool
+    ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        """Yields the inputs and the keywords of `Trainer.compute_loss`; items of other processes do not count."""
+        trainer, own = self.trainer, self.context
+        averages, own.averages_tokens = own.averages_tokens, False
+        try:
+            by_items = self.context.behaviours.evaluates_by_items
+            num_items = trainer._get_num_items_in_batch([inputs], trainer.args.device) if by_items else None
+            context, inputs = trainer._prepare_context_parallel_inputs(model, inputs)
+            if loss_only and trainer.args.use_liger_kernel and self.context.behaviours.skips_logits:
+                inputs = {**inputs, "skip_logits": True}  # for Liger's fused loss, which then keeps none
+            keywords = {"return_outputs": True, "num_items_in_batch": num_items}
+            with trainer.compute_loss_context_manager(), context():
+                yield inputs, accepted_by(trainer.compute_loss, keywords)
+        finally:
+            own.averages_tokens = averages
+
     def _ignored_keys(self) -> list[str]:
         """Outputs that the model's config excludes from predictions."""
         config = getattr(self.trainer.model, "config", None)
@@ -182,8 +189,16 @@ class EvaluationRunner(Room):
         # Models written for earlier releases name it as these did; their outputs have it under today's name.
         return [*ignored, cache] if set(ignored) & {"past_key_values", "cache_params"} else ignored
 
-    def _run(self, dataloader: DataLoader, description: str, **settings: Any) -> EvalLoopOutput:
-        """`evaluation_loop`, or `prediction_loop` if the arguments or a subclass for v4.4 or earlier need it."""
+    @contextlib.contextmanager
+    def call_of_loop(
+        self,
+        dataloader: DataLoader,
+        description: str,
+        prediction_loss_only: bool | None,
+        ignore_keys: list[str] | None,
+        metric_key_prefix: str,
+    ) -> Iterator[Callable[[], Any]]:
+        """Yields a call of `evaluation_loop`, or of `prediction_loop` if arguments or a subclass for v4.4 need it."""
         trainer = self.trainer
         loop: Callable[..., Any] = trainer.evaluation_loop
         own_old_loop = self.context.is_overridden("prediction_loop")
@@ -193,11 +208,33 @@ class EvaluationRunner(Room):
             loop = trainer.prediction_loop
         own_loop = self.context.is_overridden("evaluation_loop", "prediction_loop")
         with self.context.engine.autocasting(trainer.model) if own_loop else contextlib.nullcontext():
-            output: Any = call_with_accepted(loop, dataloader, description, **settings)
-        if isinstance(output, tuple) and len(output) == len(PredictionOutput._fields):  # from overrides for v4.4
+            settings = {
+                "prediction_loss_only": prediction_loss_only,
+                "ignore_keys": ignore_keys,
+                "metric_key_prefix": metric_key_prefix,
+            }
+            yield functools.partial(loop, dataloader, description, **accepted_by(loop, settings))
+
+    def as_output(self, output: Any, dataloader: DataLoader) -> EvalLoopOutput:
+        """The output of a loop, with the number of samples, which overrides for v4.4 do not return."""
+        if isinstance(output, tuple) and len(output) == len(PredictionOutput._fields):
             predictions, label_ids, metrics = output
-            return EvalLoopOutput(predictions, label_ids, metrics, trainer.num_examples(dataloader))
+            return EvalLoopOutput(predictions, label_ids, metrics, self.trainer.num_examples(dataloader))
         return cast("EvalLoopOutput", output)
+
+    def report(self, output: EvalLoopOutput, prefix: str, start_time: float) -> dict[str, float]:
+        """Log the metrics of an evaluation with its speed, announce them, and return them.
+
+        Args:
+            output: the output of the loop.
+            prefix: prefix of each metric's name.
+            start_time: when the loop began, in seconds.
+        """
+        metrics = self._with_speed(output, prefix, start_time)
+        self.trainer.log(metrics)
+        print_xla_metrics(self.trainer)
+        self.context.announce("on_evaluate", metrics)
+        return metrics
 
     def _with_speed(self, output: EvalLoopOutput, prefix: str, start_time: float) -> dict[str, float]:
         """The metrics of a pass, and its speed."""
@@ -286,33 +323,12 @@ class EvaluationRunner(Room):
         if isinstance(metrics, TorchMetrics) and metrics.plot and trainer.is_world_process_zero():
             metrics.draw(os.path.join(str(trainer.args.output_dir), f"plots-{trainer.state.global_step}"), prefix)
 
-    def _loss_and_outputs(self, model: nn.Module, inputs: Any, loss_only: bool) -> tuple[torch.Tensor, Any]:
-        """The mean loss of a batch, and the model's outputs; items of other processes do not count in the mean."""
-        context = self.context
-        averages, context.averages_tokens = context.averages_tokens, False
-        try:
-            return self._compute(model, inputs, loss_only)
-        finally:
-            context.averages_tokens = averages
 
-    def _compute(self, model: nn.Module, inputs: Any, loss_only: bool) -> tuple[torch.Tensor, Any]:
-        trainer = self.trainer
-        by_items = self.context.behaviours.evaluates_by_items
-        num_items = trainer._get_num_items_in_batch([inputs], trainer.args.device) if by_items else None
-        context, inputs = trainer._prepare_context_parallel_inputs(model, inputs)
-        if loss_only and trainer.args.use_liger_kernel and self.context.behaviours.skips_logits:
-            inputs = {**inputs, "skip_logits": True}  # for Liger's fused loss, which then keeps none
-        with trainer.compute_loss_context_manager(), context():
-            if accepts(trainer.compute_loss, "return_outputs"):
-                loss, outputs = call_with_accepted(
-                    trainer.compute_loss, model, inputs, return_outputs=True, num_items_in_batch=num_items
-                )
-            else:  # an override for v4.1: its loss, and the outputs from a separate forward pass
-                outputs = () if loss_only else model(**inputs)
-                loss = call_with_accepted(trainer.compute_loss, model, inputs, num_items_in_batch=num_items)
-        loss = split_losses(loss)[0].detach()
-        plain = type(loss) is torch.Tensor and not loss.ndim  # its mean takes three times as long as a copy
-        return loss.clone() if plain else loss.mean(), outputs
+def _mean(loss: Any) -> torch.Tensor:
+    """The mean of a loss, which may be a mapping of several, as a copy."""
+    loss = split_losses(loss)[0].detach()
+    plain = type(loss) is torch.Tensor and not loss.ndim  # its mean takes three times as long as a copy
+    return loss.clone() if plain else loss.mean()
 
 
 def _without_tuple_of_one(values: Any) -> Any:
