@@ -572,7 +572,8 @@ class Trainer(EarlierMethods):
             UnsupportedArgument: for other arguments than those of this epoch: the run is already planned.
         """
         given = {name: value for name, value in locals().items() if name != "self"}
-        self._hftrainer.current_loop.run_epoch(given)
+        assert self._hftrainer.run.loop is not None
+        self._hftrainer.run.loop.run_epoch(given)
 
     def _finalize_training(self, trial: Any, num_train_samples: float, start_time: float) -> TrainOutput:
         """Write the last log line, load the best model, and end the run."""

@@ -32,7 +32,7 @@ from hftrainer.reporting.metrics import mean_loss
 from hftrainer.trainer_pt_utils import nested_detach
 from hftrainer.trainer_utils import EvalLoopOutput, PredictionOutput, speed_metrics
 from hftrainer.training.context import Room, TrainerContext
-from hftrainer.training.logged_metrics import LoggedMetrics, split_losses
+from hftrainer.training.losses import LoggedMetrics, split_losses
 from hftrainer.training.xla import print_xla_metrics
 
 logger = logging.getLogger(__name__)

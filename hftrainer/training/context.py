@@ -12,7 +12,7 @@ from hftrainer.callbacks.state import is_exportable
 from hftrainer.checkpointing.states import ModelStates
 from hftrainer.checkpointing.writer import CheckpointWriter
 from hftrainer.compat.overrides import is_overridden
-from hftrainer.training.run import Run, RunningLoop
+from hftrainer.training.run import Run
 
 if TYPE_CHECKING:
     from hftrainer.trainer import Trainer
@@ -67,12 +67,6 @@ class TrainerContext:
     def bare_model(self) -> Any:
         """The user's own model, without the modules that shard it, and not compiled."""
         return self.trainer.accelerator.unwrap_model(self.trainer.model, keep_torch_compile=False)
-
-    @property
-    def current_loop(self) -> RunningLoop:
-        """The training loop that runs."""
-        assert self.run.loop is not None
-        return self.run.loop
 
     def announce(self, event: str, *payload: Any, **kwargs: Any) -> None:
         """Call an event of all callbacks through the handler, and keep the control that they return."""

@@ -9,7 +9,7 @@ import torch
 
 from hftrainer.compat.overrides import make_scheduler
 from hftrainer.training.context import Room, TrainerContext
-from hftrainer.training.logged_metrics import LoggedMetrics
+from hftrainer.training.losses import LoggedMetrics
 from hftrainer.training.steps import TrainingSteps
 
 logger = logging.getLogger(__name__)

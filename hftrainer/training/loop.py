@@ -28,12 +28,12 @@ from hftrainer.optimization import follows_metric, keep_pace
 from hftrainer.optimizers.settings import kept_settings
 from hftrainer.parallel.communication import is_of_communication, loss_message
 from hftrainer.training.context import Room, TrainerContext
-from hftrainer.training.control_sync import ControlSync
-from hftrainer.training.loss_sum import LossSum
+from hftrainer.training.losses import LossSum
 from hftrainer.training.out_of_memory import is_out_of_memory
 from hftrainer.training.saver import CheckpointSaver
 from hftrainer.training.step_details import StepDetails, asked_for
 from hftrainer.training.steps import TrainingSteps
+from hftrainer.training.stopping import ControlSync
 from hftrainer.training.xla import print_xla_metrics
 
 logger = logging.getLogger(__name__)
@@ -87,8 +87,8 @@ class TrainingLoop(Room):
         self.grad_norm: Any = None
         self.learning_rate: float | None = None
         self.start_time = time.time()
-        self.losses = LossSum(context)
-        self.control_sync = ControlSync(context)
+        self.losses = LossSum(trainer, self.run)
+        self.control_sync = ControlSync(trainer, self.run, context.engine)
         self.details = StepDetails(asked_for(trainer.callback_handler.callbacks))
         self._stepping = False  # the optimizer may have changed the weights, and the step is not counted yet
         self._stepped = False  # the optimizer has stepped, and the step is not counted yet

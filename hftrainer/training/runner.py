@@ -30,7 +30,6 @@ from hftrainer.reporting.tracker_callbacks import reporting_callbacks
 from hftrainer.trainer_utils import TrainOutput, speed_metrics
 from hftrainer.training.context import Room, TrainerContext
 from hftrainer.training.finders import Finders
-from hftrainer.training.interruption import Interruption
 from hftrainer.training.loader_factory import LoaderFactory
 from hftrainer.training.loop import TrainingLoop
 from hftrainer.training.model_setup import ModelSetup
@@ -39,6 +38,7 @@ from hftrainer.training.planner import Planner
 from hftrainer.training.saver import CheckpointSaver
 from hftrainer.training.settings import Settings
 from hftrainer.training.steps import TrainingSteps
+from hftrainer.training.stopping import Interruption
 from hftrainer.training_args import TrainingArguments
 
 logger = logging.getLogger(__name__)

@@ -26,8 +26,7 @@ from hftrainer.trainer_pt_utils import rebuilt
 from hftrainer.trainer_utils import speed_metrics
 from hftrainer.training.context import Room, TrainerContext
 from hftrainer.training.loader_factory import LoaderFactory
-from hftrainer.training.logged_metrics import split_losses
-from hftrainer.training.loss import check_loss, first_output
+from hftrainer.training.losses import check_loss, first_output, split_losses
 
 logger = logging.getLogger(__name__)
 
