@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hftrainer.arguments import legacy
-from hftrainer.arguments.behaviours import is_before
+from hftrainer.releases.followed import is_before
 
 if TYPE_CHECKING:
     from hftrainer.arguments.base import BaseArguments

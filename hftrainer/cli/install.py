@@ -7,10 +7,12 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from hftrainer.arguments import behaviours, installed
+from hftrainer.arguments import installed
 from hftrainer.arguments.legacy import RENAMED
 from hftrainer.compat import swap
 from hftrainer.compat.earlier_imports import warnings_of_earlier_imports
+from hftrainer.releases import followed
+from hftrainer.releases.policy import NEWEST
 from hftrainer.training_args import TrainingArguments
 from hftrainer.training_args_seq2seq import Seq2SeqTrainingArguments
 
@@ -21,7 +23,7 @@ _todays_defaults: dict[str, Any] = {}
 def install() -> None:
     """Replace `Trainer`, `TrainingArguments`, the callbacks and their helpers in `transformers` by ours.
 
-    Trainers then behave as those of the installed release (`hftrainer.arguments.behaviours`), and arguments have its
+    Trainers then behave as those of the installed release (`hftrainer.releases`), and arguments have its
     fields and defaults; names of other releases are still accepted as keywords and on the command line.
 
     Works before and after `import transformers`. A module that imported or subclassed the original `Trainer` before
@@ -31,9 +33,8 @@ def install() -> None:
         return
     for sentence in warnings_of_earlier_imports(sys._getframe(1)):
         warnings.warn(sentence, stacklevel=2)
-    release = behaviours.installed_release()
-    behaviours.follow(release)
-    _set_defaults(behaviours.earlier_defaults(release))
+    followed.follow(followed.installed_release())
+    _set_defaults(followed.from_config({}).defaults)
     installed.follow_fields(TrainingArguments, Seq2SeqTrainingArguments)
     swap.begin()
 
@@ -42,7 +43,7 @@ def uninstall() -> None:
     """Undo `install()`."""
     swap.end()
     installed.forget_fields()
-    behaviours.follow(behaviours.NEWEST)
+    followed.follow(NEWEST)
     _set_defaults(_todays_defaults)
     _todays_defaults.clear()
 

@@ -1,55 +1,51 @@
-"""The table of dated behaviours, and how a release is chosen."""
+"""What earlier releases do differently, and how a release is chosen."""
 
-import ast
 import json
 import re
-from pathlib import Path
 
 import pytest
 
 from hftrainer import TrainingArguments, install, uninstall
-from hftrainer.arguments import behaviours
-from hftrainer.arguments.behaviours import EARLIER_DEFAULTS, NEWEST, RELEASES, TABLE, Behaviours
 from hftrainer.errors import InvalidArgument
+from hftrainer.releases import followed
+from hftrainer.releases.earlier import POLICIES, Until4_48
+from hftrainer.releases.policy import NEWEST, RELEASES, ReleasePolicy, described
 from tests.support.arguments import make_trainer
 
-ROOT = Path(__file__).parents[3]
+
+@pytest.mark.parametrize("kind", POLICIES[:-1])
+def test_a_class_describes_what_it_changes(kind):
+    reset = {"gradient_divisor"} if str(kind.until) == "5.1" else set()
+    assert described(kind).keys() | reset == vars(kind).keys() - {"__doc__", "__module__", "until", "defaults"}
+    assert kind.until in RELEASES
+    assert kind.until < kind.__base__.until
+    for name in described(kind):
+        assert vars(kind)[name] != getattr(kind.__base__, name)
 
 
-def asked_in(module: str) -> set[str]:
-    path = (ROOT / "hftrainer").joinpath(*module.split(".")).with_suffix(".py")
-    return {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
+@pytest.mark.parametrize(
+    ("release", "kind"), [("5.24", ReleasePolicy), ("5.23", ReleasePolicy), ("5.3", "5.3"), ("4.48", Until4_48)]
+)
+def test_the_policy_of_a_release(release, kind):
+    policy = followed.from_text(release)
+    assert str(policy.release) == release
+    assert type(policy) is kind or str(policy.until) == kind
 
 
-@pytest.mark.parametrize("name", sorted(TABLE))
-def test_every_row_is_decided_where_it_says(name):
-    change = TABLE[name]
-    assert change.since in RELEASES[1:]
-    assert name in asked_in(change.decided_in)
-
-
-@pytest.mark.parametrize("release", RELEASES)
-def test_switches_are_on_since_their_release(release):
-    followed = behaviours.of(release)
-    assert followed.release == release
-    for name, change in TABLE.items():
-        older = RELEASES.index(change.begun) <= RELEASES.index(release) < RELEASES.index(change.since)
-        assert getattr(followed, name) is not older
-    assert followed.differences().keys() == {name for name in TABLE if not getattr(followed, name)}
-
-
-def test_the_newest_is_the_default(tmp_path):
-    assert behaviours.of(NEWEST) == Behaviours() == make_trainer(tmp_path)._hftrainer.behaviours
-    assert not Behaviours().differences()
+def test_differences_are_those_of_the_release():
+    assert not ReleasePolicy().differences()
+    assert [name for name in followed.from_text("5.15").differences() if "num_items" in name] == ["num_items"]
+    integer, python_int = (followed.from_text(release).differences()["num_items"] for release in ("4.50", "4.49"))
+    assert (integer, python_int) == ("num_items_in_batch is an integer", "num_items_in_batch is a Python int")
+    between = [release for release in RELEASES if "gradient_divisor" in followed.policy_of(release).differences()]
+    assert list(map(str, between)) == ["5.2", "5.3", "5.4", "5.5"]
 
 
 def test_a_release_is_chosen_once_for_a_trainer(tmp_path):
     trainer = make_trainer(tmp_path, lightning_config={"behaviour": "4.57.6"})
-    assert trainer._hftrainer.behaviours.release == "4.57"
+    assert trainer._hftrainer.policy.release == (4, 57)
     trainer = make_trainer(tmp_path, lightning_config='{"behaviour": "5.10"}')  # as from a command line
-    assert trainer._hftrainer.behaviours.release == "5.10"
-    with pytest.raises(AttributeError):
-        trainer._hftrainer.behaviours.logs_whole_loss = False
+    assert trainer._hftrainer.policy.release == (5, 10)
 
 
 @pytest.mark.parametrize(
@@ -74,32 +70,32 @@ def test_unknown_releases_are_refused(given, message):
 
 def test_a_release_that_is_newer_than_known_follows_the_newest(tmp_path, caplog):
     caplog.set_level("INFO", logger="hftrainer")
-    behaviours._inform.cache_clear()
+    followed._inform.cache_clear()
     for _ in range(2):
-        assert make_trainer(tmp_path, lightning_config={"behaviour": "7.1"})._hftrainer.behaviours.release == NEWEST
+        assert make_trainer(tmp_path, lightning_config={"behaviour": "7.1"})._hftrainer.policy.release == NEWEST
     said = [record for record in caplog.records if "transformers 7.1 is newer than" in record.getMessage()]
     assert [record.levelname for record in said] == ["INFO"]
 
 
 @pytest.mark.parametrize(
-    ("version", "followed"),
-    [("4.57.6", "4.57"), ("5.2.0", "5.2"), ("5.24.0.dev0", "5.24"), ("6.0.0", NEWEST), ("4.30.2", "4.48")],
+    ("version", "release"),
+    [("4.57.6", "4.57"), ("5.2.0", "5.2"), ("5.24.0.dev0", "5.24"), ("6.0.0", str(NEWEST)), ("4.30.2", "4.48")],
 )
-def test_install_follows_the_installed_release(version, followed, monkeypatch, tmp_path):
+def test_install_follows_the_installed_release(version, release, monkeypatch, tmp_path):
     monkeypatch.setattr("importlib.metadata.version", lambda name: {"transformers": version}[name])
-    todays = {name: TrainingArguments.__dataclass_fields__[name].default for name in EARLIER_DEFAULTS}
+    todays = {name: TrainingArguments.__dataclass_fields__[name].default for name in Until4_48.defaults}
     install()
     try:
-        assert behaviours.chosen({}).release == followed
-        assert make_trainer(tmp_path, report_to="none")._hftrainer.behaviours.release == followed
+        assert str(followed.from_config({}).release) == release
+        assert str(make_trainer(tmp_path, report_to="none")._hftrainer.policy.release) == release
         args = TrainingArguments(report_to="none")
-        assert (args.optim == "adamw_torch") == (followed == "4.48")
-        assert args.average_tokens_across_devices == (followed != "4.48")
-        assert TrainingArguments.report_to == ("all" if followed.startswith("4.") else "none")
+        assert (args.optim == "adamw_torch") == (release == "4.48")
+        assert args.average_tokens_across_devices == (release != "4.48")
+        assert TrainingArguments.report_to == ("all" if release.startswith("4.") else "none")
     finally:
         uninstall()
-    assert behaviours.chosen({}).release == NEWEST
-    assert {name: TrainingArguments.__dataclass_fields__[name].default for name in EARLIER_DEFAULTS} == todays
+    assert followed.from_config({}).release == NEWEST
+    assert {name: TrainingArguments.__dataclass_fields__[name].default for name in Until4_48.defaults} == todays
 
 
 def test_explain_prints_what_is_in_force():
@@ -107,11 +103,11 @@ def test_explain_prints_what_is_in_force():
     assert f"Behaves as transformers {NEWEST}, the newest release that is known." in newest
     explained = TrainingArguments(lightning_config={"behaviour": "4.57"}).explain()
     assert f"Behaves as transformers 4.57, where it differs from {NEWEST}:" in str(explained)
-    assert "logs_whole_loss: the loss is logged with four decimal places" in str(explained)
+    assert "logged_loss: the loss is logged with four decimal places" in str(explained)
     assert "logs_rate_of_step" not in str(explained)
     shown = json.loads(explained.to_json())["behaviour"]
     assert shown["release"] == "4.57"
-    assert shown["differences"].keys() == behaviours.of("4.57").differences().keys()
+    assert shown["differences"].keys() == followed.from_text("4.57").differences().keys()
 
 
 def test_explain_names_the_installed_release(monkeypatch):
