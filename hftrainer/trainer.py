@@ -1,4 +1,4 @@
-"""`Trainer`: the documented API in one place. Each method is short; the work is in the rooms that it calls."""
+"""`Trainer`: the documented API in one place. Each method is short; the work is in the components that it calls."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from torch.utils.data import DataLoader, Sampler
 from hftrainer import hyperparameter_search, integrations, trainer_optimizer
 from hftrainer.arguments.choices import HPSearchBackend
 from hftrainer.arguments.older import complete
-from hftrainer.assembly.internals import Internals
 from hftrainer.callbacks.progress import ProgressCallback
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import names, resume
@@ -41,6 +40,7 @@ from hftrainer.reporting.metrics import print_table, write_metrics
 from hftrainer.trainer_callback import DEFAULT_CALLBACKS as DEFAULT_CALLBACKS
 from hftrainer.trainer_pt_utils import get_model_param_count, metrics_format
 from hftrainer.trainer_utils import BestRun, EvalLoopOutput, PredictionOutput, TrainOutput
+from hftrainer.training.components import Components
 from hftrainer.training.optimizers import checked_pair
 from hftrainer.training.run import OfRun
 from hftrainer.training_args import TrainingArguments
@@ -104,7 +104,7 @@ class Trainer(EarlierMethods):
 
     loss_is_scaled_for_ga: bool | None = None
     model_preparation_time: float  # seconds; set by an evaluation without training
-    # Set while a Trainer is constructed, by `construction.TrainerSetup`.
+    # Set while a Trainer is constructed, by `training.setup.TrainerSetup`.
     model: nn.Module
     model_wrapped: nn.Module
     accelerator: Any
@@ -170,17 +170,17 @@ class Trainer(EarlierMethods):
         tokenizer: Any = None,
         loggers: list[Any] | None = None,
     ) -> None:
-        self._hftrainer = own = Internals(self, optimizers)
+        self._hftrainer = components = Components(self, optimizers)
         if args is None:
             args = TrainingArguments("tmp_trainer")
             logger.info("Trainer was given no args: output_dir is %s.", args.output_dir)
         complete(args, TrainingArguments)
         self.args = args
-        own.setup.resolve_arguments()
-        own.policy = own.resolved.policy
+        components.setup.resolve_arguments()
+        components.policy = components.resolved.policy
         self._memory_tracker = TrainerMemoryTracker(self.args.skip_memory_metrics)
         self._memory_tracker.start()
-        own.settings.set_log_level()
+        components.setup.set_log_level()
         set_tf32(self.args.tf32)
         self.train_dataset = train_dataset
         self.eval_dataset = eval_dataset
@@ -191,23 +191,23 @@ class Trainer(EarlierMethods):
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
         self.optimizer, self.lr_scheduler = checked_pair(optimizers)
         self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
-        self.data_collator = data_collator if data_collator is not None else own.setup.default_collator()
+        self.data_collator = data_collator if data_collator is not None else components.setup.default_collator()
         if (model is None) == (model_init is None):
             given = "neither" if model is None else "both"
             raise InvalidSetup(f"Trainer needs either a model or a model_init; it got {given}.")
         self._validate_args()
         integrations.in_kubeflow(self.args)
         reports = integrations.chosen(self.args.report_to)
-        trackers = integrations.further_trackers(reports, loggers, self.args, own.log_folder)
+        trackers = integrations.further_trackers(reports, loggers, self.args, components.log_folder)
         self.model = model  # type: ignore[assignment]  # None until model_init is called
         self.create_accelerator_and_postprocess()
-        own.model_setup.seed()  # not before: the engine's libraries draw random numbers on import
-        own.model_setup.set_model(model if model is not None else self.call_model_init())
-        own.setup.init_attributes()
+        components.model_setup.seed()  # not before: the engine's libraries draw random numbers on import
+        components.model_setup.set_model(model if model is not None else self.call_model_init())
+        components.setup.init_attributes()
         if not isinstance(callbacks, (list, tuple, type(None))):
             raise TypeError(f"callbacks={callbacks!r}: give a list of callbacks.")
-        own.setup.init_callbacks([*integrations.callback_classes(reports), *(callbacks or [])], trackers)
-        own.setup.end_init()
+        components.setup.init_callbacks([*integrations.callback_classes(reports), *(callbacks or [])], trackers)
+        components.setup.end_init()
         self._memory_tracker.stop_and_update_metrics()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -232,9 +232,9 @@ class Trainer(EarlierMethods):
         self._hftrainer.model_setup.move(model, device)
 
     @functools.cached_property
-    def _hftrainer(self) -> Internals:
+    def _hftrainer(self) -> Components:
         """The private parts; made here when a subclass calls methods before `super().__init__()`."""
-        return Internals(self, (None, None))
+        return Components(self)
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """A new model from `model_init`, which gets the trial if it takes an argument."""
@@ -881,8 +881,7 @@ class Trainer(EarlierMethods):
         if metrics is not None and (loop is None or metrics is not loop.evaluated):
             self._determine_best_metric(metrics, trial)
         with self._hftrainer.saver.checkpoint(trial) as fill:
-            if fill is not None:  # else another process does
-                fill()
+            fill()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         self._hftrainer.saver.save_files(self._hftrainer.made_optimizer, output_dir)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hftrainer.checkpointing.states import ModelStates
 from hftrainer.checkpointing.states.deepspeed import DeepSpeedStates
@@ -15,10 +15,12 @@ from hftrainer.parallel.deepspeed.parallelism import DeepSpeedParallelism
 from hftrainer.parallel.parallelism import Parallelism
 from hftrainer.parallel.plan import LightningPlan
 from hftrainer.parallel.xla.parallelism import XlaFsdpParallelism, XlaParallelism, XlaSpmdParallelism
-from hftrainer.training.context import TrainerContext
 from hftrainer.training.deepspeed import DeepSpeedPreparation, check_given
 from hftrainer.training.loader_factory import LoaderFactory
 from hftrainer.training.preparation import Preparation
+
+if TYPE_CHECKING:
+    from hftrainer.training.components import Components
 
 #: Attributes by which transformers' Trainer names its strategy; scripts read them. All are False but those of the row.
 FLAGS = (
@@ -40,8 +42,8 @@ class StrategyRow:
 
     applies: Callable[[LightningPlan], bool]
     parallelism: Callable[[LightningPlan], Parallelism]
-    states: Callable[[TrainerContext, Any], ModelStates]
-    preparation: Callable[[TrainerContext, LoaderFactory], Preparation] = Preparation
+    states: Callable[[Components, Any], ModelStates]
+    preparation: Callable[[Components, LoaderFactory], Preparation] = Preparation
 
 
 def _fsdp(plan: LightningPlan) -> Parallelism:
@@ -50,17 +52,17 @@ def _fsdp(plan: LightningPlan) -> Parallelism:
     return FsdpParallelism(plan)
 
 
-def _whole_states(context: TrainerContext, _: Parallelism) -> ModelStates:
-    return WholeStates(context.engine.saving)
+def _whole_states(components: Components, _: Parallelism) -> ModelStates:
+    return WholeStates(components.engine.saving)
 
 
-def _deepspeed_states(context: TrainerContext, parallelism: DeepSpeedParallelism) -> ModelStates:
-    check_given(parallelism.run, *context.optimizers_given)
+def _deepspeed_states(components: Components, parallelism: DeepSpeedParallelism) -> ModelStates:
+    check_given(parallelism.run, *components.optimizers_given)
     return DeepSpeedStates(parallelism.run)
 
 
-def _xla_states(context: TrainerContext, of_xla: XlaFsdpParallelism) -> ModelStates:
-    decayed = context.trainer.get_decay_parameter_names
+def _xla_states(components: Components, of_xla: XlaFsdpParallelism) -> ModelStates:
+    decayed = components.trainer.get_decay_parameter_names
     return XlaStates(of_xla.plan.processes, of_xla.to_cpu, of_xla.whole_weights, decayed)
 
 

@@ -9,7 +9,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from hftrainer.arguments import legacy
 from hftrainer.compat import peers
 from hftrainer.compat.functions import has_length, takes
 from hftrainer.compat.messages import log_facts, warn_once
-from hftrainer.compat.overrides import accepted_by, with_accepted
+from hftrainer.compat.overrides import accepted_by, is_overridden, with_accepted
 from hftrainer.errors import InvalidArgument
 from hftrainer.evaluation import gathering
 from hftrainer.evaluation.evaluation_pass import EvaluationPass
@@ -31,22 +31,25 @@ from hftrainer.parallel.communication import Awaiting
 from hftrainer.reporting.metrics import mean_loss
 from hftrainer.trainer_pt_utils import nested_detach
 from hftrainer.trainer_utils import EvalLoopOutput, PredictionOutput, speed_metrics
-from hftrainer.training.context import Room, TrainerContext
 from hftrainer.training.losses import LoggedMetrics, split_losses
 from hftrainer.training.xla import print_xla_metrics
+
+if TYPE_CHECKING:
+    from hftrainer.training.components import Components
 
 logger = logging.getLogger(__name__)
 
 
-class EvaluationRunner(Room):
+class EvaluationRunner:
     """Prepares a Trainer for a pass over a set, and sets up that pass for Lightning's loop.
 
     Args:
-        context: what the rooms share.
+        components: the parts of the Trainer.
     """
 
-    def __init__(self, context: TrainerContext) -> None:
-        super().__init__(context)
+    def __init__(self, components: Components) -> None:
+        self.components = components
+        self.trainer, self.run = components.trainer, components.run
         #: Whether the last pass has measured the time to prepare the model.
         self._preparation_measured = False
 
@@ -62,7 +65,7 @@ class EvaluationRunner(Room):
             own: whether these are the Trainer's own sets, which are passed by name.
         """
         metrics: dict[str, float] = {}
-        with self.context.engine.evaluation_group() as of_all:
+        with self.components.engine.evaluation_group() as of_all:
             for name, dataset in datasets.items():
                 metrics |= self.trainer.evaluate(
                     name if own else dataset, ignore_keys=ignore_keys, metric_key_prefix=f"{prefix}_{name}"
@@ -77,7 +80,7 @@ class EvaluationRunner(Room):
         with self.call_of_loop(dataloader, "Prediction", None, ignore_keys, prefix) as loop:
             output = self.as_output(loop(), dataloader)
         metrics = self._with_speed(output, prefix, start_time)
-        self.context.announce("on_predict", metrics)
+        self.components.announce("on_predict", metrics)
         return PredictionOutput(output.predictions, output.label_ids, metrics)
 
     def loop(
@@ -91,7 +94,7 @@ class EvaluationRunner(Room):
         """One pass over a loader by one of Lightning's loops; see `Trainer.evaluation_loop`."""
         trainer, run = self.trainer, self.run
         if not trainer.is_in_train:
-            trainer._hftrainer.settings.take_changes_in(trainer.args)
+            self.components.setup.take_changes_in(trainer.args)
         loss_only = trainer.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
         self._log_plan(description, dataloader)
         model = self._prepare(dataloader)
@@ -106,12 +109,12 @@ class EvaluationRunner(Room):
             in_step = Awaiting("the other ranks in an evaluation")
             precision = self._precision(model)
             with devices.hinted(), trainer.accelerator.gradient_state.only(dataloader), in_step, precision:
-                self.context.engine.evaluate(evaluation, trainer.model, stage)
+                self.components.engine.evaluate(evaluation, trainer.model, stage)
         finally:
             # A subclass's `evaluate` may have set another one for this pass only.
             trainer.gather_function = gathering.for_metrics(trainer.accelerator, trainer.args)
             run.past, run.logged_metrics = kept
-            self.context.engine.parallelism.end_batch()  # Lightning keeps logged numbers on the device
+            self.components.engine.parallelism.end_batch()  # Lightning keeps logged numbers on the device
         output, evaluation.output = evaluation.output, None
         if output is None or not evaluation.seen_batches:
             raise InvalidArgument(
@@ -155,8 +158,8 @@ class EvaluationRunner(Room):
                 with trainer.compute_loss_context_manager():
                     outputs = model(**inputs)
                 logits = predictions(outputs, ignore_keys, has_loss=False)
-                if self.context.past_index >= 0:
-                    self.run.past = outputs[self.context.past_index - 1]
+                if self.components.past_index >= 0:
+                    self.run.past = outputs[self.components.past_index - 1]
         if loss_only:
             return loss, None, None
         return loss, nested_detach(_without_tuple_of_one(logits)), labels
@@ -166,24 +169,24 @@ class EvaluationRunner(Room):
         self, model: nn.Module, inputs: Any, loss_only: bool
     ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         """Yields the inputs and the keywords of `Trainer.compute_loss`; items of other processes do not count."""
-        trainer, own = self.trainer, self.context
-        averages, own.averages_tokens = own.averages_tokens, False
+        trainer, components = self.trainer, self.components
+        averages, components.averages_tokens = components.averages_tokens, False
         try:
-            by_items = self.context.policy.divides_eval_loss_by_items
+            by_items = self.components.policy.divides_eval_loss_by_items
             num_items = trainer._get_num_items_in_batch([inputs], trainer.args.device) if by_items else None
             context, inputs = trainer._prepare_context_parallel_inputs(model, inputs)
-            if loss_only and trainer.args.use_liger_kernel and self.context.policy.skips_logits:
+            if loss_only and trainer.args.use_liger_kernel and self.components.policy.skips_logits:
                 inputs = {**inputs, "skip_logits": True}  # for Liger's fused loss, which then keeps none
             keywords = {"return_outputs": True, "num_items_in_batch": num_items}
             with trainer.compute_loss_context_manager(), context():
                 yield inputs, accepted_by(trainer.compute_loss, keywords)
         finally:
-            own.averages_tokens = averages
+            components.averages_tokens = averages
 
     def _ignored_keys(self) -> list[str]:
         """Outputs that the model's config excludes from predictions."""
         config = getattr(self.trainer.model, "config", None)
-        leaves_out = config is not None and self.context.policy.excludes_past_key_values
+        leaves_out = config is not None and self.components.policy.excludes_past_key_values
         cache = peers.name_of_cache()
         ignored = list(getattr(config, "keys_to_ignore_at_inference", [cache] if leaves_out else []))
         # Models written for earlier releases name it as these did; their outputs have it under today's name.
@@ -201,13 +204,13 @@ class EvaluationRunner(Room):
         """Yields a call of `evaluation_loop`, or of `prediction_loop` if arguments or a subclass for v4.4 need it."""
         trainer = self.trainer
         loop: Callable[..., Any] = trainer.evaluation_loop
-        own_old_loop = self.context.is_overridden("prediction_loop")
+        own_old_loop = is_overridden(self.trainer, "prediction_loop")
         if legacy.value(trainer.args, "use_legacy_prediction_loop") or (
-            own_old_loop and not self.context.is_overridden("evaluation_loop")
+            own_old_loop and not is_overridden(self.trainer, "evaluation_loop")
         ):
             loop = trainer.prediction_loop
-        own_loop = self.context.is_overridden("evaluation_loop", "prediction_loop")
-        with self.context.engine.autocasting(trainer.model) if own_loop else contextlib.nullcontext():
+        own_loop = is_overridden(self.trainer, "evaluation_loop", "prediction_loop")
+        with self.components.engine.autocasting(trainer.model) if own_loop else contextlib.nullcontext():
             settings = {
                 "prediction_loss_only": prediction_loss_only,
                 "ignore_keys": ignore_keys,
@@ -233,7 +236,7 @@ class EvaluationRunner(Room):
         metrics = self._with_speed(output, prefix, start_time)
         self.trainer.log(metrics)
         print_xla_metrics(self.trainer)
-        self.context.announce("on_evaluate", metrics)
+        self.components.announce("on_evaluate", metrics)
         return metrics
 
     def _with_speed(self, output: EvalLoopOutput, prefix: str, start_time: float) -> dict[str, float]:
@@ -259,8 +262,8 @@ class EvaluationRunner(Room):
         Returns:
             The prepared model.
         """
-        trainer, context = self.trainer, self.context
-        context.preparation.for_evaluation()
+        trainer, components = self.trainer, self.components
+        components.preparation.for_evaluation()
         model = trainer._wrap_model(trainer.model, training=False)
         if not trainer.accelerator._models and model is trainer.model:
             model = trainer.accelerator.prepare_model(model, evaluation_mode=True)
@@ -284,7 +287,7 @@ class EvaluationRunner(Room):
         self, dataloader: DataLoader, predict: Callable[..., Any], prefix: str, predicting: bool
     ) -> EvaluationPass:
         """Make the pass that Lightning's loop will run."""
-        trainer, policy = self.trainer, self.context.policy
+        trainer, policy = self.trainer, self.components.policy
         processes = trainer.accelerator.processes
         metrics = as_metrics(trainer.compute_metrics, by_batch=trainer.args.batch_eval_metrics)
         if isinstance(metrics, TorchMetrics) and processes.tp_size > 1:
@@ -299,7 +302,7 @@ class EvaluationRunner(Room):
             main_input=getattr(trainer.model, "main_input_name", "input_ids"),
             metrics=metrics,
             preprocess_logits=_preprocessor(trainer.preprocess_logits_for_metrics),
-            end_batch=self.context.engine.parallelism.end_batch,
+            end_batch=self.components.engine.parallelism.end_batch,
             gather=lambda rows: trainer.gather_function(rows),
             gathering_changes_nothing=functools.partial(gathering.changes_nothing, trainer),
             pad=functools.partial(gathering.padded, trainer.accelerator, trainer.args),
@@ -312,7 +315,7 @@ class EvaluationRunner(Room):
 
     def _announce_step(self) -> None:
         """Announce a batch, and stop the pass if a signal has arrived."""
-        self.context.announce("on_prediction_step")
+        self.components.announce("on_prediction_step")
         self.run.interruption.check()
 
     def _draw(self, metrics: Any, prefix: str) -> None:

@@ -7,45 +7,14 @@ import difflib
 import importlib.util
 import numbers
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from hftrainer.errors import InvalidArgument, MetricNotFound, UnknownArgument
 
 if TYPE_CHECKING:
-    from hftrainer.checkpointing.writer import CheckpointWriter
-    from hftrainer.releases.policy import ReleasePolicy
     from hftrainer.trainer import Trainer
     from hftrainer.trainer_utils import BestRun
-    from hftrainer.training.run import Run
-    from hftrainer.training.runner import TrainingRunner
-    from hftrainer.training.saver import CheckpointSaver
-    from hftrainer.training.settings import Settings
-
-
-class SearchContext(Protocol):
-    """What a search needs of the rooms of a Trainer; see `training.context.TrainerContext`."""
-
-    trainer: Trainer
-    policy: ReleasePolicy
-    run: Run
-    checkpoint_writer: CheckpointWriter
-    lightning_callbacks: list[Any]
-    search: Any
-    hp_study: Any
-    searched_arguments: dict[str, Any] | None
-    args_have_changed: bool
-    runner: TrainingRunner
-    saver: CheckpointSaver
-    settings: Settings
-
-    def announce(self, event: str, *payload: Any, **kwargs: Any) -> None:
-        """Call an event of all callbacks."""
-
-    def state_of_trainer(self) -> dict[str, Any]:
-        """What a copy of the Trainer keeps."""
-
-    def rebuild(self) -> None:
-        """Make what a copy of a Trainer has of its own."""
+    from hftrainer.training.components import Components
 
 
 class TrialFailed(Exception):
@@ -59,15 +28,15 @@ class SearchBackend(abc.ABC):
         name: its name in `backend`, which is also the name of its module.
         install: the argument of `pip install`.
         directions: 'minimize' or 'maximize' for each objective.
-        context: what the search needs of the Trainer's rooms.
+        components: the parts of the Trainer.
     """
 
     name: ClassVar[str]
     install: ClassVar[str]
     directions: list[str]
 
-    def __init__(self, context: SearchContext) -> None:
-        self.context = context
+    def __init__(self, components: Components) -> None:
+        self.components = components
 
     @classmethod
     def is_available(cls) -> bool:

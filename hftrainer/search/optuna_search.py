@@ -96,7 +96,7 @@ class OptunaSearch(SearchBackend):
         if trial.should_prune():
             import optuna
 
-            self.context.announce("on_train_end")
+            self.components.announce("on_train_end")
             raise optuna.TrialPruned(f"at step {step}")
 
     def objective(self, trainer: Trainer, trial: Any) -> Any:
@@ -130,7 +130,7 @@ class OptunaSearch(SearchBackend):
                     "the same, or another study_name."
                 ) from None
             study.sampler.reseed_rng()
-        self.study = self.context.hp_study = study
+        self.study = self.components.hp_study = study
         self._jobs.register(study.study_name)
 
     def _run_trials(self, trainer: Trainer, count: TrialCount, options: dict[str, Any]) -> None:
@@ -174,7 +174,7 @@ class OptunaSearch(SearchBackend):
         try:
             objective, error = self._train(trainer, trial)
         finally:
-            self.context.runner.release_trial()
+            self.components.runner.release_trial()
         if error is not None:
             raise error
         return objective
@@ -222,7 +222,7 @@ class OptunaSearch(SearchBackend):
             with contextlib.suppress(optuna.TrialPruned):
                 self.objective(trainer, trial)
         finally:
-            self.context.runner.release_trial()
+            self.components.runner.release_trial()
 
     def _best(self) -> BestRun | list[BestRun]:
         from optuna.trial import TrialState

@@ -79,7 +79,7 @@ class RaySearch(SearchBackend):
         space = self.space(trainer)
         check_names(trainer.args, space, for_model_too=model_takes_trial(trainer.model_init))
         self._check(trainer.args, n_trials, kwargs)
-        self.context.runner.release_trial()  # frees device memory for the trials
+        self.components.runner.release_trial()  # frees device memory for the trials
         trainer.callback_handler.eval_dataloader = None
         options, stopper = self._options(trainer.args, kwargs), _stop_on_user_error()
         options["callbacks"] = [*(options.get("callbacks") or ()), stopper]
@@ -89,7 +89,7 @@ class RaySearch(SearchBackend):
             options["callbacks"].append(ray_state.keeps_copy(folder))
         try:
             analysis = tune.run(
-                tune.with_parameters(train_trial, packed=pack(self.context)),
+                tune.with_parameters(train_trial, packed=pack(self.components)),
                 config=dict(space),
                 num_samples=-1 if n_trials is None else n_trials,
                 **options,
@@ -189,7 +189,7 @@ class RaySearch(SearchBackend):
                 self.report(trainer, trial, trainer.state.global_step, trainer.objective, metrics)
             self.after_saving(trainer)
         finally:
-            self.context.runner.release_trial()
+            self.components.runner.release_trial()
 
     def report(self, trainer: Trainer, trial: Any, step: int, objective: Any, metrics: Mapping[str, float]) -> None:
         """Keep the report for Ray until the checkpoint of this step is written, if one is due."""
@@ -212,23 +212,23 @@ class RaySearch(SearchBackend):
             try:
                 tune.report(metrics, checkpoint=checkpoint)
             except SystemExit:  # at the end of the search Ray may kill the process instead
-                self.context.announce("on_train_end")
+                self.components.announce("on_train_end")
                 raise
 
     def _checkpoint_of(self, trainer: Trainer, step: int) -> Path | None:
         """The checkpoint of a step, if a trial can resume from it."""
-        if self.context.run.last_saved_step != step or trainer.args.save_only_model:
+        if self.components.run.last_saved_step != step or trainer.args.save_only_model:
             return None
-        self.context.saver.wait()
-        folder = Path(trainer._get_output_dir(self.context.run.trial), f"{PREFIX_CHECKPOINT_DIR}-{step}").absolute()
-        return folder if folder.is_dir() and not self.context.checkpoint_writer.failed else None
+        self.components.saver.wait()
+        folder = Path(trainer._get_output_dir(self.components.run.trial), f"{PREFIX_CHECKPOINT_DIR}-{step}").absolute()
+        return folder if folder.is_dir() and not self.components.checkpoint_writer.failed else None
 
 
 def train_trial(config: dict[str, Any], packed: PackedTrainer) -> None:
     """The function that Ray calls for each trial, in the trial's process."""
-    context = packed.unpack()
-    assert isinstance(context.search, RaySearch)
-    context.search.train(context.trainer, config)
+    components = packed.unpack()
+    assert isinstance(components.search, RaySearch)
+    components.search.train(components.trainer, config)
 
 
 @contextlib.contextmanager

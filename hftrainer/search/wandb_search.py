@@ -14,7 +14,6 @@ from hftrainer.errors import InvalidArgument, SearchFailed, UnsupportedArgument
 from hftrainer.reporting.tracker_callbacks import WandbCallback
 from hftrainer.search.backend import (
     SearchBackend,
-    SearchContext,
     TrialFailed,
     check_keywords,
     no_trial_message,
@@ -25,6 +24,7 @@ from hftrainer.trainer_utils import BestRun, default_hp_space_wandb
 
 if TYPE_CHECKING:
     from hftrainer.trainer import Trainer
+    from hftrainer.training.components import Components
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +47,8 @@ class WandbSearch(SearchBackend):
 
     metric: str
 
-    def __init__(self, context: SearchContext) -> None:
-        super().__init__(context)
+    def __init__(self, components: Components) -> None:
+        super().__init__(components)
         self.best: BestRun | None = None
         self.failed: list[str] = []
 
@@ -136,7 +136,7 @@ class WandbSearch(SearchBackend):
             logger.exception("The run %s failed.", run.id)
             objective, reason = math.nan, f"{type(error).__name__}: {error}"
         finally:
-            self.context.runner.release_trial()
+            self.components.runner.release_trial()
         if reason is not None:
             self.failed.append(reason)
             raise TrialFailed(reason)

@@ -40,7 +40,7 @@ class DeepSpeedPreparation(Preparation):
 
     @property
     def _deepspeed(self) -> DeepSpeedRun:
-        parallelism = self.context.engine.parallelism
+        parallelism = self.components.engine.parallelism
         assert isinstance(parallelism, DeepSpeedParallelism)
         return parallelism.run
 
@@ -53,7 +53,7 @@ class DeepSpeedPreparation(Preparation):
         trainer, engine = self.trainer, self._deepspeed
         self._complete(max_steps)
         if trainer.deepspeed is not None and engine.is_training:
-            if self.context.optimizers_given[0] is not None:
+            if self.components.optimizers_given[0] is not None:
                 raise UnsupportedArgument(
                     "optimizers: DeepSpeed's engine has removed the parameters from the optimizer in an earlier "
                     "train(): pass optimizer_cls_and_kwargs, or make a new Trainer."
@@ -73,7 +73,7 @@ class DeepSpeedPreparation(Preparation):
         """Fill in the configuration's values that depend on the length of the run."""
         args = self.trainer.args
         self._deepspeed.complete(
-            self.context.bare_model,
+            self.components.bare_model,
             max_steps,
             args.get_warmup_steps(max_steps) if max_steps else 0,
             warmup_is_default=not (max_steps and args.get_warmup_steps(max_steps)),

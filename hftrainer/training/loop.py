@@ -11,13 +11,19 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hftrainer.callbacks.state import export_states
 from hftrainer.checkpointing.progress import RunProgress, as_dict, position_settings
-from hftrainer.compat.overrides import call_with_accepted, log_save_evaluate_arguments, runs_backward, with_accepted
+from hftrainer.compat.overrides import (
+    call_with_accepted,
+    is_overridden,
+    log_save_evaluate_arguments,
+    runs_backward,
+    with_accepted,
+)
 from hftrainer.data.accumulation import MicroBatchIterator
 from hftrainer.data.random_states import rng_state
 from hftrainer.data.reading import Continuation, EpochReader
@@ -27,7 +33,6 @@ from hftrainer.model.walks import clear_gradients
 from hftrainer.optimization import follows_metric, keep_pace
 from hftrainer.optimizers.settings import kept_settings
 from hftrainer.parallel.communication import is_of_communication, loss_message
-from hftrainer.training.context import Room, TrainerContext
 from hftrainer.training.losses import LossSum
 from hftrainer.training.out_of_memory import is_out_of_memory
 from hftrainer.training.saver import CheckpointSaver
@@ -36,14 +41,17 @@ from hftrainer.training.steps import TrainingSteps
 from hftrainer.training.stopping import ControlSync
 from hftrainer.training.xla import print_xla_metrics
 
+if TYPE_CHECKING:
+    from hftrainer.training.components import Components
+
 logger = logging.getLogger(__name__)
 
 
-class TrainingLoop(Room):
+class TrainingLoop:
     """One call of `train()`, from its first event to its last.
 
     Args:
-        context: the shared parts of the Trainer.
+        components: the parts of the Trainer.
         schedule: the lengths of the run.
         train_dataloader: the batches.
         steps: computes the losses.
@@ -58,7 +66,7 @@ class TrainingLoop(Room):
 
     def __init__(
         self,
-        context: TrainerContext,
+        components: Components,
         schedule: TrainingSchedule,
         train_dataloader: Any,
         *,
@@ -71,7 +79,8 @@ class TrainingLoop(Room):
         position: int = 0,
         progress: RunProgress | None = None,
     ) -> None:
-        super().__init__(context)
+        self.components = components
+        self.trainer, self.run = components.trainer, components.run
         trainer = self.trainer
         self.loss = steps.loss
         self.saver = saver
@@ -88,7 +97,7 @@ class TrainingLoop(Room):
         self.learning_rate: float | None = None
         self.start_time = time.time()
         self.losses = LossSum(trainer, self.run)
-        self.control_sync = ControlSync(trainer, self.run, context.engine)
+        self.control_sync = ControlSync(trainer, self.run, components.engine)
         self.details = StepDetails(asked_for(trainer.callback_handler.callbacks))
         self._stepping = False  # the optimizer may have changed the weights, and the step is not counted yet
         self._stepped = False  # the optimizer has stepped, and the step is not counted yet
@@ -98,7 +107,7 @@ class TrainingLoop(Room):
         self.between_steps = True  # no data read and no random number drawn for the next step
         self.micro_batches = MicroBatchIterator(
             schedule,
-            planned=lambda: self.context.engine.accumulation_at(self.epoch),
+            planned=lambda: self.components.engine.accumulation_at(self.epoch),
             accumulation=self._accumulation,
             open_epoch=self._open_epoch,
             get_window=self._get_window,
@@ -106,7 +115,7 @@ class TrainingLoop(Room):
             interrupted=self._interrupted,
         )
         self.micro_batches.position = position
-        self.backward_divisor = self.context.policy.gradient_divisor(trainer.args)
+        self.backward_divisor = self.components.policy.gradient_divisor(trainer.args)
         # The keywords that overrides accept are looked up once.
         self._get_batch_samples = with_accepted(trainer.get_batch_samples, "device")
 
@@ -114,7 +123,7 @@ class TrainingLoop(Room):
 
     def load_optimizer(self) -> None:
         """Load the state of optimizer and scheduler, into the parameter groups that exist by now."""
-        optimizer, scheduler = self.context.made_optimizer(), self.trainer.lr_scheduler
+        optimizer, scheduler = self.components.made_optimizer(), self.trainer.lr_scheduler
         keep_pace(scheduler, optimizer)
         with contextlib.nullcontext() if self.trial is None else kept_settings(optimizer, scheduler):
             self.trainer._load_optimizer_and_scheduler(self.resume_folder)
@@ -123,8 +132,8 @@ class TrainingLoop(Room):
         """Announce the start, and evaluate with `eval_on_start`."""
         trainer = self.trainer
         trainer.model_wrapped.zero_grad()
-        self.context.engine.parallelism.end_batch()
-        self.context.announce("on_train_begin")
+        self.components.engine.parallelism.end_batch()
+        self.components.announce("on_train_begin")
         if trainer.args.eval_on_start:
             with self.control_sync.abandoning():
                 trainer._evaluate(self.trial, self.ignore_keys, skip_scheduler=True)
@@ -211,9 +220,9 @@ class TrainingLoop(Room):
         self.control_sync.begin_epoch()
         self.grad_norm = self.learning_rate = None
         self.micro_batches.window = None
-        keep_pace(self.trainer.lr_scheduler, self.context.made_optimizer())
+        keep_pace(self.trainer.lr_scheduler, self.components.made_optimizer())
         self.run.past = None
-        self.context.announce("on_epoch_begin")
+        self.components.announce("on_epoch_begin")
 
     def _open_epoch(self) -> Iterator[Any]:
         if not self._resumes_here():
@@ -252,7 +261,7 @@ class TrainingLoop(Room):
 
     def _close_epoch(self) -> None:
         self._epoch_ended = True
-        self.context.announce("on_epoch_end")
+        self.components.announce("on_epoch_end")
         print_xla_metrics(self.trainer)
         self.control_sync.sync_control_flags()
         self._log_save_evaluate()
@@ -266,8 +275,8 @@ class TrainingLoop(Room):
     def _accumulation(self) -> int:
         """Micro-batches per optimizer step: a callback's value, or else the argument's current one."""
         now = self.trainer.args.gradient_accumulation_steps
-        self.context.preparation.check_accumulation(now)
-        return self.context.engine.accumulation_at(self.epoch, now)
+        self.components.preparation.check_accumulation(now)
+        return self.components.engine.accumulation_at(self.epoch, now)
 
     def _get_window(self, iterator: Iterator[Any], count: int) -> tuple[list[Any], Any]:
         self.between_steps = False
@@ -281,13 +290,13 @@ class TrainingLoop(Room):
         assert window is not None
         self.trainer.accelerator.sync_gradients = window.closes
         if window.opens:
-            self.context.announce("on_step_begin")
+            self.components.announce("on_step_begin")
 
     def training_step(self, model: torch.nn.Module, inputs: Any) -> torch.Tensor:
         """A training step that runs backward itself; gradients are all-reduced in the window's last micro-batch."""
         window, trainer = self.micro_batches.window, self.trainer
         assert window is not None
-        local = not window.closes and not self.context.resolved.accelerator_config.sync_each_batch
+        local = not window.closes and not self.components.resolved.accelerator_config.sync_each_batch
         with trainer.accelerator.no_sync(model=model) if local else contextlib.nullcontext():
             return call_with_accepted(trainer.training_step, model, inputs, num_items_in_batch=window.num_items)
 
@@ -307,8 +316,8 @@ class TrainingLoop(Room):
 
     def end_substep(self) -> None:
         """Announce a micro-batch after which the optimizer does not step."""
-        self.context.engine.parallelism.end_batch()
-        self.context.announce("on_substep_end")
+        self.components.engine.parallelism.end_batch()
+        self.components.announce("on_substep_end")
 
     # ---- Optimizer steps ---------------------------------------------------------------------------------------
 
@@ -318,9 +327,9 @@ class TrainingLoop(Room):
         trainer = self.trainer
         clips = trainer.args.max_grad_norm is not None and trainer.args.max_grad_norm > 0  # None until v4.57
         clipped = trainer._clip_grad_norm(model) if clips else None
-        measures = clipped is not None or self.context.policy.logs_grad_norm_without_clipping
+        measures = clipped is not None or self.components.policy.logs_grad_norm_without_clipping
         self.grad_norm = trainer._get_grad_norm(model, grad_norm=clipped) if measures else None
-        self.context.announce("on_pre_optimizer_step")
+        self.components.announce("on_pre_optimizer_step")
 
     def after_optimizer_step(self, skipped: bool, *, schedule_replaced: bool) -> None:
         """Announce the step, and step the learning-rate schedule.
@@ -332,12 +341,12 @@ class TrainingLoop(Room):
         trainer = self.trainer
         trainer.accelerator.optimizer_step_was_skipped = skipped
         self._stepped = True
-        self.context.announce("on_optimizer_step")
+        self.components.announce("on_optimizer_step")
         if schedule_replaced:
             self.learning_rate = float(trainer.get_learning_rates()[0])
             return
         # Else the log line reads it, after the schedule has stepped.
-        if self.context.policy.logs_rate_of_step:
+        if self.components.policy.logs_rate_of_step:
             self.learning_rate = trainer._get_learning_rate()
         if not skipped and not follows_metric(trainer.lr_scheduler):  # metric-driven schedules step after evaluations
             trainer.lr_scheduler.step()
@@ -350,15 +359,15 @@ class TrainingLoop(Room):
         """Count the step, announce it, then log, evaluate and save if due; stop if a signal requests it."""
         state = self.trainer.state
         clear_gradients(model)
-        self.context.engine.parallelism.end_batch()
+        self.components.engine.parallelism.end_batch()
         state.global_step += 1
         state.epoch = self._epoch_after_step()
         self._stepping = self._stepped = False
         self.between_steps = True
-        self.context.announce("on_step_end", **self.details.take())
+        self.components.announce("on_step_end", **self.details.take())
         self.control_sync.end_step()
         self._log_save_evaluate()
-        self.context.checkpoint_writer.poll()
+        self.components.checkpoint_writer.poll()
         self.control_sync.stop_if_signalled(self._save)
 
     def _epoch_after_step(self) -> float:
@@ -369,7 +378,7 @@ class TrainingLoop(Room):
         """The Trainer's own state in a Lightning checkpoint."""
         trainer = self.trainer
         trainer.store_flos()
-        trainer.state.stateful_callbacks = export_states(self.context.stateful_callbacks())
+        trainer.state.stateful_callbacks = export_states(self.components.stateful_callbacks())
         state = dataclasses.asdict(trainer.state)
         if self._stepped:  # Lightning's callbacks end the batch before the step is counted here
             state |= {"global_step": trainer.state.global_step + 1, "epoch": self._epoch_after_step()}
@@ -409,7 +418,7 @@ class TrainingLoop(Room):
         trainer = self.trainer
         control, method = trainer.control, trainer._maybe_log_save_evaluate
         is_due = control.should_log or control.should_evaluate or control.should_save
-        if is_due or self.context.is_overridden("_maybe_log_save_evaluate"):
+        if is_due or is_overridden(self.trainer, "_maybe_log_save_evaluate"):
             self.losses.check_before_log()
             values = {
                 "tr_loss": self.run.loss,
@@ -424,8 +433,8 @@ class TrainingLoop(Room):
             positional, keywords = log_save_evaluate_arguments(method, values)
             with self.control_sync.abandoning():
                 method(*positional, **keywords)
-        if self.context.search is not None and self.trial is not None:
-            self.context.search.after_saving(trainer)
+        if self.components.search is not None and self.trial is not None:
+            self.components.search.after_saving(trainer)
 
     # ---- Checkpoints -------------------------------------------------------------------------------------------
 
@@ -444,7 +453,7 @@ class TrainingLoop(Room):
                 self.schedule,
                 self.run.train_batch_size,
                 trainer.accelerator.processes.data_processes,
-                self.context.resolved.accelerator_config,
+                self.components.resolved.accelerator_config,
             ),
             epoch=self.epoch if begun else None,
             position=self.micro_batches.window.sample + 1 if self.micro_batches.window is not None else self.position,

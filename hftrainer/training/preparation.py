@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import nn
 
 from hftrainer.compat import peers
-from hftrainer.compat.overrides import make_scheduler
+from hftrainer.compat.overrides import is_overridden, make_scheduler
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
-from hftrainer.training.context import Room, TrainerContext
 from hftrainer.training.loader_factory import LoaderFactory
 
+if TYPE_CHECKING:
+    from hftrainer.training.components import Components
 
-class Preparation(Room):
+
+class Preparation:
     """Shards or wraps the model, then makes the optimizer; `training.deepspeed` has another order, in a subclass.
 
     Args:
-        context: the shared parts of the Trainer.
+        components: the parts of the Trainer.
         loaders: counts the model's operations before it is sharded.
     """
 
-    def __init__(self, context: TrainerContext, loaders: LoaderFactory) -> None:
-        super().__init__(context)
+    def __init__(self, components: Components, loaders: LoaderFactory) -> None:
+        self.components = components
+        self.trainer, self.run = components.trainer, components.run
         self.loaders = loaders
 
     def for_training(self, max_steps: int, folder: str | None) -> nn.Module:
@@ -46,7 +51,7 @@ class Preparation(Room):
     def for_evaluation(self) -> None:
         """Shard the model if the arguments ask for it, and give all ranks the same buffers."""
         self._prepare_model()
-        self.context.states.share_buffers(self.trainer.model)
+        self.components.states.share_buffers(self.trainer.model)
 
     def check_accumulation(self, steps: int) -> None:
         """Refuse a new number of micro-batches per optimizer step where it cannot change in a run.
@@ -54,7 +59,7 @@ class Preparation(Room):
         Raises:
             InvalidArgument: the error names both.
         """
-        parallelism, planned = self.context.engine.parallelism, self.context.engine.plan.accumulate_grad_batches
+        parallelism, planned = self.components.engine.parallelism, self.components.engine.plan.accumulate_grad_batches
         if parallelism.fixes_accumulation and steps != planned:
             raise InvalidArgument(
                 f"gradient_accumulation_steps was changed to {steps} in a run with {parallelism.argument}, whose "
@@ -63,13 +68,13 @@ class Preparation(Room):
 
     def _prepare_model(self, folder: str | None = None) -> None:
         """Shard the model, if the arguments ask for it, before the optimizer is made; then load the checkpoint."""
-        trainer, context = self.trainer, self.context
+        trainer, components = self.trainer, self.components
 
         def shard() -> nn.Module:
-            if not context.states.spread:
-                return context.engine.parallelism.prepare(trainer.model)
+            if not components.states.spread:
+                return components.engine.parallelism.prepare(trainer.model)
             per_token = self.loaders.flos_per_token_of(trainer.model)  # counted before sharding
-            trainer.model = trainer.model_wrapped = context.engine.parallelism.prepare(trainer.model)
+            trainer.model = trainer.model_wrapped = components.engine.parallelism.prepare(trainer.model)
             self.loaders.flos_per_token = (trainer.model, per_token)
             return trainer.model
 
@@ -77,12 +82,12 @@ class Preparation(Room):
             if folder is not None:
                 trainer._load_from_checkpoint(folder)
 
-        context.states.prepare(trainer.model, shard, load)
+        components.states.prepare(trainer.model, shard, load)
 
     def _prepare_optimizer(self, max_steps: int) -> None:
         """Make the optimizer, let the accelerator prepare it with the model, then make the schedule."""
         trainer = self.trainer
-        freezes = self.context.engine.freeze_before_training(trainer.model)
+        freezes = self.components.engine.freeze_before_training(trainer.model)
         makes_both = self._makes_both
         if makes_both:
             trainer.create_optimizer_and_scheduler(num_training_steps=max_steps)
@@ -100,7 +105,7 @@ class Preparation(Room):
                 "adapters, write a BaseFinetuning that freezes the layers you choose."
             )
         if freezes:  # Lightning adds unfrozen groups without weight_decay, so they get torch's default
-            self.context.made_optimizer().defaults["weight_decay"] = trainer.args.weight_decay
+            self.components.made_optimizer().defaults["weight_decay"] = trainer.args.weight_decay
         if trainer.lr_scheduler is None or not makes_both:
             make_scheduler(trainer, max_steps)
 
@@ -110,9 +115,9 @@ class Preparation(Room):
 
         v5 calls the two others alone, so an override of one of them is written for that.
         """
-        apart = self.context.policy.calls_create_scheduler
-        others = apart and self.context.is_overridden("create_optimizer", "create_scheduler")
-        return not others and self.context.is_overridden("create_optimizer_and_scheduler")
+        apart = self.components.policy.calls_create_scheduler
+        others = apart and is_overridden(self.trainer, "create_optimizer", "create_scheduler")
+        return not others and is_overridden(self.trainer, "create_optimizer_and_scheduler")
 
     def finds_unused_parameters(self) -> bool:
         """Whether DDP looks for parameters that a step has not used, unless an argument sets it."""

@@ -1,27 +1,34 @@
-"""A Trainer's private parts, behind the one attribute `Trainer._hftrainer`.
+"""The parts of a Trainer, behind the one attribute `Trainer._hftrainer`.
 
 Subclasses define their own attributes and methods. A name that no release of transformers has is therefore never looked
-up on the Trainer: it is here, or in one of the rooms that are attributes of this object.
+up on the Trainer: it is here, or in one of the parts that are attributes of this object.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from hftrainer.assembly.construction import TrainerSetup
+import torch
+
+from hftrainer.arguments.resolved import ResolvedArguments
+from hftrainer.callbacks.state import is_exportable
+from hftrainer.checkpointing.states import ModelStates
+from hftrainer.checkpointing.writer import CheckpointWriter
 from hftrainer.engine import adapter
 from hftrainer.evaluation.runner import EvaluationRunner
+from hftrainer.releases.policy import ReleasePolicy
 from hftrainer.reporting.memory import TrainerMemoryTracker
 from hftrainer.reporting.tracker_callbacks import TrackerCallback, reporting_callbacks
-from hftrainer.training.context import TrainerContext
 from hftrainer.training.loader_factory import LoaderFactory
 from hftrainer.training.log_save_evaluate import LogSaveEvaluate
 from hftrainer.training.model_setup import ModelSetup
 from hftrainer.training.optimizers import OptimizerFactory
 from hftrainer.training.publisher import Publisher
+from hftrainer.training.run import Run
 from hftrainer.training.runner import TrainingRunner
 from hftrainer.training.saver import CheckpointSaver
-from hftrainer.training.settings import Settings
+from hftrainer.training.setup import TrainerSetup
 from hftrainer.training.steps import TrainingSteps
 
 if TYPE_CHECKING:
@@ -34,31 +41,63 @@ _OF_THE_PROCESS = ("resolved", "engine", "checkpoint_writer", "states", "prepara
 _OF_THE_TRAINERS_PROCESS = ("accelerator", "gather_function", "_memory_tracker", "deepspeed", "push_in_progress")
 
 
-class Internals(TrainerContext):
-    """The rooms of a Trainer, and what they share.
+@dataclass(eq=False, repr=False)
+class Components:
+    """The parts of a Trainer, and what they share.
 
     Args:
         trainer: the Trainer.
-        optimizers: the optimizer and the scheduler that the script has passed, either None.
+        optimizers_given: the optimizer and the scheduler that the script has passed, either None.
 
     Attributes:
-        settings: applies the arguments, and changes of them.
+        run: the state of the current or last `train()`.
+        policy: what the followed release of transformers does.
+        resolved: the parsed arguments; a trial of a search replaces these, and the next four.
+        engine: the Lightning engine, built from the arguments.
+        states: how the strategy gathers, saves and loads the states of model and optimizer.
+        checkpoint_writer: writes checkpoint folders, at once or in the background.
+        preparation: prepares model and optimizer for the strategy.
+        averages_tokens: whether the items of an optimizer step are counted over all processes.
+        past_index: the model's output that the next batch gets as `mems`; -1 for none.
+        uploads: to the repository on the Hub, once there is one; in the main process.
+        search: the backend of the current hyperparameter search, if any.
+        hp_study: the study of the last search, if its backend has such.
+        searched_arguments: the arguments as they were before that search.
+        args_have_changed: whether the engine has to be built again before the next run.
+        lightning_callbacks: Lightning's callbacks, in the order given.
+        setup: builds what follows from the arguments.
         model_setup: sets up the model.
-        setup: builds the parts that follow from the arguments.
         loaders: makes data loaders.
         optimizers: makes optimizer and schedule.
         steps: prepares micro-batches and computes their losses.
         saver: writes checkpoints and restores from them.
-        runner: runs `train()`.
         log_save_evaluate: logs, saves and evaluates when due.
         evaluation: runs a pass over an evaluation or test set.
         publisher: uploads to the Hub.
+        runner: runs `train()`.
     """
 
-    def __init__(self, trainer: Trainer, optimizers: tuple[Any, Any]) -> None:
-        super().__init__(trainer, optimizers)
-        self._log_folder: Any = None
-        self.settings = Settings(self)
+    trainer: Trainer
+    optimizers_given: tuple[Any, Any] = (None, None)
+    run: Run = field(default_factory=Run)
+    policy: ReleasePolicy = field(init=False)
+    resolved: ResolvedArguments = field(init=False)
+    engine: Any = field(init=False)
+    states: ModelStates = field(init=False)
+    checkpoint_writer: CheckpointWriter = field(init=False)
+    preparation: Any = field(init=False)
+    averages_tokens: bool = field(init=False)
+    past_index: int = field(init=False)
+    uploads: Any = None
+    search: Any = None
+    hp_study: Any = None
+    searched_arguments: dict[str, Any] | None = None
+    args_have_changed: bool = False
+    lightning_callbacks: list[Any] = field(default_factory=list)
+    _log_folder: Any = None
+
+    def __post_init__(self) -> None:
+        self.setup = TrainerSetup(self)
         self.model_setup = ModelSetup(self)
         self.loaders = LoaderFactory(self)
         self.optimizers = OptimizerFactory(self)
@@ -69,13 +108,12 @@ class Internals(TrainerContext):
         self.publisher = Publisher(self)
         self.runner = TrainingRunner(
             self,
-            settings=self.settings,
+            setup=self.setup,
             model_setup=self.model_setup,
             loaders=self.loaders,
             steps=self.steps,
             saver=self.saver,
         )
-        self.setup = TrainerSetup(self)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), **dict.fromkeys(_OF_THE_PROCESS)}
@@ -92,6 +130,28 @@ class Internals(TrainerContext):
         trainer.create_accelerator_and_postprocess()
         if trainer.args.push_to_hub:
             trainer.accelerator.processes.from_main(trainer.init_hf_repo)
+
+    @property
+    def bare_model(self) -> Any:
+        """The user's own model, without the modules that shard it, and not compiled."""
+        return self.trainer.accelerator.unwrap_model(self.trainer.model, keep_torch_compile=False)
+
+    def announce(self, event: str, *payload: Any, **kwargs: Any) -> None:
+        """Call an event of all callbacks through the handler, and keep the control that they return."""
+        trainer = self.trainer
+        handle = getattr(trainer.callback_handler, event)
+        trainer.control = handle(trainer.args, trainer.state, trainer.control, *payload, **kwargs)
+
+    def made_optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer; ValueError when there is none yet."""
+        if self.trainer.optimizer is None:
+            raise ValueError("There is no optimizer yet: call create_optimizer() or train() first.")
+        return self.trainer.optimizer
+
+    def stateful_callbacks(self) -> list[Any]:
+        """The callbacks, and the control, whose states checkpoints hold."""
+        trainer = self.trainer
+        return [each for each in [*trainer.callback_handler.callbacks, trainer.control] if is_exportable(each)]
 
     def loggers(self) -> list[Any]:
         """The Lightning loggers that this process writes to; this opens their runs."""
