@@ -210,7 +210,7 @@ def refuse_rewritten(trainer: Any) -> None:
     own, found = vars(trainer), []
     for name, ours in _record_of(kind).items():
         method = own[name] if name in own else getattr(kind, name, None)
-        if not _is_ours(method, ours) and (maker := _rewriter(name, method, ours)) is not None:
+        if method is not ours and not _is_ours(method, ours) and (maker := _rewriter(name, method, ours)) is not None:
             found.append(f"{name} (by {maker})")
     if found:
         raise UnsupportedArgument(

@@ -6,6 +6,7 @@ up on the Trainer: it is here, or in one of the parts that are attributes of thi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.callbacks.state import is_exportable
 from hftrainer.checkpointing.states import ModelStates
 from hftrainer.checkpointing.writer import CheckpointWriter
+from hftrainer.compat.overrides import is_overridden
 from hftrainer.engine import adapter
 from hftrainer.evaluation.runner import EvaluationRunner
 from hftrainer.releases.policy import ReleasePolicy
@@ -135,6 +137,13 @@ class Components:
     def bare_model(self) -> Any:
         """The user's own model, without the modules that shard it, and not compiled."""
         return self.trainer.accelerator.unwrap_model(self.trainer.model, keep_torch_compile=False)
+
+    @property
+    def clip_grad_norm(self) -> Callable[[Any, float], torch.Tensor]:
+        """Clips gradients by their norm: the strategy's method, or the accelerator's where a script has replaced it."""
+        accelerator = self.trainer.accelerator
+        is_replaced = is_overridden(accelerator, "clip_grad_norm_", "unscale_gradients")
+        return accelerator.clip_grad_norm_ if is_replaced else self.engine.parallelism.clip_grad_norm
 
     def announce(self, event: str, *payload: Any, **kwargs: Any) -> None:
         """Call an event of all callbacks through the handler, and keep the control that they return."""
