@@ -1025,7 +1025,7 @@ class Trainer(EarlierMethods):
 
         Args:
             commit_message: the message of the commit.
-            blocking: wait for the upload; otherwise return a future.
+            blocking: wait for the upload; otherwise return a future. The script must wait for it before it ends.
             token: a token with write access; default `hub_token`.
             revision: the branch; default `hub_revision`, or main.
             private: whether a new repository is private; default `hub_private_repo`.

@@ -18,7 +18,6 @@ from hftrainer import Seq2SeqTrainingArguments
 from hftrainer.arguments import launched
 from hftrainer.arguments.releases import EARLIER_DEFAULTS
 from hftrainer.releases.earlier import POLICIES
-from hftrainer.releases.policy import described
 from tests.adapters.downstream import libraries
 from tests.support import differences as differing
 from tests.support.differences import DIFFERENCES, LIGHTNING_CALLBACKS
@@ -199,7 +198,7 @@ def page() -> str:
     releases = "".join(
         f"| {kind.until} | {_linked(text)} (`{name}`) |\n"
         for kind in reversed(POLICIES)
-        for name, text in described(kind).items()
+        for name, text in kind.changes.items()
     )
     attributes = "".join(_attribute(row) for row in differing.ATTRIBUTES)
     tables = (

@@ -30,7 +30,6 @@ from hftrainer_lightning.callbacks import running as of_callbacks
 from hftrainer_lightning.callbacks.running import has_progress_bar, is_lightning_callback
 from hftrainer_lightning.hooks import EvaluationHooks, RunHooks, TuningHooks
 from hftrainer_lightning.module import TrainerModule
-from hftrainer_lightning.profiling import detached, translate_report
 from hftrainer_lightning.strategies.accelerators import accelerator
 from hftrainer_lightning.strategies.base import StrategySettings
 from hftrainer_lightning.strategies.launching import Launched, start_others
@@ -378,7 +377,7 @@ class LightningEngine:
         plugins = given if isinstance(given, list) else [given]
         if cluster_environment(plugins) is None:
             plugins = [Launched(self.plan.processes), *plugins]
-        keywords["profiler"] = detached(keywords.get("profiler", private_api.NoProfiler()))
+        keywords["profiler"] = private_api.copy_profiler(keywords.get("profiler", private_api.NoProfiler()))
         trainer = private_api.Trainer(
             **keywords,
             strategy=strategy or build_strategy(self.parallelism, StrategySettings(self.scaler)),
@@ -394,7 +393,6 @@ class LightningEngine:
             inference_mode=False,
         )
         private_api.install_bare_evaluation(trainer)
-        translate_report(trainer.profiler)  # type: ignore[attr-defined]
         return trainer
 
 

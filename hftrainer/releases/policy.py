@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import math
 import re
 from collections.abc import Sequence
@@ -42,10 +40,12 @@ class ReleasePolicy:
 
     Attributes:
         until: the last release that does so.
+        changes: method or value → what the class does with it, as `explain` and COMPATIBILITY.md show it.
         defaults: argument → its default in the release, where that is another than ours.
     """
 
     until = NEWEST
+    changes: dict[str, str] = {}
     defaults: dict[str, Any] = {}
 
     def __init__(self, release: Release = NEWEST) -> None:
@@ -55,7 +55,7 @@ class ReleasePolicy:
         """Name of a value or method → what the followed release does, where that is not what the newest one does."""
         changed: dict[str, str | None] = {}
         for kind in type(self).__mro__[:-2]:  # those of an earlier release hide those of a later one
-            changed = {name: described(kind).get(name) for name in vars(kind)} | changed
+            changed = {name: kind.changes.get(name) for name in vars(kind)} | changed
         return {name: text for name, text in changed.items() if text is not None}
 
     # ---- The loss and its divisor ------------------------------------------------------------------------------
@@ -179,10 +179,3 @@ def get_parameter_names(
         return found + [name for name in module._parameters if allowed(name)]
 
     return walk(model)
-
-
-@functools.cache
-def described(kind: type[ReleasePolicy]) -> dict[str, str]:
-    """Name of a value or method → what changes it in a class, from the docstring."""
-    lines = re.findall(r"^(\w+): (.+(?:\n +.+)*)", inspect.cleandoc(kind.__doc__ or ""), re.MULTILINE)
-    return {name: " ".join(text.split()) for name, text in lines}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import inspect
+import json
 import logging
 import math
 import os
@@ -16,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 from hftrainer.arguments import legacy
 from hftrainer.checkpointing.names import PREFIX_CHECKPOINT_DIR
 from hftrainer.errors import (
+    DamagedCheckpoint,
     InvalidArgument,
     MissingPackage,
     SearchFailed,
     UnknownArgument,
     UnsupportedArgument,
 )
-from hftrainer.search import ray_state
 from hftrainer.search.backend import SearchBackend, check_keywords, check_limits, no_trial_message, read_directions
 from hftrainer.search.packing import PackedTrainer, pack
 from hftrainer.search.trial_arguments import check_names, model_takes_trial
@@ -83,10 +84,6 @@ class RaySearch(SearchBackend):
         trainer.callback_handler.eval_dataloader = None
         options, stopper = self._options(trainer.args, kwargs), _stop_on_user_error()
         options["callbacks"] = [*(options.get("callbacks") or ()), stopper]
-        if (folder := _local_folder(kwargs)) is not None:
-            if kwargs.get("resume"):
-                ray_state.restore(folder, kwargs["resume"])
-            options["callbacks"].append(ray_state.keeps_copy(folder))
         try:
             analysis = tune.run(
                 tune.with_parameters(train_trial, packed=pack(self.components)),
@@ -121,8 +118,8 @@ class RaySearch(SearchBackend):
             raise UnsupportedArgument(
                 f"resources_per_trial={resources}: a trial trains in one process, on one GPU or a fraction of one."
             )
-        if kwargs.get("resume") and not kwargs.get("name"):
-            raise InvalidArgument(f"resume={kwargs['resume']!r} needs the name of the search to resume.")
+        if kwargs.get("resume"):
+            _check_state(kwargs)
         _check_scheduler(args, kwargs.get("scheduler"))
 
     def _options(self, args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -252,12 +249,26 @@ def _scope(args: Any) -> str:
     return given
 
 
-def _local_folder(kwargs: Mapping[str, Any]) -> Path | None:
-    """The folder of the search, where Ray keeps its state; None without a name, or if it is not on this machine."""
+def _check_state(kwargs: Mapping[str, Any]) -> None:
+    """Check that the state to resume from is whole, if it is on this machine. Ray would start a new search otherwise.
+
+    Raises:
+        DamagedCheckpoint: if a file is truncated, because the search was killed while Ray wrote it.
+        InvalidArgument: if the search has no name.
+    """
+    if not kwargs.get("name"):
+        raise InvalidArgument(f"resume={kwargs['resume']!r} needs the name of the search to resume.")
     storage = os.fspath(kwargs.get("storage_path") or "~/ray_results")
-    if not kwargs.get("name") or "://" in storage:
-        return None
-    return Path(storage, kwargs["name"]).expanduser()
+    folder = Path(storage, kwargs["name"]).expanduser()
+    for path in [] if "://" in storage else folder.glob("experiment_state-*.json"):
+        try:
+            json.loads(path.read_bytes())
+        except ValueError:
+            raise DamagedCheckpoint(
+                f"{path} is truncated: the search was killed while Ray wrote it, and resume={kwargs['resume']!r} would "
+                "start a new search. Remove the file to resume from the previous state, if there is one, or give "
+                "another name."
+            ) from None
 
 
 def _check_scheduler(args: Any, scheduler: Any) -> None:

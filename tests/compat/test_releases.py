@@ -20,7 +20,6 @@ import transformers
 import hftrainer
 from hftrainer.releases import followed
 from hftrainer.releases.earlier import POLICIES
-from hftrainer.releases.policy import described
 from tests.support.parity import Record, accuracy, assert_same, build, record, train
 from tests.support.releases import TRANSFORMERS
 from tests.support.tiny import (
@@ -437,7 +436,7 @@ def test_as_the_installed_release(observe, name):
 
 def test_every_difference_has_its_case():
     assert {release: set(names) for release, names in SHOWN_BY.items()} == {
-        str(kind.until): set(described(kind)) for kind in POLICIES[:-1]
+        str(kind.until): set(kind.changes) for kind in POLICIES[:-1]
     }
 
 

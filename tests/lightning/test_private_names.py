@@ -9,7 +9,6 @@ import ast
 import functools
 import importlib
 import inspect
-import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -156,40 +155,3 @@ def test_private_names_of_lightning_are_in_private_api(name):
 
 def test_the_table_has_no_file_that_is_gone():
     assert OF_OTHERS.keys() <= set(map(name_of, SOURCES))
-
-
-EXAMPLES = {
-    "from lightning.pytorch.loops.fit_loop import _FitLoop": "_FitLoop",
-    "import lightning.pytorch._graveyard": "_graveyard",
-    "def f(callback): callback._average_model = None": "_average_model",
-    "def f(callback): return getattr(callback, '_average_model')": "_average_model",
-    "def f(trainer): return trainer.fit_loop._combined_loader.dataset": "_combined_loader",
-    "class A(Precision):\n    def f(self): self._after_closure()": "_after_closure",
-    "class A(Precision):\n    def f(self): return super()._after_closure()": "_after_closure",
-    "class A(Precision):\n    def f(self): setattr(self, '_after_closure', None)": "_after_closure",
-    "class A(LightningModule):\n    def _call_batch_hook(self, name, *args): pass": "_call_batch_hook",
-    "class A(Strategy):\n    _precision_plugin = None": "_precision_plugin",
-    "class M:\n    def f(self): self._after_closure()\nclass A(M, Precision): pass": "_after_closure",
-    "NAMES = {'_current_fx_name'}\nclass A(LightningModule): pass": "_current_fx_name",
-    "def f():\n    class A(Precision):\n        def g(self): self._after_closure()": "_after_closure",
-}
-HARMLESS = [
-    "class A(Precision):\n    def f(self):\n        self._own = self._g()\n    def _g(self): return super()._h()",
-    "class M:\n    _after_closure = None\n    def f(self): return self._after_closure",
-    "def f(callback): return callback.__dict__, getattr(callback, 'monitor')",
-    "from torch.optim.lr_scheduler import _LRScheduler",
-]
-
-
-@pytest.mark.parametrize("text", [*EXAMPLES, *HARMLESS])
-def test_what_is_found(tmp_path, monkeypatch, text):
-    path = tmp_path / "example_of_private_names.py"
-    path.write_text(
-        "from lightning.pytorch import LightningModule\nfrom lightning.pytorch.plugins.precision import Precision\n"
-        f"from lightning.pytorch.strategies import Strategy\n{text}\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, path.stem, raising=False)
-    module = importlib.import_module(path.stem)
-    found = lightnings(module) | set(private_attributes(ast.parse(path.read_text()), of_self=False))
-    assert found == ({EXAMPLES[text]} if text in EXAMPLES else set())

@@ -39,26 +39,6 @@ def test_the_adapter_asks_for_deepspeed_when_it_is_wanted():
     assert not those_that_ask("adapters", {"deepspeed"})
 
 
-def test_what_counts_as_asked_for():
-    text = """
-import a.b
-try:
-    from c.d import e
-except ImportError:
-    pass
-class F:
-    import g
-    def h(self):
-        import i
-from .j import k
-if TYPE_CHECKING:
-    import l
-else:
-    import m
-"""
-    assert list(imported_at_once(ast.parse(text))) == ["a", "c", "g", "m"]
-
-
 def test_adapters_is_a_folder_and_no_package():
     """`import adapters` belongs to another library of the same users."""
     assert not (ROOT / "adapters" / "__init__.py").exists()

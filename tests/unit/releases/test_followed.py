@@ -9,17 +9,17 @@ from hftrainer import TrainingArguments, install, uninstall
 from hftrainer.errors import InvalidArgument
 from hftrainer.releases import followed
 from hftrainer.releases.earlier import POLICIES, Until4_48
-from hftrainer.releases.policy import NEWEST, RELEASES, ReleasePolicy, described
+from hftrainer.releases.policy import NEWEST, RELEASES, ReleasePolicy
 from tests.support.arguments import make_trainer
 
 
 @pytest.mark.parametrize("kind", POLICIES[:-1])
 def test_a_class_describes_what_it_changes(kind):
     reset = {"gradient_divisor"} if str(kind.until) == "5.1" else set()
-    assert described(kind).keys() | reset == vars(kind).keys() - {"__doc__", "__module__", "until", "defaults"}
+    assert kind.changes.keys() | reset == vars(kind).keys() - {"__doc__", "__module__", "until", "changes", "defaults"}
     assert kind.until in RELEASES
     assert kind.until < kind.__base__.until
-    for name in described(kind):
+    for name in kind.changes:
         assert vars(kind)[name] != getattr(kind.__base__, name)
 
 
