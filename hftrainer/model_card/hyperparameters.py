@@ -49,7 +49,7 @@ def _batches(components: Components) -> dict[str, Any]:
 def _distributed_type(components: Components) -> str:
     kind = components.trainer.args.device.type
     devices = {"xla": "TPU", "tpu": "TPU", "cpu": "multi-CPU"}.get(kind, "multi-GPU")
-    name = components.engine.parallelism.card
+    name = components.strategy.card
     return f"{devices} ({name})" if name else devices
 
 

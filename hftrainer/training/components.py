@@ -14,18 +14,19 @@ import torch
 
 from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.callbacks.state import is_exportable
-from hftrainer.checkpointing.states import ModelStates
 from hftrainer.checkpointing.writer import CheckpointWriter
 from hftrainer.compat.overrides import is_overridden
-from hftrainer.engine import adapter
 from hftrainer.evaluation.runner import EvaluationRunner
+from hftrainer.plugins import adapter
 from hftrainer.releases.policy import ReleasePolicy
 from hftrainer.reporting.memory import TrainerMemoryTracker
 from hftrainer.reporting.tracker_callbacks import TrackerCallback, reporting_callbacks
+from hftrainer.strategies.strategy import Strategy
 from hftrainer.training.loader_factory import LoaderFactory
 from hftrainer.training.log_save_evaluate import LogSaveEvaluate
 from hftrainer.training.model_setup import ModelSetup
 from hftrainer.training.optimizers import OptimizerFactory
+from hftrainer.training.preparation import Preparation
 from hftrainer.training.publisher import Publisher
 from hftrainer.training.run import Run
 from hftrainer.training.runner import TrainingRunner
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from hftrainer.trainer import Trainer
 
 #: Attributes that belong to a process: another process makes its own.
-_OF_THE_PROCESS = ("resolved", "engine", "checkpoint_writer", "states", "preparation", "uploads", "hp_study")
+_OF_THE_PROCESS = ("resolved", "engine", "checkpoint_writer", "strategy", "uploads", "hp_study")
 
 #: Attributes of the Trainer itself that belong to a process.
 _OF_THE_TRAINERS_PROCESS = ("accelerator", "gather_function", "_memory_tracker", "deepspeed", "push_in_progress")
@@ -54,11 +55,10 @@ class Components:
     Attributes:
         run: the state of the current or last `train()`.
         policy: what the followed release of transformers does.
-        resolved: the parsed arguments; a trial of a search replaces these, and the next four.
+        resolved: the parsed arguments; a trial of a search replaces these, and the next three.
         engine: the Lightning engine, built from the arguments.
-        states: how the strategy gathers, saves and loads the states of model and optimizer.
+        strategy: how the processes share the model.
         checkpoint_writer: writes checkpoint folders, at once or in the background.
-        preparation: prepares model and optimizer for the strategy.
         averages_tokens: whether the items of an optimizer step are counted over all processes.
         past_index: the model's output that the next batch gets as `mems`; -1 for none.
         uploads: to the repository on the Hub, once there is one; in the main process.
@@ -70,6 +70,7 @@ class Components:
         setup: builds what follows from the arguments.
         model_setup: sets up the model.
         loaders: makes data loaders.
+        preparation: lets the strategy prepare model and optimizer.
         optimizers: makes optimizer and schedule.
         steps: prepares micro-batches and computes their losses.
         saver: writes checkpoints and restores from them.
@@ -85,9 +86,8 @@ class Components:
     policy: ReleasePolicy = field(init=False)
     resolved: ResolvedArguments = field(init=False)
     engine: Any = field(init=False)
-    states: ModelStates = field(init=False)
+    strategy: Strategy = field(init=False)
     checkpoint_writer: CheckpointWriter = field(init=False)
-    preparation: Any = field(init=False)
     averages_tokens: bool = field(init=False)
     past_index: int = field(init=False)
     uploads: Any = None
@@ -102,6 +102,7 @@ class Components:
         self.setup = TrainerSetup(self)
         self.model_setup = ModelSetup(self)
         self.loaders = LoaderFactory(self)
+        self.preparation = Preparation(self, self.loaders)
         self.optimizers = OptimizerFactory(self)
         self.steps = TrainingSteps(self, self.loaders)
         self.saver = CheckpointSaver(self)
@@ -143,7 +144,7 @@ class Components:
         """Clips gradients by their norm: the strategy's method, or the accelerator's where a script has replaced it."""
         accelerator = self.trainer.accelerator
         is_replaced = is_overridden(accelerator, "clip_grad_norm_", "unscale_gradients")
-        return accelerator.clip_grad_norm_ if is_replaced else self.engine.parallelism.clip_grad_norm
+        return accelerator.clip_grad_norm_ if is_replaced else self.strategy.clip_grad_norm
 
     def announce(self, event: str, *payload: Any, **kwargs: Any) -> None:
         """Call an event of all callbacks through the handler, and keep the control that they return."""

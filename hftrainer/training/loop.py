@@ -132,7 +132,7 @@ class TrainingLoop:
         """Announce the start, and evaluate with `eval_on_start`."""
         trainer = self.trainer
         trainer.model_wrapped.zero_grad()
-        self.components.engine.parallelism.end_batch()
+        self.components.strategy.end_batch()
         self.components.announce("on_train_begin")
         if trainer.args.eval_on_start:
             with self.control_sync.abandoning():
@@ -316,7 +316,7 @@ class TrainingLoop:
 
     def end_substep(self) -> None:
         """Announce a micro-batch after which the optimizer does not step."""
-        self.components.engine.parallelism.end_batch()
+        self.components.strategy.end_batch()
         self.components.announce("on_substep_end")
 
     # ---- Optimizer steps ---------------------------------------------------------------------------------------
@@ -359,7 +359,7 @@ class TrainingLoop:
         """Count the step, announce it, then log, evaluate and save if due; stop if a signal requests it."""
         state = self.trainer.state
         clear_gradients(model)
-        self.components.engine.parallelism.end_batch()
+        self.components.strategy.end_batch()
         state.global_step += 1
         state.epoch = self._epoch_after_step()
         self._stepping = self._stepped = False

@@ -41,7 +41,7 @@ class ModelSetup:
             enable_full_determinism(args.seed)
         else:
             set_seed(args.seed)
-        self.components.engine.parallelism.seed(args.seed)
+        self.components.strategy.seed(args.seed)
 
     def call_model_init(self, trial: Any) -> nn.Module:
         """A new model from `model_init`, which gets the trial if it takes an argument."""
@@ -95,7 +95,7 @@ class ModelSetup:
     def move(self, model: nn.Module, device: Any) -> None:
         """Move the model, unless it is on several devices already."""
         if getattr(model, "hf_device_map", None) is None:
-            self.components.engine.parallelism.move(model, device)
+            self.components.strategy.move(model, device)
 
     def _inspect(self, model: nn.Module) -> dict[str, Any]:
         """The attributes of a Trainer that follow from its model, by name."""
@@ -103,7 +103,7 @@ class ModelSetup:
         inspected = type(inspection.called_model(model))
         names = args.label_names
         return {
-            "place_model_on_device": args.place_model_on_device is not False and not self.components.states.spread,
+            "place_model_on_device": args.place_model_on_device is not False and not self.components.strategy.shards,
             "is_model_parallel": len({d for d in getattr(model, "hf_device_map", {}).values() if d != "cpu"}) > 1,
             "is_distributed_loading_by_transformers": getattr(model, "is_distributed_loading_by_transformers", False),
             "model_accepts_loss_kwargs": inspection.accepts_loss_kwargs(model),

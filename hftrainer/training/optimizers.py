@@ -86,7 +86,7 @@ class OptimizerFactory:
 
     def decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Names of the parameters that weight decay applies to."""
-        known = self.components.states.decay_parameter_names(model)
+        known = self.components.strategy.decay_parameter_names(model)
         return self.components.policy.decay_parameter_names(model) if known is None else known
 
     def group_of(self, param: Any) -> Any:

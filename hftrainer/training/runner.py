@@ -150,7 +150,7 @@ class TrainingRunner:
         self.run.resumed_from = folder
         if folder is None:
             return
-        if not self.components.states.spread:  # a sharded model loads its shards later
+        if not self.components.strategy.shards:  # a sharded model loads its shards later
             self.trainer._load_from_checkpoint(folder)
         finds = self.trainer.args.auto_find_batch_size or self.components.engine.finds_batch_size
         if finds or not self.components.policy.resumes_with_batch_size_of_arguments:

@@ -19,12 +19,12 @@ from hftrainer.callbacks.state import drop_from_json, export_states
 from hftrainer.checkpointing import names, resume, staging
 from hftrainer.checkpointing.folders import rotate_checkpoints
 from hftrainer.checkpointing.progress import RunProgress, as_dict, load_progress, position_settings, save_progress
-from hftrainer.checkpointing.states import MakeOptimizer
 from hftrainer.checkpointing.weights import save_configs, save_weights
 from hftrainer.compat import peers
 from hftrainer.compat.overrides import accepted_by, is_overridden
 from hftrainer.data.random_states import rng_state
 from hftrainer.data.schedule import TrainingSchedule
+from hftrainer.strategies.strategy import MakeOptimizer
 from hftrainer.training_args import without_tokens
 
 if TYPE_CHECKING:
@@ -46,11 +46,7 @@ class CheckpointSaver:
         try:
             yield
         finally:
-            self.components.states.finish(self.trainer.accelerator.processes)
-
-    def write_parts(self, folder: str) -> None:
-        """Write this rank's shard of the model, if checkpoints hold shards, once the folder exists."""
-        self.components.states.write_parts(folder, self.trainer.accelerator.processes)
+            self.components.strategy.finish()
 
     def states_of_others(self) -> dict[str, Any]:
         """File name → contents, for the other ranks' files in a checkpoint: random states and progress."""
@@ -75,7 +71,7 @@ class CheckpointSaver:
             of_others: what `states_of_others` has returned.
         """
         trainer, components = self.trainer, self.components
-        self.write_parts(folder)
+        components.strategy.write_parts(folder)
         meanwhile = not trainer.args.save_only_model and self._writes_in_any_order()
         if meanwhile:
             with components.checkpoint_writer.meanwhile():
@@ -93,7 +89,7 @@ class CheckpointSaver:
             if kept:
                 components.checkpoint_writer.save(kept, os.path.join(folder, names.LIGHTNING_CALLBACKS_NAME))
         # The sharded formats cannot load adapters alone.
-        elif components.states.spread and peers.is_peft(components.bare_model):
+        elif components.strategy.shards and peers.is_peft(components.bare_model):
             self.save_files(None, folder)
         trainer.state.stateful_callbacks = export_states(self.components.stateful_callbacks())
         self.write_state(folder)
@@ -175,7 +171,7 @@ class CheckpointSaver:
 
     def save_files(self, optimizer: MakeOptimizer | None, output_dir: str) -> None:
         """Write the optimizer's state, unless it is None, and the other state files of one process."""
-        for name, state in self.components.states.files(optimizer):
+        for name, state in self.components.strategy.files(optimizer):
             self.components.checkpoint_writer.save(state, os.path.join(output_dir, name))
 
     def save_progress(self, output_dir: str) -> None:
@@ -188,13 +184,13 @@ class CheckpointSaver:
     def load_weights(self, model: nn.Module, folder: str) -> None:
         """Load the weights of a checkpoint into the model, sharded or not."""
         self._warn_of(
-            self.components.states.load_weights(peers.uncompiled(model), folder, only_trained=self._has_adapters())
+            self.components.strategy.load_weights(peers.uncompiled(model), folder, only_trained=self._has_adapters())
         )
 
     def load_best(self, model: nn.Module, folder: str) -> None:
         """Load the weights of the best checkpoint at the end of a run."""
         self._warn_of(
-            self.components.states.load_best(peers.uncompiled(model), folder, only_trained=self._has_adapters())
+            self.components.strategy.load_best(peers.uncompiled(model), folder, only_trained=self._has_adapters())
         )
 
     def _has_adapters(self) -> bool:
@@ -222,15 +218,20 @@ class CheckpointSaver:
     @contextlib.contextmanager
     def weights_to_save(self, folder: str, *, internal: bool) -> Iterator[dict[str, Any] | None]:
         """Yields the keywords with which `Trainer._save` writes the model; None if this process writes no model."""
-        trainer, states, saves = self.trainer, self.components.states, self.trainer.args.should_save
-        if internal and states.only_parts:
+        trainer, strategy, model = self.trainer, self.components.strategy, peers.uncompiled(self.trainer.model)
+        if internal and strategy.only_parts:
             yield None  # checkpoints hold a shard from each rank
             return
-        with states.weights_to_save(peers.uncompiled(trainer.model), saves=saves) as weights:
-            keywords = {} if weights is None else {"state_dict": weights}
-            yield keywords if saves else None
+        weights = strategy.weights_to_save(model)
+        if trainer.args.should_save:
+            # A callback such as ModelPruning may have the model's own weights under other names.
+            own = self.components.engine.saving(model) if weights is None else contextlib.nullcontext((weights, None))
+            with own as (weights, _):
+                yield {} if weights is None else {"state_dict": weights}
+        else:
+            yield None
         if not internal:
-            states.save_beside(folder, trainer.accelerator.processes)
+            strategy.save_beside(folder)
 
     def save_files_of_model(self, folder: str, weights: dict[str, Any] | None) -> None:
         """Write the files of a model; see `Trainer._save`.
@@ -248,7 +249,7 @@ class CheckpointSaver:
         if weights == {}:  # DeepSpeed's weights stay in shards
             save_configs(model, folder)
         elif peers.is_peft(model):  # adapters are small: not in the background
-            write(self.components.engine.parallelism.to_cpu(model.state_dict()) if on_device else weights)
+            write(self.components.strategy.to_cpu(model.state_dict()) if on_device else weights)
         else:
             if (writer.collects or on_device) and weights is None:
                 # A copy: training changes the model's own during writing.
@@ -323,7 +324,7 @@ class CheckpointSaver:
         staged = str(staging.staging_folder(path)) if trainer.args.should_save else None
         folders = trainer.accelerator.processes.gather_objects([staged])
         optimizer = None if trainer.args.save_only_model else self.components.made_optimizer
-        self.components.states.gather(trainer.model, optimizer)
+        self.components.strategy.gather(trainer.model, optimizer)
         if trainer.args.should_save:
             with self.writing_together(), writer.checkpoint(path, then=then, if_failed=if_failed) as folder:
                 yield (lambda: None) if folder is None else functools.partial(self.fill, folder, of_others)
@@ -332,7 +333,7 @@ class CheckpointSaver:
             # Overrides may gather weights.
             trainer.save_model(staged, **accepted_by(trainer.save_model, {"_internal_call": True}))
             with self.writing_together(), writer.taking_part(path):
-                self.write_parts(staged)
+                self.components.strategy.write_parts(staged)
             yield lambda: None
         writer.failed = any(trainer.accelerator.processes.gather_objects([writer.failed]))
 

@@ -74,7 +74,7 @@ class TrainingSteps:
         trainer = self.trainer
         if not isinstance(data, torch.Tensor) and isinstance(data, (dict, list, tuple, Mapping)):
             return rebuilt(data, trainer._prepare_input)
-        return self.components.states.cast(to_device(data, trainer.accelerator.device), trainer.model)
+        return self.components.strategy.cast(to_device(data, trainer.accelerator.device), trainer.model)
 
     # ---- The loss ----------------------------------------------------------------------------------------------
 

@@ -4,29 +4,22 @@ from __future__ import annotations
 
 import glob
 import os
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from hftrainer.checkpointing.deepspeed_parts import has_states, read_tag, write_tag
 from hftrainer.compat.reading import data_only
 from hftrainer.errors import DamagedCheckpoint, UnsafeCheckpoint, WrongConfig
-from hftrainer.parallel.deepspeed.initialization import (
+from hftrainer.parallel.plan import LightningPlan
+from hftrainer.parallel.processes import Processes
+from hftrainer_deepspeed.initialization import (
     configure_activation_checkpointing,
     cpu_optimizer,
     gather_layers_as_one,
     refusals_named,
 )
-from hftrainer.parallel.deepspeed.parts import has_states, read_tag, write_tag
-from hftrainer.parallel.plan import LightningPlan
-from hftrainer.parallel.processes import Processes
-
-
-def is_engine(model: Any) -> bool:
-    """Whether a model is wrapped in DeepSpeed's engine."""
-    library = sys.modules.get("deepspeed")
-    return library is not None and isinstance(model, library.DeepSpeedEngine)
 
 
 def is_partitioned(model: torch.nn.Module) -> bool:
@@ -51,9 +44,9 @@ class DeepSpeedRun:
         self.engine: Any = None
         self._trains = False
 
-    def complete(self, model: torch.nn.Module, steps: int, warmup_steps: int, *, warmup_is_default: bool) -> None:
+    def complete(self, args: Any, model: torch.nn.Module, steps: int) -> None:
         """Fill in values that are known only in a run; arguments as in `DeepSpeedConfig.completed`."""
-        self.config = self._given.completed(model, steps, warmup_steps, warmup_is_default=warmup_is_default)
+        self.config = self._given.completed(args, model, steps)
 
     @property
     def brings_optimizer(self) -> bool:
@@ -94,7 +87,9 @@ class DeepSpeedRun:
         config = {**self.config.config}
         if optimizer is not None:
             config["zero_allow_untested_optimizer"] = True
-            if self.config.offloads("optimizer") and config.get("zero_force_ds_cpu_optimizer", True):
+            if self.config.get_value("zero_optimization.offload_optimizer.device") in ("cpu", "nvme") and config.get(
+                "zero_force_ds_cpu_optimizer", True
+            ):
                 optimizer = cpu_optimizer(optimizer)
         parameters = None if optimizer is not None else [p for p in model.parameters() if p.requires_grad]
         gather_layers_as_one(model)

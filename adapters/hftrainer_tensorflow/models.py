@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
-from hftrainer.tf.pipelines import number_of_rows
+from hftrainer_tensorflow.pipelines import number_of_rows
 
 
 def is_keras(model: Any) -> bool:

@@ -14,13 +14,12 @@ import torch
 
 from hftrainer.errors import WrongConfig
 from hftrainer.parallel.config_files import why_text
-from hftrainer.parallel.deepspeed.settings import DeepSpeedConfig
 from hftrainer.parallel.processes import Processes
 
 logger = logging.getLogger(__name__)
 
 
-def connect(processes: Processes, device: torch.device, timeout: timedelta, config: DeepSpeedConfig) -> None:
+def connect(processes: Processes, device: torch.device, timeout: timedelta, config: Any) -> None:
     """Let DeepSpeed use the existing process group.
 
     Raises:
@@ -40,7 +39,7 @@ def connect(processes: Processes, device: torch.device, timeout: timedelta, conf
         deepspeed.init_distributed(timeout=timeout, verbose=False)
 
 
-def check_config(config: DeepSpeedConfig) -> None:
+def check_config(config: Any) -> None:
     """Let DeepSpeed check its configuration, before there is a model.
 
     Raises:

@@ -16,7 +16,7 @@ from torch import distributed, nn
 from hftrainer.errors import WrongConfig
 from hftrainer.parallel.fsdp.settings import FsdpSettings, XlaSettings, nearest
 from hftrainer.parallel.plan import LightningPlan
-from hftrainer.parallel.xla import devices as xla
+from hftrainer_xla import devices as xla
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ import importlib
 import os
 from typing import Any
 
-from hftrainer.tf.h5_weights import WEIGHTS, files_in, load_weights
+from hftrainer_tensorflow.h5_weights import WEIGHTS, files_in, load_weights
 
 
 def torch_class(transformers: Any, name: str) -> type | None:

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader
 
-from hftrainer.tf import optimizers
-from hftrainer.tf.models import parameter_names
-from hftrainer.tf.pipelines import Batches, BatchLoader, share_of
 from hftrainer.trainer import Trainer
+from hftrainer_tensorflow import optimizers
+from hftrainer_tensorflow.models import parameter_names
+from hftrainer_tensorflow.pipelines import Batches, BatchLoader, share_of
 
 if TYPE_CHECKING:
-    from hftrainer.trainer_tf import TFTrainer
+    from hftrainer_tensorflow.trainer import TFTrainer
 
 #: In a checkpoint: the sum of the losses since the epoch began.
 _EPOCH_LOSS = "epoch_loss.json"

@@ -1,57 +1,15 @@
-"""XLA devices, mainly TPUs: whether this process uses one, and its rank. torch_xla is imported only when needed."""
+"""XLA devices, mainly TPUs: this process's device and rank. torch_xla is imported only when needed."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from typing import Any
 
 import torch
 
 from hftrainer.errors import MissingPackage
-from hftrainer.parallel import tpu
 from hftrainer.parallel.environment import RankInfo
-
-INSTALL = "pip install 'hftrainer[tpu]' (torch_xla 2.9, and the torch that it needs, 2.9)"
-SUCCESSOR = "pip install 'hftrainer[torch-tpu]' (torch_tpu, for torch 2.11 to 2.15)"
-#: Environment variables of machines with a TPU.
-_OF_TPUS = ("TPU_NAME", "TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES", "TPU_ACCELERATOR_TYPE", "CLOUD_TPU_TASK_ID")
-_FALSE = ("0", "f", "false", "n", "no", "off")
-
-
-def _declined() -> bool:
-    return os.environ.get("USE_TORCH_XLA", "1").lower() in _FALSE
-
-
-def wanted() -> bool:
-    """Whether the machine or the user indicates an XLA device; `USE_TORCH_XLA=0` means no."""
-    if _declined():
-        return False
-    return bool(os.environ.get("PJRT_DEVICE")) or any(map(os.environ.get, _OF_TPUS)) or tpu.chips() > 0
-
-
-def unused_tpu() -> str | None:
-    """What to do if a run on the CPU was meant for a TPU; None if not, or with `USE_TORCH_XLA=0`.
-
-    `_OF_TPUS` do not decide: with them, a machine without a TPU names one that it uses from afar.
-    """
-    asked = os.environ.get("PJRT_DEVICE") == "TPU"
-    if _declined() or not (asked or tpu.chips()):
-        return None
-    return (
-        f"{'PJRT_DEVICE=TPU asks for a TPU' if asked else 'This machine has a TPU'}, but torch finds none: {INSTALL}, "
-        f"or, for TPU v4 and later, {SUCCESSOR}. Or set use_cpu=True to train on the CPU."
-    )
-
-
-def installed() -> bool:
-    """Whether torch_xla can be imported; does not import it."""
-    return importlib.util.find_spec("torch_xla") is not None
-
-
-def available() -> bool:
-    """Whether training runs on XLA, unless `use_cpu` is set."""
-    return wanted() and installed()
+from hftrainer.parallel.tpu import INSTALL, SUCCESSOR
 
 
 def device() -> torch.device:

@@ -9,11 +9,10 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy
 
-from hftrainer.parallel.deepspeed.parallelism import DeepSpeedParallelism
-from hftrainer.parallel.deepspeed.run import DeepSpeedRun
 from hftrainer.parallel.plan import LightningPlan
+from hftrainer_deepspeed.run import DeepSpeedRun
 from hftrainer_lightning import private_api
-from hftrainer_lightning.strategies.base import Prepared, StrategySettings
+from hftrainer_lightning.strategies.base import Prepared
 from hftrainer_lightning.strategies.precision import PlainSteps
 
 
@@ -74,8 +73,3 @@ class PartitionedByDeepSpeed(Prepared, DeepSpeedStrategy):
     def deepspeed_engine(self) -> Any:
         """The engine."""
         return self._run.engine
-
-
-def build(parallelism: DeepSpeedParallelism, _: StrategySettings) -> PartitionedByDeepSpeed:
-    """The strategy; DeepSpeed's engine decides about scaling and all-reduce."""
-    return PartitionedByDeepSpeed(parallelism.plan, parallelism.run)

@@ -15,12 +15,11 @@ from lightning.pytorch.strategies.single_xla import SingleDeviceXLAStrategy
 from torch import distributed
 from torch.overrides import TorchFunctionMode
 
-from hftrainer.parallel.parallelism import Parallelism
 from hftrainer.parallel.plan import LightningPlan
-from hftrainer.parallel.xla import devices as xla
 from hftrainer_lightning import private_api
-from hftrainer_lightning.strategies.base import StaysInPlace, StrategySettings
+from hftrainer_lightning.strategies.base import StaysInPlace
 from hftrainer_lightning.strategies.precision import ForwardAutocast, FullPrecision, PlainSteps
+from hftrainer_xla import devices as xla
 
 
 class Accelerator(XLAAccelerator):
@@ -209,6 +208,8 @@ class XlaReplicas(_OnXla, private_api.LaunchedXLA):
 class XLAFSDPStrategy(XlaReplicas):
     """A model sharded by torch_xla's FullyShardedDataParallel, whose backward pass averages the gradients."""
 
+    shards = True
+
     def __init__(self, plan: LightningPlan, precision: _Steps) -> None:
         super().__init__(plan, precision)
         precision.reduce = None
@@ -217,11 +218,10 @@ class XLAFSDPStrategy(XlaReplicas):
         """Nothing: each rank has its shard."""
 
 
-def build(parallelism: Parallelism, _: StrategySettings) -> Strategy:
+def build(plan: LightningPlan, *, shards: bool) -> Strategy:
     """The strategy. Replicas' gradients are averaged once a step, without DDP; those of shards in the backward pass."""
-    plan = parallelism.plan
     mixed = plan.precision == "bf16-mixed"
     precision: Any = XLAForwardAutocast("bf16-mixed", "xla") if mixed else XLAFullPrecision()
-    if parallelism.shards:
+    if shards:
         return XLAFSDPStrategy(plan, precision)
     return XlaReplicas(plan, precision) if plan.processes.several else SingleXla(precision)
