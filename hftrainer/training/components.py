@@ -55,7 +55,7 @@ class Components:
     Attributes:
         run: the state of the current or last `train()`.
         policy: what the followed release of transformers does.
-        resolved: the parsed arguments; a trial of a search replaces these, and the next four.
+        resolved: the parsed arguments; a trial of a search replaces these, and the next three.
         engine: the Lightning engine, built from the arguments.
         strategy: how the processes share the model.
         checkpoint_writer: writes checkpoint folders, at once or in the background.
