@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, Union
 
 from hftrainer.arguments import legacy
+from hftrainer.arguments.old_fields import OldArguments
 from hftrainer.errors import InvalidArgument
 from hftrainer.parallel.config_files import read_yaml
 
@@ -135,7 +136,7 @@ class HfArgumentParser(argparse.ArgumentParser):
 
 def _hidden_in(kind: Any) -> dict[str, Any]:
     """Arguments of training that `install()` accepts, though the installed release lacks them."""
-    hidden = legacy.HIDDEN if issubclass(kind, legacy.LegacyArguments) else {}
+    hidden = legacy.HIDDEN if issubclass(kind, OldArguments) else {}
     return {name: field for name, field in hidden.items() if name not in kind.__dataclass_fields__}
 
 

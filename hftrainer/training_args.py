@@ -25,7 +25,6 @@ from hftrainer.arguments import accelerate_state, installed, legacy
 from hftrainer.arguments.accelerator_config import as_object
 from hftrainer.arguments.base import BaseArguments
 from hftrainer.arguments.choices import IntervalStrategy, OptimizerNames, ParallelMode
-from hftrainer.arguments.releases import annotate
 from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.arguments.setters import ChainingSetters
 from hftrainer.arguments.validation import ALIASES, check_values, normalize
@@ -203,7 +202,6 @@ class TrainingArguments(ChainingSetters, BaseArguments, metaclass=_AcceptingHidd
 
 for _name in legacy.RENAMED:
     setattr(TrainingArguments, _name, legacy.mirror(_name))
-annotate(TrainingArguments)
 
 
 def without_tokens(args: Any) -> Any:

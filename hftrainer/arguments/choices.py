@@ -6,7 +6,11 @@ import difflib
 import enum
 from typing import Any
 
+from hftrainer.compat.messages import LEVELS
 from hftrainer.errors import InvalidArgument
+
+#: Names of log levels → Python's numbers; 'passive' leaves the level as it is.
+LOG_LEVELS = {**LEVELS, "passive": -1}
 
 
 class ExplicitEnum(str, enum.Enum):
@@ -27,6 +31,11 @@ class ExplicitEnum(str, enum.Enum):
 def spelled(choice: Any) -> str:
     """The plain string of a member of an enumeration, ours or transformers'; any other value as text."""
     return str(getattr(choice, "value", choice))
+
+
+def which_tokens(value: str | bool) -> str:
+    """Which tokens are counted: 'no', 'all' or 'non_padding'; the arguments of older releases hold True or False."""
+    return value if isinstance(value, str) else "all" if value else "no"
 
 
 class IntervalStrategy(ExplicitEnum):
