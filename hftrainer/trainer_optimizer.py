@@ -19,6 +19,7 @@ from hftrainer.errors import InvalidArgument, MissingPackage
 from hftrainer.optimizers import low_rank
 from hftrainer.optimizers.adafactor import Adafactor
 from hftrainer.optimizers.adamw_hf import AdamW
+from hftrainer.parallel.config_files import parse_bool
 from hftrainer.trainer_pt_utils import get_parameter_names
 from hftrainer.training_args import TrainingArguments
 
@@ -41,7 +42,6 @@ INSTALL = {
     "torchao.optim": "pip install 'torchao>=0.11'",
     "torchdistx.optimizers": "build https://github.com/pytorch/torchdistx, which is archived",
 }
-_TRUE, _FALSE = ("true", "1", "yes", "y", "on"), ("false", "0", "no", "n", "off")
 
 
 def decay_parameter_names(model: nn.Module, follows: Behaviours) -> list[str]:
@@ -136,9 +136,9 @@ Made = tuple[Any, dict[str, Any]]
 
 
 def _flag(text: str) -> bool:
-    if text.lower() not in _TRUE + _FALSE:
+    if (flag := parse_bool(text)) is None:
         raise ValueError(text)
-    return text.lower() in _TRUE
+    return flag
 
 
 def _load(name: str, module: str, attribute: str) -> Any:

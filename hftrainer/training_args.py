@@ -11,7 +11,6 @@ import abc
 import contextlib
 import copy
 import dataclasses
-import difflib
 import inspect
 import logging
 import os
@@ -29,7 +28,7 @@ from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.arguments.setters import ChainingSetters
 from hftrainer.arguments.validation import ALIASES, check_values, normalize
 from hftrainer.engine.deepspeed import begin_deepspeed, deepspeed_plugin
-from hftrainer.errors import InvalidArgument, UnknownArgument, UnsupportedArgument
+from hftrainer.errors import InvalidArgument, UnknownArgument, UnsupportedArgument, suggest
 
 __all__ = ["IntervalStrategy", "OptimizerNames", "ParallelMode", "TrainingArguments"]
 
@@ -82,7 +81,9 @@ class TrainingArguments(ChainingSetters, BaseArguments, metaclass=_AcceptingHidd
         known = {field.name for field in dataclasses.fields(cls) if field.init}
         unknown = [name for name in kwargs if name not in known]
         if unknown and (unknown := _not_taken(cls.__init__, unknown)):
-            raise UnknownArgument("; ".join(_unknown_message(cls, name, known) for name in unknown))
+            raise UnknownArgument(
+                "; ".join(f"{cls.__name__} has no argument {name!r}{suggest(name, known)}" for name in unknown)
+            )
         if len(args) > 1:
             _check_positional(cls, args)
         instance = super().__new__(cls)
@@ -239,9 +240,3 @@ def _check_positional(cls: type[TrainingArguments], values: tuple[Any, ...]) -> 
                 f"{name}={value!r} by position: it is True or False. The order is that of transformers 4 "
                 f"({', '.join(names)}), and v5 has another: give arguments by name."
             )
-
-
-def _unknown_message(cls: type, name: str, known: set[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    return f"{cls.__name__} has no argument {name!r}{hint}"

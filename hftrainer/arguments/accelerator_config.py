@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import difflib
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hftrainer.errors import InvalidArgument, MissingFile, NotAnObject, UnknownKey
+from hftrainer.errors import InvalidArgument, MissingFile, NotAnObject, UnknownKey, suggest
+from hftrainer.parallel.config_files import read_mapping
 
 _ACCUMULATION = {"num_steps", "adjust_scheduler", "sync_with_dataloader", "sync_each_batch"}
 
@@ -120,28 +119,19 @@ def _keys(given: Any) -> dict[str, Any]:
     if not isinstance(given, (str, os.PathLike)):
         raise InvalidArgument(f"accelerator_config={given!r}: give a dict, or the path of a JSON file.")
     try:
-        with open(given, encoding="utf-8") as file:
-            keys = json.load(file)
+        return read_mapping(given, "JSON", "accelerator_config: ")
     except OSError as error:
         kind = MissingFile if isinstance(error, FileNotFoundError) else InvalidArgument
         raise kind(f"accelerator_config={str(given)!r} cannot be read: {error.strerror}.") from error
-    except (ValueError, RecursionError) as error:
-        raise InvalidArgument(f"accelerator_config: {given} is not valid JSON: {error}") from error
-    if not isinstance(keys, dict):
-        raise InvalidArgument(
-            f"accelerator_config: {given} must hold a JSON object, but holds a {type(keys).__name__}."
-        )
-    return keys
 
 
 def _check_keys(keys: Mapping[str, Any], known: set[str], where: str) -> list[str]:
-    found = []
-    for name in keys:
-        if name not in known:
-            near = difflib.get_close_matches(str(name), known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(sorted(known))}."
-            found.append(f"accelerator_config{where} has no key {name!r}: {hint}")
-    return found
+    all_known = f": it takes {', '.join(sorted(known))}."
+    return [
+        f"accelerator_config{where} has no key {name!r}{suggest(name, known, all_known)}"
+        for name in keys
+        if name not in known
+    ]
 
 
 def _check_values(keys: Mapping[str, Any]) -> list[str]:

@@ -24,6 +24,7 @@ from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.arguments.serialization import as_json, plain_field
 from hftrainer.errors import UnsupportedArgument
 from hftrainer.parallel import devices
+from hftrainer.parallel.config_files import env_flag
 
 if TYPE_CHECKING:
     from hftrainer.parallel.environment import RankInfo
@@ -85,7 +86,7 @@ class BaseArguments(OldArguments):
     @property
     def _on_cpu(self) -> bool:
         """Whether to use the CPU, set by `use_cpu` or by `accelerate launch --cpu`."""
-        return self.use_cpu or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "on", "t", "true", "y", "yes")
+        return self.use_cpu or env_flag("ACCELERATE_USE_CPU")
 
     @property
     def _rank_info(self) -> RankInfo:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import enum
 from typing import Any
 
 from hftrainer.compat.messages import LEVELS
-from hftrainer.errors import InvalidArgument
+from hftrainer.errors import InvalidArgument, suggest
 
 #: Names of log levels → Python's numbers; 'passive' leaves the level as it is.
 LOG_LEVELS = {**LEVELS, "passive": -1}
@@ -23,9 +22,9 @@ class ExplicitEnum(str, enum.Enum):
     @classmethod
     def _missing_(cls, value: object) -> ExplicitEnum:
         allowed = [str(member.value) for member in cls]
-        near = difflib.get_close_matches(str(value), allowed, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise InvalidArgument(f"{value!r} is not a valid {cls.__name__}: choose one of {', '.join(allowed)}{hint}")
+        raise InvalidArgument(
+            f"{value!r} is not a valid {cls.__name__}: choose one of {', '.join(allowed)}{suggest(value, allowed)}"
+        )
 
 
 def spelled(choice: Any) -> str:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import os
 from typing import Any
 
 from hftrainer.arguments.base import BaseArguments
-from hftrainer.errors import WrongConfig
+from hftrainer.errors import WrongConfig, suggest
 from hftrainer.parallel.deepspeed.settings import AUTO, DeepSpeedConfig, read_deepspeed
 
 #: Keys of v4.1's documentation → DeepSpeed's current keys.
@@ -90,10 +89,9 @@ def _check_sections(raw: dict[str, Any]) -> None:
         if name in raw and not isinstance(raw[name], dict)
     ]
     if "zero_optimization" not in raw:
-        near = difflib.get_close_matches("zero_optimization", raw, n=1)
-        hint = f" (is {near[0]!r} a typo?)" if near else ""
         found.append(
-            f"deepspeed: zero_optimization is missing{hint}: write at least {{'stage': 0}}, which partitions nothing."
+            "deepspeed: zero_optimization is missing: write at least {'stage': 0}, which partitions nothing"
+            + suggest("zero_optimization", raw, ".")
         )
     elif isinstance(raw["zero_optimization"], dict):
         stage = raw["zero_optimization"].get("stage", 0)

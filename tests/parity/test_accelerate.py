@@ -308,7 +308,7 @@ WRONG = [
     (TheirConfig, "callable to `accelerator_config`, the class AcceleratorConfig: give an instance of it"),
     (7, "accelerator_config=7: give a dict, or the path of a JSON file"),
     ("missing.json", "accelerator_config='missing.json' cannot be read: No such file"),
-    ("list.json", "must hold a JSON object"),
+    ("list.json", "must hold keys and values"),
     ("cut.json", "is not valid JSON"),
 ]
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from hftrainer.errors import WrongConfig
-from hftrainer.parallel.config_files import read_config, why_text
+from hftrainer.parallel.config_files import env_flag, parse_bool, read_config, why_text
 
 AUTO = "auto"
 #: ZeRO's keys for sizes of buckets and thresholds → their value for a hidden size.
@@ -209,7 +209,7 @@ def read_deepspeed(given: Any, environment: Mapping[str, str] = os.environ) -> d
 
 def _of_launcher(environment: Mapping[str, str]) -> dict[str, Any] | None:
     """The configuration from `accelerate launch --use_deepspeed`."""
-    if environment.get("ACCELERATE_USE_DEEPSPEED", "false").lower() not in ("true", "1"):
+    if not env_flag("ACCELERATE_USE_DEEPSPEED", environment=environment):
         return None
     values = {
         name.removeprefix("ACCELERATE_DEEPSPEED_").lower(): value
@@ -226,7 +226,7 @@ def _of_launcher(environment: Mapping[str, str]) -> dict[str, Any] | None:
             zero[f"offload_{what}"] = {"device": device}
         if device == "nvme":
             zero[f"offload_{what}"]["nvme_path"] = values.get(f"offload_{what}_nvme_path")
-    if values.get("zero3_save_16bit_model", "false").lower() == "true":
+    if parse_bool(values.get("zero3_save_16bit_model")):
         zero["stage3_gather_16bit_weights_on_model_save"] = True
     clipping = _number(environment, "ACCELERATE_GRADIENT_CLIPPING", float, AUTO)
     own: dict[str, Any] = {} if clipping == AUTO else {"gradient_clipping": clipping}

@@ -10,17 +10,17 @@ import torch
 
 from hftrainer.errors import MissingPackage
 from hftrainer.parallel import tpu
+from hftrainer.parallel.config_files import env_flag
 from hftrainer.parallel.environment import RankInfo
 
 INSTALL = "pip install 'hftrainer[tpu]' (torch_xla 2.9, and the torch that it needs, 2.9)"
 SUCCESSOR = "pip install 'hftrainer[torch-tpu]' (torch_tpu, for torch 2.11 to 2.15)"
 #: Environment variables of machines with a TPU.
 _OF_TPUS = ("TPU_NAME", "TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES", "TPU_ACCELERATOR_TYPE", "CLOUD_TPU_TASK_ID")
-_FALSE = ("0", "f", "false", "n", "no", "off")
 
 
 def _declined() -> bool:
-    return os.environ.get("USE_TORCH_XLA", "1").lower() in _FALSE
+    return not env_flag("USE_TORCH_XLA", True)
 
 
 def wanted() -> bool:

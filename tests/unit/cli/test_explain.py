@@ -68,7 +68,7 @@ def test_json(words, explain):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--learning_rat", "3"], "--learning_rat; did you mean --learning_rate"),
+        (["--learning_rat", "3"], "--learning_rat; did you mean '--learning_rate'"),
         (["--logging_steps", "0"], "logging_steps=0"),
         (["--eval_strategy", "sometimes"], "invalid choice"),
         (["--max_steps", "3", "train.py"], "a script comes first: explain train.py --fp16"),
