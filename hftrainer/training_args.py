@@ -56,8 +56,7 @@ class _AcceptingHidden(abc.ABCMeta):
         instance: Any = cls.__new__(cls, *args, **kwargs)  # type: ignore[arg-type]
         vars(instance)["_hidden_given"] = given
         instance.__init__(*args, **kwargs)
-        for name in ("_copied", "_hidden_given"):  # where a subclass's `__post_init__` has not called ours
-            vars(instance).pop(name, None)
+        vars(instance).pop("_hidden_given", None)  # where a subclass's `__post_init__` has not called ours
         return instance
 
 
@@ -86,14 +85,12 @@ class TrainingArguments(ChainingSetters, BaseArguments, metaclass=_AcceptingHidd
             )
         if len(args) > 1:
             _check_positional(cls, args)
-        instance = super().__new__(cls)
-        vars(instance)["_copied"] = legacy.copied(kwargs)
-        return instance
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         fields = [*legacy.HIDDEN.values(), *dataclasses.fields(self)]
         defaults = {field.name: field.default for field in fields}
-        legacy.translate(self, defaults, vars(self).pop("_copied", None))
+        legacy.translate(self, defaults)
         normalize(self)
         if self.use_cpu:
             self.dataloader_pin_memory = False
@@ -110,12 +107,15 @@ class TrainingArguments(ChainingSetters, BaseArguments, metaclass=_AcceptingHidd
         return {name: value for name, value in vars(self).items() if name != "_resolved"}
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an argument; a v4 name with a field of its own also sets the current field."""
-        if name == "accelerator_config" and "_legacy_done" in vars(self):
+        """Set an argument; an old name also sets the current one."""
+        is_made = "_legacy_done" in vars(self)
+        if name == "accelerator_config" and is_made:
             value = as_object(value)
         object.__setattr__(self, name, value)
-        if name in ALIASES and "_legacy_done" in vars(self):
+        if name in ALIASES and is_made:
             object.__setattr__(self, ALIASES[name], value)
+        elif name in legacy.RENAMED and is_made:
+            legacy.set_current(self, name, value)
 
     # ---- Processes ------------------------------------------------------------------------------------------------
 
@@ -199,10 +199,6 @@ class TrainingArguments(ChainingSetters, BaseArguments, metaclass=_AcceptingHidd
         return f"{type(self).__name__}(\n{lines})"
 
     __repr__ = __str__
-
-
-for _name in legacy.RENAMED:
-    setattr(TrainingArguments, _name, legacy.mirror(_name))
 
 
 def without_tokens(args: Any) -> Any:

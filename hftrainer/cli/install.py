@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from hftrainer.arguments import behaviours, installed
-from hftrainer.arguments.legacy import RENAMED
 from hftrainer.compat import swap
 from hftrainer.compat.earlier_imports import warnings_of_earlier_imports
 from hftrainer.training_args import TrainingArguments
@@ -53,8 +52,7 @@ def _set_defaults(values: Mapping[str, Any]) -> None:
         _todays_defaults.setdefault(name, TrainingArguments.__dataclass_fields__[name].default)
         for kind in (TrainingArguments, Seq2SeqTrainingArguments):
             kind.__dataclass_fields__[name].default = value
-            if name not in RENAMED:  # whose attribute is a property
-                setattr(kind, name, value)
+            setattr(kind, name, value)
             initialize: Any = kind.__init__
             initialize.__kwdefaults__[name] = value
         if name == "optim":

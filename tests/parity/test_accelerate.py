@@ -296,7 +296,7 @@ def test_moving_beside_the_computation_needs_pinned_memory(caplog):
 
 
 WRONG = [
-    ({"split_batch": True}, "has no key 'split_batch': did you mean 'split_batches'?"),
+    ({"split_batch": True}, "has no key 'split_batch'; did you mean 'split_batches'?"),
     ({"zzz": True}, "has no key 'zzz': it takes dispatch_batches"),
     ({"split_batches": "yes"}, "['split_batches']='yes': give True or False"),
     ({"split_batches": None}, "['split_batches']=None: give True or False"),
