@@ -120,7 +120,7 @@ test-libraries: $(if $(WRITE),$(VENV)/.dev) .venv-libraries-5.16/.ready .venv-li
 
 # RELEASES=floor PYTHON=python3.10 tries the floor of every dependency; what cannot be there is skipped.
 RELEASES ?= 4.48 4.57 5.2
-test-versions: $(VENV)/.dev $(RELEASES:%=.venv-%/.ready)  ## older releases of transformers: every switch of the table of behaviours
+test-versions: $(VENV)/.dev $(RELEASES:%=.venv-%/.ready)  ## older releases of transformers: every difference between releases
 	@for release in $(RELEASES); do \
 		echo "tests/versions/$$release.txt:"; \
 		USE_TF=0 NEWEST_PYTHON=$(CURDIR)/$(VENV)/bin/python .venv-$$release/bin/python -m pytest -q tests/compat \

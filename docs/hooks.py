@@ -10,7 +10,7 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
-_ARGUMENTS = "## Arguments\n"
+_ARGUMENTS = "\n## Arguments\n"  # not "### Arguments"
 
 
 def on_files(files: Files, config: Any) -> Files:

@@ -17,10 +17,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Sampler
 
 from hftrainer import hyperparameter_search, integrations, trainer_optimizer
-from hftrainer.arguments import behaviours
 from hftrainer.arguments.choices import HPSearchBackend
 from hftrainer.arguments.older import complete
-from hftrainer.assembly.earlier_methods import EarlierMethods
 from hftrainer.assembly.internals import Internals
 from hftrainer.callbacks.progress import ProgressCallback
 from hftrainer.callbacks.state import TrainerState
@@ -33,12 +31,14 @@ from hftrainer.compat.overrides import (
 )
 from hftrainer.data import columns
 from hftrainer.data.random_states import load_rng_state, save_rng_state
-from hftrainer.data.schedule import EarlierSchedule, TrainingSchedule
+from hftrainer.data.schedule import TrainingSchedule
 from hftrainer.data.tokens import number_of_tokens
 from hftrainer.errors import HubError, InvalidArgument, InvalidSetup
 from hftrainer.model.changes import set_tf32
 from hftrainer.model.walks import parameters
 from hftrainer.modelcard import create_model_card
+from hftrainer.releases.earlier import EarlierSchedule
+from hftrainer.releases.earlier_methods import EarlierMethods
 from hftrainer.reporting.memory import TrainerMemoryTracker
 from hftrainer.reporting.metrics import print_table, write_metrics
 from hftrainer.trainer_callback import (
@@ -182,7 +182,7 @@ class Trainer(EarlierMethods):
         complete(args, TrainingArguments)
         self.args = args
         own.setup.resolve_arguments()
-        own.behaviours = behaviours.chosen(own.resolved.readable_config)
+        own.policy = own.resolved.policy
         self._memory_tracker = TrainerMemoryTracker(self.args.skip_memory_metrics)
         self._memory_tracker.start()
         own.settings.set_log_level()
@@ -891,7 +891,7 @@ class Trainer(EarlierMethods):
 
     def _save_scaler(self, output_dir: str) -> None:
         """Write the loss scaler's state, with fp16."""
-        if self.accelerator.scaler is not None and self._hftrainer.behaviours.saves_scaler:
+        if self.accelerator.scaler is not None and self._hftrainer.policy.saves_scaler:
             torch.save(self.accelerator.scaler.state_dict(), os.path.join(output_dir, names.SCALER_NAME))
 
     def _load_scaler(self, checkpoint: str | None) -> None:

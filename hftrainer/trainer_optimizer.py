@@ -12,21 +12,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from hftrainer.arguments.behaviours import Behaviours
 from hftrainer.arguments.choices import OptimizerNames
-from hftrainer.compat import peers, swap
+from hftrainer.compat import swap
 from hftrainer.errors import InvalidArgument, MissingPackage
 from hftrainer.optimizers import low_rank
 from hftrainer.optimizers.adafactor import Adafactor
 from hftrainer.optimizers.adamw_hf import AdamW
 from hftrainer.parallel.config_files import parse_bool
-from hftrainer.trainer_pt_utils import get_parameter_names
 from hftrainer.training_args import TrainingArguments
 
 logger = logging.getLogger(__name__)
 
-#: Weight decay never applies to parameters whose lower-cased names match one of these, nor to `nn.LayerNorm`.
-NO_DECAY = (r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")
 #: Module of an optimizer → how to install it.
 INSTALL = {
     "apex.optimizers": "build https://github.com/NVIDIA/apex; optim='adamw_torch_fused' is as fast",
@@ -42,16 +38,6 @@ INSTALL = {
     "torchao.optim": "pip install 'torchao>=0.11'",
     "torchdistx.optimizers": "build https://github.com/pytorch/torchdistx, which is archived",
 }
-
-
-def decay_parameter_names(model: nn.Module, follows: Behaviours) -> list[str]:
-    """Names of the parameters that weight decay applies to, in the followed release of transformers."""
-    if follows.decays_by_name:
-        return get_parameter_names(model, [nn.LayerNorm], NO_DECAY)
-    layers = peers.normalization_layers()
-    if follows.leaves_named_norms_undecayed:
-        return get_parameter_names(model, layers, ["bias", "layernorm", "rmsnorm"])
-    return [name for name in get_parameter_names(model, layers) if "bias" not in name]
 
 
 def parameter_groups(model: nn.Module, decayed: list[str], weight_decay: float) -> list[dict[str, Any]]:

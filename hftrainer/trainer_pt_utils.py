@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import datetime
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import nn
 from hftrainer.arguments.accelerator_config import AcceleratorConfig as AcceleratorConfig
 from hftrainer.compat import peers
 from hftrainer.errors import InvalidArgument
+from hftrainer.releases.policy import get_parameter_names as get_parameter_names
 
 #: The most frequent types first: `isinstance` asks in this order.
 _CONTAINERS = (tuple, dict, list, Mapping)
@@ -127,31 +127,6 @@ class LabelSmoother:
         items = items.to(own.device) if isinstance(items, torch.Tensor) else items
         spread_mean = spread.sum() / (items * negative.shape[-1])
         return (1 - self.epsilon) * (own.sum() / items) + self.epsilon * spread_mean
-
-
-def get_parameter_names(
-    model: nn.Module, forbidden_layer_types: Sequence[type], forbidden_layer_names: Sequence[str] | None = None
-) -> list[str]:
-    """Names of the parameters that are outside given types of layers and match none of the given patterns.
-
-    Args:
-        model: the model.
-        forbidden_layer_types: types of layers whose parameters are excluded.
-        forbidden_layer_names: regular expressions, searched in the lower-case name relative to each parent layer.
-    """
-    patterns = [re.compile(pattern) for pattern in forbidden_layer_names or ()]
-
-    def allowed(name: str) -> bool:
-        return not any(pattern.search(name.lower()) for pattern in patterns)
-
-    def walk(module: nn.Module) -> list[str]:
-        found = []
-        for child_name, child in module.named_children():
-            if not isinstance(child, tuple(forbidden_layer_types)):
-                found += [name for below in walk(child) if allowed(name := f"{child_name}.{below}")]
-        return found + [name for name in module._parameters if allowed(name)]
-
-    return walk(model)
 
 
 def metrics_format(metrics: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 python scripts/compatibility_page.py
 """
 
+import re
 import sys
 from pathlib import Path
 
@@ -12,8 +13,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "adapters")]
 
 
 from hftrainer import Seq2SeqTrainingArguments
-from hftrainer.arguments import behaviours, launched
+from hftrainer.arguments import launched
 from hftrainer.arguments.field import arguments_of
+from hftrainer.releases.earlier import POLICIES
 from tests.adapters.downstream import libraries
 from tests.support import differences as differing
 from tests.support.differences import DIFFERENCES, LIGHTNING_CALLBACKS
@@ -35,8 +37,8 @@ RELEASES = """
 5.24, and `lightning_config={"behaviour": "4.57"}` chooses one of 4.48 to 5.24. `python -m hftrainer explain` prints
 what is in force. Older releases are tested with 4.48.3, 4.57.6 and 5.2.0 (`make test-versions`).
 
-| since | what it does | before |
-| --- | --- | --- |
+| until | what it does differently |
+| --- | --- |
 """
 CALLBACKS = """
 ## Lightning's callbacks
@@ -188,7 +190,11 @@ def page() -> str:
     devices = "".join(f"| {device} | {what} |\n" for device, what in BY_DEVICE.items())
     deepspeed = "".join(f"| {key} | {what} |\n" for key, what in BY_KEY.items()) + AFTER_DEEPSPEED
     launched_rows = "".join(f"| `{name}` | {_handled(row)} |\n" for name, row in launched.VARIABLES.items())
-    releases = "".join(_behaviour(name, change) for name, change in behaviours.TABLE.items())
+    releases = "".join(
+        f"| {kind.until} | {_linked(text)} (`{name}`) |\n"
+        for kind in reversed(POLICIES)
+        for name, text in kind.changes.items()
+    )
     attributes = "".join(_attribute(row) for row in differing.ATTRIBUTES)
     tables = (
         differences,
@@ -229,11 +235,8 @@ def _handled(row: launched.Variable) -> str:
     return row.effect + (f"{others}: {row.instead}" if row.instead else "")
 
 
-def _behaviour(name: str, change: behaviours.Change) -> str:
-    url = f"https://github.com/huggingface/transformers/pull/{change.pull_request}"
-    since = change.since if change.pull_request is None else f"[{change.since}]({url})"
-    only = "" if change.begun == behaviours.RELEASES[0] else f" ({change.begun} and later)"
-    return f"| {since} | {change.now} (`{name}`) | {change.before}{only} |\n"
+def _linked(text: str) -> str:
+    return re.sub(r"transformers#(\d+)", r"[#\1](https://github.com/huggingface/transformers/pull/\1)", text)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from hftrainer.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from hftrainer.arguments.base import BaseArguments
-    from hftrainer.arguments.behaviours import Behaviours
+    from hftrainer.releases.policy import ReleasePolicy
 
 logger = logging.getLogger(__name__)
 
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 _REFUSED = ("lightning_config", "deepspeed")
 
 
-def take_changes(engine: Any, args: BaseArguments, behaviours: Behaviours, *, own_loader: bool) -> None:
+def take_changes(engine: Any, args: BaseArguments, policy: ReleasePolicy, *, own_loader: bool) -> None:
     """Apply the current values of the arguments to a run, as far as transformers does.
 
     Most arguments are read when they are needed. Those that the engine stores are passed to it. Those that are read
@@ -27,7 +27,7 @@ def take_changes(engine: Any, args: BaseArguments, behaviours: Behaviours, *, ow
     Args:
         engine: the engine of the Trainer, with the plan that was made from the arguments.
         args: the arguments with their current values.
-        behaviours: the behaviours of the release that is followed.
+        policy: what the followed release of transformers does.
         own_loader: whether the script makes the training loader, and so may read the batch size again.
 
     Raises:
@@ -36,7 +36,7 @@ def take_changes(engine: Any, args: BaseArguments, behaviours: Behaviours, *, ow
     if wrong := list(out_of_range(args)):
         raise InvalidArgument("\n".join(wrong))
     plan = engine.plan
-    again = () if behaviours.keeps_batch_size and not own_loader else ("per_device_train_batch_size",)
+    again = () if policy.reads_batch_size_once and not own_loader else ("per_device_train_batch_size",)
     once = {name: value for name, value in plan.read_once.items() if name not in again}
     now = {name: getattr(args, name, None) for name in once}
     changed = {name: value for name, value in once.items() if not _is_same(value, now[name])}

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hftrainer.arguments import legacy
-from hftrainer.arguments.behaviours import NEWEST, Behaviours, installed_release, of_arguments
 from hftrainer.arguments.resolved import ResolvedArguments
+from hftrainer.releases.followed import installed_release
+from hftrainer.releases.policy import NEWEST, ReleasePolicy
 
 if TYPE_CHECKING:
     from hftrainer.arguments.base import BaseArguments
@@ -41,12 +42,12 @@ class Explanation:
     Attributes:
         lines: the arguments that differ from their defaults.
         call: the equivalent `lightning.Trainer(...)`.
-        behaviours: of the release that is followed.
+        policy: of the release that is followed.
     """
 
     lines: tuple[Line, ...]
     call: str
-    behaviours: Behaviours
+    policy: ReleasePolicy
 
     def to_json(self) -> str:
         """The explanation as JSON, for programs."""
@@ -54,8 +55,8 @@ class Explanation:
             "arguments": [dataclasses.asdict(line) for line in self.lines],
             "call": self.call,
             "behaviour": {
-                "release": self.behaviours.release,
-                "differences": {name: change.before for name, change in self.behaviours.differences().items()},
+                "release": str(self.policy.release),
+                "differences": self.policy.differences(),
             },
         }
         return json.dumps(shown, indent=2)
@@ -71,7 +72,7 @@ class Explanation:
         if self.refused:
             names = ", ".join(self.refused)
             return "\n".join([*parts, *_indented(f"A Trainer refuses {names}, for the reasons above."), ""])
-        return "\n".join([*parts, *_shown(self.behaviours), "", "The same by hand", *_indented(self.call)])
+        return "\n".join([*parts, *_shown(self.policy), "", "The same by hand", *_indented(self.call)])
 
     @property
     def refused(self) -> list[str]:
@@ -96,21 +97,21 @@ def explain(args: BaseArguments) -> Explanation:
         flattens = plan.sharding is not None and plan.sharding.version == 1
         kind = "DeepSpeed" if plan.deepspeed is not None else "FSDP" if flattens else "ModelParallel"
         call += f", strategy={kind}Strategy()"
-    return Explanation(tuple(lines), f"lightning.Trainer({call})", of_arguments(args))
+    return Explanation(tuple(lines), f"lightning.Trainer({call})", ResolvedArguments.of(args).policy)
 
 
-def _shown(behaviours: Behaviours) -> list[str]:
-    differences = behaviours.differences()
+def _shown(policy: ReleasePolicy) -> list[str]:
+    differences = policy.differences()
     if not differences:
-        shown = [f"Behaves as transformers {behaviours.release}, the newest release that is known."]
-        if (installed := installed_release()) != behaviours.release:
+        shown = [f"Behaves as transformers {policy.release}, the newest release that is known."]
+        if (installed := installed_release()) != policy.release:
             shown += _indented(
                 f"install() and `python -m hftrainer run` follow the installed {installed}; "
                 f"lightning_config={{'behaviour': '{installed}'}} follows it here too, and shows what differs."
             )
         return shown
-    heading = f"Behaves as transformers {behaviours.release}, where it differs from {NEWEST}:"
-    return [heading, *(text for name, change in differences.items() for text in _indented(f"{name}: {change.before}"))]
+    heading = f"Behaves as transformers {policy.release}, where it differs from {NEWEST}:"
+    return [heading, *(line for name, text in differences.items() for line in _indented(f"{name}: {text}"))]
 
 
 def _wrapped(line: Line) -> list[str]:

@@ -36,7 +36,7 @@ class Argument:
         neutral: for the default None: the value that it stands for.
         accepted: the values that are not refused; all if empty.
         gone: the value that chooses what no longer exists, and what is done instead.
-        earlier: the last release with an earlier default → that default.
+        earlier: the last release with an earlier default → that default, from the oldest on.
     """
 
     default: Any

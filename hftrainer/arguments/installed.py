@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hftrainer.arguments import legacy
-from hftrainer.arguments.behaviours import is_before
 from hftrainer.arguments.field import OURS
 from hftrainer.arguments.old_fields import ARGUMENTS
+from hftrainer.releases import followed
+from hftrainer.releases.followed import is_before
+from hftrainer.releases.policy import Release
 
 if TYPE_CHECKING:
     from hftrainer.arguments.base import BaseArguments
@@ -55,6 +57,17 @@ def follow_fields(ours: Any, for_generation: Any) -> None:
             delattr(kind, name)
     for kind in (ours, for_generation):
         _show_parameters(kind.__init__)
+
+
+def earlier_defaults() -> dict[str, Any]:
+    """Argument → its default in the release that is followed, where that is another than ours."""
+    release, found = followed.from_config({}).release, {}
+    for name, about in ARGUMENTS.items():
+        for until, default in (about.earlier or {}).items():
+            if release <= Release.from_text(until):
+                found[name] = default
+                break
+    return found
 
 
 def forget_fields() -> None:

@@ -60,7 +60,7 @@ OWN: dict[str, tuple[Any, ...]] = {
     "environment": tuple(LAUNCHERS),
     "on_save_error": ("continue", "stop"),
 }
-#: Keywords of hftrainer that `behaviours` checks.
+#: Keywords of hftrainer that `releases.followed` checks.
 CHECKED_ELSEWHERE = ("behaviour",)
 #: Keywords that set the number of processes.
 PLACE = ("devices", "num_nodes")

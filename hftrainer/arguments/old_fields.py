@@ -62,7 +62,7 @@ class OldArguments(CurrentArguments):
     evaluation_strategy: str | None = old_name(None, same("eval_strategy"), "4.0", "4.48")
     no_cuda: bool = old_name(False, same("use_cpu"), "4.0", "4.57")
     warmup_ratio: float | None = old_name(
-        None, _RATIO, "4.2", "5.0", "Share of all steps to warm up, now `warmup_steps` below 1."
+        None, _RATIO, "4.2", "5.0", "Share of all steps to warm up, now `warmup_steps` below 1.", earlier={"4.57": 0.0}
     )
     adafactor: bool = old_name(False, switch_of("optim", "adafactor"), "4.2", "4.57")
     group_by_length: bool = old_name(
@@ -87,7 +87,9 @@ class OldArguments(CurrentArguments):
         "FairScale's sharding, now `fsdp`; alone it means 'simple'.",
         bare="simple",
     )
-    fsdp_min_num_params: int | None = old_name(None, key_of("fsdp_config", "min_num_params"), "4.20", "4.57")
+    fsdp_min_num_params: int | None = old_name(
+        None, key_of("fsdp_config", "min_num_params"), "4.20", "4.57", earlier={"4.57": 0}
+    )
     fsdp_transformer_layer_cls_to_wrap: str | None = old_name(
         None, key_of("fsdp_config", "transformer_layer_cls_to_wrap"), "4.22", "4.57"
     )

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hftrainer.arguments.accelerator_config import AcceleratorConfig
+from hftrainer.releases import followed
+from hftrainer.releases.policy import ReleasePolicy
 
 if TYPE_CHECKING:
     from hftrainer.arguments.base import BaseArguments
@@ -56,6 +58,11 @@ class ResolvedArguments:
             return self.lightning_config
         except (OSError, WrongConfig):
             return {}
+
+    @functools.cached_property
+    def policy(self) -> ReleasePolicy:
+        """What the followed release of transformers does."""
+        return followed.from_config(self.readable_config)
 
     @functools.cached_property
     def rank_info(self) -> RankInfo:

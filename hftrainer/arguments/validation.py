@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hftrainer.arguments import accelerate_state, behaviours
+from hftrainer.arguments import accelerate_state
 from hftrainer.arguments.accelerator_config import as_object
 from hftrainer.arguments.base import BaseArguments
 from hftrainer.arguments.choices import (
@@ -26,6 +26,7 @@ from hftrainer.arguments.old_fields import ARGUMENTS
 from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.errors import InvalidArgument
 from hftrainer.parallel.config_files import why_text
+from hftrainer.releases import followed
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +104,7 @@ def check_values(resolved: ResolvedArguments, *, complete: bool = True) -> list[
         *_check_precision(args),
         *check_accelerator_config(resolved),
         *_check_deepspeed(resolved),
-        *behaviours.check_choice(resolved.readable_config),
+        *followed.check_release(resolved.readable_config),
     ]
 
 
@@ -156,7 +157,7 @@ def _debug_options(given: Any) -> list[Any]:
 
 
 def _as_list(value: str | list[str] | None) -> list[str]:
-    if value is None and behaviours.is_before("5.0"):
+    if value is None and followed.is_before("5.0"):
         return ["all"]
     if value is None or value == "none" or value == ["none"]:
         return []

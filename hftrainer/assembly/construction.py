@@ -102,7 +102,7 @@ class TrainerSetup(Room):
             os.makedirs(str(args.output_dir), exist_ok=True)
         self.own.announce("on_init_end")
         config: Any = getattr(trainer.model, "config", None)
-        if config is not None and (self.own.behaviours.sets_use_cache or args.use_cache):
+        if config is not None and (self.own.policy.sets_use_cache or args.use_cache):
             config.use_cache = args.use_cache
 
     def init_callbacks(self, callbacks: list[Any], trackers: list[Any]) -> None:
@@ -120,7 +120,7 @@ class TrainerSetup(Room):
             trainer.add_callback(progress)
         trainer.control = TrainerControl()
         trainer.state = TrainerState(
-            epoch=0 if self.own.behaviours.begins_at_epoch_zero else None,
+            epoch=self.own.policy.epoch_before_training,
             is_local_process_zero=trainer.is_local_process_zero(),
             is_world_process_zero=trainer.is_world_process_zero(),
             stateful_callbacks=self.context.stateful_callbacks(),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from hftrainer.arguments.behaviours import of_arguments
 from hftrainer.arguments.choices import IntervalStrategy, SaveStrategy
+from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.callbacks.base import TrainerCallback
 from hftrainer.callbacks.state import ExportableState
 from hftrainer.errors import MissingFollowedMetric
@@ -29,13 +29,10 @@ class DefaultFlowCallback(TrainerCallback):
             control.should_save = True
         if step >= state.max_steps:
             control.should_training_stop = True
-            follows = of_arguments(args)
-            if evaluates and follows.evaluates_at_last_step:
+            policy = ResolvedArguments.of(args).policy
+            if evaluates and policy.evaluates_last_step:
                 control.should_evaluate = True
-            by_epochs = args.save_strategy == SaveStrategy.EPOCH and not follows.saves_last_step_by_steps
-            if (
-                args.save_strategy == SaveStrategy.STEPS or by_epochs
-            ):  # also at a step that is not a multiple of save_steps (since v4.47)
+            if args.save_strategy in policy.saves_last_step_with:
                 control.should_save = True
         return control
 

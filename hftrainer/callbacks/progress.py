@@ -7,7 +7,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from hftrainer.arguments.behaviours import of_arguments
+from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.callbacks.base import TrainerCallback, is_kind
 from hftrainer.callbacks.handler import BARS
 from hftrainer.compat import swap
@@ -95,10 +95,8 @@ class ProgressCallback(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         """Write the log line above the bar."""
         if self.training_bar is not None:
-            shown = {name: self._shortened(value) for name, value in _shown(logs, args).items()}
-            if not of_arguments(args).prints_four_digits and "epoch" in shown:
-                shown["epoch"] = round(shown["epoch"], 2)
-            self.training_bar.write(str(shown))
+            shown = _shown(logs, args, above_bar=True)
+            self.training_bar.write(str({name: self._shortened(value) for name, value in shown.items()}))
 
     def _shortened(self, value: Any) -> Any:
         if isinstance(value, str) and len(value) > self.max_str_len:
@@ -121,12 +119,10 @@ class PrinterCallback(TrainerCallback):
             print(_shown(logs, args))
 
 
-def _shown(logs: dict[str, Any] | None, args: BaseArguments) -> dict[str, Any]:
-    """A log line as printed: without `total_flos`, and with short numbers if the followed release prints them."""
+def _shown(logs: dict[str, Any] | None, args: BaseArguments, *, above_bar: bool = False) -> dict[str, Any]:
+    """A log line as the followed release prints it, without `total_flos`."""
     shown = {name: value for name, value in (logs or {}).items() if name != "total_flos"}
-    if not of_arguments(args).prints_four_digits:
-        return shown
-    return {name: f"{value:.4g}" if isinstance(value, float) else value for name, value in shown.items()}
+    return ResolvedArguments.of(args).policy.printed(shown, above_bar=above_bar)
 
 
 def _bar(**kwargs: Any) -> Any:

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from huggingface_hub import save_torch_state_dict
 
-from hftrainer.arguments import behaviours
 from hftrainer.checkpointing import distributed, names
 from hftrainer.compat import peers
 from hftrainer.compat.reading import fitting, read_weights
 from hftrainer.errors import CheckpointNotFound, InvalidArgument
 from hftrainer.parallel.deepspeed.parts import has_states, holds_parts, missing_part
+from hftrainer.releases.followed import installed_release
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ def save_configs(model: Any, folder: str) -> None:
 
 def _save_pretrained(model: Any, folder: str, state_dict: dict[str, Any] | None, safe: bool) -> None:
     takes_format = "safe_serialization" in inspect.signature(model.save_pretrained).parameters
-    if takes_format and (not safe or behaviours.installed_release().startswith("4.")):
+    if takes_format and (not safe or installed_release() < (5, 0)):
         # v4 always passes the format: a model's own method may have another default, such as SpanMarker's.
         model.save_pretrained(folder, state_dict=state_dict, safe_serialization=safe)
     elif safe:

@@ -16,11 +16,11 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hftrainer.arguments.behaviours import newer_than_known
 from hftrainer.cli.parser import Parser, add_json
 from hftrainer.cli.variables import environment
 from hftrainer.compat.version import __version__
 from hftrainer.parallel.environment import WrongEnvironment, detect
+from hftrainer.releases.followed import newer_than_known
 
 #: Extra of pyproject.toml → what it is for.
 EXTRAS = {

@@ -7,9 +7,11 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from hftrainer.arguments import behaviours, installed
+from hftrainer.arguments import installed
 from hftrainer.compat import swap
 from hftrainer.compat.earlier_imports import warnings_of_earlier_imports
+from hftrainer.releases import followed
+from hftrainer.releases.policy import NEWEST
 from hftrainer.training_args import TrainingArguments
 from hftrainer.training_args_seq2seq import Seq2SeqTrainingArguments
 
@@ -20,7 +22,7 @@ _todays_defaults: dict[str, Any] = {}
 def install() -> None:
     """Replace `Trainer`, `TrainingArguments`, the callbacks and their helpers in `transformers` by ours.
 
-    Trainers then behave as those of the installed release (`hftrainer.arguments.behaviours`), and arguments have its
+    Trainers then behave as those of the installed release (`hftrainer.releases`), and arguments have its
     fields and defaults; names of other releases are still accepted as keywords and on the command line.
 
     Works before and after `import transformers`. A module that imported or subclassed the original `Trainer` before
@@ -30,9 +32,8 @@ def install() -> None:
         return
     for sentence in warnings_of_earlier_imports(sys._getframe(1)):
         warnings.warn(sentence, stacklevel=2)
-    release = behaviours.installed_release()
-    behaviours.follow(release)
-    _set_defaults(behaviours.earlier_defaults(release))
+    followed.follow(followed.installed_release())
+    _set_defaults(installed.earlier_defaults())
     installed.follow_fields(TrainingArguments, Seq2SeqTrainingArguments)
     swap.begin()
 
@@ -41,7 +42,7 @@ def uninstall() -> None:
     """Undo `install()`."""
     swap.end()
     installed.forget_fields()
-    behaviours.follow(behaviours.NEWEST)
+    followed.follow(NEWEST)
     _set_defaults(_todays_defaults)
     _todays_defaults.clear()
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from hftrainer.errors import InvalidArgument
+from hftrainer.releases.earlier import EarlierSchedule
 from hftrainer.training_args import TrainingArguments
 
 
@@ -32,31 +33,6 @@ class TrainingSchedule(NamedTuple):
     total_train_batch_size: int
     steps_in_epoch: int
     max_steps: int
-
-
-class EarlierSchedule(NamedTuple):
-    """The lengths of a run, in the order in which `set_initial_training_values` of v4.49 to v5.2 returns them.
-
-    Attributes:
-        num_train_epochs, num_update_steps_per_epoch, num_examples, num_train_samples, max_steps: as in v5.
-        epoch_based: whether `num_train_epochs` sets the length of the run.
-        len_dataloader: micro-batches in one pass of this process; None when the loader has no length.
-    """
-
-    num_train_epochs: int
-    num_update_steps_per_epoch: int
-    num_examples: int
-    num_train_samples: float
-    epoch_based: bool
-    len_dataloader: int | None
-    max_steps: int
-
-    @classmethod
-    def of(cls, schedule: TrainingSchedule, *, epoch_based: bool, sized: bool) -> EarlierSchedule:
-        """The same lengths in the earlier order."""
-        values = schedule._asdict()
-        del values["total_train_batch_size"], values["steps_in_epoch"]
-        return cls(epoch_based=epoch_based, len_dataloader=schedule.steps_in_epoch if sized else None, **values)
 
 
 def read_schedule(values: Any, args: TrainingArguments, *, total_train_batch_size: int) -> TrainingSchedule:
@@ -121,8 +97,7 @@ def plan_schedule(
     num_examples: int | None,
     total_batch_size: int,
     accumulation_at: Accumulation,
-    *,
-    counts_last_window: bool = True,
+    steps_of_epoch: Callable[[int, int], int],
 ) -> TrainingSchedule:
     """Compute the lengths of a run.
 
@@ -132,7 +107,7 @@ def plan_schedule(
         num_examples: samples in the loader, if it has a length.
         total_batch_size: samples per optimizer step, over all processes.
         accumulation_at: epoch → micro-batches per optimizer step in it.
-        counts_last_window: whether an incomplete last window counts as an optimizer step (since v4.52).
+        steps_of_epoch: micro-batches in an epoch, and in an optimizer step → optimizer steps in the epoch.
 
     Raises:
         InvalidArgument: when the length of training is not determined, or when there is no data.
@@ -155,8 +130,7 @@ def plan_schedule(
     assert num_examples is not None
 
     def steps_at(epoch: int) -> int:
-        windows = micro_batches / accumulation_at(epoch)
-        return math.ceil(windows) if counts_last_window else max(1, math.floor(windows))
+        return steps_of_epoch(micro_batches, accumulation_at(epoch))
 
     per_epoch = steps_at(0)
     if args.max_steps > 0:

@@ -176,7 +176,7 @@ class EvaluationRunner(Room):
     def _ignored_keys(self) -> list[str]:
         """Outputs that the model's config excludes from predictions."""
         config = getattr(self.trainer.model, "config", None)
-        leaves_out = config is not None and self.context.behaviours.leaves_out_past
+        leaves_out = config is not None and self.context.policy.excludes_past_key_values
         cache = peers.name_of_cache()
         ignored = list(getattr(config, "keys_to_ignore_at_inference", [cache] if leaves_out else []))
         # Models written for earlier releases name it as these did; their outputs have it under today's name.
@@ -247,7 +247,7 @@ class EvaluationRunner(Room):
         self, dataloader: DataLoader, predict: Callable[..., Any], prefix: str, predicting: bool
     ) -> EvaluationPass:
         """Make the pass that Lightning's loop will run."""
-        trainer = self.trainer
+        trainer, policy = self.trainer, self.context.policy
         processes = trainer.accelerator.processes
         metrics = as_metrics(trainer.compute_metrics, by_batch=trainer.args.batch_eval_metrics)
         if isinstance(metrics, TorchMetrics) and processes.tp_size > 1:
@@ -269,9 +269,7 @@ class EvaluationRunner(Room):
             collect=functools.partial(processes.gather, distinct=True),
             prefix=prefix,
             returns_predictions=predicting,
-            only_finite_losses=(
-                trainer.args.logging_nan_inf_filter and self.context.behaviours.leaves_out_infinite_losses
-            ),
+            only_finite_losses=trainer.args.logging_nan_inf_filter and policy.filters_nonfinite_eval_losses,
             preparation_time=getattr(trainer, "model_preparation_time", None),
         )
 
@@ -297,10 +295,10 @@ class EvaluationRunner(Room):
 
     def _compute(self, model: nn.Module, inputs: Any, loss_only: bool) -> tuple[torch.Tensor, Any]:
         trainer = self.trainer
-        by_items = self.context.behaviours.evaluates_by_items
+        by_items = self.context.policy.divides_eval_loss_by_items
         num_items = trainer._get_num_items_in_batch([inputs], trainer.args.device) if by_items else None
         context, inputs = trainer._prepare_context_parallel_inputs(model, inputs)
-        if loss_only and trainer.args.use_liger_kernel and self.context.behaviours.skips_logits:
+        if loss_only and trainer.args.use_liger_kernel and self.context.policy.skips_logits:
             inputs = {**inputs, "skip_logits": True}  # for Liger's fused loss, which then keeps none
         with trainer.compute_loss_context_manager(), context():
             if accepts(trainer.compute_loss, "return_outputs"):

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from hftrainer.errors import InvalidArgument, MetricNotFound, UnknownArgument, suggest
 
 if TYPE_CHECKING:
-    from hftrainer.arguments.behaviours import Behaviours
     from hftrainer.checkpointing.writer import CheckpointWriter
+    from hftrainer.releases.policy import ReleasePolicy
     from hftrainer.trainer_utils import BestRun
     from hftrainer.training.run import Run
     from hftrainer.training.runner import TrainingRunner
@@ -25,7 +25,7 @@ class SearchContext(Protocol):
     """What a search needs of the rooms of a Trainer; see `training.context.TrainerContext`."""
 
     trainer: TrainerApi
-    behaviours: Behaviours
+    policy: ReleasePolicy
     run: Run
     checkpoint_writer: CheckpointWriter
     lightning_callbacks: list[Any]

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hftrainer.arguments.behaviours import follow
 from hftrainer.callbacks.base import is_kind
 from hftrainer.callbacks.progress import ProgressCallback
 from hftrainer.errors import InvalidArgument
+from hftrainer.releases.followed import follow
 
 if TYPE_CHECKING:
     from hftrainer.search.backend import SearchContext
@@ -41,7 +41,7 @@ class PackedTrainer:
             os.chdir(self.folder)
         for arguments in filter(None, (vars(trainer.args), context.searched_arguments)):
             arguments["output_dir"] = os.path.join(self.folder, arguments["output_dir"])
-        follow(context.behaviours.release)  # install() was not called in this process
+        follow(context.policy.release)  # install() was not called in this process
         context.settings.set_log_level()
         context.settings.follow_arguments()
         context.rebuild()

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from hftrainer.arguments.behaviours import Behaviours
 from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.callbacks.state import is_exportable
 from hftrainer.checkpointing.states import ModelStates
 from hftrainer.checkpointing.writer import CheckpointWriter
 from hftrainer.compat.overrides import is_overridden
+from hftrainer.releases.policy import ReleasePolicy
 from hftrainer.training.run import Run, RunningLoop
 from hftrainer.training.trainer_api import TrainerApi
 
@@ -24,7 +24,7 @@ class TrainerContext:
         optimizers: the optimizer and the scheduler that the script has passed, either None.
 
     Attributes:
-        behaviours: those of the followed release of transformers.
+        policy: what the followed release of transformers does.
         resolved: the parsed arguments, for this Trainer or for the current trial.
         engine: the Lightning engine, built from the arguments.
         states: how the strategy gathers, saves and loads the states of model and optimizer.
@@ -41,7 +41,7 @@ class TrainerContext:
         past_index: the model's output that the next batch gets as `mems`; -1 for none.
     """
 
-    behaviours: Behaviours
+    policy: ReleasePolicy
     resolved: ResolvedArguments
     engine: Any
     states: ModelStates

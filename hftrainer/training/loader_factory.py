@@ -103,7 +103,7 @@ class LoaderFactory(Room):
             else:
                 settings |= {"sampler": sampler, "drop_last": args.dataloader_drop_last}
             if is_training:
-                by_rank = self.context.behaviours.seeds_workers_by_rank
+                by_rank = self.context.policy.seeds_workers_by_rank
                 settings["worker_init_fn"] = functools.partial(
                     seed_worker,
                     num_workers=args.dataloader_num_workers,
@@ -131,8 +131,7 @@ class LoaderFactory(Room):
             return None
         if args.train_sampling_strategy == "group_by_length":
             seed = args.data_seed if args.data_seed is not None else args.seed
-            seeds = self.context.behaviours.seeds_order_of_evaluation
-            order = torch.Generator().manual_seed(seed) if seeds else None
+            order = self.context.policy.evaluation_generator(seed)
             return self._length_grouped_sampler(dataset, args.eval_batch_size, order)
         return SequentialSampler(dataset)
 
@@ -276,15 +275,6 @@ class LoaderFactory(Room):
             )
         names = getattr(self.trainer.processing_class, "model_input_names", None)
         return count_lengths(dataset, names[0] if names else "input_ids")
-
-    def counted_labels(self, batch: Any) -> Any:
-        """The labels of a batch that count for its loss."""
-        labels = batch["labels"]
-        if not self.context.behaviours.counts_shifted_labels:
-            return labels
-        if "shift_labels" in batch:
-            return batch["shift_labels"]
-        return labels[..., 1:] if self.trainer._loss_shifts_labels and isinstance(labels, torch.Tensor) else labels
 
     def sum_over_data(self, count: torch.Tensor) -> torch.Tensor:
         """The sum of a count over all ranks with distinct batches."""

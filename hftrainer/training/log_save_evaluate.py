@@ -84,8 +84,7 @@ class LogSaveEvaluate(Room):
         summed, further = run.logged_metrics.read(of_all, steps)
         tr_loss -= tr_loss  # not zero_(): a NaN that the filter let through stays, as in transformers
         self.context.engine.parallelism.end_batch()
-        mean = summed / steps
-        logs: dict[str, float] = {"loss": mean if self.context.behaviours.logs_whole_loss else round(mean, 4)}
+        logs: dict[str, float] = {"loss": self.context.policy.logged_loss(summed / steps)}
         if grad_norm is not None:
             logs["grad_norm"] = grad_norm.item() if isinstance(grad_norm, torch.Tensor) else grad_norm
         logs["learning_rate"] = learning_rate if learning_rate is not None else trainer._get_learning_rate()
@@ -158,7 +157,7 @@ class LogSaveEvaluate(Room):
         if not (value > best if args.greater_is_better else value < best):
             return False
         state.best_metric = value
-        if not self.context.behaviours.keeps_best_step:
+        if not self.context.policy.records_best_step:
             folder = f"{names.PREFIX_CHECKPOINT_DIR}-{state.global_step}"
             state.best_model_checkpoint = os.path.join(self.trainer._get_output_dir(trial), folder)
         if args.save_strategy != SaveStrategy.NO:

@@ -105,8 +105,7 @@ class TrainingLoop(Room):
             interrupted=self._interrupted,
         )
         self.micro_batches.position = position
-        once = self.context.behaviours.divides_gradients_once
-        self.backward_divisor = 1 if once else trainer.args.gradient_accumulation_steps
+        self.backward_divisor = self.context.policy.gradient_divisor(trainer.args)
         # The keywords that overrides accept are looked up once.
         self._get_batch_samples = with_accepted(trainer.get_batch_samples, "device")
 
@@ -321,7 +320,7 @@ class TrainingLoop(Room):
         trainer = self.trainer
         clips = trainer.args.max_grad_norm is not None and trainer.args.max_grad_norm > 0  # None until v4.57
         clipped = trainer._clip_grad_norm(model) if clips else None
-        measures = clipped is not None or self.context.behaviours.logs_unclipped_norm
+        measures = clipped is not None or self.context.policy.logs_grad_norm_without_clipping
         self.grad_norm = trainer._get_grad_norm(model, grad_norm=clipped) if measures else None
         self.context.announce("on_pre_optimizer_step")
 
@@ -340,7 +339,7 @@ class TrainingLoop(Room):
             self.learning_rate = float(trainer.get_learning_rates()[0])
             return
         # Else the log line reads it, after the schedule has stepped.
-        if self.context.behaviours.logs_rate_of_step:
+        if self.context.policy.logs_rate_of_step:
             self.learning_rate = trainer._get_learning_rate()
         if not skipped and not follows_metric(trainer.lr_scheduler):  # metric-driven schedules step after evaluations
             trainer.lr_scheduler.step()

@@ -66,11 +66,11 @@ class ModelSetup(Room):
 
     def align_special_tokens(self) -> None:
         """Set the processing class's special tokens in the model's configs, as the followed release does."""
-        trainer, follows = self.trainer, self.context.behaviours
+        trainer, policy = self.trainer, self.context.policy
         tokenizes = peers.is_tokenizing(trainer.processing_class) and hasattr(trainer.model, "config")
-        if follows.aligns_special_tokens and tokenizes:
+        if policy.aligns_special_tokens and tokenizes:
             inspection.align_special_tokens(
-                self.context.bare_model, trainer.processing_class, all_tokens=not follows.aligns_tokens_that_are_set
+                self.context.bare_model, trainer.processing_class, all_tokens=not policy.aligns_only_set_tokens
             )
 
     def set_model(self, model: nn.Module) -> None:

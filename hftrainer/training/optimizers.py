@@ -81,7 +81,7 @@ class OptimizerFactory(Room):
     def decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Names of the parameters that weight decay applies to."""
         known = self.context.states.decay_parameter_names(model)
-        return trainer_optimizer.decay_parameter_names(model, self.context.behaviours) if known is None else known
+        return self.context.policy.decay_parameter_names(model) if known is None else known
 
     def group_of(self, param: Any) -> Any:
         """The parameter group that holds `param`; for None, the parameters of each group."""

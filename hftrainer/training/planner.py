@@ -13,8 +13,9 @@ from hftrainer.checkpointing.progress import RunProgress
 from hftrainer.compat.functions import has_length
 from hftrainer.compat.messages import log_facts
 from hftrainer.compat.overrides import positional_count
-from hftrainer.data.schedule import EarlierSchedule, TrainingSchedule, plan_schedule, position_of, read_schedule
+from hftrainer.data.schedule import TrainingSchedule, plan_schedule, position_of, read_schedule
 from hftrainer.errors import UnsupportedArgument
+from hftrainer.releases.earlier import EarlierSchedule
 from hftrainer.training.context import Room
 from hftrainer.training_args import TrainingArguments
 
@@ -29,24 +30,22 @@ class Planner(Room):
         trainer = self.trainer
         size = trainer.get_total_train_batch_size(args)
         count = positional_count(trainer.set_initial_training_values)
-        takes_size = (
-            not self.context.behaviours.returns_steps_in_epoch if count is None else count > len((args, dataloader))
-        )
+        takes_size = not self.context.policy.returns_steps_in_epoch if count is None else count > 2
         values = trainer.set_initial_training_values(args, dataloader, *([size] if takes_size else []))
         return read_schedule(values, args, total_train_batch_size=size)
 
     def lengths(self, args: TrainingArguments, dataloader: Any, size: int | None) -> TrainingSchedule | EarlierSchedule:
         """See `Trainer.set_initial_training_values`."""
-        trainer, sized, follows = self.trainer, has_length(dataloader), self.context.behaviours
+        trainer, sized, policy = self.trainer, has_length(dataloader), self.context.policy
         schedule = plan_schedule(
             args,
             len(dataloader) * trainer.get_sp_size() if sized else None,
             trainer.num_examples(dataloader) if sized else None,
             trainer.get_total_train_batch_size(args) if size is None else size,
             self.context.engine.accumulation_at,
-            counts_last_window=follows.counts_last_window,
+            policy.steps_of_epoch,
         )
-        if follows.returns_steps_in_epoch:
+        if policy.returns_steps_in_epoch:
             return schedule
         return EarlierSchedule.of(schedule, epoch_based=args.max_steps < 0, sized=sized)
 

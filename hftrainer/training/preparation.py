@@ -110,7 +110,7 @@ class Preparation(Room):
 
         v5 calls the two others alone, so an override of one of them is written for that.
         """
-        apart = self.context.behaviours.makes_schedule_apart
+        apart = self.context.policy.calls_create_scheduler
         others = apart and self.context.is_overridden("create_optimizer", "create_scheduler")
         return not others and self.context.is_overridden("create_optimizer_and_scheduler")
 

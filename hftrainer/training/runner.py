@@ -92,7 +92,7 @@ class TrainingRunner(Room):
         """Make the model and take the arguments of this `train()`; returns the checkpoint to resume from, if any."""
         self.context.checkpoint_writer.wait_ignoring_errors()
         folder = self._find_folder(resume_from_checkpoint)
-        makes_model_first = self.context.behaviours.makes_model_before_trial
+        makes_model_first = self.context.policy.makes_model_before_trial
         if makes_model_first:
             self.model_setup.remake_model(trial)
             self.model_setup.align_special_tokens()
@@ -150,7 +150,7 @@ class TrainingRunner(Room):
         if not self.context.states.spread:  # a sharded model loads its shards later
             self.trainer._load_from_checkpoint(folder)
         finds = self.trainer.args.auto_find_batch_size or self.context.engine.finds_batch_size
-        if finds or not self.context.behaviours.takes_given_batch_size:
+        if finds or not self.context.policy.resumes_with_batch_size_of_arguments:
             state = TrainerState.load_from_json(os.path.join(folder, names.TRAINER_STATE_NAME))
             self.run.train_batch_size = state.train_batch_size or self.run.train_batch_size
 
@@ -321,16 +321,16 @@ class TrainingRunner(Room):
 
     def finish(self, trial: Any, num_train_samples: float, start_time: float) -> TrainOutput:
         """Write the last log line, load the best model, and end the run."""
-        trainer, writer, follows = self.trainer, self.context.checkpoint_writer, self.context.behaviours
+        trainer, writer, policy = self.trainer, self.context.checkpoint_writer, self.context.policy
         assert self.run.loop is not None
-        if not follows.loads_best_after_logging:
+        if not policy.loads_best_after_logging:
             self.saver.wait()
             self.saver.load_best_at_end()
         metrics = self._final_metrics(num_train_samples, start_time)
         trainer.log(metrics)
         self.saver.wait()
         writer.close()
-        if follows.loads_best_after_logging:
+        if policy.loads_best_after_logging:
             self.saver.load_best_at_end()
         best, run_dir = trainer.state.best_model_checkpoint, trainer._get_output_dir(trial)
         # Without the last checkpoint, which a full disk has cost, the one before it is where the run can go on.
@@ -348,7 +348,7 @@ class TrainingRunner(Room):
 
     def _final_metrics(self, num_train_samples: float, start_time: float) -> dict[str, float]:
         trainer, run, state = self.trainer, self.run, self.trainer.state
-        steps = state.global_step - (run.initial_step if self.context.behaviours.averages_over_own_steps else 0)
+        steps = state.global_step - (run.initial_step if self.context.policy.averages_train_loss_over_call else 0)
         run.total_loss += run.loss.item()
         train_loss = run.total_loss / max(steps, 0.001)
         samples = num_train_samples * steps / max(state.max_steps, 1)

@@ -101,7 +101,7 @@ class CheckpointSaver(Room):
         """Write `trainer_state.json`, with only the fields of the followed release."""
         path = os.path.join(folder, names.TRAINER_STATE_NAME)
         self.trainer.state.save_to_json(path)
-        if not self.context.behaviours.keeps_best_step:  # a release without this field could not read it
+        if not self.context.policy.records_best_step:  # a release without this field could not read it
             drop_from_json(path, "best_global_step")
 
     def load_best_at_end(self) -> None:
@@ -245,7 +245,7 @@ class CheckpointSaver(Room):
                 weights = peers.uncompiled(trainer.model).state_dict()
             writer.call(write, weights)
         processing_class = trainer.processing_class
-        if processing_class is None and self.context.behaviours.saves_tokenizer_of_collator:
+        if processing_class is None and self.context.policy.saves_tokenizer_of_collator:
             processing_class = getattr(trainer.data_collator, "tokenizer", None)
             if processing_class is not None:
                 logger.info("Without a processing_class, the tokenizer of data_collator is saved.")

@@ -43,13 +43,13 @@ class Settings(Room):
     def take_changes_in(self, args: TrainingArguments) -> None:
         """Use the values of `args`, which may be another object than the Trainer's arguments."""
         own_loader = is_overridden(self.trainer, "get_train_dataloader")
-        take_changes(self.context.engine, args, self.context.behaviours, own_loader=own_loader)
+        take_changes(self.context.engine, args, self.context.policy, own_loader=own_loader)
 
     def take_changes(self) -> None:
         """Apply to the next run the arguments that the script has changed since the Trainer was made."""
         trainer, context = self.trainer, self.context
         refuse_rewritten(trainer)
-        if not context.behaviours.keeps_batch_size:
+        if not context.policy.reads_batch_size_once:
             self.run.train_batch_size = trainer.args.train_batch_size
         self.take_changes_in(trainer.args)
         accelerate_state.follow(trainer.args, trainer.accelerator)  # another Trainer may have been made since

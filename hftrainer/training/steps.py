@@ -91,10 +91,9 @@ class TrainingSteps(Room):
             devices.empty_cache()
         loss, parts = split_losses(loss)
         loss = check_loss(loss)
-        accumulation = self.run.accumulation
-        if not self.context.behaviours.divides_by_window:
-            accumulation = trainer.args.gradient_accumulation_steps
-        divisor = accumulation if accumulation > 1 and not self._loss_is_scaled(num_items_in_batch) else 1
+        divisor = self.context.policy.loss_divisor(self.run.accumulation, trainer.args)
+        if divisor > 1 and self._loss_is_scaled(num_items_in_batch):
+            divisor = 1
         for name, part in parts.items():
             if part is not None:
                 self.run.logged_metrics.add(name, part / divisor, count=0)
@@ -107,7 +106,7 @@ class TrainingSteps(Room):
             return trainer.loss_is_scaled_for_ga
         if not accepts(trainer.compute_loss, "num_items_in_batch"):
             return False  # an override from before v4.46 does not get them
-        counted = num_items_in_batch is not None or not self.context.behaviours.divides_uncounted_loss
+        counted = num_items_in_batch is not None or not self.context.policy.divides_uncounted_loss
         return (trainer.model_accepts_loss_kwargs and counted) or self._function_takes_items
 
     @property
@@ -135,7 +134,7 @@ class TrainingSteps(Room):
             loss = call_with_accepted(trainer.compute_loss_func, outputs, labels, num_items_in_batch=num_items_in_batch)
         elif trainer.label_smoother is not None and labels is not None:
             shift = smoothing_shifts_labels(trainer.accelerator.unwrap_model(model))
-            items = num_items_in_batch if self.context.behaviours.smooths_over_items else None
+            items = num_items_in_batch if self.context.policy.smooths_over_items else None
             loss = trainer.label_smoother(outputs, labels, shift_labels=shift, num_items_in_batch=items)
         else:
             if trainer.label_smoother is not None:
@@ -154,20 +153,17 @@ class TrainingSteps(Room):
 
     def num_items(self, batch_samples: list[Any], device: torch.device) -> torch.Tensor | int | None:
         """Number of labels that are not -100, over all micro-batches; None when nothing uses it."""
-        trainer, follows = self.trainer, self.context.behaviours
+        trainer, policy = self.trainer, self.context.policy
         asked = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
-        counted = asked or not follows.counts_only_for_those_who_ask
-        if not counted or not batch_samples or "labels" not in batch_samples[0]:
+        if (not asked and policy.counts_items_only_if_used) or not batch_samples or "labels" not in batch_samples[0]:
             return None
-        labels = [self.loaders.counted_labels(batch) for batch in batch_samples]
+        labels = [policy.counted_labels(batch, shifts=trainer._loss_shifts_labels) for batch in batch_samples]
         if not all(isinstance(each, torch.Tensor) for each in labels):
             return None  # detection models: labels are lists of dicts
         count = sum(each.ne(-100).sum() for each in labels).to(device)
         if self.context.averages_tokens:
             count = self.loaders.sum_over_data(count)
-        if not follows.counts_items_on_device:
-            return count.item()
-        return count / 1 if follows.counts_items_as_float else count
+        return policy.num_items(count)
 
     def track_tokens(self, inputs: dict[str, Any]) -> None:
         """Count the input tokens of a micro-batch over all ranks, if an argument asks for it."""
@@ -189,14 +185,14 @@ class TrainingSteps(Room):
             return {}
         seen = trainer.state.num_input_tokens_seen
         found: dict[str, float] = {"num_input_tokens_seen": seen}
-        if start_time is not None and self.context.behaviours.logs_tokens_per_second:
+        if start_time is not None and self.context.policy.logs_tokens_per_second:
             found |= speed_metrics("train", start_time, num_tokens=seen - self.run.initial_tokens)
         return found
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Floating-point operations of forward and backward on a batch: 6 per token and parameter; 0 if unknown."""
         model: Any = self.trainer.model
-        if hasattr(model, "floating_point_ops") and not self.context.behaviours.counts_operations_itself:
+        if hasattr(model, "floating_point_ops") and not self.context.policy.estimates_total_flos:
             return model.floating_point_ops(inputs)
         main_input = getattr(model, "main_input_name", "input_ids")
         return inputs[main_input].numel() * self.loaders.flos_per_token_of(model) if main_input in inputs else 0

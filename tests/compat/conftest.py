@@ -1,14 +1,14 @@
 import pytest
 
-from hftrainer.arguments import behaviours
+from hftrainer.arguments import installed
 from hftrainer.cli import install
+from hftrainer.releases import followed
 
 
 @pytest.fixture(scope="module")
 def as_installed():
     """Ours follows the installed release, as after `install()`, for tests that compare with it."""
-    release = behaviours.installed_release()
-    behaviours.follow(release)
-    install._set_defaults(behaviours.earlier_defaults(release))
+    followed.follow(followed.installed_release())
+    install._set_defaults(installed.earlier_defaults())
     yield
     install.uninstall()

@@ -15,8 +15,8 @@ from torch import nn
 
 import hftrainer
 from hftrainer import default_data_collator
-from hftrainer.arguments import behaviours
 from hftrainer.errors import UnsupportedArgument
+from hftrainer.releases import followed
 from hftrainer.search.ray_search import RaySearch
 from tests.compat.names_in_use import ABSENT, READ
 from tests.support.changed import Doubled, changed_alike, library_of, parent, run_changed
@@ -197,8 +197,8 @@ def test_what_a_subclass_sets_survives_a_new_model(tmp_path):
         trainer, _ = build(library_name, "bert", tmp_path / library_name, **given)
         return [{name: getattr(trainer, name) for name in KEPT} for _ in range(2) if trainer.train()]
 
-    keeps_batch_size = behaviours.of(behaviours.installed_release()).keeps_batch_size
-    assert alike(run, assert_equal)[1] == KEPT | ({} if keeps_batch_size else {"_train_batch_size": 4})
+    reads_once = followed.policy_of(followed.installed_release()).reads_batch_size_once
+    assert alike(run, assert_equal)[1] == KEPT | ({} if reads_once else {"_train_batch_size": 4})
 
 
 def test_a_handle_of_neftune_that_a_script_takes_away(tmp_path):

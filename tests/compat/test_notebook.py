@@ -16,10 +16,10 @@ SETUP = """
     import sys
     sys.path[:0] = {paths!r}
     import importlib
-    from hftrainer.arguments import behaviours
+    from hftrainer.releases import followed
     from tests.support.tiny import make_plain, plain_data
 
-    behaviours.follow(behaviours.installed_release())  # as after install(): it is compared with that release
+    followed.follow(followed.installed_release())  # as after install(): it is compared with that release
 
     def make(name, *callbacks, two_sets=False, **settings):
         library = importlib.import_module(name)

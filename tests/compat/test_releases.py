@@ -1,14 +1,14 @@
 """Runs through `install()` are those of the installed release of transformers, exactly.
 
 `make test-versions` runs this file beside each of several releases. A case is a function of a folder that trains with
-the classes that `transformers` has, and returns what can be compared. `SHOWN_BY` names the case that shows each switch
-of the table of behaviours: with the switch the other way round, it finds something else.
+the classes that `transformers` has, and returns what can be compared. `SHOWN_BY` names the case that shows each
+difference of an earlier release: without the difference, it finds something else.
 """
 
 import contextlib
 import copy
-import dataclasses
 import functools
+import inspect
 import shutil
 import sys
 from pathlib import Path
@@ -18,7 +18,8 @@ import torch
 import transformers
 
 import hftrainer
-from hftrainer.arguments import behaviours
+from hftrainer.releases import followed
+from hftrainer.releases.earlier import POLICIES
 from tests.support.parity import Record, accuracy, assert_same, build, record, train
 from tests.support.releases import TRANSFORMERS
 from tests.support.tiny import (
@@ -338,50 +339,54 @@ CASES = {
     "the lengths of some steps": functools.partial(the_lengths_of_a_run, max_steps=5, gradient_accumulation_steps=3),
     "a model with another format by default": a_model_with_another_format_by_default,
 }
-#: Switch → the case that shows it, or the test elsewhere.
+#: The last release that does something differently → what, and the case that shows it, or the test elsewhere.
 SHOWN_BY = {
-    "counts_shifted_labels": "llama, accumulating",
-    "counts_only_for_those_who_ask": "items for an override",
-    "counts_items_on_device": "items of a plain model",
-    "counts_items_as_float": "items of a plain model",
-    "divides_by_window": "accumulating",
-    "divides_uncounted_loss": "items that nobody counts",
-    "divides_gradients_once": "accumulating",
-    "smooths_over_items": "smoothed, accumulating",
-    "counts_last_window": "accumulating",
-    "leaves_named_norms_undecayed": "a layernorm",
-    "decays_by_name": "a norm",
-    "sets_use_cache": "the cache of a config",
-    "aligns_special_tokens": "special tokens",
-    "aligns_tokens_that_are_set": "end tokens",
-    "makes_model_before_trial": "a trial with another seed",
-    "takes_given_batch_size": "resumed with another batch size",
-    "keeps_batch_size": "a batch size set later",
-    "logs_whole_loss": "plain",
-    "logs_rate_of_step": "plain",
-    "logs_unclipped_norm": "not clipped",
-    "logs_tokens_per_second": "tokens seen",
-    "averages_over_own_steps": "resumed within an epoch",
-    "begins_at_epoch_zero": "before and after training",
-    "counts_operations_itself": "a norm",
-    "prints_four_digits": "special tokens",
-    "evaluates_at_last_step": "best model",
-    "evaluates_by_items": "llama, accumulating",
-    "leaves_out_infinite_losses": "an infinite loss",
-    "seeds_order_of_evaluation": "grouped by length",
-    "leaves_out_past": "predictions with a past",
-    "loads_best_after_logging": "the best model when it is logged",
-    "saves_last_step_by_steps": "by epoch",
-    "keeps_best_step": "best model",
-    "saves_tokenizer_of_collator": "a tokenizer of the collator",
-    "saves_scaler": "fp16",
-    "makes_schedule_apart": "overrides of all that make an optimizer",
-    "returns_steps_in_epoch": "the lengths of a run",
-}
-#: Switches that one process, or one without Liger, does not show → the test that does.
-SHOWN_ELSEWHERE = {
-    "seeds_workers_by_rank": "tests/distributed/test_data.py",
-    "skips_logits": "tests/parity/test_model_changes.py",
+    "5.22": {"filters_nonfinite_eval_losses": "an infinite loss", "skips_logits": "tests/parity/test_model_changes.py"},
+    "5.18": {"averages_train_loss_over_call": "resumed within an epoch", "num_items": "items of a plain model"},
+    "5.17": {"aligns_only_set_tokens": "end tokens"},
+    "5.15": {"evaluation_generator": "grouped by length"},
+    "5.14": {"smooths_over_items": "smoothed, accumulating"},
+    "5.9": {"counted_labels": "llama, accumulating"},
+    "5.5": {"gradient_divisor": "accumulating"},
+    "5.3": {"evaluates_last_step": "best model"},
+    "5.2": {
+        "epoch_before_training": "before and after training",
+        "loads_best_after_logging": "the best model when it is logged",
+        "logs_grad_norm_without_clipping": "not clipped",
+        "makes_model_before_trial": "a trial with another seed",
+        "reads_batch_size_once": "a batch size set later",
+        "returns_steps_in_epoch": "the lengths of a run",
+    },
+    "5.1": {"resumes_with_batch_size_of_arguments": "resumed with another batch size"},
+    "5.0": {"calls_create_scheduler": "overrides of all that make an optimizer"},
+    "4.57": {
+        "estimates_total_flos": "a norm",
+        "logged_loss": "plain",
+        "printed": "special tokens",
+        "sets_use_cache": "the cache of a config",
+    },
+    "4.56": {"divides_eval_loss_by_items": "llama, accumulating"},
+    "4.55": {"aligns_special_tokens": "special tokens"},
+    "4.54": {"loss_divisor": "accumulating"},
+    "4.53": {},
+    "4.52": {"decay_parameter_names": "a norm", "divides_uncounted_loss": "items that nobody counts"},
+    "4.51": {
+        "logs_tokens_per_second": "tokens seen",
+        "seeds_workers_by_rank": "tests/distributed/test_data.py",
+        "steps_of_epoch": "accumulating",
+    },
+    "4.50": {"counts_items_only_if_used": "items for an override", "logs_rate_of_step": "plain"},
+    "4.49": {
+        "num_items": "items of a plain model",
+        "records_best_step": "best model",
+        "saves_last_step_with": "by epoch",
+        "saves_tokenizer_of_collator": "a tokenizer of the collator",
+    },
+    "4.48": {
+        "decay_parameter_names": "a layernorm",
+        "excludes_past_key_values": "predictions with a past",
+        "saves_scaler": "fp16",
+    },
 }
 SKIPPED = {
     "fp16": (True, "transformers leaves fp16 out on a CPU: tests/parity/test_precision.py"),
@@ -429,21 +434,28 @@ def test_as_the_installed_release(observe, name):
     assert_same(ours, theirs)
 
 
-def test_every_switch_has_its_case():
-    assert SHOWN_BY.keys() | SHOWN_ELSEWHERE.keys() == behaviours.TABLE.keys()
+def test_every_difference_has_its_case():
+    assert {release: set(names) for release, names in SHOWN_BY.items()} == {
+        str(kind.until): set(kind.changes) for kind in POLICIES[:-1]
+    }
 
 
 @pytest.mark.newest_peer
-@pytest.mark.parametrize("switch", SHOWN_BY)
-def test_the_case_of_a_switch_shows_it(observe, monkeypatch, switch):
-    """In the last release without it, it makes a difference."""
-    name, releases = SHOWN_BY[switch], behaviours.RELEASES
-    before = behaviours.of(releases[releases.index(behaviours.TABLE[switch].since) - 1])
+@pytest.mark.parametrize(
+    ("kind", "decision"), [(kind, name) for kind in reversed(POLICIES[:-1]) for name in SHOWN_BY[str(kind.until)]]
+)
+def test_the_case_of_a_difference_shows_it(observe, monkeypatch, kind, decision):
+    """In the last release with it, it makes a difference."""
+    name = SHOWN_BY[str(kind.until)][decision]
+    if name not in CASES:
+        assert Path(__file__).parents[2].joinpath(name).is_file()
+        return
+    later = type("Later", (kind,), {decision: inspect.getattr_static(kind.__base__, decision)})
     if getattr(CASES[name], "func", None) is resume:
         observe(name, "theirs")  # which writes what is resumed from
     found = []
-    for followed in (before, dataclasses.replace(before, **{switch: True})):
-        monkeypatch.setattr(behaviours, "_of", lambda release, followed=followed: followed)
+    for policy in (kind, later):
+        monkeypatch.setattr(followed, "policy_of", lambda release, policy=policy: policy(kind.until))
         with installed():
             found.append(observe(name, str(len(found))))
     with pytest.raises(AssertionError):

@@ -292,7 +292,7 @@ def test_refused(tmp_path, only, given, kind, words):
 @pytest.mark.parametrize(("release", "default"), [("4.57.6", ["all"]), ("5.0.0", [])])
 def test_default_of_unmodified_scripts(monkeypatch, release, default):
     """As in the release of transformers that is installed, through each way to make arguments; and undone."""
-    monkeypatch.setattr("hftrainer.arguments.behaviours.importlib.metadata.version", lambda name: release)
+    monkeypatch.setattr("hftrainer.releases.followed.importlib.metadata.version", lambda name: release)
     # of what other tests import
     monkeypatch.setattr("hftrainer.cli.install.warnings_of_earlier_imports", lambda caller: [])
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from hftrainer.__main__ import main
-from hftrainer.arguments.behaviours import NEWEST
 from hftrainer.cli import doctor
 from hftrainer.cli.variables import EFFECTS, environment
 from hftrainer.parallel import devices
+from hftrainer.releases.policy import NEWEST
 from tests.support.processes import ROOT
 
 REQUIRES = [
@@ -72,7 +72,7 @@ def test_what_is_missing_and_the_command(installed, capsys):
 
 
 def test_a_release_of_transformers_that_is_newer_than_known(installed, capsys):
-    installed["transformers"] = NEWEST + ".1"
+    installed["transformers"] = f"{NEWEST}.1"
     assert "newer" not in run(capsys)[1]
     installed["transformers"] = "6.1.0"
     assert f"transformers 6.1.0 is newer than {NEWEST}, the newest release that this hftrainer" in run(capsys)[1]

@@ -1,0 +1,316 @@
+"""THE TABLE of releases: a subclass of `ReleasePolicy` for each one after which `transformers` has changed.
+
+Each holds what its release is the last to do. To drop releases, delete the last subclasses.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from hftrainer.compat import peers
+from hftrainer.releases.policy import Release, ReleasePolicy, get_parameter_names
+
+
+class EarlierSchedule(NamedTuple):
+    """The lengths of a run, in the order in which `set_initial_training_values` of v4.49 to v5.2 returns them.
+
+    Attributes:
+        num_train_epochs, num_update_steps_per_epoch, num_examples, num_train_samples, max_steps: as in v5.
+        epoch_based: whether `num_train_epochs` sets the length of the run.
+        len_dataloader: micro-batches in one pass of this process; None when the loader has no length.
+    """
+
+    num_train_epochs: int
+    num_update_steps_per_epoch: int
+    num_examples: int
+    num_train_samples: float
+    epoch_based: bool
+    len_dataloader: int | None
+    max_steps: int
+
+    @classmethod
+    def of(cls, schedule: Any, *, epoch_based: bool, sized: bool) -> EarlierSchedule:
+        """The same lengths in the earlier order."""
+        values = schedule._asdict()
+        del values["total_train_batch_size"], values["steps_in_epoch"]
+        return cls(epoch_based=epoch_based, len_dataloader=schedule.steps_in_epoch if sized else None, **values)
+
+
+class Until5_22(ReleasePolicy):
+    """What releases until 5.22 do differently."""
+
+    until = Release(5, 22)
+    changes = {
+        "filters_nonfinite_eval_losses": "eval_loss is nan or infinite if the loss of one batch is",
+        "skips_logits": "with use_liger_kernel, an evaluation that needs only the loss computes the logits too",
+    }
+    filters_nonfinite_eval_losses = False
+    skips_logits = False
+
+
+class Until5_18(Until5_22):
+    """What releases until 5.18 do differently."""
+
+    until = Release(5, 18)
+    changes = {
+        "averages_train_loss_over_call": "train_loss of a resumed run is the sum of this call over all steps, also "
+        "those before the checkpoint",
+        "num_items": "num_items_in_batch is an integer",
+    }
+    averages_train_loss_over_call = False
+
+    def num_items(self, count: torch.Tensor) -> torch.Tensor | int:
+        return count
+
+
+class Until5_17(Until5_18):
+    """What releases until 5.17 do differently."""
+
+    until = Release(5, 17)
+    changes = {
+        "aligns_only_set_tokens": "the model's configs lose special tokens that the tokenizer lacks, and lists of end "
+        "tokens become one token (transformers#48708)",
+    }
+    aligns_only_set_tokens = False
+
+
+class Until5_15(Until5_17):
+    """What releases until 5.15 do differently."""
+
+    until = Release(5, 15)
+    changes = {
+        "evaluation_generator": "an evaluation grouped by length draws its order from torch's generator, which "
+        "training uses too",
+    }
+
+    def evaluation_generator(self, seed: int) -> torch.Generator | None:
+        return None
+
+
+class Until5_14(Until5_15):
+    """What releases until 5.14 do differently."""
+
+    until = Release(5, 14)
+    changes = {
+        "smooths_over_items": "label smoothing divides by the labels of its micro-batch, even where the loss is summed "
+        "over an optimizer step (transformers#47261)",
+    }
+    smooths_over_items = False
+
+
+class Until5_9(Until5_14):
+    """What releases until 5.9 do differently."""
+
+    until = Release(5, 9)
+    changes = {
+        "counted_labels": "every label is counted in num_items_in_batch, also the first of a causal sequence "
+        "(transformers#46204)",
+    }
+
+    def counted_labels(self, batch: Any, *, shifts: bool) -> Any:
+        return batch["labels"]
+
+
+class Until5_5(Until5_9):
+    """What releases until 5.5 do differently."""
+
+    until = Release(5, 5)
+    changes = {
+        "gradient_divisor": "since 5.2, accelerate divides the gradients by gradient_accumulation_steps once more",
+    }
+
+    def gradient_divisor(self, args: Any) -> int:
+        return args.gradient_accumulation_steps
+
+
+class Until5_3(Until5_5):
+    """What releases until 5.3 do differently."""
+
+    until = Release(5, 3)
+    changes = {
+        "evaluates_last_step": "with eval_strategy='steps', the last step is evaluated only if it is a multiple of "
+        "eval_steps (transformers#44146)",
+    }
+    evaluates_last_step = False
+
+
+class Until5_2(Until5_3):
+    """What releases until 5.2 do differently."""
+
+    until = Release(5, 2)
+    changes = {
+        "epoch_before_training": "state.epoch is None before training, and evaluate() does not log it",
+        "loads_best_after_logging": "the best model is loaded before the last log line",
+        "logs_grad_norm_without_clipping": "grad_norm is logged only when gradients are clipped",
+        "makes_model_before_trial": "model_init is called with the seed of the trial",
+        "reads_batch_size_once": "train() reads per_device_train_batch_size again",
+        "returns_steps_in_epoch": "set_initial_training_values returns epoch_based and len_dataloader as its fifth and "
+        "sixth values",
+    }
+    epoch_before_training = None
+    loads_best_after_logging = False
+    logs_grad_norm_without_clipping = False
+    makes_model_before_trial = False
+    reads_batch_size_once = False
+    returns_steps_in_epoch = False
+
+
+class Until5_1(Until5_2):
+    """What releases until 5.1 do differently."""
+
+    until = Release(5, 1)
+    changes = {
+        "resumes_with_batch_size_of_arguments": "a resumed run has the batch size of its checkpoint",
+    }
+    resumes_with_batch_size_of_arguments = False
+    gradient_divisor = ReleasePolicy.gradient_divisor
+
+
+class Until5_0(Until5_1):
+    """What releases until 5.0 do differently."""
+
+    until = Release(5, 0)
+    changes = {
+        "calls_create_scheduler": "train() calls create_optimizer_and_scheduler, even if create_optimizer and "
+        "create_scheduler are overridden too",
+    }
+    calls_create_scheduler = False
+
+
+class Until4_57(Until5_0):
+    """What releases until 4.57 do differently."""
+
+    until = Release(4, 57)
+    changes = {
+        "estimates_total_flos": "total_flos is the result of the model's own floating_point_ops",
+        "logged_loss": "the loss is logged with four decimal places (transformers#42104)",
+        "printed": "numbers in printed log lines have all digits",
+        "sets_use_cache": "the model's config keeps its use_cache",
+    }
+    estimates_total_flos = False
+    sets_use_cache = False
+
+    def logged_loss(self, mean: float) -> float:
+        return round(mean, 4)
+
+    def printed(self, logs: dict[str, Any], *, above_bar: bool = False) -> dict[str, Any]:
+        return logs | {"epoch": round(logs["epoch"], 2)} if above_bar and "epoch" in logs else logs
+
+
+class Until4_56(Until4_57):
+    """What releases until 4.56 do differently."""
+
+    until = Release(4, 56)
+    changes = {
+        "divides_eval_loss_by_items": "the loss of an evaluation batch is the model's own mean (transformers#41183)",
+    }
+    divides_eval_loss_by_items = False
+
+
+class Until4_55(Until4_56):
+    """What releases until 4.55 do differently."""
+
+    until = Release(4, 55)
+    changes = {
+        "aligns_special_tokens": "the model's configs keep their special tokens (transformers#38441)",
+    }
+    aligns_special_tokens = False
+
+
+class Until4_54(Until4_55):
+    """What releases until 4.54 do differently."""
+
+    until = Release(4, 54)
+    changes = {
+        "loss_divisor": "a loss that is not divided by its items is always divided by gradient_accumulation_steps",
+    }
+
+    def loss_divisor(self, micro_batches: int, args: Any) -> int:
+        return args.gradient_accumulation_steps
+
+
+class Until4_52(Until4_54):
+    """What releases until 4.52 do differently."""
+
+    until = Release(4, 52)
+    changes = {
+        "decay_parameter_names": "weight decay excludes the layers in ALL_LAYERNORM_LAYERS, but not those that are "
+        "named norm (transformers#38922)",
+        "divides_uncounted_loss": "the loss of a model that takes num_items_in_batch is never divided for accumulation",
+    }
+    divides_uncounted_loss = False
+
+    def decay_parameter_names(self, model: nn.Module) -> list[str]:
+        return get_parameter_names(model, peers.normalization_layers(), ["bias", "layernorm", "rmsnorm"])
+
+
+class Until4_51(Until4_52):
+    """What releases until 4.51 do differently."""
+
+    until = Release(4, 51)
+    changes = {
+        "logs_tokens_per_second": "train_tokens_per_second is not logged",
+        "seeds_workers_by_rank": "loading processes of all ranks have the same seeds",
+        "steps_of_epoch": "the steps of an epoch are rounded down, so training ends earlier when its last optimizer "
+        "step has fewer micro-batches (transformers#37923)",
+    }
+    logs_tokens_per_second = False
+    seeds_workers_by_rank = False
+
+    def steps_of_epoch(self, micro_batches: int, accumulation: int) -> int:
+        return max(1, micro_batches // accumulation)
+
+
+class Until4_50(Until4_51):
+    """What releases until 4.50 do differently."""
+
+    until = Release(4, 50)
+    changes = {
+        "counts_items_only_if_used": "items are counted for every model, and passed to overrides of compute_loss",
+        "logs_rate_of_step": "the logged learning rate is that of the next step (transformers#36973)",
+    }
+    counts_items_only_if_used = False
+    logs_rate_of_step = False
+
+
+class Until4_49(Until4_50):
+    """What releases until 4.49 do differently."""
+
+    until = Release(4, 49)
+    changes = {
+        "num_items": "num_items_in_batch is a Python int",
+        "records_best_step": "no best_global_step; best_model_checkpoint is set at the evaluation, saved or not",
+        "saves_last_step_with": "the last step is saved at once with save_strategy='epoch' too, and again at the end "
+        "of the epoch",
+        "saves_tokenizer_of_collator": "without a processing class, the tokenizer of the data collator is not saved",
+    }
+    records_best_step = False
+    saves_last_step_with = ("steps", "epoch")
+    saves_tokenizer_of_collator = False
+
+    def num_items(self, count: torch.Tensor) -> torch.Tensor | int:
+        return int(count)
+
+
+class Until4_48(Until4_49):
+    """What releases until 4.48 do differently."""
+
+    until = Release(4, 48)
+    changes = {
+        "decay_parameter_names": "weight decay excludes normalization layers by their class only (transformers#35927)",
+        "excludes_past_key_values": "only the keys in the config's list are excluded from predictions",
+        "saves_scaler": "the loss scale is not saved; a resumed run starts with the initial scale",
+    }
+    excludes_past_key_values = False
+    saves_scaler = False
+
+    def decay_parameter_names(self, model: nn.Module) -> list[str]:
+        names = get_parameter_names(model, peers.normalization_layers())
+        return [name for name in names if "bias" not in name]
+
+
+#: From the oldest release to the newest.
+POLICIES: tuple[type[ReleasePolicy], ...] = Until4_48.__mro__[:-1]

@@ -1,0 +1,110 @@
+"""Which release of `transformers` a Trainer follows.
+
+A Trainer reads it once, when it is made. `from hftrainer import Trainer` follows the newest release; `install()` and
+`python -m hftrainer run` follow the installed one; and `lightning_config={"behaviour": "4.57"}` selects one.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import logging
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from hftrainer.releases.earlier import POLICIES
+from hftrainer.releases.policy import NEWEST, RELEASES, Release, ReleasePolicy
+
+logger = logging.getLogger(__name__)
+
+#: The policy of the Trainers of this process whose arguments choose no release.
+_default = ReleasePolicy()
+
+
+def policy_of(release: Release) -> ReleasePolicy:
+    """The policy of a known release."""
+    return next(kind for kind in POLICIES if release <= kind.until)(release)
+
+
+def from_text(text: Any) -> ReleasePolicy:
+    """The policy of a release; that of the newest known one for a later release.
+
+    Args:
+        text: such as '4.57' or '4.57.6'.
+
+    Raises:
+        ValueError: if the release is not known; the message names the known ones.
+    """
+    if isinstance(text, (int, float)):
+        raise ValueError(f"{text!r}: give the release as text: the number 5.10 would be read as 5.1.")
+    if not isinstance(text, str):
+        raise ValueError(f"{text!r}: give a release as text, such as '{NEWEST}'.")
+    given = Release.from_text(text) if re.fullmatch(r"\d+\.\d+(\..*)?", text) else None
+    if given is None or (given not in RELEASES and given < NEWEST):
+        raise ValueError(
+            f"{text!r} is not a release of transformers whose behaviour is known, from {RELEASES[0]} to {NEWEST}"
+            + (f"; the nearest is '{_nearest(given)}'." if given else ".")
+        )
+    _inform(newer_than_known(text))
+    return policy_of(_nearest(given))
+
+
+def newer_than_known(version: str) -> str | None:
+    """A sentence about a version of transformers later than the newest known release; None for others."""
+    if Release.from_text(version) <= NEWEST:
+        return None
+    return (
+        f"transformers {version} is newer than {NEWEST}, the newest release that this hftrainer knows: what changed "
+        f"since then is not followed. Upgrade with pip install --upgrade hftrainer."
+    )
+
+
+@functools.cache
+def _inform(sentence: str | None) -> None:
+    if sentence:
+        logger.info(sentence)
+
+
+def _nearest(release: Release) -> Release:
+    """The latest known release up to another; the first known one if all are later."""
+    return max((known for known in RELEASES if known <= release), default=RELEASES[0])
+
+
+def from_config(config: Mapping[str, Any]) -> ReleasePolicy:
+    """The policy of a Trainer.
+
+    Args:
+        config: its `lightning_config`, whose 'behaviour' names a release.
+    """
+    return from_text(config["behaviour"]) if "behaviour" in config else _default
+
+
+def check_release(config: Mapping[str, Any]) -> list[str]:
+    """An error message if the 'behaviour' in `lightning_config` is not a known release."""
+    try:
+        from_config(config)
+    except ValueError as error:
+        return [f"lightning_config['behaviour']: {error}"]
+    return []
+
+
+def is_before(release: str) -> bool:
+    """Whether Trainers whose arguments choose no release follow one earlier than `release`."""
+    return _default.release < Release.from_text(release)
+
+
+def follow(release: Release) -> None:
+    """Set the release that Trainers made from now on follow, if their arguments choose none."""
+    global _default
+    _default = policy_of(release)
+
+
+def installed_release() -> Release:
+    """The known release nearest to the installed transformers; the newest if none is installed."""
+    try:
+        version = importlib.metadata.version("transformers")
+    except importlib.metadata.PackageNotFoundError:
+        return NEWEST
+    _inform(newer_than_known(version))
+    return _nearest(Release.from_text(version))

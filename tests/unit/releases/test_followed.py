@@ -1,0 +1,131 @@
+"""What earlier releases do differently, and how a release is chosen."""
+
+import json
+import re
+
+import pytest
+
+from hftrainer import TrainingArguments, install, uninstall
+from hftrainer.errors import InvalidArgument
+from hftrainer.releases import followed
+from hftrainer.releases.earlier import POLICIES, Until4_48
+from hftrainer.releases.policy import NEWEST, RELEASES, ReleasePolicy
+from tests.support.arguments import make_trainer
+
+
+@pytest.mark.parametrize("kind", POLICIES[:-1])
+def test_a_class_describes_what_it_changes(kind):
+    reset = {"gradient_divisor"} if str(kind.until) == "5.1" else set()
+    assert kind.changes.keys() | reset == vars(kind).keys() - {"__doc__", "__module__", "until", "changes", "defaults"}
+    assert kind.until in RELEASES
+    assert kind.until < kind.__base__.until
+    for name in kind.changes:
+        assert vars(kind)[name] != getattr(kind.__base__, name)
+
+
+@pytest.mark.parametrize(
+    ("release", "kind"), [("5.24", ReleasePolicy), ("5.23", ReleasePolicy), ("5.3", "5.3"), ("4.48", Until4_48)]
+)
+def test_the_policy_of_a_release(release, kind):
+    policy = followed.from_text(release)
+    assert str(policy.release) == release
+    assert type(policy) is kind or str(policy.until) == kind
+
+
+def test_differences_are_those_of_the_release():
+    assert not ReleasePolicy().differences()
+    assert [name for name in followed.from_text("5.15").differences() if "num_items" in name] == ["num_items"]
+    integer, python_int = (followed.from_text(release).differences()["num_items"] for release in ("4.50", "4.49"))
+    assert (integer, python_int) == ("num_items_in_batch is an integer", "num_items_in_batch is a Python int")
+    between = [release for release in RELEASES if "gradient_divisor" in followed.policy_of(release).differences()]
+    assert list(map(str, between)) == ["5.2", "5.3", "5.4", "5.5"]
+
+
+def test_a_release_is_chosen_once_for_a_trainer(tmp_path):
+    trainer = make_trainer(tmp_path, lightning_config={"behaviour": "4.57.6"})
+    assert trainer._hftrainer.policy.release == (4, 57)
+    trainer = make_trainer(tmp_path, lightning_config='{"behaviour": "5.10"}')  # as from a command line
+    assert trainer._hftrainer.policy.release == (5, 10)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            "4.30",
+            "'4.30' is not a release of transformers whose behaviour is known, from 4.48 to 5.24; "
+            "the nearest is '4.48'",
+        ),
+        ("4.58", "the nearest is '4.57'."),
+        ("newest", "from 4.48 to 5.24."),
+        (5.10, "give the release as text: the number 5.10 would be read as 5.1"),
+        (None, "give a release as text"),
+    ],
+)
+def test_unknown_releases_are_refused(given, message):
+    with pytest.raises(InvalidArgument, match=re.escape(message)) as error:
+        TrainingArguments(lightning_config={"behaviour": given})
+    assert str(error.value).startswith("lightning_config['behaviour']: ")
+
+
+def test_a_release_that_is_newer_than_known_follows_the_newest(tmp_path, caplog):
+    caplog.set_level("INFO", logger="hftrainer")
+    followed._inform.cache_clear()
+    for _ in range(2):
+        assert make_trainer(tmp_path, lightning_config={"behaviour": "7.1"})._hftrainer.policy.release == NEWEST
+    said = [record for record in caplog.records if "transformers 7.1 is newer than" in record.getMessage()]
+    assert [record.levelname for record in said] == ["INFO"]
+
+
+@pytest.mark.parametrize(
+    ("version", "release"),
+    [("4.57.6", "4.57"), ("5.2.0", "5.2"), ("5.24.0.dev0", "5.24"), ("6.0.0", str(NEWEST)), ("4.30.2", "4.48")],
+)
+def test_install_follows_the_installed_release(version, release, monkeypatch, tmp_path):
+    monkeypatch.setattr("importlib.metadata.version", lambda name: {"transformers": version}[name])
+    todays = {
+        name: TrainingArguments.__dataclass_fields__[name].default for name in ("optim", "report_to", "warmup_ratio")
+    }
+    install()
+    try:
+        assert str(followed.from_config({}).release) == release
+        assert str(make_trainer(tmp_path, report_to="none")._hftrainer.policy.release) == release
+        args = TrainingArguments(report_to="none")
+        assert (args.optim == "adamw_torch") == (release == "4.48")
+        assert args.average_tokens_across_devices == (release != "4.48")
+        assert TrainingArguments.report_to == ("all" if release.startswith("4.") else "none")
+    finally:
+        uninstall()
+    assert followed.from_config({}).release == NEWEST
+    assert {
+        name: TrainingArguments.__dataclass_fields__[name].default for name in ("optim", "report_to", "warmup_ratio")
+    } == todays
+
+
+def test_explain_prints_what_is_in_force():
+    newest = str(TrainingArguments().explain())
+    assert f"Behaves as transformers {NEWEST}, the newest release that is known." in newest
+    explained = TrainingArguments(lightning_config={"behaviour": "4.57"}).explain()
+    assert f"Behaves as transformers 4.57, where it differs from {NEWEST}:" in str(explained)
+    assert "logged_loss: the loss is logged with four decimal places" in str(explained)
+    assert "logs_rate_of_step" not in str(explained)
+    shown = json.loads(explained.to_json())["behaviour"]
+    assert shown["release"] == "4.57"
+    assert shown["differences"].keys() == followed.from_text("4.57").differences().keys()
+
+
+def test_explain_names_the_installed_release(monkeypatch):
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "4.57.6")
+    assert "follow the installed 4.57;" in str(TrainingArguments().explain())
+    chosen = TrainingArguments(lightning_config={"behaviour": "4.57"})
+    assert "follow the installed" not in str(chosen.explain())
+
+
+def test_numbers_of_an_earlier_release(tmp_path):
+    found = []
+    for config in ({}, {"behaviour": "4.57"}):
+        trainer = make_trainer(tmp_path, lightning_config=config, max_steps=3, logging_steps=1)
+        trainer.train()
+        found.append([line["loss"] for line in trainer.state.log_history if "loss" in line])
+    exact, rounded = found
+    assert rounded == [round(loss, 4) for loss in exact] != exact
