@@ -10,7 +10,6 @@ import datetime
 import json
 import logging
 import math
-import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,7 @@ from hftrainer.arguments import legacy
 from hftrainer.arguments.choices import LOG_LEVELS, ParallelMode
 from hftrainer.arguments.field import OURS
 from hftrainer.arguments.old_fields import ARGUMENTS, OldArguments
-from hftrainer.arguments.resolved import ResolvedArguments
+from hftrainer.arguments.resolved import ResolvedArguments, requested_precision
 from hftrainer.arguments.serialization import as_json, plain_field
 from hftrainer.errors import UnsupportedArgument
 from hftrainer.parallel import devices
@@ -119,8 +118,7 @@ class BaseArguments(OldArguments):
     @property
     def mixed_precision(self) -> str:
         """'bf16', 'fp16' or 'no': set by a script, by the arguments or else by the launcher."""
-        asked = "fp16" if self.fp16 else "bf16" if self.bf16 else os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-        return vars(self).get("_mixed_precision", asked)
+        return requested_precision(self)
 
     @mixed_precision.setter
     def mixed_precision(self, precision: str) -> None:
