@@ -152,7 +152,7 @@ class TrainingArguments(ChainingSetters, BaseArguments, metaclass=_AcceptingHidd
         rank_info = self._rank_info
         if rank_info.world_size == 1 or "LOCAL_RANK" not in os.environ or rank_info.self_started:
             return
-        from hftrainer.arguments.table import check_supported, process_group_backend
+        from hftrainer.arguments.support import check_supported, process_group_backend
         from hftrainer.parallel.processes import Processes
 
         resolved = ResolvedArguments.of(self)
@@ -174,7 +174,7 @@ class TrainingArguments(ChainingSetters, BaseArguments, metaclass=_AcceptingHidd
         Raises:
             UnsupportedArgument: if the launcher has not set how the processes connect.
         """
-        from hftrainer.arguments.table import check_launch
+        from hftrainer.arguments.support import check_launch
         from hftrainer.parallel.processes import Processes
 
         processes = Processes.at(self._rank_info)

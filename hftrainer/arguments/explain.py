@@ -82,7 +82,7 @@ class Explanation:
 
 def explain(args: BaseArguments) -> Explanation:
     """Explain some arguments; starts nothing, and imports neither lightning nor transformers."""
-    from hftrainer.arguments.table import given_arguments, is_refused, make_plan
+    from hftrainer.arguments.support import given_arguments, is_refused, make_plan
 
     values = args.to_dict()
     lines = []

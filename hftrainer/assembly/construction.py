@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset
 from hftrainer.arguments import accelerate_state
 from hftrainer.arguments.choices import spelled
 from hftrainer.arguments.resolved import ResolvedArguments
-from hftrainer.arguments.table import check_supported, make_plan, overridden
+from hftrainer.arguments.support import check_supported, make_plan, overridden
 from hftrainer.arguments.validation import check_accelerator_config, check_values, take_accumulation
 from hftrainer.assembly import strategies
 from hftrainer.assembly.argument_consistency import check_consistency

@@ -15,7 +15,7 @@ from hftrainer import Trainer, TrainingArguments
 from hftrainer.arguments.field import arguments_of
 from hftrainer.arguments.legacy import FIELDS, KEPT
 from hftrainer.arguments.resolved import ResolvedArguments
-from hftrainer.arguments.table import check_supported, make_plan
+from hftrainer.arguments.support import check_supported, make_plan
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
 from tests.support.arguments import CASES
 from tests.support.releases import TRANSFORMERS, pinned

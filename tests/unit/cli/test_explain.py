@@ -12,7 +12,7 @@ from hftrainer import Seq2SeqTrainingArguments, TrainingArguments
 from hftrainer.__main__ import main
 from hftrainer.arguments.field import arguments_of
 from hftrainer.arguments.resolved import ResolvedArguments
-from hftrainer.arguments.table import make_plan
+from hftrainer.arguments.support import make_plan
 from tests.support.arguments import CASES
 
 

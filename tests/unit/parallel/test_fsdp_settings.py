@@ -5,7 +5,7 @@ import json
 import pytest
 
 from hftrainer.arguments.resolved import ResolvedArguments
-from hftrainer.arguments.table import check_supported
+from hftrainer.arguments.support import check_supported
 from hftrainer.errors import WrongConfig
 from hftrainer.parallel.fsdp.settings import FsdpPlugin, FsdpSettings, XlaSettings, read_fsdp
 from tests.support.checks import assert_refused, make
