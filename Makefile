@@ -84,7 +84,6 @@ $(VENV)/.libraries: tests/adapters/downstream/requirements.txt $(VENV)/.dev
 
 test: $(VENV)/.dev  ## run the tests; the other lanes are below, and in CONTRIBUTING.md
 	@$(PYTEST) $(WORKERS)
-	@$(PYTEST) -q tests/gpu
 
 test-fast: $(VENV)/.dev  ## the unit tests that start no process, in a minute
 	@$(PYTEST) -m "not slow" -q -n 2 tests/unit
@@ -103,19 +102,15 @@ test-install: $(VENV)/.dev  ## an environment with only what pyproject.toml decl
 # AdapterHub's library is for transformers 4.57. WRITE=1 writes the page.
 test-downstream: $(VENV)/.libraries .venv-4.57/.ready  ## TRL, sentence-transformers, setfit, PEFT, AdapterHub: the same numbers
 	@$(PYTEST) tests/adapters/downstream
-	@USE_TF=0 .venv-4.57/bin/python -m pytest tests/adapters/downstream/test_adapters.py
+	@LIBRARIES=adapters USE_TF=0 .venv-4.57/bin/python -m pytest tests/adapters/downstream/test_libraries.py
 	@test -z "$(WRITE)" || $(RUN) scripts/compatibility_page.py
 
 # WRITE=1 writes the page.
-LIBRARIES_5.16 := gliner flag_embedding chronos colpali swift
-LIBRARIES_4.57 := span_marker pylate llama_factory
+LIBRARIES_5.16 := gliner FlagEmbedding chronos-forecasting colpali-engine ms-swift
+LIBRARIES_4.57 := span-marker pylate llamafactory
 test-libraries: $(if $(WRITE),$(VENV)/.dev) .venv-libraries-5.16/.ready .venv-libraries-4.57/.ready  ## GLiNER, SpanMarker, pylate, FlagEmbedding, Chronos-2, colpali, ms-swift, LLaMA-Factory
-	@for release in 5.16 4.57; do \
-		case $$release in 5.16) names="$(LIBRARIES_5.16)" ;; *) names="$(LIBRARIES_4.57)" ;; esac; \
-		for name in $$names; do files="$$files tests/adapters/downstream/test_$$name.py"; done; \
-		$(IN_MEMORY) .venv-libraries-$$release/bin/python -m pytest -q $$files || exit 1; \
-		files=; \
-	done
+	@LIBRARIES="$(LIBRARIES_5.16)" $(IN_MEMORY) .venv-libraries-5.16/bin/python -m pytest -q tests/adapters/downstream/test_libraries.py
+	@LIBRARIES="$(LIBRARIES_4.57)" $(IN_MEMORY) .venv-libraries-4.57/bin/python -m pytest -q tests/adapters/downstream/test_libraries.py
 	@test -z "$(WRITE)" || $(RUN) scripts/compatibility_page.py
 
 # RELEASES=floor PYTHON=python3.10 tries the floor of every dependency; what cannot be there is skipped.

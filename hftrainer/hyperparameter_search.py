@@ -11,9 +11,9 @@ from hftrainer.compat.functions import takes
 from hftrainer.compat.overrides import refuse_uncalled
 from hftrainer.errors import InvalidArgument, InvalidSetup, MissingPackage, UnsupportedArgument
 from hftrainer.parallel.worker import refuse_in_worker
+from hftrainer.plugins import load
 from hftrainer.search.backend import SearchBackend, SearchContext
 from hftrainer.search.optuna_search import OptunaSearch
-from hftrainer.search.ray_search import RaySearch
 from hftrainer.search.trial_arguments import model_takes_trial, set_arguments
 from hftrainer.search.wandb_search import WandbSearch
 from hftrainer.trainer_utils import NO_SIGOPT, BestRun, default_compute_objective
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 #: The search libraries. The first is the default.
 ALL_HYPERPARAMETER_SEARCH_BACKENDS: dict[HPSearchBackend, type[SearchBackend]] = {
     HPSearchBackend.OPTUNA: OptunaSearch,
-    HPSearchBackend.RAY: RaySearch,
+    HPSearchBackend.RAY: load("ray", "search").RaySearch,
     HPSearchBackend.WANDB: WandbSearch,
 }
 

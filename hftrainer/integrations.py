@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hftrainer.engine import adapter
 from hftrainer.errors import InvalidArgument, MissingPackage, UnsupportedArgument, suggest
 from hftrainer.parallel.config_files import env_flag
+from hftrainer.plugins import adapter
 from hftrainer.reporting import tracker_callbacks
 from hftrainer.reporting.tracker_callbacks import (
     ReportingCallback as ReportingCallback,  # for 'csv' and the script's loggers

@@ -885,7 +885,7 @@ class Trainer(EarlierMethods):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         self._hftrainer.saver.save_files(self._hftrainer.made_optimizer, output_dir)
-        if not self._hftrainer.states.keeps_scheduler:
+        if not self._hftrainer.strategy.keeps_scheduler:
             path = os.path.join(output_dir, names.SCHEDULER_NAME)
             self._hftrainer.checkpoint_writer.save(self.lr_scheduler.state_dict(), path)
 
@@ -927,7 +927,7 @@ class Trainer(EarlierMethods):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load the optimizer's and the scheduler's state, if the checkpoint has them."""
         if checkpoint is not None:
-            self._hftrainer.states.load_optimizer_and_scheduler(
+            self._hftrainer.strategy.load_optimizer_and_scheduler(
                 checkpoint, self.model, self._hftrainer.made_optimizer, self.lr_scheduler
             )
 
@@ -1025,7 +1025,7 @@ class Trainer(EarlierMethods):
 
         Args:
             commit_message: the message of the commit.
-            blocking: wait for the upload; otherwise return a future.
+            blocking: wait for the upload; otherwise return a future. The script must wait for it before it ends.
             token: a token with write access; default `hub_token`.
             revision: the branch; default `hub_revision`, or main.
             private: whether a new repository is private; default `hub_private_repo`.

@@ -24,11 +24,11 @@ from hftrainer.arguments import accelerate_state, installed, legacy
 from hftrainer.arguments.accelerator_config import as_object
 from hftrainer.arguments.base import BaseArguments
 from hftrainer.arguments.choices import IntervalStrategy, OptimizerNames, ParallelMode
-from hftrainer.arguments.resolved import ResolvedArguments
+from hftrainer.arguments.resolved import ResolvedArguments, begin_deepspeed
 from hftrainer.arguments.setters import ChainingSetters
 from hftrainer.arguments.validation import ALIASES, check_values, normalize
-from hftrainer.engine.deepspeed import begin_deepspeed, deepspeed_plugin
 from hftrainer.errors import InvalidArgument, UnknownArgument, UnsupportedArgument, suggest
+from hftrainer.plugins import load
 
 __all__ = ["IntervalStrategy", "OptimizerNames", "ParallelMode", "TrainingArguments"]
 
@@ -135,7 +135,8 @@ class TrainingArguments(ChainingSetters, BaseArguments, metaclass=_AcceptingHidd
 
         It is not cached: `from_pretrained` partitions models as long as a reference to `hf_deepspeed_config` exists.
         """
-        return deepspeed_plugin(self.hf_deepspeed_config)
+        config = self.hf_deepspeed_config
+        return None if config is None else load("deepspeed", "settings").DeepSpeedPlugin(config)
 
     @deepspeed_plugin.setter
     def deepspeed_plugin(self, plugin: Any) -> None:

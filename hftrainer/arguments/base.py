@@ -22,8 +22,9 @@ from hftrainer.arguments.old_fields import ARGUMENTS, OldArguments
 from hftrainer.arguments.resolved import ResolvedArguments, requested_precision
 from hftrainer.arguments.serialization import as_json, plain_field
 from hftrainer.errors import UnsupportedArgument
-from hftrainer.parallel import devices
+from hftrainer.parallel import devices, tpu
 from hftrainer.parallel.config_files import env_flag
+from hftrainer.plugins import load
 
 if TYPE_CHECKING:
     from hftrainer.parallel.environment import RankInfo
@@ -71,10 +72,8 @@ class BaseArguments(OldArguments):
         """The value of `device`; subclasses override it."""
         if self._on_cpu:
             return torch.device("cpu")
-        from hftrainer.parallel.xla import devices as xla
-
-        if xla.available():
-            return xla.device()
+        if tpu.uses_xla():
+            return load("xla", "devices").device()
         kind = devices.found()
         if kind in ("cpu", "mps"):
             return torch.device(kind)
@@ -93,9 +92,7 @@ class BaseArguments(OldArguments):
         return ResolvedArguments.of(self).rank_info
 
     def _count_gpus(self) -> int:
-        from hftrainer.parallel.xla import devices as xla
-
-        return 0 if self._on_cpu or xla.available() else devices.count(devices.found())
+        return 0 if self._on_cpu or tpu.uses_xla() else devices.count(devices.found())
 
     @property
     def n_gpu(self) -> int:

@@ -171,7 +171,7 @@ class OldArguments(CurrentArguments):
         None,
         "Scope of Ray Tune's best trial.",
         "4.30",
-        "search.ray_search; also set by RAY_SCOPE in the environment",
+        "hftrainer_ray; also set by RAY_SCOPE in the environment",
         until="4.57",
         neutral="last",
     )

@@ -11,15 +11,26 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hftrainer.arguments.accelerator_config import AcceleratorConfig
+from hftrainer.plugins import load
 from hftrainer.releases import followed
 from hftrainer.releases.policy import ReleasePolicy
 
 if TYPE_CHECKING:
     from hftrainer.arguments.base import BaseArguments
-    from hftrainer.parallel.deepspeed.settings import DeepSpeedConfig
     from hftrainer.parallel.environment import RankInfo
     from hftrainer.parallel.fsdp.settings import FsdpSettings
     from hftrainer.parallel.layout import Layout
+
+
+def asks_for_deepspeed(args: BaseArguments) -> bool:
+    """Whether the arguments or `accelerate launch` ask for DeepSpeed."""
+    launched = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() in ("true", "1")
+    return launched or args.deepspeed not in (None, "", False)
+
+
+def begin_deepspeed(args: BaseArguments) -> Any:
+    """Announce DeepSpeed's configuration for models that are made before the Trainer; None without DeepSpeed."""
+    return load("deepspeed", "settings").begin_deepspeed(args) if asks_for_deepspeed(args) else None
 
 
 class ResolvedArguments:
@@ -108,11 +119,9 @@ class ResolvedArguments:
         return self.fsdp or (FsdpSettings() if self.layout.shards else None)
 
     @functools.cached_property
-    def deepspeed(self) -> DeepSpeedConfig | None:
+    def deepspeed(self) -> Any:
         """DeepSpeed's configuration, completed from the arguments; None without DeepSpeed."""
-        from hftrainer.arguments.deepspeed import configure
-
-        return configure(self.args)
+        return load("deepspeed", "settings").configure(self.args) if asks_for_deepspeed(self.args) else None
 
     @functools.cached_property
     def precision(self) -> str:

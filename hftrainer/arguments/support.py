@@ -10,7 +10,6 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from hftrainer.arguments import legacy
-from hftrainer.arguments.checks.deepspeed import check_deepspeed
 from hftrainer.arguments.checks.devices import check_device
 from hftrainer.arguments.checks.fsdp import check_fsdp
 from hftrainer.arguments.checks.xla import check_xla
@@ -30,6 +29,7 @@ from hftrainer.parallel.environment import can_start_again, check_rank_info
 from hftrainer.parallel.layout import check_layout
 from hftrainer.parallel.plan import LightningPlan
 from hftrainer.parallel.processes import Processes
+from hftrainer.plugins import load
 
 if TYPE_CHECKING:
     from hftrainer.arguments.base import BaseArguments
@@ -77,7 +77,7 @@ def check_supported(resolved: ResolvedArguments, *, own_optimizer: bool = False)
         found += check_keywords(resolved.lightning_config)
         found += _check_sharding(resolved, own_optimizer)
         if resolved.deepspeed is not None:
-            found += check_deepspeed(args, resolved.deepspeed, resolved.lightning_config)
+            found += load("deepspeed", "settings").check_deepspeed(args, resolved.deepspeed, resolved.lightning_config)
         found += check_layout(resolved.layout, resolved.fsdp, args.world_size)
         spreads = resolved.sharding is not None or resolved.layout.tp_size > 1
         found += check_device(args, resolved.precision_without_deepspeed, resolved.rank_info.world_size, spreads)

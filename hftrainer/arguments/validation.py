@@ -26,6 +26,7 @@ from hftrainer.arguments.old_fields import ARGUMENTS
 from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.errors import InvalidArgument
 from hftrainer.parallel.config_files import why_text
+from hftrainer.plugins import load
 from hftrainer.releases import followed
 
 logger = logging.getLogger(__name__)
@@ -212,14 +213,15 @@ def check_accelerator_config(resolved: ResolvedArguments) -> Iterator[str]:
 
 def _check_deepspeed(resolved: ResolvedArguments) -> list[str]:
     """Errors in `deepspeed` that the arguments alone show."""
-    from hftrainer.arguments.checks.deepspeed import check_deepspeed
     from hftrainer.errors import WrongConfig
 
     try:
         config = resolved.deepspeed
     except WrongConfig as error:
         return [str(error)]
-    return [] if config is None else list(check_deepspeed(resolved.args, config, resolved.readable_config))
+    if config is None:
+        return []
+    return list(load("deepspeed", "settings").check_deepspeed(resolved.args, config, resolved.readable_config))
 
 
 def out_of_range(args: BaseArguments) -> Iterator[str]:

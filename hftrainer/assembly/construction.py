@@ -12,10 +12,9 @@ from torch.utils.data import IterableDataset
 
 from hftrainer.arguments import accelerate_state
 from hftrainer.arguments.choices import spelled
-from hftrainer.arguments.resolved import ResolvedArguments
+from hftrainer.arguments.resolved import ResolvedArguments, begin_deepspeed
 from hftrainer.arguments.support import check_supported, make_plan, overridden
 from hftrainer.arguments.validation import check_accelerator_config, check_values, take_accumulation
-from hftrainer.assembly import strategies
 from hftrainer.assembly.argument_consistency import check_consistency
 from hftrainer.callbacks.base import make_callback, pop_from
 from hftrainer.callbacks.handler import CallbackHandler
@@ -26,14 +25,14 @@ from hftrainer.compat import peers, swap
 from hftrainer.compat.functions import has_length
 from hftrainer.compat.overrides import recorded, refuse_rewritten
 from hftrainer.data.collators import DataCollatorWithPadding, default_data_collator
-from hftrainer.engine import adapter
-from hftrainer.engine.deepspeed import begin_deepspeed
 from hftrainer.errors import InvalidArgument, InvalidSetup, UnsupportedArgument
 from hftrainer.evaluation import gathering
 from hftrainer.evaluation.metrics import as_metrics
 from hftrainer.model.changes import set_tf32
-from hftrainer.parallel.parallelism import Parallelism
+from hftrainer.plugins import adapter
 from hftrainer.reporting.tracker_callbacks import ReportingCallback
+from hftrainer.strategies import make_strategy
+from hftrainer.strategies.strategy import FLAGS, Strategy
 from hftrainer.trainer_callback import DEFAULT_CALLBACKS
 from hftrainer.training.accelerator import EngineAccelerator
 from hftrainer.training.context import Room
@@ -171,15 +170,15 @@ class TrainerSetup(Room):
         trainer, own = self.trainer, self.own
         refuse_rewritten(trainer)
         self._check_supported()
-        strategy, parallelism = self._connect()
-        plan = parallelism.plan
+        own.strategy = strategy = self._connect()
+        plan = strategy.plan
         own.checkpoint_writer = CheckpointWriter(
             in_background=plan.async_checkpoint,
             stop_on_error=plan.stop_on_save_error,
-            to_cpu=parallelism.to_cpu,
+            to_cpu=strategy.to_cpu,
         )
         own.engine = adapter().LightningEngine(
-            parallelism,
+            strategy,
             own.lightning_callbacks,
             loggers=own.loggers,
             receive=lambda values: own.run.logged_metrics.set(values),
@@ -194,10 +193,9 @@ class TrainerSetup(Room):
         )
         accelerate_state.follow(trainer.args, trainer.accelerator)
         trainer.gather_function = gathering.for_metrics(trainer.accelerator, trainer.args)
-        own.states = strategy.states(own, parallelism)
-        own.preparation = strategy.preparation(own, own.loaders)
-        for name in {*strategies.FLAGS, *parallelism.flags}:
-            setattr(trainer, name, name in parallelism.flags)
+        strategy.check_optimizers(*own.optimizers_given)
+        for name in FLAGS:
+            setattr(trainer, name, name in strategy.flags)
         trainer.deepspeed = None
 
     def _check_supported(self) -> None:
@@ -214,23 +212,22 @@ class TrainerSetup(Room):
                 "in page-locked memory are copied during computation."
             )
 
-    def _connect(self) -> tuple[strategies.StrategyRow, Parallelism]:
+    def _connect(self) -> Strategy:
         """Start the other processes if no launcher has, and connect all; returns the strategy for the plan."""
         args, resolved = self.trainer.args, self.own.resolved
         adapter().start_others(resolved.rank_info, args.ddp_timeout)
         if not resolved.rank_info.started:
             resolved.forget_rank_info()
         plan = make_plan(resolved)
-        strategy = strategies.strategy_of(plan)
-        parallelism = strategy.parallelism(plan)
+        strategy = make_strategy(plan)
         plan.processes.connect(
             args.device,
             plan.process_group_backend,
             args.ddp_timeout_delta,
-            even_alone=parallelism.needs_group_alone,
+            even_alone=strategy.needs_group_alone,
         )
         check_consistency(args, plan.processes)
-        return strategy, parallelism
+        return strategy
 
     def validate_args(self) -> None:
         """Refuse invalid arguments before anything is built; they may have changed since they were made."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from hftrainer.assembly.construction import TrainerSetup
-from hftrainer.engine import adapter
 from hftrainer.evaluation.runner import EvaluationRunner
+from hftrainer.plugins import adapter
 from hftrainer.reporting.memory import TrainerMemoryTracker
 from hftrainer.reporting.tracker_callbacks import TrackerCallback, reporting_callbacks
 from hftrainer.training.context import TrainerContext
@@ -18,6 +18,7 @@ from hftrainer.training.loader_factory import LoaderFactory
 from hftrainer.training.log_save_evaluate import LogSaveEvaluate
 from hftrainer.training.model_setup import ModelSetup
 from hftrainer.training.optimizers import OptimizerFactory
+from hftrainer.training.preparation import Preparation
 from hftrainer.training.publisher import Publisher
 from hftrainer.training.runner import TrainingRunner
 from hftrainer.training.saver import CheckpointSaver
@@ -26,7 +27,7 @@ from hftrainer.training.steps import TrainingSteps
 from hftrainer.training.trainer_api import TrainerApi
 
 #: Attributes that belong to a process: another process makes its own.
-_OF_THE_PROCESS = ("resolved", "engine", "checkpoint_writer", "states", "preparation", "uploads", "hp_study")
+_OF_THE_PROCESS = ("resolved", "engine", "checkpoint_writer", "strategy", "uploads", "hp_study")
 
 #: Attributes of the Trainer itself that belong to a process.
 _OF_THE_TRAINERS_PROCESS = ("accelerator", "gather_function", "_memory_tracker", "deepspeed", "push_in_progress")
@@ -59,6 +60,7 @@ class Internals(TrainerContext):
         self.settings = Settings(self)
         self.model_setup = ModelSetup(self)
         self.loaders = LoaderFactory(self)
+        self.preparation = Preparation(self, self.loaders)
         self.optimizers = OptimizerFactory(self)
         self.steps = TrainingSteps(self, self.loaders)
         self.saver = CheckpointSaver(self)

@@ -14,10 +14,10 @@ import torch
 from huggingface_hub import save_torch_state_dict
 
 from hftrainer.checkpointing import distributed, names
+from hftrainer.checkpointing.deepspeed_parts import has_states, holds_parts, missing_part
 from hftrainer.compat import peers
 from hftrainer.compat.reading import fitting, read_weights
 from hftrainer.errors import CheckpointNotFound, InvalidArgument
-from hftrainer.parallel.deepspeed.parts import has_states, holds_parts, missing_part
 from hftrainer.releases.followed import installed_release
 
 logger = logging.getLogger(__name__)

@@ -6,7 +6,6 @@ import argparse
 import functools
 import json
 import os
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,8 @@ def add(commands: Any) -> None:
         usage="%(prog)s [--html] [--json] [--out FILE.png] OUTPUT_DIR ...\n"
         "       %(prog)s [--html] [--json] --study STORAGE [--study-name NAME] [--output DIR]",
         description="Write a picture, and show it: in a notebook below the cell; on a terminal in the viewer of the "
-        "desktop, or without a desktop as text. Nothing is shown if the output is a pipe or a file.",
+        "desktop; without a desktop, the first, last, lowest and highest value of each curve. Nothing is shown if "
+        "the output is a pipe or a file.",
     )
     parser.add_argument("folders", metavar="OUTPUT_DIR", nargs="*", help="output folder of a run; several are compared")
     parser.add_argument("--html", action="store_true", help="write interactive pages too")
@@ -65,7 +65,7 @@ def _plot(parser: Parser, options: argparse.Namespace) -> None:
 
 def _show(written: list[str], folders: list[str]) -> None:
     from hftrainer.callbacks.progress import in_notebook
-    from hftrainer.reporting.plot import lines, show_in_notebook
+    from hftrainer.reporting.plot import describe, lines, show_in_notebook
 
     pages = [path for path in written if path.endswith(".html")]
     if in_notebook():
@@ -78,9 +78,7 @@ def _show(written: list[str], folders: list[str]) -> None:
         for path in pages or written:
             webbrowser.open(Path(path).resolve().as_uri())
     elif sys.stdout.isatty() and folders:
-        from hftrainer.reporting.sparklines import draw_text
-
-        print(draw_text(list(lines(folders)), shutil.get_terminal_size().columns, sys.stdout.encoding))
+        print(describe(list(lines(folders))))
 
 
 def _has_desktop() -> bool:

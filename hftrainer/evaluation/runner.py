@@ -129,7 +129,7 @@ class EvaluationRunner(Room):
             # A subclass's `evaluate` may have set another one for this pass only.
             trainer.gather_function = gathering.for_metrics(trainer.accelerator, trainer.args)
             run.past, run.logged_metrics = kept
-            self.context.engine.parallelism.end_batch()  # Lightning keeps logged numbers on the device
+            self.context.strategy.end_batch()  # Lightning keeps logged numbers on the device
         output, evaluation.output = evaluation.output, None
         if output is None or not evaluation.seen_batches:
             raise InvalidArgument(
@@ -262,7 +262,7 @@ class EvaluationRunner(Room):
             main_input=getattr(trainer.model, "main_input_name", "input_ids"),
             metrics=metrics,
             preprocess_logits=_preprocessor(trainer.preprocess_logits_for_metrics),
-            end_batch=self.context.engine.parallelism.end_batch,
+            end_batch=self.context.strategy.end_batch,
             gather=lambda rows: trainer.gather_function(rows),
             gathering_changes_nothing=functools.partial(gathering.changes_nothing, trainer),
             pad=functools.partial(gathering.padded, trainer.accelerator, trainer.args),

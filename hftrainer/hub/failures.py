@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +10,6 @@ from typing import TypeVar
 import huggingface_hub
 from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled
 
-logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 #: Class names of network errors and of their base classes, in Python and in the client's HTTP libraries.
@@ -71,6 +69,8 @@ def reason(error: BaseException, token: str | None = None) -> str:
     text = without_tokens(" ".join(str(cause).split()) or type(cause).__name__, token)
     if isinstance(error, OfflineModeIsEnabled):
         return "HF_HUB_OFFLINE=1 is set: unset it"
+    if "interpreter shutdown" in text:  # of the client's thread pools, which Python ends before our thread
+        return "Python ended before the upload: wait for the result of push_to_hub(blocking=False)"
     if isinstance(error, (HFValidationError, ValueError)):
         return text
     status = _status_of(error)
@@ -102,27 +102,16 @@ def _error_code(error: BaseException) -> str | None:
     return headers.get("X-Error-Code") if headers is not None else None
 
 
-def _sleep(seconds: float) -> bool:
-    time.sleep(seconds)
-    return True
+def with_retries(act: Callable[[], T], waits: Sequence[float]) -> T:
+    """Call `act`, and retry it after each of `waits`, in seconds, as long as the error is transient.
 
-
-def with_retries(act: Callable[[], T], waits: Sequence[float], pause: Callable[[float], bool] = _sleep) -> T:
-    """Call `act`, and retry it after each of `waits` as long as the error is transient.
-
-    The client retries most requests itself, but neither the one that creates a repository nor, without Xet, the one
-    that commits.
-
-    Args:
-        act: the function to call.
-        waits: seconds to wait before each retry.
-        pause: waits that many seconds; returns whether to retry.
+    The client retries most requests itself, but not the one that creates a repository.
     """
     for wait in waits:
         try:
             return act()
         except Exception as error:
-            if not is_transient(error) or not pause(wait):
+            if not is_transient(error):
                 raise
-            logger.debug("Retrying after %g seconds.", wait)
+            time.sleep(wait)
     return act()

@@ -20,6 +20,8 @@ from hftrainer.hub.failures import reason, with_retries
 
 #: Seconds to wait before each retry of opening a repository.
 _WAITS = (1.0, 4.0)
+#: Files that SageMaker writes while it copies a folder to S3; no upload has them.
+_OF_SAGEMAKER = ("*.sagemaker-uploading", "*.sagemaker-uploaded")
 #: Files of the output folder that are never uploaded with the model: private files and checkpoints, those of trials
 #: included.
 IGNORED = ("_*", "checkpoint-*", "*/checkpoint-*", "*/_tmp_*")
@@ -77,17 +79,17 @@ class Repository:
                 path_in_repo=path_in_repo or None,
                 commit_message=message,
                 token=self.token,
-                ignore_patterns=list(ignore),
+                ignore_patterns=[*ignore, *_OF_SAGEMAKER],
                 revision=self.revision,
             )
 
     def command(
-        self, folder: str, path_in_repo: str, *, only: tuple[str, ...] = (), without: tuple[str, ...] = ()
+        self, folder: str, path_in_repo: str, *, include: tuple[str, ...] = (), exclude: tuple[str, ...] = ()
     ) -> str:
         """The command line for the same upload."""
         words = ["hf", "upload", self.id, folder, path_in_repo or "."]
-        words += [word for name in only for word in ("--include", name)]
-        words += [word for name in without for word in ("--exclude", name)]
+        words += [word for name in include for word in ("--include", name)]
+        words += [word for name in exclude for word in ("--exclude", name)]
         words += ["--revision", self.revision] if self.revision else []
         return shlex.join(words)
 

@@ -1,8 +1,8 @@
-"""What one upload consists of: a snapshot, which is a folder of hard links that later saves do not change.
+"""Creates the folder for one upload, a snapshot of hard links. Later saves do not change it.
 
 Files of a checkpoint are never rewritten, only deleted, and a hard link keeps their contents. So the snapshot of a
 checkpoint takes no disk space, and `save_total_limit` may delete the checkpoint while its upload is running. Other
-files in the output folder are copied if they are small and were written recently, such as logs.
+files in the output folder, such as logs, are copied if they are small.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import shutil
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,14 +18,11 @@ from typing import Any
 from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]
 
 from hftrainer.checkpointing import names, stale_uploads
-from hftrainer.hub.pending import PendingCommit
 from hftrainer.hub.repository import IGNORED
 
-#: Seconds without a write after which a file is assumed to be complete.
-_RECENT = 3600.0
-#: Files of at least this many bytes are linked, never copied.
+#: Files of at least this many bytes are linked, not copied.
 _LARGE = 64 << 20
-#: Files of weights are linked too: they are written once.
+#: Files of weights are linked too, since they are written once.
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack")
 #: What the client leaves out of every commit, besides `IGNORED`.
 _IGNORED_BY_CLIENT = (".git/*", "*/.git/*", ".cache/huggingface/*", "*/.cache/huggingface/*")
@@ -46,6 +42,28 @@ def model_files(checkpoint: str) -> list[str]:
     return [name for name in wanted if (folder / name).is_file()]
 
 
+@dataclass(eq=False)
+class Commit:
+    """A commit to make.
+
+    Attributes:
+        number: increases with each commit.
+        checkpoint: the folder to upload.
+        path_in_repo: the target folder: "" uploads the model to the top of the repository, any other path the whole
+            checkpoint.
+        message: the commit message.
+        snapshot: the folder with its files; None before it is created, and once it is deleted.
+        reason: why it is not uploaded, as the end of a sentence.
+    """
+
+    number: int
+    checkpoint: str
+    path_in_repo: str
+    message: str
+    snapshot: str | None = None
+    reason: str = "its upload had not finished"
+
+
 @dataclass
 class UploadSnapshots:
     """Creates and deletes the snapshots of a Trainer.
@@ -62,7 +80,7 @@ class UploadSnapshots:
         stale_uploads.remove_stale(self.output_dir)
         self._root = stale_uploads.new_folder(self.output_dir)
 
-    def create(self, commit: PendingCommit) -> str:
+    def create(self, commit: Commit) -> str:
         """Create the folder to upload for a commit.
 
         Raises:
@@ -83,7 +101,8 @@ class UploadSnapshots:
 
     def _add_model(self, checkpoint: str, target: Path) -> None:
         """Add the model of a checkpoint, and the other files of the output folder."""
-        if self.processing_class is not None:  # before the links, through which it would write to the checkpoint
+        # Save this before linking: writing through a hard link would change the checkpoint.
+        if self.processing_class is not None:
             self.processing_class.save_pretrained(target)
         for name in model_files(checkpoint):
             (target / name).unlink(missing_ok=True)
@@ -93,7 +112,7 @@ class UploadSnapshots:
             if (target / name).exists() or not path.is_file():  # not a file: a pipe, or a broken symbolic link
                 continue
             with contextlib.suppress(FileNotFoundError):  # a temporary file of another program
-                _link(path.resolve(), target / name, copy=_may_change(path))
+                _link(path.resolve(), target / name, copy=path.suffix not in _WEIGHTS and path.stat().st_size < _LARGE)
 
     def delete(self, snapshot: str) -> None:
         """Delete one snapshot."""
@@ -108,13 +127,6 @@ class UploadSnapshots:
     def _remove_empty_folders(self) -> None:
         for folder in (self._root, self._root.parent):
             stale_uploads.remove_if_empty(folder)
-
-
-def _may_change(path: Path) -> bool:
-    """Whether a program may still write to a file."""
-    found = path.stat()
-    is_written_once = path.suffix in _WEIGHTS or found.st_size >= _LARGE
-    return not is_written_once and time.time() - found.st_mtime < _RECENT
 
 
 def _files(folder: str) -> list[str]:

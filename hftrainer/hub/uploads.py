@@ -1,14 +1,16 @@
-"""Uploads to a repository in the background. A failed upload is logged and retried; it never stops training."""
+"""Uploads to a repository in the background. A failed upload is retried at the end; it never stops training."""
 
 from __future__ import annotations
 
+import atexit
 import functools
 import itertools
 import logging
-import math
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -16,25 +18,46 @@ from typing import Any
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import names
 from hftrainer.errors import HubError
-from hftrainer.hub.background import UploadThread, call_at_exit
-from hftrainer.hub.failures import is_transient, reason, with_retries
-from hftrainer.hub.pending import PendingCommit, PendingUpload, PendingUploads
+from hftrainer.hub.failures import reason
 from hftrainer.hub.references import LAST_CHECKPOINT
 from hftrainer.hub.repository import IGNORED, Repository
-from hftrainer.hub.snapshots import UploadSnapshots, model_files
+from hftrainer.hub.snapshots import Commit, UploadSnapshots, model_files
 
 logger = logging.getLogger(__name__)
 
-#: Seconds to wait before each retry of an upload, besides the client's own retries.
-_WAITS = (2.0, 8.0, 30.0)
-#: Seconds at the end of a run during which failed uploads are retried. A running upload may take longer.
-_PATIENCE = 60.0
-_SKIPPED = "another upload was running; hub_always_push=True queues uploads instead"
-_UNFINISHED = "its upload had not finished"
+#: Seconds that a run which is interrupted or has failed waits for a running upload.
+_GRACE = 20.0
+
+
+class PushInProgress:
+    """A group of uploads, as `Trainer.push_in_progress`.
+
+    Args:
+        jobs: one future for each commit.
+    """
+
+    def __init__(self, jobs: Sequence[Future[Any]] = ()) -> None:
+        self.jobs = list(jobs)
+
+    def is_done(self) -> bool:
+        """Whether all uploads have finished, successfully or not."""
+        return all(job.done() for job in self.jobs)
+
+    def wait_until_done(self) -> None:
+        """Wait until all uploads have finished."""
+        futures.wait(self.jobs)
+
+    def cancel(self) -> None:
+        """Cancel the uploads that have not started."""
+        self.jobs = [job for job in self.jobs if not (job.cancel() or job.done())]
 
 
 class Uploads:
-    """The uploads of a Trainer.
+    """The uploads of a Trainer, one at a time, in daemon threads: `HfApi.run_as_future` would keep Python from exiting.
+
+    Of the commits that have failed or were skipped, it keeps the newest for each path in the repository, with a
+    snapshot of the newest model and of the newest checkpoint. More snapshots would occupy the disk space of checkpoints
+    that `save_total_limit` has deleted.
 
     Args:
         repository: the target.
@@ -44,17 +67,19 @@ class Uploads:
     def __init__(self, repository: Repository, snapshots: UploadSnapshots) -> None:
         self.repository = repository
         self._snapshots = snapshots
-        self._pending = PendingUploads(snapshots.delete)
-        self._thread = UploadThread()
         self._numbers = itertools.count()
-        self._outage: str | None = None  # why the Hub could not be reached in the last attempt; None if it could
-        self._deadline = math.inf  # on the clock time.monotonic(): no retry begins after it
+        self._lock = threading.Lock()
+        self._queued: dict[int, Commit] = {}  # by number
+        self._missing: dict[str, Commit] = {}  # by path in the repository
+        self._uploaded: dict[str, str] = {}  # path in the repository → the message of the last commit there
+        self._last_thread: threading.Thread | None = None
+        self._stopped_waiting = False  # whether a wait has ended before the uploads
         self._last_report = ""
-        call_at_exit(self.at_exit)
+        atexit.register(self.at_exit)
 
     # ---- Checkpoints -------------------------------------------------------------------------------------------
 
-    def commits_for(self, checkpoint: str, strategy: str, *, by_steps: bool) -> list[PendingCommit]:
+    def commits_for(self, checkpoint: str, strategy: str, *, by_steps: bool) -> list[Commit]:
         """The commits that a strategy makes for a checkpoint; none if the checkpoint has been deleted.
 
         Args:
@@ -69,82 +94,107 @@ class Uploads:
             return []
         progress = f"step {state.global_step}" if by_steps else f"epoch {int(state.epoch or 0)}"
         message = f"Training in progress, {progress}"
-        found = [self._new_commit(checkpoint, "", message)]
+        found = [Commit(next(self._numbers), checkpoint, "", message)]
         if strategy in ("checkpoint", "all_checkpoints"):
             path_in_repo = LAST_CHECKPOINT if strategy == "checkpoint" else os.path.basename(checkpoint)
-            found.append(self._new_commit(checkpoint, path_in_repo, f"{message}, checkpoint"))
+            found.append(Commit(next(self._numbers), checkpoint, path_in_repo, f"{message}, checkpoint"))
         return found
 
-    def _new_commit(self, folder: str, path_in_repo: str, message: str) -> PendingCommit:
-        return PendingCommit(next(self._numbers), folder, path_in_repo, message)
-
-    def skip(self, commits: Sequence[PendingCommit]) -> None:
+    def skip(self, commits: Sequence[Commit]) -> None:
         """Do not upload these now; `finish` uploads the newest for each path."""
-        for commit in commits:
-            snapshot = self._create_snapshot(commit)
-            if snapshot is not None:
-                self._pending.add(PendingUpload(commit, _SKIPPED, snapshot))
+        for commit in filter(self._create_snapshot, commits):
+            self._note_missing(commit, "another upload was running; hub_always_push=True queues uploads instead")
 
-    def push(self, commits: Sequence[PendingCommit]) -> list[Future[Any]]:
+    def push(self, commits: Sequence[Commit]) -> list[Future[Any]]:
         """Upload these in the background, after the uploads that are queued."""
         jobs = []
-        for commit in commits:
-            snapshot = self._create_snapshot(commit)
-            if snapshot is None:
-                continue
-            self._pending.add(PendingUpload(commit, _UNFINISHED, snapshot, queued=True))
-            job = self._thread.submit(functools.partial(self._upload_queued, commit, snapshot))
-            job.add_done_callback(functools.partial(self._remove_if_cancelled, commit, snapshot))
+        for commit in filter(self._create_snapshot, commits):
+            self._queued[commit.number] = commit
+            job = self._submit(functools.partial(self._upload, commit))
+            job.add_done_callback(functools.partial(self._leave_queue, commit))
             jobs.append(job)
         return jobs
 
-    def _create_snapshot(self, commit: PendingCommit) -> str | None:
-        """The snapshot of a commit; on any failure, log a warning and return None."""
+    def _submit(self, act: Callable[[], Any]) -> Future[Any]:
+        """Run `act` in a thread, after everything that was submitted before."""
+        future: Future[Any] = Future()
+        previous = self._last_thread
+
+        def run() -> None:
+            if previous is not None:
+                previous.join()
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(act())
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._stopped_waiting = False
+        thread = threading.Thread(target=run, name="hub-upload", daemon=True)
+        thread.start()
+        self._last_thread = thread
+        return future
+
+    def _create_snapshot(self, commit: Commit) -> bool:
+        """Create the snapshot of a commit; on any failure, log a warning and return False."""
         try:
-            return self._snapshots.create(commit)
+            commit.snapshot = self._snapshots.create(commit)
         except Exception as error:  # the processing class may raise anything
-            self._pending.add(PendingUpload(commit, _reason_of_storage(error)))
-            logger.warning("The upload of %s cannot be prepared: %s", commit.checkpoint, error)
-            return None
-
-    def _upload_queued(self, commit: PendingCommit, snapshot: str) -> Any:
-        """Upload, unless the run has ended and the Hub cannot be reached: every attempt of the client takes a while."""
-        if self._outage is not None and self._deadline < math.inf:
-            self._pending.add(PendingUpload(commit, self._outage, snapshot))
-            raise HubError(self._outage)
-        return self._upload(commit, snapshot)
-
-    def _remove_if_cancelled(self, commit: PendingCommit, snapshot: str, job: Future[Any]) -> None:
-        if job.cancelled():
-            self._pending.remove(commit, snapshot)
-
-    def _upload(self, commit: PendingCommit, snapshot: str) -> Any:
-        """Make a commit and record the result. After a failure the snapshot is kept for another attempt."""
-        repository = self.repository
-        try:
-            done = self._with_retries(
-                lambda: repository.upload(snapshot, commit.message, path_in_repo=commit.path_in_repo)
+            why = (
+                f"storage failed ({error.strerror or error})"
+                if isinstance(error, OSError)
+                else f"it could not be prepared ({type(error).__name__}: {error})"
             )
+            self._note_missing(commit, why)
+            logger.warning("The upload of %s cannot be prepared: %s", commit.checkpoint, error)
+        return commit.snapshot is not None
+
+    def _upload(self, commit: Commit) -> Any:
+        """Make a commit and note the result."""
+        repository = self.repository
+        assert commit.snapshot is not None
+        try:
+            done = repository.upload(commit.snapshot, commit.message, path_in_repo=commit.path_in_repo)
         except Exception as error:
             why = reason(error, repository.token)
-            self._pending.add(PendingUpload(commit, why, snapshot))
+            self._note_missing(commit, why)
             logger.warning("Uploading %r to %s failed, and is retried at the end: %s", commit.message, repository, why)
             raise HubError(why) from None
-        self._pending.mark_uploaded(commit, snapshot)
+        self._note_uploaded(commit)
         return done
 
-    def _with_retries(self, act: Callable[[], Any]) -> Any:
-        """Call `act` and retry it; without retries if the Hub could not be reached the last time."""
-        try:
-            done = with_retries(act, () if self._outage is not None else _WAITS, pause=self._pause)
-        except Exception as error:
-            self._outage = reason(error, self.repository.token) if is_transient(error) else None
-            raise
-        self._outage = None
-        return done
+    def _leave_queue(self, commit: Commit, job: Future[Any]) -> None:
+        del self._queued[commit.number]
+        if job.cancelled():
+            self._discard_snapshot(commit)
 
-    def _pause(self, seconds: float) -> bool:
-        return time.monotonic() + seconds < self._deadline and not self._thread.hurry.wait(seconds)
+    def _note_missing(self, commit: Commit, why: str) -> None:
+        """Keep a commit for another attempt, unless a newer one to the same path is missing."""
+        commit.reason = why
+        with self._lock:
+            known = self._missing.setdefault(commit.path_in_repo, commit)
+            if known is not commit:
+                older, newer = sorted((known, commit), key=lambda each: each.number)
+                self._discard_snapshot(older)
+                self._missing[commit.path_in_repo] = newer
+            same_kind = [each for path, each in self._missing.items() if bool(path) == bool(commit.path_in_repo)]
+            for each in sorted(same_kind, key=lambda each: each.number)[:-1]:
+                self._discard_snapshot(each)
+
+    def _note_uploaded(self, commit: Commit) -> None:
+        """Record an upload. Older missing commits to the same path are no longer needed."""
+        with self._lock:
+            self._uploaded[commit.path_in_repo] = commit.message
+            self._discard_snapshot(commit)
+            known = self._missing.get(commit.path_in_repo)
+            if known is not None and known.number <= commit.number:
+                self._discard_snapshot(self._missing.pop(commit.path_in_repo))
+
+    def _discard_snapshot(self, commit: Commit) -> None:
+        if commit.snapshot is not None:
+            self._snapshots.delete(commit.snapshot)
+            commit.snapshot = None
 
     # ---- The whole output folder -------------------------------------------------------------------------------
 
@@ -166,37 +216,31 @@ class Uploads:
         """
         own = self.repository
         target = replace(own, token=own.token if token is None else token, revision=revision or own.revision)
-        commit = self._new_commit(folder, "", message)
-        with self._thread.abandoned_by_interrupt():
-            future = self._thread.submit(functools.partial(self._upload_folder, target, commit, blocking=blocking))
-            self._thread.submit(self._retry_pending_unless_down)
-            if not blocking:
-                return future
-            self._thread.wait()
-            return future.result()
+        commit = Commit(next(self._numbers), folder, "", message)
+        future = self._submit(functools.partial(self._upload_folder, target, commit, blocking=blocking))
+        if not blocking:
+            return future
+        self._wait()
+        return future.result()
 
-    def _upload_folder(self, target: Repository, commit: PendingCommit, *, blocking: bool) -> Any:
+    def _upload_folder(self, target: Repository, commit: Commit, *, blocking: bool) -> Any:
         folder = commit.checkpoint
         try:
-            done = self._with_retries(
-                lambda: target.upload(folder, commit.message, ignore=IGNORED, show_progress=blocking)
-            )
+            done = target.upload(folder, commit.message, ignore=IGNORED, show_progress=blocking)
         except Exception as error:
             failure = (
                 f"push_to_hub to {target.id!r}: {reason(error, target.token)}. The model is in {folder}. "
-                f"To upload it: {target.command(folder, '', without=IGNORED)}"
+                f"To upload it: {target.command(folder, '', exclude=IGNORED)}"
             )
             if not blocking:
                 logger.error("%s", failure)
             raise HubError(failure) from None
         if target.has_branch_of(self.repository):
-            self._pending.mark_uploaded(commit)
-        return done
-
-    def _retry_pending_unless_down(self) -> None:
-        if self._pending and self._outage is None:
-            self._retry_pending()
+            self._note_uploaded(commit)
+        if self._missing:
+            self._retry_missing()
             self._report()
+        return done
 
     # ---- The end of a run --------------------------------------------------------------------------------------
 
@@ -206,79 +250,80 @@ class Uploads:
         Args:
             is_urgent: whether the process is about to be killed.
         """
-        self._deadline = time.monotonic() + _PATIENCE
         try:
-            if not self._thread.abandoned:
-                with self._thread.abandoned_by_interrupt():
-                    self._wait_and_retry(is_urgent)
+            if self._is_busy:
+                logger.info("Waiting for the uploads to %s.", self.repository)
+            if self._wait(is_urgent) and self._missing and not is_urgent():
+                self._submit(self._retry_missing)
+                self._wait(is_urgent)
         finally:
-            self._deadline = math.inf
             self._report()
 
-    def _wait_and_retry(self, is_urgent: Callable[[], bool]) -> None:
-        if self._thread.is_busy:
-            logger.info("Waiting for the uploads to %s.", self.repository)
-        finished = self._thread.wait(is_urgent)
-        if finished and self._pending and not is_urgent():
-            self._thread.submit(self._retry_pending)
-            finished = self._thread.wait(is_urgent)
-        if not finished:
-            self._thread.abandon()
+    @property
+    def _is_busy(self) -> bool:
+        return self._last_thread is not None and self._last_thread.is_alive()
 
-    def _retry_pending(self) -> None:
-        """Retry pending uploads, oldest first, until the Hub cannot be reached."""
-        for entry in self._pending.oldest_first():
-            can_retry = entry.snapshot is not None or os.path.isdir(entry.commit.checkpoint)
-            snapshot = (entry.snapshot or self._create_snapshot(entry.commit)) if can_retry else None
-            if snapshot is None:
+    def _wait(self, is_urgent: Callable[[], bool] = lambda: False) -> bool:
+        """Wait until all uploads have finished. If this ends before, it returns at once until there is a new upload.
+
+        Args:
+            is_urgent: once it returns True, the wait ends after `_GRACE` seconds.
+
+        Returns:
+            Whether all have finished.
+        """
+        # If Ctrl-C ends the loop, nothing waits again for the same uploads.
+        has_stopped, self._stopped_waiting = self._stopped_waiting, True
+        deadline = None
+        while self._is_busy:
+            if deadline is None and is_urgent():
+                deadline = time.monotonic() + _GRACE
+            if has_stopped or (deadline is not None and time.monotonic() > deadline):
+                return False
+            self._last_thread.join(0.2)  # type: ignore[union-attr]
+        self._stopped_waiting = False
+        return True
+
+    def _retry_missing(self) -> None:
+        """Upload what is missing, oldest first, until an upload fails."""
+        for commit in sorted(self._missing.values(), key=lambda commit: commit.number):
+            if commit.snapshot is None and not (os.path.isdir(commit.checkpoint) and self._create_snapshot(commit)):
                 continue
             try:
-                self._upload(entry.commit, snapshot)
+                self._upload(commit)
             except HubError:
-                if self._outage is not None:
-                    return
+                return
 
     def at_exit(self) -> None:
-        """Wait for all uploads unless they were abandoned, and delete all snapshots."""
+        """Wait for all uploads, unless a wait was interrupted, and delete all snapshots."""
         try:
-            if not self._thread.abandoned:
-                with self._thread.abandoned_by_interrupt():
-                    self._thread.wait()
+            self._wait()
+            self._report()
         finally:
             self._snapshots.delete_all()
-            if self._thread.abandoned:
-                self._thread.abandon()  # thread pools that the client has started since
 
     def _report(self) -> None:
         """Log what is uploaded and what is not, unless that has been logged already."""
-        uploaded = "".join(f"\n  {_where(path)}: {message!r}" for path, message in self._pending.uploaded().items())
-        entries = self._pending.oldest_first()
-        if not entries:
+        uploaded = "".join(f"\n  {path or 'the model'}: {message!r}" for path, message in self._uploaded.items())
+        with self._lock:
+            missing = {**self._missing, **{commit.path_in_repo: commit for commit in list(self._queued.values())}}
+        if not missing:
             if uploaded:
                 logger.info("Uploaded to %s:%s", self.repository, uploaded)
-            self._pending.clear_uploaded()
+            self._uploaded.clear()
             return
-        failed = "".join(f"\n  {self._describe(entry)}" for entry in entries)
+        failed = "".join(
+            f"\n  {self._describe(commit)}" for commit in sorted(missing.values(), key=lambda commit: commit.number)
+        )
         if failed != self._last_report:
             logger.error("Not uploaded to %s:%s\nUploaded:%s", self.repository, failed, uploaded or " nothing")
         self._last_report = failed
 
-    def _describe(self, entry: PendingUpload) -> str:
-        """A pending upload in a report, with the command line that uploads it."""
-        commit = entry.commit
-        begin = f"{_where(commit.path_in_repo)}, {commit.message!r}: {entry.why}."
+    def _describe(self, commit: Commit) -> str:
+        """A missing commit in a report, with the command line that uploads it."""
+        begin = f"{commit.path_in_repo or 'the model'}, {commit.message!r}: {commit.reason}."
         if not os.path.isdir(commit.checkpoint):
             return f"{begin} {commit.checkpoint} no longer exists."
-        only = () if commit.path_in_repo else tuple(model_files(commit.checkpoint))
-        return f"{begin} To upload it: {self.repository.command(commit.checkpoint, commit.path_in_repo, only=only)}"
-
-
-def _reason_of_storage(error: Exception) -> str:
-    """Why a snapshot could not be created, as the end of a sentence."""
-    if isinstance(error, OSError):
-        return f"storage failed ({error.strerror or error})"
-    return f"it could not be prepared ({type(error).__name__}: {error})"
-
-
-def _where(path_in_repo: str) -> str:
-    return path_in_repo or "the model"
+        include = () if commit.path_in_repo else tuple(model_files(commit.checkpoint))
+        command = self.repository.command(commit.checkpoint, commit.path_in_repo, include=include)
+        return f"{begin} To upload it: {command}"

@@ -47,7 +47,7 @@ def _batches(context: TrainerContext) -> dict[str, Any]:
 def _distributed_type(context: TrainerContext) -> str:
     kind = context.trainer.args.device.type
     devices = {"xla": "TPU", "tpu": "TPU", "cpu": "multi-CPU"}.get(kind, "multi-GPU")
-    name = context.engine.parallelism.card
+    name = context.strategy.card
     return f"{devices} ({name})" if name else devices
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import warnings
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -19,9 +18,6 @@ from hftrainer.trainer_pt_utils import nested_numpify
 if TYPE_CHECKING:
     from hftrainer.callbacks.state import TrainerState
     from hftrainer.training_args import TrainingArguments
-
-#: Files that SageMaker writes beside a checkpoint while it copies it to S3.
-_OF_SAGEMAKER = ("*.sagemaker-uploading", "*.sagemaker-uploaded")
 
 
 class EarlierMethods:
@@ -135,13 +131,4 @@ class EarlierMethods:
         self.init_hf_repo()  # type: ignore[attr-defined]  # of Trainer
 
     def _add_sm_patterns_to_gitignore(self) -> None:
-        """Keep SageMaker's temporary files out of uploads, by `.gitignore` in the output folder (v4.18 to v5.0).
-
-        The next upload has the file in it; the Hub then leaves these files out of all commits.
-        """
-        if self.args.process_index != 0:
-            return
-        path = Path(str(self.args.output_dir), ".gitignore")
-        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-        lines += [pattern for pattern in _OF_SAGEMAKER if pattern not in lines]
-        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        """Do nothing, since uploads always leave SageMaker's temporary files out (v4.18 to v5.0)."""

@@ -142,6 +142,16 @@ def draw_png(drawn: list[Line], path: str) -> None:
     figure.savefig(path, dpi=120, format="png")
 
 
+def describe(drawn: list[Line]) -> str:
+    """Each curve in a line of text: its first, last, lowest and highest value."""
+    width = max(len(line.label) for line in drawn)
+    return "\n".join(
+        f"{line.label:<{width}}  {line.values[0]:.4g} at step {line.steps[0]:g}, {line.values[-1]:.4g} at step "
+        f"{line.steps[-1]:g}; lowest {min(line.values):.4g}, highest {max(line.values):.4g}"
+        for line in drawn
+    )
+
+
 def draw_html(drawn: list[Line], path: str) -> None:
     """Write the panels as an interactive HTML page that works offline."""
     subplots, objects = load("plotly.subplots"), load("plotly.graph_objects")

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 from hftrainer.callbacks.base import TrainerCallback
 from hftrainer.checkpointing.names import PREFIX_CHECKPOINT_DIR
 from hftrainer.checkpointing.weights import save_weights
-from hftrainer.engine import adapter
 from hftrainer.errors import MissingPackage
 from hftrainer.parallel.config_files import env_flag
+from hftrainer.plugins import adapter
 
 if TYPE_CHECKING:
     from hftrainer.callbacks.state import TrainerState

@@ -8,10 +8,10 @@ import torch
 
 from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.callbacks.state import is_exportable
-from hftrainer.checkpointing.states import ModelStates
 from hftrainer.checkpointing.writer import CheckpointWriter
 from hftrainer.compat.overrides import is_overridden
 from hftrainer.releases.policy import ReleasePolicy
+from hftrainer.strategies.strategy import Strategy
 from hftrainer.training.run import Run, RunningLoop
 from hftrainer.training.trainer_api import TrainerApi
 
@@ -27,10 +27,10 @@ class TrainerContext:
         policy: what the followed release of transformers does.
         resolved: the parsed arguments, for this Trainer or for the current trial.
         engine: the Lightning engine, built from the arguments.
-        states: how the strategy gathers, saves and loads the states of model and optimizer.
+        strategy: how the processes share the model.
         checkpoint_writer: writes checkpoint folders, at once or in the background.
         run: the state of the current or last `train()`.
-        preparation: prepares model and optimizer for the strategy.
+        preparation: lets the strategy prepare model and optimizer.
         uploads: to the repository on the Hub, once there is one; in the main process.
         search: the backend of the current hyperparameter search, if any.
         hp_study: the study of the last search, if its backend has such.
@@ -44,7 +44,7 @@ class TrainerContext:
     policy: ReleasePolicy
     resolved: ResolvedArguments
     engine: Any
-    states: ModelStates
+    strategy: Strategy
     checkpoint_writer: CheckpointWriter
     preparation: Any
     averages_tokens: bool

@@ -83,7 +83,7 @@ class LogSaveEvaluate(Room):
         of_all = trainer.accelerator.gather(tr_loss).mean() if trainer.args.world_size > 1 else tr_loss
         summed, further = run.logged_metrics.read(of_all, steps)
         tr_loss -= tr_loss  # not zero_(): a NaN that the filter let through stays, as in transformers
-        self.context.engine.parallelism.end_batch()
+        self.context.strategy.end_batch()
         logs: dict[str, float] = {"loss": self.context.policy.logged_loss(summed / steps)}
         if grad_norm is not None:
             logs["grad_norm"] = grad_norm.item() if isinstance(grad_norm, torch.Tensor) else grad_norm

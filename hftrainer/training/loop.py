@@ -122,7 +122,7 @@ class TrainingLoop(Room):
         """Announce the start, and evaluate with `eval_on_start`."""
         trainer = self.trainer
         trainer.model_wrapped.zero_grad()
-        self.context.engine.parallelism.end_batch()
+        self.context.strategy.end_batch()
         self.context.announce("on_train_begin")
         if trainer.args.eval_on_start:
             with self.control_sync.abandoning():
@@ -309,7 +309,7 @@ class TrainingLoop(Room):
 
     def end_substep(self) -> None:
         """Announce a micro-batch after which the optimizer does not step."""
-        self.context.engine.parallelism.end_batch()
+        self.context.strategy.end_batch()
         self.context.announce("on_substep_end")
 
     # ---- Optimizer steps ---------------------------------------------------------------------------------------
@@ -352,7 +352,7 @@ class TrainingLoop(Room):
         """Count the step, announce it, then log, evaluate and save if due; stop if a signal requests it."""
         state = self.trainer.state
         clear_gradients(model)
-        self.context.engine.parallelism.end_batch()
+        self.context.strategy.end_batch()
         state.global_step += 1
         state.epoch = self._epoch_after_step()
         self._stepping = self._stepped = False

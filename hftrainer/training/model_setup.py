@@ -38,7 +38,7 @@ class ModelSetup(Room):
             enable_full_determinism(args.seed)
         else:
             set_seed(args.seed)
-        self.context.engine.parallelism.seed(args.seed)
+        self.context.strategy.seed(args.seed)
 
     def call_model_init(self, trial: Any) -> nn.Module:
         """A new model from `model_init`, which gets the trial if it takes an argument."""
@@ -92,7 +92,7 @@ class ModelSetup(Room):
     def move(self, model: nn.Module, device: Any) -> None:
         """Move the model, unless it is on several devices already."""
         if getattr(model, "hf_device_map", None) is None:
-            self.context.engine.parallelism.move(model, device)
+            self.context.strategy.move(model, device)
 
     def _inspect(self, model: nn.Module) -> dict[str, Any]:
         """The attributes of a Trainer that follow from its model, by name."""
@@ -100,7 +100,7 @@ class ModelSetup(Room):
         inspected = type(inspection.called_model(model))
         names = args.label_names
         return {
-            "place_model_on_device": args.place_model_on_device is not False and not self.context.states.spread,
+            "place_model_on_device": args.place_model_on_device is not False and not self.context.strategy.shards,
             "is_model_parallel": len({d for d in getattr(model, "hf_device_map", {}).values() if d != "cpu"}) > 1,
             "is_distributed_loading_by_transformers": getattr(model, "is_distributed_loading_by_transformers", False),
             "model_accepts_loss_kwargs": inspection.accepts_loss_kwargs(model),

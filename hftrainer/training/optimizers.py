@@ -80,7 +80,7 @@ class OptimizerFactory(Room):
 
     def decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Names of the parameters that weight decay applies to."""
-        known = self.context.states.decay_parameter_names(model)
+        known = self.context.strategy.decay_parameter_names(model)
         return self.context.policy.decay_parameter_names(model) if known is None else known
 
     def group_of(self, param: Any) -> Any:

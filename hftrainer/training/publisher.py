@@ -58,7 +58,7 @@ class Publisher(Room):
         trainer, uploads = self.trainer, self.context.uploads
         if uploads is None or trainer.args.hub_strategy == HubStrategy.END:
             return
-        from hftrainer.hub.background import PushInProgress
+        from hftrainer.hub.uploads import PushInProgress
 
         by_steps = trainer.args.save_strategy == SaveStrategy.STEPS
         commits = uploads.commits_for(folder, trainer.args.hub_strategy, by_steps=by_steps)

@@ -147,7 +147,7 @@ class TrainingRunner(Room):
         self.run.resumed_from = folder
         if folder is None:
             return
-        if not self.context.states.spread:  # a sharded model loads its shards later
+        if not self.context.strategy.shards:  # a sharded model loads its shards later
             self.trainer._load_from_checkpoint(folder)
         finds = self.trainer.args.auto_find_batch_size or self.context.engine.finds_batch_size
         if finds or not self.context.policy.resumes_with_batch_size_of_arguments:

@@ -19,12 +19,12 @@ from hftrainer.callbacks.state import drop_from_json, export_states
 from hftrainer.checkpointing import names, resume, staging
 from hftrainer.checkpointing.folders import rotate_checkpoints
 from hftrainer.checkpointing.progress import RunProgress, as_dict, load_progress, position_settings, save_progress
-from hftrainer.checkpointing.states import MakeOptimizer
 from hftrainer.checkpointing.weights import save_configs, save_weights
 from hftrainer.compat import peers
 from hftrainer.compat.overrides import call_with_accepted
 from hftrainer.data.random_states import rng_state
 from hftrainer.data.schedule import TrainingSchedule
+from hftrainer.strategies.strategy import MakeOptimizer
 from hftrainer.training.context import Room
 from hftrainer.training_args import without_tokens
 
@@ -40,11 +40,7 @@ class CheckpointSaver(Room):
         try:
             yield
         finally:
-            self.context.states.finish(self.trainer.accelerator.processes)
-
-    def write_parts(self, folder: str) -> None:
-        """Write this rank's shard of the model, if checkpoints hold shards, once the folder exists."""
-        self.context.states.write_parts(folder, self.trainer.accelerator.processes)
+            self.context.strategy.finish()
 
     def states_of_others(self) -> dict[str, Any]:
         """File name → contents, for the other ranks' files in a checkpoint: random states and progress."""
@@ -64,7 +60,7 @@ class CheckpointSaver(Room):
     def fill(self, of_others: Mapping[str, Any], folder: str) -> None:
         """Write everything that a run needs to resume into `folder`."""
         trainer, context = self.trainer, self.context
-        self.write_parts(folder)
+        context.strategy.write_parts(folder)
         meanwhile = not trainer.args.save_only_model and self._writes_in_any_order()
         if meanwhile:
             with context.checkpoint_writer.meanwhile():
@@ -81,7 +77,7 @@ class CheckpointSaver(Room):
                 torch.save(state, os.path.join(folder, name))
             if kept:
                 context.checkpoint_writer.save(kept, os.path.join(folder, names.LIGHTNING_CALLBACKS_NAME))
-        elif context.states.spread and peers.is_peft(
+        elif context.strategy.shards and peers.is_peft(
             self.context.bare_model
         ):  # the sharded formats cannot load adapters alone
             self.save_files(None, folder)
@@ -166,7 +162,7 @@ class CheckpointSaver(Room):
 
     def save_files(self, optimizer: MakeOptimizer | None, output_dir: str) -> None:
         """Write the optimizer's state, unless it is None, and the other state files of one process."""
-        for name, state in self.context.states.files(optimizer):
+        for name, state in self.context.strategy.files(optimizer):
             self.context.checkpoint_writer.save(state, os.path.join(output_dir, name))
 
     def save_progress(self, output_dir: str) -> None:
@@ -180,12 +176,14 @@ class CheckpointSaver(Room):
     def load_weights(self, model: nn.Module, folder: str) -> None:
         """Load the weights of a checkpoint into the model, sharded or not."""
         self._warn_of(
-            self.context.states.load_weights(peers.uncompiled(model), folder, only_trained=self._has_adapters())
+            self.context.strategy.load_weights(peers.uncompiled(model), folder, only_trained=self._has_adapters())
         )
 
     def load_best(self, model: nn.Module, folder: str) -> None:
         """Load the weights of the best checkpoint at the end of a run."""
-        self._warn_of(self.context.states.load_best(peers.uncompiled(model), folder, only_trained=self._has_adapters()))
+        self._warn_of(
+            self.context.strategy.load_best(peers.uncompiled(model), folder, only_trained=self._has_adapters())
+        )
 
     def _has_adapters(self) -> bool:
         return peers.is_peft(self.context.bare_model)
@@ -211,16 +209,17 @@ class CheckpointSaver(Room):
 
     def save_model(self, folder: str, *, internal: bool) -> None:
         """Write weights, config, processing class and arguments; see `Trainer.save_model`."""
-        trainer, states, saves = self.trainer, self.context.states, self.trainer.args.should_save
-        if internal and states.only_parts:
+        trainer, strategy, model = self.trainer, self.context.strategy, peers.uncompiled(self.trainer.model)
+        if internal and strategy.only_parts:
             return  # checkpoints hold a shard from each rank
-        with states.weights_to_save(peers.uncompiled(trainer.model), saves=saves) as weights:
-            if saves and weights is None:
-                trainer._save(folder)
-            elif saves:
-                trainer._save(folder, state_dict=weights)
+        weights = strategy.weights_to_save(model)
+        if trainer.args.should_save:
+            # A callback such as ModelPruning may have the model's own weights under other names.
+            own = self.context.engine.saving(model) if weights is None else contextlib.nullcontext((weights, None))
+            with own as (weights, _):
+                trainer._save(folder, **({} if weights is None else {"state_dict": weights}))
         if not internal:
-            states.save_beside(folder, trainer.accelerator.processes)
+            strategy.save_beside(folder)
 
     def save_files_of_model(self, folder: str, weights: dict[str, Any] | None) -> None:
         """Write the files of a model; see `Trainer._save`.
@@ -238,7 +237,7 @@ class CheckpointSaver(Room):
         if weights == {}:  # DeepSpeed's weights stay in shards
             save_configs(model, folder)
         elif peers.is_peft(model):  # adapters are small: not in the background
-            write(self.context.engine.parallelism.to_cpu(model.state_dict()) if on_device else weights)
+            write(self.context.strategy.to_cpu(model.state_dict()) if on_device else weights)
         else:
             if (writer.collects or on_device) and weights is None:
                 # A copy: training changes the model's own during writing.
@@ -294,7 +293,7 @@ class CheckpointSaver(Room):
         staged = str(staging.staging_folder(path)) if trainer.args.should_save else None
         folders = trainer.accelerator.processes.gather_objects([staged])
         optimizer = None if trainer.args.save_only_model else self.context.made_optimizer
-        self.context.states.gather(trainer.model, optimizer)
+        self.context.strategy.gather(trainer.model, optimizer)
         if trainer.args.should_save:
             with self.writing_together():
                 writer.checkpoint(path, functools.partial(self.fill, of_others), then=then, if_failed=if_failed)
@@ -302,7 +301,7 @@ class CheckpointSaver(Room):
             staged = next(filter(None, folders[trainer.accelerator.processes.rank :: -1]))
             call_with_accepted(trainer.save_model, staged, _internal_call=True)  # overrides may gather weights
             with self.writing_together(), writer.taking_part(path):
-                self.write_parts(staged)
+                self.context.strategy.write_parts(staged)
         writer.failed = any(trainer.accelerator.processes.gather_objects([writer.failed]))
 
     def _note_best(self, run_dir: str) -> None:

@@ -72,7 +72,7 @@ class TrainingSteps(Room):
         trainer = self.trainer
         if not isinstance(data, torch.Tensor) and isinstance(data, (dict, list, tuple, Mapping)):
             return rebuilt(data, trainer._prepare_input)
-        return self.context.states.cast(to_device(data, trainer.accelerator.device), trainer.model)
+        return self.context.strategy.cast(to_device(data, trainer.accelerator.device), trainer.model)
 
     # ---- The loss ----------------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hftrainer.parallel.xla.devices import print_metrics
+from hftrainer.plugins import load
 from hftrainer.training.trainer_api import TrainerApi
 
 
@@ -10,4 +10,4 @@ def print_xla_metrics(trainer: TrainerApi) -> None:
     """Print torch_xla's metrics on the main process, if `debug="tpu_metrics_debug"`."""
     args = trainer.args
     if "tpu_metrics_debug" in (args.debug or ()) and args.device.type == "xla" and trainer.is_world_process_zero():
-        print_metrics()
+        load("xla", "devices").print_metrics()

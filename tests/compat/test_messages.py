@@ -15,10 +15,8 @@ from tests.support.tiny import make_bert, make_plain, plain_data, text_data
 {after}
 
 def make(**settings):
-    given = dict(
-        max_steps=6, per_device_train_batch_size=4, gradient_accumulation_steps=2, save_steps=2, save_total_limit=1,
-        eval_strategy="steps", eval_steps=3, disable_tqdm=True, use_cpu=True, report_to="none",
-    )
+    given = dict(max_steps=1, save_strategy="no", per_device_train_batch_size=4, disable_tqdm=True, use_cpu=True)
+    given |= {{"report_to": "none"}}
     data = {model}_data()
     args = library.TrainingArguments({folder!r}, **{{**given, **settings}})
     return library.Trainer(make_{kind}(), args, train_dataset=data, eval_dataset=data[:9])
@@ -74,11 +72,15 @@ FACTS = {
     "batches done": (r"1 epochs and\D* 2 batches|first 1 epochs then the first 2 b", r"that are skipped: 2\b"),
 }
 BOTH = """
-trainer = make({settings})
+settings = dict(
+    log_level="info", max_steps=6, gradient_accumulation_steps=2, save_strategy="steps", save_steps=2,
+    save_total_limit=1, eval_strategy="steps", eval_steps=3,
+)
+trainer = make(**settings)
 trainer.train()
 trainer.predict(text_data()[:5])
 trainer.save_model(trainer.args.output_dir + "/final")
-make(max_steps=8, {settings}).train(resume_from_checkpoint=True)
+make(**{**settings, "max_steps": 8}).train(resume_from_checkpoint=True)
 """
 
 
@@ -88,7 +90,7 @@ def of_both(tmp_path_factory, shown):
     folder = tmp_path_factory.mktemp("both")
     found = []
     for library in ("transformers", "hftrainer"):
-        text = program(folder / library / "out", library, run=BOTH, settings="log_level='info'", model="text")
+        text = program(folder / library / "out", library, run=BOTH, model="text")
         found.append("".join(shown(text)))
     return found
 
@@ -160,7 +162,13 @@ SWITCHES = {
         (0, 1),
     ),
     "enable_explicit_format": ({"after": VERBOSE + "; switches.enable_explicit_format()"}, (0, 1)),
-    "a warning": ({"run": "make(max_steps=2).train()\nmake(max_steps=8).train(resume_from_checkpoint=True)"}, (0, 0)),
+    "a warning": (
+        {
+            "run": "saved = dict(save_strategy='steps', save_steps=2)\nmake(max_steps=2, **saved).train()\n"
+            "make(max_steps=8, **saved).train(resume_from_checkpoint=True)"
+        },
+        (0, 0),
+    ),
     "Python's own": ({"after": "logging.getLogger('hftrainer').setLevel(logging.INFO)"}, (0, 1)),
 }
 

@@ -12,6 +12,8 @@ from tests.support.tiny import Stream, make_llama, plain_data
 
 #: Batches have 2 samples: up to two rounds of two ranks, whole or not, and one of more.
 SIZES = (*range(1, 9), 13)
+#: One rank has nothing; both have as much; a part of the second round; one round more.
+SOME = (1, 4, 7, 13)
 
 
 def make(make_model=tiny.make_plain, kind=Trainer, settings=None, **given):
@@ -124,8 +126,8 @@ CASES = {
         {"make_model": make_llama, "data_collator": tiny.pad, "compute_metrics": all_of_it},
         tiny.varied_language_data,
     ),
-    "nested": ({"make_model": tiny.make_detector}, tiny.detection_data),
-    "torchmetrics": ({"compute_metrics": torchmetrics()}, plain_data),
+    "nested": ({"make_model": tiny.make_detector}, tiny.detection_data, SOME),
+    "torchmetrics": ({"compute_metrics": torchmetrics()}, plain_data, SOME),
     "torchmetrics, drawn": ({"compute_metrics": torchmetrics(plot=True)}, plain_data, (1, 4, 7)),
     "drawn without a cache": (
         {"compute_metrics": TorchMetrics(MulticlassAccuracy(3, average="micro", compute_with_cache=False), plot=True)},
@@ -135,8 +137,9 @@ CASES = {
     "one number a batch": (
         {"compute_metrics": TorchMetrics(SumMetric(), adapter=lambda p: {"value": p.predictions.new_ones(())})},
         plain_data,
+        SOME,
     ),
-    "batch by batch": ({"settings": {"batch_eval_metrics": True}, "compute_metrics": Prediction()}, plain_data),
+    "batch by batch": ({"settings": {"batch_eval_metrics": True}, "compute_metrics": Prediction()}, plain_data, SOME),
     "workers": ({"settings": {"dataloader_num_workers": 1}}, plain_data, (1, 4, 7)),
     "stream by a worker": ({"settings": {"dataloader_num_workers": 1}}, Stream, (1, 4, 7)),
     "stream by two workers": ({"settings": {"dataloader_num_workers": 2}}, Halves, (5, 11)),
@@ -148,7 +151,7 @@ CASES = {
             "compute_metrics": lambda p: {"sum": int(p.predictions.sum())},
         },
         tiny.t5_data,
-        range(1, 6),
+        (1, 4, 5),
     ),
     "generation of uneven lengths": (
         {
@@ -158,6 +161,7 @@ CASES = {
             "data_collator": pad_left,
         },
         lambda count: [{**row, "labels": row["input_ids"]} for row in tiny.varied_language_data(count)],
+        SOME,
     ),
 }
 
@@ -172,13 +176,13 @@ def result(trainer, data):
 
 def predict_objects():
     objects = make(kind=Objects, settings={"eval_use_gather_object": True, "eval_do_concat_batches": False})
-    for size in SIZES:
+    for size in SOME:
         yield size, [item for batch in objects.predict(plain_data(size)).predictions for item in batch]
 
 
 def evaluate_loss():
     apart = make(make_llama, settings={"eval_do_concat_batches": False}, data_collator=tiny.pad)
-    for size in SIZES:
+    for size in SOME:
         yield size, apart.evaluate(tiny.varied_language_data(size))["eval_loss"]
 
 

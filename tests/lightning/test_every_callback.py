@@ -1,5 +1,6 @@
 """Every class of `lightning.pytorch.callbacks` in the four ways of training, and what each does besides."""
 
+import functools
 import itertools
 import json
 import logging
@@ -251,9 +252,8 @@ CHANGES_WEIGHTS = """
 """.split()
 MODES = {
     "fit": {},
-    "fit with evaluation": EVALUATED,
     "accumulation 2": {"eval_strategy": "steps", "eval_steps": 2, "gradient_accumulation_steps": 2},
-    "resume": EVALUATED,
+    "evaluation, and resume": EVALUATED,
 }
 #: As `test_refusals_say_why` asserts.
 REFUSED = {("GradientAccumulationScheduler", "accumulation 2"), ("EarlyStopping", "fit")}
@@ -263,16 +263,37 @@ def test_every_class_has_its_case():
     assert CASES.keys() == LIGHTNING_CALLBACKS.keys() == set(of.__all__)
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """A function of the settings' names and values: a run without callbacks, trained once."""
+    return functools.cache(lambda *settings: trained(tmp_path_factory.mktemp("plain"), **dict(settings)))
+
+
 @pytest.mark.parametrize(("name", "mode"), [each for each in itertools.product(CASES, MODES) if each not in REFUSED])
-def test_callback(tmp_path, name, mode, capfd, monkeypatch):
+def test_callback(tmp_path, plain, name, mode, capfd, monkeypatch):
     """It does its work, and changes no weight unless that is its work; a resumed run ends as the whole one."""
     (check, options), folder = CASES[name], tmp_path / "a"
     settings, kind = {**SETTINGS.get(name, {}), **MODES[mode]}, OWN.get(name, getattr(of, name))
     # the level of the tests leaves its table out
     monkeypatch.setattr(logging.getLogger("lightning.pytorch.callbacks.model_summary"), "info", print)
+
+    def assert_works(trainer, callback, folder, mode=mode):
+        captured = capfd.readouterr()
+        assert check(Run(trainer, callback, mode, folder, captured.out + captured.err)), name
+
+    if mode != "accumulation 2":
+        other = plain(*settings.items())
+        capfd.readouterr()
     callback = kind(**options)
-    whole = trainer = trained(folder, callback, **settings)
-    for step in (5, 15, 25, 10) if mode == "resume" else ():  # in the middle of an epoch, and at its end
+    whole = trained(folder, callback, **settings)
+    assert_works(whole, callback, folder)
+    if mode == "accumulation 2":
+        return
+    stopped = whole.state.global_step < other.state.global_step
+    assert stopped or are_same(other.model, whole.model) != (name in CHANGES_WEIGHTS)
+    if mode == "fit":
+        return
+    for step in (5, 15, 25, 10):  # in the middle of an epoch, and at its end
         if step >= whole.state.global_step:
             continue
         folder, callback = tmp_path / f"from-{step}", kind(**options)
@@ -281,12 +302,7 @@ def test_callback(tmp_path, name, mode, capfd, monkeypatch):
         if name != "EarlyStopping" or step < 15:  # which is where it had stopped
             assert trainer.state.global_step == whole.state.global_step
             assert are_same(trainer.model, whole.model)
-    captured = capfd.readouterr()
-    assert check(Run(trainer, callback, mode, folder, captured.out + captured.err)), name
-    if mode in ("fit", "fit with evaluation"):
-        plain = trained(tmp_path / "plain", **settings)
-        stopped = trainer.state.global_step < plain.state.global_step
-        assert stopped or are_same(plain.model, trainer.model) != (name in CHANGES_WEIGHTS)
+    assert_works(trainer, callback, folder, "resume")
 
 
 # ---- Averages -------------------------------------------------------------------------------------------------------

@@ -13,12 +13,10 @@ assert gc.isenabled()
 """
 LEAN = """
 import sys
-from hftrainer.engine import adapter
+from hftrainer.plugins import adapter
 adapter()
-from hftrainer_lightning import lean_import
 from lightning.pytorch.core.module import Metric as of_lightning
-assert "torchmetrics" not in sys.modules
-assert [finder for finder in sys.meta_path if isinstance(finder, lean_import._SamePackage)]
+assert "torchmetrics.functional" not in sys.modules
 """
 
 
@@ -37,7 +35,7 @@ def run(processes, tmp_path_factory):
 FRESH = {
     # neither metrics, nor transformers and its models, which torchmetrics would import
     "a run needs no metrics": f"""{TRAIN}
-assert not {{"torchmetrics", "torchmetrics.functional", "transformers"}} & {{*sys.modules}}
+assert not {{"torchmetrics.functional", "transformers"}} & {{*sys.modules}}
 """,
     "the classes need neither Lightning nor a tracker": """
 import sys
@@ -47,10 +45,9 @@ assert not {"lightning", "wandb", "mlflow", "tensorboard", "comet_ml"} & {*sys.m
     "torchmetrics is left alone once it is there": """
 import sys
 import torchmetrics
-from hftrainer.engine import adapter
-finders = [*sys.meta_path]
+from hftrainer.plugins import adapter
 adapter()
-assert sys.modules["torchmetrics"] is torchmetrics and sys.meta_path == finders
+assert sys.modules["torchmetrics"] is torchmetrics and "__getattr__" not in vars(torchmetrics)
 """,
     # a release of Lightning may ask for more while it is imported
     "any other name makes it whole": """
@@ -62,8 +59,7 @@ with lean_import._without_metrics():
     from torchmetrics import SumMetric
     assert "torchmetrics.functional" in sys.modules and issubclass(SumMetric, Metric)
 import torchmetrics
-assert torchmetrics.SumMetric is SumMetric
-assert not [finder for finder in sys.meta_path if isinstance(finder, lean_import._SamePackage)]
+assert torchmetrics.SumMetric is SumMetric and "__getattr__" not in vars(torchmetrics)
 """,
     "a failed import can be repeated": """
 import sys
@@ -73,7 +69,7 @@ try:
         from torchmetrics import Metric
         raise KeyboardInterrupt
 except KeyboardInterrupt:
-    assert "torchmetrics" not in sys.modules
+    pass
 import torchmetrics
 assert torchmetrics.Metric is Metric and issubclass(torchmetrics.SumMetric, Metric)
 """,
@@ -91,10 +87,11 @@ def test_imports(run, name):
 WHOLE = """
 import torchmetrics
 from torchmetrics.classification import BinaryAccuracy
-assert not [finder for finder in sys.meta_path if isinstance(finder, lean_import._SamePackage)]
+assert sys.modules["torchmetrics"] is torchmetrics
 assert torchmetrics.classification.BinaryAccuracy is BinaryAccuracy and issubclass(BinaryAccuracy, of_lightning)
 assert torchmetrics.Metric is torchmetrics.metric.Metric is of_lightning
 assert torchmetrics.SumMetric()(2.0) == 2
+assert "__getattr__" not in vars(torchmetrics) and torchmetrics.__path__ and torchmetrics.__version__
 assert torchmetrics._logger.handlers and not hasattr(torchmetrics, "nothing")
 for name in [name for name in sys.modules if name.startswith("torchmetrics.")]:
     parent, _, child = name.rpartition(".")
@@ -102,6 +99,13 @@ for name in [name for name in sys.modules if name.startswith("torchmetrics.")]:
 """
 FORKED = {
     "the package": "import torchmetrics" + WHOLE,
+    "all names": "from torchmetrics import *; SumMetric" + WHOLE,
+    "a search through all modules": """
+for module in list(sys.modules.values()):
+    hasattr(module, "__warningregistry__")
+assert "torchmetrics.functional" not in sys.modules
+"""
+    + WHOLE,
     "a submodule": "import torchmetrics.metric" + WHOLE,
     "a metric": "from torchmetrics.classification import BinaryAccuracy" + WHOLE,
     "pickled before": "import pickle; pickle.dumps(of_lightning); import torchmetrics" + WHOLE,

@@ -73,8 +73,9 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("before", ["nothing", "evaluated"])
+@pytest.mark.parametrize(
+    ("settings", "before"), [*((each, "nothing") for each in SETTINGS), ("plain", "evaluated"), ("best", "evaluated")]
+)
 def test_deepcopy_does_what_theirs_does(tmp_path, before, settings):
     def run(library):
         trainer = make(library, tmp_path / library, **SETTINGS[settings])
@@ -88,10 +89,13 @@ def test_deepcopy_does_what_theirs_does(tmp_path, before, settings):
     alike(run, assert_equal)
 
 
-@pytest.mark.parametrize("how", [copy.deepcopy, pickled])
 @pytest.mark.parametrize(
-    ("settings", "before"),
-    [*(("plain", each) for each in BEFORE), *((each, "all") for each in [*SETTINGS, "tensorboard"] if each != "plain")],
+    ("how", "settings", "before"),
+    [
+        *((copy.deepcopy, "plain", each) for each in BEFORE),
+        *((pickled, each, "all") for each in [*SETTINGS, "tensorboard"]),
+        *((copy.deepcopy, each, "all") for each in ("best", "tensorboard")),
+    ],
 )
 def test_a_copy_and_its_original(tmp_path, how, before, settings):
     """Each goes on by itself, and as the other does; after training, a copy of theirs steps its original's weights."""

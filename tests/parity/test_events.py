@@ -124,8 +124,9 @@ ACCUMULATING = {**BEATS, "gradient_accumulation_steps": 3}
 SET = [
     *((event, at, switch, "in place", ACCUMULATING) for event, at in ANNOUNCED.items() for switch in SWITCHES),
     *((event, at, "should_evaluate", "anew", ACCUMULATING) for event, at in ANNOUNCED.items()),
-    *((event, 2, switch, "returned", {}) for event in ("on_step_begin", "on_step_end") for switch in SWITCHES),
-    *((event, 2, switch, "returned", {}) for event in ("on_log", "on_optimizer_step") for switch in SWITCHES),
+    *(("on_step_end", 2, switch, "returned", {}) for switch in SWITCHES),
+    *(("on_step_begin", 2, switch, "returned", {}) for switch in SWITCHES[:2]),
+    *((event, 2, switch, "returned", {}) for event in ("on_log", "on_optimizer_step") for switch in SWITCHES[1::2]),
 ]
 
 

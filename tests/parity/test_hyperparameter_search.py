@@ -84,7 +84,7 @@ def search(library, folder, settings, keywords):
     given = {"model_init": Plain, **settings.get("trainer", {})}
     settings = {**settings, "trainer": given, "callback": callback(on_train_end=on_train_end)}
     trainer, recorder = build(library, "plain", folder, **settings)
-    keywords = {"n_trials": 5, **keywords, "sampler": optuna.samplers.TPESampler(seed=3, n_startup_trials=3)}
+    keywords = {"n_trials": 4, **keywords, "sampler": optuna.samplers.TPESampler(seed=3, n_startup_trials=3)}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(optuna, "create_study", functools.wraps(create_study)(create))
         best = trainer.hyperparameter_search(**keywords)

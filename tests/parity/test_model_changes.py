@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from hftrainer.errors import InvalidArgument, MissingPackage
-from tests.support.parity import EVALUATED, EVERY_STEP, alike, assert_same_weights, build, compare, train
+from tests.support.parity import EVALUATED, EVERY_STEP, assert_same_weights, build, compare, train
 from tests.support.tiny import Plain, language_data, make_llama, make_plain, plain_data
 
 
@@ -102,8 +102,14 @@ def test_model_that_lacks_the_method(tmp_path, settings, message):
         train("hftrainer", "plain", tmp_path, **settings)
 
 
-@pytest.mark.parametrize("kwargs", [None, {"use_reentrant": False}, {"use_reentrant": False, "every_n_layers": 2}])
-@pytest.mark.parametrize("model", ["bert", "llama"])
+@pytest.mark.parametrize(
+    ("model", "kwargs"),
+    [
+        ("bert", None),
+        ("llama", {"use_reentrant": False}),
+        *((model, {"use_reentrant": False, "every_n_layers": 2}) for model in ("bert", "llama")),
+    ],
+)
 def test_activation_checkpointing(tmp_path, model, kwargs):
     settings = {"activation_checkpointing": True, "activation_checkpointing_kwargs": kwargs}
     checkpointed = compare(tmp_path, model, **settings)
@@ -121,16 +127,6 @@ def test_activations_are_computed_again(tmp_path):
 
 
 # ---- Compilation, kernels ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("model", "bf16"), [("plain", False), ("bert", True)])
-def test_compilation(tmp_path, model, bf16):
-    def run(library):
-        torch._dynamo.reset()
-        settings = {"torch_compile_backend": "aot_eager", "max_steps": 4, "bf16": bf16, "logging_steps": 1}
-        return train(library, model, tmp_path / library, **settings)
-
-    alike(run)
 
 
 def test_compiling_in_place(tmp_path):

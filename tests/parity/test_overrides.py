@@ -16,7 +16,7 @@ from torch import nn
 
 import hftrainer
 from hftrainer.errors import UnsupportedArgument
-from tests.support.changed import Doubled, changed_alike, copies, library_of, methods_of, parent, run_changed
+from tests.support.changed import Doubled, changed_alike, copies, library_of, methods_of, parent, run_changed, run_plain
 from tests.support.parity import (
     LIBRARIES,
     accuracy,
@@ -345,8 +345,8 @@ def test_older_signature(tmp_path, signature):
     counts_tokens = "no" if name == "log" else "all"  # their speed is logged since `log` knows when training began
     settings = {**BEST, "save_total_limit": 2, "include_num_input_tokens_seen": counts_tokens}
     settings |= {"trainer": {"compute_metrics": accuracy}}
-    ours = run_changed("hftrainer", tmp_path / "ours", methods=methods, **settings)
-    assert_same(ours, run_changed("transformers", tmp_path / "theirs", **settings))
+    ours = run_changed("hftrainer", tmp_path, methods=methods, **settings)
+    assert_same(ours, run_plain("transformers", **settings))
     assert calls and all(map(OLDER[signature], calls))
 
 
@@ -414,13 +414,17 @@ COPIED: dict[str, tuple[list[str], dict[str, Any]]] = {
 }
 
 
+def evaluate_first(trainer):
+    trainer.evaluate()
+
+
 @pytest.mark.parametrize("case", COPIED)
 def test_copied_methods(tmp_path, case):
     """transformers' own functions run on our Trainer, as those do that scripts have copied and edited."""
     names, further = COPIED[case]
-    settings = {"gradient_accumulation_steps": 3, "change": lambda trainer: trainer.evaluate(), **BEST, **further}
-    ours = run_changed("hftrainer", tmp_path / "ours", methods=copies(names), **settings)
-    assert_same(ours, run_changed("transformers", tmp_path / "theirs", **settings))
+    settings = {"gradient_accumulation_steps": 3, "change": evaluate_first, **BEST, **further}
+    ours = run_changed("hftrainer", tmp_path, methods=copies(names), **settings)
+    assert_same(ours, run_plain("transformers", **settings))
 
 
 def test_copied_train_resumes(tmp_path):

@@ -25,12 +25,17 @@ from tests.support.parity import (
     copy_checkpoint,
     subclass,
     train,
-    with_own_step,
 )
-from tests.support.tiny import MODELS, Stream, language_data, make_llama, make_peft, plain_data
+from tests.support.tiny import MODELS, language_data, make_llama, make_peft, plain_data
 
-WAYS = [("hftrainer", "hftrainer"), ("transformers", "hftrainer"), ("hftrainer", "transformers")]
-every_way = pytest.mark.parametrize(("writer", "reader"), WAYS, ids=["ours-ours", "theirs-ours", "ours-theirs"])
+OURS_THEIRS = "ours-theirs"
+#: Way → writer and reader.
+WAYS = {
+    "ours-ours": ("hftrainer", "hftrainer"),
+    "theirs-ours": ("transformers", "hftrainer"),
+    OURS_THEIRS: ("hftrainer", "transformers"),
+}
+every_way = pytest.mark.parametrize(("writer", "reader"), WAYS.values(), ids=WAYS)
 
 # ---- Places in a run ---------------------------------------------------------------------------------------------
 
@@ -61,12 +66,14 @@ def resume(reader, written, folder, accumulation, step, model="plain", **more):
     return train(reader, model, folder, resume=True, **settings_of(accumulation, step, **more))
 
 
-@pytest.mark.parametrize(
-    ("model", "accumulation", "step"),
-    [*(("plain", *place) for place in PLACES), *((m, *p) for m in ("bert", "llama", "peft") for p in [(1, 4), (3, 6)])],
-)
-@every_way
-def test_resumed_run_ends_as_the_undisturbed_one(tmp_path, whole_runs, model, accumulation, step, writer, reader):
+#: Ours alone is in tests/reliability/test_exact_resume.py, for the plain model.
+RESUMED = [(OURS_THEIRS, "plain", *place) for place in PLACES]
+RESUMED += [(way, model, 1, 4) for model in ("bert", "llama", "peft") for way in WAYS]
+
+
+@pytest.mark.parametrize(("way", "model", "accumulation", "step"), RESUMED)
+def test_resumed_run_ends_as_the_undisturbed_one(tmp_path, whole_runs, way, model, accumulation, step):
+    writer, reader = WAYS[way]
     undisturbed, written = whole_runs(writer, model, accumulation, step)
     resumed = resume(reader, written, tmp_path, accumulation, step, model)
     assert_same_weights(resumed.weights, undisturbed.weights)
@@ -77,29 +84,15 @@ def test_resumed_run_ends_as_the_undisturbed_one(tmp_path, whole_runs, model, ac
 @pytest.mark.parametrize(("accumulation", "step"), PLACES)
 def test_resumed_run_is_that_of_transformers(tmp_path, whole_runs, accumulation, step):
     """All that it logs, announces and writes."""
-    _, written = whole_runs("transformers", "plain", accumulation, step)
-    alike(lambda name: resume(name, written, tmp_path / name, accumulation, step))
+    undisturbed, written = whole_runs("transformers", "plain", accumulation, step)
+    resumed = alike(lambda name: resume(name, written, tmp_path / name, accumulation, step))
+    assert_same_weights(resumed.weights, undisturbed.weights)
+    assert resumed.logs[:-1] == undisturbed.logs[:-1]
 
 
 def test_ignore_data_skip(tmp_path, whole_runs):
     _, written = whole_runs("transformers", "plain", 1, 4)
     alike(lambda name: resume(name, written, tmp_path / name, 1, 4, ignore_data_skip=True))
-
-
-OTHER_RUNS = {
-    "bf16": ("llama", 3, 2, {"bf16": True}),
-    "stream": ("plain", 2, 3, {"trainer": {"train_dataset": Stream(38)}, "max_steps": 14}),
-    "workers": ("plain", 2, 3, {"dataloader_num_workers": 2}),
-    **{f"own step {place}": ("plain", *place, {"trainer_class": with_own_step}) for place in PLACES},
-}
-
-
-@pytest.mark.parametrize("case", OTHER_RUNS)
-def test_other_runs_of_ours(tmp_path, case):
-    model, accumulation, step, more = OTHER_RUNS[case]
-    undisturbed = train("hftrainer", model, tmp_path / "whole", **settings_of(accumulation, step, **more))
-    resumed = resume("hftrainer", tmp_path / "whole", tmp_path / "resumed", accumulation, step, model, **more)
-    assert_same_weights(resumed.weights, undisturbed.weights)
 
 
 @pytest.mark.parametrize("restore", [False, True])
@@ -193,35 +186,48 @@ def test_every_file_holds_the_same_keys(tmp_path, model):
     assert len(alike(held, assert_equal)) >= 6
 
 
-@every_way
-@pytest.mark.parametrize(
-    ("model", "more"),
-    [
-        *((model, BEST) for model in ("bert", "llama", "peft")),
-        *((each, {"bf16": True}) for each in ("llama", "adapters")),
-    ],
-    ids=["bert-best", "llama-best", "peft-best", "llama-bf16", "adapters-bf16"],
-)
-def test_what_goes_on(tmp_path, model, more, writer, reader):
-    """The best metric, the log, the operations counted, the patience of early stopping, beside the weights."""
+#: Name → model and settings.
+GOING_ON = {
+    **{f"{model}-best": (model, BEST) for model in ("bert", "llama", "peft")},
+    **{f"{model}-bf16": (model, {"bf16": True}) for model in ("llama", "adapters")},
+}
+
+
+def go(name, folder, resume, case):
+    """A run, and its best metric, the operations counted and the patience of early stopping."""
+    model, more = GOING_ON[case]
     if more is BEST:
         stopper = lambda library: library.EarlyStoppingCallback(9, early_stopping_threshold=5.0)  # noqa: E731
         more = {**BEST, "restore_callback_states_from_checkpoint": True, "callback": stopper}
 
-    def go(name, folder, resume):
-        def script(trainer):
-            trainer.train(resume_from_checkpoint=resume)
-            counters = [
-                vars(each).get("early_stopping_patience_counter") for each in trainer.callback_handler.callbacks
-            ]
-            state = trainer.state
-            return counters, state.best_metric, state.best_global_step, state.total_flos, state.epoch
+    def script(trainer):
+        trainer.train(resume_from_checkpoint=resume)
+        counters = [vars(each).get("early_stopping_patience_counter") for each in trainer.callback_handler.callbacks]
+        state = trainer.state
+        return counters, state.best_metric, state.best_global_step, state.total_flos, state.epoch
 
-        return run(name, model, folder, script=script, **more)
+    return run(name, model, folder, script=script, **more)
 
-    whole = go(writer, tmp_path / "whole", None)
-    copy_checkpoint(tmp_path / "whole", tmp_path / "resumed", 2)
-    resumed = go(reader, tmp_path / "resumed", True)
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory):
+    """A function of a writer and a case: its undisturbed run, and the folder."""
+
+    @functools.cache
+    def begin(writer, case):
+        folder = tmp_path_factory.mktemp("begun")
+        return go(writer, folder, None, case), folder
+
+    return begin
+
+
+@every_way
+@pytest.mark.parametrize("case", GOING_ON)
+def test_what_goes_on(tmp_path, begun, case, writer, reader):
+    """The best metric, the log, the operations counted, the patience of early stopping, beside the weights."""
+    whole, folder = begun(writer, case)
+    copy_checkpoint(folder, tmp_path, 2)
+    resumed = go(reader, tmp_path, True, case)
     assert (resumed.extra, resumed.logs[:-1]) == (whole.extra, whole.logs[:-1])
     assert_same_weights(resumed.weights, whole.weights)
 
@@ -234,14 +240,14 @@ LAYOUTS = {
     "sharded bin": (["pytorch_model-00001-of", "pytorch_model.bin.index.json"], {"save_safetensors": False}, 8000),
 }
 AUTO = {"bert": transformers.AutoModelForSequenceClassification}
+#: Of the others the usual layout is in `test_what_goes_on`, and each of the rest is there once.
+OF_MODELS = [*(("tied", layout) for layout in LAYOUTS), ("plain", "bin"), ("plain", "sharded")]
+OF_MODELS += [("bert", "sharded bin"), ("bert", "sharded"), ("llama", "bin")]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("model", ["plain", "bert", "llama", "tied"])
+@pytest.mark.parametrize(("model", "layout"), OF_MODELS)
 def test_layouts(tmp_path, monkeypatch, model, layout):
     """Written here, resumed in both with the best model loaded at the end, and read by `from_pretrained`."""
-    if (model, layout) == ("plain", "sharded bin"):
-        pytest.skip("a plain module is one .bin file, as in v4")
     expected, more, size = LAYOUTS[layout]
     if size:
         size = 600 if model == "plain" else size  # a few files: transformers takes long to read many

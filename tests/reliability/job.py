@@ -8,7 +8,6 @@ weights and the log.
 
 import json
 import os
-import resource
 import signal
 import sys
 import threading
@@ -156,7 +155,6 @@ def main(folder, settings):
     weights = trainer.accelerator.get_state_dict(trainer.model)
     if trainer.is_world_process_zero():
         torch.save({"weights": weights, "log": trainer.state.log_history}, Path(folder) / "final.pt")
-    say("memory in MB:", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
     say("done", trainer.state.global_step)
 
 

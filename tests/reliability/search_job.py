@@ -5,7 +5,6 @@ It prints a line when a trial begins and when the search is done.
 
 import json
 import logging
-import resource
 import sys
 from pathlib import Path
 
@@ -69,7 +68,6 @@ def main(folder, settings):
         load_if_exists=True,
         pruner=optuna.pruners.NopPruner(),
     )
-    say("memory in MB:", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
     say("done", best.run_id)
 
 

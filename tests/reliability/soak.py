@@ -1,6 +1,6 @@
 """Disturbs runs at random until there were enough kills, and lets each go on to its end.
 
-    python -m tests.reliability.soak [--kills 1000] [--only plain search ...] [--seed 0] [--report soak.json]
+    python -m tests.reliability.soak [--kills 1000] [--only plain search ...] [--seed 0]
 
 After each disturbance nothing may be lost that was saved, and no process may be left. At its end a run has the weights,
 the log and the files of one that nothing has disturbed, on disk and on the Hub. What is found is printed with the seed
@@ -10,7 +10,6 @@ of its run, which `--only SCENARIO --seed SEED --kills 1` repeats as far as time
 import argparse
 import contextlib
 import importlib.util
-import json
 import os
 import random
 import re
@@ -23,6 +22,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hftrainer.checkpointing.manifest import why_unusable
 from tests.reliability.search_job import check
 from tests.support import faults, processes
 from tests.support.checkpoints import BACKGROUND
@@ -77,6 +77,7 @@ SCENARIOS = {
     "background": Scenario({**WIDE, **BACKGROUND}),
     "best": Scenario({**WIDE, **BEST}),
     "best, background, one kept": Scenario({**WIDE, **BEST, **BACKGROUND, "save_total_limit": 1}),
+    "files of the script": Scenario({**WIDE, "adds": True}),
     "adapters": Scenario({**WIDE, "adapters": True}, needs="peft"),
     "loading processes": Scenario({**WIDE, "dataloader_num_workers": 1}),
     "uploads": Scenario({"push_to_hub": True, "hub_token": TOKEN}, uploads=True),
@@ -123,11 +124,7 @@ class Found:
     """What came of the runs of a scenario."""
 
     runs: int = 0
-    resumes: int = 0
-    seconds: float = 0.0
     disturbed: Counter = field(default_factory=Counter)
-    where: Counter = field(default_factory=Counter)
-    megabytes: list = field(default_factory=list)
     findings: list = field(default_factory=list)
 
     @property
@@ -197,16 +194,9 @@ class Run:
         if not any(statuses):
             return True
         self.found.disturbed[name] += 1
-        self.found.where[self._place(group)] += 1
         if self.moments.random() < 0.2:
             self._damage()
         return False
-
-    def _place(self, group):
-        printed = group.printed()[0]
-        if list(self.folder.glob("_tmp_*")):
-            return "saving"
-        return "training" if "step" in printed or "trial" in printed else "starting"
 
     def _check(self, group, name):
         printed = group.printed()
@@ -219,7 +209,6 @@ class Run:
             assert not resumed or resumed[0] >= self.durable, (
                 f"{self.durable} was saved, and it resumes from {resumed[0]}"
             )
-            self.found.resumes += len(resumed)
         if self.scenario.in_background:
             saved = saved[:-1]  # that may not be complete
         self.durable = max([self.durable, *resumed, *saved])
@@ -229,6 +218,9 @@ class Run:
         if self.scenario.count == 1:
             excused = name in faults.OF_DISKS and any(words in printed[0] for words in FULL)
             assert printed[0].count("Traceback") == printed[0].count(HANDS_OVER) or excused, printed[0]
+        for checkpoint in self.folder.glob("checkpoint-*") if "adds" in self.scenario.settings else ():
+            if why_unusable(checkpoint) is None:  # then what the script has added is whole too
+                assert (checkpoint / "before.txt").read_text() == f"{checkpoint.name}/before.txt " * 1000
         self._check_processes(group)
 
     def _check_processes(self, group):
@@ -252,7 +244,6 @@ class Run:
         statuses = group.end(SECONDS)
         assert not any(statuses), group.printed()
         self._check(group, "nothing")
-        self.found.megabytes += numbers_of(group.printed()[0].splitlines(), "memory in MB:")
 
     def compare(self, expected):
         """With a run that nothing has disturbed; a search is checked by itself."""
@@ -271,31 +262,21 @@ class Run:
 
 def soak(name, folder, kills, seed, found, hub):
     """Disturb runs of a scenario until there were so many kills."""
-    start = time.monotonic()
     with contextlib.closing(Run(name, folder / "expected", "undisturbed", Found())) as expected:
         expected.finish()
         while found.kills < kills:
             with contextlib.closing(Run(name, folder / "run", seed + found.runs, found)) as run:
                 run.live(kills, expected, hub)
             found.runs += 1
-    found.seconds = time.monotonic() - start
 
 
 def table(results):
     """The report, a line for each scenario."""
-    columns = f"{'runs':>6}{'kills':>7}{'damaged':>9}{'resumes':>9}{'seconds':>9}{'MB at the end':>15}{'findings':>10}"
-    yield f"{'scenario':34}{columns}"
+    yield f"{'scenario':34}{'runs':>6}{'kills':>7}{'damaged':>9}{'findings':>10}"
     for name, found in results.items():
-        memory = f"{min(found.megabytes, default=0)}-{max(found.megabytes, default=0)}"
-        yield (
-            f"{name:34}{found.runs:6}{found.kills:7}{found.disturbed['damage']:9}{found.resumes:9}"
-            f"{found.seconds:9.0f}{memory:>15}{len(found.findings):10}"
-        )
-    disturbed, where = (
-        sum((getattr(found, of) for found in results.values()), Counter()) for of in ("disturbed", "where")
-    )
+        yield f"{name:34}{found.runs:6}{found.kills:7}{found.disturbed['damage']:9}{len(found.findings):10}"
+    disturbed = sum((found.disturbed for found in results.values()), Counter())
     yield ", ".join(f"{name} {count}" for name, count in disturbed.most_common())
-    yield "hit while " + ", ".join(f"{name} {count}" for name, count in where.most_common())
 
 
 def run_all(kills, only, seed):
@@ -315,12 +296,9 @@ def main(words=None):
     parser.add_argument("--kills", type=int, default=1000, help="of all scenarios together (default %(default)s)")
     parser.add_argument("--only", nargs="+", choices=SCENARIOS, help="default: all whose packages are installed")
     parser.add_argument("--seed", type=int, default=0, help="default %(default)s")
-    parser.add_argument("--report", type=Path, help="also write the figures here, as JSON")
     options = parser.parse_args(words)
     results = run_all(options.kills, options.only, options.seed)
     print("\n".join(table(results)))
-    if options.report:
-        options.report.write_text(json.dumps({name: vars(found) for name, found in results.items()}, indent=1) + "\n")
     return any(found.findings for found in results.values())
 
 

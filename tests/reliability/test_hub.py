@@ -2,7 +2,6 @@
 
 import errno
 import itertools
-import json
 import logging
 import os
 import pickle
@@ -14,7 +13,6 @@ import sys
 import threading
 import traceback
 from concurrent import futures
-from concurrent.futures import thread as pools
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,8 +22,7 @@ import torch
 from hftrainer import Trainer, TrainingArguments
 from hftrainer.checkpointing.writer import is_storage_error
 from hftrainer.errors import CheckpointNotFound, HubError, InvalidArgument
-from hftrainer.hub import background, failures, repository, snapshots, uploads
-from hftrainer.hub.pending import PendingCommit
+from hftrainer.hub import failures, repository, snapshots
 from hftrainer.parallel import process_group
 from hftrainer.parallel.processes import _has_ended as has_ended
 from hftrainer.search.packing import pack
@@ -40,7 +37,6 @@ from tests.support.tiny import make_plain
 @pytest.fixture(autouse=True)
 def no_token(request, tmp_path, monkeypatch, caplog, capfd):
     """After the test, search every upload, file, log line and printed line for the tokens. Tests print their errors."""
-    monkeypatch.setattr(uploads, "_WAITS", (0.01, 0.02))
     monkeypatch.setattr(repository, "_WAITS", (0.01,))
     repos = request.getfixturevalue("hub").repos if "hub" in request.fixturenames else {}
     with caplog.at_level(logging.DEBUG):
@@ -118,8 +114,8 @@ DISTURBED = {
     "cuts uploads": ((cut, "PUT", 3), ONCE | QUEUED, False, steps(2, 4, 6, checkpoint=True)),
     "fails to commit": ((fail, "/commit/"), {}, True, steps(6)),
     # Without Xet, the client retries all requests but this one.
-    "fails to commit once": ((fail, "/commit/", 1), QUEUED, False, steps(2, 4, 6)),
-    "cuts a commit": ((cut, "/commit/", 1), QUEUED, False, steps(2, 4, 6)),
+    "fails to commit once": ((fail, "/commit/", 1), QUEUED, True, steps(4, 6)),
+    "cuts a commit": ((cut, "/commit/", 1), QUEUED, True, steps(4, 6)),
     # Skipped saves: the newest for each path is uploaded at the end.
     "hangs": (("hold", "PUT"), {"save_steps": 1}, False, steps(1, 6)),
     "hangs, checkpoint": (("hold", "PUT"), ONCE, False, steps(2, 6, checkpoint=True)),
@@ -188,25 +184,6 @@ def test_uploads_called_off(hub, tmp_path):
     assert not list(tmp_path.rglob("_hub_uploads"))
 
 
-def test_a_hub_that_is_away_is_asked_once(hub, tmp_path):
-    """The first upload makes all its attempts. Every other upload and the end of the run make one."""
-    attempts = []
-
-    def note_and_cut(request):
-        attempts.append(json.loads(request.data.splitlines()[0])["value"]["summary"])
-        cut(request)
-
-    trainer = make_uploading(tmp_path / "run", hub_strategy="all_checkpoints", hub_always_push=True)
-    hub.disturb(note_and_cut, "/commit/")
-    trainer.train()
-    assert attempts[:3] == steps(2, 2, 2)
-    assert len(attempts) <= 3 + 5 + 1
-    attempts.clear()
-    with pytest.raises(HubError, match="the Hub cannot be reached"):
-        trainer.push_to_hub()
-    assert attempts == ["End of training"]
-
-
 def test_a_hub_that_stays_away(hub, tmp_path, undisturbed, caplog):
     """The log names what is uploaded and what is not, with the command; `push_to_hub` uploads the rest."""
     trainer = make_uploading(tmp_path / "run", hub_strategy="all_checkpoints")
@@ -237,12 +214,15 @@ def test_a_hub_that_stays_away(hub, tmp_path, undisturbed, caplog):
     assert "checkpoint-4/model.safetensors" in last(hub).files
 
 
-def test_patterns_of_sagemaker_are_uploaded(hub, tmp_path):
-    """The Hub's client reads `.gitignore` in a repository, and leaves out what it names."""
-    trainer = make_uploading(tmp_path / "run", max_steps=2)
+def test_files_of_sagemaker_are_not_uploaded(hub, tmp_path):
+    trainer = make_uploading(tmp_path / "run", max_steps=2, hub_strategy="checkpoint")
     trainer._add_sm_patterns_to_gitignore()
+    trainer.add_callback(OnSave(lambda folder: (folder / "x.sagemaker-uploading").touch()))
+    (tmp_path / "run").mkdir(exist_ok=True)
+    (tmp_path / "run" / "y.sagemaker-uploaded").touch()
     trainer.train()
-    assert b"*.sagemaker-uploading" in last(hub).files[".gitignore"]
+    trainer.push_to_hub()
+    assert not [name for name in last(hub).files if "sagemaker" in name]
 
 
 def test_another_branch(hub, tmp_path):
@@ -367,8 +347,6 @@ def test_snapshots(tmp_path, links, monkeypatch):
     for name in (*of_checkpoint, "best.pt", "log.txt", "old.txt", *left_out):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("before")
-    for name in ("_elsewhere", "old.txt"):
-        os.utime(tmp_path / name, (0, 0))
     (tmp_path / "link.txt").symlink_to("_elsewhere")
     (tmp_path / "to-nothing").symlink_to("nothing")
     os.mkfifo(tmp_path / "pipe")
@@ -376,7 +354,7 @@ def test_snapshots(tmp_path, links, monkeypatch):
     (tmp_path / "_hub_uploads" / gone / "0").mkdir(parents=True)  # of a process that was killed
     made = snapshots.UploadSnapshots(str(tmp_path), SimpleNamespace(save_pretrained=save_pretrained))
     with open(tmp_path / "log.txt", "a") as log:
-        snapshot = Path(made.create(PendingCommit(0, str(tmp_path / "checkpoint-1"), "", "message")))
+        snapshot = Path(made.create(snapshots.Commit(0, str(tmp_path / "checkpoint-1"), "", "message")))
         log.write("after")
     assert (tmp_path / "checkpoint-1" / "config.json").read_text() == "before"
     shutil.rmtree(tmp_path / "checkpoint-1")
@@ -385,7 +363,7 @@ def test_snapshots(tmp_path, links, monkeypatch):
     assert {name: path.read_text() for name, path in found.items()} == dict.fromkeys(expected, "before")
     assert not found["link.txt"].is_symlink()
     linked = {name for name in ("best.pt", "log.txt", "old.txt") if found[name].samefile(tmp_path / name)}
-    assert linked == ({"best.pt", "old.txt"} if links else set())
+    assert linked == ({"best.pt"} if links else set())
     made.delete(str(snapshot))
     assert not (tmp_path / "_hub_uploads").exists()
 
@@ -394,15 +372,15 @@ def test_snapshots(tmp_path, links, monkeypatch):
 
 TRAINS = """
 import os, signal
-from hftrainer.hub import background, uploads
+from hftrainer.hub import uploads
 from tests.support.hub_runs import make_uploading
 {}
 make_uploading("run", max_steps=100000).train()
 """
-GIVES_UP = TRAINS.format("background._GRACE = 0.5")
+GIVES_UP = TRAINS.format("uploads._GRACE = 0.5")
 #: By itself, when it logs that it waits for the uploads.
 INTERRUPTED_AGAIN = TRAINS.format(
-    "background._GRACE, uploads.logger.info = 1e9, lambda *_: os.kill(os.getpid(), signal.SIGINT)"
+    "uploads._GRACE, uploads.logger.info = 1e9, lambda *_: os.kill(os.getpid(), signal.SIGINT)"
 )
 PUSHES = """
 from tests.support.hub_runs import make_uploading
@@ -412,16 +390,15 @@ trainer.push_to_hub()
 """
 
 
-def interrupt_at(hub, part, processes, script, cwd):
-    """Run a script whose requests with `part` hang, and send SIGINT when the last arrives; the ended process."""
-    started, arrived = futures.Future(), itertools.count(1)
+def interrupt_upload(hub, processes, script, cwd):
+    """Run a script whose upload hangs, and send SIGINT when its request arrives; the ended process."""
+    started = futures.Future()
 
     def hold(request):
-        if next(arrived) == (2 if part == "PUT" else 1):  # the weights and the arguments
-            started.result().send_signal(signal.SIGINT)
+        started.result().send_signal(signal.SIGINT)
         hub.hold(request)
 
-    hub.disturb(hold, part)
+    hub.disturb(hold, "/preupload/")
     process = processes.start("-c", script, cwd=cwd, env=environment(hub, cwd / "home"), fresh=True)
     started.set_result(process)
     process.communicate()
@@ -429,58 +406,21 @@ def interrupt_at(hub, part, processes, script, cwd):
     return process
 
 
-@pytest.mark.parametrize(
-    ("script", "part"),
-    [(INTERRUPTED_AGAIN, "PUT"), (PUSHES, "/preupload/"), (PUSHES, "PUT")],
-    ids=["second Ctrl-C", "push_to_hub begins", "push_to_hub"],
-)
-def test_stopped_at_once(hub, tmp_path, processes, script, part):
+@pytest.mark.parametrize("script", [INTERRUPTED_AGAIN, PUSHES], ids=["second Ctrl-C", "push_to_hub"])
+def test_stopped_at_once(hub, tmp_path, processes, script):
     """A second Ctrl-C, or one inside `push_to_hub`, ends the process even if an upload hangs."""
-    interrupt_at(hub, part, processes, script, tmp_path)
+    interrupt_upload(hub, processes, script, tmp_path)
 
 
 def test_stopped_while_an_upload_hangs(hub, tmp_path, processes):
     """The process ends, and its last checkpoint is whole."""
-    process = interrupt_at(hub, "PUT", processes, GIVES_UP, tmp_path)
+    process = interrupt_upload(hub, processes, GIVES_UP, tmp_path)
     assert "Not uploaded to me/run" in process.stderr
     assert "hf upload me/run" in process.stderr
     print(process.stderr)
     assert make_uploading(tmp_path / "run", push_to_hub=False, max_steps=1).train(resume_from_checkpoint=True)
     assert not messages(hub)
     assert not (tmp_path / "run" / "_hub_uploads").exists()  # the next run has removed it
-
-
-@pytest.mark.parametrize("has_started", [False, True])
-def test_interrupted_while_the_upload_starts(hub, tmp_path, monkeypatch, has_started):
-    """Python does not wait at exit, neither for the upload nor for threads that the client starts later."""
-
-    class Interrupted(threading.Thread):
-        def start(self):
-            if has_started:
-                super().start()
-            raise KeyboardInterrupt
-
-    def awaited_daemons():
-        return [thread for thread in pools._threads_queues if thread.daemon]
-
-    trainer = make_uploading(tmp_path / "run", max_steps=1, hub_strategy="end")
-    trainer.train()
-    uploads, arrived = trainer._hftrainer.uploads, threading.Semaphore(0)
-    hub.disturb(lambda _: arrived.release(), "PUT")
-    hub.disturb(hub.hold, "PUT")
-    with monkeypatch.context() as patch:
-        patch.setattr(background, "threading", SimpleNamespace(**{**vars(threading), "Thread": Interrupted}))
-        with pytest.raises(KeyboardInterrupt):
-            trainer.push_to_hub("First")
-    if has_started:
-        arrived.acquire()
-        arrived.acquire()  # a thread for the weights, and one for the arguments
-        assert awaited_daemons()
-    uploads.at_exit()
-    assert not awaited_daemons()
-    hub.repair()
-    trainer.push_to_hub("Second")
-    assert messages(hub) == ["First" if has_started else "Second"]  # the client leaves out a commit of no changes
 
 
 # ---- At the start --------------------------------------------------------------------------------------------------
@@ -535,6 +475,8 @@ def test_errors_in_words(hub, tmp_path, monkeypatch):
     wrapped = RuntimeError("Error while uploading")
     wrapped.__cause__ = TimeoutError("slow")
     assert failures.is_transient(wrapped)
+    late = RuntimeError("cannot schedule new futures after interpreter shutdown")
+    assert failures.reason(late).startswith("Python ended before the upload: wait for the result")
     assert failures.is_transient(RuntimeError("of the client's transfers"))
     hub.tokens[TOKEN] = ("me", "read")
     with pytest.raises(HubError, match=r"has no write access.*Forbidden: you don't have the required permissions"):

@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -101,10 +102,22 @@ def run_changed(
     return record(trainer, recorder, folder, loss=loss, metrics=metrics, in_train=in_train, hooks=hooks)
 
 
+_PLAIN: dict[str, tuple[dict[str, Any], Record]] = {}
+
+
+def run_plain(name: str, **settings: Any) -> Record:
+    """The run without changes, once for many tests. The settings are kept: no other object gets the same repr."""
+    key = f"{name} {settings}"
+    if key not in _PLAIN:
+        with tempfile.TemporaryDirectory() as folder:
+            _PLAIN[key] = settings, run_changed(name, Path(folder), **settings)
+    return _PLAIN[key][1]
+
+
 def changed_alike(folder: Path, same: bool = False, **changes: Any) -> Record:
     """Our changed run, after asserting that transformers' is the same, and whether an unchanged one is too."""
     ours = alike(lambda name: run_changed(name, folder / name, **changes))
     unchanged = {key: value for key, value in changes.items() if key not in ("change", "step", "methods", "patched")}
-    plain = run_changed("hftrainer", folder / "unchanged", **unchanged)
+    plain = run_plain("hftrainer", **unchanged)
     assert ((ours.logs, ours.events, ours.extra) == (plain.logs, plain.events, plain.extra)) is same
     return ours

@@ -130,15 +130,6 @@ def test_old_override_of_a_model_that_takes_num_items(make_trainer):
 # ---- Saving ------------------------------------------------------------------------------------------------------
 
 
-def test_saved_model_loads_with_from_pretrained(make_trainer, tmp_path):
-    trainer = make_trainer(make_bert(), text_data())
-    trainer.train()
-    trainer.save_model(str(tmp_path / "saved"))
-    loaded = transformers.BertForSequenceClassification.from_pretrained(tmp_path / "saved")
-    assert_same_weights(loaded.state_dict(), trainer.model.state_dict())
-    assert torch.load(tmp_path / "saved" / "training_args.bin", weights_only=False) == trainer.args
-
-
 def make_vit():
     torch.manual_seed(1)
     sizes = {"image_size": 4, "patch_size": 2, "num_channels": 1, "hidden_size": 8, "intermediate_size": 16}

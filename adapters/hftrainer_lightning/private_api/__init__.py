@@ -31,10 +31,10 @@ from hftrainer_lightning.private_api.strategies import LaunchedXLA, OwnPrecision
 from hftrainer_lightning.private_api.trainer import (
     NoProfiler,
     Trainer,
+    copy_profiler,
     is_watched,
     keyboard_interrupts_restored,
     quiet,
-    recorded_events,
     start_script_again,
 )
 from hftrainer_lightning.private_api.training import (
@@ -59,6 +59,7 @@ __all__ = [
     "announce_gradients",
     "can_be_logged",
     "checks_on_train_epoch_end",
+    "copy_profiler",
     "end_group",
     "end_when_found",
     "first_layers",
@@ -72,7 +73,6 @@ __all__ = [
     "name_of_learning_rate",
     "pruned_module",
     "quiet",
-    "recorded_events",
     "release_callbacks",
     "release_data",
     "reset_averages",

@@ -11,7 +11,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
-from lightning.pytorch.profilers import PassThroughProfiler, PyTorchProfiler
+from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 from lightning.pytorch.strategies.launchers import subprocess_script
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 
@@ -143,7 +143,13 @@ def is_watched(trainer: pl.Trainer) -> bool:
     return bool(trainer.callbacks) or not isinstance(trainer.profiler, NoProfiler)  # type: ignore[attr-defined]
 
 
-def recorded_events(profiler: PyTorchProfiler) -> Any:
-    """Stop the recording and return its events. The profiler stops when it reports, too late to rename events."""
-    profiler._delete_profilers()
-    return profiler.function_events or []
+def copy_profiler(profiler: Any) -> Any:
+    """A copy that shares the records of `profiler`, for Lightning to attach to a module; a name is returned as it is.
+
+    The user's profiler belongs to the training arguments, which each checkpoint holds and which must not hold a module.
+    """
+    if not isinstance(profiler, Profiler):
+        return profiler
+    copied = object.__new__(type(profiler))  # copy.copy would drop settings of AdvancedProfiler
+    vars(copied).update(vars(profiler))
+    return copied

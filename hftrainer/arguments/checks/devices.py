@@ -11,7 +11,7 @@ from hftrainer.arguments import legacy
 from hftrainer.arguments.base import BaseArguments
 from hftrainer.errors import suggest
 from hftrainer.parallel.devices import OTHERS, own_backend
-from hftrainer.parallel.xla.devices import unused_tpu
+from hftrainer.parallel.tpu import unused_tpu
 
 #: Devices that are not supported → why.
 REFUSED = {

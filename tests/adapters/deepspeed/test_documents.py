@@ -11,7 +11,7 @@ import torch
 
 from hftrainer import Trainer, TrainingArguments
 from hftrainer.errors import InvalidArgument, WrongConfig
-from hftrainer.parallel.deepspeed.start import check_config
+from hftrainer_deepspeed.start import check_config
 from tests.adapters.deepspeed.sets import STAGES
 from tests.docs.documents import running
 from tests.docs.documents.running import losses, quiet

@@ -4,7 +4,9 @@ With WRITE=1, `make test-downstream` and `make test-libraries` write `results.js
 test fails when they are stale.
 """
 
+import importlib.util
 import json
+import os
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -21,61 +23,84 @@ class Library:
 
     Attributes:
         name: as it calls itself.
+        cases: the module in this folder that has them.
         trainers: what the cases run.
         differs: what is not as with transformers' Trainer; "" for nothing.
     """
 
     name: str
+    cases: str
     trainers: str
     differs: str = ""
 
 
 #: Name of the distribution → the library.
 LIBRARIES = {
-    "trl": Library("TRL", "`SFTTrainer`, `DPOTrainer`, `RewardTrainer`, `KTOTrainer`, `GRPOTrainer`, `RLOOTrainer`"),
+    "trl": Library(
+        "TRL", "trl_cases", "`SFTTrainer`, `DPOTrainer`, `RewardTrainer`, `KTOTrainer`, `GRPOTrainer`, `RLOOTrainer`"
+    ),
     "sentence-transformers": Library(
         "sentence-transformers",
+        "sentence_transformers_cases",
         "`SentenceTransformerTrainer`, `SparseEncoderTrainer`, `CrossEncoderTrainer`",
         "Model cards list the arguments in another order.",
     ),
-    "setfit": Library("setfit", "`Trainer`, `DistillationTrainer`"),
-    "peft": Library("PEFT", "`Trainer` with a `PeftModel`"),
-    "adapters": Library("AdapterHub adapters", "`AdapterTrainer`, `Seq2SeqAdapterTrainer`"),
+    "setfit": Library("setfit", "setfit_cases", "`Trainer`, `DistillationTrainer`"),
+    "peft": Library("PEFT", "peft_cases", "`Trainer` with a `PeftModel`"),
+    "adapters": Library("AdapterHub adapters", "adapters_cases", "`AdapterTrainer`, `Seq2SeqAdapterTrainer`"),
     "gliner": Library(
         "GLiNER",
+        "gliner_cases",
         "`Trainer`",
         "Where kinds are drawn at random, a resumed run ends as an undisturbed one; with `transformers` it does not.",
     ),
-    "span-marker": Library("SpanMarker", "`Trainer`"),
-    "pylate": Library("pylate", "`SentenceTransformerTrainer` with a `ColBERT`"),
+    "span-marker": Library("SpanMarker", "span_marker_cases", "`Trainer`"),
+    "pylate": Library("pylate", "pylate_cases", "`SentenceTransformerTrainer` with a `ColBERT`"),
     "FlagEmbedding": Library(
         "FlagEmbedding",
+        "flag_embedding_cases",
         "the runners of embedders, M3 and rerankers",
         "Not resumed: `transformers` does not find the weights under the names that its checkpoints have.",
     ),
     "chronos-forecasting": Library(
         "Chronos-2",
+        "chronos_cases",
         "`Chronos2Trainer`, `Chronos2Pipeline.fit`",
         "Series are drawn at random: a resumed run ends as an undisturbed one; with `transformers` it does not.",
     ),
     "colpali-engine": Library(
         "colpali-engine",
+        "colpali_cases",
         "`ContrastiveTrainer`",
         "A whole model is resumed with its weights; `transformers` does not find them under the names it has saved.",
     ),
     "ms-swift": Library(
         "ms-swift",
+        "swift_cases",
         "the pipelines `SwiftSft`, `SwiftPretrain` and `SwiftRLHF`",
         "`args.json` lists the arguments in another order, with those that only hftrainer has. On a CPU it asks for "
         "`fp16`, which `transformers` ignores: the cases say `--fp16 false`.",
     ),
     "llamafactory": Library(
         "LLaMA-Factory",
+        "llama_factory_cases",
         "`run_exp` with the stages `sft`, `pt`, `dpo`, `kto` and `rm`",
         "Model cards are hftrainer's, with `training.png`. `rm` is not resumed: `transformers` finds no model in its "
         "checkpoints.",
     ),
 }
+
+
+def is_installed(module: str) -> bool:
+    """Whether there is such a library. A folder of that name, as ours in the root, has no origin."""
+    spec = importlib.util.find_spec(module)
+    return spec is not None and spec.origin is not None
+
+
+def chosen() -> list[str]:
+    """The libraries that LIBRARIES in the environment names; else those that the environment of TRL has."""
+    default = "trl sentence-transformers setfit peft" if is_installed("trl") and is_installed("setfit") else ""
+    return os.environ.get("LIBRARIES", default).split()
 
 
 def found(records: Path, library: str, cases: Any) -> dict[str, Any]:

@@ -14,13 +14,13 @@ from tests.adapters.ray.searches import Diary, RayBackend, Waits, make_saving
 
 
 class Killed(tune.Callback):
-    """Kills this process once the third report of the second trial is in the copy of the search's state."""
+    """Kills this process once Ray's state of the search has the third report of the second trial."""
 
     def on_step_end(self, iteration, trials, **info):
-        copy = folder / "results" / "search" / "hftrainer_state_copy.json"
-        last = set(re.findall(r"checkpoint_\d+", copy.read_text())) if copy.exists() else set()
-        if last == {"checkpoint_000004", "checkpoint_000002"}:  # of the last report of each trial
-            os.kill(os.getpid(), signal.SIGKILL)
+        trials[0].storage.syncer.wait()  # until the state is whole
+        for state in (folder / "results" / "search").glob("experiment_state-*.json"):
+            if set(re.findall(r"checkpoint_\d+", state.read_text())) == {"checkpoint_000004", "checkpoint_000002"}:
+                os.kill(os.getpid(), signal.SIGKILL)  # these are the checkpoints of the last report of each trial
 
 
 folder = Path(sys.argv[1])

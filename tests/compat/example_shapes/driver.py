@@ -27,23 +27,18 @@ BEST = "--eval_strategy steps --eval_steps 3 --load_best_model_at_end True"
 #: Script → what its command line has besides COMMON.
 SHAPES = {
     "text_classification": f"--do_predict {BEST} --metric_for_best_model combined_score --save_total_limit 1 "
-    "--warmup_steps 2",
-    "label_classification": f"--do_predict {BEST} --metric_for_best_model f1 --max_eval_samples 5 --data_seed 3 "
-    "--text_columns title body",
+    "--warmup_steps 2 --columns premise hypothesis",
     "causal_language_model": "--gradient_accumulation_steps 2 --eval_strategy epoch --lr_scheduler_type cosine "
-    "--config_overrides attention_dropout=0.1 --include_num_input_tokens_seen True",
+    "--config_overrides attention_dropout=0.1 --include_num_input_tokens_seen True --eval_accumulation_steps 2 "
+    "--weight_decay 0.1",
     "sequence_to_sequence": "--do_predict --predict_with_generate --language de --label_smoothing_factor 0.1 "
     "--eval_strategy steps --eval_steps 4 --padding False --generation_max_length 6 --num_beams 2",
-    "question_answering": f"--do_predict {BEST} --metric_for_best_model common",
     "question_answering_generated": "--do_predict --predict_with_generate --generation_max_length 8 --num_beams 2 "
-    "--eval_strategy epoch",
-    "token_classification": "--do_predict --eval_strategy epoch --eval_accumulation_steps 2 --weight_decay 0.1",
-    "multiple_choice": "--eval_strategy epoch --save_strategy epoch --dataloader_drop_last True",
+    f"{BEST} --metric_for_best_model common",
     "object_detection": "--remove_unused_columns False --eval_do_concat_batches False --eval_strategy epoch "
     "--max_grad_norm 0.01 --save_total_limit 1",
-    "instance_segmentation": "--eval_strategy steps --eval_steps 4",
     "contrastive": "--remove_unused_columns False --freeze_text_model --warmup_steps 2 --base_learning_rate 0.1 "
-    "--eval_strategy epoch --lr_scheduler_type polynomial",
+    "--eval_strategy epoch --save_strategy epoch --dataloader_drop_last True --lr_scheduler_type polynomial",
     "speech_letters": "--eval_strategy steps --eval_steps 4 --gradient_checkpointing",
 }
 #: Script → flags of a second run in the same folder, which goes on from the last checkpoint there.
@@ -51,7 +46,7 @@ AGAIN = {"causal_language_model": "--num_train_epochs 3 --eval_strategy no"}
 #: The scripts whose arguments are in a JSON file.
 IN_JSON = {"sequence_to_sequence"}
 #: Script → modules without which its model does not train.
-NEEDS = dict.fromkeys(("object_detection", "instance_segmentation"), ("scipy", "PIL"))
+NEEDS = {"object_detection": ("scipy", "PIL")}
 
 
 def as_json(line):

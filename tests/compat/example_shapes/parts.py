@@ -32,8 +32,7 @@ class ModelArguments:
 @dataclass
 class DataArguments:
     train_samples: int = field(default=10, metadata={"help": "How many samples to make for training."})
-    max_eval_samples: int | None = field(default=None, metadata={"help": "Evaluate on the first ones only."})
-    text_columns: list[str] = field(default_factory=lambda: ["title"], metadata={"help": "Columns to join."})
+    columns: list[str] = field(default_factory=lambda: ["premise"], metadata={"help": "With texts."})
     max_seq_length: int = field(default=24, metadata={"help": "Tokens at most in a sample."})
     padding: bool = field(default=True, metadata={"help": "Pad the samples before the collator does."})
     language: str | None = field(default=None, metadata={"help": "Of the targets.", "choices": ["en", "de"]})

@@ -18,7 +18,7 @@ def main():
 
     def tokenize(rows):
         limits = {"max_length": data_args.max_seq_length, "truncation": True}
-        return tokenizer(rows["premise"], rows["hypothesis"], padding="max_length", **limits)
+        return tokenizer(*(rows[name] for name in data_args.columns), padding="max_length", **limits)
 
     texts = {"premise": lambda i: parts.sentence(i, 4 + i % 5), "hypothesis": lambda i: parts.sentence(2 * i, 3)}
     raw = parts.make_data(data_args, **texts, label=lambda i: i % 3, idx=int)

@@ -2,16 +2,14 @@
 
 import json
 import os
-import random
 import re
 import signal
 import time
-from collections import Counter
 
 import pytest
 
 from tests.support.checkpoints import BACKGROUND
-from tests.support.jobs import JOB, SHARDED, Group, assert_same, weights
+from tests.support.jobs import JOB, Group, assert_same, weights
 from tests.support.launching import TORCHRUN, python
 
 
@@ -44,57 +42,6 @@ def test_signal_to_one_process(tmp_path, undisturbed, number):
     assert (tmp_path / "out" / f"checkpoint-{last[0].split()[1]}" / "progress_1.pt").is_file()
     finish(tmp_path / "out")
     assert_same(weights(tmp_path / "out"), undisturbed)
-
-
-def kill_somewhere(folder, moments, **settings):
-    """Start the pair and kill one of them, by the clock or at some touch of its files; what it was at."""
-    rank = moments.randrange(2)
-    if moments.random() < 0.5:
-        pair = Group(folder, pause=0.01, **settings)
-        pair.jobs[rank].wait_for("resuming")
-        time.sleep(moments.uniform(0.0, 0.8))
-        pair.jobs[rank].kill()
-    else:
-        pair = Group(folder, kill_at=(moments.randrange(1, 120), 0), **settings)
-    statuses = pair.end()
-    if statuses == [0, 0]:
-        return "finished"
-    assert -signal.SIGKILL in statuses, pair.printed()
-    if 0 in statuses:  # it came when both had done their work, or at the other's own end
-        assert "\ndone 36\n" in pair.printed()[statuses.index(0)]
-        return "finished"
-    if list(folder.glob("_tmp_*")):
-        return "saving"
-    return "training" if "step" in pair.printed()[0] else "starting"
-
-
-def test_one_process_killed_at_random(tmp_path, undisturbed):
-    """Runs of 36 steps that save every 7, each killed a few times; the last end is torchrun's."""
-    moments, where, runs = random.Random(5), Counter(), 0
-    while where.total() - where["finished"] < 10:
-        folder, runs = tmp_path / f"run-{runs}", runs + 1
-        for _ in range(4):
-            place = kill_somewhere(folder, moments)
-            where[place] += 1
-            if place == "finished":
-                break
-        finish(folder)
-        assert_same(weights(folder), undisturbed)
-    print(dict(where))
-    assert where["training"]
-    assert where["saving"]
-
-
-def test_one_process_of_a_sharded_run_killed_at_random(tmp_path):
-    """Both write each checkpoint: it is whole or absent all the same."""
-    finish(tmp_path / "undisturbed", **SHARDED)
-    moments = random.Random(7)
-    for number in range(2):
-        folder = tmp_path / f"run-{number}"
-        for _ in range(3):
-            kill_somewhere(folder, moments, **SHARDED)
-        finish(folder, **SHARDED)
-        assert_same(weights(folder), weights(tmp_path / "undisturbed"))
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])

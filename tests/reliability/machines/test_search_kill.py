@@ -1,41 +1,13 @@
-"""`kill -9` at random moments of a search, and several processes on one study: neither too many trials nor too few."""
-
-import random
-import time
-
-import pytest
+"""Several processes on one study: neither too many trials nor too few. Random kills are in `test_soak.py`."""
 
 from hftrainer.search.studies import INTERRUPTED, OWNER
-from tests.reliability.search_job import check, trials_of
+from tests.reliability.search_job import check
 from tests.support.jobs import Forked
 
 
 def start(folder, number=0, **settings):
     """A search that is running; `number` tells those in one folder apart."""
     return Forked(folder, {"RANK": str(number)} if number else None, job="search_job", **settings)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_killed_at_random(tmp_path, seed):
-    moments, folder, kept, kills = random.Random(seed), tmp_path / "search", {}, 0
-    for _ in range(4):
-        job = start(folder, n_trials=8)
-        job.wait_for("trial")
-        time.sleep(moments.uniform(0.0, 0.5))
-        job.kill()
-        if "done" in job.output.read_text():
-            break
-        kills += 1
-        now = {trial.number: trial.values for trial in trials_of(folder) if trial.state.name == "COMPLETE"}
-        assert kept.items() <= now.items()  # nothing that was finished is lost
-        kept = now
-    job = start(folder, n_trials=8)
-    printed = job.finish()
-    assert printed[-1].startswith("done")
-    complete, others = check(folder, 8)
-    assert kept.items() <= {trial.number: trial.values for trial in complete}.items()
-    assert kills >= 2 and len(others) <= kills
-    assert others  # a kill hits a trial nearly always
 
 
 def test_two_processes_share_a_study(tmp_path):

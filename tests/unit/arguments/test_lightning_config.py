@@ -1,13 +1,12 @@
 """`lightning_config`: Lightning's own keywords, and what the Trainer's arguments rule instead."""
 
 import inspect
-import re
+import logging
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping
-from lightning.pytorch.profilers import PassThroughProfiler, PyTorchProfiler, SimpleProfiler
+from lightning.pytorch.profilers import PassThroughProfiler, SimpleProfiler
 
 from hftrainer import HfArgumentParser, TrainingArguments
 from hftrainer.arguments.lightning_config import PASSED, PLACE, PLANNED, RULED
@@ -21,11 +20,10 @@ def test_every_keyword_of_lightning_is_decided():
     assert not PASSED & RULED.keys()
 
 
-def test_passed_on(tmp_path, capsys):
+def test_passed_on(tmp_path):
     config = {"profiler": "simple", "detect_anomaly": True, "limit_val_batches": 2, "benchmark": True}
     trainer = make_trainer(tmp_path, lightning_config=config)
     trainer.train()
-    assert "Profiler Report" in capsys.readouterr().out
     assert trainer.lightning_trainer._detect_anomaly
     assert isinstance(trainer.lightning_trainer.profiler, SimpleProfiler)
     seen = []
@@ -34,49 +32,20 @@ def test_passed_on(tmp_path, capsys):
     assert seen == [16]
 
 
-#: What a report of Lightning's is full of.
-LIGHTNINGS = re.compile(
-    r"Strategy|LightningModule|TrainerModule|\b(training|validation)_step|run_training|dataloader_next|\[pl\]"
-)
-STEPS = ("get_batch_samples", "compute_loss (forward)", "backward", "clipping, grad_norm", "on_step_end, log, evaluate")
-EVALUATION = ("evaluation batches", "prediction_step", "compute_metrics, end of evaluation")
-
-
 def profiled(tmp_path, profiler, **settings):
     settings = {"max_steps": 8, "gradient_accumulation_steps": 2, **settings}
     trainer = make_trainer(tmp_path, lightning_config={"profiler": profiler}, **settings)
-    if "eval_strategy" in settings:
-        trainer.add_callback(EarlyStopping("eval_loss"))
     trainer.train()
     return trainer
 
 
 @pytest.mark.parametrize("profiler", ["simple", "advanced"])
-def test_report_in_our_words(tmp_path, profiler, capfd):
-    profiled(tmp_path, profiler, eval_strategy="steps", eval_steps=4)
-    out, err = capfd.readouterr()
-    assert out.count("Profiler Report") == 1
-    assert "Profiler Report" not in err
-    named = "\n".join(line for line in out.splitlines() if line.startswith(("|", "Profile stats for")))
-    for words in (*STEPS, *EVALUATION):
-        assert words in named
-    assert not LIGHTNINGS.search(named)
-    assert "{'monitor'" not in named
-    if profiler == "simple":
-        rows = [line.expandtabs() for line in out.splitlines() if line.startswith("|")]
-        assert len({tuple(place.start() for place in re.finditer(r"\|", row)) for row in rows}) == 1
-        assert sum(int(row.split("|")[3]) for row in rows[2:]) == int(rows[1].split("|")[3])  # all calls are there
-
-
-def test_report_of_the_pytorch_profiler(tmp_path, capfd):
-    profiled(tmp_path, PyTorchProfiler(row_limit=-1))  # all rows: which are the longest is a matter of chance
-    out, err = capfd.readouterr()
-    assert out.count("Profiler Report") == 1
-    assert "Profiler Report" not in err
-    names = [line[:55].strip() for line in out.splitlines()]
-    for words in ("compute_loss (forward)", "backward", "model.layers.0 (Linear)"):
-        assert words in names
-    assert not any(LIGHTNINGS.search(name) for name in names)
+def test_report(tmp_path, profiler, caplog):
+    with caplog.at_level(logging.INFO, "lightning.pytorch"):
+        profiled(tmp_path, profiler, eval_strategy="steps", eval_steps=4)
+    (report,) = (record.getMessage() for record in caplog.records if "Profiler Report" in record.getMessage())
+    for name in ("train_dataloader_next", "training_step", "backward", "optimizer_step", "validation_step"):
+        assert name in report
 
 
 def test_profile_in_a_file(tmp_path, capfd):
@@ -85,8 +54,7 @@ def test_profile_in_a_file(tmp_path, capfd):
     trainer = profiled(tmp_path, profiler, save_strategy="steps", save_steps=4)
     report = next(tmp_path.glob("fit-profile*")).read_text()
     assert report.count("Profiler Report") == 1
-    assert "compute_loss (forward)" in report
-    assert not LIGHTNINGS.search(report)
+    assert "training_step" in report
     assert "Profiler Report" not in "".join(capfd.readouterr())
     assert "SimpleProfiler" in trainer.args.to_json_string()
     saved = torch.load(tmp_path / "checkpoint-4" / "training_args.bin", weights_only=False)

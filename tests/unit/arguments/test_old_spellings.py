@@ -210,12 +210,3 @@ def test_arguments_are_compared_with_a_checkpoint(tmp_path, caplog):
 def test_arguments_for_deepspeed_without_it(tmp_path):
     with pytest.raises(InvalidSetup, match=r"propagate_args_to_deepspeed\(\) needs the argument deepspeed"):
         make(tmp_path).propagate_args_to_deepspeed()
-
-
-def test_files_of_sagemaker_are_ignored(tmp_path):
-    (tmp_path / ".gitignore").write_text("*.tmp")
-    trainer = make(tmp_path)
-    for _ in range(2):
-        trainer._add_sm_patterns_to_gitignore()
-        lines = (tmp_path / ".gitignore").read_text().splitlines()
-        assert lines == ["*.tmp", "*.sagemaker-uploading", "*.sagemaker-uploaded"]

@@ -10,8 +10,7 @@ import pytest
 from hftrainer import PlotCallback, Trainer, TrainingArguments
 from hftrainer.__main__ import main
 from hftrainer.errors import InvalidArgument, MissingPackage
-from hftrainer.reporting.plot import Line, curves, lines_of, plot, read_run
-from hftrainer.reporting.sparklines import draw_text
+from hftrainer.reporting.plot import Line, curves, describe, lines_of, plot, read_run
 from tests.support.parity import accuracy, train
 from tests.support.tiny import make_plain, plain_data
 
@@ -160,8 +159,8 @@ def show(tmp_path, monkeypatch, capsys):
 def test_a_terminal_without_a_desktop_shows_text(runs, tmp_path, monkeypatch, opened, show):
     monkeypatch.setattr("sys.platform", "linux")
     text = show(runs[0])
-    assert text.startswith(str(tmp_path / "a.png") + "\nloss by optimizer step, to 20\n  loss ")
-    assert "metrics by" in text and "eval_accuracy" in text and opened == []
+    assert text.startswith(str(tmp_path / "a.png") + "\nloss ")
+    assert "eval_accuracy " in text and " at step 20; lowest " in text and opened == []
 
 
 def test_a_desktop_shows_the_file(runs, tmp_path, monkeypatch, opened, show):
@@ -185,15 +184,10 @@ def test_a_notebook_shows_the_picture(runs, tmp_path, monkeypatch, opened, show)
 def test_text():
     rising = Line("loss", "a", [1.0, 2.0, 3.0, 4.0], [0.0, 1.0, 2.0, 7.0], "", 0)
     flat = Line("metrics", "longer", [2.0, 4.0], [5.0, 5.0], "", 0)
-    assert draw_text([rising, flat], 30, "utf-8").splitlines() == [
-        "loss by optimizer step, to 4",
-        "  a          ▁▁▁▂▂▂▃▃▃█  0 → 7",
-        "metrics by optimizer step, to 4",
-        "  longer        ▁▁▁▁▁▁▁  5 → 5",
+    assert describe([rising, flat]).splitlines() == [
+        "a       0 at step 1, 7 at step 4; lowest 0, highest 7",
+        "longer  5 at step 2, 5 at step 4; lowest 5, highest 5",
     ]
-    plain = draw_text([rising], 30, "ascii")
-    assert plain.isascii() and plain.endswith("@  0 to 7")
-    assert draw_text([], 30, "utf-8") == ""
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,44 @@
+"""Trainers of other libraries: trained, evaluated, saved and resumed by both libraries, with the same results."""
+
+import functools
+import importlib
+import os
+
+import pytest
+
+from tests.adapters.downstream import libraries, support
+
+pytestmark = pytest.mark.slow
+#: Library → the module with its cases.
+MODULES = {library: f"tests.adapters.downstream.{libraries.LIBRARIES[library].cases}" for library in libraries.chosen()}
+CASES = {library: importlib.import_module(module).CASES for library, module in MODULES.items()}
+
+
+@pytest.fixture(scope="module")
+def records(request, tmp_path_factory):
+    """A function of a library: the folder of the records of its cases, those that were asked for, by both libraries."""
+    asked = [item.callspec.params for item in request.session.items if item.module is request.module]
+
+    @functools.cache
+    def run(library):
+        names = [case["name"] for case in asked if case["library"] == library and "name" in case]
+        return support.run_both(MODULES[library], names, tmp_path_factory.mktemp("records"))
+
+    return run
+
+
+@pytest.mark.parametrize(("library", "name"), [(library, name) for library in CASES for name in CASES[library]])
+def test_same_record(records, library, name):
+    support.assert_same(records(library), name)
+
+
+@pytest.mark.parametrize("library", CASES)
+def test_the_page_says_so(records, library):
+    """COMPATIBILITY.md says what the lane has found; with WRITE=1 in the environment it is noted first."""
+    missing = [name for name in CASES[library] if not (records(library) / "hftrainer" / name).exists()]
+    if missing:
+        pytest.skip(f"the page is about all cases, and {', '.join(missing)} were not run")
+    result = libraries.found(records(library), library, CASES[library])
+    if os.environ.get("WRITE"):
+        libraries.write(result)
+    assert libraries.is_recorded(result)
