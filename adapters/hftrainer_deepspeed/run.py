@@ -22,11 +22,6 @@ from hftrainer_deepspeed.initialization import (
 )
 
 
-def is_partitioned(model: torch.nn.Module) -> bool:
-    """Whether each process has a part of each parameter (ZeRO-3)."""
-    return any(hasattr(parameter, "ds_id") for parameter in model.parameters())
-
-
 class DeepSpeedRun:
     """DeepSpeed's engine for one model; each training run makes a new one.
 
@@ -164,7 +159,7 @@ class DeepSpeedRun:
             model: any model, partitioned or not.
             only_trained: leave out frozen weights, if the weights are partitioned.
         """
-        if not is_partitioned(model):
+        if not any(hasattr(parameter, "ds_id") for parameter in model.parameters()):  # by ZeRO-3
             return model.state_dict()
         if self.engine is not None and self.engine.module is model:  # gathers one layer at a time
             return self.engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=only_trained) or {}

@@ -21,7 +21,6 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.loggers import Logger
 
 from hftrainer.parallel.environment import cluster_environment
-from hftrainer.parallel.layout import check_model_layout
 from hftrainer.strategies.strategy import Strategy
 from hftrainer_lightning import private_api
 from hftrainer_lightning.callbacks import finders as tuning
@@ -192,10 +191,6 @@ class LightningEngine:
             yield
         finally:
             precision.teardown()
-
-    def placement_error(self, model: torch.nn.Module) -> str | None:
-        """Why a model does not match the layout of the ranks, and how to load it; None when it matches."""
-        return check_model_layout(self.plan.layout, model)
 
     def no_sync(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
         """Do not all-reduce the gradients of backward passes in the block."""

@@ -44,7 +44,9 @@ def normalize(args: BaseArguments) -> None:
     Raises:
         InvalidArgument: for values that cannot be converted; one error names them all, and those out of range.
     """
-    wrong = [*_parse_enums(args), *(problem for name in _json_fields(args) if (problem := _parse_json(args, name)))]
+    # Subclasses, such as TRL's, add fields that accept JSON objects to this list.
+    json_fields = dict.fromkeys([*BaseArguments._VALID_DICT_FIELDS, *args._VALID_DICT_FIELDS])
+    wrong = [*_parse_enums(args), *(problem for name in json_fields if (problem := _parse_json(args, name)))]
     if wrong:
         raise InvalidArgument("\n".join([*wrong, *out_of_range(args)]))
     if not isinstance(args.output_dir, (str, os.PathLike, type(None))):
@@ -116,11 +118,6 @@ def _parse_enums(args: BaseArguments) -> Iterator[str]:
                 setattr(args, name, about.choices(getattr(args, name)))
             except InvalidArgument as error:
                 yield f"{name}: {error}"
-
-
-def _json_fields(args: BaseArguments) -> list[str]:
-    """Fields that accept JSON objects; subclasses, such as TRL's, add theirs to `_VALID_DICT_FIELDS`."""
-    return list(dict.fromkeys([*BaseArguments._VALID_DICT_FIELDS, *args._VALID_DICT_FIELDS]))
 
 
 def _parse_json(args: BaseArguments, name: str) -> str | None:

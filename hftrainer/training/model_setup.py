@@ -13,6 +13,7 @@ from hftrainer.compat.functions import number_of_arguments
 from hftrainer.compat.overrides import refuse_uncalled
 from hftrainer.errors import InvalidArgument, InvalidSetup
 from hftrainer.model import inspection
+from hftrainer.parallel.layout import check_model_layout
 from hftrainer.parallel.seeds import enable_full_determinism, set_seed
 from hftrainer.trainer_pt_utils import LabelSmoother
 
@@ -79,7 +80,10 @@ class ModelSetup:
     def set_model(self, model: nn.Module) -> None:
         """Set the model: move it to its device, and find out what it accepts and returns."""
         trainer = self.trainer
-        for reason in (self.components.engine.placement_error(model), inspection.check_quantization(model)):
+        for reason in (
+            check_model_layout(self.components.engine.plan.layout, model),
+            inspection.check_quantization(model),
+        ):
             if reason is not None:
                 raise InvalidArgument(reason)
         trainer.model = trainer.model_wrapped = model
