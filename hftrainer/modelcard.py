@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import sys
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from hftrainer.compat import peers
 from hftrainer.compat.functions import has_length
 from hftrainer.compat.version import __version__
-from hftrainer.errors import InvalidArgument
+from hftrainer.errors import InvalidArgument, suggest
 from hftrainer.model_card import provenance
 from hftrainer.model_card.files import CARD_NAME, add_peft_parts, draw_plot, read_tags
 from hftrainer.model_card.hyperparameters import hyperparameters
@@ -290,8 +289,7 @@ def _check_dataset_metadata(summary: TrainingSummary) -> None:
             raise InvalidArgument(f"dataset_metadata={metadata!r}: give a dict or a list of dicts.")
         for key in metadata:
             if key not in _DATASET_METADATA:
-                near = difflib.get_close_matches(key, _DATASET_METADATA, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else f"; allowed keys: {', '.join(_DATASET_METADATA)}."
+                hint = suggest(key, _DATASET_METADATA, f"; allowed keys: {', '.join(_DATASET_METADATA)}.")
                 raise InvalidArgument(f"dataset_metadata does not allow the key {key!r}{hint}")
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import copy
 import dataclasses
-import difflib
 import importlib.util
 import json
 import os
@@ -19,8 +18,8 @@ from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig, set_hf_deepspeed_config
 
 from hftrainer.arguments.base import BaseArguments
-from hftrainer.errors import WrongConfig
-from hftrainer.parallel.config_files import read_config, why_text
+from hftrainer.errors import WrongConfig, suggest
+from hftrainer.parallel.config_files import env_flag, parse_bool, read_config, why_text
 from hftrainer.parallel.processes import Processes
 from hftrainer.plugins import adapter
 from hftrainer_deepspeed.start import connect
@@ -214,10 +213,9 @@ def _check_sections(raw: dict[str, Any]) -> None:
         if name in raw and not isinstance(raw[name], dict)
     ]
     if "zero_optimization" not in raw:
-        near = difflib.get_close_matches("zero_optimization", raw, n=1)
-        hint = f" (is {near[0]!r} a typo?)" if near else ""
         found.append(
-            f"deepspeed: zero_optimization is missing{hint}: write at least {{'stage': 0}}, which partitions nothing."
+            "deepspeed: zero_optimization is missing: write at least {'stage': 0}, which partitions nothing"
+            + suggest("zero_optimization", raw, ".")
         )
     elif isinstance(raw["zero_optimization"], dict):
         stage = raw["zero_optimization"].get("stage", 0)
@@ -348,7 +346,7 @@ def read_deepspeed(given: Any, environment: Mapping[str, str] = os.environ) -> d
 
 def _of_launcher(environment: Mapping[str, str]) -> dict[str, Any] | None:
     """The configuration from `accelerate launch --use_deepspeed`."""
-    if environment.get("ACCELERATE_USE_DEEPSPEED", "false").lower() not in ("true", "1"):
+    if not env_flag("ACCELERATE_USE_DEEPSPEED", environment=environment):
         return None
     values = {
         name.removeprefix("ACCELERATE_DEEPSPEED_").lower(): value
@@ -365,7 +363,7 @@ def _of_launcher(environment: Mapping[str, str]) -> dict[str, Any] | None:
             zero[f"offload_{what}"] = {"device": device}
         if device == "nvme":
             zero[f"offload_{what}"]["nvme_path"] = values.get(f"offload_{what}_nvme_path")
-    if values.get("zero3_save_16bit_model", "false").lower() == "true":
+    if parse_bool(values.get("zero3_save_16bit_model")):
         zero["stage3_gather_16bit_weights_on_model_save"] = True
     clipping = _number(environment, "ACCELERATE_GRADIENT_CLIPPING", float, AUTO)
     own: dict[str, Any] = {} if clipping == AUTO else {"gradient_clipping": clipping}

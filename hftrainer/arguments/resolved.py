@@ -135,7 +135,11 @@ class ResolvedArguments:
         """Lightning's precision, without DeepSpeed's configuration."""
         if (given := self.lightning_config.get("precision")) is not None:
             return "32-true" if str(given) == "32" else str(given)
-        args, launchers = self.args, os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-        asked = "bf16" if args.bf16 else "fp16" if args.fp16 else launchers
-        asked = vars(args).get("_mixed_precision", asked)  # set by the script; overrides the arguments
-        return {"bf16": "bf16-mixed", "fp16": "16-mixed"}.get(asked, "32-true")
+        return {"bf16": "bf16-mixed", "fp16": "16-mixed"}.get(requested_precision(self.args), "32-true")
+
+
+def requested_precision(args: Any) -> str:
+    """'bf16', 'fp16' or 'no': set by a script on the arguments, by the arguments or else by the launcher."""
+    by_arguments = "fp16" if args.fp16 else "bf16" if args.bf16 else None
+    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    return vars(args).get("_mixed_precision", by_arguments or launched)

@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
+from hftrainer.parallel.config_files import env_flag
+
 INSTALL = "pip install 'hftrainer[tpu]' (torch_xla 2.9, and the torch that it needs, 2.9)"
 SUCCESSOR = "pip install 'hftrainer[torch-tpu]' (torch_tpu, for torch 2.11 to 2.15)"
 #: Environment variables of machines with a TPU.
 _OF_TPUS = ("TPU_NAME", "TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES", "TPU_ACCELERATOR_TYPE", "CLOUD_TPU_TASK_ID")
-_FALSE = ("0", "f", "false", "n", "no", "off")
 #: Set before the processes start, the same for all: where each connects to the network of the TPUs.
 ADDRESSES = "TORCH_TPU_SLICEBUILDER_ADDRESSES"
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
@@ -34,7 +35,7 @@ def chips() -> int:
 
 
 def _declined() -> bool:
-    return os.environ.get("USE_TORCH_XLA", "1").lower() in _FALSE
+    return not env_flag("USE_TORCH_XLA", True)
 
 
 def wants_xla() -> bool:

@@ -41,12 +41,10 @@ class ReleasePolicy:
     Attributes:
         until: the last release that does so.
         changes: method or value → what the class does with it, as `explain` and COMPATIBILITY.md show it.
-        defaults: argument → its default in the release, where that is another than ours.
     """
 
     until = NEWEST
     changes: dict[str, str] = {}
-    defaults: dict[str, Any] = {}
 
     def __init__(self, release: Release = NEWEST) -> None:
         self.release = release

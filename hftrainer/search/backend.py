@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import abc
-import difflib
 import importlib.util
 import numbers
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from hftrainer.errors import InvalidArgument, MetricNotFound, UnknownArgument
+from hftrainer.errors import InvalidArgument, MetricNotFound, UnknownArgument, suggest
 
 if TYPE_CHECKING:
     from hftrainer.trainer import Trainer
@@ -151,8 +150,7 @@ def check_keywords(library: str, given: Collection[str], known: Collection[str],
     """
     allowed = {*known, *ours.values()} - set(ours)
     for name in [name for name in given if name not in allowed]:
-        near = [ours[name]] if name in ours else difflib.get_close_matches(name, allowed, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = f"; did you mean {ours[name]!r}?" if name in ours else suggest(name, allowed)
         raise UnknownArgument(f"hyperparameter_search with {library} has no argument {name!r}{hint}")
 
 

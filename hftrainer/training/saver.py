@@ -218,12 +218,12 @@ class CheckpointSaver:
     @contextlib.contextmanager
     def weights_to_save(self, folder: str, *, internal: bool) -> Iterator[dict[str, Any] | None]:
         """Yields the keywords with which `Trainer._save` writes the model; None if this process writes no model."""
-        trainer, strategy, model = self.trainer, self.components.strategy, peers.uncompiled(self.trainer.model)
+        strategy, model = self.components.strategy, peers.uncompiled(self.trainer.model)
         if internal and strategy.only_parts:
             yield None  # checkpoints hold a shard from each rank
             return
         weights = strategy.weights_to_save(model)
-        if trainer.args.should_save:
+        if self.trainer.args.should_save:
             # A callback such as ModelPruning may have the model's own weights under other names.
             own = self.components.engine.saving(model) if weights is None else contextlib.nullcontext((weights, None))
             with own as (weights, _):

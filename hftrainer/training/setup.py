@@ -14,7 +14,7 @@ from hftrainer.arguments import accelerate_state, legacy
 from hftrainer.arguments.changes import take_changes
 from hftrainer.arguments.choices import spelled
 from hftrainer.arguments.resolved import ResolvedArguments, begin_deepspeed
-from hftrainer.arguments.table import check_supported, make_plan, overridden
+from hftrainer.arguments.support import check_supported, make_plan, overridden
 from hftrainer.arguments.validation import check_accelerator_config, check_values, take_accumulation
 from hftrainer.callbacks.base import make_callback, pop_from
 from hftrainer.callbacks.handler import CallbackHandler

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hftrainer.arguments import legacy
-from hftrainer.arguments.logging import which_tokens
+from hftrainer.arguments.choices import which_tokens
 from hftrainer.compat.functions import ignores_other_keywords
 from hftrainer.compat.messages import warn_once
 from hftrainer.compat.overrides import accepted_by, accepts, call_with_accepted

@@ -159,7 +159,7 @@ def test_contradictions_name_both(config, settings, named):
     ("config", "words"),
     [
         ('{"bf16": {}}', "zero_optimization is missing"),
-        ({"zero_optimisation": {"stage": 3}}, "is 'zero_optimisation' a typo?"),
+        ({"zero_optimisation": {"stage": 3}}, "did you mean 'zero_optimisation'?"),
         ([1], r"deepspeed=\[1\]: give a dict"),
     ],
 )
@@ -211,7 +211,7 @@ def test_read_from_anywhere(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [(None, "neither an existing file nor"), ("{", "malformed"), ("[]", "must hold keywords")],
+    [(None, "neither an existing file nor"), ("{", "not valid JSON"), ("[]", "must hold keys")],
 )
 def test_unreadable_files_are_named(tmp_path, text, words):
     path = tmp_path / "ds_config.json"

@@ -10,7 +10,7 @@ import torch
 from hftrainer import Trainer
 from hftrainer import __main__ as command
 from hftrainer.arguments.resolved import ResolvedArguments
-from hftrainer.arguments.table import overridden
+from hftrainer.arguments.support import overridden
 from hftrainer.errors import MissingPackage
 from hftrainer.parallel import tpu
 from hftrainer.parallel.environment import LAUNCHERS, RankInfo, detect
