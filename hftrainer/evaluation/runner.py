@@ -17,13 +17,13 @@ from torch.utils.data import DataLoader
 
 from hftrainer.arguments import legacy
 from hftrainer.compat import peers
-from hftrainer.compat.functions import has_length, takes
+from hftrainer.compat.functions import has_length
 from hftrainer.compat.messages import log_facts, warn_once
 from hftrainer.compat.overrides import accepted_by, is_overridden, with_accepted
 from hftrainer.errors import InvalidArgument
 from hftrainer.evaluation import gathering
-from hftrainer.evaluation.evaluation_pass import EvaluationPass
-from hftrainer.evaluation.metrics import TorchMetrics, as_metrics
+from hftrainer.evaluation.evaluation_pass import EvaluationPass, PassSettings
+from hftrainer.evaluation.metrics import TorchMetrics
 from hftrainer.evaluation.outputs import predictions
 from hftrainer.evaluation.precision import in_precision
 from hftrainer.parallel import devices
@@ -100,8 +100,8 @@ class EvaluationRunner:
         model = self._prepare(dataloader)
         predicting = description == "Prediction"
         step = functools.partial(with_accepted(trainer.prediction_step, "ignore_keys"), model)
-        evaluation = self._make_pass(dataloader, step, prefix, predicting)
-        evaluation.loss_only, evaluation.ignore_keys = loss_only, ignore_keys
+        settings = PassSettings(dataloader, step, prefix, predicting, loss_only, ignore_keys)
+        evaluation = EvaluationPass(self.components, settings)
         stage = "predict" if predicting else "test" if prefix.startswith("test") else "validate"
         kept = getattr(run, "past", None), run.logged_metrics  # training's; an evaluation does not change them
         run.past, run.logged_metrics = None, LoggedMetrics()
@@ -283,41 +283,6 @@ class EvaluationRunner:
         model.to(device=args.device)
         return in_precision(model, torch.float16 if args.fp16_full_eval else torch.bfloat16)
 
-    def _make_pass(
-        self, dataloader: DataLoader, predict: Callable[..., Any], prefix: str, predicting: bool
-    ) -> EvaluationPass:
-        """Make the pass that Lightning's loop will run."""
-        trainer, policy = self.trainer, self.components.policy
-        processes = trainer.accelerator.processes
-        metrics = as_metrics(trainer.compute_metrics, by_batch=trainer.args.batch_eval_metrics)
-        if isinstance(metrics, TorchMetrics) and processes.tp_size > 1:
-            metrics.gather_by(processes.distinct_parts)
-        return EvaluationPass(
-            args=trainer.args,
-            dataloader=dataloader,
-            predict=predict,
-            prepare_input=trainer._prepare_input,
-            announce_batch=self._announce_step,
-            num_examples=trainer.num_examples,
-            main_input=getattr(trainer.model, "main_input_name", "input_ids"),
-            metrics=metrics,
-            preprocess_logits=_preprocessor(trainer.preprocess_logits_for_metrics),
-            end_batch=self.components.strategy.end_batch,
-            gather=lambda rows: trainer.gather_function(rows),
-            gathering_changes_nothing=functools.partial(gathering.changes_nothing, trainer),
-            pad=functools.partial(gathering.padded, trainer.accelerator, trainer.args),
-            collect=functools.partial(processes.gather, distinct=True),
-            prefix=prefix,
-            returns_predictions=predicting,
-            only_finite_losses=trainer.args.logging_nan_inf_filter and policy.filters_nonfinite_eval_losses,
-            preparation_time=getattr(trainer, "model_preparation_time", None),
-        )
-
-    def _announce_step(self) -> None:
-        """Announce a batch, and stop the pass if a signal has arrived."""
-        self.components.announce("on_prediction_step")
-        self.run.interruption.check()
-
     def _draw(self, metrics: Any, prefix: str) -> None:
         """Save the plots of torchmetrics, if requested."""
         trainer = self.trainer
@@ -334,10 +299,3 @@ def _mean(loss: Any) -> torch.Tensor:
 
 def _without_tuple_of_one(values: Any) -> Any:
     return values[0] if isinstance(values, (tuple, list)) and len(values) == 1 else values
-
-
-def _preprocessor(function: Callable[..., Any] | None) -> Callable[[Any, Any], Any] | None:
-    """`preprocess_logits_for_metrics`, as a function of logits and labels; it may take the logits alone."""
-    if function is None or takes(function, None, None) or not takes(function, None):
-        return function
-    return lambda logits, labels: function(logits)
