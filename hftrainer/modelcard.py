@@ -23,7 +23,7 @@ from hftrainer.reporting.metrics import write_whole
 if TYPE_CHECKING:
     from huggingface_hub import EvalResult, ModelCardData
 
-    from hftrainer.training.trainer_api import TrainerApi
+    from hftrainer.trainer import Trainer
 
 GENERATED = "generated_from_trainer"
 _COMMENT = "<!-- The Trainer generated this card from the run. Complete it, then remove this comment. -->"
@@ -94,7 +94,7 @@ class TrainingSummary:
     @classmethod
     def from_trainer(
         cls,
-        trainer: TrainerApi,
+        trainer: Trainer,
         language: str | list[str] | None = None,
         license: str | None = None,
         tags: str | list[str] | None = None,
@@ -242,7 +242,7 @@ class TrainingSummary:
         return f"{model}, {how}{data}."
 
 
-def create_model_card(trainer: TrainerApi, tags: str | list[str] | None = None, **given: Any) -> None:
+def create_model_card(trainer: Trainer, tags: str | list[str] | None = None, **given: Any) -> None:
     """Write the card of a run and a plot of its metrics into the output folder, on the main process.
 
     An existing card is replaced; its tags are kept, and so are the model's.
@@ -303,11 +303,11 @@ def _bullets(values: dict[str, Any] | None) -> str:
     return "\n".join(f"- {name}: {format_value(value)}" for name, value in (values or {}).items())
 
 
-def _step_of_best(trainer: TrainerApi) -> int | None:
+def _step_of_best(trainer: Trainer) -> int | None:
     return trainer.state.best_global_step if trainer.args.load_best_model_at_end else None
 
 
-def _count_samples(trainer: TrainerApi) -> dict[str, int]:
+def _count_samples(trainer: Trainer) -> dict[str, int]:
     evaluation = trainer.eval_dataset
     several = isinstance(evaluation, dict)
     named = {f"evaluation, {name}": one for name, one in evaluation.items()} if several else {"evaluation": evaluation}

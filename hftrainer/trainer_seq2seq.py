@@ -14,7 +14,7 @@ from hftrainer.errors import InvalidArgument
 from hftrainer.evaluation import gathering
 from hftrainer.trainer import Trainer
 from hftrainer.trainer_utils import PredictionOutput
-from hftrainer.training.loss import first_output
+from hftrainer.training.losses import first_output
 
 
 @recorded

@@ -30,7 +30,7 @@ from hftrainer.search.trial_arguments import check_names, model_takes_trial
 from hftrainer.trainer_utils import BestRun, default_hp_space_ray
 
 if TYPE_CHECKING:
-    from hftrainer.training.trainer_api import TrainerApi
+    from hftrainer.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class RaySearch(SearchBackend):
 
     # ---- In the process of the search --------------------------------------------------------------------------
 
-    def run(self, trainer: TrainerApi, n_trials: int | None, direction: Any, **kwargs: Any) -> BestRun:
+    def run(self, trainer: Trainer, n_trials: int | None, direction: Any, **kwargs: Any) -> BestRun:
         """Train `n_trials` trials, and return the best one.
 
         Raises:
@@ -80,13 +80,13 @@ class RaySearch(SearchBackend):
         space = self.space(trainer)
         check_names(trainer.args, space, for_model_too=model_takes_trial(trainer.model_init))
         self._check(trainer.args, n_trials, kwargs)
-        self.context.runner.release_trial()  # frees device memory for the trials
+        self.components.runner.release_trial()  # frees device memory for the trials
         trainer.callback_handler.eval_dataloader = None
         options, stopper = self._options(trainer.args, kwargs), _stop_on_user_error()
         options["callbacks"] = [*(options.get("callbacks") or ()), stopper]
         try:
             analysis = tune.run(
-                tune.with_parameters(train_trial, packed=pack(self.context)),
+                tune.with_parameters(train_trial, packed=pack(self.components)),
                 config=dict(space),
                 num_samples=-1 if n_trials is None else n_trials,
                 **options,
@@ -158,7 +158,7 @@ class RaySearch(SearchBackend):
 
     # ---- In the process of a trial -----------------------------------------------------------------------------
 
-    def hyperparameters(self, trainer: TrainerApi, trial: Any) -> Any:
+    def hyperparameters(self, trainer: Trainer, trial: Any) -> Any:
         """The trial itself, which is a dict of hyperparameters."""
         return trial
 
@@ -168,7 +168,7 @@ class RaySearch(SearchBackend):
 
         return tune.get_context().get_trial_id()
 
-    def train(self, trainer: TrainerApi, trial: dict[str, Any]) -> None:
+    def train(self, trainer: Trainer, trial: dict[str, Any]) -> None:
         """Train a trial. If Ray provides a checkpoint, of this trial or another one, resume from it."""
         from ray import tune
 
@@ -186,14 +186,14 @@ class RaySearch(SearchBackend):
                 self.report(trainer, trial, trainer.state.global_step, trainer.objective, metrics)
             self.after_saving(trainer)
         finally:
-            self.context.runner.release_trial()
+            self.components.runner.release_trial()
 
-    def report(self, trainer: TrainerApi, trial: Any, step: int, objective: Any, metrics: Mapping[str, float]) -> None:
+    def report(self, trainer: Trainer, trial: Any, step: int, objective: Any, metrics: Mapping[str, float]) -> None:
         """Keep the report for Ray until the checkpoint of this step is written, if one is due."""
         self.after_saving(trainer)
         self._pending = step, {**metrics, "objective": float(objective)}
 
-    def after_saving(self, trainer: TrainerApi) -> None:
+    def after_saving(self, trainer: Trainer) -> None:
         """Report the last evaluation to Ray, with the checkpoint of its step if there is one.
 
         Raises:
@@ -209,23 +209,23 @@ class RaySearch(SearchBackend):
             try:
                 tune.report(metrics, checkpoint=checkpoint)
             except SystemExit:  # at the end of the search Ray may kill the process instead
-                self.context.announce("on_train_end")
+                self.components.announce("on_train_end")
                 raise
 
-    def _checkpoint_of(self, trainer: TrainerApi, step: int) -> Path | None:
+    def _checkpoint_of(self, trainer: Trainer, step: int) -> Path | None:
         """The checkpoint of a step, if a trial can resume from it."""
-        if self.context.run.last_saved_step != step or trainer.args.save_only_model:
+        if self.components.run.last_saved_step != step or trainer.args.save_only_model:
             return None
-        self.context.saver.wait()
-        folder = Path(trainer._get_output_dir(self.context.run.trial), f"{PREFIX_CHECKPOINT_DIR}-{step}").absolute()
-        return folder if folder.is_dir() and not self.context.checkpoint_writer.failed else None
+        self.components.saver.wait()
+        folder = Path(trainer._get_output_dir(self.components.run.trial), f"{PREFIX_CHECKPOINT_DIR}-{step}").absolute()
+        return folder if folder.is_dir() and not self.components.checkpoint_writer.failed else None
 
 
 def train_trial(config: dict[str, Any], packed: PackedTrainer) -> None:
     """The function that Ray calls for each trial, in the trial's process."""
-    context = packed.unpack()
-    assert isinstance(context.search, RaySearch)
-    context.search.train(context.trainer, config)
+    components = packed.unpack()
+    assert isinstance(components.search, RaySearch)
+    components.search.train(components.trainer, config)
 
 
 @contextlib.contextmanager

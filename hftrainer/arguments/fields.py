@@ -340,10 +340,10 @@ class CurrentArguments:
         "On SIGTERM, SIGUSR1, Ctrl-C or an error, save the last complete optimizer step before the run ends. Nothing "
         "is saved with save_strategy='no'.",
         OURS,
-        "training.interruption",
+        "training.stopping",
     )
     enable_jit_checkpoint: bool = arg(
-        False, "On SIGTERM, save once and return from train().", "5.0", "training.interruption", read_once=True
+        False, "On SIGTERM, save once and return from train().", "5.0", "training.stopping", read_once=True
     )
     load_best_model_at_end: bool = arg(
         False, "Load the best checkpoint's weights when training ends.", "4.1", "trainer"

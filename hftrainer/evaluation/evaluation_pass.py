@@ -44,7 +44,7 @@ class EvaluationPass:
     Args:
         args: the training arguments.
         dataloader: the batches.
-        predict: `Trainer.prediction_step` for one batch of inputs: `(loss, logits, labels)`, each possibly None.
+        predict: `Trainer.prediction_step` of the model: inputs → `(loss, logits, labels)`, each possibly None.
         prepare_input: moves an input to the device.
         announce_batch: called after each batch.
         num_examples: samples in a loader whose dataset has no length.
@@ -60,6 +60,8 @@ class EvaluationPass:
         returns_predictions: keep the predictions even if the metrics do not need them.
         only_finite_losses: whether nan and infinite losses are excluded from the mean.
         preparation_time: seconds that preparing the model took, for the metrics; measured here if it is NaN.
+        loss_only: whether only the loss is predicted.
+        ignore_keys: outputs of the model that are left out; None for those that its config names.
 
     Attributes:
         output: the result, once the pass has finished.
@@ -69,7 +71,7 @@ class EvaluationPass:
 
     args: TrainingArguments
     dataloader: Any
-    predict: Callable[[Any], tuple[Any, Any, Any]]
+    predict: Callable[..., tuple[Any, Any, Any]]
     prepare_input: Callable[[Any], Any]
     announce_batch: Callable[[], None]
     num_examples: Callable[[Any], int]
@@ -85,6 +87,8 @@ class EvaluationPass:
     returns_predictions: bool
     only_finite_losses: bool = True
     preparation_time: float | None = None
+    loss_only: bool = False
+    ignore_keys: list[str] | None = None
     seen_samples: int = 0
     seen_batches: int = 0
     output: EvalLoopOutput | None = None
@@ -143,7 +147,8 @@ class EvaluationPass:
         ahead = self._flags()
         self._set_flags(drawn)
         try:
-            rows = self._rows(inputs, drawn)
+            predicted = self.predict(inputs, self.loss_only, ignore_keys=self.ignore_keys)
+            rows = self._rows(*predicted, inputs, drawn)
             self._keep(rows, inputs, last, full=not (drawn.at_end or drawn.filler))
         finally:
             self._set_flags(ahead)
@@ -154,9 +159,8 @@ class EvaluationPass:
                 kept.to_host()
         return rows["predictions"]
 
-    def _rows(self, inputs: Any, drawn: _Drawn) -> dict[str, Any]:
+    def _rows(self, loss: Any, logits: Any, labels: Any, inputs: Any, drawn: _Drawn) -> dict[str, Any]:
         """The outputs of a batch, before gathering."""
-        loss, logits, labels = self.predict(inputs)
         self.has_labels |= labels is not None
         main = self._main_input(inputs) if "inputs" in self.args.include_for_metrics else None
         if self._keeps_rows or self.metrics.needs_batches:

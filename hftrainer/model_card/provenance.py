@@ -7,7 +7,6 @@ import importlib.util
 import logging
 import os
 import sys
-import threading
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -97,20 +96,12 @@ def license_of(repo_id: str) -> str | None:
 
     if constants.HF_HUB_OFFLINE:
         return None
-    found: list[str] = []
-
-    def ask() -> None:
-        try:
-            tags = HfApi().model_info(repo_id, timeout=LICENSE_TIMEOUT).tags or []
-        except Exception as error:  # no failure of the Hub may prevent the card
-            logger.info("The licence of %s is unknown: %s.", repo_id, type(error).__name__)
-        else:
-            found.extend(tag.removeprefix("license:") for tag in tags if tag.startswith("license:"))
-
-    thread = threading.Thread(target=ask, daemon=True)  # a DNS lookup may take longer than the request's timeout
-    thread.start()
-    thread.join(LICENSE_TIMEOUT)
-    return found[-1] if found else None
+    try:
+        tags = HfApi().model_info(repo_id, timeout=LICENSE_TIMEOUT).tags or []
+    except Exception as error:  # no failure of the Hub may prevent the card
+        logger.info("The licence of %s is unknown: %s.", repo_id, type(error).__name__)
+        return None
+    return next((tag.removeprefix("license:") for tag in tags if tag.startswith("license:")), None)
 
 
 def datasets_of(dataset: Any) -> list[DatasetSource]:

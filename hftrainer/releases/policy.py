@@ -52,7 +52,8 @@ class ReleasePolicy:
     def differences(self) -> dict[str, str]:
         """Name of a value or method → what the followed release does, where that is not what the newest one does."""
         changed: dict[str, str | None] = {}
-        for kind in type(self).__mro__[:-2]:  # those of an earlier release hide those of a later one
+        kinds: Any = type(self).__mro__[:-2]
+        for kind in kinds:  # those of an earlier release hide those of a later one
             changed = {name: kind.changes.get(name) for name in vars(kind)} | changed
         return {name: text for name, text in changed.items() if text is not None}
 

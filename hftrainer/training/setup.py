@@ -1,4 +1,4 @@
-"""Builds a Trainer from arguments and model before anything runs: checks, engine, callbacks, model placement."""
+"""Builds a Trainer: checks, engine, accelerator, callbacks, and what changed arguments change."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import IterableDataset
 
-from hftrainer.arguments import accelerate_state
+from hftrainer.arguments import accelerate_state, legacy
+from hftrainer.arguments.changes import take_changes
 from hftrainer.arguments.choices import spelled
 from hftrainer.arguments.resolved import ResolvedArguments, begin_deepspeed
 from hftrainer.arguments.support import check_supported, make_plan, overridden
 from hftrainer.arguments.validation import check_accelerator_config, check_values, take_accumulation
-from hftrainer.assembly.argument_consistency import check_consistency
 from hftrainer.callbacks.base import make_callback, pop_from
 from hftrainer.callbacks.handler import CallbackHandler
 from hftrainer.callbacks.progress import own_progress
@@ -23,7 +23,7 @@ from hftrainer.callbacks.state import TrainerControl, TrainerState
 from hftrainer.checkpointing.writer import CheckpointWriter
 from hftrainer.compat import peers, swap
 from hftrainer.compat.functions import has_length
-from hftrainer.compat.overrides import recorded, refuse_rewritten
+from hftrainer.compat.overrides import is_overridden, recorded, refuse_rewritten
 from hftrainer.data.collators import DataCollatorWithPadding, default_data_collator
 from hftrainer.errors import InvalidArgument, InvalidSetup, UnsupportedArgument
 from hftrainer.evaluation import gathering
@@ -35,46 +35,47 @@ from hftrainer.strategies import make_strategy
 from hftrainer.strategies.strategy import FLAGS, Strategy
 from hftrainer.trainer_callback import DEFAULT_CALLBACKS
 from hftrainer.training.accelerator import EngineAccelerator
-from hftrainer.training.context import Room
+from hftrainer.training.argument_consistency import check_consistency
 from hftrainer.training.run import Run
-from hftrainer.training.trainer_api import TrainerApi
 from hftrainer.training_args import TrainingArguments
 
 if TYPE_CHECKING:
-    from hftrainer.assembly.internals import Internals
+    from hftrainer.trainer import Trainer
+    from hftrainer.training.components import Components
+    from hftrainer.training.run import Run
 
 logger = logging.getLogger(__name__)
 
 
-class TrainerSetup(Room):
-    """Builds the parts of a Trainer.
+class TrainerSetup:
+    """Builds what follows from the arguments: for a new Trainer, for each trial, and for each run.
 
     Args:
-        own: the shared parts of the Trainer and its rooms; receives what is built.
+        components: the parts of the Trainer; those that follow from the arguments are set here.
     """
 
-    def __init__(self, own: Internals) -> None:
-        super().__init__(own)
-        self.own = own
+    def __init__(self, components: Components) -> None:
+        self.components = components
+        self.trainer, self.run = components.trainer, components.run
 
     def begin_again(self) -> None:
         """Rebuild everything that follows from the arguments, for a trial or after a search."""
-        trainer, own = self.trainer, self.own
-        own.args_have_changed = False
+        trainer, components = self.trainer, self.components
+        components.args_have_changed = False
         self.resolve_arguments()
         trainer._validate_args()
         if isinstance(trainer.args, TrainingArguments):
             trainer.args.hf_deepspeed_config = begin_deepspeed(trainer.args)
         set_tf32(trainer.args.tf32)
-        own.settings.follow_arguments()
+        self.follow_arguments()
         trainer.create_accelerator_and_postprocess()
         if trainer.model is not None:  # None if the trial makes its model afterwards, as until v5.2
-            own.model_setup.set_model(trainer.model)
+            components.model_setup.set_model(trainer.model)
 
     def resolve_arguments(self) -> None:
         """Parse the arguments again, for a new Trainer or a new trial."""
         args = self.trainer.args
-        resolved = self.own.resolved = ResolvedArguments(args)
+        resolved = self.components.resolved = ResolvedArguments(args)
         if isinstance(args, TrainingArguments):
             args._resolved = resolved
 
@@ -90,7 +91,7 @@ class TrainerSetup(Room):
         trainer.is_in_train = False
         trainer.hp_name = trainer.hp_search_backend = trainer.objective = trainer._mixed_mesh_grads = None
         trainer.hub_model_id = trainer.push_in_progress = None
-        self.own.settings.follow_arguments()
+        self.follow_arguments()
 
     def end_init(self) -> None:
         """Open the repository and the output folder, and announce that the Trainer is made."""
@@ -99,9 +100,9 @@ class TrainerSetup(Room):
             trainer.accelerator.processes.from_main(trainer.init_hf_repo)
         if args.should_save:
             os.makedirs(str(args.output_dir), exist_ok=True)
-        self.own.announce("on_init_end")
+        self.components.announce("on_init_end")
         config: Any = getattr(trainer.model, "config", None)
-        if config is not None and (self.own.policy.sets_use_cache or args.use_cache):
+        if config is not None and (self.components.policy.sets_use_cache or args.use_cache):
             config.use_cache = args.use_cache
 
     def init_callbacks(self, callbacks: list[Any], trackers: list[Any]) -> None:
@@ -119,21 +120,24 @@ class TrainerSetup(Room):
             trainer.add_callback(progress)
         trainer.control = TrainerControl()
         trainer.state = TrainerState(
-            epoch=self.own.policy.epoch_before_training,
+            epoch=self.components.policy.epoch_before_training,
             is_local_process_zero=trainer.is_local_process_zero(),
             is_world_process_zero=trainer.is_world_process_zero(),
-            stateful_callbacks=self.context.stateful_callbacks(),
+            stateful_callbacks=self.components.stateful_callbacks(),
         )
 
     def add_callback(self, callback: Any) -> None:
         """Add a callback of either kind; one of Lightning's progress bars replaces the Trainer's own."""
         target = self.callbacks_like(callback)
-        if target is self.own.lightning_callbacks:
+        if target is self.components.lightning_callbacks:
             target.append(make_callback(callback))
         else:
             target.add_callback(callback)
             self.attach(target.callbacks[-1])
-        if adapter().has_progress_bar(self.own.lightning_callbacks) and self.trainer.callback_handler.drop_bars():
+        if (
+            adapter().has_progress_bar(self.components.lightning_callbacks)
+            and self.trainer.callback_handler.drop_bars()
+        ):
             logger.warning(
                 "Lightning's progress bar replaces the Trainer's own. Its log lines are in "
                 "state.log_history; disable_tqdm=True prints them too."
@@ -142,14 +146,14 @@ class TrainerSetup(Room):
     def pop_callback(self, callback: Any) -> Any:
         """Remove a callback of either kind, and return it."""
         target = self.callbacks_like(callback)
-        return pop_from(target if target is self.own.lightning_callbacks else target.callbacks, callback)
+        return pop_from(target if target is self.components.lightning_callbacks else target.callbacks, callback)
 
     def attach(self, callback: Any) -> None:
         """Connect a callback that writes to trackers."""
         trainer = self.trainer
         if isinstance(callback, ReportingCallback):
             callback.attach(
-                trainer.save_model, functools.partial(_run_folder, trainer, self.run), self.own.log_folder()
+                trainer.save_model, functools.partial(_run_folder, trainer, self.run), self.components.log_folder()
             )
 
     def callbacks_like(self, callback: Any) -> Any:
@@ -158,7 +162,9 @@ class TrainerSetup(Room):
             name = (callback if isinstance(callback, type) else type(callback)).__name__
             raise InvalidArgument(f"{name} is a Lightning logger, not a callback: pass it as Trainer(loggers=[...]).")
         return (
-            self.own.lightning_callbacks if adapter().is_lightning_callback(callback) else self.trainer.callback_handler
+            self.components.lightning_callbacks
+            if adapter().is_lightning_callback(callback)
+            else self.trainer.callback_handler
         )
 
     def build_engine(self) -> None:
@@ -167,40 +173,85 @@ class TrainerSetup(Room):
         Raises:
             UnsupportedArgument: for unsupported arguments, all in one error.
         """
-        trainer, own = self.trainer, self.own
+        trainer, components = self.trainer, self.components
         refuse_rewritten(trainer)
         self._check_supported()
-        own.strategy = strategy = self._connect()
+        components.strategy = strategy = self._connect()
         plan = strategy.plan
-        own.checkpoint_writer = CheckpointWriter(
+        components.checkpoint_writer = CheckpointWriter(
             in_background=plan.async_checkpoint,
             stop_on_error=plan.stop_on_save_error,
             to_cpu=strategy.to_cpu,
         )
-        own.engine = adapter().LightningEngine(
+        components.engine = adapter().LightningEngine(
             strategy,
-            own.lightning_callbacks,
-            loggers=own.loggers,
-            receive=lambda values: own.run.logged_metrics.set(values),
+            components.lightning_callbacks,
+            loggers=components.loggers,
+            receive=lambda values: components.run.logged_metrics.set(values),
         )
         recorded(EngineAccelerator)
         trainer.accelerator = EngineAccelerator(
-            own.engine,
+            components.engine,
             trainer.args.device,
-            own.loaders.prepare,
+            components.loaders.prepare,
             is_own=lambda model: model is trainer.model or model is trainer.model_wrapped,
-            config=vars(own.resolved.accelerator_config),
+            config=vars(components.resolved.accelerator_config),
         )
         accelerate_state.follow(trainer.args, trainer.accelerator)
         trainer.gather_function = gathering.for_metrics(trainer.accelerator, trainer.args)
-        strategy.check_optimizers(*own.optimizers_given)
+        strategy.check_optimizers(*components.optimizers_given)
         for name in FLAGS:
             setattr(trainer, name, name in strategy.flags)
         trainer.deepspeed = None
 
+    # ---- Arguments ---------------------------------------------------------------------------------------------
+
+    def set_log_level(self) -> None:
+        """Set the log level of the arguments; 'passive' changes nothing."""
+        args = self.trainer.args
+        if (args.log_level if args.should_log else args.log_level_replica) != "passive":
+            level = args.get_process_log_level()
+            # Our logger then follows transformers' level, which a script may change.
+            followed = peers.set_verbosity(level)
+            logging.getLogger("hftrainer").setLevel(logging.NOTSET if followed else level)
+
+    def follow_arguments(self) -> None:
+        """Set everything that follows from the arguments, which a hyperparameter trial changes."""
+        trainer = self.trainer
+        self.run.accumulation = trainer.args.gradient_accumulation_steps
+        self.run.train_batch_size = trainer.args.train_batch_size
+        trainer.neftune_noise_alpha = trainer.args.neftune_noise_alpha
+        trainer._eval_dataloaders = {}
+        self._follow_changes()
+
+    def _follow_changes(self) -> None:
+        """Set what follows from arguments that may change between two runs."""
+        args, components = self.trainer.args, self.components
+        components.past_index = legacy.value(args, "past_index")
+        components.averages_tokens = args.average_tokens_across_devices and args.world_size > 1
+
+    def take_changes_in(self, args: TrainingArguments) -> None:
+        """Use the values of `args`, which may be another object than the Trainer's arguments."""
+        own_loader = is_overridden(self.trainer, "get_train_dataloader")
+        take_changes(self.components.engine, args, self.components.policy, own_loader=own_loader)
+
+    def take_changes(self) -> None:
+        """Apply to the next run the arguments that the script has changed since the Trainer was made."""
+        trainer, components = self.trainer, self.components
+        refuse_rewritten(trainer)
+        if not components.policy.reads_batch_size_once:
+            self.run.train_batch_size = trainer.args.train_batch_size
+        self.take_changes_in(trainer.args)
+        accelerate_state.follow(trainer.args, trainer.accelerator)  # another Trainer may have been made since
+        self._follow_changes()
+        if trainer.args.push_to_hub:  # it may have been set since
+            trainer.accelerator.processes.from_main(
+                lambda: trainer.init_hf_repo() if components.uploads is None else None
+            )
+
     def _check_supported(self) -> None:
         """Refuse unsupported arguments; log those that `lightning_config` overrides, and those without effect."""
-        trainer, resolved = self.trainer, self.own.resolved
+        trainer, resolved = self.trainer, self.components.resolved
         resolved.model = trainer.model
         if found := check_supported(resolved, own_optimizer=trainer.optimizer is not None):
             raise UnsupportedArgument("\n".join(found))
@@ -214,7 +265,7 @@ class TrainerSetup(Room):
 
     def _connect(self) -> Strategy:
         """Start the other processes if no launcher has, and connect all; returns the strategy for the plan."""
-        args, resolved = self.trainer.args, self.own.resolved
+        args, resolved = self.trainer.args, self.components.resolved
         adapter().start_others(resolved.rank_info, args.ddp_timeout)
         if not resolved.rank_info.started:
             resolved.forget_rank_info()
@@ -245,7 +296,7 @@ class TrainerSetup(Room):
     def _check_values(self) -> None:
         """Check each argument by itself, and arguments that contradict each other."""
         args = self.trainer.args
-        resolved = self.own.resolved
+        resolved = self.components.resolved
         if not (found := list(check_accelerator_config(resolved))):
             take_accumulation(resolved)  # before DeepSpeed's configuration is completed with it
             found = check_values(resolved) if isinstance(args, TrainingArguments) else []
@@ -316,6 +367,6 @@ def _warn_of_ignored(args: TrainingArguments, optimizer: Any) -> None:
             )
 
 
-def _run_folder(trainer: TrainerApi, run: Run) -> str:
+def _run_folder(trainer: Trainer, run: Run) -> str:
     """The folder of the current run's checkpoints."""
     return trainer._get_output_dir(run.trial)
