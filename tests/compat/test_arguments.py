@@ -30,7 +30,7 @@ AS_PARSED = {
 NO_WORDS = {"parallelism_config", "liger_kernel_config"}
 
 #: Arguments whose values in the table hold without them too: by `use_cpu`, or as the default.
-IMPLIED = {"dataloader_pin_memory", "disable_tqdm", "no_cuda"}
+IMPLIED = {"dataloader_pin_memory", "disable_tqdm"}
 
 
 @pytest.fixture(autouse=True)
