@@ -6,11 +6,11 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from hftrainer.arguments.choices import HPSearchBackend
-from hftrainer.arguments.trials import hyperparameters
+from hftrainer.callbacks.state import hyperparameters
 from hftrainer.compat.functions import takes
 from hftrainer.compat.overrides import refuse_uncalled
 from hftrainer.errors import InvalidArgument, InvalidSetup, MissingPackage, UnsupportedArgument
-from hftrainer.parallel.worker import refuse_in_worker
+from hftrainer.parallel.environment import refuse_in_worker
 from hftrainer.plugins import load
 from hftrainer.search.backend import SearchBackend
 from hftrainer.search.optuna_search import OptunaSearch

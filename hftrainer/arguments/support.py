@@ -10,9 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from hftrainer.arguments import legacy
-from hftrainer.arguments.checks.devices import check_device
-from hftrainer.arguments.checks.fsdp import check_fsdp
-from hftrainer.arguments.checks.xla import check_xla
+from hftrainer.arguments.checks import check_device, check_fsdp, check_xla
 from hftrainer.arguments.field import Argument, arguments_of
 from hftrainer.arguments.installed import is_set_by_release
 from hftrainer.arguments.launched import check_launched, unknown_variables

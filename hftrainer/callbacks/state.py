@@ -6,14 +6,14 @@ import dataclasses
 import json
 import math
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hftrainer.arguments.base import BaseArguments
-from hftrainer.arguments.trials import hyperparameters
 from hftrainer.compat.reading import check_fields, fitting
 from hftrainer.compat.values import as_json, is_plain
+from hftrainer.errors import InvalidArgument
 
 #: Fields of `trainer_state.json` that a run cannot do without.
 _NEVER_NULL = {"global_step", "max_steps", "num_train_epochs", "total_flos"}
@@ -212,3 +212,15 @@ class TrainerControl(ExportableState):
     def state(self) -> dict[str, Any]:
         """The current flags."""
         return {"args": dataclasses.asdict(self), "attributes": {}}
+
+
+def hyperparameters(trial: Any) -> Mapping[str, Any]:
+    """The hyperparameters that a trial of a search has chosen.
+
+    Raises:
+        InvalidArgument: if `trial` is neither a trial nor a mapping.
+    """
+    chosen = trial if isinstance(trial, Mapping) else getattr(trial, "params", None)
+    if not isinstance(chosen, Mapping):
+        raise InvalidArgument(f"trial={trial!r}: give a trial of Optuna, or a dict of hyperparameters.")
+    return chosen

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hftrainer.errors import InvalidArgument, SearchFailed, UnsupportedArgument
-from hftrainer.parallel.worker import WORKER
+from hftrainer.parallel.environment import WORKER
 
 if TYPE_CHECKING:
     from optuna import Study

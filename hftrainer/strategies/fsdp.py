@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from hftrainer.checkpointing import distributed, resume
 from hftrainer.checkpointing.weights import load_sharded_weights
 from hftrainer.compat import peers
 from hftrainer.parallel.fsdp import sharding
-from hftrainer.parallel.fsdp.scaler import ShardedScaler
 from hftrainer.parallel.fsdp.settings import FsdpPlugin
 from hftrainer.parallel.plan import LightningPlan
 from hftrainer.parallel.process_state import DistributedType
@@ -141,3 +141,16 @@ class FsdpStrategy(Strategy):
     ) -> None:
         """Load the states of any checkpoint, each process its part."""
         resume.load_optimizer_and_scheduler(folder, model, optimizer(), scheduler, sharded=True)
+
+
+class ShardedScaler(ShardedGradScaler):
+    """Skips a step on all ranks when the gradients of one are infinite.
+
+    torch counts the ranks where they are, in a tensor of shape `(1,)`; its fused optimizers take 0 or 1 of shape `()`.
+    """
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the gradients by the scale, and check whether they are finite on all ranks."""
+        super().unscale_(optimizer)
+        found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        found.update({device: value.reshape(()).clamp(max=1) for device, value in found.items()})

@@ -25,7 +25,7 @@ from hftrainer.hub.references import is_reference
 from hftrainer.model.changes import changed_for_training
 from hftrainer.optimizers.layer_wise import LayerWiseDummyOptimizer
 from hftrainer.parallel import devices
-from hftrainer.parallel.worker import refuse_in_worker
+from hftrainer.parallel.environment import refuse_in_worker
 from hftrainer.reporting.tracker_callbacks import reporting_callbacks
 from hftrainer.trainer_utils import TrainOutput, speed_metrics
 from hftrainer.training.finders import Tuning

@@ -1,0 +1,253 @@
+"""Checks for combinations of arguments that the device or FSDP does not support, before anything runs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import distributed
+
+from hftrainer.arguments import legacy
+from hftrainer.arguments.base import BaseArguments
+from hftrainer.errors import suggest
+from hftrainer.parallel import tpu
+from hftrainer.parallel.devices import OTHERS, own_backend
+from hftrainer.parallel.environment import RankInfo
+from hftrainer.parallel.fsdp.settings import FsdpSettings
+from hftrainer.parallel.tpu import unused_tpu
+from hftrainer.plugins import load
+
+if TYPE_CHECKING:
+    from hftrainer.arguments.base import BaseArguments
+
+#: Devices that are not supported → why.
+REFUSED = {
+    "hpu": "Gaudi needs replaced torch operators and graph marks in the loop; optimum-habana has both",
+    "sdaa": "the Trainer of transformers does not use it either",
+    "neuron": "it compiles whole graphs, which the loop does not support; use optimum-neuron",
+}
+#: Documented backends → the devices that they connect, and where they come from.
+BACKENDS = {
+    "nccl": (("cuda",), "it comes with torch for CUDA or ROCm"),
+    "gloo": (("cpu", "cuda"), "it comes with torch"),
+    "mpi": (("cpu", "cuda"), "it needs torch built from source with MPI"),
+    "ccl": (("cpu", "xpu"), "the script must import oneccl_bindings_for_pytorch, which Intel has replaced by 'xccl'"),
+    "xccl": (("xpu",), "it comes with torch for Intel GPUs"),
+    "smddp": (("cuda",), "the script must import smdistributed.dataparallel.torch.torch_smddp, of SageMaker's images"),
+    "hccl": (("npu",), "it comes with torch_npu"),
+    "cncl": (("mlu",), "it comes with torch_mlu"),
+    "mccl": (("musa",), "it comes with torch_musa"),
+    "tpu_dist": (("tpu",), "it comes with torch_tpu"),
+}
+
+
+def check_device(args: BaseArguments, precision: str, processes: int, spreads: bool) -> Iterator[str]:
+    """A sentence for each setting that the device does not support.
+
+    Args:
+        args: the arguments.
+        precision: Lightning's precision.
+        processes: world size.
+        spreads: whether each process has only a part of the model.
+    """
+    kind = args.device.type
+    if legacy.value(args, "use_mps_device") and kind != "mps":
+        yield f"use_mps_device=True, but {_why_no_mps(args)}: leave it out to train on {kind}."
+    here = [name for name in REFUSED if hasattr(torch, name) and getattr(torch, name).is_available()]
+    if kind == "cpu" and here and not _asks_for_cpu(args):
+        yield (
+            f"torch.{here[0]} is available, but hftrainer cannot train on it: {REFUSED[here[0]]}. Set use_cpu=True to "
+            "train on the CPU."
+        )
+    elif kind == "cpu" and not _asks_for_cpu(args) and (reason := unused_tpu()):
+        yield reason
+    if kind == "mps":
+        yield from _check_mps(precision, processes, spreads)
+    elif kind in OTHERS and spreads:
+        yield f"Models can be sharded and split on CUDA and CPU only, and this device is {kind}: leave out fsdp."
+    several = processes > 1 and kind not in ("mps", "xla")
+    if args.ddp_backend and (reason := _check_backend(args.ddp_backend.lower(), kind, several)):
+        yield f"ddp_backend={args.ddp_backend!r}{reason}"
+
+
+def _asks_for_cpu(args: BaseArguments) -> bool:
+    return getattr(args, "_on_cpu", args.use_cpu)
+
+
+def _why_no_mps(args: BaseArguments) -> str:
+    if _asks_for_cpu(args):
+        return "use_cpu=True contradicts it"
+    if not torch.backends.mps.is_built():
+        return "this torch was built without MPS, Apple's GPU"
+    return "there is no Apple GPU, or macOS is too old for it"
+
+
+def _check_mps(precision: str, processes: int, spreads: bool) -> Iterator[str]:
+    if processes > 1 or spreads:
+        what = f"{processes} processes are" if processes > 1 else "A sharded or split model is"
+        yield (
+            f"{what} not possible on Apple's GPU: it is one device, and neither gloo nor nccl works on mps. Start one "
+            "process, without fsdp and devices; gradient_accumulation_steps makes larger batches. Or set use_cpu=True."
+        )
+    if precision == "16-mixed" and torch.__version__ < "2.8":  # https://github.com/pytorch/pytorch/pull/150255
+        yield f"fp16=True on Apple's GPU needs torch 2.8, whose GradScaler supports mps; this is {torch.__version__}."
+    if precision == "bf16-mixed" and not torch.backends.mps.is_macos_or_newer(14, 0):
+        yield "bf16=True on Apple's GPU needs macOS 14: use fp16=True, or use_cpu=True."
+
+
+def _check_backend(given: str, kind: str, several: bool) -> str | None:
+    """Why a backend, or one of several as in 'cpu:gloo,cuda:nccl', cannot be used; one process needs none."""
+    registered = distributed.Backend.backend_capability
+    known = {*registered, *BACKENDS}
+    serves: set[str] = set()
+    instead = f"use {own_backend(kind)!r}, or leave it out."
+    for part in given.split(","):
+        *device, name = part.split(":")
+        if name not in known:
+            return f": no backend is called {name!r}{suggest(name, known, f': {instead}')}"
+        if several and not distributed.is_backend_available(name):
+            source = f" ({BACKENDS[name][1]})" if name in BACKENDS else ""
+            return f": this torch has no {name!r}{source}: {instead}"
+        serves.update(device or registered.get(name) or BACKENDS[name][0])
+    return f" does not connect processes on {kind}: {instead}" if several and kind not in serves else None
+
+
+def check_xla(args: BaseArguments, here: RankInfo, cores: int | None) -> Iterator[str]:
+    """A sentence for each setting that TPUs do not support.
+
+    Args:
+        args: the training arguments.
+        here: rank of this process.
+        cores: `tpu_num_cores`.
+    """
+    kind = args.device.type
+    if cores is not None and kind not in ("xla", "tpu") and not args.use_cpu:
+        reason = (
+            f"torch_xla is missing: {tpu.INSTALL}" if not tpu.has_torch_xla() else "there is none: set PJRT_DEVICE=TPU"
+        )
+        yield f"tpu_num_cores={cores} needs a TPU, but {reason}."
+    if kind not in ("xla", "tpu"):
+        return
+    if cores is not None and cores != here.local_world_size:
+        yield (
+            f"tpu_num_cores={cores}, but this run uses {here.local_world_size} of this machine's cores: start "
+            "the script with python -m hftrainer run --tpu, which starts a process for each."
+        )
+    launched = here.launcher == "xla" if kind == "xla" else tpu.ADDRESSES in os.environ
+    if here.world_size > 1 and not launched:
+        yield (
+            f"{here.launcher!r} has started {here.world_size} processes, which have no TPU core of their own: start "
+            "the script with python -m hftrainer run --tpu."
+        )
+    if here.launcher == "xla" and load("xla", "devices").cores_in_this_process() > 1:
+        yield (
+            "On TPU v2 and v3 two cores share a process, which is not supported: use one core, or shard over all "
+            "with fsdp_config={'xla': True, 'xla_fsdp_v2': True} in one process."
+        )
+    if args.fp16 or args.fp16_full_eval:
+        yield "fp16: TPUs compute in bfloat16, which needs no scaled losses: use bf16."
+    if args.torch_compile and kind == "xla":
+        yield "torch_compile=True: XLA already compiles the whole step; leave it out."
+    elif args.torch_compile and args.torch_compile_backend == "inductor":
+        yield "torch_compile=True: inductor does not compile for TPUs: set torch_compile_backend='tpu'."
+
+
+#: Optimizers whose states torch cannot shard, or that need whole weights: parts of their names.
+_NEED_WHOLE = ("bnb", "paged", "lion", "ademamix", "rmsprop_", "galore", "apollo", "lomo", "grokadamw")
+#: Optimizers that work with FSDP2 but not with FSDP1, which flattens parameters.
+_NEED_SHAPES = ("adafactor", "adamw_hf", "stable_adamw")
+
+
+def check_fsdp(
+    args: BaseArguments, settings: FsdpSettings, config: Mapping[str, Any], *, launched: bool, own_optimizer: bool
+) -> Iterator[str]:
+    """A sentence for each setting that FSDP does not support.
+
+    Args:
+        args: the arguments.
+        settings: how the model is sharded.
+        config: `lightning_config`.
+        launched: whether a launcher has started the processes.
+        own_optimizer: whether the script has made the optimizer.
+    """
+    asked = f"fsdp={args.fsdp!r}" if args.fsdp else "ACCELERATE_USE_FSDP=true"
+    if args.deepspeed:
+        yield "fsdp and deepspeed both shard the model: give one of them."
+    on_xla = args.device.type == "xla"
+    if settings.xla is not None:
+        yield from _check_xla(args, settings)
+    elif on_xla:
+        yield f"{asked} on a TPU uses torch_xla: give fsdp_config={{'xla': True}} too."
+    elif args.world_size == 1 and not launched:
+        yield (
+            f"{asked} shards the model over processes, but there is one: start the script with torchrun, accelerate "
+            "launch or python -m hftrainer run --nproc N, or give lightning_config={'devices': N}."
+        )
+    elif "hybrid" in settings.strategy and args.world_size == 1:
+        yield f"fsdp={settings.strategy!r} needs at least two processes, but there is one: use 'full_shard'."
+    if settings.activation_checkpointing and args.activation_checkpointing:
+        yield (
+            "fsdp_config['activation_checkpointing'] and activation_checkpointing=True would compute activations a "
+            "third time: give only the first."
+        )
+    for name in ("bf16_full_eval", "fp16_full_eval"):
+        if getattr(args, name):
+            yield f"{name}=True would round sharded weights: use {name[:4]}=True, or leave out fsdp."
+    yield from _check_optimizers(args, settings, own_optimizer)
+    yield from _check_saving(args, settings, config)
+
+
+def _check_xla(args: BaseArguments, settings: FsdpSettings) -> Iterator[str]:
+    assert settings.xla is not None
+    if args.device.type != "xla":
+        missing = "torch_xla is missing: " + tpu.INSTALL if not tpu.has_torch_xla() else "training is on another device"
+        yield f"fsdp_config['xla'] needs a TPU, but {missing}."
+    if settings.xla.spmd and args.world_size > 1:
+        yield (
+            f"fsdp_config['xla_fsdp_v2'] drives all cores from one process, but there are {args.world_size}: start the "
+            "script with plain python."
+        )
+    if not settings.xla.spmd and getattr(args, "predict_with_generate", False):
+        yield "predict_with_generate bypasses the wrapper that gathers weights: set fsdp_config['xla_fsdp_v2'] too."
+    asked = {
+        "activation_checkpointing": settings.activation_checkpointing,
+        "cpu_offload": settings.cpu_offload,
+        "state_dict_type": settings.state_dict_type != "FULL_STATE_DICT",
+        "reshard_after_forward": settings.strategy not in ("full_shard", "shard_grad_op"),
+        "cpu_ram_efficient_loading": settings.cpu_ram_efficient_loading,
+    }
+    for name in (name for name, given in asked.items() if given):
+        instead = "set 'xla_fsdp_grad_ckpt' instead" if name == "activation_checkpointing" else "leave it out"
+        yield f"fsdp_config[{name!r}] is a key of torch's FSDP, but with 'xla' torch_xla shards: {instead}."
+
+
+def _check_optimizers(args: BaseArguments, settings: FsdpSettings, own_optimizer: bool) -> Iterator[str]:
+    name = str(getattr(args.optim, "value", args.optim))
+    if settings.xla is not None and settings.xla.spmd:
+        return  # parameters keep their shapes
+    own = name.startswith("adamw_torch")
+    if not own and (any(part in name for part in _NEED_WHOLE) or name == "adamw_8bit"):
+        yield f"optim={name!r} needs whole parameters, but fsdp shards them: use 'adamw_torch' or its 8bit form."
+    elif settings.version == 1 and name in _NEED_SHAPES:
+        yield f"optim={name!r} needs the shapes of the parameters, but FSDP1 flattens them: use FSDP2."
+    if own_optimizer:
+        yield (
+            "optimizers holds the parameters of the whole model, which fsdp replaces: pass optimizer_cls_and_kwargs, "
+            "or override create_optimizer."
+        )
+
+
+def _check_saving(args: BaseArguments, settings: FsdpSettings, config: Mapping[str, Any]) -> Iterator[str]:
+    if settings.state_dict_type != "FULL_STATE_DICT" and config.get("async_checkpoint"):
+        yield (
+            "lightning_config['async_checkpoint']=True writes from one process, but fsdp_config['state_dict_type']="
+            "'SHARDED_STATE_DICT' writes from all: leave one of them out."
+        )
+    logged = os.environ.get("WANDB_LOG_MODEL", "false").lower()
+    if "wandb" in (args.report_to or ()) and logged not in ("", "false"):
+        yield (
+            f"WANDB_LOG_MODEL={logged} saves the model in the main process alone, but fsdp gathers it from all: unset "
+            "it, and log the files of save_model()."
+        )

@@ -1,1 +1,0 @@
-"""Checks for unsupported combinations of arguments, before anything runs; each yields sentences."""
