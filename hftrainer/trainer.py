@@ -26,12 +26,12 @@ from hftrainer.checkpointing import names, resume
 from hftrainer.checkpointing.lightning_file import unpack
 from hftrainer.compat.overrides import make_scheduler, recorded, shadowable
 from hftrainer.data import columns
+from hftrainer.data.columns import number_of_tokens
 from hftrainer.data.random_states import load_rng_state, save_rng_state
 from hftrainer.data.schedule import TrainingSchedule
-from hftrainer.data.tokens import number_of_tokens
 from hftrainer.errors import HubError, InvalidArgument, InvalidSetup
 from hftrainer.model.changes import set_tf32
-from hftrainer.model.walks import parameters
+from hftrainer.model.inspection import parameters
 from hftrainer.modelcard import create_model_card
 from hftrainer.releases.earlier import EarlierSchedule
 from hftrainer.releases.earlier_methods import EarlierMethods

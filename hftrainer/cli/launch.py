@@ -1,4 +1,4 @@
-"""`python -m hftrainer run --nproc N script.py …`: torchrun's options, and launching through torchrun."""
+"""`python -m hftrainer run --nproc N script.py …`, `--tpu`: launching through torchrun, or torch_xla on TPUs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import argparse
 import os
 import re
 from typing import Any, NoReturn
+
+from hftrainer.plugins import load
 
 #: Values of --nproc that torchrun resolves to a number.
 _COUNTED = ("auto", "cpu", "gpu")
@@ -63,12 +65,9 @@ def launch(parser: argparse.ArgumentParser, options: argparse.Namespace) -> NoRe
     """
     if wrong := _contradiction(options):
         parser.error(wrong)
-    if options.tpu:
-        from hftrainer.cli.launch_tpu import launch_on_tpu, prepare_torch_tpu
-
-        if not prepare_torch_tpu(options):
-            launch_on_tpu(parser, options)
-            raise SystemExit(0)
+    if options.tpu and not prepare_torch_tpu(options):
+        launch_on_tpu(parser, options)
+        raise SystemExit(0)
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
@@ -134,3 +133,46 @@ def _at_least(least: int) -> Any:
         return int(text)
 
     return read
+
+
+def prepare_torch_tpu(options: argparse.Namespace) -> bool:
+    """Let torchrun start the processes, after setting what torch_tpu's all need; returns False without torch_tpu."""
+    import torch
+
+    from hftrainer.parallel import tpu
+
+    if not tpu.module.is_available():
+        return False
+    processes = options.num_cores or tpu.module.device_count()
+    torch.tpu.distributed.set_tpu_launch_env(nproc_per_node=processes)  # type: ignore[attr-defined]
+    options.nproc = str(processes)
+    return True
+
+
+def launch_on_tpu(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Start a process for each core by torch_xla and wait for them; a single core is used by this process.
+
+    Raises:
+        SystemExit: when the script ends with it.
+    """
+    from hftrainer.parallel import tpu
+
+    if not tpu.has_torch_xla():
+        parser.error(f"--tpu needs torch_xla: {tpu.INSTALL}; or {tpu.SUCCESSOR}")
+    os.environ.setdefault("PJRT_DEVICE", "TPU")
+    torch_xla = load("xla", "devices").load()
+    target = (options.script, options.arguments, options.as_module, options.num_cores)
+    torch_xla.launch(_run_on_core, target, debug_single_process=options.num_cores == 1)
+
+
+def _run_on_core(_: int, script: str, arguments: list[str], as_module: bool, cores: int | None) -> None:
+    """Run the script on one core."""
+    from torch_xla import runtime
+
+    from hftrainer.cli.run import run_script
+
+    if cores not in (None, 1, runtime.local_device_count()):
+        raise SystemExit(
+            f"--num-cores {cores}: torch_xla uses one core or all, and this machine has {runtime.local_device_count()}."
+        )
+    run_script(script, arguments, as_module=as_module)

@@ -1,4 +1,4 @@
-"""Which columns of a dataset reach the model."""
+"""Which columns of a dataset reach the model, and how many tokens they hold."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from hftrainer.compat import peers
+from hftrainer.compat.messages import warn_once
 from hftrainer.errors import InvalidArgument, RemovedColumn, UnknownKey
 from hftrainer.model.inspection import called_model
 
@@ -117,3 +120,40 @@ class RemoveColumnsCollator:
                 "Rename the keys, or set remove_unused_columns=False and let your data collator build the inputs."
             )
         return kept
+
+
+def count_tokens(inputs: Mapping[str, Any], main_input: str, how: str, pad_token_id: int | None) -> torch.Tensor | None:
+    """Tokens in a batch, shape `()`; None if the batch lacks `main_input`.
+
+    Args:
+        inputs: the batch.
+        main_input: the key of the token ids, of shape `(batch, length)`.
+        how: 'all', or 'non_padding' to exclude padding by the attention mask or the padding token.
+        pad_token_id: the padding token, if there is one.
+    """
+    if main_input not in inputs:
+        warn_once(logger, f"Input tokens are not counted: the batch has no {main_input!r}. Set model.main_input_name.")
+        return None
+    tokens = inputs[main_input]
+    if how == "non_padding" and "attention_mask" in inputs:
+        return inputs["attention_mask"].sum()
+    if how == "non_padding" and pad_token_id is not None:
+        return (tokens != pad_token_id).sum()
+    if how == "non_padding":
+        warn_once(
+            logger,
+            "Could not determine method to count non-padding tokens: there is neither an attention_mask nor a "
+            "pad_token_id, so padding is counted too.",
+        )
+    return torch.tensor(tokens.numel(), device=tokens.device)
+
+
+def number_of_tokens(loader: Iterable[Any], max_steps: int | None) -> int:
+    """Input tokens in a loader, or in its first batch times `max_steps`; reads the data."""
+    tokens = 0
+    for batch in loader:
+        count = batch["input_ids"].numel()
+        if max_steps is not None:
+            return count * max_steps
+        tokens += count
+    return tokens

@@ -1,4 +1,4 @@
-"""How to call a model, from its class and signature."""
+"""How to call a model, from its class and signature, and walks over its modules at every step."""
 
 from __future__ import annotations
 
@@ -153,3 +153,49 @@ def _with_token(held: Any, token: int, *, keep_list: bool) -> Any:
     if keep_list and isinstance(held, list):
         return [token, *(other for other in held if other is not None and other != token)]
     return token
+
+
+# The walks below are made at every step. torch's own make up a name for each module, which takes longer than their
+# computation if modules are many and small.
+
+#: Methods of `nn.Module` by which a model may choose which parameters it shows.
+_SHOWING = ("parameters", "named_parameters", "named_modules")
+
+
+def is_training(model: nn.Module) -> bool:
+    """Whether the model and all modules in it are in training mode."""
+    left: list[nn.Module | None] = [model]
+    while left:
+        module = left.pop()
+        if module is not None:
+            if not module.training:
+                return False
+            left.extend(module._modules.values())
+    return True
+
+
+def parameters(model: nn.Module) -> list[nn.Parameter]:
+    """`model.parameters()`, in the same order."""
+    if any(getattr(type(model), name) is not getattr(nn.Module, name) for name in _SHOWING):
+        return list(model.parameters())
+    found: dict[int, nn.Parameter] = {}
+    seen: set[int] = set()
+    left: list[nn.Module | None] = [model]
+    while left:
+        module = left.pop()
+        if module is not None and id(module) not in seen:
+            seen.add(id(module))
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    found.setdefault(id(parameter), parameter)
+            left.extend(reversed(module._modules.values()))
+    return list(found.values())
+
+
+def clear_gradients(model: nn.Module) -> None:
+    """`model.zero_grad()`."""
+    if "zero_grad" in vars(model) or type(model).zero_grad is not nn.Module.zero_grad:
+        model.zero_grad()
+        return
+    for parameter in parameters(model):
+        parameter.grad = None

@@ -16,7 +16,7 @@ from hftrainer.plugins import load
 CHOICE = "HFTRAINER_ENVIRONMENT"
 #: Set in processes that the script itself has started: the process id of the starting process.
 STARTED_BY = "HFTRAINER_STARTED_BY"
-#: Environment variable that makes a process a worker of a search with `n_jobs`; it holds the worker's assignment as JSON.
+#: Makes a process a worker of a search with `n_jobs`: the worker's assignment, as JSON.
 WORKER = "HFTRAINER_SEARCH_WORKER"
 #: Variables of Open MPI, MVAPICH, and Intel MPI or MPICH: rank, size, local rank, local size.
 _MPI = (

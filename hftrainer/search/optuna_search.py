@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hftrainer.errors import InvalidArgument, SearchFailed, UnsupportedArgument
@@ -20,7 +20,6 @@ from hftrainer.search.backend import (
     read_directions,
 )
 from hftrainer.search.jobs import Jobs
-from hftrainer.search.shared_trial import SharedTrial
 from hftrainer.search.studies import FAILED, INTERRUPTED, OWNER, TrialCount, enqueue_retry, open_storage
 from hftrainer.trainer_utils import BestRun, default_hp_space_optuna
 from hftrainer.training.out_of_memory import is_out_of_memory
@@ -267,3 +266,39 @@ def _check(n_trials: Any, options: Mapping[str, Any], kwargs: Mapping[str, Any],
             "catch is not supported with several processes: when one of them fails, the others wait for it. Run the "
             "search again with load_if_exists=True to continue it."
         )
+
+
+class SharedTrial:
+    """A trial of Optuna in several processes: the main process calls its methods and broadcasts the results.
+
+    All processes must call the same methods in the same order. Reading `number` and `params` needs no communication.
+
+    Args:
+        trial: Optuna's trial in the main process; None in the others.
+        number: the trial's number in the study.
+        from_main: calls a function in the main process, and returns its result, or raises its error, in every process.
+
+    Attributes:
+        params: the suggested values by name.
+    """
+
+    def __init__(self, trial: Any, number: int, from_main: Callable[[Callable[[], Any]], Any]) -> None:
+        self._trial = trial
+        self._from_main = from_main
+        self.number = number
+        self.params: dict[str, Any] = {}
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        """A method of Optuna's trial."""
+        from optuna import Trial
+
+        if name.startswith("_") or not callable(getattr(Trial, name, None)):
+            raise AttributeError(f"A trial in several processes has number, params and methods, but not {name!r}.")
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result, self.params = self._from_main(
+                lambda: (getattr(self._trial, name)(*args, **kwargs), self._trial.params)
+            )
+            return result
+
+        return call

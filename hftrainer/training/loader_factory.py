@@ -20,9 +20,9 @@ from hftrainer.data.dispatch import DataCollectives
 from hftrainer.data.loaders import PreparedDataLoader
 from hftrainer.data.samplers import LengthGroupedSampler, count_lengths
 from hftrainer.data.sharding import ALL, ShardSpec
+from hftrainer.data.workers import seed_worker
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
 from hftrainer.parallel.devices import UNPINNED
-from hftrainer.parallel.seeds import seed_worker
 from hftrainer.training_args import TrainingArguments
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from hftrainer.data.random_states import rng_state
 from hftrainer.data.reading import Continuation, EpochReader
 from hftrainer.data.schedule import TrainingSchedule
 from hftrainer.errors import CheckpointNotWritten, RanksLost, UnsupportedArgument
-from hftrainer.model.walks import clear_gradients
+from hftrainer.model.inspection import clear_gradients
 from hftrainer.optimization import follows_metric, keep_pace
 from hftrainer.optimizers.settings import kept_settings
 from hftrainer.parallel.communication import is_of_communication, loss_message

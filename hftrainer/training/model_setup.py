@@ -11,10 +11,10 @@ from torch import nn
 from hftrainer.compat import peers
 from hftrainer.compat.functions import number_of_arguments
 from hftrainer.compat.overrides import refuse_uncalled
+from hftrainer.data.workers import enable_full_determinism, set_seed
 from hftrainer.errors import InvalidArgument, InvalidSetup
 from hftrainer.model import inspection
 from hftrainer.parallel.layout import check_model_layout
-from hftrainer.parallel.seeds import enable_full_determinism, set_seed
 from hftrainer.trainer_pt_utils import LabelSmoother
 
 if TYPE_CHECKING:

@@ -16,11 +16,10 @@ from hftrainer.arguments.choices import which_tokens
 from hftrainer.compat.functions import ignores_other_keywords
 from hftrainer.compat.messages import warn_once
 from hftrainer.compat.overrides import accepted_by, accepts, call_with_accepted
+from hftrainer.data.columns import count_tokens
 from hftrainer.data.loaders import to_device
-from hftrainer.data.tokens import count_tokens
 from hftrainer.errors import InvalidArgument
-from hftrainer.model.inspection import smoothing_shifts_labels
-from hftrainer.model.walks import is_training
+from hftrainer.model.inspection import is_training, smoothing_shifts_labels
 from hftrainer.parallel import devices
 from hftrainer.trainer_pt_utils import rebuilt
 from hftrainer.trainer_utils import speed_metrics
