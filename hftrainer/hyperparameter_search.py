@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from hftrainer.arguments.choices import HPSearchBackend
 from hftrainer.callbacks.state import hyperparameters
-from hftrainer.compat.functions import takes
-from hftrainer.compat.overrides import refuse_uncalled
+from hftrainer.compat.overrides import refuse_uncalled, takes
 from hftrainer.errors import InvalidArgument, InvalidSetup, MissingPackage, UnsupportedArgument
 from hftrainer.parallel.environment import refuse_in_worker
 from hftrainer.plugins import load

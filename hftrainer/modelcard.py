@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hftrainer.compat import peers
-from hftrainer.compat.functions import has_length
+from hftrainer.compat.overrides import has_length
 from hftrainer.compat.version import __version__
 from hftrainer.errors import InvalidArgument, suggest
 from hftrainer.model_card import provenance

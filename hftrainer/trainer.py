@@ -18,8 +18,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Sampler
 
 from hftrainer import hyperparameter_search, integrations, trainer_optimizer
+from hftrainer.arguments.changes import complete
 from hftrainer.arguments.choices import HPSearchBackend
-from hftrainer.arguments.older import complete
 from hftrainer.callbacks.progress import ProgressCallback
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import names, resume

@@ -19,8 +19,7 @@ from hftrainer.errors import CheckpointNotFound
 from hftrainer.parallel.fsdp.settings import FsdpPlugin
 from hftrainer.parallel.plan import LightningPlan
 from hftrainer.parallel.process_state import DistributedType
-from hftrainer.strategies.replicas import ReplicasStrategy
-from hftrainer.strategies.strategy import MakeOptimizer, Strategy
+from hftrainer.strategies.strategy import MakeOptimizer, ReplicasStrategy, Strategy
 from hftrainer_xla import devices, sharding
 
 logger = logging.getLogger(__name__)

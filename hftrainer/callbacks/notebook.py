@@ -9,7 +9,7 @@ from typing import Any
 
 from hftrainer.arguments.choices import IntervalStrategy
 from hftrainer.callbacks.base import TrainerCallback
-from hftrainer.compat.functions import has_length, is_measured
+from hftrainer.compat.overrides import has_length, is_measured
 from hftrainer.errors import MissingPackage
 
 #: Seconds between two updates of a bar: each sends the whole output to the browser.

@@ -11,7 +11,7 @@ from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.callbacks.base import TrainerCallback, is_kind
 from hftrainer.callbacks.handler import BARS
 from hftrainer.compat import swap
-from hftrainer.compat.functions import has_length
+from hftrainer.compat.overrides import has_length
 
 if TYPE_CHECKING:
     from hftrainer.arguments.base import BaseArguments

@@ -147,7 +147,7 @@ def compare(a: str, b: str) -> Difference:
 
 def _values(state: TrainerState) -> dict[str, dict[int, Any]]:
     """Name → optimizer step → value, of all that is logged but the summary at the end and measurements."""
-    from hftrainer.compat.functions import is_measured
+    from hftrainer.compat.overrides import is_measured
 
     found: dict[str, dict[int, Any]] = {}
     step = 0

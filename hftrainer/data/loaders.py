@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from hftrainer.arguments.accelerator_config import DEFAULT, AcceleratorConfig
-from hftrainer.compat.functions import has_length
+from hftrainer.compat.overrides import has_length
 from hftrainer.compat.reading import fitting
 from hftrainer.data.dispatch import DataCollectives, parts, rounds
 from hftrainer.data.loader_plan import LoaderPlan, deliver

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, IterableDataset
 
-from hftrainer.compat.functions import has_length
+from hftrainer.compat.overrides import has_length
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
 
 

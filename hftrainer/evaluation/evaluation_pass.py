@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
-from hftrainer.compat.functions import has_length, takes
+from hftrainer.compat.overrides import has_length, takes
 from hftrainer.data.loaders import PreparedDataLoader
 from hftrainer.data.samplers import gives_its_length
 from hftrainer.errors import InvalidArgument

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 
 from hftrainer.compat import peers
-from hftrainer.compat.functions import takes
-from hftrainer.compat.overrides import accepts
+from hftrainer.compat.overrides import accepts, takes
 from hftrainer.errors import InvalidArgument
 from hftrainer.trainer_pt_utils import without_rows
 from hftrainer.trainer_utils import EvalPrediction, denumpify_detensorize

@@ -17,9 +17,8 @@ from torch.utils.data import DataLoader
 
 from hftrainer.arguments import legacy
 from hftrainer.compat import peers
-from hftrainer.compat.functions import has_length
 from hftrainer.compat.messages import log_facts, warn_once
-from hftrainer.compat.overrides import accepted_by, is_overridden, with_accepted
+from hftrainer.compat.overrides import accepted_by, has_length, is_overridden, with_accepted
 from hftrainer.errors import InvalidArgument
 from hftrainer.evaluation import gathering
 from hftrainer.evaluation.evaluation_pass import EvaluationPass, PassSettings

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from hftrainer.compat.functions import is_measured
+from hftrainer.compat.overrides import is_measured
 
 Line = Mapping[str, Any]
 

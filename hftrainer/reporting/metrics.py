@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from hftrainer.callbacks.flow import evaluation_key
-from hftrainer.compat.functions import is_measured
+from hftrainer.compat.overrides import is_measured
 from hftrainer.compat.values import as_json
 from hftrainer.errors import MetricNotFound
 

@@ -16,7 +16,7 @@ from hftrainer.callbacks.progress import in_notebook
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import names
 from hftrainer.checkpointing.folders import by_step
-from hftrainer.compat.functions import is_measured
+from hftrainer.compat.overrides import is_measured
 from hftrainer.errors import InvalidArgument, MissingPackage
 
 logger = logging.getLogger(__name__)

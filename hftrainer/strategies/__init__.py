@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from hftrainer.parallel.plan import LightningPlan
 from hftrainer.plugins import PLUGINS, load
-from hftrainer.strategies.replicas import ReplicasStrategy
-from hftrainer.strategies.strategy import Strategy
+from hftrainer.strategies.strategy import ReplicasStrategy, Strategy
 
 
 def make_strategy(plan: LightningPlan) -> Strategy:

@@ -13,8 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 
 from hftrainer.arguments.accelerator_config import AcceleratorConfig
 from hftrainer.compat import peers
-from hftrainer.compat.functions import has_length, number_of_arguments
-from hftrainer.compat.overrides import is_overridden
+from hftrainer.compat.overrides import has_length, is_overridden, number_of_arguments
 from hftrainer.data import columns
 from hftrainer.data.dispatch import DataCollectives
 from hftrainer.data.loaders import PreparedDataLoader

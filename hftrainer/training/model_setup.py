@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from hftrainer.compat import peers
-from hftrainer.compat.functions import number_of_arguments
-from hftrainer.compat.overrides import refuse_uncalled
+from hftrainer.compat.overrides import number_of_arguments, refuse_uncalled
 from hftrainer.data.workers import enable_full_determinism, set_seed
 from hftrainer.errors import InvalidArgument, InvalidSetup
 from hftrainer.model import inspection

@@ -10,9 +10,8 @@ from hftrainer.arguments.choices import IntervalStrategy
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import resume
 from hftrainer.checkpointing.progress import RunProgress
-from hftrainer.compat.functions import has_length
 from hftrainer.compat.messages import log_facts
-from hftrainer.compat.overrides import positional_count
+from hftrainer.compat.overrides import has_length, positional_count
 from hftrainer.data.schedule import TrainingSchedule, plan_schedule, position_of, read_schedule
 from hftrainer.errors import UnsupportedArgument
 from hftrainer.releases.earlier import EarlierSchedule

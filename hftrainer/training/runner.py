@@ -17,8 +17,7 @@ from hftrainer.arguments.choices import spelled
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import names, resume, staging
 from hftrainer.checkpointing.folders import complete_rotation, keep_only
-from hftrainer.compat.functions import has_length
-from hftrainer.compat.overrides import is_overridden, make_scheduler, runs_backward
+from hftrainer.compat.overrides import has_length, is_overridden, make_scheduler, runs_backward
 from hftrainer.debug_utils import DebugUnderflowOverflow
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
 from hftrainer.hub.references import is_reference

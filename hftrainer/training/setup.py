@@ -22,8 +22,7 @@ from hftrainer.callbacks.progress import own_progress
 from hftrainer.callbacks.state import TrainerControl, TrainerState
 from hftrainer.checkpointing.writer import CheckpointWriter
 from hftrainer.compat import peers, swap
-from hftrainer.compat.functions import has_length
-from hftrainer.compat.overrides import is_overridden, recorded, refuse_rewritten
+from hftrainer.compat.overrides import has_length, is_overridden, recorded, refuse_rewritten
 from hftrainer.data.collators import DataCollatorWithPadding, default_data_collator
 from hftrainer.errors import InvalidArgument, InvalidSetup, UnsupportedArgument
 from hftrainer.evaluation import gathering

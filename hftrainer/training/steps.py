@@ -13,9 +13,8 @@ from torch import nn
 
 from hftrainer.arguments import legacy
 from hftrainer.arguments.choices import which_tokens
-from hftrainer.compat.functions import ignores_other_keywords
 from hftrainer.compat.messages import warn_once
-from hftrainer.compat.overrides import accepted_by, accepts, call_with_accepted
+from hftrainer.compat.overrides import accepted_by, accepts, call_with_accepted, ignores_other_keywords
 from hftrainer.data.columns import count_tokens
 from hftrainer.data.loaders import to_device
 from hftrainer.errors import InvalidArgument

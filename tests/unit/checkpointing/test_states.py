@@ -1,6 +1,6 @@
 """A model that is whole in each process."""
 
-from hftrainer.strategies.replicas import ReplicasStrategy
+from hftrainer.strategies.strategy import ReplicasStrategy
 from tests.support.model_states import ModelStatesSuite
 
 

@@ -13,7 +13,7 @@ from hftrainer.arguments.accelerator_config import AcceleratorConfig
 from hftrainer.data import random_states
 from hftrainer.data.loaders import PreparedDataLoader
 from hftrainer.parallel import devices
-from hftrainer.strategies.replicas import ReplicasStrategy
+from hftrainer.strategies.strategy import ReplicasStrategy
 from hftrainer_lightning.strategies.precision import precision_plugin
 from tests.support.checks import assert_refused, make, plan_of, problems
 from tests.support.processes import ROOT
