@@ -1,11 +1,12 @@
-"""Learning-rate schedules: factors of the peak rate by optimizer step."""
+"""Learning-rate schedules: factors of the peak rate by optimizer step; and settings that a checkpoint leaves."""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -15,8 +16,8 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 from hftrainer.arguments.choices import SchedulerType
 from hftrainer.compat import peers
 from hftrainer.errors import InvalidArgument, UnknownKey, UnsupportedArgument
-from hftrainer.optimizers.adafactor import Adafactor, AdafactorSchedule, get_adafactor_schedule
 from hftrainer.optimizers.greedy_lr import GreedyLR
+from hftrainer.optimizers.per_parameter import Adafactor, AdafactorSchedule, get_adafactor_schedule
 
 logger = logging.getLogger(__name__)
 
@@ -387,3 +388,34 @@ def get_scheduler(
     if missing := [name for name in required if name not in extra]:
         raise InvalidArgument(f"lr_scheduler_kwargs of {kind.value!r}: set {', '.join(missing)}.")
     return schedule(optimizer, **needed, **extra)
+
+
+#: Settings of an optimizer's parameter groups that come from the arguments. A schedule computes `lr` from `initial_lr`.
+_GROUP_SETTINGS = ("initial_lr", "weight_decay", "betas", "eps")
+
+
+@contextlib.contextmanager
+def kept_settings(optimizer: Any, scheduler: Any) -> Iterator[None]:
+    """Keep the settings from this trial's arguments while the block loads the states of a checkpoint.
+
+    The checkpoint may be another trial's, whose arguments differ. The learning rate becomes the schedule's rate at the
+    checkpoint's step. A schedule that follows a metric keeps the checkpoint's rate, with a warning.
+    """
+    own = [{name: group[name] for name in _GROUP_SETTINGS if name in group} for group in optimizer.param_groups]
+    rate = optimizer.param_groups[0]["lr"]
+    yield
+    for group, settings in zip(optimizer.param_groups, own, strict=False):
+        loaded = group.get("initial_lr")
+        group |= settings
+        if loaded:
+            group["lr"] *= group["initial_lr"] / loaded
+    if follows_metric(scheduler) and (kept := optimizer.param_groups[0]["lr"]) != rate:
+        logger.warning(
+            "%s keeps the checkpoint's learning rate %g instead of the trial's %g.",
+            type(scheduler).__name__,
+            kept,
+            rate,
+        )
+    if hasattr(scheduler, "base_lrs"):
+        scheduler.base_lrs = [group["initial_lr"] for group in optimizer.param_groups]
+        scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]

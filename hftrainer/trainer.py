@@ -27,7 +27,7 @@ from hftrainer.checkpointing.lightning_file import unpack
 from hftrainer.compat.overrides import make_scheduler, recorded, shadowable
 from hftrainer.data import columns
 from hftrainer.data.columns import number_of_tokens
-from hftrainer.data.random_states import load_rng_state, save_rng_state
+from hftrainer.data.randomness import load_rng_state, save_rng_state
 from hftrainer.data.schedule import TrainingSchedule
 from hftrainer.errors import HubError, InvalidArgument, InvalidSetup
 from hftrainer.model.changes import set_tf32

@@ -16,8 +16,7 @@ from hftrainer.arguments.choices import OptimizerNames
 from hftrainer.compat import swap
 from hftrainer.errors import InvalidArgument, MissingPackage
 from hftrainer.optimizers import low_rank
-from hftrainer.optimizers.adafactor import Adafactor
-from hftrainer.optimizers.adamw_hf import AdamW
+from hftrainer.optimizers.per_parameter import Adafactor, AdamW
 from hftrainer.parallel.config_files import parse_bool
 from hftrainer.training_args import TrainingArguments
 

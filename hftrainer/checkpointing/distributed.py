@@ -16,7 +16,7 @@ from torch import distributed, nn
 
 from hftrainer.checkpointing import names
 from hftrainer.compat.reading import data_only, fitting
-from hftrainer.parallel.communication import Awaiting
+from hftrainer.parallel.process_group import Awaiting
 
 #: State in a checkpoint of parts → its folder.
 PARTS = {"model": f"{names.FSDP_MODEL_NAME}_0", "optimizer": f"{names.FSDP_OPTIMIZER_NAME}_0"}

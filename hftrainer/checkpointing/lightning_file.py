@@ -11,7 +11,7 @@ import torch
 from hftrainer.checkpointing import names
 from hftrainer.checkpointing.distributed import WHOLES
 from hftrainer.compat.reading import read_torch
-from hftrainer.data.random_states import numpy_state_types
+from hftrainer.data.randomness import numpy_state_types
 from hftrainer.errors import CheckpointNotFound
 
 #: Key of the Trainer's own part in the file.

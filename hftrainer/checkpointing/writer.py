@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError
 
 from hftrainer.checkpointing import staging, streamed
-from hftrainer.checkpointing.added import AddedFiles
+from hftrainer.checkpointing.staging import AddedFiles
 from hftrainer.errors import CheckpointNotWritten
 
 logger = logging.getLogger(__name__)

@@ -26,7 +26,7 @@ from hftrainer.evaluation.metrics import TorchMetrics
 from hftrainer.evaluation.outputs import predictions
 from hftrainer.evaluation.precision import in_precision
 from hftrainer.parallel import devices
-from hftrainer.parallel.communication import Awaiting
+from hftrainer.parallel.process_group import Awaiting
 from hftrainer.reporting.metrics import mean_loss
 from hftrainer.trainer_pt_utils import nested_detach
 from hftrainer.trainer_utils import EvalLoopOutput, PredictionOutput, speed_metrics

@@ -17,7 +17,7 @@ from typing import Any
 
 from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]
 
-from hftrainer.checkpointing import names, stale_uploads
+from hftrainer.checkpointing import names, staging
 from hftrainer.hub.repository import IGNORED
 
 #: Files of at least this many bytes are linked, not copied.
@@ -77,8 +77,8 @@ class UploadSnapshots:
     processing_class: Any = None
 
     def __post_init__(self) -> None:
-        stale_uploads.remove_stale(self.output_dir)
-        self._root = stale_uploads.new_folder(self.output_dir)
+        staging.remove_stale_uploads(self.output_dir)
+        self._root = staging.new_uploads_folder(self.output_dir)
 
     def create(self, commit: Commit) -> str:
         """Create the folder to upload for a commit.
@@ -126,7 +126,7 @@ class UploadSnapshots:
 
     def _remove_empty_folders(self) -> None:
         for folder in (self._root, self._root.parent):
-            stale_uploads.remove_if_empty(folder)
+            staging.remove_if_empty(folder)
 
 
 def _files(folder: str) -> list[str]:

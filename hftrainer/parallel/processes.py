@@ -20,10 +20,9 @@ from torch import distributed
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from hftrainer.parallel.communication import Awaiting
 from hftrainer.parallel.devices import ON_DEVICE, count_of, module_of
 from hftrainer.parallel.environment import RankInfo
-from hftrainer.parallel.process_group import begun, cpu_group, disconnect, disconnect_at_exit, met
+from hftrainer.parallel.process_group import Awaiting, begun, cpu_group, disconnect, disconnect_at_exit, met
 
 T = TypeVar("T")
 #: Seconds between two messages of a busy rank 0 to the other ranks.

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from hftrainer.callbacks.flow import evaluation_key
+from hftrainer.callbacks.state import as_json
 from hftrainer.compat.overrides import is_measured
-from hftrainer.compat.values import as_json
 from hftrainer.errors import MetricNotFound
 
 

@@ -25,14 +25,13 @@ from hftrainer.compat.overrides import (
     with_accepted,
 )
 from hftrainer.data.accumulation import MicroBatchIterator
-from hftrainer.data.random_states import rng_state
+from hftrainer.data.randomness import rng_state
 from hftrainer.data.reading import Continuation, EpochReader
 from hftrainer.data.schedule import TrainingSchedule
 from hftrainer.errors import CheckpointNotWritten, RanksLost, UnsupportedArgument
 from hftrainer.model.inspection import clear_gradients
-from hftrainer.optimization import follows_metric, keep_pace
-from hftrainer.optimizers.settings import kept_settings
-from hftrainer.parallel.communication import is_of_communication, loss_message
+from hftrainer.optimization import follows_metric, keep_pace, kept_settings
+from hftrainer.parallel.process_group import is_of_communication, loss_message
 from hftrainer.training.losses import LossSum
 from hftrainer.training.out_of_memory import is_out_of_memory
 from hftrainer.training.saver import CheckpointSaver

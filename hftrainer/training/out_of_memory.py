@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hftrainer.data.random_states import restore_rng_state, rng_state
+from hftrainer.data.randomness import restore_rng_state, rng_state
 from hftrainer.trainer_pt_utils import nested_apply
 
 #: Words in out-of-memory errors that are not `torch.OutOfMemoryError`.

@@ -22,7 +22,7 @@ from hftrainer.debug_utils import DebugUnderflowOverflow
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
 from hftrainer.hub.references import is_reference
 from hftrainer.model.changes import changed_for_training
-from hftrainer.optimizers.layer_wise import LayerWiseDummyOptimizer
+from hftrainer.optimizers.low_rank import LayerWiseDummyOptimizer
 from hftrainer.parallel import devices
 from hftrainer.parallel.environment import refuse_in_worker
 from hftrainer.reporting.tracker_callbacks import reporting_callbacks

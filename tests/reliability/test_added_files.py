@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 
 import hftrainer
-from hftrainer.checkpointing import added, staging
+from hftrainer.checkpointing import staging
 from hftrainer.checkpointing.manifest import read_manifest, why_unusable
 from tests.support.checkpoints import BACKGROUND, OnSave, finished
 from tests.support.differences import files_in
@@ -158,7 +158,7 @@ def test_hyperparameter_trials(tmp_path):
 
 
 def test_copied_where_files_cannot_be_linked(tmp_path, monkeypatch):
-    monkeypatch.setattr(added.os, "link", mock.Mock(side_effect=OSError("no links here")))
+    monkeypatch.setattr(staging.os, "link", mock.Mock(side_effect=OSError("no links here")))
     make(tmp_path).train()
     assert (tmp_path / "checkpoint-4" / "deeper" / "before.txt").read_text() == "deeper"
     assert why_unusable(tmp_path / "checkpoint-4") is None

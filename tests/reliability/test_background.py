@@ -15,7 +15,7 @@ from hftrainer import Trainer, TrainerCallback
 from hftrainer.checkpointing import manifest, staging, streamed
 from hftrainer.checkpointing.manifest import damage
 from hftrainer.checkpointing.writer import CheckpointWriter
-from hftrainer.data.random_states import numpy_state_types
+from hftrainer.data.randomness import numpy_state_types
 from hftrainer.errors import CheckpointNotWritten
 from hftrainer.training import saver
 from tests.support.checkpoints import BACKGROUND, BEST, MODELS, At, assert_same_end, finished, make_trainer

@@ -32,10 +32,9 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import CustomPolicy
 
 from hftrainer.errors import WrongConfig
-from hftrainer.parallel.communication import Awaiting
 from hftrainer.parallel.fsdp.settings import FsdpSettings
 from hftrainer.parallel.plan import LightningPlan
-from hftrainer.parallel.process_group import device_mesh
+from hftrainer.parallel.process_group import Awaiting, device_mesh
 
 logger = logging.getLogger(__name__)
 

@@ -2,8 +2,7 @@
 
 import pytest
 
-from hftrainer.__main__ import main
-from hftrainer.cli.commands import make_parser
+from hftrainer.__main__ import main, make_parser
 
 
 def test_all_but_the_run_of_a_script_write_json():

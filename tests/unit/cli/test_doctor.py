@@ -12,7 +12,7 @@ import torch
 
 from hftrainer.__main__ import main
 from hftrainer.cli import doctor
-from hftrainer.cli.variables import EFFECTS, environment
+from hftrainer.cli.doctor import EFFECTS, environment
 from hftrainer.parallel import devices
 from hftrainer.releases.policy import NEWEST
 from tests.support.processes import ROOT

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from hftrainer.callbacks.state import as_json
 from hftrainer.compat.messages import warn_once
-from hftrainer.compat.values import as_json
 from tests.support.parity import EVERY_STEP, build
 
 VALUES = {

@@ -10,7 +10,7 @@ from torch.utils import backend_registration
 
 from hftrainer import Trainer, TrainingArguments
 from hftrainer.arguments.accelerator_config import AcceleratorConfig
-from hftrainer.data import random_states
+from hftrainer.data import randomness
 from hftrainer.data.loaders import PreparedDataLoader
 from hftrainer.parallel import devices
 from hftrainer.strategies.strategy import ReplicasStrategy
@@ -159,9 +159,9 @@ def test_random_state_of_mps(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.mps, "is_available", lambda: True)
     monkeypatch.setattr(torch.mps, "get_rng_state", lambda: torch.tensor([5], dtype=torch.uint8))
     monkeypatch.setattr(torch.mps, "set_rng_state", lambda state: restored.append(state.item()))
-    monkeypatch.setattr(random_states, "_accelerators", random_states._accelerators.__wrapped__)  # without its cache
-    random_states.save_rng_state(str(tmp_path / "rng.pth"))
-    random_states.load_rng_state(str(tmp_path / "rng.pth"))
+    monkeypatch.setattr(randomness, "_accelerators", randomness._accelerators.__wrapped__)  # without its cache
+    randomness.save_rng_state(str(tmp_path / "rng.pth"))
+    randomness.load_rng_state(str(tmp_path / "rng.pth"))
     assert restored == [5]
 
 
