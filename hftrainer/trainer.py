@@ -23,7 +23,7 @@ from hftrainer.arguments.choices import HPSearchBackend
 from hftrainer.callbacks.progress import ProgressCallback
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import names, resume
-from hftrainer.checkpointing.lightning_file import unpack
+from hftrainer.checkpointing.resume import unpack
 from hftrainer.compat.overrides import make_scheduler, recorded, shadowable
 from hftrainer.data import columns
 from hftrainer.data.columns import number_of_tokens

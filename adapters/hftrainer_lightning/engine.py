@@ -28,8 +28,7 @@ from hftrainer_lightning.callbacks import running as of_callbacks
 from hftrainer_lightning.callbacks.running import has_progress_bar, is_lightning_callback
 from hftrainer_lightning.hooks import EvaluationHooks, RunHooks, TuningHooks
 from hftrainer_lightning.module import TrainerModule
-from hftrainer_lightning.strategies.accelerators import accelerator
-from hftrainer_lightning.strategies.base import StrategySettings
+from hftrainer_lightning.strategies.base import StrategySettings, accelerator
 from hftrainer_lightning.strategies.launching import Launched, start_others
 from hftrainer_lightning.strategies.precision import precision_plugin
 from hftrainer_lightning.trackers.table import CallbackValues, is_lightning_logger, make_tracker, make_trackers

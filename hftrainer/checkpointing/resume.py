@@ -1,7 +1,8 @@
-"""Resuming from a checkpoint: choosing it, and loading the state, the optimizer and the callbacks."""
+"""Resuming from a checkpoint, a `.ckpt` too: choosing it, and loading the state, the optimizer and the callbacks."""
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shlex
@@ -14,10 +15,12 @@ import torch
 from hftrainer.callbacks.handler import CallbackHandler
 from hftrainer.callbacks.state import TrainerControl, TrainerState, export_states, is_exportable
 from hftrainer.checkpointing import distributed, names
+from hftrainer.checkpointing.distributed import WHOLES
 from hftrainer.checkpointing.folders import get_last_checkpoint
 from hftrainer.checkpointing.manifest import Changes, changes
 from hftrainer.checkpointing.plausible import check_optimizer_state, check_values
 from hftrainer.compat.reading import fitting, read_torch
+from hftrainer.data.randomness import numpy_state_types
 from hftrainer.errors import CheckpointNotFound, InvalidArgument
 from hftrainer.training_args import TrainingArguments
 
@@ -291,3 +294,64 @@ def warn_of_fresh(callbacks: list[Any], states: dict[str, Any]) -> None:
 def _restore(callback: Any, state: dict[str, Any]) -> None:
     for name, value in {**state.get("args", {}), **state.get("attributes", {})}.items():
         setattr(callback, name, value)
+
+
+#: Key of the Trainer's own part in the file.
+OWN_PART = "hftrainer"
+#: Keys that Lightning itself writes; all others come from callbacks.
+_LIGHTNING_KEYS = {
+    *("epoch", "global_step", "pytorch-lightning_version", "state_dict", "loops", "optimizer_states", "lr_schedulers"),
+    *("hparams_name", "hyper_parameters", "hparams_type"),
+}
+
+#: The generated module's name for the model.
+_PREFIX = "model."
+
+
+def unpack(path: str, folder: str) -> str:
+    """Convert a Lightning checkpoint to a checkpoint of the Trainer in `folder`; returns `folder`.
+
+    Raises:
+        CheckpointNotFound: when the file does not exist, or was written by another LightningModule than ours.
+        UnsafeCheckpoint, DamagedCheckpoint: when it cannot be read.
+    """
+    if not os.path.isfile(path):
+        raise CheckpointNotFound(f"resume_from_checkpoint={path!r}: the file does not exist.")
+    with torch.serialization.safe_globals(numpy_state_types()):
+        saved = read_torch(path)
+    if not isinstance(saved, dict) or OWN_PART not in saved or "state_dict" not in saved:
+        raise CheckpointNotFound(
+            f"resume_from_checkpoint={path!r} is not a Lightning checkpoint of this Trainer. Load its weights into "
+            "the model yourself, and train without resuming."
+        )
+    own = saved[OWN_PART]
+
+    def write(name: str, value: Any) -> None:
+        torch.save(value, os.path.join(folder, name))
+
+    write(names.WEIGHTS_NAME, {name.removeprefix(_PREFIX): tensor for name, tensor in saved["state_dict"].items()})
+    optimizer = saved["optimizer_states"][0]
+    named = any(isinstance(key, str) for key in optimizer["state"])  # written by a sharded run
+    write(WHOLES["optimizer"] if named else names.OPTIMIZER_NAME, _by_model_names(optimizer) if named else optimizer)
+    write(names.SCHEDULER_NAME, own["scheduler"])
+    write(names.rng_name(0, 1), own["rng"])
+    write(names.progress_name(0, 1), own["progress"])
+    if own["scaler"] is not None:
+        write(names.SCALER_NAME, own["scaler"])
+    if kept := {name: value for name, value in saved.items() if name not in _LIGHTNING_KEYS | {OWN_PART}}:
+        write(names.LIGHTNING_CALLBACKS_NAME, kept)
+    with open(os.path.join(folder, names.TRAINER_STATE_NAME), "w", encoding="utf-8") as file:
+        json.dump(own["trainer_state"], file)
+    return folder
+
+
+def _by_model_names(optimizer: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's state by the model's own parameter names."""
+    groups = [
+        {**group, "params": [name.removeprefix(_PREFIX) for name in group["params"]]}
+        for group in optimizer["param_groups"]
+    ]
+    return {
+        "state": {name.removeprefix(_PREFIX): state for name, state in optimizer["state"].items()},
+        "param_groups": groups,
+    }

@@ -13,9 +13,15 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from hftrainer.arguments.accelerator_config import AcceleratorConfig
 from hftrainer.compat import peers
-from hftrainer.data.dispatch import DataCollectives
 from hftrainer.data.samplers import SeedableRandomSampler, SkippingBatchSampler
-from hftrainer.data.sharding import EvenBatchSampler, ShardedBatchSampler, ShardedStream, ShardSpec, check_split
+from hftrainer.data.sharding import (
+    DataCollectives,
+    EvenBatchSampler,
+    ShardedBatchSampler,
+    ShardedStream,
+    ShardSpec,
+    check_split,
+)
 from hftrainer.errors import InvalidArgument
 
 logger = logging.getLogger(__name__)

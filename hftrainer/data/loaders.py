@@ -14,17 +14,19 @@ from torch.utils.data import DataLoader, IterableDataset
 from hftrainer.arguments.accelerator_config import DEFAULT, AcceleratorConfig
 from hftrainer.compat.overrides import has_length
 from hftrainer.compat.reading import fitting
-from hftrainer.data.dispatch import DataCollectives, parts, rounds
 from hftrainer.data.loader_plan import LoaderPlan, deliver
 from hftrainer.data.randomness import PLACE
 from hftrainer.data.samplers import SkippingBatchSampler
 from hftrainer.data.sharding import (
     ALL,
+    DataCollectives,
     EvenBatchSampler,
     ShardedBatchSampler,
     ShardedStream,
     ShardSpec,
     batches_of_rank,
+    parts,
+    rounds,
 )
 from hftrainer.data.workers import RestoredWorker, TracedCollator
 from hftrainer.trainer_pt_utils import find_batch_size

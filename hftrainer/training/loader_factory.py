@@ -15,10 +15,9 @@ from hftrainer.arguments.accelerator_config import AcceleratorConfig
 from hftrainer.compat import peers
 from hftrainer.compat.overrides import has_length, is_overridden, number_of_arguments
 from hftrainer.data import columns
-from hftrainer.data.dispatch import DataCollectives
 from hftrainer.data.loaders import PreparedDataLoader
 from hftrainer.data.samplers import LengthGroupedSampler, count_lengths
-from hftrainer.data.sharding import ALL, ShardSpec
+from hftrainer.data.sharding import ALL, DataCollectives, ShardSpec
 from hftrainer.data.workers import seed_worker
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
 from hftrainer.parallel.devices import UNPINNED

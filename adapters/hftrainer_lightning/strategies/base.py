@@ -1,15 +1,18 @@
-"""What our strategies share: model and optimizer stay where the Trainer put them."""
+"""What our strategies share: model and optimizer stay where the Trainer put them; and which accelerator they use."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.strategies import ParallelStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 
+from hftrainer.parallel.devices import OTHERS, module_of
 from hftrainer.parallel.plan import LightningPlan
+from hftrainer.plugins import load
 
 
 class StrategySettings(NamedTuple):
@@ -69,3 +72,46 @@ class Prepared(StaysInPlace, ParallelStrategy):
     def root_device(self) -> torch.device:
         """The device of this process."""
         return torch.device(self.plan.device)
+
+
+def accelerator(kind: str) -> str | Accelerator:
+    """Lightning's accelerator: its name, or one of our own."""
+    if kind == "xla":
+        return load("xla", "lightning").Accelerator()
+    if kind not in OTHERS:
+        return kind
+    module = module_of(kind)
+
+    class TorchAccelerator(Accelerator):
+        """A device type with the API of `torch.cuda` (`torch.xpu`, ...)."""
+
+        def setup_device(self, device: torch.device) -> None:
+            module.set_device(device)
+
+        def teardown(self) -> None:
+            module.empty_cache()
+
+        def get_device_stats(self, device: Any) -> dict[str, Any]:
+            return module.memory_stats(device)
+
+        @staticmethod
+        def parse_devices(devices: Any) -> Any:
+            return int(devices)
+
+        @staticmethod
+        def get_parallel_devices(devices: int) -> list[torch.device]:
+            return [torch.device(kind, index) for index in range(devices)]
+
+        @staticmethod
+        def auto_device_count() -> int:
+            return module.device_count()
+
+        @staticmethod
+        def is_available() -> bool:
+            return module.is_available()
+
+        @staticmethod
+        def name() -> str:
+            return kind
+
+    return TorchAccelerator()

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hftrainer.data.dispatch import parts, rounds
+from hftrainer.data.sharding import parts, rounds
 from tests.support.tiny import Numbers
 
 
