@@ -5,7 +5,15 @@ Each class also derives from the one that transformers raises in the same situat
 
 from __future__ import annotations
 
+import difflib
 import pickle
+from collections.abc import Iterable
+
+
+def suggest(name: object, known: Iterable[str], otherwise: str = "") -> str:
+    """The end of a sentence about an unknown name: the known one that resembles it most, or else `otherwise`."""
+    near = difflib.get_close_matches(str(name), list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else otherwise
 
 
 class InvalidArgument(ValueError):

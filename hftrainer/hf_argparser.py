@@ -15,19 +15,16 @@ from pathlib import Path
 from typing import Any, Literal, Union
 
 from hftrainer.arguments import legacy
+from hftrainer.arguments.old_fields import OldArguments
 from hftrainer.errors import InvalidArgument
-from hftrainer.parallel.config_files import read_yaml
+from hftrainer.parallel.config_files import parse_bool, read_mapping
 
 
 def string_to_bool(value: str | bool) -> bool:
     """Convert `true`, `yes`, `t`, `y`, `1` and their opposites, in upper or lower case."""
-    if isinstance(value, bool):
-        return value
-    if value.lower() in ("yes", "true", "t", "y", "1"):
-        return True
-    if value.lower() in ("no", "false", "f", "n", "0"):
-        return False
-    raise argparse.ArgumentTypeError(f"{value!r} is neither true nor false: write true or false")
+    if (flag := parse_bool(value)) is None:
+        raise argparse.ArgumentTypeError(f"{value!r} is neither true nor false: write true or false")
+    return flag
 
 
 class HfArgumentParser(argparse.ArgumentParser):
@@ -108,11 +105,11 @@ class HfArgumentParser(argparse.ArgumentParser):
         Raises:
             InvalidArgument: if it is not JSON, or holds anything but keys and values; as for `parse_dict`.
         """
-        return self.parse_dict(_keys_in(json_file, "JSON", json.loads), allow_extra_keys)
+        return self.parse_dict(read_mapping(json_file, "JSON"), allow_extra_keys)
 
     def parse_yaml_file(self, yaml_file: str | os.PathLike[str], allow_extra_keys: bool = False) -> tuple[Any, ...]:
         """Parse a YAML file into an instance of each dataclass; raises as `parse_json_file` does."""
-        return self.parse_dict(_keys_in(yaml_file, "YAML", read_yaml), allow_extra_keys)
+        return self.parse_dict(read_mapping(yaml_file, "YAML"), allow_extra_keys)
 
     @staticmethod
     def _take(kind: Any, namespace: argparse.Namespace) -> Any:
@@ -135,18 +132,8 @@ class HfArgumentParser(argparse.ArgumentParser):
 
 def _hidden_in(kind: Any) -> dict[str, Any]:
     """Arguments of training that `install()` accepts, though the installed release lacks them."""
-    hidden = legacy.HIDDEN if issubclass(kind, legacy.LegacyArguments) else {}
+    hidden = legacy.HIDDEN if issubclass(kind, OldArguments) else {}
     return {name: field for name, field in hidden.items() if name not in kind.__dataclass_fields__}
-
-
-def _keys_in(path: str | os.PathLike[str], form: str, load: Callable[[str], Any]) -> dict[str, Any]:
-    try:
-        values = load(Path(path).read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise InvalidArgument(f"{path} is not valid {form}: {error}") from error
-    if not isinstance(values, dict):
-        raise InvalidArgument(f"{path} must hold keys and values, but holds a {type(values).__name__}.")
-    return values
 
 
 def _add_field(group: Any, field: Any, hint: Any, **override: Any) -> None:

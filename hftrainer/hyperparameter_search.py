@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hftrainer.arguments.choices import HPSearchBackend
 from hftrainer.arguments.trials import hyperparameters
@@ -11,25 +11,28 @@ from hftrainer.compat.functions import takes
 from hftrainer.compat.overrides import refuse_uncalled
 from hftrainer.errors import InvalidArgument, InvalidSetup, MissingPackage, UnsupportedArgument
 from hftrainer.parallel.worker import refuse_in_worker
-from hftrainer.search.backend import SearchBackend, SearchContext
+from hftrainer.plugins import load
+from hftrainer.search.backend import SearchBackend
 from hftrainer.search.optuna_search import OptunaSearch
-from hftrainer.search.ray_search import RaySearch
 from hftrainer.search.trial_arguments import model_takes_trial, set_arguments
 from hftrainer.search.wandb_search import WandbSearch
 from hftrainer.trainer_utils import NO_SIGOPT, BestRun, default_compute_objective
+
+if TYPE_CHECKING:
+    from hftrainer.training.components import Components
 
 logger = logging.getLogger(__name__)
 
 #: The search libraries. The first is the default.
 ALL_HYPERPARAMETER_SEARCH_BACKENDS: dict[HPSearchBackend, type[SearchBackend]] = {
     HPSearchBackend.OPTUNA: OptunaSearch,
-    HPSearchBackend.RAY: RaySearch,
+    HPSearchBackend.RAY: load("ray", "search").RaySearch,
     HPSearchBackend.WANDB: WandbSearch,
 }
 
 
 def find_backend(
-    backend: str | HPSearchBackend | None, context: SearchContext
+    backend: str | HPSearchBackend | None, components: Components
 ) -> tuple[HPSearchBackend, SearchBackend]:
     """The name of a search library, and a new search with it.
 
@@ -46,11 +49,11 @@ def find_backend(
         raise MissingPackage(
             f"backend={name.value!r} needs a package that is not installed: pip install {kind.install}"
         )
-    return name, kind(context)
+    return name, kind(components)
 
 
 def search(
-    context: SearchContext,
+    components: Components,
     hp_space: Any,
     compute_objective: Any,
     n_trials: int | None,
@@ -62,8 +65,8 @@ def search(
     """See `Trainer.hyperparameter_search`. After the search the training arguments have their values from before it."""
     if kwargs.get("n_jobs", 1) == 1:
         refuse_in_worker()
-    trainer = context.trainer
-    name, found = find_backend(backend, context)
+    trainer = components.trainer
+    name, found = find_backend(backend, components)
     if trainer.model_init is None:
         raise InvalidSetup(
             "hyperparameter_search trains a new model in each trial: give Trainer a model_init, which creates it, "
@@ -78,31 +81,31 @@ def search(
     trainer.hp_space = hp_space if hp_space is not None else found.default_hp_space
     trainer.compute_objective = compute_objective if compute_objective is not None else default_compute_objective
     trainer.hp_name = hp_name
-    trainer.hp_search_backend, context.search = name, found
-    context.searched_arguments = dict(vars(trainer.args))
+    trainer.hp_search_backend, components.search = name, found
+    components.searched_arguments = dict(vars(trainer.args))
     try:
         return found.run(trainer, n_trials, direction, **kwargs)
     finally:
-        trainer.hp_search_backend = context.search = None
-        _restore_arguments(context)
-        context.searched_arguments = None
-        context.args_have_changed = True
+        trainer.hp_search_backend = components.search = None
+        _restore_arguments(components)
+        components.searched_arguments = None
+        components.args_have_changed = True
 
 
-def set_trial_arguments(context: SearchContext, trial: Any) -> None:
+def set_trial_arguments(components: Components, trial: Any) -> None:
     """Set the training arguments to the values of a trial, and all others to their values from before the search."""
-    trainer = context.trainer
-    if context.search is None:  # `train(trial=...)` outside a search
+    trainer = components.trainer
+    if components.search is None:  # `train(trial=...)` outside a search
         params = hyperparameters(trial)
     else:
-        params = context.search.hyperparameters(trainer, trial)
-        _restore_arguments(context)
+        params = components.search.hyperparameters(trainer, trial)
+        _restore_arguments(components)
     set_arguments(trainer.args, params, for_model_too=model_takes_trial(trainer.model_init))
     logger.info("Trial: %s", dict(params))
 
 
-def _restore_arguments(context: SearchContext) -> None:
-    before = context.searched_arguments
+def _restore_arguments(components: Components) -> None:
+    before = components.searched_arguments
     assert before is not None
-    vars(context.trainer.args).clear()
-    vars(context.trainer.args).update(before)
+    vars(components.trainer.args).clear()
+    vars(components.trainer.args).update(before)

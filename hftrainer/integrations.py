@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import logging
 import os
@@ -10,8 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hftrainer.engine import adapter
-from hftrainer.errors import InvalidArgument, MissingPackage, UnsupportedArgument
+from hftrainer.errors import InvalidArgument, MissingPackage, UnsupportedArgument, suggest
+from hftrainer.parallel.config_files import env_flag
+from hftrainer.plugins import adapter
 from hftrainer.reporting import tracker_callbacks
 from hftrainer.reporting.tracker_callbacks import (
     ReportingCallback as ReportingCallback,  # for 'csv' and the script's loggers
@@ -101,10 +101,9 @@ def _check(name: str) -> None:
     if name == "neptune":
         raise UnsupportedArgument(_NEPTUNE)
     if name not in INTEGRATIONS:
-        near = difflib.get_close_matches(str(name), INTEGRATIONS, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
         raise InvalidArgument(
-            f"report_to={name!r} is not a tracker: {hint}Known are 'all', 'none', {', '.join(map(repr, INTEGRATIONS))}."
+            f"report_to={name!r} is not a tracker{suggest(name, INTEGRATIONS, '.')} Known are 'all', 'none', "
+            f"{', '.join(map(repr, INTEGRATIONS))}."
         )
     if _is_switched_off(name):
         return
@@ -142,7 +141,7 @@ def _is_switched_off(name: str) -> bool:
     switch = INTEGRATIONS[name].switch
     if name == "comet_ml" and _comet_mode() == "disabled":
         return True
-    return switch is not None and os.environ.get(switch, "").upper() in ("1", "ON", "YES", "TRUE")
+    return switch is not None and env_flag(switch)
 
 
 def _comet_mode() -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import sys
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from hftrainer.compat import peers
 from hftrainer.compat.functions import has_length
 from hftrainer.compat.version import __version__
-from hftrainer.errors import InvalidArgument
+from hftrainer.errors import InvalidArgument, suggest
 from hftrainer.model_card import provenance
 from hftrainer.model_card.files import CARD_NAME, add_peft_parts, draw_plot, read_tags
 from hftrainer.model_card.hyperparameters import hyperparameters
@@ -24,7 +23,7 @@ from hftrainer.reporting.metrics import write_whole
 if TYPE_CHECKING:
     from huggingface_hub import EvalResult, ModelCardData
 
-    from hftrainer.training.trainer_api import TrainerApi
+    from hftrainer.trainer import Trainer
 
 GENERATED = "generated_from_trainer"
 _COMMENT = "<!-- The Trainer generated this card from the run. Complete it, then remove this comment. -->"
@@ -95,7 +94,7 @@ class TrainingSummary:
     @classmethod
     def from_trainer(
         cls,
-        trainer: TrainerApi,
+        trainer: Trainer,
         language: str | list[str] | None = None,
         license: str | None = None,
         tags: str | list[str] | None = None,
@@ -243,7 +242,7 @@ class TrainingSummary:
         return f"{model}, {how}{data}."
 
 
-def create_model_card(trainer: TrainerApi, tags: str | list[str] | None = None, **given: Any) -> None:
+def create_model_card(trainer: Trainer, tags: str | list[str] | None = None, **given: Any) -> None:
     """Write the card of a run and a plot of its metrics into the output folder, on the main process.
 
     An existing card is replaced; its tags are kept, and so are the model's.
@@ -290,8 +289,7 @@ def _check_dataset_metadata(summary: TrainingSummary) -> None:
             raise InvalidArgument(f"dataset_metadata={metadata!r}: give a dict or a list of dicts.")
         for key in metadata:
             if key not in _DATASET_METADATA:
-                near = difflib.get_close_matches(key, _DATASET_METADATA, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else f"; allowed keys: {', '.join(_DATASET_METADATA)}."
+                hint = suggest(key, _DATASET_METADATA, f"; allowed keys: {', '.join(_DATASET_METADATA)}.")
                 raise InvalidArgument(f"dataset_metadata does not allow the key {key!r}{hint}")
 
 
@@ -305,11 +303,11 @@ def _bullets(values: dict[str, Any] | None) -> str:
     return "\n".join(f"- {name}: {format_value(value)}" for name, value in (values or {}).items())
 
 
-def _step_of_best(trainer: TrainerApi) -> int | None:
+def _step_of_best(trainer: Trainer) -> int | None:
     return trainer.state.best_global_step if trainer.args.load_best_model_at_end else None
 
 
-def _count_samples(trainer: TrainerApi) -> dict[str, int]:
+def _count_samples(trainer: Trainer) -> dict[str, int]:
     evaluation = trainer.eval_dataset
     several = isinstance(evaluation, dict)
     named = {f"evaluation, {name}": one for name, one in evaluation.items()} if several else {"evaluation": evaluation}

@@ -1,6 +1,6 @@
 """Optimizer and schedule of `TFTrainer`, with the names and arguments of transformers 4; they need no TensorFlow.
 
-They hold settings; `hftrainer.tf.optimizers` makes torch's optimizer of them.
+They hold settings; `hftrainer_tensorflow.optimizers` makes torch's optimizer of them.
 """
 
 from __future__ import annotations

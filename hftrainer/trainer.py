@@ -1,4 +1,4 @@
-"""`Trainer`: the documented API in one place. Each method is short; the work is in the rooms that it calls."""
+"""`Trainer`: the documented API in one place. Each method is short; the work is in the components that it calls."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -19,16 +20,11 @@ from torch.utils.data import DataLoader, Sampler
 from hftrainer import hyperparameter_search, integrations, trainer_optimizer
 from hftrainer.arguments.choices import HPSearchBackend
 from hftrainer.arguments.older import complete
-from hftrainer.assembly.internals import Internals
 from hftrainer.callbacks.progress import ProgressCallback
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import names, resume
 from hftrainer.checkpointing.lightning_file import unpack
-from hftrainer.compat.overrides import (
-    make_scheduler,
-    recorded,
-    shadowable,
-)
+from hftrainer.compat.overrides import make_scheduler, recorded, shadowable
 from hftrainer.data import columns
 from hftrainer.data.random_states import load_rng_state, save_rng_state
 from hftrainer.data.schedule import TrainingSchedule
@@ -41,11 +37,10 @@ from hftrainer.releases.earlier import EarlierSchedule
 from hftrainer.releases.earlier_methods import EarlierMethods
 from hftrainer.reporting.memory import TrainerMemoryTracker
 from hftrainer.reporting.metrics import print_table, write_metrics
-from hftrainer.trainer_callback import (
-    DEFAULT_CALLBACKS as DEFAULT_CALLBACKS,
-)
+from hftrainer.trainer_callback import DEFAULT_CALLBACKS as DEFAULT_CALLBACKS
 from hftrainer.trainer_pt_utils import get_model_param_count, metrics_format
 from hftrainer.trainer_utils import BestRun, EvalLoopOutput, PredictionOutput, TrainOutput
+from hftrainer.training.components import Components
 from hftrainer.training.optimizers import checked_pair
 from hftrainer.training.run import OfRun
 from hftrainer.training_args import TrainingArguments
@@ -109,7 +104,7 @@ class Trainer(EarlierMethods):
 
     loss_is_scaled_for_ga: bool | None = None
     model_preparation_time: float  # seconds; set by an evaluation without training
-    # Set while a Trainer is constructed, by `construction.TrainerSetup`.
+    # Set while a Trainer is constructed, by `training.setup.TrainerSetup`.
     model: nn.Module
     model_wrapped: nn.Module
     accelerator: Any
@@ -175,17 +170,17 @@ class Trainer(EarlierMethods):
         tokenizer: Any = None,
         loggers: list[Any] | None = None,
     ) -> None:
-        self._hftrainer = own = Internals(self, optimizers)
+        self._hftrainer = components = Components(self, optimizers)
         if args is None:
             args = TrainingArguments("tmp_trainer")
             logger.info("Trainer was given no args: output_dir is %s.", args.output_dir)
         complete(args, TrainingArguments)
         self.args = args
-        own.setup.resolve_arguments()
-        own.policy = own.resolved.policy
+        components.setup.resolve_arguments()
+        components.policy = components.resolved.policy
         self._memory_tracker = TrainerMemoryTracker(self.args.skip_memory_metrics)
         self._memory_tracker.start()
-        own.settings.set_log_level()
+        components.setup.set_log_level()
         set_tf32(self.args.tf32)
         self.train_dataset = train_dataset
         self.eval_dataset = eval_dataset
@@ -196,23 +191,23 @@ class Trainer(EarlierMethods):
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
         self.optimizer, self.lr_scheduler = checked_pair(optimizers)
         self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
-        self.data_collator = data_collator if data_collator is not None else own.setup.default_collator()
+        self.data_collator = data_collator if data_collator is not None else components.setup.default_collator()
         if (model is None) == (model_init is None):
             given = "neither" if model is None else "both"
             raise InvalidSetup(f"Trainer needs either a model or a model_init; it got {given}.")
         self._validate_args()
         integrations.in_kubeflow(self.args)
         reports = integrations.chosen(self.args.report_to)
-        trackers = integrations.further_trackers(reports, loggers, self.args, own.log_folder)
+        trackers = integrations.further_trackers(reports, loggers, self.args, components.log_folder)
         self.model = model  # type: ignore[assignment]  # None until model_init is called
         self.create_accelerator_and_postprocess()
-        own.model_setup.seed()  # not before: the engine's libraries draw random numbers on import
-        own.model_setup.set_model(model if model is not None else self.call_model_init())
-        own.setup.init_attributes()
+        components.model_setup.seed()  # not before: the engine's libraries draw random numbers on import
+        components.model_setup.set_model(model if model is not None else self.call_model_init())
+        components.setup.init_attributes()
         if not isinstance(callbacks, (list, tuple, type(None))):
             raise TypeError(f"callbacks={callbacks!r}: give a list of callbacks.")
-        own.setup.init_callbacks([*integrations.callback_classes(reports), *(callbacks or [])], trackers)
-        own.setup.end_init()
+        components.setup.init_callbacks([*integrations.callback_classes(reports), *(callbacks or [])], trackers)
+        components.setup.end_init()
         self._memory_tracker.stop_and_update_metrics()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -237,9 +232,9 @@ class Trainer(EarlierMethods):
         self._hftrainer.model_setup.move(model, device)
 
     @functools.cached_property
-    def _hftrainer(self) -> Internals:
+    def _hftrainer(self) -> Components:
         """The private parts; made here when a subclass calls methods before `super().__init__()`."""
-        return Internals(self, (None, None))
+        return Components(self)
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """A new model from `model_init`, which gets the trial if it takes an argument."""
@@ -470,11 +465,10 @@ class Trainer(EarlierMethods):
         """
         if model_path is not None:
             resume_from_checkpoint = resume.of_model_path(model_path, resume_from_checkpoint)
+        self._hftrainer.runner.refuse_alone(resume_from_checkpoint)
         if str(resume_from_checkpoint).endswith(".ckpt"):
-            self._hftrainer.runner.refuse_alone(resume_from_checkpoint)
             with tempfile.TemporaryDirectory() as unpacked:
                 return self.train(unpack(str(resume_from_checkpoint), unpacked), trial, ignore_keys_for_eval)
-        self._hftrainer.runner.refuse_alone(resume_from_checkpoint)
         self._memory_tracker.start()
         folder = self._hftrainer.runner.begin(resume_from_checkpoint, trial)
         return self._hftrainer.runner.train(folder, trial, ignore_keys_for_eval)
@@ -578,7 +572,8 @@ class Trainer(EarlierMethods):
             UnsupportedArgument: for other arguments than those of this epoch: the run is already planned.
         """
         given = {name: value for name, value in locals().items() if name != "self"}
-        self._hftrainer.current_loop.run_epoch(given)
+        assert self._hftrainer.run.loop is not None
+        self._hftrainer.run.loop.run_epoch(given)
 
     def _finalize_training(self, trial: Any, num_train_samples: float, start_time: float) -> TrainOutput:
         """Write the last log line, load the best model, and end the run."""
@@ -661,7 +656,7 @@ class Trainer(EarlierMethods):
         """Clip the gradients to `max_grad_norm`; returns their norm before clipping."""
         if self._has_mixed_mesh_grads(model):
             return self._mixed_mesh_grad_norm(model, self.args.max_grad_norm)
-        return self.accelerator.clip_grad_norm_(parameters(model), self.args.max_grad_norm)
+        return self._hftrainer.clip_grad_norm(parameters(model), self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """The norm of the gradients, for the log line; measured unless clipping has returned it."""
@@ -669,7 +664,7 @@ class Trainer(EarlierMethods):
             return grad_norm
         if self._has_mixed_mesh_grads(model):
             return self._mixed_mesh_grad_norm(model, math.inf)
-        return self.accelerator.clip_grad_norm_(parameters(model), math.inf)
+        return self._hftrainer.clip_grad_norm(parameters(model), math.inf)
 
     def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
         """Whether gradients are on several device meshes that cannot be clipped together: no, the strategy can."""
@@ -738,13 +733,17 @@ class Trainer(EarlierMethods):
         Returns:
             The loss, the metrics of `compute_metrics`, and run time in seconds with samples and batches per second.
         """
-        own = eval_dataset is None
+        own, evaluation = eval_dataset is None, self._hftrainer.evaluation
         datasets = self.eval_dataset if own else eval_dataset
         if isinstance(datasets, Mapping):
-            return self._hftrainer.evaluation.evaluate_each(datasets, ignore_keys, metric_key_prefix, own=own)
+            return evaluation.evaluate_each(datasets, ignore_keys, metric_key_prefix, own=own)
         self._memory_tracker.start()
         with self._hftrainer.loaders.explaining_removed_columns(datasets):
-            metrics = self._hftrainer.evaluation.evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+            dataloader, start_time = self.get_eval_dataloader(eval_dataset), time.time()
+            loss_only = True if self.compute_metrics is None else None
+            with evaluation.call_of_loop(dataloader, "Evaluation", loss_only, ignore_keys, metric_key_prefix) as loop:
+                output = evaluation.as_output(loop(), dataloader)
+            metrics = evaluation.report(output, metric_key_prefix, start_time)
         self._memory_tracker.stop_and_update_metrics(metrics)
         return metrics
 
@@ -796,8 +795,6 @@ class Trainer(EarlierMethods):
             ignore_keys: the model's outputs to leave out.
             metric_key_prefix: prefix of each metric's name, joined by an underscore.
         """
-        if not self.is_in_train:
-            self._hftrainer.settings.take_changes_in(self.args)
         return self._hftrainer.evaluation.loop(
             dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
         )
@@ -830,7 +827,9 @@ class Trainer(EarlierMethods):
             output_dir: the folder; default `args.output_dir`.
         """
         folder = output_dir if output_dir is not None else str(self.args.output_dir)
-        self._hftrainer.saver.save_model(folder, internal=_internal_call)
+        with self._hftrainer.saver.weights_to_save(folder, internal=_internal_call) as keywords:
+            if keywords is not None:
+                self._save(folder, **keywords)
         if self.args.push_to_hub and not _internal_call:
             try:
                 self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
@@ -881,11 +880,12 @@ class Trainer(EarlierMethods):
         loop = self._hftrainer.run.loop
         if metrics is not None and (loop is None or metrics is not loop.evaluated):
             self._determine_best_metric(metrics, trial)
-        self._hftrainer.saver.save_checkpoint(trial)
+        with self._hftrainer.saver.checkpoint(trial) as fill:
+            fill()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         self._hftrainer.saver.save_files(self._hftrainer.made_optimizer, output_dir)
-        if not self._hftrainer.states.keeps_scheduler:
+        if not self._hftrainer.strategy.keeps_scheduler:
             path = os.path.join(output_dir, names.SCHEDULER_NAME)
             self._hftrainer.checkpoint_writer.save(self.lr_scheduler.state_dict(), path)
 
@@ -927,7 +927,7 @@ class Trainer(EarlierMethods):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load the optimizer's and the scheduler's state, if the checkpoint has them."""
         if checkpoint is not None:
-            self._hftrainer.states.load_optimizer_and_scheduler(
+            self._hftrainer.strategy.load_optimizer_and_scheduler(
                 checkpoint, self.model, self._hftrainer.made_optimizer, self.lr_scheduler
             )
 

@@ -18,6 +18,7 @@ from hftrainer.errors import InvalidArgument, MissingPackage
 from hftrainer.optimizers import low_rank
 from hftrainer.optimizers.adafactor import Adafactor
 from hftrainer.optimizers.adamw_hf import AdamW
+from hftrainer.parallel.config_files import parse_bool
 from hftrainer.training_args import TrainingArguments
 
 logger = logging.getLogger(__name__)
@@ -37,7 +38,6 @@ INSTALL = {
     "torchao.optim": "pip install 'torchao>=0.11'",
     "torchdistx.optimizers": "build https://github.com/pytorch/torchdistx, which is archived",
 }
-_TRUE, _FALSE = ("true", "1", "yes", "y", "on"), ("false", "0", "no", "n", "off")
 
 
 def parameter_groups(model: nn.Module, decayed: list[str], weight_decay: float) -> list[dict[str, Any]]:
@@ -122,9 +122,9 @@ Made = tuple[Any, dict[str, Any]]
 
 
 def _flag(text: str) -> bool:
-    if text.lower() not in _TRUE + _FALSE:
+    if (flag := parse_bool(text)) is None:
         raise ValueError(text)
-    return text.lower() in _TRUE
+    return flag
 
 
 def _load(name: str, module: str, attribute: str) -> Any:

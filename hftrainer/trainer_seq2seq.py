@@ -14,7 +14,7 @@ from hftrainer.errors import InvalidArgument
 from hftrainer.evaluation import gathering
 from hftrainer.trainer import Trainer
 from hftrainer.trainer_utils import PredictionOutput
-from hftrainer.training.loss import first_output
+from hftrainer.training.losses import first_output
 
 
 @recorded
@@ -145,16 +145,16 @@ def _generate(trainer: Seq2SeqTrainer, inputs: dict[str, Any], gen_kwargs: dict[
     """The generated tokens, and the length that sequences are padded to."""
     model: Any = trainer._hftrainer.bare_model
     wanted = {name: value for name, value in gen_kwargs.items() if value is not None or name not in _OPTIONAL}
-    parallelism = trainer._hftrainer.engine.parallelism
+    strategy = trainer._hftrainer.strategy
     # Ranks with shards of the model must all run until the longest sequence is complete.
-    wanted.setdefault("synced_gpus", parallelism.gathers_in_forward)
+    wanted.setdefault("synced_gpus", strategy.gathers_in_forward)
     made_of_labels = (
         "labels" in inputs
         and "decoder_input_ids" in inputs
         and inputs["labels"].shape == inputs["decoder_input_ids"].shape
     )
     hidden = ("decoder_input_ids", "decoder_attention_mask") if made_of_labels else ()
-    with parallelism.whole_parameters():
+    with strategy.whole_parameters():
         tokens = model.generate(**{name: value for name, value in inputs.items() if name not in hidden}, **wanted)
     config = model.generation_config
     config._from_model_config = False  # else each batch would rebuild the config

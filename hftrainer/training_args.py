@@ -11,7 +11,6 @@ import abc
 import contextlib
 import copy
 import dataclasses
-import difflib
 import inspect
 import logging
 import os
@@ -25,12 +24,11 @@ from hftrainer.arguments import accelerate_state, installed, legacy
 from hftrainer.arguments.accelerator_config import as_object
 from hftrainer.arguments.base import BaseArguments
 from hftrainer.arguments.choices import IntervalStrategy, OptimizerNames, ParallelMode
-from hftrainer.arguments.releases import annotate
-from hftrainer.arguments.resolved import ResolvedArguments
+from hftrainer.arguments.resolved import ResolvedArguments, begin_deepspeed
 from hftrainer.arguments.setters import ChainingSetters
 from hftrainer.arguments.validation import ALIASES, check_values, normalize
-from hftrainer.engine.deepspeed import begin_deepspeed, deepspeed_plugin
-from hftrainer.errors import InvalidArgument, UnknownArgument, UnsupportedArgument
+from hftrainer.errors import InvalidArgument, UnknownArgument, UnsupportedArgument, suggest
+from hftrainer.plugins import load
 
 __all__ = ["IntervalStrategy", "OptimizerNames", "ParallelMode", "TrainingArguments"]
 
@@ -58,8 +56,7 @@ class _AcceptingHidden(abc.ABCMeta):
         instance: Any = cls.__new__(cls, *args, **kwargs)  # type: ignore[arg-type]
         vars(instance)["_hidden_given"] = given
         instance.__init__(*args, **kwargs)
-        for name in ("_copied", "_hidden_given"):  # where a subclass's `__post_init__` has not called ours
-            vars(instance).pop(name, None)
+        vars(instance).pop("_hidden_given", None)  # where a subclass's `__post_init__` has not called ours
         return instance
 
 
@@ -83,17 +80,17 @@ class TrainingArguments(ChainingSetters, BaseArguments, metaclass=_AcceptingHidd
         known = {field.name for field in dataclasses.fields(cls) if field.init}
         unknown = [name for name in kwargs if name not in known]
         if unknown and (unknown := _not_taken(cls.__init__, unknown)):
-            raise UnknownArgument("; ".join(_unknown_message(cls, name, known) for name in unknown))
+            raise UnknownArgument(
+                "; ".join(f"{cls.__name__} has no argument {name!r}{suggest(name, known)}" for name in unknown)
+            )
         if len(args) > 1:
             _check_positional(cls, args)
-        instance = super().__new__(cls)
-        vars(instance)["_copied"] = legacy.copied(kwargs)
-        return instance
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         fields = [*legacy.HIDDEN.values(), *dataclasses.fields(self)]
         defaults = {field.name: field.default for field in fields}
-        legacy.translate(self, defaults, vars(self).pop("_copied", None))
+        legacy.translate(self, defaults)
         normalize(self)
         if self.use_cpu:
             self.dataloader_pin_memory = False
@@ -110,12 +107,15 @@ class TrainingArguments(ChainingSetters, BaseArguments, metaclass=_AcceptingHidd
         return {name: value for name, value in vars(self).items() if name != "_resolved"}
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an argument; a v4 name with a field of its own also sets the current field."""
-        if name == "accelerator_config" and "_legacy_done" in vars(self):
+        """Set an argument; an old name also sets the current one."""
+        is_made = "_legacy_done" in vars(self)
+        if name == "accelerator_config" and is_made:
             value = as_object(value)
         object.__setattr__(self, name, value)
-        if name in ALIASES and "_legacy_done" in vars(self):
+        if name in ALIASES and is_made:
             object.__setattr__(self, ALIASES[name], value)
+        elif name in legacy.RENAMED and is_made:
+            legacy.set_current(self, name, value)
 
     # ---- Processes ------------------------------------------------------------------------------------------------
 
@@ -135,7 +135,8 @@ class TrainingArguments(ChainingSetters, BaseArguments, metaclass=_AcceptingHidd
 
         It is not cached: `from_pretrained` partitions models as long as a reference to `hf_deepspeed_config` exists.
         """
-        return deepspeed_plugin(self.hf_deepspeed_config)
+        config = self.hf_deepspeed_config
+        return None if config is None else load("deepspeed", "settings").DeepSpeedPlugin(config)
 
     @deepspeed_plugin.setter
     def deepspeed_plugin(self, plugin: Any) -> None:
@@ -152,7 +153,7 @@ class TrainingArguments(ChainingSetters, BaseArguments, metaclass=_AcceptingHidd
         rank_info = self._rank_info
         if rank_info.world_size == 1 or "LOCAL_RANK" not in os.environ or rank_info.self_started:
             return
-        from hftrainer.arguments.table import check_supported, process_group_backend
+        from hftrainer.arguments.support import check_supported, process_group_backend
         from hftrainer.parallel.processes import Processes
 
         resolved = ResolvedArguments.of(self)
@@ -174,7 +175,7 @@ class TrainingArguments(ChainingSetters, BaseArguments, metaclass=_AcceptingHidd
         Raises:
             UnsupportedArgument: if the launcher has not set how the processes connect.
         """
-        from hftrainer.arguments.table import check_launch
+        from hftrainer.arguments.support import check_launch
         from hftrainer.parallel.processes import Processes
 
         processes = Processes.at(self._rank_info)
@@ -199,11 +200,6 @@ class TrainingArguments(ChainingSetters, BaseArguments, metaclass=_AcceptingHidd
         return f"{type(self).__name__}(\n{lines})"
 
     __repr__ = __str__
-
-
-for _name in legacy.RENAMED:
-    setattr(TrainingArguments, _name, legacy.mirror(_name))
-annotate(TrainingArguments)
 
 
 def without_tokens(args: Any) -> Any:
@@ -241,9 +237,3 @@ def _check_positional(cls: type[TrainingArguments], values: tuple[Any, ...]) -> 
                 f"{name}={value!r} by position: it is True or False. The order is that of transformers 4 "
                 f"({', '.join(names)}), and v5 has another: give arguments by name."
             )
-
-
-def _unknown_message(cls: type, name: str, known: set[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    return f"{cls.__name__} has no argument {name!r}{hint}"

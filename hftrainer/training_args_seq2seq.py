@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hftrainer.arguments._field import arg
-from hftrainer.arguments.releases import annotate
+from hftrainer.arguments.field import arg
 from hftrainer.training_args import TrainingArguments
 
 
@@ -16,15 +15,20 @@ class Seq2SeqTrainingArguments(TrainingArguments):
     """`TrainingArguments` with settings for generation, for `Seq2SeqTrainer`."""
 
     sortish_sampler: bool = arg(
-        False, "Group training samples of similar length, as `train_sampling_strategy='group_by_length'` does."
+        False,
+        "Group training samples of similar length, as `train_sampling_strategy='group_by_length'` does.",
+        "4.15",
+        "trainer_seq2seq: _get_train_sampler",
     )
-    predict_with_generate: bool = arg(False, "Predict with `model.generate` in evaluation, for metrics like BLEU.")
+    predict_with_generate: bool = arg(
+        False, "Predict with `model.generate` in evaluation, for metrics like BLEU.", "4.15", "trainer_seq2seq"
+    )
     generation_max_length: int | None = arg(
-        None, "Maximum number of tokens in a generated sequence; None uses the model's config."
+        None, "Maximum number of tokens in a generated sequence; None uses the model's.", "4.15", "trainer_seq2seq"
     )
-    generation_num_beams: int | None = arg(None, "Number of beams; None uses the model's config.")
+    generation_num_beams: int | None = arg(None, "Number of beams; None uses the model's.", "4.15", "trainer_seq2seq")
     generation_config: str | Path | Any | None = arg(
-        None, "A `GenerationConfig`, or the path or model id to load one from; replaces the model's."
+        None, "A `GenerationConfig`, or the path or model id of one; replaces the model's.", "4.30", "trainer_seq2seq"
     )
 
     def to_dict(self) -> dict[str, Any]:
@@ -33,6 +37,3 @@ class Seq2SeqTrainingArguments(TrainingArguments):
             name: value.to_dict() if name == "generation_config" and hasattr(value, "to_dict") else value
             for name, value in super().to_dict().items()
         }
-
-
-annotate(Seq2SeqTrainingArguments)

@@ -9,12 +9,13 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
-from hftrainer.arguments._field import arg
-from hftrainer.arguments.releases import annotate
+from hftrainer.arguments.field import arg
 from hftrainer.errors import UnsupportedArgument
 from hftrainer.training_args import TrainingArguments
 
 logger = logging.getLogger(__name__)
+
+_CLOUD_TPU = "refused: use `python -m hftrainer run --tpu` on the TPU's own machine"
 
 
 class OneProgramStrategy:
@@ -45,11 +46,11 @@ class TFTrainingArguments(TrainingArguments):
     """
 
     framework = "tf"
-    tpu_name: str | None = arg(None, "Name of a Cloud TPU; not supported: use `python -m hftrainer run --tpu`.")
-    tpu_zone: str | None = arg(None, "Zone of the Cloud TPU; not supported.")
-    gcp_project: str | None = arg(None, "Project of the Cloud TPU; not supported.")
-    poly_power: float = arg(1.0, "Power of the polynomial decay of the learning rate.")
-    xla: bool = arg(False, "Compile the model; sets torch_compile.")
+    tpu_name: str | None = arg(None, "Name of a Cloud TPU.", "4.0", _CLOUD_TPU)
+    tpu_zone: str | None = arg(None, "Zone of the Cloud TPU.", "4.0", _CLOUD_TPU)
+    gcp_project: str | None = arg(None, "Project of the Cloud TPU.", "4.0", _CLOUD_TPU)
+    poly_power: float = arg(1.0, "Power of the polynomial decay of the learning rate.", "4.0", "optimization_tf")
+    xla: bool = arg(False, "Compile the model; sets torch_compile.", "4.0", "training_args_tf")
 
     def __post_init__(self) -> None:
         given = [name for name in ("tpu_name", "tpu_zone", "gcp_project") if getattr(self, name)]
@@ -99,6 +100,3 @@ def _leave_gpus_to_torch() -> None:
         tensorflow.config.set_visible_devices([], "GPU")
     except RuntimeError as error:
         logger.warning("TensorFlow already uses the GPUs, and may have taken their memory from torch: %s", error)
-
-
-annotate(TFTrainingArguments)

@@ -3,7 +3,6 @@
 python scripts/compatibility_page.py
 """
 
-import dataclasses
 import re
 import sys
 from pathlib import Path
@@ -12,11 +11,10 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "COMPATIBILITY.md"
 sys.path[:0] = [str(ROOT), str(ROOT / "adapters")]
 
-from hftrainer.arguments.table import TABLE
 
 from hftrainer import Seq2SeqTrainingArguments
 from hftrainer.arguments import launched
-from hftrainer.arguments.releases import EARLIER_DEFAULTS
+from hftrainer.arguments.field import arguments_of
 from hftrainer.releases.earlier import POLICIES
 from tests.adapters.downstream import libraries
 from tests.support import differences as differing
@@ -185,12 +183,9 @@ def page() -> str:
     """The text of COMPATIBILITY.md."""
     differences = "".join(_differences(subject) for subject in DIFFERENCES)
     rows = "| argument | becomes | detail |\n| --- | --- | --- |\n"
-    for field in sorted(dataclasses.fields(Seq2SeqTrainingArguments), key=lambda field: field.name):
-        row = TABLE[field.name]
-        detail = row.detail
-        if field.name in EARLIER_DEFAULTS:
-            detail += f" (earlier default: {EARLIER_DEFAULTS[field.name]})"
-        rows += f"| `{field.name}` | {row.kind} | {detail} |\n"
+    for name, about in sorted(arguments_of(Seq2SeqTrainingArguments).items()):
+        before = f" (earlier default: {about.earlier_defaults})" if about.earlier else ""
+        rows += f"| `{name}` | {about.kind} | {about.detail}{before} |\n"
     callbacks = "".join(f"| `{name}` | {note} |\n" for name, note in sorted(LIGHTNING_CALLBACKS.items()))
     devices = "".join(f"| {device} | {what} |\n" for device, what in BY_DEVICE.items())
     deepspeed = "".join(f"| {key} | {what} |\n" for key, what in BY_KEY.items()) + AFTER_DEEPSPEED

@@ -5,8 +5,10 @@ Run it from the root of the repository: `.venv/bin/python scripts/shape.py`. A s
 
 import ast
 import contextlib
+import importlib.util
 import io
 import os
+import re
 import sys
 import tempfile
 import tokenize
@@ -37,9 +39,24 @@ def stack(start: str, *, innermost: bool = False) -> list[str]:
     return found[(depths[0] if innermost else depths[-1]) :: -1] if depths else []
 
 
+def names_of_others() -> set[str]:
+    """The functions that transformers, accelerate and Lightning define: scripts or they call ours of that name."""
+    found: set[str] = set()
+    for package, pattern in (
+        ("transformers", "t*.py"),
+        ("transformers", "opt*.py"),
+        ("accelerate", "*.py"),
+        ("lightning", "**/*.py"),
+    ):
+        for folder in importlib.util.find_spec(package).submodule_search_locations:
+            for path in Path(folder).glob(pattern):
+                found |= set(re.findall(r"def (\w+)", path.read_text(encoding="utf-8")))
+    return found
+
+
 def small_functions() -> dict[str, list[str]]:
     """Functions that the product mentions once: those of at most two lines, and those whose body is one call."""
-    mentions: Counter[str] = Counter()
+    mentions: Counter[str] = Counter(dict.fromkeys(names_of_others(), 1))
     functions = []
     for path in (path for folder in FOLDERS for path in sorted(folder.rglob("*.py"))):
         source = path.read_bytes()

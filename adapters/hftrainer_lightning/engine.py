@@ -19,11 +19,9 @@ from lightning.pytorch.callbacks import (
     LearningRateFinder,
 )
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.strategies import Strategy
 
 from hftrainer.parallel.environment import cluster_environment
-from hftrainer.parallel.layout import check_model_layout
-from hftrainer.parallel.parallelism import Parallelism
+from hftrainer.strategies.strategy import Strategy
 from hftrainer_lightning import private_api
 from hftrainer_lightning.callbacks import finders as tuning
 from hftrainer_lightning.callbacks import running as of_callbacks
@@ -33,7 +31,6 @@ from hftrainer_lightning.module import TrainerModule
 from hftrainer_lightning.strategies.accelerators import accelerator
 from hftrainer_lightning.strategies.base import StrategySettings
 from hftrainer_lightning.strategies.launching import Launched, start_others
-from hftrainer_lightning.strategies.make import build_strategy
 from hftrainer_lightning.strategies.precision import precision_plugin
 from hftrainer_lightning.trackers.table import CallbackValues, is_lightning_logger, make_tracker, make_trackers
 from hftrainer_lightning.trackers.tracker import LogFolder
@@ -59,7 +56,7 @@ class LightningEngine:
     """Runs a model on Lightning.
 
     Args:
-        parallelism: how the processes share the model, with the plan.
+        strategy: how the processes share the model, with the plan.
         callbacks: the user's Lightning callbacks; the list may change between runs.
         loggers: returns the loggers, when a run begins.
         receive: receives what the callbacks log when there are no loggers.
@@ -74,13 +71,13 @@ class LightningEngine:
 
     def __init__(
         self,
-        parallelism: Parallelism,
+        strategy: Strategy,
         callbacks: Sequence[Callback],
         loggers: Callable[[], list[Logger]],
         receive: Callable[[Mapping[str, float]], None],
     ) -> None:
-        self.parallelism = parallelism
-        self.plan = plan = parallelism.plan
+        self.strategy = strategy
+        self.plan = plan = strategy.plan
         self.ignored_changes: dict[str, Any] = {}
         self.callbacks = callbacks
         self._loggers = loggers
@@ -88,8 +85,8 @@ class LightningEngine:
         self.trainer: pl.Trainer | None = None
         self.module: TrainerModule | None = None
         self.fitting = self.evaluating = False
-        parallelism.start()
-        self.scaler = parallelism.make_scaler()
+        strategy.start()
+        self.scaler = strategy.make_scaler()
         self._group: private_api.ValidationGroup | None = None
         self._saving: tuple[dict[str, torch.Tensor] | None, dict[str, Any]] | None = None
 
@@ -130,12 +127,12 @@ class LightningEngine:
                 accumulate_grad_batches=self.plan.accumulate_grad_batches if automatic_optimization else 1,
                 logger=self._found_loggers(),
                 log_every_n_steps=log_every_n_steps,
-                strategy=build_strategy(
-                    self.parallelism, StrategySettings(self.scaler, find_unused_parameters, sync_each_batch)
+                strategy=self.strategy.lightning_strategy(
+                    StrategySettings(self.scaler, find_unused_parameters, sync_each_batch)
                 ),
             )
         loggers = trainer.loggers
-        self.module = module = TrainerModule(self.parallelism.module_to_train(model))
+        self.module = module = TrainerModule(model)
         module.attach(hooks, optimizer, scheduler, resumed_from, automatic_optimization=automatic_optimization)
         private_api.install_window_accumulation(trainer, hooks.micro_batches)
         if hooks.first_epoch or hooks.position:
@@ -180,12 +177,12 @@ class LightningEngine:
     def release(self) -> None:
         """Release the last run's model and everything built around it."""
         self.trainer = self.module = None
-        self.parallelism.release()
+        self.strategy.release()
 
     @contextlib.contextmanager
     def autocasting(self, model: torch.nn.Module) -> Iterator[None]:
         """Run the model's forward pass in the run's precision, for a script's own loops outside Lightning's."""
-        if self.fitting or not self.parallelism.autocasts_own_loops:
+        if self.fitting or not self.strategy.autocasts_own_loops:
             yield
             return
         precision: Any = precision_plugin(self.plan, self.scaler)
@@ -195,13 +192,9 @@ class LightningEngine:
         finally:
             precision.teardown()
 
-    def placement_error(self, model: torch.nn.Module) -> str | None:
-        """Why a model does not match the layout of the ranks, and how to load it; None when it matches."""
-        return check_model_layout(self.plan.layout, model)
-
     def no_sync(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
         """Do not all-reduce the gradients of backward passes in the block."""
-        if (alone := self.parallelism.without_sync()) is not None:
+        if (alone := self.strategy.no_sync()) is not None:
             return alone
         strategy: Any = self.trainer.strategy if self.trainer is not None and self.fitting else None
         block = getattr(strategy, "block_backward_sync", None)
@@ -312,7 +305,7 @@ class LightningEngine:
             self.callbacks,
             accumulate_grad_batches=self.plan.accumulate_grad_batches,
             several=self.plan.processes.several,
-            parallelism=self.parallelism,
+            strategy=self.strategy,
             **run,
         )
 
@@ -366,7 +359,7 @@ class LightningEngine:
         self,
         max_epochs: int,
         callbacks: list[Callback] | None = None,
-        strategy: Strategy | None = None,
+        strategy: Any = None,
         **settings: Any,
     ) -> pl.Trainer:
         keywords = {"logger": False, **self.plan.trainer_keywords(), **settings}
@@ -380,7 +373,7 @@ class LightningEngine:
         keywords["profiler"] = private_api.copy_profiler(keywords.get("profiler", private_api.NoProfiler()))
         trainer = private_api.Trainer(
             **keywords,
-            strategy=strategy or build_strategy(self.parallelism, StrategySettings(self.scaler)),
+            strategy=strategy or self.strategy.lightning_strategy(StrategySettings(self.scaler)),
             max_epochs=max_epochs,
             check_val_every_n_epoch=NEVER,
             num_sanity_val_steps=0,

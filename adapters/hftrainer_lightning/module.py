@@ -204,7 +204,8 @@ class TrainerModule(private_api.KeepsBatches):
         """The loss of a micro-batch; under manual optimization also its backward pass and the optimizer step."""
         if self.automatic_optimization:
             self._last_batch = batch
-            self._last_loss = self.hooks.loss(self.model, batch)
+            hooks = self.hooks
+            self._last_loss = hooks.loss(self.model, batch, hooks.micro_batches.window.num_items)
             return self._last_loss
         loss = self.hooks.training_step(self.model, batch)
         self.hooks.end_micro_batch(loss.detach(), batch)
@@ -269,17 +270,13 @@ class TrainerModule(private_api.KeepsBatches):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """One batch. The Trainer's `prediction_step` decides about gradients itself, and overrides may need them."""
-        self._evaluate(batch)
+        with torch.enable_grad():
+            self.evaluation.step(batch, self.evaluating[1].batch_progress.is_last_batch)
 
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        """One batch, as in validation."""
-        self._evaluate(batch)
+    test_step = validation_step
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
         """One batch, as in validation; returns the predictions, for Lightning's prediction writers."""
-        return self._evaluate(batch)
-
-    def _evaluate(self, batch: Any) -> Any:
         with torch.enable_grad():
             return self.evaluation.step(batch, self.evaluating[1].batch_progress.is_last_batch)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
 import sys
 import warnings
 from typing import Any
@@ -18,10 +17,9 @@ import torch
 
 from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.errors import InvalidArgument
+from hftrainer.parallel.config_files import env_flag
 from hftrainer.parallel.process_state import DistributedType, ProcessState
 from hftrainer.parallel.processes import Processes
-
-_TRUE = ("1", "on", "t", "true", "y", "yes")
 
 
 def begin(args: Any) -> None:
@@ -120,7 +118,7 @@ def _fill_partial(library: Any, args: Any, kind: DistributedType) -> None:
         "_cpu": args.device.type == "cpu",
         "backend": "xla" if kind == "XLA" else backend,
         "device": args.device,
-        "debug": os.environ.get("ACCELERATE_DEBUG_MODE", "").lower() in _TRUE,
+        "debug": env_flag("ACCELERATE_DEBUG_MODE"),
         "distributed_type": library.DistributedType(kind.value),
         "num_processes": args.world_size,
         "process_index": args.process_index,
@@ -129,7 +127,7 @@ def _fill_partial(library: Any, args: Any, kind: DistributedType) -> None:
     library.PartialState._reset_state()
     library.PartialState._shared_state.update(found)
     library.PartialState()  # adds what it reads from the environment at each call
-    if os.environ.get("ACCELERATE_CPU_AFFINITY", "").lower() in _TRUE:
+    if env_flag("ACCELERATE_CPU_AFFINITY"):
         importlib.import_module("accelerate.utils").set_numa_affinity(args.local_process_index)
 
 

@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import difflib
-import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hftrainer.errors import InvalidArgument, MissingFile, NotAnObject, UnknownKey
+from hftrainer.errors import InvalidArgument, MissingFile, NotAnObject, UnknownKey, suggest
+from hftrainer.parallel.config_files import read_mapping
 
-_ACCUMULATION = {"num_steps", "adjust_scheduler", "sync_with_dataloader", "sync_each_batch"}
+#: Key of `gradient_accumulation_kwargs` → its type.
+_ACCUMULATION = {
+    "num_steps": "int",
+    "adjust_scheduler": "bool",
+    "sync_with_dataloader": "bool",
+    "sync_each_batch": "bool",
+}
+#: Type → what to give, and whether a value is of this type.
+_KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "bool": ("True or False", lambda value: isinstance(value, bool)),
+    "bool | None": ("True or False", lambda value: isinstance(value, (bool, type(None)))),
+    "int": ("a number of micro-batches, at least 1", lambda value: type(value) is int and value >= 1),
+    "dict[str, Any] | None": ("a dict", lambda value: isinstance(value, (Mapping, type(None)))),
+}
 
 
 #: Affects how the arguments are made, not the run: this key is not serialized.
@@ -84,12 +96,12 @@ class AcceleratorConfig:
                 files that are missing or malformed.
         """
         keys = _keys(given)
-        known = {field.name for field in dataclasses.fields(cls)}
-        unknown, wrong = _check_keys(keys, known, ""), _check_values(keys)
+        kinds = {field.name: str(field.type) for field in dataclasses.fields(cls)}
+        unknown, wrong = _check("accelerator_config", keys, kinds)
         inner = keys.get("gradient_accumulation_kwargs")
         if isinstance(inner, Mapping):
-            unknown += _check_keys(inner, _ACCUMULATION, "['gradient_accumulation_kwargs']")
-            wrong += _check_inner(inner)
+            of_inner = _check("accelerator_config['gradient_accumulation_kwargs']", inner, _ACCUMULATION)
+            unknown, wrong = unknown + of_inner[0], wrong + of_inner[1]
         if unknown or wrong:
             raise (UnknownKey if unknown else InvalidArgument)("\n".join([*unknown, *wrong]))
         return cls(**keys)
@@ -120,51 +132,21 @@ def _keys(given: Any) -> dict[str, Any]:
     if not isinstance(given, (str, os.PathLike)):
         raise InvalidArgument(f"accelerator_config={given!r}: give a dict, or the path of a JSON file.")
     try:
-        with open(given, encoding="utf-8") as file:
-            keys = json.load(file)
+        return read_mapping(given, "JSON", "accelerator_config: ")
     except OSError as error:
         kind = MissingFile if isinstance(error, FileNotFoundError) else InvalidArgument
         raise kind(f"accelerator_config={str(given)!r} cannot be read: {error.strerror}.") from error
-    except (ValueError, RecursionError) as error:
-        raise InvalidArgument(f"accelerator_config: {given} is not valid JSON: {error}") from error
-    if not isinstance(keys, dict):
-        raise InvalidArgument(
-            f"accelerator_config: {given} must hold a JSON object, but holds a {type(keys).__name__}."
-        )
-    return keys
 
 
-def _check_keys(keys: Mapping[str, Any], known: set[str], where: str) -> list[str]:
-    found = []
-    for name in keys:
-        if name not in known:
-            near = difflib.get_close_matches(str(name), known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(sorted(known))}."
-            found.append(f"accelerator_config{where} has no key {name!r}: {hint}")
-    return found
-
-
-def _check_values(keys: Mapping[str, Any]) -> list[str]:
-    found = []
-    for field in dataclasses.fields(AcceleratorConfig):
-        value = keys.get(field.name, field.default)
-        if field.name == "gradient_accumulation_kwargs":
-            if not isinstance(value, (Mapping, type(None))):
-                found.append(f"accelerator_config[{field.name!r}]={value!r}: give a dict.")
-        elif not isinstance(value, bool) and not (value is None and field.default is None):
-            found.append(f"accelerator_config[{field.name!r}]={value!r}: give True or False.")
-    return found
-
-
-def _check_inner(inner: Mapping[str, Any]) -> list[str]:
-    found = []
-    for name, value in inner.items():
-        is_bool = isinstance(value, bool)
-        fits = isinstance(value, int) and value >= 1 and not is_bool if name == "num_steps" else is_bool
-        if name in _ACCUMULATION and not fits:
-            wanted = "a number of micro-batches, at least 1" if name == "num_steps" else "True or False"
-            found.append(f"accelerator_config['gradient_accumulation_kwargs'][{name!r}]={value!r}: give {wanted}.")
-    return found
+def _check(where: str, keys: Mapping[str, Any], kinds: Mapping[str, str]) -> tuple[list[str], list[str]]:
+    """Sentences for the keys that are unknown, and for the values of a wrong type."""
+    unknown = [name for name in keys if name not in kinds]
+    all_known = f": it takes {', '.join(sorted(kinds))}."
+    wrong = [name for name, kind in kinds.items() if name in keys and not _KINDS[kind][1](keys[name])]
+    return (
+        [f"{where} has no key {name!r}{suggest(name, kinds, all_known)}" for name in unknown],
+        [f"{where}[{name!r}]={keys[name]!r}: give {_KINDS[kinds[name]][0]}." for name in wrong],
+    )
 
 
 #: The config of a run without `accelerator_config`.

@@ -10,74 +10,43 @@ import datetime
 import json
 import logging
 import math
-import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hftrainer.arguments import legacy
-from hftrainer.arguments.choices import ParallelMode
-from hftrainer.arguments.data import DataArguments
-from hftrainer.arguments.debugging import DebuggingArguments
-from hftrainer.arguments.distribution import DistributionArguments
-from hftrainer.arguments.evaluation import EvaluationArguments
-from hftrainer.arguments.hub import HubArguments
-from hftrainer.arguments.legacy import LegacyArguments
-from hftrainer.arguments.logging import LOG_LEVELS, LoggingArguments
-from hftrainer.arguments.optimizer import OptimizerArguments
-from hftrainer.arguments.precision import PrecisionArguments
-from hftrainer.arguments.resolved import ResolvedArguments
-from hftrainer.arguments.saving import OutputArguments, SavingArguments
-from hftrainer.arguments.schedule import ScheduleArguments
+from hftrainer.arguments.choices import LOG_LEVELS, ParallelMode
+from hftrainer.arguments.field import OURS
+from hftrainer.arguments.old_fields import ARGUMENTS, OldArguments
+from hftrainer.arguments.resolved import ResolvedArguments, requested_precision
 from hftrainer.arguments.serialization import as_json, plain_field
 from hftrainer.errors import UnsupportedArgument
-from hftrainer.parallel import devices
+from hftrainer.parallel import devices, tpu
+from hftrainer.parallel.config_files import env_flag
+from hftrainer.plugins import load
 
 if TYPE_CHECKING:
     from hftrainer.parallel.environment import RankInfo
 
 
-#: Arguments that accept a JSON object as text.
-JSON_FIELDS = (
-    "lr_scheduler_kwargs",
-    "activation_checkpointing_kwargs",
-    "gradient_checkpointing_kwargs",
-    "liger_kernel_config",
-    "accelerator_config",
-    "parallelism_config",
-    "fsdp_config",
-    "deepspeed",
-    "lightning_config",
-)
 _SHOWN = object()
-#: Arguments that the newest transformers does not have → their defaults.
-_ONLY_HERE: dict[str, Any] = {
-    **{field.name: field.default for field in dataclasses.fields(legacy.LegacyArguments)},
-    **legacy.KEPT,
-    **{"lightning_config": None, "eval_memmap_dir": None, "save_on_interrupt": True},
+#: Arguments that the newest transformers does not have → the value with which they are not serialized.
+_ONLY_HERE = {
+    name: about.default if about.neutral is None else about.neutral
+    for name, about in ARGUMENTS.items()
+    if about.until is not None or about.since == OURS
 }
 
 
 @dataclass
-class BaseArguments(
-    LegacyArguments,
-    DebuggingArguments,
-    DistributionArguments,
-    HubArguments,
-    SavingArguments,
-    EvaluationArguments,
-    LoggingArguments,
-    DataArguments,
-    PrecisionArguments,
-    OptimizerArguments,
-    ScheduleArguments,
-    OutputArguments,
-):
-    """The fields (a module and a dataclass per subject), and the values derived from them."""
+class BaseArguments(OldArguments):
+    """The fields, and the values derived from them."""
 
     #: Fields that accept a JSON object as text. Subclasses extend this list, which has its name in transformers.
-    _VALID_DICT_FIELDS = list(JSON_FIELDS)  # without an annotation it is not a field
+    _VALID_DICT_FIELDS = [
+        name for name, about in ARGUMENTS.items() if about.json
+    ]  # without an annotation it is not a field
 
     # ---- Batch sizes -------------------------------------------------------------------------------------------
 
@@ -103,10 +72,8 @@ class BaseArguments(
         """The value of `device`; subclasses override it."""
         if self._on_cpu:
             return torch.device("cpu")
-        from hftrainer.parallel.xla import devices as xla
-
-        if xla.available():
-            return xla.device()
+        if tpu.uses_xla():
+            return load("xla", "devices").device()
         kind = devices.found()
         if kind in ("cpu", "mps"):
             return torch.device(kind)
@@ -117,7 +84,7 @@ class BaseArguments(
     @property
     def _on_cpu(self) -> bool:
         """Whether to use the CPU, set by `use_cpu` or by `accelerate launch --cpu`."""
-        return self.use_cpu or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "on", "t", "true", "y", "yes")
+        return self.use_cpu or env_flag("ACCELERATE_USE_CPU")
 
     @property
     def _rank_info(self) -> RankInfo:
@@ -125,9 +92,7 @@ class BaseArguments(
         return ResolvedArguments.of(self).rank_info
 
     def _count_gpus(self) -> int:
-        from hftrainer.parallel.xla import devices as xla
-
-        return 0 if self._on_cpu or xla.available() else devices.count(devices.found())
+        return 0 if self._on_cpu or tpu.uses_xla() else devices.count(devices.found())
 
     @property
     def n_gpu(self) -> int:
@@ -150,8 +115,7 @@ class BaseArguments(
     @property
     def mixed_precision(self) -> str:
         """'bf16', 'fp16' or 'no': set by a script, by the arguments or else by the launcher."""
-        asked = "fp16" if self.fp16 else "bf16" if self.bf16 else os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-        return vars(self).get("_mixed_precision", asked)
+        return requested_precision(self)
 
     @mixed_precision.setter
     def mixed_precision(self, precision: str) -> None:
@@ -246,7 +210,3 @@ class BaseArguments(
         own = {**self.to_dict(), "train_batch_size": self.train_batch_size, "eval_batch_size": self.eval_batch_size}
         plain = (bool, int, float, str, torch.Tensor)
         return {name: value if type(value) in plain else str(value) for name, value in own.items()}
-
-
-for _field in dataclasses.fields(OutputArguments):
-    BaseArguments.__dataclass_fields__[_field.name].kw_only = False  # for the `__init__` of subclasses

@@ -55,13 +55,13 @@ def take_changes(engine: Any, args: BaseArguments, policy: ReleasePolicy, *, own
 
 
 def _refused(engine: Any, args: BaseArguments, changed: dict[str, Any]) -> list[str]:
-    plan, parallelism = engine.plan, engine.parallelism
+    plan, strategy = engine.plan, engine.strategy
     refused = [name for name in _REFUSED if name in changed]
     if str(args.device) != plan.device:
         refused.append(f"use_cpu={args.use_cpu} (the device, {plan.device} → {args.device})")
     before, now = plan.accumulate_grad_batches, args.gradient_accumulation_steps
-    if parallelism.fixes_accumulation and now != before:
-        refused.append(f"gradient_accumulation_steps ({before} → {now}), which {parallelism.argument} has read too,")
+    if strategy.fixes_accumulation and now != before:
+        refused.append(f"gradient_accumulation_steps ({before} → {now}), which {strategy.argument} has read too,")
     return refused
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 import enum
 from typing import Any
 
-from hftrainer.errors import InvalidArgument
+from hftrainer.compat.messages import LEVELS
+from hftrainer.errors import InvalidArgument, suggest
+
+#: Names of log levels → Python's numbers; 'passive' leaves the level as it is.
+LOG_LEVELS = {**LEVELS, "passive": -1}
 
 
 class ExplicitEnum(str, enum.Enum):
@@ -19,14 +22,19 @@ class ExplicitEnum(str, enum.Enum):
     @classmethod
     def _missing_(cls, value: object) -> ExplicitEnum:
         allowed = [str(member.value) for member in cls]
-        near = difflib.get_close_matches(str(value), allowed, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise InvalidArgument(f"{value!r} is not a valid {cls.__name__}: choose one of {', '.join(allowed)}{hint}")
+        raise InvalidArgument(
+            f"{value!r} is not a valid {cls.__name__}: choose one of {', '.join(allowed)}{suggest(value, allowed)}"
+        )
 
 
 def spelled(choice: Any) -> str:
     """The plain string of a member of an enumeration, ours or transformers'; any other value as text."""
     return str(getattr(choice, "value", choice))
+
+
+def which_tokens(value: str | bool) -> str:
+    """Which tokens are counted: 'no', 'all' or 'non_padding'; the arguments of older releases hold True or False."""
+    return value if isinstance(value, str) else "all" if value else "no"
 
 
 class IntervalStrategy(ExplicitEnum):

@@ -82,15 +82,15 @@ class Explanation:
 
 def explain(args: BaseArguments) -> Explanation:
     """Explain some arguments; starts nothing, and imports neither lightning nor transformers."""
-    from hftrainer.arguments.table import given_rows, make_plan
+    from hftrainer.arguments.support import given_arguments, is_refused, make_plan
 
     values = args.to_dict()
     lines = []
-    for name, row in given_rows(args):
+    for name, about in given_arguments(args):
         if name in values or name in legacy.HIDDEN:
             value = values.get(name, getattr(args, name))
-            detail = f"off; with True: {row.detail}" if value is False else row.detail
-            lines.append(Line(name, value, row.kind, detail))
+            detail = f"off; with True: {about.detail}" if value is False else about.detail
+            lines.append(Line(name, value, "refused" if is_refused(about, value) else about.kind, detail))
     plan = make_plan(ResolvedArguments(args))
     call = ", ".join(f"{name}={value!r}" for name, value in plan.trainer_keywords().items())
     if plan.spreads_model:

@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hftrainer.arguments import legacy
+from hftrainer.arguments.field import OURS
+from hftrainer.arguments.old_fields import ARGUMENTS
+from hftrainer.releases import followed
 from hftrainer.releases.followed import is_before
+from hftrainer.releases.policy import Release
 
 if TYPE_CHECKING:
     from hftrainer.arguments.base import BaseArguments
 
-#: Fields that no release of transformers has.
-_ONLY_OURS = ("eval_memmap_dir", "lightning_config", "save_on_interrupt")
 #: The default of `fsdp_config` until v5.9.
 _FSDP_CONFIG = {"min_num_params": 0, "xla": False, "xla_fsdp_v2": False, "xla_fsdp_grad_ckpt": False}
 #: Tables of fields, and attributes of classes, as they were.
@@ -42,7 +44,7 @@ def follow_fields(ours: Any, for_generation: Any) -> None:
     known = ours.__dataclass_fields__
     legacy.CURRENT.update(legacy.FIELDS.keys() & wanted)
     legacy.HIDDEN.update(
-        {name: field for name, field in known.items() if name not in wanted and name not in _ONLY_OURS}
+        {name: field for name, field in known.items() if name not in wanted and ARGUMENTS[name].since != OURS}
     )
     without_value = legacy.FIELDS.keys() & legacy.HIDDEN.keys()
     for kind in for_generation.__mro__:
@@ -55,6 +57,17 @@ def follow_fields(ours: Any, for_generation: Any) -> None:
             delattr(kind, name)
     for kind in (ours, for_generation):
         _show_parameters(kind.__init__)
+
+
+def earlier_defaults() -> dict[str, Any]:
+    """Argument → its default in the release that is followed, where that is another than ours."""
+    release, found = followed.from_config({}).release, {}
+    for name, about in ARGUMENTS.items():
+        for until, default in (about.earlier or {}).items():
+            if release <= Release.from_text(until):
+                found[name] = default
+                break
+    return found
 
 
 def forget_fields() -> None:

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from hftrainer.parallel.config_files import FALSE
+
 
 @dataclass(frozen=True)
 class Variable:
@@ -25,7 +27,7 @@ class Variable:
     instead: str = ""
 
 
-_OFF = ("", "0", "f", "false", "n", "no", "off")
+_OFF = ("", *FALSE)
 #: For variables that change something in accelerate's own functions only, with this library as with any other.
 _ITS_OWN = "of accelerate's own functions"
 _WITH_DEEPSPEED = "in DeepSpeed's configuration, unless a file of one is given"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import sys
 from collections.abc import Mapping
 from typing import Any
 
+from hftrainer.errors import suggest
 from hftrainer.parallel.environment import LAUNCHERS, check_choices
 
 #: Keywords that are passed to `lightning.Trainer` unchanged.
@@ -85,8 +85,7 @@ def check_keywords(config: Mapping[str, Any]) -> list[str]:
         elif name == "profiler" and isinstance(value, str) and value not in PROFILERS:
             found.append(f"lightning_config['profiler']={value!r}: it must be {' or '.join(map(repr, PROFILERS))}.")
         elif not any(name in known for known in (PASSED, PLANNED, OWN, PLACE, CHECKED_ELSEWHERE)):
-            near = difflib.get_close_matches(name, [*PASSED, *RULED, *PLANNED, *OWN, *PLACE, *CHECKED_ELSEWHERE], n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else "."
+            hint = suggest(name, [*PASSED, *RULED, *PLANNED, *OWN, *PLACE, *CHECKED_ELSEWHERE], ".")
             found.append(f"lightning_config[{name!r}]: lightning.Trainer has no such keyword{hint}")
     return found
 

@@ -11,15 +11,26 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hftrainer.arguments.accelerator_config import AcceleratorConfig
+from hftrainer.plugins import load
 from hftrainer.releases import followed
 from hftrainer.releases.policy import ReleasePolicy
 
 if TYPE_CHECKING:
     from hftrainer.arguments.base import BaseArguments
-    from hftrainer.parallel.deepspeed.settings import DeepSpeedConfig
     from hftrainer.parallel.environment import RankInfo
     from hftrainer.parallel.fsdp.settings import FsdpSettings
     from hftrainer.parallel.layout import Layout
+
+
+def asks_for_deepspeed(args: BaseArguments) -> bool:
+    """Whether the arguments or `accelerate launch` ask for DeepSpeed."""
+    launched = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() in ("true", "1")
+    return launched or args.deepspeed not in (None, "", False)
+
+
+def begin_deepspeed(args: BaseArguments) -> Any:
+    """Announce DeepSpeed's configuration for models that are made before the Trainer; None without DeepSpeed."""
+    return load("deepspeed", "settings").begin_deepspeed(args) if asks_for_deepspeed(args) else None
 
 
 class ResolvedArguments:
@@ -108,11 +119,9 @@ class ResolvedArguments:
         return self.fsdp or (FsdpSettings() if self.layout.shards else None)
 
     @functools.cached_property
-    def deepspeed(self) -> DeepSpeedConfig | None:
+    def deepspeed(self) -> Any:
         """DeepSpeed's configuration, completed from the arguments; None without DeepSpeed."""
-        from hftrainer.arguments.deepspeed import configure
-
-        return configure(self.args)
+        return load("deepspeed", "settings").configure(self.args) if asks_for_deepspeed(self.args) else None
 
     @functools.cached_property
     def precision(self) -> str:
@@ -126,7 +135,11 @@ class ResolvedArguments:
         """Lightning's precision, without DeepSpeed's configuration."""
         if (given := self.lightning_config.get("precision")) is not None:
             return "32-true" if str(given) == "32" else str(given)
-        args, launchers = self.args, os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-        asked = "bf16" if args.bf16 else "fp16" if args.fp16 else launchers
-        asked = vars(args).get("_mixed_precision", asked)  # set by the script; overrides the arguments
-        return {"bf16": "bf16-mixed", "fp16": "16-mixed"}.get(asked, "32-true")
+        return {"bf16": "bf16-mixed", "fp16": "16-mixed"}.get(requested_precision(self.args), "32-true")
+
+
+def requested_precision(args: Any) -> str:
+    """'bf16', 'fp16' or 'no': set by a script on the arguments, by the arguments or else by the launcher."""
+    by_arguments = "fp16" if args.fp16 else "bf16" if args.bf16 else None
+    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    return vars(args).get("_mixed_precision", by_arguments or launched)

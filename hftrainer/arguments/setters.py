@@ -17,9 +17,11 @@ class ChainingSetters:
     are found when the Trainer is built.
     """
 
-    def _set(self: Self, **values: Any) -> Self:
-        for name, value in values.items():
-            setattr(self, name, value)
+    def _set(self: Self, prefix: str, values: dict[str, Any], **names: str) -> Self:
+        """Set arguments from a method's parameters: `prefix` and the parameter's name, or its name in `names`."""
+        for parameter, value in values.items():
+            if parameter != "self":
+                setattr(self, names.get(parameter, prefix + parameter), value)
         normalize(self)  # type: ignore[arg-type]
         return self
 
@@ -36,18 +38,10 @@ class ChainingSetters:
         gradient_checkpointing: bool | None = None,
     ) -> Self:
         """Set the main training arguments; batch size in samples per device, lengths in epochs or optimizer steps."""
-        checkpointing = activation_checkpointing if gradient_checkpointing is None else gradient_checkpointing
-        return self._set(
-            do_train=True,
-            learning_rate=learning_rate,
-            per_device_train_batch_size=batch_size,
-            weight_decay=weight_decay,
-            num_train_epochs=num_epochs,
-            max_steps=max_steps,
-            gradient_accumulation_steps=gradient_accumulation_steps,
-            seed=seed,
-            activation_checkpointing=checkpointing,
-        )
+        self.do_train = True
+        if gradient_checkpointing is None:
+            gradient_checkpointing = activation_checkpointing
+        return self._set("", locals(), batch_size="per_device_train_batch_size", num_epochs="num_train_epochs")
 
     def set_evaluate(
         self: Self,
@@ -59,19 +53,14 @@ class ChainingSetters:
         loss_only: bool = False,
     ) -> Self:
         """Set when and how to evaluate; `steps` are optimizer steps, `batch_size` samples per device."""
-        return self._set(
-            eval_strategy=strategy,
-            do_eval=IntervalStrategy(strategy) != IntervalStrategy.NO,
-            eval_steps=steps,
-            per_device_eval_batch_size=batch_size,
-            eval_accumulation_steps=accumulation_steps,
-            eval_delay=delay or 0,
-            prediction_loss_only=loss_only,
-        )
+        self.do_eval = IntervalStrategy(strategy) != IntervalStrategy.NO
+        delay = delay or 0
+        return self._set("eval_", locals(), batch_size="per_device_eval_batch_size", loss_only="prediction_loss_only")
 
     def set_testing(self: Self, batch_size: int = 8, loss_only: bool = False) -> Self:
         """Set how to predict; `batch_size` in samples per device."""
-        return self._set(do_predict=True, per_device_eval_batch_size=batch_size, prediction_loss_only=loss_only)
+        self.do_predict = True
+        return self._set("", locals(), batch_size="per_device_eval_batch_size", loss_only="prediction_loss_only")
 
     def set_save(
         self: Self,
@@ -81,9 +70,7 @@ class ChainingSetters:
         on_each_node: bool = False,
     ) -> Self:
         """Set when to save, in optimizer steps, and how many checkpoints to keep."""
-        return self._set(
-            save_strategy=strategy, save_steps=steps, save_total_limit=total_limit, save_on_each_node=on_each_node
-        )
+        return self._set("save_", locals())
 
     def set_logging(
         self: Self,
@@ -98,14 +85,12 @@ class ChainingSetters:
     ) -> Self:
         """Set what to log, when (in optimizer steps), and where."""
         return self._set(
-            logging_strategy=strategy,
-            logging_steps=steps,
-            report_to=report_to,
-            log_level=level,
-            logging_first_step=first_step,
-            logging_nan_inf_filter=nan_inf_filter,
-            log_on_each_node=on_each_node,
-            log_level_replica=replica_level,
+            "logging_",
+            locals(),
+            report_to="report_to",
+            level="log_level",
+            on_each_node="log_on_each_node",
+            replica_level="log_level_replica",
         )
 
     def set_push_to_hub(
@@ -118,15 +103,8 @@ class ChainingSetters:
         revision: str | None = None,
     ) -> Self:
         """Turn uploads on, and set their repository and times."""
-        return self._set(
-            push_to_hub=True,
-            hub_model_id=model_id,
-            hub_strategy=strategy,
-            hub_token=token,
-            hub_private_repo=private_repo,
-            hub_always_push=always_push,
-            hub_revision=revision,
-        )
+        self.push_to_hub = True
+        return self._set("hub_", locals())
 
     def set_optimizer(
         self: Self,
@@ -140,13 +118,13 @@ class ChainingSetters:
     ) -> Self:
         """Set the optimizer; its default name differs from that of `TrainingArguments`, as in transformers."""
         return self._set(
-            optim=name,
-            learning_rate=learning_rate,
-            weight_decay=weight_decay,
-            adam_beta1=beta1,
-            adam_beta2=beta2,
-            adam_epsilon=epsilon,
-            optim_args=args,
+            "",
+            locals(),
+            name="optim",
+            beta1="adam_beta1",
+            beta2="adam_beta2",
+            epsilon="adam_epsilon",
+            args="optim_args",
         )
 
     def set_lr_scheduler(
@@ -158,12 +136,9 @@ class ChainingSetters:
         warmup_ratio: float | None = None,
     ) -> Self:
         """Set the schedule and its length; `warmup_ratio` is the name in v4, a fraction of all optimizer steps."""
-        return self._set(
-            lr_scheduler_type=name,
-            num_train_epochs=num_epochs,
-            max_steps=max_steps,
-            warmup_steps=warmup_steps or warmup_ratio or 0,
-        )
+        warmup_steps = warmup_steps or warmup_ratio or 0
+        del warmup_ratio  # otherwise it is set too
+        return self._set("", locals(), name="lr_scheduler_type", num_epochs="num_train_epochs")
 
     def set_dataloader(
         self: Self,
@@ -182,16 +157,11 @@ class ChainingSetters:
     ) -> Self:
         """Set the loaders; batch sizes in samples per device, `prefetch_factor` in batches per worker."""
         return self._set(
-            per_device_train_batch_size=train_batch_size,
-            per_device_eval_batch_size=eval_batch_size,
-            dataloader_drop_last=drop_last,
-            dataloader_num_workers=num_workers,
-            dataloader_pin_memory=pin_memory,
-            dataloader_persistent_workers=persistent_workers,
-            dataloader_prefetch_factor=prefetch_factor,
-            dataloader_multiprocessing_context=multiprocessing_context,
-            dataloader_in_order=in_order,
-            auto_find_batch_size=auto_find_batch_size,
-            ignore_data_skip=ignore_data_skip,
-            data_seed=sampler_seed,
+            "dataloader_",
+            locals(),
+            train_batch_size="per_device_train_batch_size",
+            eval_batch_size="per_device_eval_batch_size",
+            auto_find_batch_size="auto_find_batch_size",
+            ignore_data_skip="ignore_data_skip",
+            sampler_seed="data_seed",
         )

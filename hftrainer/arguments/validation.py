@@ -13,46 +13,28 @@ import torch
 
 from hftrainer.arguments import accelerate_state
 from hftrainer.arguments.accelerator_config import as_object
-from hftrainer.arguments.base import JSON_FIELDS, BaseArguments
+from hftrainer.arguments.base import BaseArguments
 from hftrainer.arguments.choices import (
     DebugOption,
-    HubStrategy,
     IntervalStrategy,
-    OptimizerNames,
     SaveStrategy,
     SchedulerType,
     spelled,
+    which_tokens,
 )
-from hftrainer.arguments.logging import LOG_LEVELS, which_tokens
+from hftrainer.arguments.old_fields import ARGUMENTS
 from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.errors import InvalidArgument
 from hftrainer.parallel.config_files import why_text
+from hftrainer.plugins import load
 from hftrainer.releases import followed
 
 logger = logging.getLogger(__name__)
 
-ENUMS: dict[str, Any] = {
-    "eval_strategy": IntervalStrategy,
-    "logging_strategy": IntervalStrategy,
-    "save_strategy": SaveStrategy,
-    "hub_strategy": HubStrategy,
-    "lr_scheduler_type": SchedulerType,
-    "optim": OptimizerNames,
-}
 #: Names of v4 → current names; both always have the same value.
 ALIASES = {
     "gradient_checkpointing": "activation_checkpointing",
     "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
-}
-#: Field → (its minimum, its unit for the error message).
-MINIMA: dict[str, tuple[float, str]] = {
-    "per_device_train_batch_size": (1, "samples"),
-    "per_device_eval_batch_size": (1, "samples"),
-    "gradient_accumulation_steps": (1, "micro-batches"),
-    "learning_rate": (0, ""),
-    "weight_decay": (0, ""),
-    "warmup_steps": (0, "optimizer steps"),
-    "dataloader_num_workers": (0, "processes"),
 }
 
 
@@ -62,7 +44,9 @@ def normalize(args: BaseArguments) -> None:
     Raises:
         InvalidArgument: for values that cannot be converted; one error names them all, and those out of range.
     """
-    wrong = [*_parse_enums(args), *(problem for name in _json_fields(args) if (problem := _parse_json(args, name)))]
+    # Subclasses, such as TRL's, add fields that accept JSON objects to this list.
+    json_fields = dict.fromkeys([*BaseArguments._VALID_DICT_FIELDS, *args._VALID_DICT_FIELDS])
+    wrong = [*_parse_enums(args), *(problem for name in json_fields if (problem := _parse_json(args, name)))]
     if wrong:
         raise InvalidArgument("\n".join([*wrong, *out_of_range(args)]))
     if not isinstance(args.output_dir, (str, os.PathLike, type(None))):
@@ -128,16 +112,12 @@ def check_values(resolved: ResolvedArguments, *, complete: bool = True) -> list[
 
 
 def _parse_enums(args: BaseArguments) -> Iterator[str]:
-    for name, kind in ENUMS.items():
-        try:
-            setattr(args, name, kind(getattr(args, name)))
-        except InvalidArgument as error:
-            yield f"{name}: {error}"
-
-
-def _json_fields(args: BaseArguments) -> list[str]:
-    """Fields that accept JSON objects; subclasses, such as TRL's, add theirs to `_VALID_DICT_FIELDS`."""
-    return list(dict.fromkeys([*JSON_FIELDS, *args._VALID_DICT_FIELDS]))
+    for name, about in ARGUMENTS.items():
+        if isinstance(about.choices, type):
+            try:
+                setattr(args, name, about.choices(getattr(args, name)))
+            except InvalidArgument as error:
+                yield f"{name}: {error}"
 
 
 def _parse_json(args: BaseArguments, name: str) -> str | None:
@@ -230,24 +210,27 @@ def check_accelerator_config(resolved: ResolvedArguments) -> Iterator[str]:
 
 def _check_deepspeed(resolved: ResolvedArguments) -> list[str]:
     """Errors in `deepspeed` that the arguments alone show."""
-    from hftrainer.arguments.checks.deepspeed import check_deepspeed
     from hftrainer.errors import WrongConfig
 
     try:
         config = resolved.deepspeed
     except WrongConfig as error:
         return [str(error)]
-    return [] if config is None else list(check_deepspeed(resolved.args, config, resolved.readable_config))
+    if config is None:
+        return []
+    return list(load("deepspeed", "settings").check_deepspeed(resolved.args, config, resolved.readable_config))
 
 
 def out_of_range(args: BaseArguments) -> Iterator[str]:
     """A sentence for each number that is too small, or is no number."""
-    for name, (least, unit) in MINIMA.items():
+    for name, about in ARGUMENTS.items():
+        if about.minimum is None:
+            continue
         value = getattr(args, name)
         if (reason := why_text(value)) is not None:
             yield f"{name}={value!r} {reason}."
-        elif not isinstance(value, (int, float)) or value < least:
-            yield f"{name}={value!r}: give a number of at least {least:g} {unit}".rstrip() + "."
+        elif not isinstance(value, (int, float)) or value < about.minimum:
+            yield f"{name}={value!r}: give a number of at least {about.minimum:g}. {about.help}"
 
 
 def _check_run(args: BaseArguments) -> Iterator[str]:
@@ -269,17 +252,16 @@ def _check_choices(args: BaseArguments) -> Iterator[str]:
     every = args.torch_empty_cache_steps
     if every is not None and not (isinstance(every, int) and every > 0):
         yield f"torch_empty_cache_steps={every!r}: give a whole number of optimizer steps, at least 1, or None."
-    for name in ("log_level", "log_level_replica"):
-        if getattr(args, name) not in LOG_LEVELS:
-            yield f"{name}={getattr(args, name)!r}: choose one of {', '.join(LOG_LEVELS)}."
+    for name, about in ARGUMENTS.items():
+        # With the default None, other objects are accepted, such as a context of multiprocessing.
+        if about.choices is None or about.default is None or (value := getattr(args, name)) in list(about.choices):
+            continue
+        yield f"{name}={value!r}: choose one of {', '.join(map(spelled, about.choices))}."
     if unknown := [option for option in args.debug or () if option not in list(DebugOption)]:
         allowed = " and ".join(option.value for option in DebugOption)
         yield f"debug: unknown {sorted(map(str, unknown))}; it takes {allowed}."
     if isinstance(args.label_names, str):
         yield f"label_names={args.label_names!r} is a text: give a list of names, [{args.label_names!r}]."
-    sampling = ("random", "sequential", "group_by_length", "batch_rebalance")
-    if args.train_sampling_strategy not in sampling:
-        yield f"train_sampling_strategy={args.train_sampling_strategy!r}: choose one of {', '.join(sampling)}."
 
 
 def _check_intervals(args: BaseArguments) -> Iterator[str]:

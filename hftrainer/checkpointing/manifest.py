@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from hftrainer.checkpointing import names
+from hftrainer.checkpointing.deepspeed_parts import holds_parts
 from hftrainer.checkpointing.readable import has_form, why_unreadable
 from hftrainer.checkpointing.weights import has_weights, missing_shard
 from hftrainer.errors import CheckpointNotFound, DamagedCheckpoint
-from hftrainer.parallel.deepspeed.parts import holds_parts
 
 _CHUNK = 1 << 20  # bytes: stays in a processor's cache between reading and checksum
 #: Threads that wait for the disk, and threads that compute checksums.

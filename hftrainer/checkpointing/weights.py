@@ -14,10 +14,10 @@ import torch
 from huggingface_hub import save_torch_state_dict
 
 from hftrainer.checkpointing import distributed, names
+from hftrainer.checkpointing.deepspeed_parts import has_states, holds_parts, missing_part
 from hftrainer.compat import peers
 from hftrainer.compat.reading import fitting, read_weights
 from hftrainer.errors import CheckpointNotFound, InvalidArgument
-from hftrainer.parallel.deepspeed.parts import has_states, holds_parts, missing_part
 from hftrainer.releases.followed import installed_release
 
 logger = logging.getLogger(__name__)
@@ -111,7 +111,8 @@ def _rewrite_as_bin(model: torch.nn.Module, folder: str) -> None:
 
 def has_weights(folder: str) -> bool:
     """Whether `folder` holds weights in a layout that `load_weights` reads."""
-    return holds_fsdp(folder) or holds_parts(folder) or bool(_weights_files(folder) or _adapter_folders(folder))
+    by_fsdp = any(distributed.holds(files, "model", folder) for files in (distributed.PARTS, distributed.WHOLES))
+    return by_fsdp or holds_parts(folder) or bool(_weights_files(folder) or _adapter_folders(folder))
 
 
 def missing_shard(folder: str) -> str | None:
@@ -119,11 +120,6 @@ def missing_shard(folder: str) -> str | None:
     lists = [os.path.join(folder, parts, ".metadata") for parts in distributed.PARTS.values()]
     needed = [*_weights_files(folder), *(path for path in lists if os.path.isdir(os.path.dirname(path)))]
     return next((path for path in needed if not os.path.isfile(path)), None) or missing_part(folder)
-
-
-def holds_fsdp(folder: str) -> bool:
-    """Whether the weights in `folder` were written by a sharded model."""
-    return any(distributed.holds(files, "model", folder) for files in (distributed.PARTS, distributed.WHOLES))
 
 
 class LoadResult(NamedTuple):

@@ -52,17 +52,22 @@ def is_storage_error(error: BaseException, output_dir: str) -> bool:
     )
 
 
-def _discard_partial(path: str, error: BaseException) -> None:
-    """Remove a partially written checkpoint.
+@contextlib.contextmanager
+def _discarding_partial(path: str) -> Iterator[None]:
+    """Remove a partially written checkpoint after an error in the block.
 
     Raises:
         OSError: if the disk is full, but torch or safetensors raised another error for it.
     """
-    folder = staging.staging_folder(path)
-    full = folder.is_dir() and shutil.disk_usage(folder).free < _FULL_BELOW
-    staging.discard(path)
-    if full and not isinstance(error, OSError) and is_storage_error(error, os.path.dirname(path)):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
+    try:
+        yield
+    except BaseException as error:
+        folder = staging.staging_folder(path)
+        full = folder.is_dir() and shutil.disk_usage(folder).free < _FULL_BELOW
+        staging.discard(path)
+        if full and not isinstance(error, OSError) and is_storage_error(error, os.path.dirname(path)):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
+        raise
 
 
 class CheckpointWriter:
@@ -101,14 +106,12 @@ class CheckpointWriter:
         self._thread: ThreadPoolExecutor | None = None
         self._stager: Any = None
 
-    def checkpoint(
-        self, path: str, fill: Callable[[str], None], *, then: Callable[[], None], if_failed: Callable[[], None]
-    ) -> None:
-        """Write a checkpoint.
+    @contextlib.contextmanager
+    def checkpoint(self, path: str, *, then: Callable[[], None], if_failed: Callable[[], None]) -> Iterator[str | None]:
+        """Write a checkpoint; yields the folder to fill, or None if the storage has no room for one.
 
         Args:
             path: its folder.
-            fill: called with the folder to write into.
             then: called when it is complete, for instance to delete older ones; in the background too.
             if_failed: called in the caller's thread if the storage fails.
 
@@ -116,23 +119,47 @@ class CheckpointWriter:
             CheckpointNotWritten: with `stop_on_error`, when this or the previous checkpoint could not be written.
         """
         self.wait()
+        self.failed, self._if_failed = False, if_failed
         folder = staging.staging_folder(path)
-        self.failed, self._jobs, self._if_failed = False, [] if self.in_background else None, if_failed
+        with self._reporting(path), _discarding_partial(path):
+            staging.begin(folder)
+        if self.failed:
+            yield None
+            return
         with self._reporting(path):
-            try:
-                staging.begin(folder)
-                self._filled(fill, str(folder))
-            except BaseException as error:
-                _discard_partial(path, error)
-                raise
-            finally:
-                jobs, self._jobs = self._jobs or [], None
-            finish = _Finish(path, jobs, then, self.added)
+            with _discarding_partial(path), self._collecting() as jobs:
+                yield str(folder)
             if self.in_background:
                 self._path = path
-                self._pending = self._executor.submit(finish)
+                self._pending = self._executor.submit(self._finish, path, jobs, then)
             else:
-                finish()
+                self._finish(path, jobs, then)
+
+    @contextlib.contextmanager
+    def _collecting(self) -> Iterator[list[Callable[[], None]]]:
+        """Collect the writes in the block, if they are for the background; wait for those of the other thread."""
+        jobs: list[Callable[[], None]] = []
+        self._jobs = jobs if self.in_background else None
+        try:
+            yield jobs
+        finally:
+            self._jobs = None
+            written, self._meanwhile = self._meanwhile, []
+            wait(written)
+        for each in written:
+            each.result()
+
+    def _finish(self, path: str, jobs: list[Callable[[], None]], then: Callable[[], None]) -> None:
+        """Do the collected writes, rename the folder, and call `then`."""
+        with _discarding_partial(path):
+            for job in jobs:
+                job()
+            self.added.take(Path(path), staging.staging_folder(path))
+            staging.publish(path)
+        try:
+            then()
+        except OSError as error:
+            logger.warning("Older checkpoints could not be deleted: %s", error)
 
     @property
     def collects(self) -> bool:
@@ -172,16 +199,6 @@ class CheckpointWriter:
             yield
         finally:
             self._in_other_thread = False
-
-    def _filled(self, fill: Callable[[str], None], folder: str) -> None:
-        """Call `fill`, and wait for the other thread's writes, which raise here."""
-        try:
-            fill(folder)
-        finally:
-            written, self._meanwhile = self._meanwhile, []
-            wait(written)
-        for each in written:
-            each.result()
 
     def taking_part(self, path: str) -> contextlib.AbstractContextManager[None]:
         """A context for other processes' writes into the current checkpoint; reports storage errors in the same way."""
@@ -263,27 +280,3 @@ class CheckpointWriter:
                 )
             )
         return self._stager.stage({"values": values})["values"]
-
-
-class _Finish:
-    """The second half of a checkpoint: collected writes, the rename, and the follow-up."""
-
-    def __init__(self, path: str, jobs: list[Callable[[], None]], then: Callable[[], None], added: AddedFiles) -> None:
-        self.path = path
-        self.jobs = jobs
-        self.then = then
-        self.added = added
-
-    def __call__(self) -> None:
-        try:
-            for job in self.jobs:
-                job()
-            self.added.take(Path(self.path), staging.staging_folder(self.path))
-            staging.publish(self.path)
-        except BaseException as error:
-            _discard_partial(self.path, error)
-            raise
-        try:
-            self.then()
-        except OSError as error:
-            logger.warning("Older checkpoints could not be deleted: %s", error)

@@ -202,10 +202,9 @@ def _devices() -> tuple[dict[str, Any], list[str]]:
     """What a run uses here, as `TrainingArguments.device` chooses, and what is wrong with it."""
     import torch
 
-    from hftrainer.parallel import devices
-    from hftrainer.parallel.xla import devices as xla
+    from hftrainer.parallel import devices, tpu
 
-    kind = "xla" if xla.available() else devices.found()
+    kind = "xla" if tpu.uses_xla() else devices.found()
     build = torch.version.cuda or torch.version.hip
     shown: dict[str, Any] = {
         "used": kind,
@@ -223,7 +222,7 @@ def _devices() -> tuple[dict[str, Any], list[str]]:
         if torch.version.cuda is None:
             why = "this torch is built without CUDA: install one as https://pytorch.org/get-started says"
         problems.append(f"There are NVIDIA GPUs that torch does not see; {why}.")
-    if kind == "cpu" and (unused := xla.unused_tpu()):
+    if kind == "cpu" and (unused := tpu.unused_tpu()):
         problems.append(unused)
     return shown, problems
 

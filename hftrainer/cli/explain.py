@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import difflib
 import functools
 import os
 import sys
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from hftrainer.cli.parser import Parser, add_json
+from hftrainer.errors import suggest
 
 if TYPE_CHECKING:
     from hftrainer.hf_argparser import HfArgumentParser
@@ -82,9 +82,8 @@ def _arguments(words: list[str]) -> TrainingArguments:
         parser.error(str(error))
     if unknown:
         options = [f"--{field.name}" for field in dataclasses.fields(TrainingArguments)]
-        near = difflib.get_close_matches(unknown[0], options, n=1)
-        hint = f"did you mean {near[0]}?" if near else "a script comes first: explain train.py --fp16"
-        parser.error(f"unknown argument {unknown[0]}; {hint}")
+        hint = suggest(unknown[0], options, "; a script comes first: explain train.py --fp16")
+        parser.error(f"unknown argument {unknown[0]}{hint}")
     return args
 
 

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from hftrainer.arguments import installed
-from hftrainer.arguments.legacy import RENAMED
 from hftrainer.compat import swap
 from hftrainer.compat.earlier_imports import warnings_of_earlier_imports
 from hftrainer.releases import followed
@@ -34,7 +33,7 @@ def install() -> None:
     for sentence in warnings_of_earlier_imports(sys._getframe(1)):
         warnings.warn(sentence, stacklevel=2)
     followed.follow(followed.installed_release())
-    _set_defaults(followed.from_config({}).defaults)
+    _set_defaults(installed.earlier_defaults())
     installed.follow_fields(TrainingArguments, Seq2SeqTrainingArguments)
     swap.begin()
 
@@ -54,8 +53,7 @@ def _set_defaults(values: Mapping[str, Any]) -> None:
         _todays_defaults.setdefault(name, TrainingArguments.__dataclass_fields__[name].default)
         for kind in (TrainingArguments, Seq2SeqTrainingArguments):
             kind.__dataclass_fields__[name].default = value
-            if name not in RENAMED:  # whose attribute is a property
-                setattr(kind, name, value)
+            setattr(kind, name, value)
             initialize: Any = kind.__init__
             initialize.__kwdefaults__[name] = value
         if name == "optim":

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 
+from hftrainer.plugins import load
+
 
 def prepare_torch_tpu(options: argparse.Namespace) -> bool:
     """Let torchrun start the processes, after setting what torch_tpu's all need; returns False without torch_tpu."""
@@ -26,12 +28,12 @@ def launch_on_tpu(parser: argparse.ArgumentParser, options: argparse.Namespace) 
     Raises:
         SystemExit: when the script ends with it.
     """
-    from hftrainer.parallel.xla import devices as xla
+    from hftrainer.parallel import tpu
 
-    if not xla.installed():
-        parser.error(f"--tpu needs torch_xla: {xla.INSTALL}; or {xla.SUCCESSOR}")
+    if not tpu.has_torch_xla():
+        parser.error(f"--tpu needs torch_xla: {tpu.INSTALL}; or {tpu.SUCCESSOR}")
     os.environ.setdefault("PJRT_DEVICE", "TPU")
-    torch_xla = xla.load()
+    torch_xla = load("xla", "devices").load()
     target = (options.script, options.arguments, options.as_module, options.num_cores)
     torch_xla.launch(_run_on_core, target, debug_single_process=options.num_cores == 1)
 

@@ -160,13 +160,13 @@ _LOG_SAVE_EVALUATE = {
 }
 
 
-def call_log_save_evaluate(method: Callable[..., Any], values: dict[str, Any]) -> None:
-    """Call `_maybe_log_save_evaluate` with the values of the release whose signature it has."""
+def log_save_evaluate_arguments(method: Callable[..., Any], values: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Positional and keyword arguments for `_maybe_log_save_evaluate`, by the release whose signature it has."""
     count = positional_count(method)
     by_position = 7 if count is None else count
     names = _LOG_SAVE_EVALUATE[min(max(by_position, 4), 8)].split() if by_position else []
     further = {name: value for name, value in values.items() if name not in names}
-    call_with_accepted(method, *(values[name] for name in names), **further)
+    return [values[name] for name in names], accepted_by(method, further)
 
 
 #: Methods of transformers' Trainer that are never called here → what to do instead of overriding them.
@@ -210,7 +210,7 @@ def refuse_rewritten(trainer: Any) -> None:
     own, found = vars(trainer), []
     for name, ours in _record_of(kind).items():
         method = own[name] if name in own else getattr(kind, name, None)
-        if not _is_ours(method, ours) and (maker := _rewriter(name, method, ours)) is not None:
+        if method is not ours and not _is_ours(method, ours) and (maker := _rewriter(name, method, ours)) is not None:
             found.append(f"{name} (by {maker})")
     if found:
         raise UnsupportedArgument(

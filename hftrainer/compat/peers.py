@@ -43,17 +43,6 @@ def is_torchmetric(value: Any) -> bool:
     )
 
 
-def announce_deepspeed(config: Any) -> None:
-    """Pass the DeepSpeed configuration for loading models to transformers, if it is installed.
-
-    With ZeRO-3 `from_pretrained` then partitions models while it loads them. transformers keeps only a weak reference.
-    """
-    if importlib.util.find_spec("transformers") is not None:
-        from transformers.integrations.deepspeed import set_hf_deepspeed_config
-
-        set_hf_deepspeed_config(config)
-
-
 def elements(parameter: torch.Tensor) -> int:
     """Number of elements of a parameter, also if this process has only a part of it, as with ZeRO-3."""
     return getattr(parameter, "ds_numel", None) or parameter.numel()

@@ -7,6 +7,8 @@ import importlib.abc
 from types import ModuleType
 from typing import Any
 
+from hftrainer.plugins import load
+
 #: Module that only transformers 4 has → our names. Where a release has a name of the last, its own stays.
 MODULES: dict[str, tuple[str, ...]] = {
     "transformers.trainer_tf": ("TFTrainer",),
@@ -34,7 +36,7 @@ def lend(package: ModuleType) -> None:
         try:
             return kind.__getattr__(self, name)  # the package's own way
         except AttributeError:
-            made = importlib.import_module("hftrainer.tf.model_names").torch_class(self, name)
+            made = load("tensorflow", "model_names").torch_class(self, name)
             if made is None:
                 raise
             return made

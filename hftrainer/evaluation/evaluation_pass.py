@@ -6,22 +6,25 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
-from hftrainer.compat.functions import has_length
+from hftrainer.compat.functions import has_length, takes
 from hftrainer.data.loaders import PreparedDataLoader
 from hftrainer.data.samplers import gives_its_length
 from hftrainer.errors import InvalidArgument
-from hftrainer.evaluation.metrics import TorchMetrics, WholeSetMetrics
+from hftrainer.evaluation import gathering
+from hftrainer.evaluation.metrics import TorchMetrics, as_metrics
 from hftrainer.evaluation.outputs import OutputCollector
 from hftrainer.trainer_pt_utils import find_batch_size, without_rows
 from hftrainer.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize
-from hftrainer.training_args import TrainingArguments
+
+if TYPE_CHECKING:
+    from hftrainer.training.components import Components
 
 
 class _Drawn(NamedTuple):
@@ -37,70 +40,65 @@ class _Drawn(NamedTuple):
 _NO_LOADER = _Drawn(at_end=False, filler=False, counted=None, started=0)
 
 
-@dataclass
+@dataclass(frozen=True)
+class PassSettings:
+    """The arguments of one pass.
+
+    Args:
+        dataloader: the batches.
+        predict: `Trainer.prediction_step` of the model: inputs → `(loss, logits, labels)`, each possibly None.
+        prefix: prefix of each metric's name, followed by an underscore.
+        returns_predictions: keep the predictions even if the metrics do not need them.
+        loss_only: whether only the loss is predicted.
+        ignore_keys: outputs of the model that are left out; None for those that its config names.
+    """
+
+    dataloader: Any
+    predict: Callable[..., tuple[Any, Any, Any]]
+    prefix: str
+    returns_predictions: bool
+    loss_only: bool
+    ignore_keys: list[str] | None
+
+
 class EvaluationPass:
     """A pass that one of Lightning's loops runs batch by batch.
 
     Args:
-        args: the training arguments.
-        dataloader: the batches.
-        predict: `Trainer.prediction_step` for one batch of inputs: `(loss, logits, labels)`, each possibly None.
-        prepare_input: moves an input to the device.
-        announce_batch: called after each batch.
-        num_examples: samples in a loader whose dataset has no length.
-        main_input: the name of the model's main input, for `include_for_metrics`.
-        metrics: the metrics to compute.
-        preprocess_logits: the Trainer's callable, or None.
-        end_batch: called after a batch is predicted, before its results are read.
-        gather: gathers rows from all processes, without fillers: `Trainer.gather_function`.
-        gathering_changes_nothing: whether that returns the rows of a full batch as they are.
-        pad: pads rows in their second dimension to the longest of all processes.
-        collect: gathers all rows from all processes.
-        prefix: prefix of each metric's name, followed by an underscore.
-        returns_predictions: keep the predictions even if the metrics do not need them.
-        only_finite_losses: whether nan and infinite losses are excluded from the mean.
-        preparation_time: seconds that preparing the model took, for the metrics; measured here if it is NaN.
+        components: the parts of the Trainer.
+        settings: the arguments of the pass.
 
     Attributes:
+        metrics: the metrics to compute.
+        preparation_time: seconds that preparing the model took, for the metrics; measured here if it is NaN.
         output: the result, once the pass has finished.
         has_labels: whether a batch had all labels.
         computed: whether there are metrics besides the loss.
     """
 
-    args: TrainingArguments
-    dataloader: Any
-    predict: Callable[[Any], tuple[Any, Any, Any]]
-    prepare_input: Callable[[Any], Any]
-    announce_batch: Callable[[], None]
-    num_examples: Callable[[Any], int]
-    main_input: str
-    metrics: WholeSetMetrics | TorchMetrics
-    preprocess_logits: Callable[[Any, Any], Any] | None
-    end_batch: Callable[[], None]
-    gather: Callable[[Any], Any]
-    gathering_changes_nothing: Callable[[], bool]
-    pad: Callable[[Any], Any]
-    collect: Callable[[Any], Any]
-    prefix: str
-    returns_predictions: bool
-    only_finite_losses: bool = True
-    preparation_time: float | None = None
-    seen_samples: int = 0
-    seen_batches: int = 0
-    output: EvalLoopOutput | None = None
-    has_labels: bool = False
-    computed: bool = False
-    _drawn: deque[_Drawn] = field(default_factory=deque, init=False)
-    _kept: dict[str, OutputCollector] = field(init=False)
-
-    def __post_init__(self) -> None:
-        rows, folder = self._known_samples() or 0, getattr(self.args, "eval_memmap_dir", None)
-        concatenate = self.args.eval_do_concat_batches
+    def __init__(self, components: Components, settings: PassSettings) -> None:
+        self.components = components
+        self.settings = settings
+        self.dataloader = settings.dataloader
+        self.trainer = trainer = components.trainer
+        self.args = args = trainer.args
+        self.metrics = as_metrics(trainer.compute_metrics, by_batch=args.batch_eval_metrics)
+        processes = trainer.accelerator.processes
+        if isinstance(self.metrics, TorchMetrics) and processes.tp_size > 1:
+            self.metrics.gather_by(processes.distinct_parts)
+        self.preparation_time: float | None = getattr(trainer, "model_preparation_time", None)
+        self.seen_samples = self.seen_batches = 0
+        self.output: EvalLoopOutput | None = None
+        self.has_labels = self.computed = False
+        self._preprocess_logits = _preprocessor(trainer.preprocess_logits_for_metrics)
+        self._drawn: deque[_Drawn] = deque()
+        rows, folder = self._known_samples() or 0, getattr(args, "eval_memmap_dir", None)
+        concatenate = args.eval_do_concat_batches
         self._kept = {
             "losses": OutputCollector(concatenate, rows),
             **{name: OutputCollector(concatenate, rows, folder) for name in ("predictions", "label_ids", "inputs")},
         }
-        self._keeps_rows = self.returns_predictions or self.metrics.needs_whole_set
+        self._keeps_rows = settings.returns_predictions or self.metrics.needs_whole_set
         self._created = time.time()
         self.metrics.begin()
 
@@ -143,26 +141,31 @@ class EvaluationPass:
         ahead = self._flags()
         self._set_flags(drawn)
         try:
-            rows = self._rows(inputs, drawn)
+            settings = self.settings
+            predicted = settings.predict(inputs, settings.loss_only, ignore_keys=settings.ignore_keys)
+            rows = self._rows(*predicted, inputs, drawn)
             self._keep(rows, inputs, last, full=not (drawn.at_end or drawn.filler))
         finally:
             self._set_flags(ahead)
-        self.announce_batch()
+        self.components.announce("on_prediction_step")
+        self.components.run.interruption.check()
         every = self.args.eval_accumulation_steps or 1
         if self.seen_batches % every == 0:
             for kept in self._kept.values():
                 kept.to_host()
         return rows["predictions"]
 
-    def _rows(self, inputs: Any, drawn: _Drawn) -> dict[str, Any]:
+    def _rows(self, loss: Any, logits: Any, labels: Any, inputs: Any, drawn: _Drawn) -> dict[str, Any]:
         """The outputs of a batch, before gathering."""
-        loss, logits, labels = self.predict(inputs)
         self.has_labels |= labels is not None
         main = self._main_input(inputs) if "inputs" in self.args.include_for_metrics else None
         if self._keeps_rows or self.metrics.needs_batches:
-            main, labels, logits = (each if each is None else self.pad(each) for each in (main, labels, logits))
-        if logits is not None and self.preprocess_logits is not None:
-            logits = self.preprocess_logits(logits, labels)
+            main, labels, logits = (
+                each if each is None else gathering.padded(self.trainer.accelerator, self.args, each)
+                for each in (main, labels, logits)
+            )
+        if logits is not None and self._preprocess_logits is not None:
+            logits = self._preprocess_logits(logits, labels)
         # The mean is repeated once per sample of a full batch; gathering corrects that for the last batch.
         losses = None if loss is None else _repeated(loss, self.args.eval_batch_size)
         rows = {"losses": losses, "inputs": main, "predictions": logits, "label_ids": labels}
@@ -173,25 +176,26 @@ class EvaluationPass:
             rows = without_rows(rows, lists_of_samples=self.args.eval_use_gather_object)
         else:
             self.seen_samples += find_batch_size(inputs) or 0
-        self.end_batch()
+        self.components.strategy.end_batch()
         return rows
 
     def _main_input(self, inputs: Any) -> Any:
-        if self.main_input not in inputs:
+        name = getattr(self.trainer.model, "main_input_name", "input_ids")
+        if name not in inputs:
             raise InvalidArgument(
-                f"include_for_metrics=['inputs'] keeps the model's main input, {self.main_input!r}, and the batch has "
+                f"include_for_metrics=['inputs'] keeps the model's main input, {name!r}, and the batch has "
                 f"only {', '.join(inputs)}: set main_input_name on the model's class to the name of its input."
             )
-        return self.prepare_input(inputs[self.main_input])
+        return self.trainer._prepare_input(inputs[name])
 
     def _keep(self, rows: dict[str, Any], inputs: Any, last: bool, *, full: bool) -> None:
-        unchanged = full and self.gathering_changes_nothing()
+        unchanged = full and gathering.changes_nothing(self.trainer)
         gathers_all = self._keeps_rows or self.metrics.needs_batches
         gathered: dict[str, Any] = {}
         for name, value in rows.items():
             if value is None or not (gathers_all or name == "losses"):
                 continue
-            gathered[name] = value if unchanged else self.gather(value)
+            gathered[name] = value if unchanged else self.trainer.gather_function(value)
             if self._keeps_rows or name == "losses":
                 self._kept[name].add(gathered[name])
         if self.metrics.needs_batches:  # the function gets the complete batch of inputs, as in transformers
@@ -220,24 +224,31 @@ class EvaluationPass:
     def finish(self) -> dict[str, Any]:
         """Compute the metrics over all batches, and set `output`."""
         whole = {name: kept.arrays() for name, kept in self._kept.items()}
-        metrics = dict(denumpify_detensorize(self.metrics.compute(self._prediction(whole), self.collect)))
+        metrics = dict(denumpify_detensorize(self.metrics.compute(self._prediction(whole), self._collect)))
         self.computed = bool(metrics)
         losses = whole["losses"]
         if losses is not None:
-            metrics[f"{self.prefix}_loss"] = self._mean(np.concatenate(losses) if isinstance(losses, list) else losses)
+            metrics[f"{self.settings.prefix}_loss"] = self._mean(
+                np.concatenate(losses) if isinstance(losses, list) else losses
+            )
         if self.preparation_time is not None:
-            metrics[f"{self.prefix}_model_preparation_time"] = self.preparation_time
+            metrics[f"{self.settings.prefix}_model_preparation_time"] = self.preparation_time
         # Log lines list metrics that already had the prefix first, as in transformers.
-        start = f"{self.prefix}_"
+        start = f"{self.settings.prefix}_"
         prefixed = {name: value for name, value in metrics.items() if name.startswith(start)}
         prefixed |= {start + name: value for name, value in metrics.items() if not name.startswith(start)}
-        samples = self._known_samples() or int(self.collect(np.array([self.seen_samples])).sum())
+        samples = self._known_samples() or int(self._collect(np.array([self.seen_samples])).sum())
         self.output = EvalLoopOutput(whole["predictions"], whole["label_ids"], prefixed, samples)
         return prefixed
 
+    def _collect(self, rows: Any) -> Any:
+        """All rows of all processes."""
+        return self.trainer.accelerator.processes.gather(rows, distinct=True)
+
     def _mean(self, losses: np.ndarray) -> float:
         finite = np.isfinite(losses)
-        if self.only_finite_losses and finite.any():
+        filters = self.args.logging_nan_inf_filter and self.components.policy.filters_nonfinite_eval_losses
+        if filters and finite.any():
             losses = losses[finite]
         return float(losses.mean())
 
@@ -245,7 +256,7 @@ class EvaluationPass:
         dataset: Any = getattr(self.dataloader, "dataset", None)
         if has_length(dataset):
             return len(dataset)
-        return self.num_examples(self.dataloader) if has_length(self.dataloader) else None
+        return self.trainer.num_examples(self.dataloader) if has_length(self.dataloader) else None
 
 
 def _repeated(loss: Any, times: int) -> Any:
@@ -253,3 +264,10 @@ def _repeated(loss: Any, times: int) -> Any:
     if not isinstance(loss, torch.Tensor) or loss.ndim or times == 1:
         return loss.repeat(times)
     return loss.expand(times).contiguous()
+
+
+def _preprocessor(function: Callable[..., Any] | None) -> Callable[[Any, Any], Any] | None:
+    """`preprocess_logits_for_metrics`, as a function of logits and labels; it may take the logits alone."""
+    if function is None or takes(function, None, None) or not takes(function, None):
+        return function
+    return lambda logits, labels: function(logits)

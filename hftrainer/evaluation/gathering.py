@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hftrainer.training.accelerator import EngineAccelerator
-from hftrainer.training.trainer_api import TrainerApi
 from hftrainer.training_args import TrainingArguments
+
+if TYPE_CHECKING:
+    from hftrainer.trainer import Trainer
 
 Gather = Callable[[Any], Any]
 #: As the class has them; scripts may replace them, there or on the Trainer's accelerator.
@@ -21,7 +23,7 @@ def for_metrics(accelerator: Any, args: TrainingArguments) -> Gather:
     return functools.partial(gather, use_gather_object=True) if args.eval_use_gather_object else gather
 
 
-def changes_nothing(trainer: TrainerApi) -> bool:
+def changes_nothing(trainer: Trainer) -> bool:
     """Whether `gather_function` returns the rows of a full batch as they are: in one process, unless it is replaced."""
     accelerator: Any = trainer.accelerator
     function: Any = trainer.gather_function

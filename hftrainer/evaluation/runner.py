@@ -8,8 +8,8 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, cast
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -17,13 +17,13 @@ from torch.utils.data import DataLoader
 
 from hftrainer.arguments import legacy
 from hftrainer.compat import peers
-from hftrainer.compat.functions import has_length, takes
+from hftrainer.compat.functions import has_length
 from hftrainer.compat.messages import log_facts, warn_once
-from hftrainer.compat.overrides import accepts, call_with_accepted, with_accepted
+from hftrainer.compat.overrides import accepted_by, is_overridden, with_accepted
 from hftrainer.errors import InvalidArgument
 from hftrainer.evaluation import gathering
-from hftrainer.evaluation.evaluation_pass import EvaluationPass
-from hftrainer.evaluation.metrics import TorchMetrics, as_metrics
+from hftrainer.evaluation.evaluation_pass import EvaluationPass, PassSettings
+from hftrainer.evaluation.metrics import TorchMetrics
 from hftrainer.evaluation.outputs import predictions
 from hftrainer.evaluation.precision import in_precision
 from hftrainer.parallel import devices
@@ -31,42 +31,27 @@ from hftrainer.parallel.communication import Awaiting
 from hftrainer.reporting.metrics import mean_loss
 from hftrainer.trainer_pt_utils import nested_detach
 from hftrainer.trainer_utils import EvalLoopOutput, PredictionOutput, speed_metrics
-from hftrainer.training.context import Room, TrainerContext
-from hftrainer.training.logged_metrics import LoggedMetrics, split_losses
+from hftrainer.training.losses import LoggedMetrics, split_losses
 from hftrainer.training.xla import print_xla_metrics
+
+if TYPE_CHECKING:
+    from hftrainer.training.components import Components
 
 logger = logging.getLogger(__name__)
 
 
-class EvaluationRunner(Room):
+class EvaluationRunner:
     """Prepares a Trainer for a pass over a set, and sets up that pass for Lightning's loop.
 
     Args:
-        context: what the rooms share.
+        components: the parts of the Trainer.
     """
 
-    def __init__(self, context: TrainerContext) -> None:
-        super().__init__(context)
+    def __init__(self, components: Components) -> None:
+        self.components = components
+        self.trainer, self.run = components.trainer, components.run
         #: Whether the last pass has measured the time to prepare the model.
         self._preparation_measured = False
-
-    def evaluate(self, eval_dataset: Any, ignore_keys: list[str] | None, prefix: str) -> dict[str, float]:
-        """Evaluate one set, log the metrics and return them; see `Trainer.evaluate`."""
-        trainer = self.trainer
-        dataloader = trainer.get_eval_dataloader(eval_dataset)
-        start_time = time.time()
-        output = self._run(
-            dataloader,
-            "Evaluation",
-            prediction_loss_only=True if trainer.compute_metrics is None else None,
-            ignore_keys=ignore_keys,
-            metric_key_prefix=prefix,
-        )
-        metrics = self._with_speed(output, prefix, start_time)
-        trainer.log(metrics)
-        print_xla_metrics(trainer)
-        self.context.announce("on_evaluate", metrics)
-        return metrics
 
     def evaluate_each(
         self, datasets: Mapping[str, Any], ignore_keys: list[str] | None, prefix: str, *, own: bool
@@ -80,7 +65,7 @@ class EvaluationRunner(Room):
             own: whether these are the Trainer's own sets, which are passed by name.
         """
         metrics: dict[str, float] = {}
-        with self.context.engine.evaluation_group() as of_all:
+        with self.components.engine.evaluation_group() as of_all:
             for name, dataset in datasets.items():
                 metrics |= self.trainer.evaluate(
                     name if own else dataset, ignore_keys=ignore_keys, metric_key_prefix=f"{prefix}_{name}"
@@ -92,9 +77,10 @@ class EvaluationRunner(Room):
         """Predict, and compute the metrics if there are labels; see `Trainer.predict`."""
         dataloader = self.trainer.get_test_dataloader(test_dataset)
         start_time = time.time()
-        output = self._run(dataloader, "Prediction", ignore_keys=ignore_keys, metric_key_prefix=prefix)
+        with self.call_of_loop(dataloader, "Prediction", None, ignore_keys, prefix) as loop:
+            output = self.as_output(loop(), dataloader)
         metrics = self._with_speed(output, prefix, start_time)
-        self.context.announce("on_predict", metrics)
+        self.components.announce("on_predict", metrics)
         return PredictionOutput(output.predictions, output.label_ids, metrics)
 
     def loop(
@@ -107,16 +93,15 @@ class EvaluationRunner(Room):
     ) -> EvalLoopOutput:
         """One pass over a loader by one of Lightning's loops; see `Trainer.evaluation_loop`."""
         trainer, run = self.trainer, self.run
+        if not trainer.is_in_train:
+            self.components.setup.take_changes_in(trainer.args)
         loss_only = trainer.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
         self._log_plan(description, dataloader)
         model = self._prepare(dataloader)
         predicting = description == "Prediction"
-        step = with_accepted(trainer.prediction_step, "ignore_keys")
-
-        def predict(inputs: Any) -> Any:
-            return step(model, inputs, loss_only, ignore_keys=ignore_keys)
-
-        evaluation = self._make_pass(dataloader, predict, prefix, predicting)
+        step = functools.partial(with_accepted(trainer.prediction_step, "ignore_keys"), model)
+        settings = PassSettings(dataloader, step, prefix, predicting, loss_only, ignore_keys)
+        evaluation = EvaluationPass(self.components, settings)
         stage = "predict" if predicting else "test" if prefix.startswith("test") else "validate"
         kept = getattr(run, "past", None), run.logged_metrics  # training's; an evaluation does not change them
         run.past, run.logged_metrics = None, LoggedMetrics()
@@ -124,12 +109,12 @@ class EvaluationRunner(Room):
             in_step = Awaiting("the other ranks in an evaluation")
             precision = self._precision(model)
             with devices.hinted(), trainer.accelerator.gradient_state.only(dataloader), in_step, precision:
-                self.context.engine.evaluate(evaluation, trainer.model, stage)
+                self.components.engine.evaluate(evaluation, trainer.model, stage)
         finally:
             # A subclass's `evaluate` may have set another one for this pass only.
             trainer.gather_function = gathering.for_metrics(trainer.accelerator, trainer.args)
             run.past, run.logged_metrics = kept
-            self.context.engine.parallelism.end_batch()  # Lightning keeps logged numbers on the device
+            self.components.strategy.end_batch()  # Lightning keeps logged numbers on the device
         output, evaluation.output = evaluation.output, None
         if output is None or not evaluation.seen_batches:
             raise InvalidArgument(
@@ -161,43 +146,98 @@ class EvaluationRunner(Room):
         with torch.no_grad():
             if has_labels or (not names and returns_loss):
                 labels = nested_detach(_without_tuple_of_one(tuple(inputs.get(name) for name in names)))
-                loss, outputs = self._loss_and_outputs(model, inputs, loss_only)
+                with self._computing_loss(model, inputs, loss_only) as (inputs, keywords):
+                    # An override for v4.1 returns the loss alone; the outputs are those of a separate forward pass.
+                    is_alone = "return_outputs" not in keywords
+                    outputs = model(**inputs) if is_alone and not loss_only else ()
+                    loss = trainer.compute_loss(model, inputs, **keywords)
+                loss, outputs = (loss, outputs) if is_alone else loss
+                loss = _mean(loss)
                 logits = predictions(outputs, ignore_keys, has_loss=True)
             else:
                 with trainer.compute_loss_context_manager():
                     outputs = model(**inputs)
                 logits = predictions(outputs, ignore_keys, has_loss=False)
-                if self.context.past_index >= 0:
-                    self.run.past = outputs[self.context.past_index - 1]
+                if self.components.past_index >= 0:
+                    self.run.past = outputs[self.components.past_index - 1]
         if loss_only:
             return loss, None, None
         return loss, nested_detach(_without_tuple_of_one(logits)), labels
 
+    @contextlib.contextmanager
+    def _computing_loss(
+        self, model: nn.Module, inputs: Any, loss_only: bool
+    ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        """Yields the inputs and the keywords of `Trainer.compute_loss`; items of other processes do not count."""
+        trainer, components = self.trainer, self.components
+        averages, components.averages_tokens = components.averages_tokens, False
+        try:
+            by_items = self.components.policy.divides_eval_loss_by_items
+            num_items = trainer._get_num_items_in_batch([inputs], trainer.args.device) if by_items else None
+            context, inputs = trainer._prepare_context_parallel_inputs(model, inputs)
+            if loss_only and trainer.args.use_liger_kernel and self.components.policy.skips_logits:
+                inputs = {**inputs, "skip_logits": True}  # for Liger's fused loss, which then keeps none
+            keywords = {"return_outputs": True, "num_items_in_batch": num_items}
+            with trainer.compute_loss_context_manager(), context():
+                yield inputs, accepted_by(trainer.compute_loss, keywords)
+        finally:
+            components.averages_tokens = averages
+
     def _ignored_keys(self) -> list[str]:
         """Outputs that the model's config excludes from predictions."""
         config = getattr(self.trainer.model, "config", None)
-        leaves_out = config is not None and self.context.policy.excludes_past_key_values
+        leaves_out = config is not None and self.components.policy.excludes_past_key_values
         cache = peers.name_of_cache()
         ignored = list(getattr(config, "keys_to_ignore_at_inference", [cache] if leaves_out else []))
         # Models written for earlier releases name it as these did; their outputs have it under today's name.
         return [*ignored, cache] if set(ignored) & {"past_key_values", "cache_params"} else ignored
 
-    def _run(self, dataloader: DataLoader, description: str, **settings: Any) -> EvalLoopOutput:
-        """`evaluation_loop`, or `prediction_loop` if the arguments or a subclass for v4.4 or earlier need it."""
+    @contextlib.contextmanager
+    def call_of_loop(
+        self,
+        dataloader: DataLoader,
+        description: str,
+        prediction_loss_only: bool | None,
+        ignore_keys: list[str] | None,
+        metric_key_prefix: str,
+    ) -> Iterator[Callable[[], Any]]:
+        """Yields a call of `evaluation_loop`, or of `prediction_loop` if arguments or a subclass for v4.4 need it."""
         trainer = self.trainer
         loop: Callable[..., Any] = trainer.evaluation_loop
-        own_old_loop = self.context.is_overridden("prediction_loop")
+        own_old_loop = is_overridden(self.trainer, "prediction_loop")
         if legacy.value(trainer.args, "use_legacy_prediction_loop") or (
-            own_old_loop and not self.context.is_overridden("evaluation_loop")
+            own_old_loop and not is_overridden(self.trainer, "evaluation_loop")
         ):
             loop = trainer.prediction_loop
-        own_loop = self.context.is_overridden("evaluation_loop", "prediction_loop")
-        with self.context.engine.autocasting(trainer.model) if own_loop else contextlib.nullcontext():
-            output: Any = call_with_accepted(loop, dataloader, description, **settings)
-        if isinstance(output, tuple) and len(output) == len(PredictionOutput._fields):  # from overrides for v4.4
+        own_loop = is_overridden(self.trainer, "evaluation_loop", "prediction_loop")
+        with self.components.engine.autocasting(trainer.model) if own_loop else contextlib.nullcontext():
+            settings = {
+                "prediction_loss_only": prediction_loss_only,
+                "ignore_keys": ignore_keys,
+                "metric_key_prefix": metric_key_prefix,
+            }
+            yield functools.partial(loop, dataloader, description, **accepted_by(loop, settings))
+
+    def as_output(self, output: Any, dataloader: DataLoader) -> EvalLoopOutput:
+        """The output of a loop, with the number of samples, which overrides for v4.4 do not return."""
+        if isinstance(output, tuple) and len(output) == len(PredictionOutput._fields):
             predictions, label_ids, metrics = output
-            return EvalLoopOutput(predictions, label_ids, metrics, trainer.num_examples(dataloader))
+            return EvalLoopOutput(predictions, label_ids, metrics, self.trainer.num_examples(dataloader))
         return cast("EvalLoopOutput", output)
+
+    def report(self, output: EvalLoopOutput, prefix: str, start_time: float) -> dict[str, float]:
+        """Log the metrics of an evaluation with its speed, announce them, and return them.
+
+        Args:
+            output: the output of the loop.
+            prefix: prefix of each metric's name.
+            start_time: when the loop began, in seconds.
+        """
+        metrics = self._with_speed(output, prefix, start_time)
+        self.trainer.log(metrics)
+        print_xla_metrics(self.trainer)
+        self.components.announce("on_evaluate", metrics)
+        return metrics
 
     def _with_speed(self, output: EvalLoopOutput, prefix: str, start_time: float) -> dict[str, float]:
         """The metrics of a pass, and its speed."""
@@ -222,15 +262,15 @@ class EvaluationRunner(Room):
         Returns:
             The prepared model.
         """
-        trainer, context = self.trainer, self.context
-        context.preparation.for_evaluation()
+        trainer, components = self.trainer, self.components
+        components.preparation.for_evaluation()
         model = trainer._wrap_model(trainer.model, training=False)
         if not trainer.accelerator._models and model is trainer.model:
             model = trainer.accelerator.prepare_model(model, evaluation_mode=True)
             trainer.model_preparation_time = math.nan  # this evaluation measures it, later ones report it
         trainer.callback_handler.eval_dataloader = dataloader
         if callable(getattr(trainer.optimizer, "eval", None)):
-            trainer.optimizer.eval()  # type: ignore[union-attr]
+            trainer.optimizer.eval()
         model.eval()
         return model
 
@@ -243,82 +283,19 @@ class EvaluationRunner(Room):
         model.to(device=args.device)
         return in_precision(model, torch.float16 if args.fp16_full_eval else torch.bfloat16)
 
-    def _make_pass(
-        self, dataloader: DataLoader, predict: Callable[..., Any], prefix: str, predicting: bool
-    ) -> EvaluationPass:
-        """Make the pass that Lightning's loop will run."""
-        trainer, policy = self.trainer, self.context.policy
-        processes = trainer.accelerator.processes
-        metrics = as_metrics(trainer.compute_metrics, by_batch=trainer.args.batch_eval_metrics)
-        if isinstance(metrics, TorchMetrics) and processes.tp_size > 1:
-            metrics.gather_by(processes.distinct_parts)
-        return EvaluationPass(
-            args=trainer.args,
-            dataloader=dataloader,
-            predict=predict,
-            prepare_input=trainer._prepare_input,
-            announce_batch=self._announce_step,
-            num_examples=trainer.num_examples,
-            main_input=getattr(trainer.model, "main_input_name", "input_ids"),
-            metrics=metrics,
-            preprocess_logits=_preprocessor(trainer.preprocess_logits_for_metrics),
-            end_batch=self.context.engine.parallelism.end_batch,
-            gather=lambda rows: trainer.gather_function(rows),
-            gathering_changes_nothing=functools.partial(gathering.changes_nothing, trainer),
-            pad=functools.partial(gathering.padded, trainer.accelerator, trainer.args),
-            collect=functools.partial(processes.gather, distinct=True),
-            prefix=prefix,
-            returns_predictions=predicting,
-            only_finite_losses=trainer.args.logging_nan_inf_filter and policy.filters_nonfinite_eval_losses,
-            preparation_time=getattr(trainer, "model_preparation_time", None),
-        )
-
-    def _announce_step(self) -> None:
-        """Announce a batch, and stop the pass if a signal has arrived."""
-        self.context.announce("on_prediction_step")
-        self.run.interruption.check()
-
     def _draw(self, metrics: Any, prefix: str) -> None:
         """Save the plots of torchmetrics, if requested."""
         trainer = self.trainer
         if isinstance(metrics, TorchMetrics) and metrics.plot and trainer.is_world_process_zero():
             metrics.draw(os.path.join(str(trainer.args.output_dir), f"plots-{trainer.state.global_step}"), prefix)
 
-    def _loss_and_outputs(self, model: nn.Module, inputs: Any, loss_only: bool) -> tuple[torch.Tensor, Any]:
-        """The mean loss of a batch, and the model's outputs; items of other processes do not count in the mean."""
-        context = self.context
-        averages, context.averages_tokens = context.averages_tokens, False
-        try:
-            return self._compute(model, inputs, loss_only)
-        finally:
-            context.averages_tokens = averages
 
-    def _compute(self, model: nn.Module, inputs: Any, loss_only: bool) -> tuple[torch.Tensor, Any]:
-        trainer = self.trainer
-        by_items = self.context.policy.divides_eval_loss_by_items
-        num_items = trainer._get_num_items_in_batch([inputs], trainer.args.device) if by_items else None
-        context, inputs = trainer._prepare_context_parallel_inputs(model, inputs)
-        if loss_only and trainer.args.use_liger_kernel and self.context.policy.skips_logits:
-            inputs = {**inputs, "skip_logits": True}  # for Liger's fused loss, which then keeps none
-        with trainer.compute_loss_context_manager(), context():
-            if accepts(trainer.compute_loss, "return_outputs"):
-                loss, outputs = call_with_accepted(
-                    trainer.compute_loss, model, inputs, return_outputs=True, num_items_in_batch=num_items
-                )
-            else:  # an override for v4.1: its loss, and the outputs from a separate forward pass
-                outputs = () if loss_only else model(**inputs)
-                loss = call_with_accepted(trainer.compute_loss, model, inputs, num_items_in_batch=num_items)
-        loss = split_losses(loss)[0].detach()
-        plain = type(loss) is torch.Tensor and not loss.ndim  # its mean takes three times as long as a copy
-        return loss.clone() if plain else loss.mean(), outputs
+def _mean(loss: Any) -> torch.Tensor:
+    """The mean of a loss, which may be a mapping of several, as a copy."""
+    loss = split_losses(loss)[0].detach()
+    plain = type(loss) is torch.Tensor and not loss.ndim  # its mean takes three times as long as a copy
+    return loss.clone() if plain else loss.mean()
 
 
 def _without_tuple_of_one(values: Any) -> Any:
     return values[0] if isinstance(values, (tuple, list)) and len(values) == 1 else values
-
-
-def _preprocessor(function: Callable[..., Any] | None) -> Callable[[Any, Any], Any] | None:
-    """`preprocess_logits_for_metrics`, as a function of logits and labels; it may take the logits alone."""
-    if function is None or takes(function, None, None) or not takes(function, None):
-        return function
-    return lambda logits, labels: function(logits)

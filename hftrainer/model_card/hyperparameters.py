@@ -3,36 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hftrainer.arguments import legacy
 from hftrainer.arguments.choices import ParallelMode, spelled
-from hftrainer.training.context import TrainerContext
+
+if TYPE_CHECKING:
+    from hftrainer.training.components import Components
 
 
-def hyperparameters(context: TrainerContext) -> dict[str, Any]:
+def hyperparameters(components: Components) -> dict[str, Any]:
     """Name → value, named after the arguments where possible."""
-    args = context.trainer.args
+    args = components.trainer.args
     return {
         "learning_rate": args.learning_rate,
-        **_batches(context),
+        **_batches(components),
         "seed": args.seed,
-        "optimizer": _optimizer(context),
+        "optimizer": _optimizer(components),
         **({"weight_decay": args.weight_decay} if args.weight_decay else {}),
-        **_schedule(context),
+        **_schedule(components),
         **_precision(args),
         **({"label_smoothing_factor": args.label_smoothing_factor} if args.label_smoothing_factor else {}),
     }
 
 
-def _batches(context: TrainerContext) -> dict[str, Any]:
+def _batches(components: Components) -> dict[str, Any]:
     """Batch sizes in samples, per process and in total, and how the processes work together."""
-    trainer, args = context.trainer, context.trainer.args
+    trainer, args = components.trainer, components.trainer.args
     processes = trainer.accelerator.processes.data_processes
-    train, evaluation = context.run.train_batch_size, args.eval_batch_size
+    train, evaluation = components.run.train_batch_size, args.eval_batch_size
     found: dict[str, Any] = {"train_batch_size": train, "eval_batch_size": evaluation}
     if spelled(args.parallel_mode) != ParallelMode.NOT_PARALLEL.value:  # also the enum of transformers
-        found["distributed_type"] = _distributed_type(context)
+        found["distributed_type"] = _distributed_type(components)
     if args.world_size > 1:
         found["num_devices"] = args.world_size
     if args.gradient_accumulation_steps > 1:
@@ -44,16 +46,16 @@ def _batches(context: TrainerContext) -> dict[str, Any]:
     return found
 
 
-def _distributed_type(context: TrainerContext) -> str:
-    kind = context.trainer.args.device.type
+def _distributed_type(components: Components) -> str:
+    kind = components.trainer.args.device.type
     devices = {"xla": "TPU", "tpu": "TPU", "cpu": "multi-CPU"}.get(kind, "multi-GPU")
-    name = context.engine.parallelism.card
+    name = components.strategy.card
     return f"{devices} ({name})" if name else devices
 
 
-def _optimizer(context: TrainerContext) -> str:
-    trainer, args = context.trainer, context.trainer.args
-    own_optimizer, _ = context.optimizers_given
+def _optimizer(components: Components) -> str:
+    trainer, args = components.trainer, components.trainer.args
+    own_optimizer, _ = components.optimizers_given
     if own_optimizer is not None:
         return _with_settings(type(own_optimizer).__name__, own_optimizer.defaults)
     if trainer.optimizer_cls_and_kwargs is not None:
@@ -70,9 +72,9 @@ def _with_settings(name: str, settings: Mapping[str, Any]) -> str:
     return ", ".join([name, *(f"{key}={value}" for key, value in printable.items())])
 
 
-def _schedule(context: TrainerContext) -> dict[str, Any]:
-    args = context.trainer.args
-    _, own_schedule = context.optimizers_given
+def _schedule(components: Components) -> dict[str, Any]:
+    args = components.trainer.args
+    _, own_schedule = components.optimizers_given
     name = type(own_schedule).__name__ if own_schedule else spelled(args.lr_scheduler_type)
     found: dict[str, Any] = {"lr_scheduler_type": name}
     if own_schedule is None and args.lr_scheduler_kwargs:

@@ -1,15 +1,17 @@
-"""Reads a configuration that an argument gives as a dict or as the path of a file."""
+"""Reads what users write as text: files of configurations, switches in the environment."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hftrainer.errors import WrongConfig
+from hftrainer.errors import InvalidArgument, WrongConfig
 
+TRUE, FALSE = ("1", "on", "t", "true", "y", "yes"), ("0", "f", "false", "n", "no", "off")
 #: Keys of every file that `accelerate config` writes.
 _OF_ACCELERATE = {"compute_environment", "distributed_type"}
 
@@ -25,18 +27,36 @@ def read_config(given: Any, argument: str = "lightning_config") -> dict[str, Any
     path = Path(os.fspath(given))
     if not path.is_file():
         raise WrongConfig(f"{argument}={str(given)!r}: there is no such file.")
-    try:
-        text = path.read_text(encoding="utf-8")
-        values = json.loads(text) if path.suffix == ".json" else read_yaml(text)
-    except (ValueError, RecursionError) as error:
-        raise WrongConfig(f"{argument}: {path} is malformed: {error}") from error
-    if not isinstance(values, dict):
-        raise WrongConfig(f"{argument}: {path} must hold keywords and values, but holds a {type(values).__name__}.")
+    values = read_mapping(path, "JSON" if path.suffix == ".json" else "YAML", f"{argument}: ", WrongConfig)
     if values.keys() >= _OF_ACCELERATE:
         raise WrongConfig(
             f"{argument}: {path} is a file of accelerate's: start the script with accelerate launch --config_file "
             f"{path}, and leave {argument} out."
         )
+    return values
+
+
+def read_mapping(
+    path: str | os.PathLike[str], form: str, where: str = "", kind: type[ValueError] = InvalidArgument
+) -> dict[str, Any]:
+    """The keys and values in a file.
+
+    Args:
+        path: the file.
+        form: 'JSON' or 'YAML'.
+        where: the beginning of errors.
+        kind: the class of errors.
+
+    Raises:
+        OSError: if the file cannot be read; `kind` if it is malformed.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        values = json.loads(text) if form == "JSON" else read_yaml(text)
+    except (ValueError, RecursionError) as error:
+        raise kind(f"{where}{path} is not valid {form}: {error}") from error
+    if not isinstance(values, dict):
+        raise kind(f"{where}{path} must hold keys and values, but holds a {type(values).__name__}.")
     return values
 
 
@@ -52,6 +72,18 @@ def read_yaml(text: str) -> Any:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from error
+
+
+def parse_bool(value: Any) -> bool | None:
+    """The boolean that a value spells, in upper or lower case; None if it spells none."""
+    word = str(value).lower()
+    return True if word in TRUE else False if word in FALSE else None
+
+
+def env_flag(name: str, default: bool = False, environment: Mapping[str, str] = os.environ) -> bool:
+    """The boolean in an environment variable; the default if it is not set, or spells none."""
+    flag = parse_bool(environment.get(name))
+    return default if flag is None else flag
 
 
 def why_text(value: Any) -> str | None:

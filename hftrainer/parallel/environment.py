@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hftrainer.plugins import load
+
 #: Selects the launcher whose variables are read, if `lightning_config` does not.
 CHOICE = "HFTRAINER_ENVIRONMENT"
 #: Set in processes that the script itself has started: the process id of the starting process.
@@ -176,9 +178,7 @@ def _by_slurm() -> RankInfo:
 
 def _by_xla() -> RankInfo:
     """A process of torch_xla.launch; torch_xla knows its rank."""
-    from hftrainer.parallel.xla import devices as xla
-
-    return xla.rank_info()
+    return load("xla", "devices").rank_info()
 
 
 def _first(*names: str) -> str:

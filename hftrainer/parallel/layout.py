@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hftrainer.errors import WrongConfig
+from hftrainer.parallel.config_files import env_flag
 from hftrainer.parallel.fsdp.settings import FsdpSettings, nearest
 
 _SIZES = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size")
@@ -124,7 +125,7 @@ def check_model_layout(layout: Layout, model: Any) -> str | None:
 
 
 def _given(given: Any, environment: Mapping[str, str]) -> dict[str, Any]:
-    if given is None and environment.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
+    if given is None and env_flag("ACCELERATE_USE_PARALLELISM_CONFIG", environment=environment):
         return {name: environment.get(f"PARALLELISM_CONFIG_{name.upper()}", "1") for name in _SIZES}
     if given is None:
         return {}

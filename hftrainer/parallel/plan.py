@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 if TYPE_CHECKING:
-    from hftrainer.parallel.deepspeed.settings import DeepSpeedConfig
     from hftrainer.parallel.fsdp.settings import FsdpSettings
     from hftrainer.parallel.layout import Layout
     from hftrainer.parallel.processes import Processes
@@ -51,7 +50,7 @@ class LightningPlan:
     ddp: Mapping[str, Any]
     sharding: FsdpSettings | None
     layout: Layout
-    deepspeed: DeepSpeedConfig | None
+    deepspeed: Any
     async_checkpoint: bool
     stop_on_save_error: bool
     read_once: Mapping[str, Any]

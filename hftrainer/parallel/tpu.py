@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
+import os
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from hftrainer.parallel.config_files import env_flag
+
+INSTALL = "pip install 'hftrainer[tpu]' (torch_xla 2.9, and the torch that it needs, 2.9)"
+SUCCESSOR = "pip install 'hftrainer[torch-tpu]' (torch_tpu, for torch 2.11 to 2.15)"
+#: Environment variables of machines with a TPU.
+_OF_TPUS = ("TPU_NAME", "TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES", "TPU_ACCELERATOR_TYPE", "CLOUD_TPU_TASK_ID")
 #: Set before the processes start, the same for all: where each connects to the network of the TPUs.
 ADDRESSES = "TORCH_TPU_SLICEBUILDER_ADDRESSES"
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
@@ -24,6 +32,41 @@ def chips() -> int:
     """
     vendors = (path for path in _PCI_DEVICES.glob("*/vendor") if path.read_text().strip() == _GOOGLE)
     return sum((path.parent / "device").read_text().strip() in _TPUS for path in vendors)
+
+
+def _declined() -> bool:
+    return not env_flag("USE_TORCH_XLA", True)
+
+
+def wants_xla() -> bool:
+    """Whether the machine or the user indicates an XLA device; `USE_TORCH_XLA=0` means no."""
+    if _declined():
+        return False
+    return bool(os.environ.get("PJRT_DEVICE")) or any(map(os.environ.get, _OF_TPUS)) or chips() > 0
+
+
+def unused_tpu() -> str | None:
+    """What to do if a run on the CPU was meant for a TPU; None if not, or with `USE_TORCH_XLA=0`.
+
+    `_OF_TPUS` do not decide: with them, a machine without a TPU names one that it uses from afar.
+    """
+    asked = os.environ.get("PJRT_DEVICE") == "TPU"
+    if _declined() or not (asked or chips()):
+        return None
+    return (
+        f"{'PJRT_DEVICE=TPU asks for a TPU' if asked else 'This machine has a TPU'}, but torch finds none: {INSTALL}, "
+        f"or, for TPU v4 and later, {SUCCESSOR}. Or set use_cpu=True to train on the CPU."
+    )
+
+
+def has_torch_xla() -> bool:
+    """Whether torch_xla can be imported; does not import it."""
+    return importlib.util.find_spec("torch_xla") is not None
+
+
+def uses_xla() -> bool:
+    """Whether training runs on XLA, unless `use_cpu` is set."""
+    return wants_xla() and has_torch_xla()
 
 
 class _TorchTpu:

@@ -121,7 +121,6 @@ class Until5_5(Until5_9):
     changes = {
         "gradient_divisor": "since 5.2, accelerate divides the gradients by gradient_accumulation_steps once more",
     }
-    defaults = {"trackio_space_id": "trackio"}
 
     def gradient_divisor(self, args: Any) -> int:
         return args.gradient_accumulation_steps
@@ -191,7 +190,6 @@ class Until4_57(Until5_0):
         "printed": "numbers in printed log lines have all digits",
         "sets_use_cache": "the model's config keeps its use_cache",
     }
-    defaults = Until5_5.defaults | {"fsdp_min_num_params": 0, "report_to": "all", "warmup_ratio": 0.0}
     estimates_total_flos = False
     sets_use_cache = False
 
@@ -234,15 +232,7 @@ class Until4_54(Until4_55):
         return args.gradient_accumulation_steps
 
 
-class Until4_53(Until4_54):
-    """What releases until 4.53 do differently: defaults alone."""
-
-    until = Release(4, 53)
-    changes = {}
-    defaults = Until4_57.defaults | {"average_tokens_across_devices": False, "optim": "adamw_torch"}
-
-
-class Until4_52(Until4_53):
+class Until4_52(Until4_54):
     """What releases until 4.52 do differently."""
 
     until = Release(4, 52)

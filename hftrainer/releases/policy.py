@@ -41,12 +41,10 @@ class ReleasePolicy:
     Attributes:
         until: the last release that does so.
         changes: method or value → what the class does with it, as `explain` and COMPATIBILITY.md show it.
-        defaults: argument → its default in the release, where that is another than ours.
     """
 
     until = NEWEST
     changes: dict[str, str] = {}
-    defaults: dict[str, Any] = {}
 
     def __init__(self, release: Release = NEWEST) -> None:
         self.release = release
@@ -54,7 +52,8 @@ class ReleasePolicy:
     def differences(self) -> dict[str, str]:
         """Name of a value or method → what the followed release does, where that is not what the newest one does."""
         changed: dict[str, str | None] = {}
-        for kind in type(self).__mro__[:-2]:  # those of an earlier release hide those of a later one
+        kinds: Any = type(self).__mro__[:-2]
+        for kind in kinds:  # those of an earlier release hide those of a later one
             changed = {name: kind.changes.get(name) for name in vars(kind)} | changed
         return {name: text for name, text in changed.items() if text is not None}
 

@@ -17,16 +17,15 @@ from typing import TYPE_CHECKING, Any
 from hftrainer.callbacks.base import TrainerCallback
 from hftrainer.checkpointing.names import PREFIX_CHECKPOINT_DIR
 from hftrainer.checkpointing.weights import save_weights
-from hftrainer.engine import adapter
 from hftrainer.errors import MissingPackage
+from hftrainer.parallel.config_files import env_flag
+from hftrainer.plugins import adapter
 
 if TYPE_CHECKING:
     from hftrainer.callbacks.state import TrainerState
     from hftrainer.training_args import TrainingArguments
 
 logger = logging.getLogger(__name__)
-
-_TRUE = frozenset({"1", "ON", "YES", "TRUE"})
 
 
 class ReportingCallback(TrainerCallback):
@@ -323,7 +322,7 @@ class MLflowCallback(_SetUpCallback):
 
     def setup(self, args: Any, state: TrainerState, model: Any, **kwargs: Any) -> None:
         """Open a run, or use the active one, and write the hyperparameters."""
-        self._log_artifacts = os.environ.get("HF_MLFLOW_LOG_ARTIFACTS", "").upper() in _TRUE
+        self._log_artifacts = env_flag("HF_MLFLOW_LOG_ARTIFACTS")
         super().setup(args, state, model, **kwargs)
         self._auto_end_run = any(tracker.has_begun for tracker in self._trackers)
 
@@ -355,7 +354,7 @@ class CometCallback(_SetUpCallback):
 
     def setup(self, args: Any, state: TrainerState, model: Any, **kwargs: Any) -> None:
         """Start or continue an experiment, and write the hyperparameters."""
-        self._log_assets = os.environ.get("COMET_LOG_ASSETS", "").upper() in _TRUE
+        self._log_assets = env_flag("COMET_LOG_ASSETS")
         super().setup(args, state, model, **kwargs)
 
     def on_train_end(self, args, state, control, model=None, processing_class=None, **kwargs):

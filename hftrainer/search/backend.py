@@ -3,49 +3,17 @@
 from __future__ import annotations
 
 import abc
-import difflib
 import importlib.util
 import numbers
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from hftrainer.errors import InvalidArgument, MetricNotFound, UnknownArgument
+from hftrainer.errors import InvalidArgument, MetricNotFound, UnknownArgument, suggest
 
 if TYPE_CHECKING:
-    from hftrainer.checkpointing.writer import CheckpointWriter
-    from hftrainer.releases.policy import ReleasePolicy
+    from hftrainer.trainer import Trainer
     from hftrainer.trainer_utils import BestRun
-    from hftrainer.training.run import Run
-    from hftrainer.training.runner import TrainingRunner
-    from hftrainer.training.saver import CheckpointSaver
-    from hftrainer.training.settings import Settings
-    from hftrainer.training.trainer_api import TrainerApi
-
-
-class SearchContext(Protocol):
-    """What a search needs of the rooms of a Trainer; see `training.context.TrainerContext`."""
-
-    trainer: TrainerApi
-    policy: ReleasePolicy
-    run: Run
-    checkpoint_writer: CheckpointWriter
-    lightning_callbacks: list[Any]
-    search: Any
-    hp_study: Any
-    searched_arguments: dict[str, Any] | None
-    args_have_changed: bool
-    runner: TrainingRunner
-    saver: CheckpointSaver
-    settings: Settings
-
-    def announce(self, event: str, *payload: Any, **kwargs: Any) -> None:
-        """Call an event of all callbacks."""
-
-    def state_of_trainer(self) -> dict[str, Any]:
-        """What a copy of the Trainer keeps."""
-
-    def rebuild(self) -> None:
-        """Make what a copy of a Trainer has of its own."""
+    from hftrainer.training.components import Components
 
 
 class TrialFailed(Exception):
@@ -59,15 +27,15 @@ class SearchBackend(abc.ABC):
         name: its name in `backend`, which is also the name of its module.
         install: the argument of `pip install`.
         directions: 'minimize' or 'maximize' for each objective.
-        context: what the search needs of the Trainer's rooms.
+        components: the parts of the Trainer.
     """
 
     name: ClassVar[str]
     install: ClassVar[str]
     directions: list[str]
 
-    def __init__(self, context: SearchContext) -> None:
-        self.context = context
+    def __init__(self, components: Components) -> None:
+        self.components = components
 
     @classmethod
     def is_available(cls) -> bool:
@@ -80,7 +48,7 @@ class SearchBackend(abc.ABC):
         """The search space when the user gives no `hp_space`."""
 
     @abc.abstractmethod
-    def run(self, trainer: TrainerApi, n_trials: int | None, direction: Any, **kwargs: Any) -> BestRun | list[BestRun]:
+    def run(self, trainer: Trainer, n_trials: int | None, direction: Any, **kwargs: Any) -> BestRun | list[BestRun]:
         """Run the search.
 
         Args:
@@ -91,7 +59,7 @@ class SearchBackend(abc.ABC):
         """
 
     @abc.abstractmethod
-    def hyperparameters(self, trainer: TrainerApi, trial: Any) -> Any:
+    def hyperparameters(self, trainer: Trainer, trial: Any) -> Any:
         """The arguments that a trial changes, with their values."""
 
     @abc.abstractmethod
@@ -99,7 +67,7 @@ class SearchBackend(abc.ABC):
         """The id of a trial, after which its folder `run-xxx` is named."""
 
     @abc.abstractmethod
-    def report(self, trainer: TrainerApi, trial: Any, step: int, objective: Any, metrics: Mapping[str, float]) -> None:
+    def report(self, trainer: Trainer, trial: Any, step: int, objective: Any, metrics: Mapping[str, float]) -> None:
         """Report an evaluation to the library, which may end the trial.
 
         Args:
@@ -110,7 +78,7 @@ class SearchBackend(abc.ABC):
             metrics: metrics of the evaluation.
         """
 
-    def space(self, trainer: TrainerApi) -> Any:
+    def space(self, trainer: Trainer) -> Any:
         """The description that `hp_space` returns for a library that samples by itself.
 
         Raises:
@@ -126,10 +94,10 @@ class SearchBackend(abc.ABC):
                 "must return a description of the search space."
             ) from error
 
-    def after_saving(self, trainer: TrainerApi) -> None:  # noqa: B027 - only some libraries need it
+    def after_saving(self, trainer: Trainer) -> None:  # noqa: B027 - only some libraries need it
         """Called in a trial after each step, when it has been logged, evaluated and saved as far as these were due."""
 
-    def objective_of(self, trainer: TrainerApi, metrics: Mapping[str, Any]) -> Any:
+    def objective_of(self, trainer: Trainer, metrics: Mapping[str, Any]) -> Any:
         """What `compute_objective` makes of the metrics of an evaluation; a number if there is one direction.
 
         Raises:
@@ -182,8 +150,7 @@ def check_keywords(library: str, given: Collection[str], known: Collection[str],
     """
     allowed = {*known, *ours.values()} - set(ours)
     for name in [name for name in given if name not in allowed]:
-        near = [ours[name]] if name in ours else difflib.get_close_matches(name, allowed, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = f"; did you mean {ours[name]!r}?" if name in ours else suggest(name, allowed)
         raise UnknownArgument(f"hyperparameter_search with {library} has no argument {name!r}{hint}")
 
 

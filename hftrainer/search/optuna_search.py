@@ -28,7 +28,7 @@ from hftrainer.training.out_of_memory import is_out_of_memory
 if TYPE_CHECKING:
     from optuna import Study
 
-    from hftrainer.training.trainer_api import TrainerApi
+    from hftrainer.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class OptunaSearch(SearchBackend):
 
     study: Study
 
-    def run(self, trainer: TrainerApi, n_trials: int | None, direction: Any, **kwargs: Any) -> BestRun | list[BestRun]:
+    def run(self, trainer: Trainer, n_trials: int | None, direction: Any, **kwargs: Any) -> BestRun | list[BestRun]:
         """Train trials until the study has `n_trials`, and return the best one in every process.
 
         Raises:
@@ -74,7 +74,7 @@ class OptunaSearch(SearchBackend):
                 return best
             self._train_with_main(trainer, SharedTrial(None, number, from_main))
 
-    def hyperparameters(self, trainer: TrainerApi, trial: Any) -> Any:
+    def hyperparameters(self, trainer: Trainer, trial: Any) -> Any:
         """The values that `hp_space` chooses."""
         return trainer.hp_space(trial)
 
@@ -82,7 +82,7 @@ class OptunaSearch(SearchBackend):
         """The number of the trial."""
         return str(trial.number)
 
-    def report(self, trainer: TrainerApi, trial: Any, step: int, objective: Any, metrics: Mapping[str, float]) -> None:
+    def report(self, trainer: Trainer, trial: Any, step: int, objective: Any, metrics: Mapping[str, float]) -> None:
         """Report an objective to Optuna, and end the trial if Optuna prunes it.
 
         Optuna does not prune when there are several objectives.
@@ -96,10 +96,10 @@ class OptunaSearch(SearchBackend):
         if trial.should_prune():
             import optuna
 
-            self.context.announce("on_train_end")
+            self.components.announce("on_train_end")
             raise optuna.TrialPruned(f"at step {step}")
 
-    def objective(self, trainer: TrainerApi, trial: Any) -> Any:
+    def objective(self, trainer: Trainer, trial: Any) -> Any:
         """Train a trial, and return the objective of its last evaluation. Without one, evaluate after training."""
         trainer.objective = None
         trainer.train(trial=trial)
@@ -107,7 +107,7 @@ class OptunaSearch(SearchBackend):
             trainer.objective = self.objective_of(trainer, trainer.evaluate())
         return trainer.objective
 
-    def _open_study(self, trainer: TrainerApi, kwargs: dict[str, Any]) -> None:
+    def _open_study(self, trainer: Trainer, kwargs: dict[str, Any]) -> None:
         """Create the study, or load an existing one and reseed its sampler, which would repeat its trials otherwise."""
         import optuna
 
@@ -130,10 +130,10 @@ class OptunaSearch(SearchBackend):
                     "the same, or another study_name."
                 ) from None
             study.sampler.reseed_rng()
-        self.study = self.context.hp_study = study
+        self.study = self.components.hp_study = study
         self._jobs.register(study.study_name)
 
-    def _run_trials(self, trainer: TrainerApi, count: TrialCount, options: dict[str, Any]) -> None:
+    def _run_trials(self, trainer: Trainer, count: TrialCount, options: dict[str, Any]) -> None:
         catch = options.pop("catch", ())
         options["catch"] = (TrialFailed, *(catch if isinstance(catch, Iterable) else (catch,)))
         with self._jobs.running(count.remaining()):
@@ -141,7 +141,7 @@ class OptunaSearch(SearchBackend):
         if self._jobs.lost_worker and not self._jobs.is_stopped(self.study):  # train the trials of killed workers
             self._optimize(trainer, count, options)
 
-    def _optimize(self, trainer: TrainerApi, count: TrialCount, options: dict[str, Any]) -> None:
+    def _optimize(self, trainer: Trainer, count: TrialCount, options: dict[str, Any]) -> None:
         """Run trials until there are enough, the time is up, or a callback stops the study."""
         started = 0
 
@@ -165,7 +165,7 @@ class OptunaSearch(SearchBackend):
                 return
             # Trials may remain, if another process was killed.
 
-    def _run_trial(self, trainer: TrainerApi, count: TrialCount, trial: Any) -> Any:
+    def _run_trial(self, trainer: Trainer, count: TrialCount, trial: Any) -> Any:
         trial.set_user_attr(OWNER, this_process())
         if count.is_surplus(trial.number):
             reason = "other processes started the last trials at the same time"
@@ -174,12 +174,12 @@ class OptunaSearch(SearchBackend):
         try:
             objective, error = self._train(trainer, trial)
         finally:
-            self.context.runner.release_trial()
+            self.components.runner.release_trial()
         if error is not None:
             raise error
         return objective
 
-    def _train(self, trainer: TrainerApi, trial: Any) -> tuple[Any, Exception | None]:
+    def _train(self, trainer: Trainer, trial: Any) -> tuple[Any, Exception | None]:
         """Train a trial, and return its objective or a new exception, whose traceback does not keep the model."""
         import optuna
 
@@ -215,14 +215,14 @@ class OptunaSearch(SearchBackend):
             self.study.tell(trial, state=TrialState.FAIL)
         enqueue_retry(self.study, trial.number)
 
-    def _train_with_main(self, trainer: TrainerApi, trial: SharedTrial) -> None:
+    def _train_with_main(self, trainer: Trainer, trial: SharedTrial) -> None:
         import optuna
 
         try:
             with contextlib.suppress(optuna.TrialPruned):
                 self.objective(trainer, trial)
         finally:
-            self.context.runner.release_trial()
+            self.components.runner.release_trial()
 
     def _best(self) -> BestRun | list[BestRun]:
         from optuna.trial import TrialState

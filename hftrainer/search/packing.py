@@ -15,8 +15,8 @@ from hftrainer.errors import InvalidArgument
 from hftrainer.releases.followed import follow
 
 if TYPE_CHECKING:
-    from hftrainer.search.backend import SearchContext
-    from hftrainer.training.trainer_api import TrainerApi
+    from hftrainer.trainer import Trainer
+    from hftrainer.training.components import Components
 
 
 @dataclass(frozen=True)
@@ -31,44 +31,44 @@ class PackedTrainer:
     pickled: bytes
     folder: str
 
-    def unpack(self) -> SearchContext:
+    def unpack(self) -> Components:
         """Unpickle a Trainer, and make it ready to train here, in its working directory if that exists."""
         from ray import cloudpickle
 
-        context: SearchContext = cloudpickle.loads(self.pickled)
-        trainer = context.trainer
+        components: Components = cloudpickle.loads(self.pickled)
+        trainer = components.trainer
         if os.path.isdir(self.folder):
             os.chdir(self.folder)
-        for arguments in filter(None, (vars(trainer.args), context.searched_arguments)):
+        for arguments in filter(None, (vars(trainer.args), components.searched_arguments)):
             arguments["output_dir"] = os.path.join(self.folder, arguments["output_dir"])
-        follow(context.policy.release)  # install() was not called in this process
-        context.settings.set_log_level()
-        context.settings.follow_arguments()
-        context.rebuild()
+        follow(components.policy.release)  # install() was not called in this process
+        components.setup.set_log_level()
+        components.setup.follow_arguments()
+        components.rebuild()
         for callback in list(trainer.callback_handler.callbacks):
             if is_kind(callback, "NotebookProgressCallback"):
                 trainer.pop_callback(callback)
                 trainer.add_callback(ProgressCallback)
-        return context
+        return components
 
 
-def pack(context: SearchContext) -> PackedTrainer:
+def pack(components: Components) -> PackedTrainer:
     """Pickle a Trainer without changing it.
 
     Raises:
         InvalidArgument: if an attribute or a callback cannot be pickled, with its name.
     """
-    trainer, state = context.trainer, context.state_of_trainer()
+    trainer, state = components.trainer, components.state_of_trainer()
     try:
-        return PackedTrainer(_pickled(context, trainer, state), os.getcwd())
+        return PackedTrainer(_pickled(components, trainer, state), os.getcwd())
     except Exception as error:
         raise InvalidArgument(
-            f"{_unpicklable(context, state)} cannot be pickled for Ray's processes ({error}). Create it there instead, "
-            "for example in a callback's on_train_begin."
+            f"{_unpicklable(components, state)} cannot be pickled for Ray's processes ({error}). Create it there "
+            "instead, for example in a callback's on_train_begin."
         ) from error
 
 
-def _pickled(value: Any, trainer: TrainerApi, state: dict[str, Any]) -> bytes:
+def _pickled(value: Any, trainer: Trainer, state: dict[str, Any]) -> bytes:
     """Pickle a value. References to the Trainer in it become references to a Trainer with this state."""
     from ray import cloudpickle
 
@@ -84,22 +84,22 @@ def _pickled(value: Any, trainer: TrainerApi, state: dict[str, Any]) -> bytes:
     return file.getvalue()
 
 
-def _set_state(trainer: TrainerApi, state: dict[str, Any]) -> None:
+def _set_state(trainer: Trainer, state: dict[str, Any]) -> None:
     vars(trainer).update(state)
 
 
-def _unpicklable(context: SearchContext, state: dict[str, Any]) -> str:
+def _unpicklable(components: Components, state: dict[str, Any]) -> str:
     """The name of the first callback or attribute that cannot be pickled."""
-    for name, value in _parts(context, state):
+    for name, value in _parts(components, state):
         try:
-            _pickled(value, context.trainer, {})
+            _pickled(value, components.trainer, {})
         except Exception:
             return name
-    return type(context.trainer).__name__
+    return type(components.trainer).__name__
 
 
-def _parts(context: SearchContext, state: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    for callback in [*context.trainer.callback_handler.callbacks, *context.lightning_callbacks]:
+def _parts(components: Components, state: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for callback in [*components.trainer.callback_handler.callbacks, *components.lightning_callbacks]:
         yield f"The callback {type(callback).__name__}", callback
     for name, value in state.items():
-        yield f"{type(context.trainer).__name__}.{name}", value
+        yield f"{type(components.trainer).__name__}.{name}", value

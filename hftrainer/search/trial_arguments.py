@@ -11,6 +11,7 @@ from typing import Any
 from hftrainer.arguments.validation import ALIASES, normalize
 from hftrainer.compat.functions import number_of_arguments
 from hftrainer.errors import InvalidArgument, UnknownArgument
+from hftrainer.parallel.config_files import parse_bool
 from hftrainer.training_args import TrainingArguments
 
 logger = logging.getLogger(__name__)
@@ -86,10 +87,9 @@ def _unknown(args: Any, name: str, near: list[str]) -> str:
 
 def _parse_bool(name: str, value: Any) -> bool:
     """The value as a bool. `bool("False")` would be True."""
-    bools = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
-    if (text := str(value).lower()) not in bools:
+    if (flag := parse_bool(str(value).removesuffix(".0"))) is None:
         raise InvalidArgument(f"hp_space: {name}={value!r} is not a bool: give True or False.")
-    return bools[text]
+    return flag
 
 
 def _cast(name: str, value: Any, current: Any, annotation: str) -> Any:

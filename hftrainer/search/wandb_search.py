@@ -14,7 +14,6 @@ from hftrainer.errors import InvalidArgument, SearchFailed, UnsupportedArgument
 from hftrainer.reporting.tracker_callbacks import WandbCallback
 from hftrainer.search.backend import (
     SearchBackend,
-    SearchContext,
     TrialFailed,
     check_keywords,
     no_trial_message,
@@ -24,7 +23,8 @@ from hftrainer.search.trial_arguments import check_names, model_takes_trial
 from hftrainer.trainer_utils import BestRun, default_hp_space_wandb
 
 if TYPE_CHECKING:
-    from hftrainer.training.trainer_api import TrainerApi
+    from hftrainer.trainer import Trainer
+    from hftrainer.training.components import Components
 
 logger = logging.getLogger(__name__)
 
@@ -47,12 +47,12 @@ class WandbSearch(SearchBackend):
 
     metric: str
 
-    def __init__(self, context: SearchContext) -> None:
-        super().__init__(context)
+    def __init__(self, components: Components) -> None:
+        super().__init__(components)
         self.best: BestRun | None = None
         self.failed: list[str] = []
 
-    def run(self, trainer: TrainerApi, n_trials: int | None, direction: Any, **kwargs: Any) -> BestRun:
+    def run(self, trainer: Trainer, n_trials: int | None, direction: Any, **kwargs: Any) -> BestRun:
         """Start a sweep, or join the sweep `sweep_id`, and train up to `n_trials` of its runs.
 
         Args:
@@ -83,7 +83,7 @@ class WandbSearch(SearchBackend):
             wandb.agent(sweep, train, count=n_trials, max_consecutive_failed_runs=max_failed, **project)
         return self._best(sweep)
 
-    def hyperparameters(self, trainer: TrainerApi, trial: Any) -> Any:
+    def hyperparameters(self, trainer: Trainer, trial: Any) -> Any:
         """The values that the server has chosen."""
         return trial
 
@@ -94,14 +94,14 @@ class WandbSearch(SearchBackend):
         assert wandb.run is not None
         return str(wandb.run.id)
 
-    def report(self, trainer: TrainerApi, trial: Any, step: int, objective: Any, metrics: Mapping[str, float]) -> None:
+    def report(self, trainer: Trainer, trial: Any, step: int, objective: Any, metrics: Mapping[str, float]) -> None:
         """Log the objective if the sweep compares it. The tracker logs all other metrics."""
         if self.metric == OBJECTIVE:
             import wandb
 
             wandb.log({OBJECTIVE: objective, "train/global_step": step})
 
-    def _check(self, trainer: TrainerApi) -> None:
+    def _check(self, trainer: Trainer) -> None:
         if len(self.directions) > 1:
             raise UnsupportedArgument(f"direction={self.directions}: a sweep has one objective; use backend='optuna'.")
         if trainer.args.world_size > 1:
@@ -110,7 +110,7 @@ class WandbSearch(SearchBackend):
                 "sweep_id of the first; or use backend='optuna', with which several processes share a trial."
             )
 
-    def _space(self, trainer: TrainerApi, name: str | None) -> dict[str, Any]:
+    def _space(self, trainer: Trainer, name: str | None) -> dict[str, Any]:
         """The configuration of the sweep, from `hp_space`."""
         space = self.space(trainer)
         if not isinstance(space, Mapping) or not isinstance(space.get("parameters"), Mapping):
@@ -122,7 +122,7 @@ class WandbSearch(SearchBackend):
         metric = {**space.get("metric", {}), "goal": self.directions[0], "name": self.metric}
         return {**space, "metric": metric, **({"name": name} if name else {})}
 
-    def _train(self, trainer: TrainerApi) -> None:
+    def _train(self, trainer: Trainer) -> None:
         """Train a run of the sweep; W&B's agent calls this."""
         import wandb
 
@@ -136,7 +136,7 @@ class WandbSearch(SearchBackend):
             logger.exception("The run %s failed.", run.id)
             objective, reason = math.nan, f"{type(error).__name__}: {error}"
         finally:
-            self.context.runner.release_trial()
+            self.components.runner.release_trial()
         if reason is not None:
             self.failed.append(reason)
             raise TrialFailed(reason)
@@ -148,7 +148,7 @@ class WandbSearch(SearchBackend):
             )
         self._compare(run.id, objective, chosen)
 
-    def _objective(self, trainer: TrainerApi, chosen: dict[str, Any]) -> float:
+    def _objective(self, trainer: Trainer, chosen: dict[str, Any]) -> float:
         trainer.objective = None
         trainer.train(trial=chosen)
         if trainer.objective is None:
@@ -187,7 +187,7 @@ def _options(
 
 
 @contextmanager
-def _reporting(trainer: TrainerApi) -> Iterator[None]:
+def _reporting(trainer: Trainer) -> Iterator[None]:
     """Report to W&B during the search, also if `report_to` does not name it, since the sweep needs the metrics."""
     if any(isinstance(callback, WandbCallback) for callback in trainer.callback_handler.callbacks):
         yield

@@ -18,7 +18,7 @@ from hftrainer.parallel.processes import Processes
 from hftrainer.training.gradient_state import GradientState
 
 if TYPE_CHECKING:
-    from hftrainer.engine import LightningEngine
+    from hftrainer.plugins import LightningEngine
 
 
 #: The loaders' keys of `accelerator_config`.
@@ -60,7 +60,7 @@ class EngineAccelerator:
         is_own: Callable[[torch.nn.Module], bool],
         config: Mapping[str, Any],
     ) -> None:
-        plan, self._parallelism = engine.plan, engine.parallelism
+        plan, self._strategy = engine.plan, engine.strategy
         processes = plan.processes
         self._engine = engine
         self._prepare_loader = prepare_loader
@@ -79,7 +79,7 @@ class EngineAccelerator:
         self.process_index, self.local_process_index = processes.rank, processes.local_rank
         self.is_main_process, self.is_local_main_process = processes.rank == 0, processes.local_rank == 0
         self.is_last_process = processes.rank == processes.world_size - 1
-        self.distributed_type = self._parallelism.distributed_type
+        self.distributed_type = self._strategy.distributed_type
         self.scaler = engine.scaler
         self.optimizer_step_was_skipped = False
         self.parallelism_config = plan.layout if plan.layout.total_size > 1 else None
@@ -93,7 +93,7 @@ class EngineAccelerator:
             processes,
             device,
             self.distributed_type,
-            **{"deepspeed_plugin": None, "fsdp_plugin": None, **self._parallelism.plugins()},
+            **{"deepspeed_plugin": None, "fsdp_plugin": None, **self._strategy.plugins()},
             mixed_precision=plan.mixed_precision,
             parallelism_config=self.parallelism_config,
             is_fsdp2=self.is_fsdp2,
@@ -166,11 +166,11 @@ class EngineAccelerator:
         if self._is_own(model):
             return model
         if device_placement is not False:
-            self._parallelism.move(model, self.device)
+            self._strategy.move(model, self.device)
         trained = any(parameter.requires_grad for parameter in model.parameters())
         if evaluation_mode or not trained or not self.processes.several:
             return model
-        return self._parallelism.prepare_another(model)
+        return self._strategy.prepare_another(model)
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
         """The optimizer, unchanged, on any device."""
@@ -192,7 +192,7 @@ class EngineAccelerator:
         """
         compiled = model if hasattr(model, "_orig_mod") else None
         bare: Any = model if compiled is None else compiled._orig_mod
-        while self._parallelism.is_wrapper(bare):
+        while self._strategy.is_wrapper(bare):
             bare = bare.module
         if not keep_fp32_wrapper and hasattr(bare.__dict__.get("forward"), "__wrapped__"):
             del bare.forward
@@ -253,7 +253,7 @@ class EngineAccelerator:
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip the gradients; returns their norm before clipping."""
         self.unscale_gradients()
-        return self._parallelism.clip_grad_norm(parameters, max_norm, norm_type)
+        return self._strategy.clip_grad_norm(parameters, max_norm, norm_type)
 
     def autocast(self) -> Any:
         """Autocast by the training arguments, for computations outside the model."""
@@ -332,7 +332,7 @@ class EngineAccelerator:
         Raises:
             WrongConfig: for a sharded model, as in accelerate.
         """
-        if self._parallelism.shards:
+        if self._strategy.shards:
             raise WrongConfig("clip_grad_value_ is not for sharded models: use clip_grad_norm_.")
         torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
@@ -383,7 +383,7 @@ class EngineAccelerator:
 
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The model's weights; a sharded model's are gathered, so all ranks must call this."""
-        return self._parallelism.whole_weights(model)
+        return self._strategy.whole_weights(model)
 
     def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
         """Nothing: the accelerator has no trackers; `Trainer.log` keeps the history."""

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 from hftrainer.arguments.accelerator_config import AcceleratorConfig
 from hftrainer.compat import peers
 from hftrainer.compat.functions import has_length, number_of_arguments
+from hftrainer.compat.overrides import is_overridden
 from hftrainer.data import columns
 from hftrainer.data.dispatch import DataCollectives
 from hftrainer.data.loaders import PreparedDataLoader
@@ -22,21 +23,24 @@ from hftrainer.data.sharding import ALL, ShardSpec
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
 from hftrainer.parallel.devices import UNPINNED
 from hftrainer.parallel.seeds import seed_worker
-from hftrainer.training.context import Room, TrainerContext
 from hftrainer.training_args import TrainingArguments
+
+if TYPE_CHECKING:
+    from hftrainer.training.components import Components
 
 logger = logging.getLogger(__name__)
 
 
-class LoaderFactory(Room):
+class LoaderFactory:
     """Makes data loaders, and counts their samples, labels and operations.
 
     Attributes:
         flos_per_token: a model, and its floating-point operations per token.
     """
 
-    def __init__(self, context: TrainerContext) -> None:
-        super().__init__(context)
+    def __init__(self, components: Components) -> None:
+        self.components = components
+        self.trainer, self.run = components.trainer, components.run
         self.flos_per_token: tuple[Any, int] | None = None
         #: A dataset without the columns that the model does not take, and the original dataset.
         self._with_all_columns: tuple[Any, Any] = None, None
@@ -67,7 +71,7 @@ class LoaderFactory(Room):
     def test_loader(self, test_dataset: Any) -> DataLoader:
         """See `Trainer.get_test_dataloader`."""
         trainer = self.trainer
-        own = self.context.is_overridden("_get_eval_sampler")
+        own = is_overridden(self.trainer, "_get_eval_sampler")
         sampler: Any = (
             trainer._get_eval_sampler if own else lambda data: SequentialSampler(data) if has_length(data) else None
         )
@@ -103,7 +107,7 @@ class LoaderFactory(Room):
             else:
                 settings |= {"sampler": sampler, "drop_last": args.dataloader_drop_last}
             if is_training:
-                by_rank = self.context.policy.seeds_workers_by_rank
+                by_rank = self.components.policy.seeds_workers_by_rank
                 settings["worker_init_fn"] = functools.partial(
                     seed_worker,
                     num_workers=args.dataloader_num_workers,
@@ -131,7 +135,7 @@ class LoaderFactory(Room):
             return None
         if args.train_sampling_strategy == "group_by_length":
             seed = args.data_seed if args.data_seed is not None else args.seed
-            order = self.context.policy.evaluation_generator(seed)
+            order = self.components.policy.evaluation_generator(seed)
             return self._length_grouped_sampler(dataset, args.eval_batch_size, order)
         return SequentialSampler(dataset)
 
@@ -229,7 +233,7 @@ class LoaderFactory(Room):
                 "accelerator.dataloader_config.use_stateful_dataloader=True is not supported: leave it out, the "
                 "Trainer restores its position in the data from its checkpoints."
             )
-        keys = self.context.resolved.accelerator_config.to_dict()
+        keys = self.components.resolved.accelerator_config.to_dict()
         keys |= {name: getattr(given, name) for name in keys if hasattr(given, name)}
         return AcceleratorConfig.read(keys)
 

@@ -5,32 +5,35 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hftrainer.arguments.choices import SaveStrategy
 from hftrainer.callbacks.flow import EarlyStoppingCallback, evaluation_key
 from hftrainer.checkpointing import names
-from hftrainer.compat.overrides import call_with_accepted, has_parameter
+from hftrainer.compat.overrides import call_with_accepted, has_parameter, is_overridden
 from hftrainer.errors import InvalidArgument
 from hftrainer.optimization import follows_metric
 from hftrainer.reporting.metrics import mean_loss, metric_named
-from hftrainer.training.context import Room, TrainerContext
 from hftrainer.training.out_of_memory import is_out_of_memory
 from hftrainer.training.saver import CheckpointSaver
 
+if TYPE_CHECKING:
+    from hftrainer.training.components import Components
 
-class LogSaveEvaluate(Room):
+
+class LogSaveEvaluate:
     """Logs, evaluates and saves as the control flags request.
 
     Args:
-        context: the shared parts of the Trainer.
+        components: the parts of the Trainer.
         saver: announces checkpoints.
     """
 
-    def __init__(self, context: TrainerContext, saver: CheckpointSaver) -> None:
-        super().__init__(context)
+    def __init__(self, components: Components, saver: CheckpointSaver) -> None:
+        self.components = components
+        self.trainer, self.run = components.trainer, components.run
         self.saver = saver
 
     def do_what_is_due(
@@ -64,7 +67,7 @@ class LogSaveEvaluate(Room):
         if trainer.control.should_save:
             # Until v4.45 it got the metrics. **kwargs may go on to an override that has never heard of them.
             save = trainer._save_checkpoint
-            is_told = self.context.is_overridden("_save_checkpoint") and has_parameter(save, "metrics")
+            is_told = is_overridden(self.trainer, "_save_checkpoint") and has_parameter(save, "metrics")
             save(model, trial, **({"metrics": metrics} if is_told else {}))
             self.saver.announce()
             self._sync_control_flags()
@@ -83,8 +86,8 @@ class LogSaveEvaluate(Room):
         of_all = trainer.accelerator.gather(tr_loss).mean() if trainer.args.world_size > 1 else tr_loss
         summed, further = run.logged_metrics.read(of_all, steps)
         tr_loss -= tr_loss  # not zero_(): a NaN that the filter let through stays, as in transformers
-        self.context.engine.parallelism.end_batch()
-        logs: dict[str, float] = {"loss": self.context.policy.logged_loss(summed / steps)}
+        self.components.strategy.end_batch()
+        logs: dict[str, float] = {"loss": self.components.policy.logged_loss(summed / steps)}
         if grad_norm is not None:
             logs["grad_norm"] = grad_norm.item() if isinstance(grad_norm, torch.Tensor) else grad_norm
         logs["learning_rate"] = learning_rate if learning_rate is not None else trainer._get_learning_rate()
@@ -100,7 +103,7 @@ class LogSaveEvaluate(Room):
         if loop is not None:
             loop.owes_evaluation = True
         try:
-            with self.context.engine.evaluation_group() as for_lightning:
+            with self.components.engine.evaluation_group() as for_lightning:
                 if isinstance(trainer.eval_dataset, Mapping):
                     metrics = self._evaluate_each(trainer.eval_dataset, ignore_keys)
                 else:
@@ -157,7 +160,7 @@ class LogSaveEvaluate(Room):
         if not (value > best if args.greater_is_better else value < best):
             return False
         state.best_metric = value
-        if not self.context.policy.records_best_step:
+        if not self.components.policy.records_best_step:
             folder = f"{names.PREFIX_CHECKPOINT_DIR}-{state.global_step}"
             state.best_model_checkpoint = os.path.join(self.trainer._get_output_dir(trial), folder)
         if args.save_strategy != SaveStrategy.NO:

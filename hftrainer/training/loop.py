@@ -7,16 +7,23 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hftrainer.callbacks.state import export_states
 from hftrainer.checkpointing.progress import RunProgress, as_dict, position_settings
-from hftrainer.compat.overrides import call_log_save_evaluate, call_with_accepted, runs_backward, with_accepted
+from hftrainer.compat.overrides import (
+    call_with_accepted,
+    is_overridden,
+    log_save_evaluate_arguments,
+    runs_backward,
+    with_accepted,
+)
 from hftrainer.data.accumulation import MicroBatchIterator
 from hftrainer.data.random_states import rng_state
 from hftrainer.data.reading import Continuation, EpochReader
@@ -26,23 +33,25 @@ from hftrainer.model.walks import clear_gradients
 from hftrainer.optimization import follows_metric, keep_pace
 from hftrainer.optimizers.settings import kept_settings
 from hftrainer.parallel.communication import is_of_communication, loss_message
-from hftrainer.training.context import Room, TrainerContext
-from hftrainer.training.control_sync import ControlSync
-from hftrainer.training.loss_sum import LossSum
+from hftrainer.training.losses import LossSum
 from hftrainer.training.out_of_memory import is_out_of_memory
 from hftrainer.training.saver import CheckpointSaver
 from hftrainer.training.step_details import StepDetails, asked_for
 from hftrainer.training.steps import TrainingSteps
+from hftrainer.training.stopping import ControlSync
 from hftrainer.training.xla import print_xla_metrics
+
+if TYPE_CHECKING:
+    from hftrainer.training.components import Components
 
 logger = logging.getLogger(__name__)
 
 
-class TrainingLoop(Room):
+class TrainingLoop:
     """One call of `train()`, from its first event to its last.
 
     Args:
-        context: the shared parts of the Trainer.
+        components: the parts of the Trainer.
         schedule: the lengths of the run.
         train_dataloader: the batches.
         steps: computes the losses.
@@ -57,7 +66,7 @@ class TrainingLoop(Room):
 
     def __init__(
         self,
-        context: TrainerContext,
+        components: Components,
         schedule: TrainingSchedule,
         train_dataloader: Any,
         *,
@@ -70,9 +79,11 @@ class TrainingLoop(Room):
         position: int = 0,
         progress: RunProgress | None = None,
     ) -> None:
-        super().__init__(context)
+        self.components = components
+        self.trainer, self.run = components.trainer, components.run
         trainer = self.trainer
-        self.steps, self.saver = steps, saver
+        self.loss = steps.loss
+        self.saver = saver
         self.schedule = schedule
         self.reader = EpochReader(train_dataloader)
         self.trial = trial
@@ -85,19 +96,18 @@ class TrainingLoop(Room):
         self.grad_norm: Any = None
         self.learning_rate: float | None = None
         self.start_time = time.time()
-        self.losses = LossSum(context)
-        self.control_sync = ControlSync(context)
+        self.losses = LossSum(trainer, self.run)
+        self.control_sync = ControlSync(trainer, self.run, components.engine)
         self.details = StepDetails(asked_for(trainer.callback_handler.callbacks))
         self._stepping = False  # the optimizer may have changed the weights, and the step is not counted yet
         self._stepped = False  # the optimizer has stepped, and the step is not counted yet
-        self._run_epoch: Callable[[], None] | None = None
-        self._ran = False
+        self._parts_of_epoch: tuple[Callable[[], None], ...] = ()  # until they run
         self.evaluated: dict[str, float] | None = None  # the last evaluation's metrics, compared for the best model
         self.owes_evaluation = False  # an evaluation has begun, and is not complete
         self.between_steps = True  # no data read and no random number drawn for the next step
         self.micro_batches = MicroBatchIterator(
             schedule,
-            planned=lambda: self.context.engine.accumulation_at(self.epoch),
+            planned=lambda: self.components.engine.accumulation_at(self.epoch),
             accumulation=self._accumulation,
             open_epoch=self._open_epoch,
             get_window=self._get_window,
@@ -105,7 +115,7 @@ class TrainingLoop(Room):
             interrupted=self._interrupted,
         )
         self.micro_batches.position = position
-        self.backward_divisor = self.context.policy.gradient_divisor(trainer.args)
+        self.backward_divisor = self.components.policy.gradient_divisor(trainer.args)
         # The keywords that overrides accept are looked up once.
         self._get_batch_samples = with_accepted(trainer.get_batch_samples, "device")
 
@@ -113,7 +123,7 @@ class TrainingLoop(Room):
 
     def load_optimizer(self) -> None:
         """Load the state of optimizer and scheduler, into the parameter groups that exist by now."""
-        optimizer, scheduler = self.context.made_optimizer(), self.trainer.lr_scheduler
+        optimizer, scheduler = self.components.made_optimizer(), self.trainer.lr_scheduler
         keep_pace(scheduler, optimizer)
         with contextlib.nullcontext() if self.trial is None else kept_settings(optimizer, scheduler):
             self.trainer._load_optimizer_and_scheduler(self.resume_folder)
@@ -122,8 +132,8 @@ class TrainingLoop(Room):
         """Announce the start, and evaluate with `eval_on_start`."""
         trainer = self.trainer
         trainer.model_wrapped.zero_grad()
-        self.context.engine.parallelism.end_batch()
-        self.context.announce("on_train_begin")
+        self.components.strategy.end_batch()
+        self.components.announce("on_train_begin")
         if trainer.args.eval_on_start:
             with self.control_sync.abandoning():
                 trainer._evaluate(self.trial, self.ignore_keys, skip_scheduler=True)
@@ -151,21 +161,23 @@ class TrainingLoop(Room):
         self._random_restored = True
         self._close_epoch()
 
-    def around_epoch(self, run: Callable[[], None]) -> None:
-        """Call `Trainer._run_epoch` for an epoch.
+    @contextlib.contextmanager
+    def around_epoch(self, *parts: Callable[[], None]) -> Iterator[Callable[[], None]]:
+        """Yields a call of `Trainer._run_epoch` for an epoch.
 
         Args:
-            run: runs the epoch, with Lightning's loop.
+            *parts: run the epoch and its end, with Lightning's loop.
 
         Raises:
-            UnsupportedArgument: when an override does not run it.
+            UnsupportedArgument: when an override does not run them.
         """
-        self._run_epoch, self._ran = run, False
+        self._parts_of_epoch = parts
         try:
-            self.trainer._run_epoch(**self._of_epoch())
+            yield functools.partial(self.trainer._run_epoch, **self._epoch_arguments())
+            is_skipped = bool(self._parts_of_epoch)
         finally:
-            self._run_epoch = None  # it references Lightning's trainer, and so the optimizer
-        if not self._ran:
+            self._parts_of_epoch = ()  # they reference Lightning's trainer, and so the optimizer
+        if is_skipped:
             raise UnsupportedArgument(
                 "_run_epoch: Lightning's loop runs the epochs, so an override must call super()._run_epoch(...) "
                 "with the arguments that it gets. Override training_step, get_batch_samples or compute_loss instead, "
@@ -174,7 +186,7 @@ class TrainingLoop(Room):
 
     def run_epoch(self, given: dict[str, Any]) -> None:
         """Run the epoch, with the arguments that `Trainer._run_epoch` got."""
-        expected = self._of_epoch()
+        expected = self._epoch_arguments()
         if changed := [
             name for name, value in given.items() if not (value is expected[name] or value == expected[name])
         ]:
@@ -182,11 +194,11 @@ class TrainingLoop(Room):
                 f"_run_epoch: {', '.join(changed)} cannot be changed for an epoch, since the run is already planned: "
                 "override get_train_dataloader, set_initial_training_values or train instead."
             )
-        assert self._run_epoch is not None
-        self._ran = True
-        self._run_epoch()
+        parts, self._parts_of_epoch = self._parts_of_epoch, ()
+        for run in parts:
+            run()
 
-    def _of_epoch(self) -> dict[str, Any]:
+    def _epoch_arguments(self) -> dict[str, Any]:
         return {
             "model": self.trainer.model_wrapped,
             "epoch": self.epoch,
@@ -208,9 +220,9 @@ class TrainingLoop(Room):
         self.control_sync.begin_epoch()
         self.grad_norm = self.learning_rate = None
         self.micro_batches.window = None
-        keep_pace(self.trainer.lr_scheduler, self.context.made_optimizer())
+        keep_pace(self.trainer.lr_scheduler, self.components.made_optimizer())
         self.run.past = None
-        self.context.announce("on_epoch_begin")
+        self.components.announce("on_epoch_begin")
 
     def _open_epoch(self) -> Iterator[Any]:
         if not self._resumes_here():
@@ -249,7 +261,7 @@ class TrainingLoop(Room):
 
     def _close_epoch(self) -> None:
         self._epoch_ended = True
-        self.context.announce("on_epoch_end")
+        self.components.announce("on_epoch_end")
         print_xla_metrics(self.trainer)
         self.control_sync.sync_control_flags()
         self._log_save_evaluate()
@@ -263,8 +275,8 @@ class TrainingLoop(Room):
     def _accumulation(self) -> int:
         """Micro-batches per optimizer step: a callback's value, or else the argument's current one."""
         now = self.trainer.args.gradient_accumulation_steps
-        self.context.preparation.check_accumulation(now)
-        return self.context.engine.accumulation_at(self.epoch, now)
+        self.components.preparation.check_accumulation(now)
+        return self.components.engine.accumulation_at(self.epoch, now)
 
     def _get_window(self, iterator: Iterator[Any], count: int) -> tuple[list[Any], Any]:
         self.between_steps = False
@@ -278,18 +290,13 @@ class TrainingLoop(Room):
         assert window is not None
         self.trainer.accelerator.sync_gradients = window.closes
         if window.opens:
-            self.context.announce("on_step_begin")
-
-    def loss(self, model: torch.nn.Module, inputs: Any) -> torch.Tensor:
-        """The loss for backward, divided for accumulation."""
-        assert self.micro_batches.window is not None
-        return self.steps.loss(model, inputs, self.micro_batches.window.num_items)
+            self.components.announce("on_step_begin")
 
     def training_step(self, model: torch.nn.Module, inputs: Any) -> torch.Tensor:
         """A training step that runs backward itself; gradients are all-reduced in the window's last micro-batch."""
         window, trainer = self.micro_batches.window, self.trainer
         assert window is not None
-        local = not window.closes and not self.context.resolved.accelerator_config.sync_each_batch
+        local = not window.closes and not self.components.resolved.accelerator_config.sync_each_batch
         with trainer.accelerator.no_sync(model=model) if local else contextlib.nullcontext():
             return call_with_accepted(trainer.training_step, model, inputs, num_items_in_batch=window.num_items)
 
@@ -309,8 +316,8 @@ class TrainingLoop(Room):
 
     def end_substep(self) -> None:
         """Announce a micro-batch after which the optimizer does not step."""
-        self.context.engine.parallelism.end_batch()
-        self.context.announce("on_substep_end")
+        self.components.strategy.end_batch()
+        self.components.announce("on_substep_end")
 
     # ---- Optimizer steps ---------------------------------------------------------------------------------------
 
@@ -320,9 +327,9 @@ class TrainingLoop(Room):
         trainer = self.trainer
         clips = trainer.args.max_grad_norm is not None and trainer.args.max_grad_norm > 0  # None until v4.57
         clipped = trainer._clip_grad_norm(model) if clips else None
-        measures = clipped is not None or self.context.policy.logs_grad_norm_without_clipping
+        measures = clipped is not None or self.components.policy.logs_grad_norm_without_clipping
         self.grad_norm = trainer._get_grad_norm(model, grad_norm=clipped) if measures else None
-        self.context.announce("on_pre_optimizer_step")
+        self.components.announce("on_pre_optimizer_step")
 
     def after_optimizer_step(self, skipped: bool, *, schedule_replaced: bool) -> None:
         """Announce the step, and step the learning-rate schedule.
@@ -334,12 +341,12 @@ class TrainingLoop(Room):
         trainer = self.trainer
         trainer.accelerator.optimizer_step_was_skipped = skipped
         self._stepped = True
-        self.context.announce("on_optimizer_step")
+        self.components.announce("on_optimizer_step")
         if schedule_replaced:
             self.learning_rate = float(trainer.get_learning_rates()[0])
             return
         # Else the log line reads it, after the schedule has stepped.
-        if self.context.policy.logs_rate_of_step:
+        if self.components.policy.logs_rate_of_step:
             self.learning_rate = trainer._get_learning_rate()
         if not skipped and not follows_metric(trainer.lr_scheduler):  # metric-driven schedules step after evaluations
             trainer.lr_scheduler.step()
@@ -352,15 +359,15 @@ class TrainingLoop(Room):
         """Count the step, announce it, then log, evaluate and save if due; stop if a signal requests it."""
         state = self.trainer.state
         clear_gradients(model)
-        self.context.engine.parallelism.end_batch()
+        self.components.strategy.end_batch()
         state.global_step += 1
         state.epoch = self._epoch_after_step()
         self._stepping = self._stepped = False
         self.between_steps = True
-        self.context.announce("on_step_end", **self.details.take())
+        self.components.announce("on_step_end", **self.details.take())
         self.control_sync.end_step()
         self._log_save_evaluate()
-        self.context.checkpoint_writer.poll()
+        self.components.checkpoint_writer.poll()
         self.control_sync.stop_if_signalled(self._save)
 
     def _epoch_after_step(self) -> float:
@@ -371,7 +378,7 @@ class TrainingLoop(Room):
         """The Trainer's own state in a Lightning checkpoint."""
         trainer = self.trainer
         trainer.store_flos()
-        trainer.state.stateful_callbacks = export_states(self.context.stateful_callbacks())
+        trainer.state.stateful_callbacks = export_states(self.components.stateful_callbacks())
         state = dataclasses.asdict(trainer.state)
         if self._stepped:  # Lightning's callbacks end the batch before the step is counted here
             state |= {"global_step": trainer.state.global_step + 1, "epoch": self._epoch_after_step()}
@@ -407,27 +414,27 @@ class TrainingLoop(Room):
             logger.exception("The error below ends the run; its last state could not be saved.")
 
     def _log_save_evaluate(self) -> None:
-        control = self.trainer.control
-        due = control.should_log or control.should_evaluate or control.should_save
-        if due or self.context.is_overridden("_maybe_log_save_evaluate"):  # an override expects every step
-            self._do_what_is_due()
-        if self.context.search is not None and self.trial is not None:
-            self.context.search.after_saving(self.trainer)
-
-    def _do_what_is_due(self) -> None:
-        self.losses.check_before_log()
-        with self.control_sync.abandoning():
+        """Log, evaluate and save if one of these is due, or an override expects to be called at every step."""
+        trainer = self.trainer
+        control, method = trainer.control, trainer._maybe_log_save_evaluate
+        is_due = control.should_log or control.should_evaluate or control.should_save
+        if is_due or is_overridden(self.trainer, "_maybe_log_save_evaluate"):
+            self.losses.check_before_log()
             values = {
                 "tr_loss": self.run.loss,
                 "grad_norm": self.grad_norm,
-                "model": self.trainer.model_wrapped,
+                "model": trainer.model_wrapped,
                 "trial": self.trial,
                 "epoch": self.epoch,
                 "ignore_keys_for_eval": self.ignore_keys,
                 "start_time": self.start_time,
                 "learning_rate": self.learning_rate,
             }
-            call_log_save_evaluate(self.trainer._maybe_log_save_evaluate, values)
+            positional, keywords = log_save_evaluate_arguments(method, values)
+            with self.control_sync.abandoning():
+                method(*positional, **keywords)
+        if self.components.search is not None and self.trial is not None:
+            self.components.search.after_saving(trainer)
 
     # ---- Checkpoints -------------------------------------------------------------------------------------------
 
@@ -446,7 +453,7 @@ class TrainingLoop(Room):
                 self.schedule,
                 self.run.train_batch_size,
                 trainer.accelerator.processes.data_processes,
-                self.context.resolved.accelerator_config,
+                self.components.resolved.accelerator_config,
             ),
             epoch=self.epoch if begun else None,
             position=self.micro_batches.window.sample + 1 if self.micro_batches.window is not None else self.position,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -13,22 +13,26 @@ from hftrainer.compat.functions import number_of_arguments
 from hftrainer.compat.overrides import refuse_uncalled
 from hftrainer.errors import InvalidArgument, InvalidSetup
 from hftrainer.model import inspection
+from hftrainer.parallel.layout import check_model_layout
 from hftrainer.parallel.seeds import enable_full_determinism, set_seed
 from hftrainer.trainer_pt_utils import LabelSmoother
-from hftrainer.training.context import Room, TrainerContext
+
+if TYPE_CHECKING:
+    from hftrainer.training.components import Components
 
 logger = logging.getLogger(__name__)
 
 
-class ModelSetup(Room):
+class ModelSetup:
     """Sets up the model that the script passes, or that `model_init` makes.
 
     Attributes:
         found: attributes of the Trainer that follow from its model, with the values first set.
     """
 
-    def __init__(self, context: TrainerContext) -> None:
-        super().__init__(context)
+    def __init__(self, components: Components) -> None:
+        self.components = components
+        self.trainer, self.run = components.trainer, components.run
         self.found: dict[str, Any] = {}
 
     def seed(self) -> None:
@@ -38,7 +42,7 @@ class ModelSetup(Room):
             enable_full_determinism(args.seed)
         else:
             set_seed(args.seed)
-        self.context.engine.parallelism.seed(args.seed)
+        self.components.strategy.seed(args.seed)
 
     def call_model_init(self, trial: Any) -> nn.Module:
         """A new model from `model_init`, which gets the trial if it takes an argument."""
@@ -66,17 +70,20 @@ class ModelSetup(Room):
 
     def align_special_tokens(self) -> None:
         """Set the processing class's special tokens in the model's configs, as the followed release does."""
-        trainer, policy = self.trainer, self.context.policy
+        trainer, policy = self.trainer, self.components.policy
         tokenizes = peers.is_tokenizing(trainer.processing_class) and hasattr(trainer.model, "config")
         if policy.aligns_special_tokens and tokenizes:
             inspection.align_special_tokens(
-                self.context.bare_model, trainer.processing_class, all_tokens=not policy.aligns_only_set_tokens
+                self.components.bare_model, trainer.processing_class, all_tokens=not policy.aligns_only_set_tokens
             )
 
     def set_model(self, model: nn.Module) -> None:
         """Set the model: move it to its device, and find out what it accepts and returns."""
         trainer = self.trainer
-        for reason in (self.context.engine.placement_error(model), inspection.check_quantization(model)):
+        for reason in (
+            check_model_layout(self.components.engine.plan.layout, model),
+            inspection.check_quantization(model),
+        ):
             if reason is not None:
                 raise InvalidArgument(reason)
         trainer.model = trainer.model_wrapped = model
@@ -92,7 +99,7 @@ class ModelSetup(Room):
     def move(self, model: nn.Module, device: Any) -> None:
         """Move the model, unless it is on several devices already."""
         if getattr(model, "hf_device_map", None) is None:
-            self.context.engine.parallelism.move(model, device)
+            self.components.strategy.move(model, device)
 
     def _inspect(self, model: nn.Module) -> dict[str, Any]:
         """The attributes of a Trainer that follow from its model, by name."""
@@ -100,7 +107,7 @@ class ModelSetup(Room):
         inspected = type(inspection.called_model(model))
         names = args.label_names
         return {
-            "place_model_on_device": args.place_model_on_device is not False and not self.context.states.spread,
+            "place_model_on_device": args.place_model_on_device is not False and not self.components.strategy.shards,
             "is_model_parallel": len({d for d in getattr(model, "hf_device_map", {}).values() if d != "cpu"}) > 1,
             "is_distributed_loading_by_transformers": getattr(model, "is_distributed_loading_by_transformers", False),
             "model_accepts_loss_kwargs": inspection.accepts_loss_kwargs(model),

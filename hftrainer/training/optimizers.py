@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import reprlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -12,7 +12,9 @@ from hftrainer import trainer_optimizer
 from hftrainer.compat.overrides import call_with_accepted
 from hftrainer.errors import InvalidSetup
 from hftrainer.optimization import follows_metric, get_scheduler
-from hftrainer.training.context import Room
+
+if TYPE_CHECKING:
+    from hftrainer.training.components import Components
 
 
 def checked_pair(optimizers: Any) -> tuple[Any, Any]:
@@ -42,8 +44,12 @@ def _class_and_keywords(given: Any) -> tuple[Any, dict[str, Any]]:
     return given[0], dict(given[1])
 
 
-class OptimizerFactory(Room):
+class OptimizerFactory:
     """Makes optimizer and schedule from the arguments, and reads their learning rates."""
+
+    def __init__(self, components: Components) -> None:
+        self.components = components
+        self.trainer, self.run = components.trainer, components.run
 
     def create_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """A new optimizer for the model's parameters."""
@@ -80,12 +86,12 @@ class OptimizerFactory(Room):
 
     def decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Names of the parameters that weight decay applies to."""
-        known = self.context.states.decay_parameter_names(model)
-        return self.context.policy.decay_parameter_names(model) if known is None else known
+        known = self.components.strategy.decay_parameter_names(model)
+        return self.components.policy.decay_parameter_names(model) if known is None else known
 
     def group_of(self, param: Any) -> Any:
         """The parameter group that holds `param`; for None, the parameters of each group."""
-        groups = self.context.made_optimizer().param_groups
+        groups = self.components.made_optimizer().param_groups
         if param is None:
             return [group["params"] for group in groups]
         return next((group for group in groups if any(param is held for held in group["params"])), None)
@@ -93,7 +99,7 @@ class OptimizerFactory(Room):
     def learning_rate(self) -> float:
         """The logged learning rate: that of the first group."""
         if follows_metric(self.trainer.lr_scheduler):
-            rate = self.context.made_optimizer().param_groups[0]["lr"]
+            rate = self.components.made_optimizer().param_groups[0]["lr"]
         else:
             rate = self.trainer.lr_scheduler.get_last_lr()[0]
         return rate.item() if isinstance(rate, torch.Tensor) else rate

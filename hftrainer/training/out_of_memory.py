@@ -42,6 +42,7 @@ class StartingPoint:
         self._tensors = {name: _copied(tensor) for name, tensor in self._changing().items()}
         self._scaler = scaler
         self._scale = None if scaler is None else scaler.state_dict()
+        self.stateful = stateful
         self._others = [(thing, nested_apply(_copied, thing.state_dict())) for thing in stateful if thing is not None]
         self._random = rng_state()
         if torch.cuda.is_available():  # the model may be on several devices

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hftrainer.arguments.choices import IntervalStrategy
 from hftrainer.callbacks.state import TrainerState
@@ -16,33 +16,39 @@ from hftrainer.compat.overrides import positional_count
 from hftrainer.data.schedule import TrainingSchedule, plan_schedule, position_of, read_schedule
 from hftrainer.errors import UnsupportedArgument
 from hftrainer.releases.earlier import EarlierSchedule
-from hftrainer.training.context import Room
 from hftrainer.training_args import TrainingArguments
+
+if TYPE_CHECKING:
+    from hftrainer.training.components import Components
 
 logger = logging.getLogger(__name__)
 
 
-class Planner(Room):
+class Planner:
     """Plans a run from its arguments and its training loader."""
+
+    def __init__(self, components: Components) -> None:
+        self.components = components
+        self.trainer, self.run = components.trainer, components.run
 
     def plan(self, args: TrainingArguments, dataloader: Any) -> TrainingSchedule:
         """The lengths of the run, by `set_initial_training_values` with the signature of any release."""
         trainer = self.trainer
         size = trainer.get_total_train_batch_size(args)
         count = positional_count(trainer.set_initial_training_values)
-        takes_size = not self.context.policy.returns_steps_in_epoch if count is None else count > 2
+        takes_size = not self.components.policy.returns_steps_in_epoch if count is None else count > 2
         values = trainer.set_initial_training_values(args, dataloader, *([size] if takes_size else []))
         return read_schedule(values, args, total_train_batch_size=size)
 
     def lengths(self, args: TrainingArguments, dataloader: Any, size: int | None) -> TrainingSchedule | EarlierSchedule:
         """See `Trainer.set_initial_training_values`."""
-        trainer, sized, policy = self.trainer, has_length(dataloader), self.context.policy
+        trainer, sized, policy = self.trainer, has_length(dataloader), self.components.policy
         schedule = plan_schedule(
             args,
             len(dataloader) * trainer.get_sp_size() if sized else None,
             trainer.num_examples(dataloader) if sized else None,
             trainer.get_total_train_batch_size(args) if size is None else size,
-            self.context.engine.accumulation_at,
+            self.components.engine.accumulation_at,
             policy.steps_of_epoch,
         )
         if policy.returns_steps_in_epoch:
@@ -66,7 +72,7 @@ class Planner(Room):
     def init_state(self, max_steps: int, epochs: int, folder: str | None, trial: Any) -> tuple[int, int]:
         """Make a new state, or load the checkpoint's. Returns epochs done, and micro-batches done in the next."""
         trainer, (schedule, progress) = self.trainer, self._planned()
-        trainer.state = TrainerState(stateful_callbacks=self.context.stateful_callbacks())
+        trainer.state = TrainerState(stateful_callbacks=self.components.stateful_callbacks())
         trainer.state.is_hyper_param_search = trial is not None
         trainer.state.train_batch_size = self.run.train_batch_size
         trainer.state.compute_steps(trainer.args, max_steps)
@@ -76,7 +82,7 @@ class Planner(Room):
             trainer._load_callback_state()
             known = None if progress is None else progress.resume_position(schedule.steps_in_epoch)
             first_epoch, position = known or position_of(
-                trainer.state.global_step, schedule.steps_in_epoch, self.context.engine.accumulation_at
+                trainer.state.global_step, schedule.steps_in_epoch, self.components.engine.accumulation_at
             )
             position = 0 if trainer.args.ignore_data_skip else position
         if trainer.args.auto_find_batch_size:
@@ -113,7 +119,7 @@ class Planner(Room):
             "Optimizer steps per epoch": schedule.num_update_steps_per_epoch,
             "Batch size of a device": self.run.train_batch_size,
             "Batch size of an optimizer step, over all devices": schedule.total_train_batch_size,
-            "Gradient accumulation steps": self.context.engine.accumulation_at(0),
+            "Gradient accumulation steps": self.components.engine.accumulation_at(0),
             "Optimizer steps": schedule.max_steps,
             "Trainable parameters": self.trainer.get_num_trainable_parameters(),
         }

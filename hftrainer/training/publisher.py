@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hftrainer.arguments.choices import HubStrategy, SaveStrategy
 from hftrainer.hub.references import card_parameters
-from hftrainer.training.context import Room
+
+if TYPE_CHECKING:
+    from hftrainer.training.components import Components
 
 
-class Publisher(Room):
+class Publisher:
     """Opens the repository of a Trainer, and pushes its model and checkpoints."""
+
+    def __init__(self, components: Components) -> None:
+        self.components = components
+        self.trainer, self.run = components.trainer, components.run
 
     def open_repository(self, token: str | None, private: bool | None) -> None:
         """See `Trainer.init_hf_repo`; in the main process."""
@@ -27,7 +33,7 @@ class Publisher(Room):
             revision=args.hub_revision,
         )
         snapshots = UploadSnapshots(str(args.output_dir), trainer.processing_class)
-        self.context.uploads = Uploads(repository, snapshots)
+        self.components.uploads = Uploads(repository, snapshots)
         trainer.hub_model_id, trainer.push_in_progress = repository.id, None
 
     def push(
@@ -42,20 +48,20 @@ class Publisher(Room):
     ) -> Any:
         """See `Trainer.push_to_hub`."""
         trainer = self.trainer
-        self.context.announce("on_push_begin")
+        self.components.announce("on_push_begin")
         trainer.save_model(_internal_call=True)
-        if self.context.uploads is None:
+        if self.components.uploads is None:
             trainer.init_hf_repo(token=token, private=private)
-        if self.context.uploads is None:  # not the main process
+        if self.components.uploads is None:  # not the main process
             return None
         trainer.create_model_card(**card_parameters(card, trainer.args, getattr(trainer.model, "model_tags", None)))
-        return self.context.uploads.push_folder(
+        return self.components.uploads.push_folder(
             str(trainer.args.output_dir), commit_message, blocking=blocking, token=token, revision=revision
         )
 
     def push_checkpoint(self, folder: str) -> None:
         """Start uploading the parts of a checkpoint that `hub_strategy` selects."""
-        trainer, uploads = self.trainer, self.context.uploads
+        trainer, uploads = self.trainer, self.components.uploads
         if uploads is None or trainer.args.hub_strategy == HubStrategy.END:
             return
         from hftrainer.hub.uploads import PushInProgress
@@ -68,11 +74,11 @@ class Publisher(Room):
         if not done and not trainer.args.hub_always_push:
             uploads.skip(commits)
             return
-        self.context.announce("on_push_begin")
+        self.components.announce("on_push_begin")
         jobs = uploads.push(commits)
         trainer.push_in_progress = PushInProgress(jobs if done else [*trainer.push_in_progress.jobs, *jobs])
 
     def finish(self) -> None:
         """Wait for the uploads, retry failed ones, and log which succeeded and which are missing."""
-        if self.context.uploads is not None:
-            self.context.uploads.finish(is_urgent=lambda: self.run.interruption.received is not None)
+        if self.components.uploads is not None:
+            self.components.uploads.finish(is_urgent=lambda: self.run.interruption.received is not None)

@@ -4,46 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hftrainer.checkpointing.progress import RunProgress
 from hftrainer.data.schedule import TrainingSchedule
-from hftrainer.training.interruption import Interruption
-from hftrainer.training.logged_metrics import LoggedMetrics
+from hftrainer.training.losses import LoggedMetrics
+from hftrainer.training.stopping import Interruption
 
-
-class RunningLoop(Protocol):
-    """The training loop, as seen by code that it calls while it runs.
-
-    Attributes:
-        progress: the position in our checkpoint that the run resumes from, or None.
-        reader: reads the training data.
-        control_sync: synchronizes the control flags of all ranks.
-        start_time: start of the run, in seconds since the Unix epoch.
-        grad_norm: norm of the last step's gradients, if measured.
-        learning_rate: that of the last step, if it is logged.
-        evaluated: the last evaluation's metrics, compared for the best model.
-        owes_evaluation: whether an evaluation has begun and is not complete.
-        between_steps: whether no data was read and no random number drawn for the next step.
-    """
-
-    progress: RunProgress | None
-    reader: Any
-    control_sync: Any
-    start_time: float
-    grad_norm: Any
-    learning_rate: float | None
-    evaluated: dict[str, float] | None
-    owes_evaluation: bool
-    between_steps: bool
-
-    def current_progress(self) -> RunProgress:
-        """The progress for a checkpoint written now, besides the state."""
-
-    def run_epoch(self, given: dict[str, Any]) -> None:
-        """Run the epoch, with the arguments that `Trainer._run_epoch` got."""
+if TYPE_CHECKING:
+    from hftrainer.training.loop import TrainingLoop
 
 
 @dataclass
@@ -77,7 +48,7 @@ class Run:
     accumulation: int = 1
     made_scheduler: bool = False
     trial: Any = None
-    loop: RunningLoop | None = None
+    loop: TrainingLoop | None = None
     interruption: Interruption = field(default_factory=lambda: Interruption(saves=False))
     schedule: TrainingSchedule | None = None
     progress: RunProgress | None = None

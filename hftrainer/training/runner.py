@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
 import shutil
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,8 +18,7 @@ from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import names, resume, staging
 from hftrainer.checkpointing.folders import complete_rotation, keep_only
 from hftrainer.compat.functions import has_length
-from hftrainer.compat.overrides import runs_backward
-from hftrainer.data.schedule import TrainingSchedule
+from hftrainer.compat.overrides import is_overridden, make_scheduler, runs_backward
 from hftrainer.debug_utils import DebugUnderflowOverflow
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
 from hftrainer.hub.references import is_reference
@@ -27,28 +28,30 @@ from hftrainer.parallel import devices
 from hftrainer.parallel.worker import refuse_in_worker
 from hftrainer.reporting.tracker_callbacks import reporting_callbacks
 from hftrainer.trainer_utils import TrainOutput, speed_metrics
-from hftrainer.training.context import Room, TrainerContext
-from hftrainer.training.finders import Finders
-from hftrainer.training.interruption import Interruption
+from hftrainer.training.finders import Tuning
 from hftrainer.training.loader_factory import LoaderFactory
 from hftrainer.training.loop import TrainingLoop
 from hftrainer.training.model_setup import ModelSetup
 from hftrainer.training.out_of_memory import StartingPoint, is_out_of_memory
 from hftrainer.training.planner import Planner
 from hftrainer.training.saver import CheckpointSaver
-from hftrainer.training.settings import Settings
+from hftrainer.training.setup import TrainerSetup
 from hftrainer.training.steps import TrainingSteps
+from hftrainer.training.stopping import Interruption
 from hftrainer.training_args import TrainingArguments
+
+if TYPE_CHECKING:
+    from hftrainer.training.components import Components
 
 logger = logging.getLogger(__name__)
 
 
-class TrainingRunner(Room):
+class TrainingRunner:
     """Runs a training, restarts it with smaller batches when memory runs out, and releases its objects.
 
     Args:
-        context: the shared parts of the Trainer.
-        settings: applies changes of the arguments.
+        components: the parts of the Trainer.
+        setup: applies changes of the arguments.
         model_setup: makes the model.
         loaders: makes the loaders.
         steps: computes the losses.
@@ -57,25 +60,25 @@ class TrainingRunner(Room):
 
     def __init__(
         self,
-        context: TrainerContext,
+        components: Components,
         *,
-        settings: Settings,
+        setup: TrainerSetup,
         model_setup: ModelSetup,
         loaders: LoaderFactory,
         steps: TrainingSteps,
         saver: CheckpointSaver,
     ) -> None:
-        super().__init__(context)
-        self.settings, self.model_setup = settings, model_setup
+        self.components = components
+        self.trainer, self.run = components.trainer, components.run
+        self.setup, self.model_setup = setup, model_setup
         self.loaders, self.steps, self.saver = loaders, steps, saver
-        self.finders = Finders(context, steps)
-        self.planner = Planner(context)
+        self.planner = Planner(components)
 
     # ---- Before the first attempt ------------------------------------------------------------------------------
 
     def refuse_alone(self, resume_from_checkpoint: str | bool | None) -> None:
         """Refuse arguments that work in one process only."""
-        if self.context.search is None:
+        if self.components.search is None:
             refuse_in_worker()
         if self.trainer.args.world_size == 1:
             return
@@ -90,9 +93,9 @@ class TrainingRunner(Room):
 
     def begin(self, resume_from_checkpoint: str | bool | None, trial: Any) -> str | None:
         """Make the model and take the arguments of this `train()`; returns the checkpoint to resume from, if any."""
-        self.context.checkpoint_writer.wait_ignoring_errors()
+        self.components.checkpoint_writer.wait_ignoring_errors()
         folder = self._find_folder(resume_from_checkpoint)
-        makes_model_first = self.context.policy.makes_model_before_trial
+        makes_model_first = self.components.policy.makes_model_before_trial
         if makes_model_first:
             self.model_setup.remake_model(trial)
             self.model_setup.align_special_tokens()
@@ -101,7 +104,7 @@ class TrainingRunner(Room):
             if self.trainer.model_init is None:
                 self.model_setup.align_special_tokens()
             self.model_setup.remake_model(trial)
-        self.settings.take_changes()
+        self.setup.take_changes()
         self._refuse_callbacks()
         self._load_before(folder)
         return folder
@@ -134,7 +137,7 @@ class TrainingRunner(Room):
             UnsupportedArgument: the error names each.
         """
         args = self.trainer.args
-        if refused := self.context.engine.check_callbacks(
+        if refused := self.components.engine.check_callbacks(
             finds_batch_size=args.auto_find_batch_size,
             evaluates=args.eval_strategy != "no",
             automatic_optimization=not runs_backward(self.trainer),
@@ -147,18 +150,49 @@ class TrainingRunner(Room):
         self.run.resumed_from = folder
         if folder is None:
             return
-        if not self.context.states.spread:  # a sharded model loads its shards later
+        if not self.components.strategy.shards:  # a sharded model loads its shards later
             self.trainer._load_from_checkpoint(folder)
-        finds = self.trainer.args.auto_find_batch_size or self.context.engine.finds_batch_size
-        if finds or not self.context.policy.resumes_with_batch_size_of_arguments:
+        finds = self.trainer.args.auto_find_batch_size or self.components.engine.finds_batch_size
+        if finds or not self.components.policy.resumes_with_batch_size_of_arguments:
             state = TrainerState.load_from_json(os.path.join(folder, names.TRAINER_STATE_NAME))
             self.run.train_batch_size = state.train_batch_size or self.run.train_batch_size
 
     # ---- Attempts ----------------------------------------------------------------------------------------------
 
     def train(self, folder: str | None, trial: Any, ignore_keys: list[str] | None) -> TrainOutput:
-        """Train from `folder`, if any, with the model modified by the arguments, until the end or a signal."""
-        trainer, context = self.trainer, self.context
+        """Train until the end or a signal; with `auto_find_batch_size`, again with half the batch if memory runs out.
+
+        Args:
+            folder: the checkpoint that the run resumes from, if any.
+            trial: the hyperparameter trial, if any.
+            ignore_keys: outputs of the model that evaluation leaves out.
+        """
+        trainer = self.trainer
+        with self._running():
+            start = self._starting_point() if trainer.args.auto_find_batch_size else None
+            while True:
+                try:
+                    return trainer._inner_training_loop(
+                        batch_size=self.run.train_batch_size,
+                        args=trainer.args,
+                        resume_from_checkpoint=folder,
+                        trial=trial,
+                        ignore_keys_for_eval=ignore_keys,
+                    )
+                except Exception as error:
+                    if start is None or not is_out_of_memory(error):
+                        raise
+                    if self.run.train_batch_size == 1:
+                        raise RuntimeError(
+                            "auto_find_batch_size: a batch of one sample does not fit into memory."
+                        ) from error
+                # Not in the `except` block: the error holds the tensors of the failed attempt.
+                self._halve_batches(start)
+
+    @contextlib.contextmanager
+    def _running(self) -> Iterator[None]:
+        """Modify the model by the arguments and listen to signals in the block; release the run's objects after it."""
+        trainer, components = self.trainer, self.components
         watcher = DebugUnderflowOverflow(trainer.model) if "underflow_overflow" in (trainer.args.debug or ()) else None
         trainer.is_in_train = True
         self.run.interruption = Interruption(
@@ -166,20 +200,20 @@ class TrainingRunner(Room):
         )
         try:
             with (
-                changed_for_training(context.bare_model, trainer.args, context.engine.plan.read_once, noisy=trainer),
+                changed_for_training(
+                    components.bare_model, trainer.args, components.engine.plan.read_once, noisy=trainer
+                ),
                 self.run.interruption.listening(),
                 self.loaders.explaining_removed_columns(trainer.train_dataset, trainer.eval_dataset),
             ):
-                output = self._train_with_fitting_batches(folder, trial, ignore_keys)
-                if (
-                    self.run.interruption.received is not None
-                ):  # the signal came after the last step: everything is saved
+                yield
+                # After the last step everything is saved.
+                if self.run.interruption.received is not None:
                     self.run.interruption.leave()
-                return output
         except BaseException as error:
-            context.checkpoint_writer.wait_ignoring_errors()
-            if context.uploads is not None and (context.search is None or not isinstance(error, Exception)):
-                context.uploads.finish(is_urgent=lambda: True)  # in a search, the next trial starts
+            components.checkpoint_writer.wait_ignoring_errors()
+            if components.uploads is not None and (components.search is None or not isinstance(error, Exception)):
+                components.uploads.finish(is_urgent=lambda: True)  # in a search, the next trial starts
             raise
         finally:
             if self.run.loop is not None:
@@ -189,41 +223,28 @@ class TrainingRunner(Room):
             if watcher is not None:
                 watcher.remove()
 
-    def _train_with_fitting_batches(self, folder: str | None, trial: Any, ignore_keys: list[str] | None) -> TrainOutput:
-        """Train; with `auto_find_batch_size`, restart with half the batch size when memory runs out."""
+    def _starting_point(self) -> StartingPoint:
+        """The state from which attempts with smaller batches start."""
         trainer = self.trainer
-        keywords: dict[str, Any] = {
-            "args": trainer.args,
-            "resume_from_checkpoint": folder,
-            "trial": trial,
-            "ignore_keys_for_eval": ignore_keys,
-        }
-        if not trainer.args.auto_find_batch_size:
-            return trainer._inner_training_loop(batch_size=self.run.train_batch_size, **keywords)
         if (optim := spelled(trainer.args.optim)) in ("lomo", "adalomo"):
             raise InvalidArgument(
                 f"optim={optim!r} leaves hooks in the model that cannot be removed for a restart: "
                 "set per_device_train_batch_size yourself instead of auto_find_batch_size."
             )
-        given = trainer.optimizer, trainer.lr_scheduler
-        start = StartingPoint(trainer.model, trainer.accelerator.scaler, *given)
-        while True:
-            try:
-                return trainer._inner_training_loop(batch_size=self.run.train_batch_size, **keywords)
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-                if self.run.train_batch_size == 1:
-                    raise RuntimeError(
-                        "auto_find_batch_size: a batch of one sample does not fit into memory."
-                    ) from error
-            self.run.train_batch_size //= 2
-            logger.warning("Out of memory: restarting with %d samples in a batch.", self.run.train_batch_size)
-            self._forget_attempt()
-            trainer.optimizer, trainer.lr_scheduler = given
-            start.restore()
-            gc.collect()
-            devices.empty_cache()
+        return StartingPoint(trainer.model, trainer.accelerator.scaler, trainer.optimizer, trainer.lr_scheduler)
+
+    def _halve_batches(self, start: StartingPoint) -> None:
+        """Discard all that a failed attempt has made: optimizer, hooks, checkpoints; restore the state before it."""
+        trainer = self.trainer
+        self.run.train_batch_size //= 2
+        logger.warning("Out of memory: restarting with %d samples in a batch.", self.run.train_batch_size)
+        self._release()
+        for folder in filter(os.path.isdir, self.run.checkpoints_written):  # rotation may have deleted some
+            shutil.rmtree(folder)
+        trainer.optimizer, trainer.lr_scheduler = start.stateful
+        start.restore()
+        gc.collect()
+        devices.empty_cache()
 
     def attempt(
         self, args: TrainingArguments, batch_size: int | None, folder: str | None, trial: Any, ignore_keys: Any
@@ -231,6 +252,35 @@ class TrainingRunner(Room):
         """Implements `Trainer._inner_training_loop`: plan, prepare, run Lightning's loop, and finish."""
         trainer = self.trainer
         self._begin_attempt(args, batch_size, folder)
+        loop, model = self._make_loop(args, folder, trial, ignore_keys)
+        self._begin_reports(trial)
+        self.run.start_at(trainer.state.global_step, trainer.state.num_input_tokens_seen)
+        loop.resume_log()
+        is_complete = folder is not None and trainer.state.global_step >= loop.schedule.max_steps
+        if loop.first_epoch >= loop.schedule.num_train_epochs or is_complete:
+            self._repeat_end(loop, folder, trial)
+        else:
+            with loop.details.watching(trainer.model), devices.hinted():
+                self.components.engine.fit(
+                    loop,
+                    model,
+                    self.components.made_optimizer(),
+                    trainer.lr_scheduler,
+                    max_epochs=loop.schedule.num_train_epochs,
+                    global_step=trainer.state.global_step,
+                    log_every_n_steps=self.planner.steps_between_logs(loop.schedule),
+                    resumed_from=resume.load_lightning_callbacks(folder),
+                    automatic_optimization=not runs_backward(trainer),
+                    find_unused_parameters=self.components.preparation.finds_unused_parameters(),
+                    sync_each_batch=self.components.resolved.accelerator_config.sync_each_batch,
+                )
+        return trainer._finalize_training(trial, loop.schedule.num_train_samples, loop.start_time)
+
+    def _make_loop(
+        self, args: TrainingArguments, folder: str | None, trial: Any, ignore_keys: list[str] | None
+    ) -> tuple[TrainingLoop, Any]:
+        """Plan the run, and prepare data, state, model and optimizer; returns its loop, and the model to train."""
+        trainer = self.trainer
         with self.loaders.preparing_training_data():  # overrides prepare their own loaders
             dataloader = trainer.get_train_dataloader()
         self.run.schedule = schedule = self.planner.plan(args, dataloader)
@@ -240,11 +290,11 @@ class TrainingRunner(Room):
         )
         model, dataloader = trainer._prepare_for_training(schedule.max_steps, dataloader, folder)
         if folder is None:
-            self.finders.find_learning_rate(schedule.max_steps)
+            self._find_learning_rate(schedule.max_steps)
             trainer.callback_handler.lr_scheduler = trainer.lr_scheduler
         self.planner.log(schedule, None if folder is None else (first_epoch, position))
         self.run.loop = loop = TrainingLoop(
-            self.context,
+            self.components,
             schedule,
             dataloader,
             steps=self.steps,
@@ -256,26 +306,18 @@ class TrainingRunner(Room):
             position=position,
             progress=self.run.progress,
         )
-        self._begin_reports(trial)
-        self.run.start_at(trainer.state.global_step, trainer.state.num_input_tokens_seen)
-        loop.resume_log()
-        complete = folder is not None and trainer.state.global_step >= schedule.max_steps
-        if first_epoch < schedule.num_train_epochs and not complete:
-            self._fit(loop, schedule, model, folder)
-        else:
-            self._repeat_end(loop, folder, trial)
-        return trainer._finalize_training(trial, schedule.num_train_samples, loop.start_time)
+        return loop, model
 
     def _begin_attempt(self, args: TrainingArguments, batch_size: int | None, folder: str | None) -> None:
         """Take the arguments and the batch size of this attempt."""
         trainer = self.trainer
-        self.settings.take_changes_in(args)  # an override may pass its own
+        self.setup.take_changes_in(args)  # an override may pass its own
         trainer.accelerator.free_memory()
         if args.auto_find_batch_size and batch_size is not None:
             trainer._update_auto_batch_size(batch_size)
         self.run.begin()
         if folder is None:
-            self.finders.find_batch_size()
+            self._find_batch_size()
 
     def _begin_reports(self, trial: Any) -> None:
         """Notify trackers and the checkpoint writer that a run begins."""
@@ -284,27 +326,9 @@ class TrainingRunner(Room):
             for callback in reporting_callbacks(trainer.callback_handler.callbacks):
                 callback.start_trial(trainer.args, trainer.state.trial_name)
         if trainer.args.should_save:
-            asks_later = self.context.is_overridden("_get_output_dir")
+            asks_later = is_overridden(self.trainer, "_get_output_dir")
             run_dir = None if asks_later else trainer._get_output_dir(trial)
-            self.context.checkpoint_writer.added.begin_run(run_dir, trainer.state.global_step)
-
-    def _fit(self, loop: TrainingLoop, schedule: TrainingSchedule, model: Any, folder: str | None) -> None:
-        """Run Lightning's loop."""
-        trainer, context = self.trainer, self.context
-        with loop.details.watching(trainer.model), devices.hinted():
-            context.engine.fit(
-                loop,
-                model,
-                context.made_optimizer(),
-                trainer.lr_scheduler,
-                max_epochs=schedule.num_train_epochs,
-                global_step=trainer.state.global_step,
-                log_every_n_steps=self.planner.steps_between_logs(schedule),
-                resumed_from=resume.load_lightning_callbacks(folder),
-                automatic_optimization=not runs_backward(trainer),
-                find_unused_parameters=context.preparation.finds_unused_parameters(),
-                sync_each_batch=context.resolved.accelerator_config.sync_each_batch,
-            )
+            self.components.checkpoint_writer.added.begin_run(run_dir, trainer.state.global_step)
 
     def _repeat_end(self, loop: TrainingLoop, folder: str | None, trial: Any) -> None:
         """Resume from the checkpoint of a complete run: load, announce and upload it, without training."""
@@ -317,11 +341,40 @@ class TrainingRunner(Room):
         if trainer.args.push_to_hub and folder is not None:  # it may have ended before its last upload
             trainer._push_from_checkpoint(folder)
 
+    def _find_batch_size(self) -> None:
+        """Run a `BatchSizeFinder`, if there is one among the callbacks."""
+        trainer = self.trainer
+        given = trainer.optimizer
+        found = self.components.engine.find_batch_size(Tuning(self.trainer, self.run, self.steps), trainer.model)
+        trainer.optimizer = given  # the trial steps' optimizer is discarded
+        if found is not None:
+            self.run.train_batch_size = found
+            logger.info("BatchSizeFinder: training with %d samples in a batch.", found)
+
+    def _find_learning_rate(self, max_steps: int) -> None:
+        """Run a `LearningRateFinder`, if there is one among the callbacks.
+
+        Args:
+            max_steps: optimizer steps of the run.
+        """
+        trainer = self.trainer
+        found = self.components.engine.find_learning_rate(Tuning(self.trainer, self.run, self.steps), trainer.model)
+        if found is None:
+            return
+        logger.info("LearningRateFinder: %g replaces learning_rate=%g.", found, trainer.args.learning_rate)
+        for group in self.components.made_optimizer().param_groups:
+            group["lr"] = group["initial_lr"] = found
+        if self.run.made_scheduler:
+            trainer.lr_scheduler = None
+            make_scheduler(trainer, max_steps)
+        else:
+            trainer.lr_scheduler.base_lrs = [found for _ in trainer.lr_scheduler.base_lrs]
+
     # ---- The end -----------------------------------------------------------------------------------------------
 
     def finish(self, trial: Any, num_train_samples: float, start_time: float) -> TrainOutput:
         """Write the last log line, load the best model, and end the run."""
-        trainer, writer, policy = self.trainer, self.context.checkpoint_writer, self.context.policy
+        trainer, writer, policy = self.trainer, self.components.checkpoint_writer, self.components.policy
         assert self.run.loop is not None
         if not policy.loads_best_after_logging:
             self.saver.wait()
@@ -336,7 +389,7 @@ class TrainingRunner(Room):
         # Without the last checkpoint, which a full disk has cost, the one before it is where the run can go on.
         if trainer.args.should_save and best is not None and trainer.args.save_total_limit == 1 and not writer.failed:
             keep_only(best, run_dir)
-        self.context.announce("on_train_end")
+        self.components.announce("on_train_end")
         if trainer.args.push_to_hub:
             trainer.accelerator.processes.while_main_works(trainer._finish_current_push)
         else:
@@ -348,7 +401,7 @@ class TrainingRunner(Room):
 
     def _final_metrics(self, num_train_samples: float, start_time: float) -> dict[str, float]:
         trainer, run, state = self.trainer, self.run, self.trainer.state
-        steps = state.global_step - (run.initial_step if self.context.policy.averages_train_loss_over_call else 0)
+        steps = state.global_step - (run.initial_step if self.components.policy.averages_train_loss_over_call else 0)
         run.total_loss += run.loss.item()
         train_loss = run.total_loss / max(steps, 0.001)
         samples = num_train_samples * steps / max(state.max_steps, 1)
@@ -363,29 +416,24 @@ class TrainingRunner(Room):
 
     # ---- Releasing ---------------------------------------------------------------------------------------------
 
-    def _forget_attempt(self) -> None:
-        """Discard everything that a failed attempt has made: its optimizer, its hooks and its checkpoints."""
-        self._release()
-        for folder in filter(os.path.isdir, self.run.checkpoints_written):  # rotation may have deleted some
-            shutil.rmtree(folder)
-
     def _release(self) -> None:
         """Release a run's optimizer and its hooks."""
-        trainer, engine, handler = self.trainer, self.context.engine, self.trainer.callback_handler
+        trainer, engine, handler = self.trainer, self.components.engine, self.trainer.callback_handler
         if isinstance(trainer.optimizer, LayerWiseDummyOptimizer):
             trainer.optimizer.remove_hooks()
         engine.trainer = engine.module = None
         trainer.optimizer = trainer.lr_scheduler = handler.optimizer = handler.lr_scheduler = None
-        self.context.checkpoint_writer.wait_ignoring_errors()
+        self.components.checkpoint_writer.wait_ignoring_errors()
 
     def release_trial(self) -> None:
         """Release a trial's model and everything made for it."""
-        trainer, context, handler = self.trainer, self.context, self.trainer.callback_handler
+        trainer, components, handler = self.trainer, self.components, self.trainer.callback_handler
         self._release()
-        context.engine.release()
+        components.engine.release()
         trainer.accelerator.free_memory()
-        context.checkpoint_writer.close()
-        trainer.model = trainer.model_wrapped = handler.model = None  # until the next trial
+        components.checkpoint_writer.close()
+        # Until the next trial.
+        trainer.model = trainer.model_wrapped = handler.model = None  # type: ignore[assignment]
         handler.train_dataloader = None
         self.loaders.flos_per_token = None
         if trainer.args.torch_compile:

@@ -8,7 +8,7 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,20 +19,26 @@ from hftrainer.callbacks.state import drop_from_json, export_states
 from hftrainer.checkpointing import names, resume, staging
 from hftrainer.checkpointing.folders import rotate_checkpoints
 from hftrainer.checkpointing.progress import RunProgress, as_dict, load_progress, position_settings, save_progress
-from hftrainer.checkpointing.states import MakeOptimizer
 from hftrainer.checkpointing.weights import save_configs, save_weights
 from hftrainer.compat import peers
-from hftrainer.compat.overrides import call_with_accepted
+from hftrainer.compat.overrides import accepted_by, is_overridden
 from hftrainer.data.random_states import rng_state
 from hftrainer.data.schedule import TrainingSchedule
-from hftrainer.training.context import Room
+from hftrainer.strategies.strategy import MakeOptimizer
 from hftrainer.training_args import without_tokens
+
+if TYPE_CHECKING:
+    from hftrainer.training.components import Components
 
 logger = logging.getLogger(__name__)
 
 
-class CheckpointSaver(Room):
+class CheckpointSaver:
     """Fills checkpoints, announces them, and reads the progress that `trainer_state.json` does not hold."""
+
+    def __init__(self, components: Components) -> None:
+        self.components = components
+        self.trainer, self.run = components.trainer, components.run
 
     @contextlib.contextmanager
     def writing_together(self) -> Iterator[None]:
@@ -40,11 +46,7 @@ class CheckpointSaver(Room):
         try:
             yield
         finally:
-            self.context.states.finish(self.trainer.accelerator.processes)
-
-    def write_parts(self, folder: str) -> None:
-        """Write this rank's shard of the model, if checkpoints hold shards, once the folder exists."""
-        self.context.states.write_parts(folder, self.trainer.accelerator.processes)
+            self.components.strategy.finish()
 
     def states_of_others(self) -> dict[str, Any]:
         """File name → contents, for the other ranks' files in a checkpoint: random states and progress."""
@@ -61,16 +63,21 @@ class CheckpointSaver(Room):
         of_all = trainer.accelerator.processes.gather_objects([own])
         return {name: state for other, states in enumerate(of_all) if other != rank for name, state in states.items()}
 
-    def fill(self, of_others: Mapping[str, Any], folder: str) -> None:
-        """Write everything that a run needs to resume into `folder`."""
-        trainer, context = self.trainer, self.context
-        self.write_parts(folder)
+    def fill(self, folder: str, of_others: Mapping[str, Any]) -> None:
+        """Write everything that a run needs to resume.
+
+        Args:
+            folder: the folder to write to.
+            of_others: what `states_of_others` has returned.
+        """
+        trainer, components = self.trainer, self.components
+        components.strategy.write_parts(folder)
         meanwhile = not trainer.args.save_only_model and self._writes_in_any_order()
         if meanwhile:
-            with context.checkpoint_writer.meanwhile():
+            with components.checkpoint_writer.meanwhile():
                 trainer._save_optimizer_and_scheduler(folder)
-        with context.engine.saving(trainer.model) as (_, kept):
-            call_with_accepted(trainer.save_model, folder, _internal_call=True)
+        with components.engine.saving(trainer.model) as (_, kept):
+            trainer.save_model(folder, **accepted_by(trainer.save_model, {"_internal_call": True}))
         if not trainer.args.save_only_model:
             if not meanwhile:
                 trainer._save_optimizer_and_scheduler(folder)
@@ -80,17 +87,16 @@ class CheckpointSaver(Room):
             for name, state in of_others.items():
                 torch.save(state, os.path.join(folder, name))
             if kept:
-                context.checkpoint_writer.save(kept, os.path.join(folder, names.LIGHTNING_CALLBACKS_NAME))
-        elif context.states.spread and peers.is_peft(
-            self.context.bare_model
-        ):  # the sharded formats cannot load adapters alone
+                components.checkpoint_writer.save(kept, os.path.join(folder, names.LIGHTNING_CALLBACKS_NAME))
+        # The sharded formats cannot load adapters alone.
+        elif components.strategy.shards and peers.is_peft(components.bare_model):
             self.save_files(None, folder)
-        trainer.state.stateful_callbacks = export_states(self.context.stateful_callbacks())
+        trainer.state.stateful_callbacks = export_states(self.components.stateful_callbacks())
         self.write_state(folder)
 
     def _writes_in_any_order(self) -> bool:
         """Whether the optimizer's state can be written before the weights and beside them; waits for the device."""
-        if self.context.is_overridden("save_model", "_save", "_save_optimizer_and_scheduler"):
+        if is_overridden(self.trainer, "save_model", "_save", "_save_optimizer_and_scheduler"):
             return False  # an override finds the files that transformers has written before it
         kind = self.trainer.args.device.type
         if kind == "cuda":
@@ -101,7 +107,7 @@ class CheckpointSaver(Room):
         """Write `trainer_state.json`, with only the fields of the followed release."""
         path = os.path.join(folder, names.TRAINER_STATE_NAME)
         self.trainer.state.save_to_json(path)
-        if not self.context.policy.records_best_step:  # a release without this field could not read it
+        if not self.components.policy.records_best_step:  # a release without this field could not read it
             drop_from_json(path, "best_global_step")
 
     def load_best_at_end(self) -> None:
@@ -126,7 +132,7 @@ class CheckpointSaver(Room):
     def wait(self) -> None:
         """Wait for a background checkpoint; afterwards all ranks know whether it was written."""
         trainer = self.trainer
-        writer, from_main = self.context.checkpoint_writer, trainer.accelerator.processes.from_main
+        writer, from_main = self.components.checkpoint_writer, trainer.accelerator.processes.from_main
         if not writer.in_background:
             return
         from_main(writer.wait)
@@ -135,9 +141,9 @@ class CheckpointSaver(Room):
 
     def save_if_needed(self, trial: Any) -> None:
         """Write a checkpoint of this step unless there is one, and wait until it is on the disk."""
-        trainer, context = self.trainer, self.context
+        trainer, components = self.trainer, self.components
         self.wait()
-        if self.run.last_saved_step != trainer.state.global_step or context.checkpoint_writer.failed:
+        if self.run.last_saved_step != trainer.state.global_step or components.checkpoint_writer.failed:
             trainer._save_checkpoint(trainer.model_wrapped, trial)
             self.run.last_saved_step = trainer.state.global_step
             self.announce()
@@ -152,43 +158,43 @@ class CheckpointSaver(Room):
     def announce(self) -> None:
         """Announce the checkpoint once it is written, with the state that it holds."""
         trainer = self.trainer
-        state = dataclasses.replace(trainer.state) if self.context.checkpoint_writer.in_background else trainer.state
+        state = dataclasses.replace(trainer.state) if self.components.checkpoint_writer.in_background else trainer.state
 
         def announce() -> None:
-            due = (
-                trainer.control.should_save
-            )  # a next checkpoint may be due already, if this one was written in the background
+            # The next checkpoint may be due already, if this one was written in the background.
+            due = trainer.control.should_save
             trainer.control = trainer.callback_handler.on_save(trainer.args, state, trainer.control)
             trainer.control.should_save |= due
 
         trainer.control.should_save = False
-        self.context.checkpoint_writer.when_done(announce)
+        self.components.checkpoint_writer.when_done(announce)
 
     def save_files(self, optimizer: MakeOptimizer | None, output_dir: str) -> None:
         """Write the optimizer's state, unless it is None, and the other state files of one process."""
-        for name, state in self.context.states.files(optimizer):
-            self.context.checkpoint_writer.save(state, os.path.join(output_dir, name))
+        for name, state in self.components.strategy.files(optimizer):
+            self.components.checkpoint_writer.save(state, os.path.join(output_dir, name))
 
     def save_progress(self, output_dir: str) -> None:
         """Write the progress that `trainer_state.json` does not hold."""
-        if (
-            self.run.loop is not None and self.run.loop.between_steps
-        ):  # within a step, resuming uses the step count alone
+        # Within a step, resuming uses the step count alone.
+        if self.run.loop is not None and self.run.loop.between_steps:
             name = names.progress_name(self.trainer.args.process_index, self.trainer.args.world_size)
             save_progress(self.run.loop.current_progress(), os.path.join(output_dir, name))
 
     def load_weights(self, model: nn.Module, folder: str) -> None:
         """Load the weights of a checkpoint into the model, sharded or not."""
         self._warn_of(
-            self.context.states.load_weights(peers.uncompiled(model), folder, only_trained=self._has_adapters())
+            self.components.strategy.load_weights(peers.uncompiled(model), folder, only_trained=self._has_adapters())
         )
 
     def load_best(self, model: nn.Module, folder: str) -> None:
         """Load the weights of the best checkpoint at the end of a run."""
-        self._warn_of(self.context.states.load_best(peers.uncompiled(model), folder, only_trained=self._has_adapters()))
+        self._warn_of(
+            self.components.strategy.load_best(peers.uncompiled(model), folder, only_trained=self._has_adapters())
+        )
 
     def _has_adapters(self) -> bool:
-        return peers.is_peft(self.context.bare_model)
+        return peers.is_peft(self.components.bare_model)
 
     def _warn_of(self, incompatible: Any) -> None:
         if incompatible is not None:
@@ -202,25 +208,30 @@ class CheckpointSaver(Room):
         progress = load_progress(folder, trainer.args.process_index, trainer.args.world_size)
         if progress is not None:
             processes = trainer.accelerator.processes.data_processes
-            config = self.context.resolved.accelerator_config
+            config = self.components.resolved.accelerator_config
             now = position_settings(trainer.args, schedule, self.run.train_batch_size, processes, config)
             progress.adapt(now, skips_data=not trainer.args.ignore_data_skip)
         return progress
 
     # ---- Implementations of the Trainer's methods --------------------------------------------------------------
 
-    def save_model(self, folder: str, *, internal: bool) -> None:
-        """Write weights, config, processing class and arguments; see `Trainer.save_model`."""
-        trainer, states, saves = self.trainer, self.context.states, self.trainer.args.should_save
-        if internal and states.only_parts:
-            return  # checkpoints hold a shard from each rank
-        with states.weights_to_save(peers.uncompiled(trainer.model), saves=saves) as weights:
-            if saves and weights is None:
-                trainer._save(folder)
-            elif saves:
-                trainer._save(folder, state_dict=weights)
+    @contextlib.contextmanager
+    def weights_to_save(self, folder: str, *, internal: bool) -> Iterator[dict[str, Any] | None]:
+        """Yields the keywords with which `Trainer._save` writes the model; None if this process writes no model."""
+        strategy, model = self.components.strategy, peers.uncompiled(self.trainer.model)
+        if internal and strategy.only_parts:
+            yield None  # checkpoints hold a shard from each rank
+            return
+        weights = strategy.weights_to_save(model)
+        if self.trainer.args.should_save:
+            # A callback such as ModelPruning may have the model's own weights under other names.
+            own = self.components.engine.saving(model) if weights is None else contextlib.nullcontext((weights, None))
+            with own as (weights, _):
+                yield {} if weights is None else {"state_dict": weights}
+        else:
+            yield None
         if not internal:
-            states.save_beside(folder, trainer.accelerator.processes)
+            strategy.save_beside(folder)
 
     def save_files_of_model(self, folder: str, weights: dict[str, Any] | None) -> None:
         """Write the files of a model; see `Trainer._save`.
@@ -229,23 +240,23 @@ class CheckpointSaver(Room):
             folder: the folder to write to.
             weights: the full weights; None: read them from the model; empty: they stay in shards.
         """
-        trainer, writer = self.trainer, self.context.checkpoint_writer
+        trainer, writer = self.trainer, self.components.checkpoint_writer
         os.makedirs(folder, exist_ok=True)
-        model = self.context.bare_model
+        model = self.components.bare_model
         logger.info("Saving the model to %s.", staging.final_folder(folder))
         write = functools.partial(save_weights, model, folder, safe=legacy.value(trainer.args, "save_safetensors"))
         on_device = trainer.args.device.type == "xla"  # files cannot be written from there
         if weights == {}:  # DeepSpeed's weights stay in shards
             save_configs(model, folder)
         elif peers.is_peft(model):  # adapters are small: not in the background
-            write(self.context.engine.parallelism.to_cpu(model.state_dict()) if on_device else weights)
+            write(self.components.strategy.to_cpu(model.state_dict()) if on_device else weights)
         else:
             if (writer.collects or on_device) and weights is None:
                 # A copy: training changes the model's own during writing.
                 weights = peers.uncompiled(trainer.model).state_dict()
             writer.call(write, weights)
         processing_class = trainer.processing_class
-        if processing_class is None and self.context.policy.saves_tokenizer_of_collator:
+        if processing_class is None and self.components.policy.saves_tokenizer_of_collator:
             processing_class = getattr(trainer.data_collator, "tokenizer", None)
             if processing_class is not None:
                 logger.info("Without a processing_class, the tokenizer of data_collator is saved.")
@@ -253,9 +264,14 @@ class CheckpointSaver(Room):
             processing_class.save_pretrained(folder)
         torch.save(without_tokens(trainer.args), os.path.join(folder, names.TRAINING_ARGS_NAME))
 
-    def save_checkpoint(self, trial: Any) -> None:
-        """Write the checkpoint of this step, whole or not at all; see `Trainer._save_checkpoint`."""
-        trainer, state, writer = self.trainer, self.trainer.state, self.context.checkpoint_writer
+    @contextlib.contextmanager
+    def checkpoint(self, trial: Any) -> Iterator[Callable[[], None]]:
+        """Write the checkpoint of this step, whole or not at all; yields as `_writing`.
+
+        Args:
+            trial: the hyperparameter trial, if any.
+        """
+        trainer, state, writer = self.trainer, self.trainer.state, self.components.checkpoint_writer
         trainer.store_flos()
         self.wait()
         self.run.last_saved_step = state.global_step
@@ -271,38 +287,54 @@ class CheckpointSaver(Room):
         def if_failed() -> None:
             trainer.state.best_model_checkpoint = earlier_best
 
-        self._write(path, then, if_failed)
+        with self._writing(path, then, if_failed) as fill:
+            yield fill
         if writer.failed:
             if_failed()
         if trainer.args.push_to_hub:
             writer.when_done(functools.partial(trainer._push_from_checkpoint, path))
-        if self.context.is_overridden("_save_checkpoint"):  # the override may write into the folder after this returns
+        if is_overridden(self.trainer, "_save_checkpoint"):  # the override may write into the folder after this returns
             self.wait()
 
     def write_elsewhere(self, path: str) -> None:
         """Write a checkpoint of this step that is not this run's: it is neither rotated, announced nor uploaded."""
         self.trainer.store_flos()
         self.wait()
-        self._write(path, then=lambda: None, if_failed=lambda: None)
+        with self._writing(path, then=lambda: None, if_failed=lambda: None) as fill:
+            fill()
         self.wait()
 
-    def _write(self, path: str, then: Callable[[], None], if_failed: Callable[[], None]) -> None:
-        """Write a checkpoint on all ranks, which know afterwards whether it failed; the rest as for the writer."""
-        trainer, writer = self.trainer, self.context.checkpoint_writer
+    @contextlib.contextmanager
+    def _writing(
+        self, path: str, then: Callable[[], None], if_failed: Callable[[], None]
+    ) -> Iterator[Callable[[], None]]:
+        """Write a checkpoint on all ranks, which know afterwards whether it failed.
+
+        Args:
+            path: its folder.
+            then: called when it is complete; see `CheckpointWriter.checkpoint`.
+            if_failed: called if the storage fails.
+
+        Yields:
+            What fills the folder; it does nothing where another process does that.
+        """
+        trainer, writer = self.trainer, self.components.checkpoint_writer
         of_others = self.states_of_others()
         # The folder has the name of the process that writes it: the nearest one, where each node has one.
         staged = str(staging.staging_folder(path)) if trainer.args.should_save else None
         folders = trainer.accelerator.processes.gather_objects([staged])
-        optimizer = None if trainer.args.save_only_model else self.context.made_optimizer
-        self.context.states.gather(trainer.model, optimizer)
+        optimizer = None if trainer.args.save_only_model else self.components.made_optimizer
+        self.components.strategy.gather(trainer.model, optimizer)
         if trainer.args.should_save:
-            with self.writing_together():
-                writer.checkpoint(path, functools.partial(self.fill, of_others), then=then, if_failed=if_failed)
+            with self.writing_together(), writer.checkpoint(path, then=then, if_failed=if_failed) as folder:
+                yield (lambda: None) if folder is None else functools.partial(self.fill, folder, of_others)
         else:
             staged = next(filter(None, folders[trainer.accelerator.processes.rank :: -1]))
-            call_with_accepted(trainer.save_model, staged, _internal_call=True)  # overrides may gather weights
+            # Overrides may gather weights.
+            trainer.save_model(staged, **accepted_by(trainer.save_model, {"_internal_call": True}))
             with self.writing_together(), writer.taking_part(path):
-                self.write_parts(staged)
+                self.components.strategy.write_parts(staged)
+            yield lambda: None
         writer.failed = any(trainer.accelerator.processes.gather_objects([writer.failed]))
 
     def _note_best(self, run_dir: str) -> None:
@@ -316,7 +348,7 @@ class CheckpointSaver(Room):
     def _rotation(self, run_dir: str, path: str) -> Callable[[], None]:
         """A function that deletes checkpoints beyond `save_total_limit`, for use once `path` is written."""
         trainer, run = self.trainer, self.run
-        if self.context.is_overridden("_rotate_checkpoints", "_sorted_checkpoints"):
+        if is_overridden(self.trainer, "_rotate_checkpoints", "_sorted_checkpoints"):
             return lambda: trainer._rotate_checkpoints(use_mtime=True, output_dir=run_dir)
         # A restart with smaller batches resumes from that checkpoint again.
         needed = [run.resumed_from] if run.resumed_from and trainer.args.auto_find_batch_size else []

@@ -6,16 +6,16 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from hftrainer.arguments import legacy
-from hftrainer.arguments.logging import which_tokens
+from hftrainer.arguments.choices import which_tokens
 from hftrainer.compat.functions import ignores_other_keywords
 from hftrainer.compat.messages import warn_once
-from hftrainer.compat.overrides import accepts, call_with_accepted
+from hftrainer.compat.overrides import accepted_by, accepts, call_with_accepted
 from hftrainer.data.loaders import to_device
 from hftrainer.data.tokens import count_tokens
 from hftrainer.errors import InvalidArgument
@@ -24,10 +24,11 @@ from hftrainer.model.walks import is_training
 from hftrainer.parallel import devices
 from hftrainer.trainer_pt_utils import rebuilt
 from hftrainer.trainer_utils import speed_metrics
-from hftrainer.training.context import Room, TrainerContext
 from hftrainer.training.loader_factory import LoaderFactory
-from hftrainer.training.logged_metrics import split_losses
-from hftrainer.training.loss import check_loss, first_output
+from hftrainer.training.losses import check_loss, first_output, split_losses
+
+if TYPE_CHECKING:
+    from hftrainer.training.components import Components
 
 logger = logging.getLogger(__name__)
 
@@ -38,16 +39,17 @@ def _takes_items(function: Callable[..., Any]) -> bool:
     return named or (accepts(function, "num_items_in_batch") and not ignores_other_keywords(function))
 
 
-class TrainingSteps(Room):
+class TrainingSteps:
     """Prepares micro-batches, computes their losses, and counts their tokens and operations.
 
     Args:
-        context: the shared parts of the Trainer.
+        components: the parts of the Trainer.
         loaders: counts labels and operations.
     """
 
-    def __init__(self, context: TrainerContext, loaders: LoaderFactory) -> None:
-        super().__init__(context)
+    def __init__(self, components: Components, loaders: LoaderFactory) -> None:
+        self.components = components
+        self.trainer, self.run = components.trainer, components.run
         self.loaders = loaders
 
     def prepare_inputs(self, inputs: Any) -> Any:
@@ -72,7 +74,7 @@ class TrainingSteps(Room):
         trainer = self.trainer
         if not isinstance(data, torch.Tensor) and isinstance(data, (dict, list, tuple, Mapping)):
             return rebuilt(data, trainer._prepare_input)
-        return self.context.states.cast(to_device(data, trainer.accelerator.device), trainer.model)
+        return self.components.strategy.cast(to_device(data, trainer.accelerator.device), trainer.model)
 
     # ---- The loss ----------------------------------------------------------------------------------------------
 
@@ -82,16 +84,17 @@ class TrainingSteps(Room):
         if not is_training(model):
             model.train()
         if callable(getattr(trainer.optimizer, "train", None)):  # schedule-free optimizers have a training mode too
-            trainer.optimizer.train()  # type: ignore[union-attr]
+            trainer.optimizer.train()
         inputs = trainer._prepare_inputs(inputs)
         with trainer.compute_loss_context_manager():
-            loss = call_with_accepted(trainer.compute_loss, model, inputs, num_items_in_batch=num_items_in_batch)
+            accepted = accepted_by(trainer.compute_loss, {"num_items_in_batch": num_items_in_batch})
+            loss = trainer.compute_loss(model, inputs, **accepted)
         every = trainer.args.torch_empty_cache_steps
         if every is not None and trainer.state.global_step % every == 0:
             devices.empty_cache()
         loss, parts = split_losses(loss)
         loss = check_loss(loss)
-        divisor = self.context.policy.loss_divisor(self.run.accumulation, trainer.args)
+        divisor = self.components.policy.loss_divisor(self.run.accumulation, trainer.args)
         if divisor > 1 and self._loss_is_scaled(num_items_in_batch):
             divisor = 1
         for name, part in parts.items():
@@ -106,7 +109,7 @@ class TrainingSteps(Room):
             return trainer.loss_is_scaled_for_ga
         if not accepts(trainer.compute_loss, "num_items_in_batch"):
             return False  # an override from before v4.46 does not get them
-        counted = num_items_in_batch is not None or not self.context.policy.divides_uncounted_loss
+        counted = num_items_in_batch is not None or not self.components.policy.divides_uncounted_loss
         return (trainer.model_accepts_loss_kwargs and counted) or self._function_takes_items
 
     @property
@@ -128,13 +131,13 @@ class TrainingSteps(Room):
         if trainer.model_accepts_loss_kwargs and num_items_in_batch is not None:
             inputs = {**inputs, "num_items_in_batch": num_items_in_batch}
         outputs = model(**inputs)
-        if self.context.past_index >= 0:
-            self.run.past = outputs[self.context.past_index]
+        if self.components.past_index >= 0:
+            self.run.past = outputs[self.components.past_index]
         if trainer.compute_loss_func is not None:
             loss = call_with_accepted(trainer.compute_loss_func, outputs, labels, num_items_in_batch=num_items_in_batch)
         elif trainer.label_smoother is not None and labels is not None:
             shift = smoothing_shifts_labels(trainer.accelerator.unwrap_model(model))
-            items = num_items_in_batch if self.context.policy.smooths_over_items else None
+            items = num_items_in_batch if self.components.policy.smooths_over_items else None
             loss = trainer.label_smoother(outputs, labels, shift_labels=shift, num_items_in_batch=items)
         else:
             if trainer.label_smoother is not None:
@@ -145,7 +148,7 @@ class TrainingSteps(Room):
                 )
             loss = first_output(outputs, inputs)
         takes_items = trainer.model_accepts_loss_kwargs or self._function_takes_items
-        if self.context.averages_tokens and takes_items and num_items_in_batch is not None:
+        if self.components.averages_tokens and takes_items and num_items_in_batch is not None:
             loss = loss * trainer.accelerator.processes.data_processes  # averaging the gradients divides by it
         return loss, outputs
 
@@ -153,7 +156,7 @@ class TrainingSteps(Room):
 
     def num_items(self, batch_samples: list[Any], device: torch.device) -> torch.Tensor | int | None:
         """Number of labels that are not -100, over all micro-batches; None when nothing uses it."""
-        trainer, policy = self.trainer, self.context.policy
+        trainer, policy = self.trainer, self.components.policy
         asked = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
         if (not asked and policy.counts_items_only_if_used) or not batch_samples or "labels" not in batch_samples[0]:
             return None
@@ -161,7 +164,7 @@ class TrainingSteps(Room):
         if not all(isinstance(each, torch.Tensor) for each in labels):
             return None  # detection models: labels are lists of dicts
         count = sum(each.ne(-100).sum() for each in labels).to(device)
-        if self.context.averages_tokens:
+        if self.components.averages_tokens:
             count = self.loaders.sum_over_data(count)
         return policy.num_items(count)
 
@@ -185,14 +188,14 @@ class TrainingSteps(Room):
             return {}
         seen = trainer.state.num_input_tokens_seen
         found: dict[str, float] = {"num_input_tokens_seen": seen}
-        if start_time is not None and self.context.policy.logs_tokens_per_second:
+        if start_time is not None and self.components.policy.logs_tokens_per_second:
             found |= speed_metrics("train", start_time, num_tokens=seen - self.run.initial_tokens)
         return found
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Floating-point operations of forward and backward on a batch: 6 per token and parameter; 0 if unknown."""
         model: Any = self.trainer.model
-        if hasattr(model, "floating_point_ops") and not self.context.policy.estimates_total_flos:
+        if hasattr(model, "floating_point_ops") and not self.components.policy.estimates_total_flos:
             return model.floating_point_ops(inputs)
         main_input = getattr(model, "main_input_name", "input_ids")
         return inputs[main_input].numel() * self.loaders.flos_per_token_of(model) if main_input in inputs else 0

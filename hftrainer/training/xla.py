@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from hftrainer.parallel.xla.devices import print_metrics
-from hftrainer.training.trainer_api import TrainerApi
+from typing import TYPE_CHECKING
+
+from hftrainer.plugins import load
+
+if TYPE_CHECKING:
+    from hftrainer.trainer import Trainer
 
 
-def print_xla_metrics(trainer: TrainerApi) -> None:
+def print_xla_metrics(trainer: Trainer) -> None:
     """Print torch_xla's metrics on the main process, if `debug="tpu_metrics_debug"`."""
     args = trainer.args
     if "tpu_metrics_debug" in (args.debug or ()) and args.device.type == "xla" and trainer.is_world_process_zero():
-        print_metrics()
+        load("xla", "devices").print_metrics()

@@ -1,5 +1,6 @@
 import pytest
 
+from hftrainer.arguments import installed
 from hftrainer.cli import install
 from hftrainer.releases import followed
 
@@ -8,6 +9,6 @@ from hftrainer.releases import followed
 def as_installed():
     """Ours follows the installed release, as after `install()`, for tests that compare with it."""
     followed.follow(followed.installed_release())
-    install._set_defaults(followed.from_config({}).defaults)
+    install._set_defaults(installed.earlier_defaults())
     yield
     install.uninstall()

@@ -17,7 +17,7 @@ import hftrainer
 from hftrainer import default_data_collator
 from hftrainer.errors import UnsupportedArgument
 from hftrainer.releases import followed
-from hftrainer.search.ray_search import RaySearch
+from hftrainer_ray.search import RaySearch
 from tests.compat.names_in_use import ABSENT, READ
 from tests.support.changed import Doubled, changed_alike, library_of, parent, run_changed
 from tests.support.parity import EVENTS, EVERY_STEP, LIBRARIES, accuracy, alike, assert_equal, build, comparable

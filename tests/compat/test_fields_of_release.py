@@ -36,7 +36,7 @@ def _installed():
     hftrainer.uninstall()
     assert [field.name for field in dataclasses.fields(hftrainer.TrainingArguments)][1] == "overwrite_output_dir"
     assert {field.name for field in dataclasses.fields(hftrainer.TrainingArguments)} == before
-    assert hftrainer.TrainingArguments("x", eval_strategy="steps").evaluation_strategy == "steps"
+    assert hasattr(hftrainer.TrainingArguments("x"), "evaluation_strategy")
 
 
 def make(kind=hftrainer.TrainingArguments, **settings):

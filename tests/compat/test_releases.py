@@ -368,7 +368,6 @@ SHOWN_BY = {
     "4.56": {"divides_eval_loss_by_items": "llama, accumulating"},
     "4.55": {"aligns_special_tokens": "special tokens"},
     "4.54": {"loss_divisor": "accumulating"},
-    "4.53": {},
     "4.52": {"decay_parameter_names": "a norm", "divides_uncounted_loss": "items that nobody counts"},
     "4.51": {
         "logs_tokens_per_second": "tokens seen",

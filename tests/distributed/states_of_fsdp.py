@@ -2,14 +2,14 @@
 
 import pytest
 
-from hftrainer.checkpointing.states.fsdp import ShardedStates
+from hftrainer.strategies.fsdp import FsdpStrategy
 from tests.support.model_states import ModelStatesSuite
 
 
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
 class TestSharded(ModelStatesSuite):
-    implementation = ShardedStates
+    implementation = FsdpStrategy
 
     @pytest.fixture(autouse=True)
     def _strategy(self, version, kind):

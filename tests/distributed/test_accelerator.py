@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hftrainer.assembly.argument_consistency import OWN
+from hftrainer.training.argument_consistency import OWN
 from hftrainer.training_args_seq2seq import Seq2SeqTrainingArguments
 from tests.distributed.cases_accelerator import find_all
 

@@ -13,7 +13,7 @@ assert gc.isenabled()
 """
 LEAN = """
 import sys
-from hftrainer.engine import adapter
+from hftrainer.plugins import adapter
 adapter()
 from lightning.pytorch.core.module import Metric as of_lightning
 assert "torchmetrics.functional" not in sys.modules
@@ -45,7 +45,7 @@ assert not {"lightning", "wandb", "mlflow", "tensorboard", "comet_ml"} & {*sys.m
     "torchmetrics is left alone once it is there": """
 import sys
 import torchmetrics
-from hftrainer.engine import adapter
+from hftrainer.plugins import adapter
 adapter()
 assert sys.modules["torchmetrics"] is torchmetrics and "__getattr__" not in vars(torchmetrics)
 """,

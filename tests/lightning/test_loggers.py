@@ -263,7 +263,7 @@ def test_trackers_that_the_installed_transformers_does_not_know(monkeypatch, onl
 
 #: Of a Trainer's `report_to` or further arguments, where no package is installed but those that are named.
 REFUSED = [
-    ("wanbd", InvalidArgument, r"report_to='wanbd' is not a tracker: did you mean 'wandb'\? Known are"),
+    ("wanbd", InvalidArgument, r"report_to='wanbd' is not a tracker; did you mean 'wandb'\? Known are"),
     (["none", "tensorboard"], InvalidArgument, "'none' cannot be"),
     (["all", "wandb"], InvalidArgument, "'all' cannot be"),
     ({"report_to": 3}, InvalidArgument, "report_to=3"),

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 #: What touches Lightning, and the rooms of ours whose objects Lightning's are closest to.
 SOURCES = sorted(
     path
-    for folder in ("adapters", "hftrainer/parallel")
+    for folder in (*(f"adapters/hftrainer_{name}" for name in ("lightning", "deepspeed", "xla")), "hftrainer/parallel")
     for path in (ROOT / folder).rglob("*.py")
     if path.parent.name != "private_api"
 )
@@ -28,20 +28,18 @@ _XLA = {"_XLAC": "torch_xla", "_xla_get_tensor_id": "torch_xla", "_metadata": "t
 #: module → private names of others than Lightning that it touches on their objects, and whose they are.
 OF_OTHERS = {
     "hftrainer.parallel.communication": {"_get_default_store": "torch, whose processes have met there"},
-    "hftrainer.parallel.deepspeed.plugin": {
-        "_hf_deepspeed_config_weak_ref": "transformers, whose models look there for DeepSpeed"
-    },
-    "hftrainer.parallel.deepspeed.run": {
+    "hftrainer_deepspeed.run": {
         "_copy_recovery_script": "DeepSpeed",
         "_last_lr": "torch's schedules",
         "_zero3_consolidated_16bit_state_dict": "DeepSpeed",
     },
+    "hftrainer_deepspeed.settings": {"_rank_info": "our arguments"},
+    "hftrainer_deepspeed.strategy": {"_move_model_to_device": "transformers' Trainer, and ours"},
     "hftrainer.parallel.fsdp.sharding": {"_no_split_modules": "transformers' models"},
     "hftrainer.parallel.layout": {"_is_distributed_loading_by_transformers": "transformers' models"},
-    "hftrainer.parallel.parallelism": {"_fsdp_wrapped_module": "torch's FSDP1", "_modules": "torch's modules"},
     "hftrainer.parallel.processes": {"_fields": "Python, whose named tuples have it"},
-    "hftrainer.parallel.xla.devices": _XLA,
-    "hftrainer.parallel.xla.sharding": {"_XLAC": "torch_xla", "_get_xla_sharding_spec": "torch_xla"},
+    "hftrainer_xla.devices": _XLA,
+    "hftrainer_xla.sharding": {"_XLAC": "torch_xla", "_get_xla_sharding_spec": "torch_xla"},
     "hftrainer_lightning.module": {"_opt_called": "torch's schedules"},
     "hftrainer_lightning.strategies.launching": {"_exit": "os"},
     "hftrainer_lightning.strategies.precision": {"_fields": "named tuples"},

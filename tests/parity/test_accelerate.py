@@ -296,7 +296,7 @@ def test_moving_beside_the_computation_needs_pinned_memory(caplog):
 
 
 WRONG = [
-    ({"split_batch": True}, "has no key 'split_batch': did you mean 'split_batches'?"),
+    ({"split_batch": True}, "has no key 'split_batch'; did you mean 'split_batches'?"),
     ({"zzz": True}, "has no key 'zzz': it takes dispatch_batches"),
     ({"split_batches": "yes"}, "['split_batches']='yes': give True or False"),
     ({"split_batches": None}, "['split_batches']=None: give True or False"),
@@ -308,7 +308,7 @@ WRONG = [
     (TheirConfig, "callable to `accelerator_config`, the class AcceleratorConfig: give an instance of it"),
     (7, "accelerator_config=7: give a dict, or the path of a JSON file"),
     ("missing.json", "accelerator_config='missing.json' cannot be read: No such file"),
-    ("list.json", "must hold a JSON object"),
+    ("list.json", "must hold keys and values"),
     ("cut.json", "is not valid JSON"),
 ]
 

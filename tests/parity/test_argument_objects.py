@@ -76,13 +76,13 @@ def test_copies(tmp_path, library):
 def test_accelerator_config_that_is_set_later(tmp_path):
     args = make_args(hftrainer, tmp_path)
     args.accelerator_config = {"split_batches": True}
-    assert args.accelerator_config == AcceleratorConfig(split_batches=True) and args.split_batches
+    assert args.accelerator_config == AcceleratorConfig(split_batches=True)
     args.accelerator_config = None
     assert args.accelerator_config == AcceleratorConfig()
     with pytest.raises(UnknownKey, match="did you mean 'split_batches'"):
         args.accelerator_config = {"split_batch": True}
     args.accelerator_config.split_batch = True
-    with pytest.raises(InvalidArgument, match="has no key 'split_batch': did you mean 'split_batches'"):
+    with pytest.raises(InvalidArgument, match="has no key 'split_batch'; did you mean 'split_batches'"):
         make_trainer(hftrainer, args)
 
 

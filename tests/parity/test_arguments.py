@@ -12,7 +12,7 @@ import torch
 import transformers
 
 import hftrainer
-from hftrainer.arguments.table import READ_ONCE
+from hftrainer.arguments.old_fields import ARGUMENTS
 from hftrainer.errors import InvalidArgument
 from tests.support.arguments import CASES, DEFAULTS, TIMES, make_trainer
 from tests.support.differences import OWN_FILES
@@ -31,6 +31,7 @@ from tests.support.parity import (
 from tests.support.tiny import MODELS, make_plain, plain_data
 
 ROOT = Path(__file__).parents[2]
+READ_ONCE = {name for name, about in ARGUMENTS.items() if about.read_once}
 
 
 @pytest.fixture(autouse=True)
@@ -258,7 +259,7 @@ def test_changes_that_need_another_trainer(tmp_path, name, runs):
             method()
 
 
-@pytest.mark.parametrize("name", sorted(set(READ_ONCE) - {"lightning_config", "deepspeed"}))
+@pytest.mark.parametrize("name", sorted(READ_ONCE - {"lightning_config", "deepspeed"}))
 def test_warning_of_changes_without_effect(tmp_path, caplog, name):
     trainer = make_trainer(tmp_path)
     setattr(trainer.args, name, "info" if name == "log_level" else CASES[name].value)

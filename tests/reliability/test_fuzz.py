@@ -16,13 +16,13 @@ import torch
 from hypothesis import strategies as st
 
 from hftrainer import HfArgumentParser, TrainingArguments
-from hftrainer.arguments.deepspeed import configure
 from hftrainer.checkpointing.distributed import PARTS, load_model_parts, load_optimizer_parts
 from hftrainer.checkpointing.manifest import _crc32_of_list
 from hftrainer.checkpointing.names import MANIFEST_NAME
 from hftrainer.errors import CheckpointNotFound, DamagedCheckpoint
 from hftrainer.hub.download import download_checkpoint
 from hftrainer.parallel.fsdp.settings import read_fsdp
+from hftrainer_deepspeed.settings import configure
 from tests.support import fuzz
 from tests.support.checkpoints import KeepsState, copy_without_manifest, finished, make_trainer
 from tests.support.hub_runs import TOKEN
@@ -259,7 +259,7 @@ def parsed(path):
 def completed(path):
     args = make_arguments()
     args.deepspeed = str(path)  # afterwards: nobody asks whether DeepSpeed is installed
-    configure(args).completed(make_bert(), 10, 2, warmup_is_default=True)
+    configure(args).completed(args, make_bert(), 10)
 
 
 #: Kind of file → its contents, and what reads it.

@@ -127,7 +127,7 @@ CASES: dict[str, Case] = {
     "activation_checkpointing_kwargs": _shown({"use_reentrant": False}, f"{_CHANGES}activation_checkpointing", BERT),
     "gradient_checkpointing": _alone(True, f"{_HERE}old_names_of_checkpointing"),
     "gradient_checkpointing_kwargs": _alone({"use_reentrant": False}, f"{_HERE}old_names_of_checkpointing"),
-    "torch_compile": _shown(True, f"{_CHANGES}compilation"),
+    "torch_compile": _shown(True, f"{_CHANGES}compilation_settings"),
     "torch_compile_backend": _shown("eager", f"{_CHANGES}compilation_settings"),
     "torch_compile_mode": _shown("reduce-overhead", f"{_CHANGES}compilation_settings"),
     "use_liger_kernel": _alone(True, f"{_CHANGES}liger_kernel"),

@@ -1,4 +1,4 @@
-"""What every implementation of `ModelStates` does: a suite that the tests of each strategy inherit.
+"""What every strategy does with states: a suite that the tests of each strategy inherit.
 
 A subclass names the implementation, and how a Trainer comes to it. Strategies of several processes run the suite in two
 ranks, the same tests in the same order: `assert_passed_in_ranks` does so.
@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from hftrainer import Trainer, TrainingArguments
 from hftrainer.checkpointing import staging
-from hftrainer.checkpointing.states import ModelStates
+from hftrainer.strategies.strategy import Strategy
 from tests.support import processes
 from tests.support.processes import ROOT
 from tests.support.tiny import make_plain, plain_data
@@ -55,7 +55,7 @@ def assert_passed_in_ranks(path: Path, folder: Path) -> None:
 class ModelStatesSuite:
     """Whatever the strategy, a checkpoint brings back what was there, and nothing gathered is left."""
 
-    implementation: type[ModelStates]
+    implementation: type[Strategy]
     #: Arguments that choose the strategy.
     settings: dict[str, Any] = {}
 
@@ -88,8 +88,8 @@ class ModelStatesSuite:
 
     def test_implementation(self, folder):
         trainer = self.make(folder)
-        assert type(trainer._hftrainer.states) is self.implementation
-        assert trainer.place_model_on_device is not trainer._hftrainer.states.spread
+        assert type(trainer._hftrainer.strategy) is self.implementation
+        assert trainer.place_model_on_device is not trainer._hftrainer.strategy.shards
 
     def test_a_checkpoint_brings_all_back(self, folder):
         undisturbed = self.make(folder / "one")
@@ -121,7 +121,7 @@ class ModelStatesSuite:
         trainer = self.make(folder)
         trainer.train()
         assert (folder / "checkpoint-4").is_dir()
-        assert not [value for value in vars(trainer._hftrainer.states).values() if isinstance(value, dict) and value]
+        assert not [value for value in vars(trainer._hftrainer.strategy).values() if isinstance(value, dict) and value]
 
     def test_the_best_is_loaded(self, folder):
         """The weights of the step whose evaluation was best, not the last ones."""

@@ -31,7 +31,11 @@ def those_that_ask(folder: str, libraries: set[str]) -> dict[str, set[str]]:
 
 def test_other_libraries_are_optional():
     """They are imported inside functions only; to import-linter an import is an import, wherever it stands."""
-    assert not those_that_ask("hftrainer", OPTIONAL | {"hftrainer_lightning"})
+    assert not those_that_ask(
+        "hftrainer",
+        OPTIONAL
+        | {"hftrainer_lightning", "hftrainer_deepspeed", "hftrainer_xla", "hftrainer_tensorflow", "hftrainer_ray"},
+    )
 
 
 def test_the_adapter_asks_for_deepspeed_when_it_is_wanted():

@@ -31,7 +31,7 @@ from hftrainer_lightning import private_api
 from hftrainer_lightning.callbacks.pruning import keep_pruning, restore_pruning
 
 if TYPE_CHECKING:
-    from hftrainer.parallel.parallelism import Parallelism
+    from hftrainer.strategies.strategy import Strategy
     from hftrainer_lightning.hooks import RunHooks
     from hftrainer_lightning.module import TrainerModule
 
@@ -75,7 +75,7 @@ def _refusal(
     automatic_optimization: bool,
     knows_epochs: bool,
     several: bool,
-    parallelism: Parallelism,
+    strategy: Strategy,
 ) -> str | None:
     """Why a callback cannot work with the arguments of the run; None when it can.
 
@@ -87,15 +87,15 @@ def _refusal(
         automatic_optimization: whether Lightning runs backward, rather than the user's `training_step`.
         knows_epochs: whether the training data has a length.
         several: whether the run has several processes.
-        parallelism: how the processes share the model.
+        strategy: how the processes share the model.
     """
     name = type(callback).__name__
-    if parallelism.shards and isinstance(callback, (ModelPruning, *OF_TRAINING)):
-        by = parallelism.argument
+    if strategy.shards and isinstance(callback, (ModelPruning, *OF_TRAINING)):
+        by = strategy.argument
         return f"{name} changes full weights, and {by} shards them: train without {by}, or without {name}."
-    if parallelism.fixes_accumulation and isinstance(callback, GradientAccumulationScheduler):
+    if strategy.fixes_accumulation and isinstance(callback, GradientAccumulationScheduler):
         return (
-            f"{name} cannot tell {parallelism.argument} how many micro-batches a step has: set "
+            f"{name} cannot tell {strategy.argument} how many micro-batches a step has: set "
             "gradient_accumulation_steps instead."
         )
     if isinstance(callback, ModelPruning) and private_api.leaves_masks(callback):

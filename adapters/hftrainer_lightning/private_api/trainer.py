@@ -34,6 +34,14 @@ class _NoSignals(_SignalConnector):
         pass
 
 
+@contextlib.contextmanager
+def _keyboard_interrupts_carried() -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt as interrupt:
+        raise _Interrupted(interrupt) from None
+
+
 class Trainer(pl.Trainer):
     """A Lightning trainer that leaves Ctrl-C and all other signals to its caller."""
 
@@ -41,29 +49,10 @@ class Trainer(pl.Trainer):
         super().__init__(**kwargs)
         self._signal_connector.__class__ = _NoSignals
 
-    def _fit_impl(self, *args: Any, **kwargs: Any) -> Any:
-        with _keyboard_interrupts_carried():
-            return super()._fit_impl(*args, **kwargs)
-
-    def _validate_impl(self, *args: Any, **kwargs: Any) -> Any:
-        with _keyboard_interrupts_carried():
-            return super()._validate_impl(*args, **kwargs)
-
-    def _test_impl(self, *args: Any, **kwargs: Any) -> Any:
-        with _keyboard_interrupts_carried():
-            return super()._test_impl(*args, **kwargs)
-
-    def _predict_impl(self, *args: Any, **kwargs: Any) -> Any:
-        with _keyboard_interrupts_carried():
-            return super()._predict_impl(*args, **kwargs)
-
-
-@contextlib.contextmanager
-def _keyboard_interrupts_carried() -> Iterator[None]:
-    try:
-        yield
-    except KeyboardInterrupt as interrupt:
-        raise _Interrupted(interrupt) from None
+    _fit_impl = _keyboard_interrupts_carried()(pl.Trainer._fit_impl)
+    _validate_impl = _keyboard_interrupts_carried()(pl.Trainer._validate_impl)
+    _test_impl = _keyboard_interrupts_carried()(pl.Trainer._test_impl)
+    _predict_impl = _keyboard_interrupts_carried()(pl.Trainer._predict_impl)
 
 
 @contextlib.contextmanager

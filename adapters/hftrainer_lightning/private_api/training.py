@@ -98,13 +98,10 @@ class _AnnouncedFitLoop(_FitLoop):
     """Runs each epoch, from its first batch to its end, within the hooks' `around_epoch`."""
 
     def advance(self) -> None:
-        """Run the epoch through the hooks."""
+        """Run the epoch, and its end, by a call of the hooks."""
         module: Any = self.trainer.lightning_module
-        module.hooks.around_epoch(self._epoch)
-
-    def _epoch(self) -> None:
-        super().advance()
-        super().on_advance_end()
+        with module.hooks.around_epoch(super().advance, super().on_advance_end) as run_epoch:
+            run_epoch()
 
     def on_advance_end(self) -> None:
         """Nothing: the epoch has ended within `advance`."""
@@ -113,7 +110,8 @@ class _AnnouncedFitLoop(_FitLoop):
 class _BareOptimization(_AutomaticOptimization):
     """Announces `zero_grad` to callbacks only; the training run clears the gradients, after the step.
 
-    If nobody watches, a micro-batch makes no closures of closures, and keeps no copy of its loss for callbacks.
+    If no callback and no profiler watches, forward and backward run before the optimizer step instead of in closures
+    within it, and no copy of the loss is kept.
     """
 
     output_result_cls = _ScaledLoss
@@ -123,20 +121,19 @@ class _BareOptimization(_AutomaticOptimization):
         trainer: Any = self.trainer
         if is_watched(trainer):
             return super().run(optimizer, batch_idx, kwargs)
-        strategy = trainer.strategy
-
-        def forward_and_backward() -> None:
-            with torch.enable_grad():
-                strategy.backward(strategy.training_step(*kwargs.values()), optimizer)
-
-        if trainer.fit_loop._should_accumulate():
-            with _block_parallel_sync_behavior(strategy):
-                forward_and_backward()
-        else:
-            step, wrapped = self.optim_progress.optimizer.step, strategy._lightning_optimizers[0]
-            step.increment_ready()
-            trainer.lightning_module.optimizer_step(trainer.current_epoch, batch_idx, wrapped, forward_and_backward)
-            step.increment_completed()
+        strategy, progress = trainer.strategy, self.optim_progress.optimizer.step
+        accumulates = trainer.fit_loop._should_accumulate()
+        if not accumulates:
+            progress.increment_ready()
+        with (
+            _block_parallel_sync_behavior(strategy) if accumulates else contextlib.nullcontext(),
+            torch.enable_grad(),
+        ):
+            strategy.backward(strategy.training_step(*kwargs.values()), optimizer)
+        if not accumulates:
+            wrapped = strategy._lightning_optimizers[0]
+            trainer.lightning_module.optimizer_step(trainer.current_epoch, batch_idx, wrapped)
+            progress.increment_completed()
         return {}
 
     def _make_zero_grad_fn(self, batch_idx: int, optimizer: Any) -> Any:

@@ -8,13 +8,13 @@ import torch
 from lightning.pytorch.accelerators import Accelerator
 
 from hftrainer.parallel.devices import OTHERS, module_of
-from hftrainer_lightning.strategies import xla
+from hftrainer.plugins import load
 
 
 def accelerator(kind: str) -> str | Accelerator:
     """Lightning's accelerator: its name, or one of our own."""
     if kind == "xla":
-        return xla.Accelerator()
+        return load("xla", "lightning").Accelerator()
     if kind not in OTHERS:
         return kind
     module = module_of(kind)

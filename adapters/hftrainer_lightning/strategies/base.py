@@ -32,6 +32,9 @@ class StaysInPlace(Strategy):
     Lightning moves both to the CPU; Trainer users then call `evaluate()` and `generate()` on the device.
     """
 
+    #: Whether each process has only a part of the model or of the optimizer's state.
+    shards = False
+
     def model_to_device(self) -> None:
         """Move the model, unless it is spread over devices already."""
         if getattr(getattr(self.lightning_module, "model", None), "hf_device_map", None) is None:
@@ -50,6 +53,7 @@ class Prepared(StaysInPlace, ParallelStrategy):
     """A model that is sharded before Lightning begins, because its optimizer is made before."""
 
     plan: LightningPlan
+    shards = True
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Set up all but the model."""

@@ -13,7 +13,6 @@ from lightning.pytorch.strategies import FSDPStrategy, Strategy
 from torch.optim import Optimizer
 
 from hftrainer.parallel.fsdp import sharding
-from hftrainer.parallel.parallelism import Parallelism
 from hftrainer.parallel.plan import LightningPlan
 from hftrainer_lightning import private_api
 from hftrainer_lightning.strategies.base import Prepared, StrategySettings
@@ -68,9 +67,8 @@ class ShardedByFsdp2(_Sharded, private_api.SharesMesh):
         self.precision_plugin = precision
 
 
-def build(parallelism: Parallelism, settings: StrategySettings) -> Strategy:
+def build(plan: LightningPlan, settings: StrategySettings) -> Strategy:
     """The strategy."""
-    plan = parallelism.plan
     first = plan.sharding is not None and plan.sharding.version == 1
     sharded = (ShardedByFsdp1 if first else ShardedByFsdp2)(plan, precision_plugin(plan, settings.scaler))
     sharded.sync_each_batch = settings.sync_each_batch

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 
-from hftrainer.parallel.parallelism import Parallelism
+from hftrainer.parallel.plan import LightningPlan
 from hftrainer_lightning.strategies.base import StaysInPlace, StrategySettings
 from hftrainer_lightning.strategies.precision import precision_plugin
 
@@ -55,13 +55,13 @@ class Replicas(StaysInPlace, DDPStrategy):
             return self.lightning_module.validation_step(*args, **kwargs)
 
 
-def build(parallelism: Parallelism, settings: StrategySettings) -> Strategy:
+def build(plan: LightningPlan, settings: StrategySettings) -> Strategy:
     """The strategy."""
-    plan, precision = parallelism.plan, precision_plugin(parallelism.plan, settings.scaler)
+    device, precision = torch.device(plan.device), precision_plugin(plan, settings.scaler)
     if not plan.processes.several:
-        return SingleDevice(device=parallelism.device, precision_plugin=precision)
+        return SingleDevice(device=device, precision_plugin=precision)
     replicas = Replicas(
-        parallelism.device,
+        device,
         precision_plugin=precision,
         process_group_backend=plan.process_group_backend,
         timeout=timedelta(seconds=plan.timeout),

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch.loggers import Logger, MLFlowLogger
 
-from hftrainer_lightning.trackers.tracker import LogFolder, Tracker, arguments_of, config_of, is_set
+from hftrainer.parallel.config_files import env_flag
+from hftrainer_lightning.trackers.tracker import LogFolder, Tracker, arguments_of, config_of
 
 if TYPE_CHECKING:
     from hftrainer.arguments.base import BaseArguments
@@ -44,7 +45,7 @@ class MLflow(Tracker):
         """Use the active run, or start one."""
         import mlflow
 
-        nested, experiment = is_set("MLFLOW_NESTED_RUN"), os.environ.get("MLFLOW_EXPERIMENT_NAME")
+        nested, experiment = env_flag("MLFLOW_NESTED_RUN"), os.environ.get("MLFLOW_EXPERIMENT_NAME")
         run = mlflow.active_run()
         if run is None or nested or os.environ.get("MLFLOW_RUN_ID"):
             if experiment:
@@ -72,7 +73,7 @@ class MLflow(Tracker):
         from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH, MAX_PARAMS_TAGS_PER_BATCH
 
         values = {**config_of(model), **arguments_of(self.args)}
-        if is_set("MLFLOW_FLATTEN_PARAMS"):
+        if env_flag("MLFLOW_FLATTEN_PARAMS"):
             values = _flattened(values)
         for name in [name for name, value in values.items() if len(str(value)) > MAX_PARAM_VAL_LENGTH]:
             del values[name]

@@ -22,12 +22,6 @@ logger = logging.getLogger(__name__)
 OF_THE_WHOLE_RUN = frozenset(
     {"train_runtime", "train_samples_per_second", "train_steps_per_second", "train_loss", "total_flos"}
 )
-_TRUE = frozenset({"1", "ON", "YES", "TRUE"})
-
-
-def is_set(variable: str) -> bool:
-    """Whether an environment variable is set to a true value."""
-    return os.environ.get(variable, "").upper() in _TRUE
 
 
 def renamed(logs: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator
 
 import torch
@@ -10,8 +9,9 @@ from torch import distributed
 
 from hftrainer.arguments import legacy
 from hftrainer.arguments.base import BaseArguments
+from hftrainer.errors import suggest
 from hftrainer.parallel.devices import OTHERS, own_backend
-from hftrainer.parallel.xla.devices import unused_tpu
+from hftrainer.parallel.tpu import unused_tpu
 
 #: Devices that are not supported → why.
 REFUSED = {
@@ -60,7 +60,7 @@ def check_device(args: BaseArguments, precision: str, processes: int, spreads: b
         yield f"Models can be sharded and split on CUDA and CPU only, and this device is {kind}: leave out fsdp."
     several = processes > 1 and kind not in ("mps", "xla")
     if args.ddp_backend and (reason := _check_backend(args.ddp_backend.lower(), kind, several)):
-        yield f"ddp_backend={args.ddp_backend!r}{reason}: use {own_backend(kind)!r}, or leave it out."
+        yield f"ddp_backend={args.ddp_backend!r}{reason}"
 
 
 def _asks_for_cpu(args: BaseArguments) -> bool:
@@ -93,12 +93,13 @@ def _check_backend(given: str, kind: str, several: bool) -> str | None:
     registered = distributed.Backend.backend_capability
     known = {*registered, *BACKENDS}
     serves: set[str] = set()
+    instead = f"use {own_backend(kind)!r}, or leave it out."
     for part in given.split(","):
         *device, name = part.split(":")
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            return f": no backend is called {name!r}" + (f" (did you mean {near[0]!r}?)" if near else "")
+            return f": no backend is called {name!r}{suggest(name, known, f': {instead}')}"
         if several and not distributed.is_backend_available(name):
-            return f": this torch has no {name!r}" + (f" ({BACKENDS[name][1]})" if name in BACKENDS else "")
+            source = f" ({BACKENDS[name][1]})" if name in BACKENDS else ""
+            return f": this torch has no {name!r}{source}: {instead}"
         serves.update(device or registered.get(name) or BACKENDS[name][0])
-    return f" does not connect processes on {kind}" if several and kind not in serves else None
+    return f" does not connect processes on {kind}: {instead}" if several and kind not in serves else None

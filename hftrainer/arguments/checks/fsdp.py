@@ -6,8 +6,8 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from hftrainer.parallel import tpu
 from hftrainer.parallel.fsdp.settings import FsdpSettings
-from hftrainer.parallel.xla import devices as xla
 
 if TYPE_CHECKING:
     from hftrainer.arguments.base import BaseArguments
@@ -60,7 +60,7 @@ def check_fsdp(
 def _check_xla(args: BaseArguments, settings: FsdpSettings) -> Iterator[str]:
     assert settings.xla is not None
     if args.device.type != "xla":
-        missing = "torch_xla is missing: " + xla.INSTALL if not xla.installed() else "training is on another device"
+        missing = "torch_xla is missing: " + tpu.INSTALL if not tpu.has_torch_xla() else "training is on another device"
         yield f"fsdp_config['xla'] needs a TPU, but {missing}."
     if settings.xla.spmd and args.world_size > 1:
         yield (

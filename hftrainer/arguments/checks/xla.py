@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from hftrainer.arguments.base import BaseArguments
 from hftrainer.parallel import tpu
 from hftrainer.parallel.environment import RankInfo
-from hftrainer.parallel.xla.devices import INSTALL, cores_in_this_process, installed
+from hftrainer.plugins import load
 
 
 def check_xla(args: BaseArguments, here: RankInfo, cores: int | None) -> Iterator[str]:
@@ -21,7 +21,9 @@ def check_xla(args: BaseArguments, here: RankInfo, cores: int | None) -> Iterato
     """
     kind = args.device.type
     if cores is not None and kind not in ("xla", "tpu") and not args.use_cpu:
-        reason = f"torch_xla is missing: {INSTALL}" if not installed() else "there is none: set PJRT_DEVICE=TPU"
+        reason = (
+            f"torch_xla is missing: {tpu.INSTALL}" if not tpu.has_torch_xla() else "there is none: set PJRT_DEVICE=TPU"
+        )
         yield f"tpu_num_cores={cores} needs a TPU, but {reason}."
     if kind not in ("xla", "tpu"):
         return
@@ -36,7 +38,7 @@ def check_xla(args: BaseArguments, here: RankInfo, cores: int | None) -> Iterato
             f"{here.launcher!r} has started {here.world_size} processes, which have no TPU core of their own: start "
             "the script with python -m hftrainer run --tpu."
         )
-    if here.launcher == "xla" and cores_in_this_process() > 1:
+    if here.launcher == "xla" and load("xla", "devices").cores_in_this_process() > 1:
         yield (
             "On TPU v2 and v3 two cores share a process, which is not supported: use one core, or shard over all "
             "with fsdp_config={'xla': True, 'xla_fsdp_v2': True} in one process."

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hftrainer.errors import WrongConfig
-from hftrainer.parallel.config_files import read_config
+from hftrainer.errors import WrongConfig, suggest
+from hftrainer.parallel.config_files import env_flag, parse_bool, read_config
 
 #: Strategies for `fsdp` and `reshard_after_forward`, in the order of accelerate's numbers, from 1.
 STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
@@ -148,7 +147,7 @@ def read_fsdp(fsdp: Any, fsdp_config: Any, environment: Mapping[str, str] = os.e
         WrongConfig: for unknown words, keys or values; the message suggests the nearest.
     """
     if not fsdp or fsdp in ("no", "false", "False"):
-        if environment.get("ACCELERATE_USE_FSDP", "false").lower() not in ("true", "1"):
+        if not env_flag("ACCELERATE_USE_FSDP", environment=environment):
             return None
         given = {name[5:].lower(): value for name, value in environment.items() if name.startswith("FSDP_")}
         version = given.get("version", _OF_LAUNCHER["version"])
@@ -170,7 +169,7 @@ def read_fsdp(fsdp: Any, fsdp_config: Any, environment: Mapping[str, str] = os.e
 
 def _of_words(fsdp: Any) -> dict[str, Any]:
     """The keys that the words in `fsdp` set; 'auto_wrap' sets none, since it is the default."""
-    if fsdp is True or str(fsdp).lower() == "true":
+    if parse_bool(fsdp):
         return {}
     if isinstance(fsdp, str):
         fsdp = fsdp.replace("full shard", "full_shard")  # as the documents of v4.48 write it
@@ -301,13 +300,11 @@ def _count(name: str, value: Any) -> int:
 
 
 def _truth(name: str, value: Any) -> bool:
-    word = str(value).lower()
-    if word not in ("true", "false", "1", "0"):
+    if (flag := parse_bool(value)) is None:
         raise WrongConfig(f"fsdp_config[{name!r}]={value!r}: it must be true or false.")
-    return word in ("true", "1")
+    return flag
 
 
 def nearest(word: str, allowed: Any) -> str:
     """The end of a sentence about an unknown word: the nearest allowed word, or all of them."""
-    near = difflib.get_close_matches(word, list(allowed), n=1)
-    return f"; did you mean {near[0]!r}?" if near else f": it may be {', '.join(sorted(allowed))}."
+    return suggest(word, allowed, f": it may be {', '.join(sorted(allowed))}.")

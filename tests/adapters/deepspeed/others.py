@@ -74,7 +74,7 @@ def in_parts(folder):
     trainer.train()
     trainer.save_model(str(folder / "final"))
     torch.distributed.barrier()
-    run = trainer._hftrainer.engine.parallelism.run
+    run = trainer._hftrainer.strategy.run
     gathered = run.whole_weights(trainer.model)
     found = {name: sorted(os.listdir(folder / name)) for name in ("final", "checkpoint-2")}
     if RANK == 0:

@@ -2,13 +2,13 @@
 
 import pytest
 
-from hftrainer.checkpointing.states.deepspeed import DeepSpeedStates
+from hftrainer_deepspeed.strategy import DeepSpeedStrategy
 from tests.support.model_states import ModelStatesSuite
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 class TestDeepSpeed(ModelStatesSuite):
-    implementation = DeepSpeedStates
+    implementation = DeepSpeedStrategy
 
     @pytest.fixture(autouse=True)
     def _strategy(self, stage):

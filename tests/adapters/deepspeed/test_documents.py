@@ -11,7 +11,7 @@ import torch
 
 from hftrainer import Trainer, TrainingArguments
 from hftrainer.errors import InvalidArgument, WrongConfig
-from hftrainer.parallel.deepspeed.start import check_config
+from hftrainer_deepspeed.start import check_config
 from tests.adapters.deepspeed.sets import STAGES
 from tests.docs.documents import running
 from tests.docs.documents.running import losses, quiet
@@ -169,7 +169,7 @@ def test_v4_1_malformed(tmp_path):
         path.write_text(text)
         with pytest.raises(json.JSONDecodeError):
             json.loads(text)
-        with pytest.raises(InvalidArgument, match="malformed"):
+        with pytest.raises(InvalidArgument, match="not valid JSON"):
             TrainingArguments("o", use_cpu=True, deepspeed=str(path))
 
 

@@ -204,7 +204,7 @@ def test_launchers(tmp_path):
 def test_wrong_device_is_named(tmp_path):
     """DeepSpeed chooses its device by itself."""
     text = (
-        "from hftrainer.parallel.deepspeed import start as deepspeed_start\n"
+        "from hftrainer_deepspeed import start as deepspeed_start\n"
         "import datetime, torch\n"
         "from hftrainer.parallel.processes import Processes\n"
         "deepspeed_start.connect(Processes(), torch.device('cuda'), datetime.timedelta(1), None)\n"

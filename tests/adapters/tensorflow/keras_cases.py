@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from hftrainer import TFTrainer, TFTrainingArguments
-from hftrainer.tf.pipelines import RowDataset
+from hftrainer_tensorflow.pipelines import RowDataset
 
 
 def make_model():

@@ -1,12 +1,12 @@
 """How torch_xla's FSDP keeps the states of model and optimizer, by the suite that all strategies pass."""
 
-from hftrainer.checkpointing.states.xla import XlaStates, name_in_whole_model
+from hftrainer_xla.strategy import XlaFsdpStrategy, name_in_whole_model
 from tests.adapters.xla.support import without_dropout
 from tests.support.model_states import ModelStatesSuite
 
 
 class TestXla(ModelStatesSuite):
-    implementation = XlaStates
+    implementation = XlaFsdpStrategy
     settings = {"use_cpu": False, "fsdp": True, "fsdp_config": {"xla": True}}
 
     def make_model(self):

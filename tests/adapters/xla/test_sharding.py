@@ -154,6 +154,6 @@ def test_needs_a_tpu(tmp_path):
 
 def _found(args):
     from hftrainer.arguments.resolved import ResolvedArguments
-    from hftrainer.arguments.table import check_supported
+    from hftrainer.arguments.support import check_supported
 
     return check_supported(ResolvedArguments(args))

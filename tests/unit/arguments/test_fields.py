@@ -12,9 +12,10 @@ import torch
 
 import hftrainer
 from hftrainer import Trainer, TrainingArguments
-from hftrainer.arguments.legacy import KEPT, LegacyArguments
+from hftrainer.arguments.field import arguments_of
+from hftrainer.arguments.legacy import FIELDS, KEPT
 from hftrainer.arguments.resolved import ResolvedArguments
-from hftrainer.arguments.table import TABLE, check_supported, make_plan
+from hftrainer.arguments.support import check_supported, make_plan
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
 from tests.support.arguments import CASES
 from tests.support.releases import TRANSFORMERS, pinned
@@ -22,9 +23,10 @@ from tests.support.tiny import make_plain
 
 transformers = importlib.import_module("transformers")
 OURS = {field.name: field for field in dataclasses.fields(TrainingArguments)}
+TABLE = arguments_of(hftrainer.Seq2SeqTrainingArguments)
 THEIRS = {field.name: field for field in dataclasses.fields(transformers.TrainingArguments) if field.init}
 OWN = {"lightning_config", "eval_memmap_dir", "save_on_interrupt"}
-LEGACY = {field.name for field in dataclasses.fields(LegacyArguments)}
+LEGACY = set(FIELDS)
 #: Arguments whose defaults have changed since v4.48, or are written in another way.
 CHANGED = {
     *("average_tokens_across_devices", "fsdp", "gradient_checkpointing", "include_num_input_tokens_seen"),

@@ -107,8 +107,8 @@ def test_command_line(tmp_path):
         ({"precision": "64-true"}, r"\['precision'\]='64-true' is not supported yet"),
         ({"profilr": "simple"}, r"\['profilr'\]: lightning.Trainer has no such keyword; did you mean 'profiler'"),
         ("absent.json", "there is no such file"),
-        ("a.json", r"a.json is malformed: .*line 1 column 14"),
-        ("a.yaml", r"a.yaml is malformed: (.|\n)*line 1"),
+        ("a.json", r"a.json is not valid JSON: .*line 1 column 14"),
+        ("a.yaml", r"a.yaml is not valid YAML: (.|\n)*line 1"),
         ("b.json", "holds a list"),
     ],
 )

@@ -18,7 +18,6 @@ from tests.support.tiny import make_plain, plain_data
 READERS = {
     "lightning_config": "hftrainer.parallel.config_files:read_config",
     "fsdp_config": "hftrainer.parallel.fsdp.settings:read_fsdp",
-    "deepspeed": "hftrainer.arguments.deepspeed:configure",
     "launcher's environment": "hftrainer.parallel.environment:find_rank_info",
     "accelerator_config": "hftrainer.arguments.accelerator_config:AcceleratorConfig.read",
 }

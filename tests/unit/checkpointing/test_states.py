@@ -1,8 +1,8 @@
 """A model that is whole in each process."""
 
-from hftrainer.checkpointing.states.whole import WholeStates
+from hftrainer.strategies.replicas import ReplicasStrategy
 from tests.support.model_states import ModelStatesSuite
 
 
 class TestWhole(ModelStatesSuite):
-    implementation = WholeStates
+    implementation = ReplicasStrategy

@@ -10,8 +10,9 @@ import pytest
 
 from hftrainer import Seq2SeqTrainingArguments, TrainingArguments
 from hftrainer.__main__ import main
+from hftrainer.arguments.field import arguments_of
 from hftrainer.arguments.resolved import ResolvedArguments
-from hftrainer.arguments.table import TABLE, make_plan
+from hftrainer.arguments.support import make_plan
 from tests.support.arguments import CASES
 
 
@@ -67,7 +68,7 @@ def test_json(words, explain):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--learning_rat", "3"], "--learning_rat; did you mean --learning_rate"),
+        (["--learning_rat", "3"], "--learning_rat; did you mean '--learning_rate'"),
         (["--logging_steps", "0"], "logging_steps=0"),
         (["--eval_strategy", "sometimes"], "invalid choice"),
         (["--max_steps", "3", "train.py"], "a script comes first: explain train.py --fp16"),
@@ -104,7 +105,9 @@ def test_every_argument(name):
     explained = Seq2SeqTrainingArguments(**case.settings, **{name: case.value}).explain()
     lines = {line.argument: line for line in explained.lines}
     argument = case.new or name
-    assert lines[argument].kind == ("refused" if case.refusal else TABLE[argument].kind)
+    assert lines[argument].kind == (
+        "refused" if case.refusal else arguments_of(Seq2SeqTrainingArguments)[argument].kind
+    )
     assert argument == name or name not in lines
 
 

@@ -5,7 +5,7 @@ import torch
 
 from hftrainer import TrainingArguments
 from hftrainer.parallel import tpu
-from hftrainer.parallel.xla import devices as xla
+from hftrainer_xla import devices as xla
 from tests.support.checks import SECOND
 
 
@@ -13,7 +13,7 @@ from tests.support.checks import SECOND
 def _no_tpu(monkeypatch):
     """Nor variables that say something of one."""
     of_processes = [word.partition("=")[0] for word in SECOND.split()]
-    of_tpus = ["PJRT_DEVICE", "PJRT_LOCAL_PROCESS_COUNT", "USE_TORCH_XLA", *xla._OF_TPUS, tpu.ADDRESSES]
+    of_tpus = ["PJRT_DEVICE", "PJRT_LOCAL_PROCESS_COUNT", "USE_TORCH_XLA", *tpu._OF_TPUS, tpu.ADDRESSES]
     for name in (*of_processes, *of_tpus):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(tpu, "chips", lambda: 0)
@@ -57,7 +57,7 @@ def xpu(monkeypatch):
 def on_xla(monkeypatch):
     """As if torch_xla were there; torch itself knows the name of its devices."""
     monkeypatch.setenv("PJRT_DEVICE", "TPU")
-    monkeypatch.setattr(xla, "installed", lambda: True)
+    monkeypatch.setattr(tpu, "has_torch_xla", lambda: True)
     monkeypatch.setattr(xla, "device", lambda: torch.device("xla", 0))
 
 

@@ -13,7 +13,7 @@ from hftrainer.arguments.accelerator_config import AcceleratorConfig
 from hftrainer.data import random_states
 from hftrainer.data.loaders import PreparedDataLoader
 from hftrainer.parallel import devices
-from hftrainer.parallel.parallelism import Parallelism
+from hftrainer.strategies.replicas import ReplicasStrategy
 from hftrainer_lightning.strategies.precision import precision_plugin
 from tests.support.checks import assert_refused, make, plan_of, problems
 from tests.support.processes import ROOT
@@ -81,7 +81,7 @@ def test_autocast_on_mps(mac, name, dtype):
             seen.append((torch.is_autocast_enabled("mps"), torch.get_autocast_dtype("mps")))
 
     module = SimpleNamespace(model=Model())
-    plugin = precision_plugin(plan, scaler := Parallelism(plan).make_scaler())
+    plugin = precision_plugin(plan, scaler := ReplicasStrategy(plan).make_scaler())
     plugin.convert_module(module)
     module.model()
     plugin.teardown()

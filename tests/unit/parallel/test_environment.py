@@ -11,7 +11,7 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 
 from hftrainer import Trainer, TrainingArguments
 from hftrainer.arguments.resolved import ResolvedArguments
-from hftrainer.arguments.table import overridden
+from hftrainer.arguments.support import overridden
 from hftrainer.errors import UnsupportedArgument
 from hftrainer.model.changes import compile_model
 from hftrainer.parallel.environment import LAUNCHERS, first_host, tasks_per_node

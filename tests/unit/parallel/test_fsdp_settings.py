@@ -5,7 +5,7 @@ import json
 import pytest
 
 from hftrainer.arguments.resolved import ResolvedArguments
-from hftrainer.arguments.table import check_supported
+from hftrainer.arguments.support import check_supported
 from hftrainer.errors import WrongConfig
 from hftrainer.parallel.fsdp.settings import FsdpPlugin, FsdpSettings, XlaSettings, read_fsdp
 from tests.support.checks import assert_refused, make
@@ -122,7 +122,7 @@ def test_files(tmp_path):
     path.write_text(json.dumps({"fsdp_min_num_params": 2000, "fsdp_backward_prefetch": "backward_pre"}))
     settings = read_fsdp("full_shard", str(path), {})
     assert (settings.version, settings.min_num_params, settings.backward_prefetch) == (1, 2000, "BACKWARD_PRE")
-    for text, message in (("{1", "is malformed"), ("[1]", "holds a list")):
+    for text, message in (("{1", "is not valid JSON"), ("[1]", "holds a list")):
         path.write_text(text)
         with pytest.raises(WrongConfig, match=message):
             read_fsdp(True, str(path), {})

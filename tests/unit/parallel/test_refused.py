@@ -124,7 +124,7 @@ def test_refused(request, put, fixtures, settings, message):
         ("hccl", "has no 'hccl' (it comes with torch_npu)"),
         ("cncl", "has no 'cncl' (it comes with torch_mlu)"),
         ("mccl", "has no 'mccl' (it comes with torch_musa)"),
-        ("glo", "no backend is called 'glo' (did you mean 'gloo'?): use 'gloo'"),
+        ("glo", "no backend is called 'glo'; did you mean 'gloo'?"),
         ("carrier pigeon", "no backend is called 'carrier pigeon': use 'gloo'"),
     ],
 )

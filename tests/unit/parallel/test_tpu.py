@@ -10,12 +10,12 @@ import torch
 from hftrainer import Trainer
 from hftrainer import __main__ as command
 from hftrainer.arguments.resolved import ResolvedArguments
-from hftrainer.arguments.table import overridden
+from hftrainer.arguments.support import overridden
 from hftrainer.errors import MissingPackage
 from hftrainer.parallel import tpu
 from hftrainer.parallel.environment import LAUNCHERS, RankInfo, detect
-from hftrainer.parallel.xla import devices as xla
 from hftrainer.trainer_utils import ParallelMode
+from hftrainer_xla import devices as xla
 from tests.support.checks import assert_refused, make, plan_of, problems
 from tests.support.tiny import make_plain
 
@@ -25,7 +25,7 @@ count_chips = tpu.chips.__wrapped__
 
 @pytest.fixture
 def no_torch_xla(monkeypatch):
-    monkeypatch.setattr(xla, "installed", lambda: False)
+    monkeypatch.setattr(tpu, "has_torch_xla", lambda: False)
 
 
 # ---- Whether there is one --------------------------------------------------------------------------------------------
@@ -67,7 +67,7 @@ def test_chips(tmp_path, monkeypatch, devices, expected):
 def test_wanted(monkeypatch, put, chips, variables, expected):
     monkeypatch.setattr(tpu, "chips", lambda: chips)
     put(variables)
-    assert xla.wanted() == expected
+    assert tpu.wants_xla() == expected
 
 
 def test_device(on_xla):
@@ -144,7 +144,7 @@ def test_two_cores_in_a_process(on_xla, monkeypatch):
     monkeypatch.setenv("PJRT_LOCAL_PROCESS_COUNT", "4")
     assert detect() == "xla"
     monkeypatch.setattr(xla, "rank_info", lambda: RankInfo(8, 3, 3, 8, launcher="xla"))
-    monkeypatch.setattr("hftrainer.arguments.checks.xla.cores_in_this_process", lambda: 2)
+    monkeypatch.setattr(xla, "cores_in_this_process", lambda: 2)
     assert_refused(problems(tpu_num_cores=8), "two cores share a process")
     assert "run --tpu" in LAUNCHERS["xla"][1]
 

@@ -83,7 +83,9 @@ def test_a_release_that_is_newer_than_known_follows_the_newest(tmp_path, caplog)
 )
 def test_install_follows_the_installed_release(version, release, monkeypatch, tmp_path):
     monkeypatch.setattr("importlib.metadata.version", lambda name: {"transformers": version}[name])
-    todays = {name: TrainingArguments.__dataclass_fields__[name].default for name in Until4_48.defaults}
+    todays = {
+        name: TrainingArguments.__dataclass_fields__[name].default for name in ("optim", "report_to", "warmup_ratio")
+    }
     install()
     try:
         assert str(followed.from_config({}).release) == release
@@ -95,7 +97,9 @@ def test_install_follows_the_installed_release(version, release, monkeypatch, tm
     finally:
         uninstall()
     assert followed.from_config({}).release == NEWEST
-    assert {name: TrainingArguments.__dataclass_fields__[name].default for name in Until4_48.defaults} == todays
+    assert {
+        name: TrainingArguments.__dataclass_fields__[name].default for name in ("optim", "report_to", "warmup_ratio")
+    } == todays
 
 
 def test_explain_prints_what_is_in_force():

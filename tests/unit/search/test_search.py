@@ -12,9 +12,9 @@ import pytest
 from hftrainer import TrainerCallback
 from hftrainer.errors import InvalidArgument, MissingPackage, UnknownArgument, UnsupportedArgument
 from hftrainer.parallel.process_identity import is_gone, this_process
-from hftrainer.search.ray_search import RaySearch
 from hftrainer.search.studies import FAILED, INTERRUPTED, OWNER, RETRY_OF, TrialCount
 from hftrainer.trainer_utils import default_compute_objective
+from hftrainer_ray.search import RaySearch
 from tests.support.searches import SearchBackend, make_trainer, nothing
 from tests.support.tiny import Plain, make_plain
 

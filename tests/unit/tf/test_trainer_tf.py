@@ -14,9 +14,9 @@ from torch import nn
 from hftrainer import HfArgumentParser, TFTrainer, TFTrainingArguments, create_optimizer
 from hftrainer.errors import InvalidArgument, UnknownKey, UnsupportedArgument
 from hftrainer.optimization_tf import AdamWeightDecay, PolynomialDecay, WarmUp
-from hftrainer.tf import optimizers
-from hftrainer.tf.pipelines import Batches, RowDataset
 from hftrainer.trainer_callback import TrainerCallback
+from hftrainer_tensorflow import optimizers
+from hftrainer_tensorflow.pipelines import Batches, RowDataset
 from tests.support.parity import assert_same_weights
 from tests.support.tensorflow import Loud, Still, rows
 from tests.support.tiny import make_plain

@@ -1,0 +1,75 @@
+"""Lightning's strategy for a model that DeepSpeed's engine trains, and its precision plugin."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies import DeepSpeedStrategy
+
+from hftrainer.parallel.plan import LightningPlan
+from hftrainer_deepspeed.run import DeepSpeedRun
+from hftrainer_lightning import private_api
+from hftrainer_lightning.strategies.base import Prepared
+from hftrainer_lightning.strategies.precision import PlainSteps
+
+
+class EngineSteps(PlainSteps):
+    """Leaves backward, clipping and the step to DeepSpeed's engine.
+
+    Args:
+        run: holds the engine.
+    """
+
+    def __init__(self, run: DeepSpeedRun) -> None:
+        super().__init__()
+        self._run = run
+
+    def backward(self, tensor: torch.Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        """Run backward, and at the end of the accumulation window the optimizer step."""
+        self._run.backward(tensor, closes=model.hooks.micro_batches.window.closes, **kwargs)
+
+    def optimizer_step(self, optimizer: Any, model: Any, closure: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        """Run forward and backward, in which the engine steps."""
+        closure()
+        private_api.announce_gradients(self, model, optimizer)
+        optimizer.step()  # torch's schedules count these calls
+        self.skipped = self._run.skipped
+
+
+class PartitionedByDeepSpeed(Prepared, DeepSpeedStrategy):
+    """A model that DeepSpeed's engine trains; the engine is made before Lightning begins."""
+
+    def __init__(self, plan: LightningPlan, run: DeepSpeedRun) -> None:
+        self.plan = plan
+        self._run = run
+        super().__init__(config=run.config.config, process_group_backend=plan.process_group_backend)
+        self.precision_plugin = EngineSteps(run)
+
+    def setup_environment(self) -> None:
+        """Set up as for DDP; Lightning's DeepSpeed strategy refuses devices other than CUDA here."""
+        super(DeepSpeedStrategy, self).setup_environment()
+
+    def setup_distributed(self) -> None:
+        """Nothing: the process group exists already."""
+        self.set_world_ranks()
+
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        """Expose the optimizer to Lightning's callbacks."""
+        super(DeepSpeedStrategy, self).setup_optimizers(trainer)
+
+    def block_backward_sync(self) -> Any:
+        """Nothing: the engine knows where an accumulation window ends."""
+        return contextlib.nullcontext()
+
+    @property
+    def handles_gradient_accumulation(self) -> bool:
+        """False, as for Lightning's other strategies: the Trainer accumulates gradients."""
+        return False
+
+    @property
+    def deepspeed_engine(self) -> Any:
+        """The engine."""
+        return self._run.engine

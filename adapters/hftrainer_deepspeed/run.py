@@ -1,0 +1,345 @@
+"""DeepSpeed in a run: its engine around the model, its steps, and its part of checkpoints."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hftrainer.checkpointing.deepspeed_parts import has_states, read_tag, write_tag
+from hftrainer.compat.reading import data_only
+from hftrainer.errors import DamagedCheckpoint, UnsafeCheckpoint, WrongConfig
+from hftrainer.parallel.plan import LightningPlan
+from hftrainer.parallel.processes import Processes
+from hftrainer_deepspeed.initialization import (
+    configure_activation_checkpointing,
+    cpu_optimizer,
+    gather_layers_as_one,
+    refusals_named,
+)
+
+
+class DeepSpeedRun:
+    """DeepSpeed's engine for one model; each training run makes a new one.
+
+    Args:
+        plan: the plan, with DeepSpeed's configuration.
+
+    Attributes:
+        config: the configuration, as complete as it is at present.
+        engine: the `DeepSpeedEngine`, or None.
+    """
+
+    def __init__(self, plan: LightningPlan) -> None:
+        assert plan.deepspeed is not None
+        self.config = self._given = plan.deepspeed
+        self.engine: Any = None
+        self._trains = False
+
+    def complete(self, args: Any, model: torch.nn.Module, steps: int) -> None:
+        """Fill in values that are known only in a run; arguments as in `DeepSpeedConfig.completed`."""
+        self.config = self._given.completed(args, model, steps)
+
+    @property
+    def brings_optimizer(self) -> bool:
+        """Whether the configuration defines the optimizer."""
+        return "optimizer" in self.config.config
+
+    @property
+    def brings_scheduler(self) -> bool:
+        """Whether the configuration defines the schedule."""
+        return "scheduler" in self.config.config
+
+    @property
+    def keeps_scheduler(self) -> bool:
+        """Whether the engine steps the schedule, and saves it in its checkpoints."""
+        return self.brings_scheduler or self.brings_optimizer
+
+    def initialize(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        make_scheduler: Callable[[torch.optim.Optimizer], Any],
+    ) -> Any:
+        """Make the engine that trains a model.
+
+        Args:
+            model: the user's model.
+            optimizer: the Trainer's optimizer; None if the configuration defines one.
+            make_scheduler: makes the Trainer's schedule for the configuration's optimizer. DeepSpeed keeps it then, as
+                with transformers, so that each can resume from the other's checkpoints.
+
+        Returns:
+            The optimizer for callbacks and schedules, and the schedule that the engine steps, or None if the Trainer
+            steps it.
+        """
+        import deepspeed
+
+        self.destroy()
+        config = {**self.config.config}
+        if optimizer is not None:
+            config["zero_allow_untested_optimizer"] = True
+            if self.config.get_value("zero_optimization.offload_optimizer.device") in ("cpu", "nvme") and config.get(
+                "zero_force_ds_cpu_optimizer", True
+            ):
+                optimizer = cpu_optimizer(optimizer)
+        parameters = None if optimizer is not None else [p for p in model.parameters() if p.requires_grad]
+        gather_layers_as_one(model)
+        with refusals_named(config, make_scheduler) as make:
+            self.engine, _, _, scheduler = deepspeed.initialize(
+                model=model,
+                optimizer=optimizer,
+                model_parameters=parameters,
+                lr_scheduler=make if self.brings_optimizer and not self.brings_scheduler else None,
+                config=config,
+                dist_init_required=False,
+            )
+        self._trains = True
+        configure_activation_checkpointing(config)
+        self.engine.checkpoint_engine = writer = _DeferredErrors(self.engine.checkpoint_engine)
+        self.engine._copy_recovery_script = writer.deferring(self.engine._copy_recovery_script)
+        return EngineOptimizer(self.engine.optimizer), None if scheduler is None else SteppedByEngine(scheduler)
+
+    def initialize_inference(self, model: torch.nn.Module) -> Any:
+        """The engine; if there is none, one for inference only, with partitioned parameters."""
+        import deepspeed
+
+        if self.engine is None:
+            left_out = ("optimizer", "scheduler")
+            config = {name: value for name, value in self.config.config.items() if name not in left_out}
+            self.engine = deepspeed.initialize(model=model, config=config, dist_init_required=False)[0]
+        return self.engine
+
+    def destroy(self) -> None:
+        """Remove the engine of an earlier run from the model."""
+        if self.engine is not None:
+            self.engine.destroy()
+        self.engine = None
+        self._trains = False
+
+    @property
+    def is_training(self) -> bool:
+        """Whether there is an engine for training."""
+        return self._trains
+
+    # ---- Steps -------------------------------------------------------------------------------------------------
+
+    def backward(self, loss: torch.Tensor, *, closes: bool, **kwargs: Any) -> None:
+        """Run backward; at the end of a window (`closes`), also clip and step, which is one call of the engine."""
+        self.engine.set_gradient_accumulation_boundary(is_boundary=closes)
+        self.engine.backward(loss, scale_wrt_gas=False, **kwargs)  # the Trainer has already divided the loss
+        if closes:
+            self.engine.step()
+
+    def grad_norm(self) -> Any:
+        """The norm of the last step's gradients before clipping."""
+        norm = self.engine.get_global_grad_norm()
+        return norm.item() if isinstance(norm, torch.Tensor) else norm
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the last step was skipped because the scaled gradients were not finite."""
+        return bool(getattr(self.engine.optimizer, "overflow", False))
+
+    # ---- Checkpoints ---------------------------------------------------------------------------------------------
+
+    @property
+    def gathers(self) -> bool:
+        """Whether to save whole weights; otherwise only the parts that the training engine writes."""
+        key = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+        return not (self.config.is_zero3() and self.is_training) or self.config.is_true(key)
+
+    def whole_weights(self, model: torch.nn.Module, *, only_trained: bool = False) -> dict[str, Any]:
+        """The weights by name; they are complete only in rank 0.
+
+        Args:
+            model: any model, partitioned or not.
+            only_trained: leave out frozen weights, if the weights are partitioned.
+        """
+        if not any(hasattr(parameter, "ds_id") for parameter in model.parameters()):  # by ZeRO-3
+            return model.state_dict()
+        if self.engine is not None and self.engine.module is model:  # gathers one layer at a time
+            return self.engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=only_trained) or {}
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters(list(model.parameters())):
+            return {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
+
+    def save(self, folder: str, processes: Processes) -> None:
+        """Write the engine's states; a collective call.
+
+        Raises:
+            OSError: the first error of any rank.
+        """
+        from deepspeed.checkpoint import constants
+
+        writer = self.engine.checkpoint_engine
+        universal = {constants.UNIVERSAL_CHECKPOINT_VERSION_KEY: constants.UNIVERSAL_CHECKPOINT_VERSION_VALUE}
+        self.engine.save_checkpoint(
+            folder,
+            client_state={
+                constants.UNIVERSAL_CHECKPOINT_INFO: universal
+            },  # needed to convert it to a universal checkpoint
+            exclude_frozen_parameters=hasattr(self.engine.module, "peft_config"),
+            save_latest=False,  # rank 0 would write it, and leave the others waiting if it could not
+        )
+        if processes.rank == 0:
+            writer.deferring(write_tag)(folder, f"global_step{self.engine.global_steps}")
+        errors = [error for error in processes.gather_objects([writer.take_error()]) if error is not None]
+        if errors:
+            raise errors[0]
+
+    def load(self, folder: str, *, strict: bool) -> None:
+        """Load the engine's states, which include the model; a collective call.
+
+        Raises:
+            WrongConfig: if the folder has no states, or those of another number of processes.
+            DamagedCheckpoint: if the name of their folder leads elsewhere.
+            UnsafeCheckpoint: if it holds objects of other classes than DeepSpeed's own.
+        """
+        universal = self.config.is_true("checkpoint.load_universal")
+        if not has_states(folder, universal=universal):
+            raise WrongConfig(_why_unreadable(folder, universal))
+        tag = read_tag(folder, universal=universal)
+        written = len(glob.glob(os.path.join(folder, tag, "*zero_pp_rank_*_optim_states.pt")))
+        if not universal and written not in (0, torch.distributed.get_world_size()):
+            raise WrongConfig(
+                f"{folder} holds the parts of {written} processes, but there are {torch.distributed.get_world_size()}. "
+                "Make it a universal checkpoint with python -m deepspeed.checkpoint.ds_to_universal --input_folder "
+                f"{os.path.join(folder, tag)} --output_folder {os.path.join(folder, 'universal')}, and set "
+                "'checkpoint': {'load_universal': true} in the configuration."
+            )
+        try:
+            with data_only(folder, _classes()):
+                loaded, _ = self.engine.load_checkpoint(folder, tag, load_module_strict=strict)
+        except (OSError, MemoryError, UnsafeCheckpoint, DamagedCheckpoint):
+            raise
+        except Exception as error:  # DeepSpeed itself checks little
+            raise WrongConfig(
+                f"DeepSpeed cannot resume from {folder} ({error!r}): model, stage and optimizer must be those of the "
+                "checkpoint."
+            ) from error
+        if loaded is None:
+            raise WrongConfig(f"DeepSpeed cannot resume from {folder}; see its messages above.")
+
+
+def _why_unreadable(folder: str, universal: bool) -> str:
+    if universal:
+        return (
+            f"checkpoint.load_universal is set, but {folder} has no file latest_universal: make one with python -m "
+            "deepspeed.checkpoint.ds_to_universal, or leave the key out."
+        )
+    return (
+        f"{folder} was not written by DeepSpeed: load its weights into the model with from_pretrained, and train "
+        "without resume_from_checkpoint, or resume without deepspeed."
+    )
+
+
+def _classes() -> list[type]:
+    """The classes of DeepSpeed of which its checkpoints hold objects."""
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    return [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
+
+
+class EngineOptimizer(torch.optim.Optimizer):
+    """An optimizer that the engine steps, as callbacks and schedules see it.
+
+    DeepSpeed's optimizers are not torch optimizers, or free their tensors when Lightning deletes its copy of them.
+    There is no attribute `optimizer`, since Lightning's callbacks would unwrap it.
+
+    Args:
+        optimizer: DeepSpeed's optimizer.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._of_engine = optimizer
+        self._optimizer_step_pre_hooks = self._optimizer_step_post_hooks = {}  # type: ignore[assignment]
+        self.defaults = getattr(optimizer, "defaults", {})
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The parameter groups; with ZeRO their parameters are flat parts."""
+        return self._of_engine.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The state by parameter."""
+        return self._of_engine.state
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of this process's part."""
+        return self._of_engine.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of `state_dict`."""
+        self._of_engine.load_state_dict(state_dict)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Do nothing: the engine has done it."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Do nothing: the engine has done it."""
+
+
+class SteppedByEngine:
+    """A DeepSpeed schedule, which the engine steps.
+
+    Args:
+        scheduler: DeepSpeed's schedule.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: the engine has done it."""
+
+    def get_last_lr(self) -> list[float]:
+        """The learning rates; 0 before the first step that was not skipped."""
+        return list(getattr(self._scheduler, "_last_lr", [0.0]))
+
+    def __getattr__(self, name: str) -> Any:
+        """Other attributes are those of the schedule."""
+        if name == "_scheduler":
+            raise AttributeError(name)
+        return getattr(self._scheduler, name)
+
+
+class _DeferredErrors:
+    """DeepSpeed's writer, but storage errors are kept until all ranks can raise them.
+
+    DeepSpeed's ranks wait for each other after writing: if one raised immediately, the others would hang.
+    """
+
+    def __init__(self, writer: Any) -> None:
+        self._writer = writer
+        self._error: OSError | RuntimeError | None = None
+        self.save, self.makedirs = self.deferring(writer.save), self.deferring(writer.makedirs)
+
+    def deferring(self, write: Callable[..., Any]) -> Callable[..., None]:
+        """The function, but a storage error is kept."""
+
+        def call(*args: Any, **kwargs: Any) -> None:
+            try:
+                write(*args, **kwargs)
+            except (OSError, RuntimeError) as error:  # torch's own writer raises the latter when a disk is full
+                self._error = self._error or error
+
+        return call
+
+    def take_error(self) -> OSError | RuntimeError | None:
+        """The first error since the last call."""
+        error, self._error = self._error, None
+        return error
+
+    def __getattr__(self, name: str) -> Any:
+        """Other attributes are those of the writer."""
+        if name == "_writer":
+            raise AttributeError(name)
+        return getattr(self._writer, name)

@@ -1,0 +1,391 @@
+"""DeepSpeed's configuration: read, checked, and completed from the training arguments by transformers."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import dataclasses
+import importlib.util
+import json
+import os
+from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import accelerate
+import torch
+from accelerate.utils.deepspeed import HfDeepSpeedConfig
+from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig, set_hf_deepspeed_config
+
+from hftrainer.arguments.base import BaseArguments
+from hftrainer.errors import WrongConfig, suggest
+from hftrainer.parallel.config_files import env_flag, parse_bool, read_config, why_text
+from hftrainer.parallel.processes import Processes
+from hftrainer.plugins import adapter
+from hftrainer_deepspeed.start import connect
+
+AUTO = "auto"
+#: Arguments whose default gives way to a value in the configuration.
+_GIVE_WAY = ("max_grad_norm", "learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay")
+#: What `train_batch_size` is calculated from.
+_WHOLE_BATCH = "per_device_train_batch_size * gradient_accumulation_steps * processes"
+#: Keys that are filled in when the model and the number of steps are known.
+_OF_RUN = (
+    "zero_optimization.reduce_bucket_size",
+    "zero_optimization.stage3_prefetch_bucket_size",
+    "zero_optimization.stage3_param_persistence_threshold",
+    "scheduler.params.total_num_steps",
+    "scheduler.params.warmup_num_steps",
+)
+#: Keys of v4.1's documentation → DeepSpeed's current keys.
+_RENAMED = {"cpu_offload": "offload_optimizer", "cpu_offload_params": "offload_param"}
+_GATHER = "stage3_gather_16bit_weights_on_model_save"
+#: Keys whose values are sections with keys of their own.
+_SECTIONS = (
+    *("zero_optimization", "optimizer", "scheduler", "fp16", "bf16", "amp"),
+    *("checkpoint", "activation_checkpointing"),
+)
+#: Optimizers that need whole parameters or their own modes, but would get flat parts: parts of their names.
+_NEED_WHOLE = ("galore", "apollo", "lomo", "schedule_free", "grokadamw", "layerwise")
+#: Settings of accelerate's files that DeepSpeed's file has too.
+_IN_FILES = {
+    *("gradient_accumulation_steps", "gradient_clipping", "zero_stage", "zero3_save_16bit_model", "mixed_precision"),
+    *("offload_optimizer_device", "offload_param_device", "offload_optimizer_nvme_path", "offload_param_nvme_path"),
+}
+
+
+# accelerate's class is named too: transformers' does not derive from it where DeepSpeed is not installed.
+class DeepSpeedConfig(HfTrainerDeepSpeedConfig, HfDeepSpeedConfig):
+    """A DeepSpeed configuration that transformers completes; contradictions are collected as sentences.
+
+    Args:
+        config: the configuration, which is copied.
+        unchanged: arguments that have their defaults.
+
+    Attributes:
+        config: the configuration.
+        notes: sentences about values that override an argument's default, for the log.
+        mismatches: sentences about values that contradict an argument.
+    """
+
+    def __init__(self, config: dict[str, Any], unchanged: frozenset[str] = frozenset()) -> None:
+        HfDeepSpeedConfig.__init__(self, config)
+        self._unchanged = unchanged
+        self.notes: list[str] = []
+        self.mismatches: list[str] = []
+
+    def find_config_node(self, ds_key_long: str) -> tuple[dict[str, Any] | None, str]:
+        """The section of a key such as 'zero_optimization.stage', or None, and the last part of the key."""
+        *sections, key = ds_key_long.split(".")
+        node: Any = self.config
+        for section in sections:
+            node = node.get(section) if isinstance(node, dict) else None
+        return (node if isinstance(node, dict) else None), key
+
+    def dtype(self) -> torch.dtype:
+        """The dtype in which the model computes."""
+        if self.is_true("bf16.enabled"):
+            return torch.bfloat16
+        return torch.float16 if self.is_true("fp16.enabled") else torch.float32
+
+    @property
+    def precision(self) -> str:
+        """Lightning's name for the precision."""
+        return {torch.bfloat16: "bf16-mixed", torch.float16: "16-mixed"}.get(self.dtype(), "32-true")
+
+    def fill_match(self, ds_key_long: str, hf_val: Any, hf_key: str = "", must_match: bool = True) -> None:
+        """Replace 'auto' by the value of an argument, and compare any other value with it."""
+        node, key = self.find_config_node(ds_key_long)
+        if node is None or key not in node or ds_key_long.startswith("amp."):
+            return
+        if key == "warmup_num_steps":
+            hf_val = max(1, hf_val)  # DeepSpeed does not accept a warm-up of 0 steps
+        elif key == "warmup_max_lr" and (rate := self.get_value("optimizer.params.lr")) is not None:
+            hf_val, hf_key = rate, "optimizer.params.lr"
+        names = [_WHOLE_BATCH] if key == "train_batch_size" else hf_key.split("|")[0].split("+")
+        shown, given = " and ".join(names), node[key]
+        if given == AUTO:
+            node[key] = hf_val
+        elif isinstance(hf_val, (int, float)) and not isinstance(given, (int, float)):
+            reason = why_text(given) or "must be a number, true, false or 'auto'"
+            self.mismatches.append(f"deepspeed: {ds_key_long}={given!r} {reason}.")
+        elif given != hf_val and self._unchanged.issuperset(names):
+            self.notes.append(f"deepspeed: {ds_key_long}={given!r} is used instead of the default {shown}={hf_val!r}.")
+        elif given != hf_val:
+            self.mismatches.append(
+                f"deepspeed: {ds_key_long}={given!r} contradicts {shown}={hf_val!r}: write 'auto' in the "
+                "configuration, or give both the same value."
+            )
+
+    def completed(self, args: Any, model: torch.nn.Module, steps: int) -> DeepSpeedConfig:
+        """A copy, completed with values that are known only in a run.
+
+        Args:
+            args: the arguments, for the warm-up.
+            model: the model, whose hidden size determines the sizes of buckets.
+            steps: optimizer steps of the run.
+
+        Raises:
+            WrongConfig: for values that contradict an argument, or that cannot be filled in.
+        """
+        copied = DeepSpeedConfig(self.config, self._unchanged)
+        try:
+            copied.trainer_config_finalize(args, model, steps)
+        except (ValueError, AttributeError) as error:  # the latter until v4.57, for a model without a config
+            raise WrongConfig("\n".join(copied.mismatches) or f"deepspeed: {error}") from error
+        return copied
+
+
+def configure(args: BaseArguments) -> DeepSpeedConfig | None:
+    """The configuration completed from the arguments, with its contradictions to them; None without DeepSpeed.
+
+    Raises:
+        WrongConfig: if it cannot be read.
+    """
+    raw = read_deepspeed(args.deepspeed)
+    if raw is None:
+        return None
+    _rename_old(raw)
+    _check_sections(raw)
+    raw["zero_optimization"].setdefault("stage", 0)
+    for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"):
+        raw.setdefault(key, AUTO)
+    raw.setdefault("gradient_clipping", AUTO)
+    raw.setdefault("steps_per_print", float("inf"))  # the Trainer logs
+    values = _values(args)
+    for name, section in (("bf16", {}), ("fp16", {"auto_cast": True})):
+        if getattr(values, name):
+            raw.setdefault(name, {"enabled": True, **section})
+    config = DeepSpeedConfig(raw, _unchanged(args, values))
+    config.trainer_config_process(values)
+    if config.is_true("bf16.enabled") and config.is_true("fp16.enabled"):
+        config.mismatches.append(
+            f"deepspeed: fp16 and bf16 are both enabled, by the configuration or by fp16={args.fp16} and "
+            f"bf16={args.bf16}: choose one."
+        )
+    return config
+
+
+def _values(args: BaseArguments) -> SimpleNamespace:
+    """The arguments that transformers reads; half precision may be set by the script or the launcher, too."""
+    names = ("world_size", "per_device_train_batch_size", "gradient_accumulation_steps", "save_on_each_node")
+    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    chosen = vars(args).get("_mixed_precision")  # set by the script; overrides the arguments
+    half = {
+        name: bool(getattr(args, name) if chosen is None else chosen == name) or getattr(args, f"{name}_full_eval")
+        for name in ("bf16", "fp16")
+    }
+    if chosen is None and not any(half.values()) and launched in half:
+        half[launched] = True
+    of_apex = {"fp16_backend": AUTO, "fp16_opt_level": None}  # until v4.57
+    values = {name: getattr(args, name) for name in (*names, *_GIVE_WAY)}
+    return SimpleNamespace(**values, **half, **of_apex, bf16_full_eval=False, fp16_full_eval=False)
+
+
+def _unchanged(args: BaseArguments, values: SimpleNamespace) -> frozenset[str]:
+    """The arguments that a configuration may overrule, since they have their defaults."""
+    defaults = {field.name: field.default for field in dataclasses.fields(args)}
+    found = {name for name in (*_GIVE_WAY, "bf16", "fp16") if getattr(values, name) == defaults[name]}
+    return frozenset(found if args.get_warmup_steps(1_000_000) else {*found, "warmup_steps"})
+
+
+def _rename_old(raw: dict[str, Any]) -> None:
+    """Rename keys of older documents and releases to the current ones."""
+    if "bfloat16" in raw:
+        raw.setdefault("bf16", raw.pop("bfloat16"))
+    zero = raw.get("zero_optimization")
+    if not isinstance(zero, dict):
+        return
+    for old, new in _RENAMED.items():
+        if zero.pop(old, False):
+            zero.setdefault(new, {"device": "cpu"})
+    if (gathers := zero.pop(_GATHER.replace("16bit", "fp16"), None)) is not None:
+        zero.setdefault(_GATHER, gathers)
+    if zero.get(_GATHER) == AUTO:  # as accelerate fills it in
+        zero[_GATHER] = False
+
+
+def _check_sections(raw: dict[str, Any]) -> None:
+    """Raise one error for all sections that are missing, misspelled or malformed."""
+    found = [
+        f"deepspeed: {name}={raw[name]!r}: it must hold keys and values."
+        for name in _SECTIONS
+        if name in raw and not isinstance(raw[name], dict)
+    ]
+    if "zero_optimization" not in raw:
+        found.append(
+            "deepspeed: zero_optimization is missing: write at least {'stage': 0}, which partitions nothing"
+            + suggest("zero_optimization", raw, ".")
+        )
+    elif isinstance(raw["zero_optimization"], dict):
+        stage = raw["zero_optimization"].get("stage", 0)
+        if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
+            found.append(f"deepspeed: zero_optimization.stage={stage!r}: it must be 0, 1, 2 or 3.")
+    for name in ("optimizer", "scheduler"):
+        if isinstance(raw.get(name), dict) and "type" not in raw[name]:
+            found.append(f"deepspeed: {name} has no 'type': set it to the name of the {name}.")
+    if found:
+        raise WrongConfig("\n".join(found))
+
+
+def begin_deepspeed(args: BaseArguments) -> DeepSpeedConfig | None:
+    """The completed configuration, which transformers gets for models made before the Trainer; None without DeepSpeed.
+
+    With ZeRO-3 the process group starts now, and `from_pretrained` partitions models while it loads them, as long as
+    these arguments exist.
+    """
+    config = configure(args)
+    if config is None:
+        return None
+    set_hf_deepspeed_config(config)
+    if config.is_zero3():
+        adapter().start_others(args._rank_info, args.ddp_timeout)
+        processes = Processes.at(args._rank_info)
+        processes.connect(args.device, args.ddp_backend, args.ddp_timeout_delta, even_alone=True)
+        connect(processes, args.device, args.ddp_timeout_delta, config)
+    return config
+
+
+class DeepSpeedPlugin(accelerate.DeepSpeedPlugin):
+    """The configuration under accelerate's names: `accelerator.state.deepspeed_plugin`, and `args.deepspeed_plugin`.
+
+    Args:
+        config: the configuration.
+    """
+
+    def __init__(self, config: DeepSpeedConfig) -> None:
+        super().__init__(hf_ds_config=config)
+        self._set_selected(True)
+
+    def _deepspeed_config_checks(self) -> None:
+        """Nothing: the launcher's settings were compared when they were read."""
+
+    def follow(self, config: DeepSpeedConfig) -> None:
+        """Show the configuration of a run, which is complete."""
+        self.hf_ds_config, self.deepspeed_config = config, config.config
+
+
+# ---- Checks ---------------------------------------------------------------------------------------------------------
+
+
+def check_deepspeed(args: BaseArguments, config: DeepSpeedConfig, lightning_config: Mapping[str, Any]) -> Iterator[str]:
+    """A sentence for each setting that DeepSpeed does not support."""
+    if importlib.util.find_spec("deepspeed") is None:
+        asked = f"deepspeed={args.deepspeed!r}" if args.deepspeed else "ACCELERATE_USE_DEEPSPEED=true"
+        yield f"{asked} needs DeepSpeed, which is not installed: install it with pip install 'hftrainer[deepspeed]'."
+    yield from config.mismatches
+    for key in _autos(config.config):
+        if key not in _OF_RUN:
+            yield f"deepspeed: no argument can fill in {key}='auto': give a value, or leave it out."
+    for section, key in (("tensor_parallel", "autotp_size"), ("sequence_parallel_size", ""), ("pipeline", "")):
+        value = config.get_value(f"{section}.{key}" if key else section)
+        if value not in (None, 0, 1, {}):
+            yield (
+                f"deepspeed: {section} is not supported yet: leave it out, or use parallelism_config without deepspeed."
+            )
+    optim = str(getattr(args.optim, "value", args.optim))
+    if "optimizer" not in config.config and any(part in optim for part in _NEED_WHOLE):
+        yield f"optim={optim!r} needs whole parameters, but deepspeed gives it flat parts: use 'adamw_torch'."
+    if args.save_only_model and args.load_best_model_at_end:
+        yield "save_only_model=True writes nothing that deepspeed can load: set load_best_model_at_end=False."
+    if args.auto_find_batch_size:
+        yield "auto_find_batch_size=True cannot restart DeepSpeed's engine: set per_device_train_batch_size."
+    if "precision" in lightning_config:
+        yield (
+            f"lightning_config['precision']={lightning_config['precision']!r} does not apply to DeepSpeed: set bf16 or "
+            "fp16, or their sections in the configuration."
+        )
+    if lightning_config.get("async_checkpoint"):
+        yield (
+            "lightning_config['async_checkpoint']=True writes from one process, but deepspeed writes from all: leave "
+            "one of them out."
+        )
+
+
+def _autos(node: Mapping[str, Any], before: str = "") -> Iterator[str]:
+    for key, value in node.items():
+        if isinstance(value, dict):
+            yield from _autos(value, f"{before}{key}.")
+        elif value == AUTO:
+            yield before + key
+
+
+# ---- Reading --------------------------------------------------------------------------------------------------------
+
+
+def read_deepspeed(given: Any, environment: Mapping[str, str] = os.environ) -> dict[str, Any] | None:
+    """The configuration from the argument, or else from the launcher; None without DeepSpeed.
+
+    Args:
+        given: a dict; the path of a JSON or YAML file; JSON, also in base64; or True, for ZeRO-2 with all values from
+            the arguments.
+        environment: the environment variables, which hold the settings of `accelerate launch --use_deepspeed`.
+
+    Raises:
+        WrongConfig: if it cannot be read.
+    """
+    if given in (None, "", False):
+        return _of_launcher(environment)
+    if given is True or str(given).lower() == "true":
+        return {"zero_optimization": {"stage": 2}}
+    if isinstance(given, dict) or os.path.exists(str(given)):
+        return copy.deepcopy(read_config(given, "deepspeed"))
+    if not isinstance(given, (str, os.PathLike)):
+        raise WrongConfig(f"deepspeed={given!r}: give a dict, the path of a JSON or YAML file, JSON, or True.")
+    for decode in (str, lambda text: base64.urlsafe_b64decode(text).decode()):
+        try:
+            config = json.loads(decode(given))
+        except ValueError:
+            continue
+        if isinstance(config, dict):
+            return config
+    raise WrongConfig(
+        f"deepspeed={given!r} is neither an existing file nor a JSON object: give one of them, or a dict."
+    )
+
+
+def _of_launcher(environment: Mapping[str, str]) -> dict[str, Any] | None:
+    """The configuration from `accelerate launch --use_deepspeed`."""
+    if not env_flag("ACCELERATE_USE_DEEPSPEED", environment=environment):
+        return None
+    values = {
+        name.removeprefix("ACCELERATE_DEEPSPEED_").lower(): value
+        for name, value in environment.items()
+        if name.startswith("ACCELERATE_DEEPSPEED_")
+    }
+    if (path := values.get("config_file", "none")) != "none":
+        _check_fields(environment.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(","), path)
+        return read_config(path, "ACCELERATE_DEEPSPEED_CONFIG_FILE")
+    zero: dict[str, Any] = {"stage": _number(environment, "ACCELERATE_DEEPSPEED_ZERO_STAGE", int, 2)}
+    for what in ("optimizer", "param"):
+        device = values.get(f"offload_{what}_device", "none")
+        if device != "none":
+            zero[f"offload_{what}"] = {"device": device}
+        if device == "nvme":
+            zero[f"offload_{what}"]["nvme_path"] = values.get(f"offload_{what}_nvme_path")
+    if parse_bool(values.get("zero3_save_16bit_model")):
+        zero["stage3_gather_16bit_weights_on_model_save"] = True
+    clipping = _number(environment, "ACCELERATE_GRADIENT_CLIPPING", float, AUTO)
+    own: dict[str, Any] = {} if clipping == AUTO else {"gradient_clipping": clipping}
+    steps = environment.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "")
+    if steps.isdecimal() and int(steps) > 1:  # 1 is what the launcher says of itself; others contradict the argument
+        own["gradient_accumulation_steps"] = int(steps)
+    return {"zero_optimization": zero, **own}
+
+
+def _number(environment: Mapping[str, str], name: str, kind: type, default: Any) -> Any:
+    """A number that the launcher sets; the default for none, or for 'auto'."""
+    text = environment.get(name, "none")
+    try:
+        return default if text.lower() in ("none", AUTO) else kind(text)
+    except ValueError:
+        raise WrongConfig(f"The launcher sets {name}={text!r}: it must be a number, or 'auto'.") from None
+
+
+def _check_fields(fields: list[str], path: str) -> None:
+    """Refuse settings in accelerate's file beside those in DeepSpeed's, as accelerate does."""
+    if given := sorted({field.strip() for field in fields} & _IN_FILES):
+        raise WrongConfig(
+            f"accelerate's file sets {' and '.join(given)} beside deepspeed_config_file ({path}): set it in one of the "
+            "two, DeepSpeed's file."
+        )

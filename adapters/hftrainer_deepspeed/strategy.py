@@ -1,0 +1,231 @@
+"""A model that DeepSpeed's engine trains."""
+
+from __future__ import annotations
+
+import json
+import logging
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import nn
+
+from hftrainer.checkpointing import resume
+from hftrainer.checkpointing.distributed import to_be_written
+from hftrainer.checkpointing.weights import load_sharded_weights
+from hftrainer.compat import peers
+from hftrainer.errors import UnsupportedArgument, WrongConfig
+from hftrainer.parallel.plan import LightningPlan
+from hftrainer.parallel.process_state import DistributedType
+from hftrainer.strategies.strategy import MakeOptimizer, Strategy, is_deepspeed_engine
+from hftrainer.trainer_pt_utils import nested_apply
+from hftrainer_deepspeed.run import DeepSpeedRun
+from hftrainer_deepspeed.settings import DeepSpeedPlugin
+from hftrainer_deepspeed.start import connect
+
+logger = logging.getLogger(__name__)
+
+
+class DeepSpeedStrategy(Strategy):
+    """DeepSpeed's engine trains the model; from ZeRO-1 on each process has a part of the optimizer's state.
+
+    The engine is made with the optimizer and the schedule, since DeepSpeed needs all three together, and loads its part
+    of a checkpoint; whole weights are beside the parts.
+
+    Attributes:
+        run: DeepSpeed's engine and its configuration.
+    """
+
+    argument = "deepspeed"
+    flags = ("is_deepspeed_enabled",)
+    card = "DeepSpeed"
+    distributed_type = DistributedType.DEEPSPEED
+    shards = True
+    writes_parts = True
+    needs_group_alone = True
+    fixes_accumulation = True
+    autocasts_own_loops = False
+
+    def __init__(self, plan: LightningPlan) -> None:
+        super().__init__(plan)
+        self.run = DeepSpeedRun(plan)
+        self._plugin = DeepSpeedPlugin(self.run.config)
+        self._optimizer_is_given = self._saves_states = False
+
+    def plugins(self) -> dict[str, Any]:
+        """DeepSpeed's plugin."""
+        return {"deepspeed_plugin": self._plugin}
+
+    def lightning_strategy(self, settings: Any) -> Any:
+        """Lightning's strategy; DeepSpeed's engine decides about scaling and all-reduce."""
+        from hftrainer_deepspeed.lightning import PartitionedByDeepSpeed
+
+        return PartitionedByDeepSpeed(self.plan, self.run)
+
+    def check_optimizers(self, optimizer: Any, scheduler: Any) -> None:
+        """Refuse the script's optimizer or schedule if the configuration has its own.
+
+        Raises:
+            UnsupportedArgument: the error names the section.
+        """
+        self._optimizer_is_given = optimizer is not None
+        sections = [name for name in ("optimizer", "scheduler") if name in self.run.config.config]
+        if (optimizer is not None and self.run.brings_optimizer) or (scheduler is not None and sections):
+            raise UnsupportedArgument(
+                f"optimizers=(...) and the {' and '.join(sections)} of the deepspeed configuration set the same: use "
+                "only one. A schedule from the script needs the script's or the Trainer's optimizer."
+            )
+
+    def start(self) -> None:
+        """Let DeepSpeed use the process group."""
+        connect(self.plan.processes, self.device, timedelta(seconds=self.plan.timeout), self.run.config)
+
+    def make_scaler(self) -> None:
+        """None: DeepSpeed scales the loss."""
+
+    # ---- The model ---------------------------------------------------------------------------------------------
+
+    def prepare_evaluation(self, trainer: Any) -> None:
+        """Make an engine for partitioned parameters, else move the model to its device; in training, do nothing."""
+        if self.run.is_training:
+            return
+        if self.run.config.is_zero3():
+            self._complete(trainer, 0)
+            trainer.model_wrapped = trainer.deepspeed = self.run.initialize_inference(trainer.model)
+        else:
+            trainer._move_model_to_device(trainer.model, trainer.args.device)
+
+    def prepare_optimizer(self, trainer: Any, max_steps: int, folder: str | None, *, makes_both: bool) -> None:
+        """Make the engine, with optimizer and schedule from the configuration or the Trainer; then load its checkpoint.
+
+        Raises:
+            UnsupportedArgument: when an earlier engine has used the script's own optimizer.
+        """
+        run = self.run
+        self._complete(trainer, max_steps)
+        if trainer.deepspeed is not None and run.is_training:
+            if self._optimizer_is_given:
+                raise UnsupportedArgument(
+                    "optimizers: DeepSpeed's engine has removed the parameters from the optimizer in an earlier "
+                    "train(): pass optimizer_cls_and_kwargs, or make a new Trainer."
+                )
+            trainer.optimizer = None
+        if makes_both and not (run.brings_optimizer or run.brings_scheduler):
+            trainer.create_optimizer_and_scheduler(num_training_steps=max_steps)
+        elif not run.brings_optimizer:
+            trainer.create_optimizer()
+        trainer.optimizer, scheduler = run.initialize(
+            trainer.model,
+            None if run.brings_optimizer else trainer.optimizer,
+            lambda optimizer: trainer.create_scheduler(num_training_steps=max_steps, optimizer=optimizer),
+        )
+        trainer.model_wrapped = trainer.deepspeed = run.engine
+        if scheduler is not None:
+            trainer.lr_scheduler = scheduler
+        else:  # not before: DeepSpeed drops empty parameter groups
+            trainer.create_scheduler(num_training_steps=max_steps)
+        config = json.dumps(run.config.config, indent=2, default=str)
+        logger.info("DeepSpeed trains with this configuration:\n%s", config)
+        if folder is not None:
+            run.load(folder, strict=not peers.is_peft(trainer.model))
+        trainer.accelerator.prepare_model(trainer.model)
+
+    def _complete(self, trainer: Any, max_steps: int) -> None:
+        """Fill in the configuration's values that depend on the length of the run."""
+        model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+        self.run.complete(trainer.args, model, max_steps)
+        self._plugin.follow(self.run.config)
+
+    def prepare_another(self, model: nn.Module) -> nn.Module:
+        """Refuse: DeepSpeed's engine trains one model.
+
+        Raises:
+            WrongConfig: always.
+        """
+        raise WrongConfig("accelerator.prepare: deepspeed trains one model, the Trainer's: freeze the others.")
+
+    @property
+    def gathers_in_forward(self) -> bool:
+        """True with ZeRO-3."""
+        return self.run.config.is_zero3()
+
+    def whole_weights(self, model: Any) -> dict[str, Any]:
+        """Gather the full weights, of the engine's model or another."""
+        return self.run.whole_weights(model.module if is_deepspeed_engine(model) else model)
+
+    def cast(self, batch: Any, model: nn.Module) -> Any:
+        """The batch with floating-point tensors in the dtype of the weights, which DeepSpeed has chosen."""
+        dtype = next((weight.dtype for weight in model.parameters() if weight.is_floating_point()), torch.float32)
+
+        def converted(value: Any) -> Any:
+            return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+        return nested_apply(converted, batch)
+
+    def clip_grad_norm(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """The norm of the gradients, which DeepSpeed's engine has clipped already."""
+        if not self.run.is_training:
+            return super().clip_grad_norm(parameters, max_norm, norm_type)
+        return self.run.grad_norm()
+
+    def release(self) -> None:
+        """Remove DeepSpeed's engine from the model."""
+        self.run.destroy()
+
+    # ---- Checkpoints -------------------------------------------------------------------------------------------
+
+    @property
+    def keeps_scheduler(self) -> bool:  # type: ignore[override]
+        """Whether the schedule is one of DeepSpeed's."""
+        return self.run.keeps_scheduler
+
+    def gather(self, model: nn.Module, optimizer: MakeOptimizer | None) -> None:
+        """Gather partitioned weights. Without an optimizer, no states are written."""
+        self._saves_states = optimizer is not None
+        if self.run.config.is_zero3():
+            self._gathered = {"model": self._whole_weights(model)}
+
+    def weights_to_save(self, model: nn.Module) -> dict[str, Any]:
+        """The gathered weights, or weights gathered now; empty if they stay in parts."""
+        return dict(self._gathered["model"]) if "model" in self._gathered else self._whole_weights(model)
+
+    def _whole_weights(self, model: nn.Module) -> dict[str, Any]:
+        adapters = peers.is_peft(model)
+        if not (self.run.gathers or adapters):
+            return {}
+        return to_be_written(self.run.whole_weights(model, only_trained=adapters), model)
+
+    def _write_parts(self, folder: str) -> None:
+        if self._saves_states:
+            self.run.save(folder, self.plan.processes)
+
+    def save_beside(self, folder: str) -> None:
+        """Write the parts too, if the weights stay in parts."""
+        if self.run.gathers or not self.run.is_training:
+            return
+        self.run.save(folder, self.plan.processes)
+        logger.warning(
+            "stage3_gather_16bit_weights_on_model_save is not set, so %s holds partitioned weights: merge them into "
+            "one file by running python zero_to_fp32.py . in that folder.",
+            folder,
+        )
+
+    def load_weights(self, model: nn.Module, folder: str, *, only_trained: bool) -> Any:
+        """Load the weights of any checkpoint."""
+        return load_sharded_weights(model, folder, only_trained=only_trained)
+
+    def load_best(self, model: nn.Module, folder: str, *, only_trained: bool) -> Any:
+        """Load the weights, and the copies of them in DeepSpeed's optimizer."""
+        self.run.load(folder, strict=not peers.is_peft(model))
+
+    def load_optimizer_and_scheduler(
+        self, folder: str, model: nn.Module, optimizer: MakeOptimizer, scheduler: Any
+    ) -> None:
+        """Load the schedule's state: the engine has loaded the optimizer's with the weights."""
+        if not self.keeps_scheduler:
+            resume.load_scheduler(folder, scheduler)
+
+
+def make_strategy(plan: LightningPlan) -> Strategy:
+    """The strategy for a plan."""
+    return DeepSpeedStrategy(plan)

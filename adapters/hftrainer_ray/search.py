@@ -1,0 +1,326 @@
+"""Search with Ray Tune, which trains each trial in a separate process, on one machine or several."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import inspect
+import json
+import logging
+import math
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hftrainer.arguments import legacy
+from hftrainer.checkpointing.names import PREFIX_CHECKPOINT_DIR
+from hftrainer.errors import (
+    DamagedCheckpoint,
+    InvalidArgument,
+    MissingPackage,
+    SearchFailed,
+    UnknownArgument,
+    UnsupportedArgument,
+)
+from hftrainer.search.backend import SearchBackend, check_keywords, check_limits, no_trial_message, read_directions
+from hftrainer.search.packing import PackedTrainer, pack
+from hftrainer.search.trial_arguments import check_names, model_takes_trial
+from hftrainer.trainer_utils import BestRun, default_hp_space_ray
+
+if TYPE_CHECKING:
+    from hftrainer.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+#: Keywords of `ray.tune.run` that the search sets itself → their names in `hyperparameter_search`.
+_OURS = {"run_or_experiment": "hp_space", "config": "hp_space", "num_samples": "n_trials"}
+#: Which of a trial's objectives are compared; see `ray.tune.ExperimentAnalysis.get_best_trial`.
+_SCOPES = ("last", "all", "avg", "last-5-avg", "last-10-avg")
+#: Device types that Ray counts as GPUs.
+_GPUS = ("cuda", "xpu")
+#: Errors of the user that would fail every trial.
+_USER_ERRORS = (InvalidArgument, MissingPackage, UnknownArgument, UnsupportedArgument)
+
+
+class RaySearch(SearchBackend):
+    """A search with Ray Tune. Its trials are dicts of hyperparameters.
+
+    The object is pickled with the Trainer for the process of each trial.
+    """
+
+    name = "ray"
+    install = "'ray[tune]'"
+    default_hp_space = staticmethod(default_hp_space_ray)
+
+    _pending: tuple[int, dict[str, Any]] | None = None  # step and metrics to report to Ray
+
+    @classmethod
+    def is_available(cls) -> bool:
+        """Whether Ray is installed with the dependencies of Tune."""
+        return all(importlib.util.find_spec(module) is not None for module in ("ray", "pandas", "pyarrow"))
+
+    # ---- In the process of the search --------------------------------------------------------------------------
+
+    def run(self, trainer: Trainer, n_trials: int | None, direction: Any, **kwargs: Any) -> BestRun:
+        """Train `n_trials` trials, and return the best one.
+
+        Raises:
+            InvalidArgument: for an invalid value, here or in a trial.
+            UnknownArgument: for a name in the space that is not a training argument, or an unknown keyword.
+            UnsupportedArgument: for what Ray cannot do.
+            DamagedCheckpoint: if the state of the search to resume is truncated.
+            SearchFailed: if no trial was completed.
+        """
+        from ray import tune
+
+        self.directions = read_directions(direction)
+        scope = _scope(trainer.args)
+        space = self.space(trainer)
+        check_names(trainer.args, space, for_model_too=model_takes_trial(trainer.model_init))
+        self._check(trainer.args, n_trials, kwargs)
+        self.components.runner.release_trial()  # frees device memory for the trials
+        trainer.callback_handler.eval_dataloader = None
+        options, stopper = self._options(trainer.args, kwargs), _stop_on_user_error()
+        options["callbacks"] = [*(options.get("callbacks") or ()), stopper]
+        try:
+            analysis = tune.run(
+                tune.with_parameters(train_trial, packed=pack(self.components)),
+                config=dict(space),
+                num_samples=-1 if n_trials is None else n_trials,
+                **options,
+            )
+        except tune.TuneError:
+            if stopper.error is not None:
+                raise stopper.error from None
+            raise
+        return self._best(analysis, scope)
+
+    def _check(self, args: Any, n_trials: Any, kwargs: Mapping[str, Any]) -> None:
+        """Check the arguments before Ray starts."""
+        from ray import tune
+
+        known = [name for name in inspect.signature(tune.run).parameters if not name.startswith("_")]
+        check_keywords("Ray Tune", kwargs, known, _OURS)
+        check_limits(n_trials, kwargs.get("time_budget_s"), "time_budget_s")
+        if len(self.directions) > 1:
+            raise UnsupportedArgument(
+                f"direction={self.directions}: Ray Tune has one objective; use backend='optuna' for several."
+            )
+        if args.world_size > 1:
+            raise UnsupportedArgument(
+                f"backend='ray' starts a process for each trial, but a launcher has started {args.world_size}. Start "
+                "the script without a launcher, on several GPUs with lightning_config={'devices': 1}."
+            )
+        resources = kwargs.get("resources_per_trial")
+        if isinstance(resources, Mapping) and resources.get("gpu", 0) > 1:
+            raise UnsupportedArgument(
+                f"resources_per_trial={resources}: a trial trains in one process, on one GPU or a fraction of one."
+            )
+        if kwargs.get("resume"):
+            _check_state(kwargs)
+        _check_scheduler(args, kwargs.get("scheduler"))
+
+    def _options(self, args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The keywords of `tune.run`, with our defaults."""
+        options: dict[str, Any] = {
+            "resources_per_trial": {"cpu": 1, "gpu": 1} if args.device.type in _GPUS else {"cpu": 1},
+            "raise_on_failed_trial": False,
+        }
+        if not any(getattr(kwargs.get(each), "metric", None) for each in ("scheduler", "search_alg")):
+            options |= {"metric": "objective", "mode": self._mode}
+        return {**options, **kwargs}
+
+    @property
+    def _mode(self) -> str:
+        return self.directions[0][:3]
+
+    def _best(self, analysis: Any, scope: str) -> BestRun:
+        """The trial with the best objective, among those that did not fail; the first one of equals."""
+        scores: list[tuple[float, Any]] = []
+        for trial in analysis.trials:
+            score = trial.metric_analysis.get("objective", {}).get(self._mode if scope == "all" else scope, math.nan)
+            if trial.status != "ERROR" and math.isfinite(score):
+                scores.append((score, trial))
+        if not scores:
+            states = [trial.status.lower() for trial in analysis.trials]
+            raise SearchFailed(no_trial_message(states, filter(None, map(_reason, analysis.trials))))
+        if unfinished := sum(trial.status not in ("TERMINATED", "ERROR") for trial in analysis.trials):
+            logger.warning(
+                "The search was stopped, and %d of its trials are not finished. resume=True with the same name and "
+                "storage_path continues it.",
+                unfinished,
+            )
+        choose = min if self._mode == "min" else max
+        best = choose(scores, key=lambda scored: scored[0])[1]
+        return BestRun(best.trial_id, best.last_result["objective"], best.config, analysis)
+
+    # ---- In the process of a trial -----------------------------------------------------------------------------
+
+    def hyperparameters(self, trainer: Trainer, trial: Any) -> Any:
+        """The trial itself, which is a dict of hyperparameters."""
+        return trial
+
+    def run_id(self, trial: Any) -> str:
+        """Ray's id of the current trial."""
+        from ray import tune
+
+        return tune.get_context().get_trial_id()
+
+    def train(self, trainer: Trainer, trial: dict[str, Any]) -> None:
+        """Train a trial. If Ray provides a checkpoint, of this trial or another one, resume from it."""
+        from ray import tune
+
+        if trainer.hp_name is None:  # trackers distinguish trials by their names
+            trainer.hp_name = lambda trial: f"run-{self.run_id(trial)}"
+        trainer.objective = None
+        checkpoint = tune.get_checkpoint()
+        try:
+            with contextlib.nullcontext() if checkpoint is None else checkpoint.as_directory() as folder:
+                path = None if folder is None else str(next(Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*")))
+                trainer.train(resume_from_checkpoint=path, trial=trial)
+            if trainer.objective is None and checkpoint is None:
+                metrics = trainer.evaluate()
+                trainer.objective = self.objective_of(trainer, metrics)
+                self.report(trainer, trial, trainer.state.global_step, trainer.objective, metrics)
+            self.after_saving(trainer)
+        finally:
+            self.components.runner.release_trial()
+
+    def report(self, trainer: Trainer, trial: Any, step: int, objective: Any, metrics: Mapping[str, float]) -> None:
+        """Keep the report for Ray until the checkpoint of this step is written, if one is due."""
+        self.after_saving(trainer)
+        self._pending = step, {**metrics, "objective": float(objective)}
+
+    def after_saving(self, trainer: Trainer) -> None:
+        """Report the last evaluation to Ray, with the checkpoint of its step if there is one.
+
+        Raises:
+            SystemExit: if Ray ends the trial.
+        """
+        from ray import tune
+
+        if self._pending is None:
+            return
+        (step, metrics), self._pending = self._pending, None
+        with _folder_with(self._checkpoint_of(trainer, step)) as folder:
+            checkpoint = None if folder is None else tune.Checkpoint.from_directory(folder)
+            try:
+                tune.report(metrics, checkpoint=checkpoint)
+            except SystemExit:  # at the end of the search Ray may kill the process instead
+                self.components.announce("on_train_end")
+                raise
+
+    def _checkpoint_of(self, trainer: Trainer, step: int) -> Path | None:
+        """The checkpoint of a step, if a trial can resume from it."""
+        if self.components.run.last_saved_step != step or trainer.args.save_only_model:
+            return None
+        self.components.saver.wait()
+        folder = Path(trainer._get_output_dir(self.components.run.trial), f"{PREFIX_CHECKPOINT_DIR}-{step}").absolute()
+        return folder if folder.is_dir() and not self.components.checkpoint_writer.failed else None
+
+
+def train_trial(config: dict[str, Any], packed: PackedTrainer) -> None:
+    """The function that Ray calls for each trial, in the trial's process."""
+    components = packed.unpack()
+    assert isinstance(components.search, RaySearch)
+    components.search.train(components.trainer, config)
+
+
+@contextlib.contextmanager
+def _folder_with(checkpoint: Path | None) -> Iterator[str | None]:
+    """A temporary folder that has only the checkpoint in it, for Ray to copy."""
+    if checkpoint is None:
+        yield None
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, checkpoint.name).symlink_to(checkpoint, target_is_directory=True)
+        yield folder
+
+
+def _scope(args: Any) -> str:
+    """Which of a trial's objectives are compared: `ray_scope`, or its successor, the environment variable RAY_SCOPE."""
+    given, name = legacy.value(args, "ray_scope"), "ray_scope"
+    if given == "last":
+        given, name = os.environ.get("RAY_SCOPE", "last"), "RAY_SCOPE"
+    if given not in _SCOPES:
+        raise InvalidArgument(f"{name}={given!r}: give one of {', '.join(map(repr, _SCOPES))}.")
+    return given
+
+
+def _check_state(kwargs: Mapping[str, Any]) -> None:
+    """Check that the state to resume from is whole, if it is on this machine. Ray would start a new search otherwise.
+
+    Raises:
+        DamagedCheckpoint: if a file is truncated, because the search was killed while Ray wrote it.
+        InvalidArgument: if the search has no name.
+    """
+    if not kwargs.get("name"):
+        raise InvalidArgument(f"resume={kwargs['resume']!r} needs the name of the search to resume.")
+    storage = os.fspath(kwargs.get("storage_path") or "~/ray_results")
+    folder = Path(storage, kwargs["name"]).expanduser()
+    for path in [] if "://" in storage else folder.glob("experiment_state-*.json"):
+        try:
+            json.loads(path.read_bytes())
+        except ValueError:
+            raise DamagedCheckpoint(
+                f"{path} is truncated: the search was killed while Ray wrote it, and resume={kwargs['resume']!r} would "
+                "start a new search. Remove the file to resume from the previous state, if there is one, or give "
+                "another name."
+            ) from None
+
+
+def _check_scheduler(args: Any, scheduler: Any) -> None:
+    from ray.tune.schedulers import FIFOScheduler, HyperBandScheduler, PopulationBasedTraining
+
+    if scheduler in (None, "fifo") or type(scheduler) is FIFOScheduler:
+        return
+    name = scheduler if isinstance(scheduler, str) else type(scheduler).__name__
+    if args.eval_strategy == "no":
+        raise InvalidArgument(
+            f"scheduler={name} compares trials during training, and eval_strategy='no' does not evaluate them: set "
+            "eval_strategy, or leave the scheduler out."
+        )
+    pauses = isinstance(scheduler, (HyperBandScheduler, PopulationBasedTraining)) or name in ("hyperband", "hb_bohb")
+    if pauses and (args.save_strategy == "no" or args.save_only_model):
+        raise InvalidArgument(
+            f"scheduler={name} resumes trials from checkpoints, which need the optimizer's state: set save_strategy to "
+            "the value of eval_strategy, and save_only_model=False."
+        )
+
+
+def _stop_on_user_error() -> Any:
+    """A Ray callback that ends the search, and keeps the error, when a trial fails by an error of the user."""
+    from ray import tune
+
+    class StopOnUserError(tune.Callback):
+        error: Exception | None = None
+
+        def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+            error = _error(trial)
+            if isinstance(error, _USER_ERRORS):
+                self.error = error
+                raise error
+
+    return StopOnUserError()
+
+
+def _error(trial: Any) -> Any:
+    """The error that a trial raised; None if it did not fail, or its process was killed."""
+    from ray import cloudpickle
+
+    path = trial.pickled_error_file
+    if path is None or not os.path.isfile(path):
+        return None
+    with open(path, "rb") as file:
+        return getattr(cloudpickle.load(file), "cause", None)
+
+
+def _reason(trial: Any) -> str | None:
+    """Why a trial has no valid objective; None if the reason is unknown."""
+    error = _error(trial)
+    if error is not None:
+        return f"{type(error).__name__}: {error}"
+    last = trial.last_result.get("objective")
+    return None if last is None else f"compute_objective returned {last}"

@@ -1,0 +1,181 @@
+"""The `Trainer` behind a `TFTrainer`: asks it for everything that a TFTrainer documents."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from hftrainer.trainer import Trainer
+from hftrainer_tensorflow import optimizers
+from hftrainer_tensorflow.models import parameter_names
+from hftrainer_tensorflow.pipelines import Batches, BatchLoader, share_of
+
+if TYPE_CHECKING:
+    from hftrainer_tensorflow.trainer import TFTrainer
+
+#: In a checkpoint: the sum of the losses since the epoch began.
+_EPOCH_LOSS = "epoch_loss.json"
+
+
+class TFEngine(Trainer):
+    """Trains the model of a TFTrainer, with the TFTrainer's data, optimizer, steps and log lines.
+
+    Args:
+        host: the TFTrainer.
+        model: the torch model.
+        args: the training arguments.
+    """
+
+    loss_is_scaled_for_ga = True
+
+    def __init__(self, host: TFTrainer, model: torch.nn.Module, args: Any) -> None:
+        self.host = host
+        self.epoch_loss = torch.zeros(())
+        self._within_epoch = False
+        super().__init__(model, args, data_collator=_unchanged, eval_dataset=host.eval_dataset)
+
+    # ---- Data --------------------------------------------------------------------------------------------------
+
+    def batches(self, pipeline: Any, count: int, **settings: Any) -> BatchLoader:
+        """The part of this process in a pipeline."""
+        processes = self.accelerator.processes
+        rank, number = processes.data_rank, processes.data_processes
+        return BatchLoader(Batches(pipeline, count, rank=rank, processes=number, **settings))
+
+    def get_train_dataloader(self) -> DataLoader:
+        """The batches of the TFTrainer's `get_train_tfdataset`."""
+        return self.host._train_loader
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Samples of an optimizer step, over all processes."""
+        return self.host.total_train_batch_size
+
+    def num_examples(self, dataloader: DataLoader) -> int:
+        """Samples of a pass."""
+        return self.host.num_train_examples if dataloader is self.host._train_loader else self.host._num_predicted
+
+    # ---- Training ----------------------------------------------------------------------------------------------
+
+    def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
+        """Those of the TFTrainer, computed by torch."""
+        self.host.create_optimizer_and_scheduler(num_training_steps)
+        self.optimizer, self.lr_scheduler = optimizers.to_torch(
+            self.host.optimizer, self.host.lr_scheduler, self.model, parameter_names(self.model)
+        )
+
+    def _init_training_state(
+        self,
+        max_steps: int,
+        num_update_steps_per_epoch: int,
+        num_train_epochs: int,
+        resume_from_checkpoint: str | None,
+        trial: Any,
+    ) -> tuple[int, int]:
+        if resume_from_checkpoint is not None:
+            self._resume_within_epoch(resume_from_checkpoint)
+        return super()._init_training_state(
+            max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
+        )
+
+    def _resume_within_epoch(self, folder: str) -> None:
+        """Continue the sum of the losses of a checkpoint, unless an epoch ends there."""
+        path = os.path.join(folder, _EPOCH_LOSS)
+        if not os.path.isfile(path):
+            return
+        with open(path, encoding="utf-8") as file:
+            saved = json.load(file)
+        self._within_epoch = saved["step"] % self.host.steps_per_epoch != 0
+        total = saved["total"] if self.is_world_process_zero() else 0.0
+        self.epoch_loss = torch.tensor(total, device=self.args.device)
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        if not self._within_epoch:
+            self.epoch_loss = torch.zeros((), device=self.args.device)
+        self._within_epoch = False
+        self.host._past = None
+        super()._run_epoch(*args, **kwargs)
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """The loss of the TFTrainer's `training_step`."""
+        loss = self.host._trained(inputs["features"], inputs["labels"], inputs["instances"])
+        self.epoch_loss = self.epoch_loss + loss.detach()
+        # The processes' losses are parts of a sum, and their gradients are averaged.
+        return loss * self.accelerator.processes.data_processes
+
+    def _clip_grad_norm(self, model: Any) -> torch.Tensor:
+        """A TFTrainer clips with accumulation only, and each value by itself."""
+        if self.args.gradient_accumulation_steps > 1:
+            torch.nn.utils.clip_grad_value_(model.parameters(), self.args.max_grad_norm)
+        return torch.zeros(())
+
+    # ---- Evaluation --------------------------------------------------------------------------------------------
+
+    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
+        """The logits of the TFTrainer's `prediction_step`, for the rows that this process answers for."""
+        inputs = self._prepare_inputs(inputs)
+        processes = self.accelerator.processes
+        shared = inputs["whole"] and processes.data_processes > 1
+        # Each process computes the loss of all rows, and they are summed.
+        instances = inputs["instances"] * (processes.data_processes if shared else 1)
+        with torch.no_grad():
+            logits = self.host.prediction_step(inputs["features"], inputs["labels"], instances)
+        if prediction_loss_only:
+            return None, None, None
+        found = (logits[0] if isinstance(logits, tuple) else logits, inputs["labels"])
+        return (None, *(share_of(found, processes.data_rank, processes.data_processes) if shared else found))
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """The TFTrainer's `evaluate`, within training."""
+        self._note_step()
+        metrics = self.host.evaluate()
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    # ---- Logs and files ----------------------------------------------------------------------------------------
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """A TFTrainer evaluates before it logs."""
+        control = self.control
+        if control.should_evaluate and control.should_log:
+            saves, control.should_log, control.should_save = control.should_save, False, False
+            super()._maybe_log_save_evaluate(*args, **kwargs)
+            control.should_evaluate, control.should_log, control.should_save = False, True, saves or control.should_save
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    def _note_step(self) -> None:
+        self.host.global_step = self.state.global_step
+        self.host.epoch_logging = self.state.global_step / self.host.steps_per_epoch
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """A log line of training, by the TFTrainer's `log`: the mean loss since the epoch began, and the next rate."""
+        if "loss" not in logs:
+            return
+        self._note_step()
+        in_epoch = (self.state.global_step - 1) % self.host.steps_per_epoch + 1
+        loss = self.accelerator.reduce(self.epoch_loss, "sum").item() / in_epoch
+        assert self.lr_scheduler is not None
+        self.host.log({"loss": loss, "learning_rate": self.lr_scheduler.get_last_lr()[0]})
+
+    def log_line(self, logs: dict[str, float]) -> None:
+        """Add a line to the log, and give it to the trackers."""
+        super().log(logs)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """The torch model; in a checkpoint, the sum of the losses too."""
+        super().save_model(output_dir, _internal_call)
+        if not _internal_call or output_dir is None:
+            return
+        total = self.accelerator.reduce(self.epoch_loss, "sum").item()
+        if self.is_world_process_zero():
+            with open(os.path.join(output_dir, _EPOCH_LOSS), "w", encoding="utf-8") as file:
+                json.dump({"step": self.state.global_step, "total": total}, file)
+
+
+def _unchanged(rows: Any) -> Any:
+    return rows

@@ -1,0 +1,128 @@
+"""XLA devices, mainly TPUs: this process's device and rank. torch_xla is imported only when needed."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from hftrainer.errors import MissingPackage
+from hftrainer.parallel.environment import RankInfo
+from hftrainer.parallel.tpu import INSTALL, SUCCESSOR
+
+
+def device() -> torch.device:
+    """The XLA device of this process; does not initialize it, since SPMD could then no longer be enabled."""
+    load()
+    return torch.device("xla", 0)
+
+
+def load() -> Any:
+    """Import torch_xla, which registers the device type in torch.
+
+    Raises:
+        MissingPackage: if this torch cannot load it: it refers to symbols of the torch that it was built with.
+    """
+    try:
+        import torch_xla
+    except ImportError as error:
+        raise MissingPackage(
+            f"torch {torch.__version__} cannot load the installed torch_xla ({error}): {INSTALL}, or pip uninstall "
+            f"torch_xla and {SUCCESSOR}. Or set use_cpu=True to train on the CPU."
+        ) from error
+    return torch_xla
+
+
+def sync() -> None:
+    """Compile and run the recorded operations, without waiting for them.
+
+    XLA records operations, and compiles as one graph those recorded between two calls: this ends a step.
+    """
+    import torch_xla
+
+    torch_xla.sync()
+
+
+def seed(number: int) -> None:
+    """Seed the generator of this process's device."""
+    import torch_xla
+
+    torch_xla.manual_seed(number)
+
+
+def print_metrics() -> None:
+    """Print torch_xla's counters: compilations, executions, transfers."""
+    from torch_xla.debug import metrics
+
+    print(metrics.metrics_report())
+
+
+def rank_info() -> RankInfo:
+    """A process that torch_xla has started, one per core, on one machine or several."""
+    from torch_xla import runtime
+
+    size, local = runtime.world_size(), runtime.local_device_count()
+    nodes = -(-size // max(local, 1))
+    return RankInfo(
+        size,
+        runtime.global_ordinal(),
+        runtime.local_ordinal(),
+        local,
+        nodes=nodes,
+        launcher="xla",
+        address=os.environ.get("MASTER_ADDR") or ("127.0.0.1" if nodes == 1 else runtime.get_master_ip()),
+        port=int(os.environ.get("MASTER_PORT", RankInfo.port)),
+    )
+
+
+def cores_in_this_process() -> int:
+    """Number of cores that this process drives: two on TPU v2 and v3."""
+    from torch_xla import runtime
+
+    return runtime.addressable_device_count()
+
+
+def move_model(model: torch.nn.Module, target: torch.device) -> None:
+    """Move a model to an XLA device and keep its weights tied, which `nn.Module.to` alone would undo."""
+    places: dict[int, list[tuple[torch.nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            places.setdefault(id(parameter), []).append((module, name))
+    model.to(target)
+    for (owner, own_name), *others in places.values():
+        for module, name in others:
+            setattr(module, name, getattr(owner, own_name))
+
+
+def to_host(data: Any) -> Any:
+    """Copy the XLA tensors in nested containers to CPU memory; each tensor is copied once.
+
+    Tensors that share storage on the device, such as tied weights, share it on the CPU too.
+    """
+    moved: dict[int, torch.Tensor] = {}
+
+    def move(item: Any) -> Any:
+        if isinstance(item, torch.Tensor):
+            if item.device.type != "xla":
+                return item
+            key = _identity(item)
+            if key not in moved:
+                moved[key] = item.detach().cpu()
+            return moved[key]
+        if isinstance(item, dict):
+            copied = type(item)((name, move(value)) for name, value in item.items())
+            if hasattr(item, "_metadata"):  # it is a state dict
+                copied._metadata = item._metadata  # type: ignore[attr-defined]
+            return copied
+        if type(item) in (list, tuple):
+            return type(item)(map(move, item))
+        return item
+
+    return move(data)
+
+
+def _identity(tensor: torch.Tensor) -> int:
+    import torch_xla
+
+    return torch_xla._XLAC._xla_get_tensor_id(tensor)

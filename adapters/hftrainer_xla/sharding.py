@@ -1,0 +1,193 @@
+"""Shards a model over XLA devices with torch_xla: one process per device, or one process for all (SPMD)."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import distributed, nn
+
+from hftrainer.errors import WrongConfig
+from hftrainer.parallel.fsdp.settings import FsdpSettings, XlaSettings, nearest
+from hftrainer.parallel.plan import LightningPlan
+from hftrainer_xla import devices as xla
+
+logger = logging.getLogger(__name__)
+
+#: Models whose tensors are already sharded over the devices.
+_annotated: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def use_spmd() -> None:
+    """Let this process drive all devices; must be called before any tensor is on one.
+
+    Raises:
+        WrongConfig: with several machines, since each would read all the data.
+    """
+    from torch_xla import runtime
+    from torch_xla.distributed import spmd
+
+    if not runtime.is_spmd():
+        runtime.use_spmd()
+    if runtime.process_count() > 1:
+        raise WrongConfig("fsdp_config['xla_fsdp_v2'] works on one machine, but there are several: leave it out.")
+    devices = runtime.global_runtime_device_count()
+    spmd.set_global_mesh(spmd.Mesh(np.arange(devices), (devices, 1), ("fsdp", "tensor")))
+
+
+def shard(model: nn.Module, plan: LightningPlan) -> nn.Module:
+    """Shard a model, unless it is sharded already: SPMD works in place, otherwise it returns a wrapper.
+
+    Args:
+        model: the model.
+        plan: the plan with `sharding`.
+
+    Raises:
+        WrongConfig: for classes to wrap that the model does not have, and for unknown settings.
+    """
+    settings = plan.sharding
+    assert settings is not None and settings.xla is not None
+    if settings.xla.spmd:
+        if model not in _annotated:
+            _annotate(model, settings, settings.xla)
+            _annotated.add(model)
+        return model
+    from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel
+
+    if isinstance(model, XlaFullyShardedDataParallel):
+        return model
+    if plan.processes.several:
+        from hftrainer.parallel.fsdp.sharding import take_from_first
+
+        take_from_first(model, torch.device("cpu"))
+    return _wrapped(model, settings, settings.xla).to(xla.device())
+
+
+def _units(model: nn.Module, settings: FsdpSettings) -> list[nn.Module]:
+    from hftrainer.parallel.fsdp.sharding import units_of
+
+    return units_of(model, settings)
+
+
+# ---- One process per device -----------------------------------------------------------------------------------------
+
+
+def _wrapped(model: nn.Module, settings: FsdpSettings, of_xla: XlaSettings) -> nn.Module:
+    from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel, checkpoint_module
+
+    keywords = _keywords(of_xla)
+    wrap = functools.partial(XlaFullyShardedDataParallel, **keywords)
+    units = set(_units(model, settings))
+    if model in units:
+        raise WrongConfig("fsdp: the whole model is one of the classes to wrap: name classes inside it.")
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if child in units:
+                setattr(parent, name, wrap(checkpoint_module(child) if of_xla.grad_ckpt else child))
+    return wrap(model)
+
+
+def _keywords(of_xla: XlaSettings) -> dict[str, Any]:
+    """The keywords of torch_xla's class; converts names of dtypes, since JSON has no dtypes."""
+    from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel
+
+    allowed = [name for name in inspect.signature(XlaFullyShardedDataParallel).parameters if not name.startswith("_")]
+    keywords = dict(of_xla.settings)
+    for name in keywords:
+        if name not in allowed or name == "module":
+            raise WrongConfig(f"fsdp_config['xla_fsdp_settings'] has no {name!r}{nearest(name, allowed)}")
+    for name in ("compute_dtype", "buffer_dtype"):
+        if isinstance(value := keywords.get(name), str):
+            keywords[name] = getattr(torch, value.removeprefix("torch."), None)
+            if not isinstance(keywords[name], torch.dtype):
+                raise WrongConfig(f"fsdp_config['xla_fsdp_settings'][{name!r}]={value!r}: torch has no such type.")
+    return keywords
+
+
+def whole_model_state(model: Any) -> dict[str, Any]:
+    """Gather the whole weights by name, in CPU memory; a collective call, whose result only rank 0 gets."""
+    from torch_xla.distributed.fsdp.state_dict_utils import consolidate_sharded_state_dicts
+
+    part = xla.to_host(model.state_dict())
+    parts: list[Any] | None = [part]
+    if distributed.is_initialized():
+        parts = [None] * distributed.get_world_size() if distributed.get_rank() == 0 else None
+        distributed.gather_object(part, parts)
+    if parts is None:
+        return {}
+    whole = consolidate_sharded_state_dicts(parts, model.get_shard_metadata())
+    return {name: value.clone() for name, value in whole.items()}  # without the padding of the shards
+
+
+# ---- One process for all devices ------------------------------------------------------------------------------------
+
+
+def _annotate(model: nn.Module, settings: FsdpSettings, of_xla: XlaSettings) -> None:
+    """Shard parameters, inputs and outputs over the devices; the compiler does the rest.
+
+    torch_xla's wrapper annotates a module in its constructor. The wrapper is then dropped, so that the names of the
+    weights do not change; hooks do the work of its `forward`.
+    """
+    import torch_xla
+    from torch_xla.distributed import spmd
+    from torch_xla.distributed.fsdp import checkpoint_module
+    from torch_xla.experimental.spmd_fully_sharded_data_parallel import SpmdFullyShardedDataParallel
+
+    units = [unit for unit in _units(model, settings) if unit is not model]
+    for unit in units:
+        SpmdFullyShardedDataParallel(checkpoint_module(unit) if of_xla.grad_ckpt else unit, shard_output=_nothing)
+        unit.register_forward_hook(_shard_output)
+    for parameter in model.parameters():
+        if not torch_xla._XLAC._get_xla_sharding_spec(parameter):  # outside all units
+            longest = max(range(parameter.ndim), key=parameter.shape.__getitem__, default=None)
+            axes = tuple("fsdp" if dim == longest else None for dim in range(parameter.ndim))
+            spmd.mark_sharding(parameter, _mesh(), axes)
+    model.register_forward_pre_hook(_shard_inputs, with_kwargs=True)
+    model.register_forward_hook(_shard_output)
+    logger.info("The model is sharded over %d XLA devices, in %d units.", _mesh().size(), len(units) + 1)
+
+
+def _nothing(*_: Any) -> None:
+    pass
+
+
+def _mesh() -> Any:
+    from torch_xla.distributed import spmd
+
+    return spmd.get_global_mesh()
+
+
+def _shard_rows(tensor: torch.Tensor) -> None:
+    """Shard the rows of a tensor over the devices."""
+    from torch_xla.distributed import spmd
+
+    spmd.mark_sharding(tensor, _mesh(), ("fsdp", *(None,) * (tensor.ndim - 1)))
+
+
+def _shard_inputs(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    tensors = [tensor for tensor in _tensors((args, kwargs)) if tensor.device.type == "xla"]
+    for tensor in tensors:
+        if tensor.shape[0] == tensors[0].shape[0]:  # the samples of the batch
+            _shard_rows(tensor)
+
+
+def _shard_output(_: nn.Module, __: Any, output: Any) -> None:
+    first = next(_tensors(output), None)
+    if first is not None:
+        _shard_rows(first)
+
+
+def _tensors(data: Any) -> Iterator[torch.Tensor]:
+    """The tensors in nested containers, except scalars."""
+    if isinstance(data, torch.Tensor):
+        if data.ndim:
+            yield data
+    elif isinstance(data, (Mapping, list, tuple)):
+        for item in data.values() if isinstance(data, Mapping) else data:
+            yield from _tensors(item)

@@ -1,0 +1,205 @@
+"""A model on XLA devices: a replica on each, shards of torch_xla's FSDP, or one process for all devices (SPMD)."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from hftrainer.checkpointing import names
+from hftrainer.checkpointing.weights import load_weights
+from hftrainer.compat.reading import read_torch
+from hftrainer.errors import CheckpointNotFound
+from hftrainer.parallel.fsdp.settings import FsdpPlugin
+from hftrainer.parallel.plan import LightningPlan
+from hftrainer.parallel.process_state import DistributedType
+from hftrainer.strategies.replicas import ReplicasStrategy
+from hftrainer.strategies.strategy import MakeOptimizer, Strategy
+from hftrainer_xla import devices, sharding
+
+logger = logging.getLogger(__name__)
+
+#: Kind of state → suffix of a part's file name.
+FILES = {"model": "pytorch_model.bin", "optimizer": "optimizer.pt"}
+#: What torch_xla adds to the name of a parameter that it shards.
+_OF_WRAPPERS = re.compile(r"(_fsdp_shard|_fsdp_wrapped_module|_fpw_module)\.")
+_DOT = "_FSDP_SHARD_SEPARATOR_"
+
+
+class XlaStrategy(ReplicasStrategy):
+    """The model on one XLA device, or a replica of it on each."""
+
+    distributed_type = DistributedType.XLA
+    autocasts_own_loops = False
+
+    def lightning_strategy(self, settings: Any) -> Any:
+        """Lightning's strategy for one XLA device, or for several."""
+        from hftrainer_xla.lightning import build
+
+        return build(self.plan, shards=self.shards)
+
+    def move(self, model: nn.Module, device: torch.device) -> None:
+        """Move a model; its tied weights stay tied."""
+        devices.move_model(model, device)
+
+    def seed(self, seed: int) -> None:
+        """Seed the device's generator."""
+        devices.seed(seed)
+
+    def end_batch(self) -> None:
+        """Run the recorded operations."""
+        devices.sync()
+
+    def to_cpu(self, state: Any) -> Any:
+        """A copy of the state in CPU memory."""
+        return devices.to_host(state)
+
+
+class XlaSpmdStrategy(XlaStrategy):
+    """One process drives all devices, which shard the model's tensors; the compiler does the rest."""
+
+    argument = "fsdp"
+    card = "FSDP"
+    flags = ("is_fsdp_xla_enabled", "is_fsdp_xla_v2_enabled")
+
+    def plugins(self) -> dict[str, Any]:
+        """FSDP's plugin."""
+        assert self.plan.sharding is not None
+        return {"fsdp_plugin": FsdpPlugin(self.plan.sharding)}
+
+    def start(self) -> None:
+        """Let this process drive all devices."""
+        sharding.use_spmd()
+
+    def prepare_model(self, trainer: Any, load: Callable[[], None]) -> None:
+        """Shard the model in place."""
+        sharding.shard(trainer.model, self.plan)
+
+    def prepare_another(self, model: nn.Module) -> nn.Module:
+        """Shard a model besides the Trainer's."""
+        return sharding.shard(model, self.plan)
+
+
+class XlaFsdpStrategy(XlaSpmdStrategy):
+    """Each process has a part of the model, on its device; its checkpoints have a part from each, and whole weights."""
+
+    flags = ("is_fsdp_xla_enabled", "is_fsdp_xla_v1_enabled")
+    shards = True
+    writes_parts = True
+
+    def __init__(self, plan: LightningPlan) -> None:
+        super().__init__(plan)
+        self._prepared: Any = None
+        self._decayed: set[str] = set()
+
+    def start(self) -> None:
+        """Nothing: torch_xla has started a process for each device."""
+
+    def prepare_model(self, trainer: Any, load: Callable[[], None]) -> None:
+        """Load, and find the parameters with weight decay, while the model is whole; then shard it."""
+        if not is_sharded(trainer.model):
+            self._decayed = set(trainer.get_decay_parameter_names(trainer.model))
+        load()
+        trainer.model = trainer.model_wrapped = self._prepared = sharding.shard(trainer.model, self.plan)
+
+    def decay_parameter_names(self, model: nn.Module) -> list[str] | None:
+        """Their names in the sharded model; flattened parameters always have weight decay."""
+        if not is_sharded(model):
+            return None
+        parameters = [name for name, _ in model.named_parameters()]
+        return [name for name in parameters if "flat_param_" in name or name_in_whole_model(name) in self._decayed]
+
+    def whole_weights(self, model: nn.Module) -> dict[str, Any]:
+        """Gather the full weights by name; only rank 0 gets them."""
+        return sharding.whole_model_state(model)
+
+    def clip_grad_norm(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Clip the gradients of the sharded model, whichever parameters are given."""
+        if self._prepared is None:
+            return super().clip_grad_norm(parameters, max_norm, norm_type)
+        return self._prepared.clip_grad_norm_(max_norm, norm_type)
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None] | None:
+        """A block whose backward passes leave gradients local."""
+        return None if self._prepared is None else self._prepared.no_sync()
+
+    def release(self) -> None:
+        """Release the sharded model."""
+        self._prepared = None
+
+    # ---- Checkpoints -------------------------------------------------------------------------------------------
+
+    def gather(self, model: Any, optimizer: MakeOptimizer | None) -> None:
+        """Copy this process's part of the weights and, unless `optimizer` is None, of its state."""
+        metadata = model.get_shard_metadata()
+        self._gathered = {"model": {"model": self.to_cpu(model.state_dict()), "shard_metadata": metadata}}
+        if optimizer is not None:
+            state = self.to_cpu(optimizer().state_dict())
+            self._gathered["optimizer"] = {"optimizer": state, "shard_metadata": metadata}
+
+    def weights_to_save(self, model: nn.Module) -> dict[str, Any]:
+        """The whole weights, on rank 0."""
+        return self.whole_weights(model)
+
+    def files(self, optimizer: MakeOptimizer | None) -> Iterator[tuple[str, Any]]:
+        """None: each process writes its part."""
+        return iter(())
+
+    def _write_parts(self, folder: str) -> None:
+        for kind, part in self._gathered.items():
+            torch.save(part, os.path.join(folder, self._part_name(kind)))
+
+    def _part_name(self, kind: str) -> str:
+        """The file name of this process's part, as in transformers."""
+        return f"rank{self.plan.processes.rank}-of-{self.plan.processes.world_size}-{FILES[kind]}"
+
+    def load_optimizer_and_scheduler(
+        self, folder: str, model: nn.Module, optimizer: MakeOptimizer, scheduler: Any
+    ) -> None:
+        """Load this process's part of the optimizer's state, and the schedule's."""
+        path = os.path.join(folder, names.SCHEDULER_NAME)
+        if not os.path.isfile(path):
+            logger.warning("%s lacks the optimizer or scheduler state: both start from scratch.", folder)
+            return
+        optimizer().load_state_dict(self._read("optimizer", folder))
+        scheduler.load_state_dict(read_torch(path))
+
+    def load_weights(self, model: nn.Module, folder: str, *, only_trained: bool) -> Any:
+        """Load whole weights into a whole model, or this process's part into its part of a sharded model."""
+        if is_sharded(model):
+            return model.load_state_dict(self._read("model", folder))
+        return load_weights(model, folder)
+
+    def _read(self, kind: str, folder: str) -> dict[str, Any]:
+        """Read the part of this process in a checkpoint.
+
+        Raises:
+            CheckpointNotFound: when there is none for this rank and number of processes.
+        """
+        path = os.path.join(folder, self._part_name(kind))
+        if not os.path.isfile(path):
+            raise CheckpointNotFound(f"{path} not found: resume with the number of processes that wrote {folder}.")
+        return read_torch(path)[kind]
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether torch_xla has sharded a model."""
+    return hasattr(model, "get_shard_metadata")
+
+
+def name_in_whole_model(name: str) -> str:
+    """The name that a parameter has before torch_xla shards the model."""
+    return _OF_WRAPPERS.sub("", name.replace(_DOT, "."))
+
+
+def make_strategy(plan: LightningPlan) -> Strategy:
+    """The strategy for a plan."""
+    if plan.by_spmd:
+        return XlaSpmdStrategy(plan)
+    return XlaStrategy(plan) if plan.sharding is None else XlaFsdpStrategy(plan)

@@ -1,0 +1,192 @@
+"""`arg`: declares an argument with everything that is known about it; and how old names are translated."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import enum
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hftrainer.errors import InvalidArgument
+
+#: The release of arguments that no release of transformers has.
+OURS = "hftrainer"
+_KINDS = ("mapped", "inert", "refused")
+
+
+@dataclass(frozen=True)
+class Argument:
+    """What is known about an argument.
+
+    Attributes:
+        default: the newest documented default; `list` for a new list each.
+        help: what it does, with its unit.
+        since: the first release of transformers that had it, of those in `fields`.
+        kind: 'mapped' (to a Lightning setting), 'handled' (by a module of hftrainer), 'inert' (accepted without
+            effect), 'refused' (only its neutral value is accepted).
+        detail: the setting, the module, the reason, or what to use instead.
+        until: the last release that had it; None for an argument of the newest one.
+        renamed: how it is translated to the current argument.
+        choices: its allowed values: a list, or an enumeration to which they are converted.
+        minimum: the least number.
+        json: whether it accepts a JSON object as text.
+        read_once: whether it is read when the Trainer is made, so that later changes have no effect.
+        neutral: for the default None: the value that it stands for.
+        accepted: the values that are not refused; all if empty.
+        gone: the value that chooses what no longer exists, and what is done instead.
+        earlier: the last release with an earlier default → that default, from the oldest on.
+    """
+
+    default: Any
+    help: str
+    since: str
+    kind: str
+    detail: str
+    until: str | None = None
+    renamed: Rename | None = None
+    choices: Iterable[str] | type[enum.Enum] | None = None
+    minimum: float | None = None
+    json: bool = False
+    read_once: bool = False
+    neutral: Any = None
+    accepted: tuple[str, ...] = ()
+    gone: tuple[Any, str] | None = None
+    earlier: Mapping[str, Any] | None = None
+
+    @property
+    def earlier_defaults(self) -> str:
+        """The earlier defaults as text; empty if there are none."""
+        return ", ".join(f"{default!r} until v{release}" for release, default in (self.earlier or {}).items())
+
+
+#: Field → what is known about it. Not in the field's metadata, which transformers' parser passes to argparse.
+_arguments: dict[dataclasses.Field[Any], Argument] = {}
+
+
+class _Words(argparse.Action):
+    """Stores the words after a flag as a list, or `const` if there is none; argparse does so for one word only."""
+
+    def __call__(
+        self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
+    ) -> None:
+        setattr(namespace, self.dest, values or self.const)
+
+
+def arg(
+    default: Any, help: str, since: str, handled: str, *, bare: Any = None, several: bool = False, **more: Any
+) -> Any:
+    """A dataclass field with its help text where `HfArgumentParser` reads it.
+
+    Args:
+        default: as in `Argument`, like `help` and `since`.
+        help: without the releases, which are added.
+        since: as in `Argument`.
+        handled: the module that reads it; or 'mapped: ', 'inert: ' or 'refused: ' and the detail of this kind.
+        bare: the value of the flag on the command line when no value follows it.
+        several: whether several values may follow it.
+        more: further attributes of `Argument`.
+    """
+    kind, _, detail = handled.partition(": ")
+    if kind not in _KINDS:
+        kind, detail = "handled", handled
+    # What is mapped is a part of the plan, which is made once.
+    argument = Argument(default, help, since, kind, detail, **{"read_once": kind == "mapped", **more})
+    if argument.until is not None:
+        help = f"{help.removesuffix('.')} (v{since}-v{argument.until})."
+    elif since != OURS:
+        default_before = f"; default {argument.earlier_defaults}" if argument.earlier else ""
+        help = f"{help} Since v{since}{default_before}."
+    metadata: dict[str, Any] = {"help": help}
+    if argument.choices is not None and not isinstance(argument.choices, type):
+        metadata["choices"] = list(argument.choices)
+    if bare is not None:
+        metadata |= {"nargs": "*", "const": bare, "action": _Words} if several else {"nargs": "?", "const": bare}
+    made: Any = {"default_factory": list} if default is list else {"default": default}
+    field: Any = dataclasses.field(**made, metadata=metadata)
+    _arguments[field] = argument
+    return field
+
+
+def old_name(default: Any, renamed: Rename, since: str, until: str, help: str = "", **more: Any) -> Any:
+    """A dataclass field for an argument that has another name since a release."""
+    is_same = renamed.spelled == renamed.new
+    text = f"Old name of `{renamed.new}`." if is_same else f"Now `{renamed.spelled}`."
+    detail = f"old name of {renamed.new}" if is_same else renamed.spelled
+    return arg(default, help or text, since, detail, until=until, renamed=renamed, **more)
+
+
+def arguments_of(kind: Any) -> dict[str, Argument]:
+    """Argument → what is known about it, for the fields of a dataclass that `arg` has declared."""
+    return {field.name: _arguments[field] for field in dataclasses.fields(kind) if field in _arguments}
+
+
+# ---- Old names -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rename:
+    """How an old argument is translated to the current one.
+
+    Attributes:
+        new: the current argument.
+        spelled: the current spelling, as a warning shows it.
+        write: `(new value, old value) → new value`.
+        read: `new value → old value`, for reading the old name.
+        merges: whether the old value is added to the new one, instead of replacing it.
+        takes_false: whether False is a value that was given; otherwise it means "not given".
+    """
+
+    new: str
+    spelled: str
+    write: Callable[[Any, Any], Any]
+    read: Callable[[Any], Any]
+    merges: bool = False
+    takes_false: bool = False
+
+
+def same(new: str) -> Rename:
+    """Another name alone."""
+    return Rename(new, new, lambda now, old: old, lambda now: now)
+
+
+def switch_of(new: str, value: str, otherwise: str | None = None) -> Rename:
+    """An old switch for one of the new argument's values; without `otherwise`, switching it off has no effect."""
+
+    def write(now: Any, old: Any) -> Any:
+        if old:
+            return value
+        return otherwise if otherwise is not None and now == value else now
+
+    return Rename(new, f"{new}={value!r}", write, lambda now: now == value)
+
+
+def item_of(new: str, value: str) -> Rename:
+    """An old switch for an item of the new argument's list."""
+
+    def write(now: Any, old: Any) -> Any:
+        others = [word for word in as_words(now) if word != value]
+        return [*others, value] if old else others
+
+    return Rename(new, f"{new}=[{value!r}]", write, lambda now: value in (now or ()), merges=True)
+
+
+def key_of(new: str, key: str, *, takes_false: bool = False) -> Rename:
+    """An argument that is now a key of the new one."""
+
+    def write(now: Any, old: Any) -> Any:
+        if isinstance(now, str):
+            raise InvalidArgument(f"{new} is the path of a file: set {key!r} there.")
+        keys = {**(now.to_dict() if hasattr(now, "to_dict") else now or {}), key: old}
+        return {name: value for name, value in keys.items() if value is not None}
+
+    def read(now: Any) -> Any:
+        return now.get(key) if isinstance(now, dict) else getattr(now, key, None)
+
+    return Rename(new, f"{new}[{key!r}]", write, read, merges=True, takes_false=takes_false)
+
+
+def as_words(value: Any) -> list[Any]:
+    """The words of a text; the items of a list."""
+    return value.split() if isinstance(value, str) else list(value or [])

@@ -1,0 +1,466 @@
+"""The arguments of the newest release, and the ones that scripts give by position: each with all that is known of it.
+
+The releases are those of v4.1, v4.15, v4.30, v4.40, v4.48, v4.57, v5.0 and v5.23, so an argument may be a little older
+than stated here. Old arguments have their exact releases.
+"""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, Literal
+
+from hftrainer.arguments.choices import (
+    LOG_LEVELS,
+    HubStrategy,
+    IntervalStrategy,
+    OptimizerNames,
+    SaveStrategy,
+    SchedulerType,
+)
+from hftrainer.arguments.field import OURS, arg, old_name, same
+
+
+@dataclass
+class CurrentArguments:
+    """The arguments of training, by subject.
+
+    The first ones may be given by position, in the order of v4, as far as v4.15 to v4.57 agree.
+    """
+
+    output_dir: str | None = arg(
+        None,
+        "Folder for checkpoints and the final model; default 'trainer_output', required until v4.48.",
+        "4.1",
+        "mapped: default_root_dir",
+        read_once=False,
+        neutral="trainer_output",
+    )
+    overwrite_output_dir: bool = arg(
+        False, "For your script; the Trainer does not read it.", "4.0", "inert: a switch for your script", until="4.57"
+    )
+    do_train: bool = arg(
+        False, "For your script; the Trainer does not read it.", "4.1", "inert: a switch for your script"
+    )
+    do_eval: bool = arg(
+        False, "For your script; True whenever `eval_strategy` is not 'no'.", "4.1", "inert: a switch for your script"
+    )
+    do_predict: bool = arg(
+        False, "For your script; the Trainer does not read it.", "4.1", "inert: a switch for your script"
+    )
+    eval_strategy: IntervalStrategy | str = arg(
+        "no", "When to evaluate: 'no', 'steps' or 'epoch'.", "4.48", "trainer_callback", choices=IntervalStrategy
+    )
+    prediction_loss_only: bool = arg(False, "Return the loss only, no predictions.", "4.1", "trainer: evaluation_loop")
+    per_device_train_batch_size: int = arg(
+        8, "Samples per device in a training micro-batch.", "4.1", "trainer: train loader", minimum=1, read_once=True
+    )
+    per_device_eval_batch_size: int = arg(
+        8, "Samples per device in an evaluation batch.", "4.1", "trainer: eval loader", minimum=1
+    )
+    per_gpu_train_batch_size: int | None = old_name(None, same("per_device_train_batch_size"), "4.0", "4.57")
+    per_gpu_eval_batch_size: int | None = old_name(None, same("per_device_eval_batch_size"), "4.0", "4.57")
+    gradient_accumulation_steps: int = arg(
+        1, "Micro-batches per optimizer step.", "4.1", "mapped: accumulate_grad_batches", minimum=1, read_once=False
+    )
+    eval_accumulation_steps: int | None = arg(
+        None, "Evaluation batches whose outputs stay on the device; None moves each at once.", "4.1", "evaluation"
+    )
+    _: KW_ONLY
+
+    # ---- Length of training, and the learning-rate schedule ---------------------------------------------------------
+
+    num_train_epochs: float = arg(
+        3.0, "Passes over the training data; the last may be a fraction.", "4.1", "data.schedule"
+    )
+    max_steps: int = arg(-1, "Optimizer steps; above 0 it overrides `num_train_epochs`.", "4.1", "data.schedule")
+    lr_scheduler_type: SchedulerType | str = arg(
+        "linear", "Shape of the learning rate over the optimizer steps.", "4.15", "optimization", choices=SchedulerType
+    )
+    lr_scheduler_kwargs: dict[str, Any] | str | None = arg(
+        None, "Further keywords of the scheduler, as a dict or as a JSON object.", "4.40", "optimization", json=True
+    )
+    warmup_steps: float = arg(
+        0,
+        "Optimizer steps of linear warm-up from 0; below 1 a fraction of all steps.",
+        "4.1",
+        "optimization",
+        minimum=0,
+    )
+    auto_find_batch_size: bool = arg(
+        False, "Retry with a smaller micro-batch after running out of memory.", "4.30", "training.out_of_memory"
+    )
+
+    # ---- The optimizer, the loss and the gradients ------------------------------------------------------------------
+
+    learning_rate: float = arg(
+        5e-5, "Peak learning rate, in weight units per optimizer step.", "4.1", "trainer_optimizer", minimum=0
+    )
+    optim: OptimizerNames | str = arg(
+        "adamw_torch_fused",
+        "Name of the optimizer (v4.0: always AdamW).",
+        "4.30",
+        "trainer_optimizer",
+        choices=OptimizerNames,
+        earlier={"4.30": "adamw_hf", "4.53": "adamw_torch"},
+    )
+    optim_args: str | None = arg(
+        None, "Further settings of the optimizer, as 'name=value,name=value'.", "4.30", "trainer_optimizer"
+    )
+    optim_target_modules: None | str | list[str] = arg(
+        None, "Modules treated by GaLore or APOLLO, by name or regex.", "4.40", "optimizers.low_rank"
+    )
+    weight_decay: float = arg(
+        0.0, "Decoupled weight decay, not of biases and normalization layers.", "4.1", "trainer_optimizer", minimum=0
+    )
+    adam_beta1: float = arg(0.9, "Decay of Adam's first moment, per optimizer step.", "4.1", "trainer_optimizer")
+    adam_beta2: float = arg(0.999, "Decay of Adam's second moment, per optimizer step.", "4.1", "trainer_optimizer")
+    adam_epsilon: float = arg(1e-8, "Adam's epsilon.", "4.1", "trainer_optimizer")
+    max_grad_norm: float = arg(
+        1.0, "Clip the gradient's 2-norm over all parameters to this; 0 or None disables it.", "4.1", "training.loop"
+    )
+    average_tokens_across_devices: bool = arg(
+        True, "`num_items_in_batch` over all processes.", "4.48", "trainer: num_items_in_batch", earlier={"4.53": False}
+    )
+    label_smoothing_factor: float = arg(
+        0.0, "Probability mass taken from the label, below 1.", "4.15", "trainer_pt_utils.LabelSmoother", read_once=True
+    )
+    neftune_noise_alpha: float | None = arg(
+        None, "Scale of NEFTune's noise on the embeddings.", "4.40", "model.changes", read_once=True
+    )
+
+    # ---- Number formats, compilation, and memory for time -----------------------------------------------------------
+
+    bf16: bool = arg(
+        False, "Forward pass under bfloat16 autocast; weights stay float32.", "4.15", "mapped: precision: bf16-mixed"
+    )
+    fp16: bool = arg(
+        False, "Forward pass under float16 autocast with loss scaling.", "4.1", "mapped: precision: 16-mixed"
+    )
+    bf16_full_eval: bool = arg(
+        False, "Cast the weights to bfloat16 for evaluation.", "4.15", "trainer: evaluation_loop"
+    )
+    fp16_full_eval: bool = arg(False, "Cast the weights to float16 for evaluation.", "4.15", "trainer: evaluation_loop")
+    tf32: bool | None = arg(
+        None, "Allow TF32 matrix products; None keeps torch's setting.", "4.15", "model.changes", read_once=True
+    )
+    activation_checkpointing: bool | None = arg(
+        None, "Recompute activations to save memory (v5 name).", "5.23", "model.changes", bare=True, neutral=False
+    )
+    activation_checkpointing_kwargs: dict[str, Any] | str | None = arg(
+        None, "Keywords for `activation_checkpointing`, as a dict or a JSON object.", "5.23", "model.changes", json=True
+    )
+    gradient_checkpointing: bool | None = arg(
+        None, "Recompute activations to save memory (v4 name).", "4.15", "model.changes", bare=True, neutral=False
+    )
+    gradient_checkpointing_kwargs: dict[str, Any] | str | None = arg(
+        None, "Keywords for `gradient_checkpointing`, as a dict or a JSON object.", "4.40", "model.changes", json=True
+    )
+    torch_compile: bool = arg(False, "Compile the model with `torch.compile`.", "4.30", "model.changes", read_once=True)
+    torch_compile_backend: str | None = arg(
+        None, "Backend of `torch.compile`; giving it turns compilation on.", "4.30", "model.changes", read_once=True
+    )
+    torch_compile_mode: str | None = arg(
+        None, "Mode of `torch.compile`; giving it turns compilation on.", "4.30", "model.changes", read_once=True
+    )
+    use_liger_kernel: bool = arg(False, "Replace layers with Liger kernels.", "4.48", "model.changes")
+    liger_kernel_config: dict[str, Any] | str | None = arg(
+        None, "Which Liger kernels to apply, as a dict or as a JSON object.", "4.57", "model.changes", json=True
+    )
+    use_cache: bool = arg(
+        False, "The model's `config.use_cache` during training.", "5.0", "trainer: model.config", read_once=True
+    )
+    torch_empty_cache_steps: int | None = arg(
+        None, "Optimizer steps after which the device's cache is emptied, each time.", "4.48", "training.out_of_memory"
+    )
+
+    # ---- From dataset to batch --------------------------------------------------------------------------------------
+
+    seed: int = arg(
+        42, "Seed of Python, NumPy and torch, set when the Trainer is built.", "4.1", "trainer_utils.set_seed"
+    )
+    data_seed: int | None = arg(
+        None, "Seed of the data order; None: torch's seed when training starts.", "4.30", "data.loaders", read_once=True
+    )
+    full_determinism: bool = arg(
+        False, "Deterministic torch kernels only; slower, for debugging.", "4.30", "mapped: deterministic"
+    )
+    dataloader_drop_last: bool = arg(False, "Drop the last batch if it is not full.", "4.1", "trainer: loaders")
+    dataloader_num_workers: int = arg(
+        0, "Processes that load data, per training process; 0 loads in this one.", "4.1", "trainer: loaders", minimum=0
+    )
+    dataloader_pin_memory: bool = arg(
+        True, "Load batches into page-locked memory when there is an accelerator.", "4.15", "trainer: loaders"
+    )
+    dataloader_persistent_workers: bool = arg(
+        False, "Keep the loading processes alive between epochs.", "4.40", "trainer: loaders"
+    )
+    dataloader_prefetch_factor: int | None = arg(
+        None, "Batches loaded in advance, per loading process.", "4.40", "trainer: loaders"
+    )
+    dataloader_multiprocessing_context: str | None = arg(
+        None, "How loading processes are started.", "5.23", "trainer: loaders", choices=["fork", "spawn", "forkserver"]
+    )
+    dataloader_in_order: bool = arg(
+        True, "Yield batches in the sampler's order, not as workers finish them.", "5.23", "trainer: loaders"
+    )
+    remove_unused_columns: bool = arg(
+        True, "Drop the columns that the model's `forward` does not take.", "4.1", "data.columns"
+    )
+    label_names: list[str] | None = arg(
+        None, "Inputs that are labels; None finds them in `forward`.", "4.1", "trainer: prediction_step", read_once=True
+    )
+    train_sampling_strategy: str = arg(
+        "random",
+        "Order of the training samples.",
+        "5.23",
+        "trainer: _get_train_sampler",
+        choices=["random", "sequential", "group_by_length", "batch_rebalance"],
+    )
+    length_column_name: str = arg(
+        "length", "Column with sample lengths, for 'group_by_length'.", "4.15", "data.samplers"
+    )
+
+    # ---- What to report, when, and where ----------------------------------------------------------------------------
+
+    logging_strategy: IntervalStrategy | str = arg(
+        "steps", "When to log: 'no', 'steps' or 'epoch'.", "4.15", "trainer_callback", choices=IntervalStrategy
+    )
+    logging_steps: float = arg(
+        500, "Optimizer steps between two log lines; below 1 a fraction of all steps.", "4.1", "trainer_callback"
+    )
+    logging_first_step: bool = arg(False, "Also log the first optimizer step.", "4.1", "trainer_callback")
+    logging_nan_inf_filter: bool = arg(
+        True,
+        "Exclude nan and inf losses from the logged mean; gradients do not change.",
+        "4.15",
+        "training.loop, evaluation",
+    )
+    log_on_each_node: bool = arg(
+        True, "With several nodes, log on the main process of each node.", "4.15", "training_args: should_log"
+    )
+    log_level: str = arg(
+        "passive",
+        "Level of the library's messages on the main process; 'passive' changes nothing.",
+        "4.15",
+        "trainer: log level of hftrainer, and of transformers if it is imported",
+        choices=LOG_LEVELS,
+        read_once=True,
+    )
+    log_level_replica: str = arg(
+        "warning",
+        "The same for the other processes.",
+        "4.15",
+        "training_args: get_process_log_level",
+        choices=LOG_LEVELS,
+        read_once=True,
+        earlier={"4.15": "passive"},
+    )
+    disable_tqdm: bool | None = arg(
+        None,
+        "Print log lines, no progress bar; None: by the log level.",
+        "4.1",
+        "trainer_callback",
+        read_once=True,
+        neutral=False,
+    )
+    include_num_input_tokens_seen: str | bool = arg(
+        "no", "Count input tokens: 'no', 'all' or 'non_padding'.", "4.40", "trainer: log"
+    )
+    report_to: None | str | list[str] = arg(
+        "none", "Trackers to write to.", "4.15", "integrations", read_once=True, earlier={"4.57": "all"}
+    )
+    run_name: str | None = arg(
+        None, "Name of the run in the trackers.", "4.1", "trackers: name of the run in wandb, mlflow and comet_ml"
+    )
+    project: str = arg("huggingface", "Name of the project in Trackio.", "4.57", "integrations")
+    trackio_space_id: str | None = arg(
+        None, "Space that shows the Trackio dashboard.", "4.57", "integrations", earlier={"5.5": "trackio"}
+    )
+    trackio_bucket_id: str | None = arg(None, "Bucket that stores the Trackio data.", "5.23", "integrations")
+    trackio_static_space_id: str | None | Literal[False] = arg(
+        None, "Static Space for the Trackio dashboard.", "5.23", "integrations"
+    )
+
+    # ---- When to evaluate, and what evaluation returns --------------------------------------------------------------
+
+    eval_steps: float | None = arg(
+        None,
+        "Optimizer steps between evaluations; below 1 a fraction of all; None: `logging_steps`.",
+        "4.1",
+        "trainer_callback",
+    )
+    eval_delay: float = arg(
+        0, "Epochs or optimizer steps, after `eval_strategy`, before the first evaluation.", "4.30", "trainer_callback"
+    )
+    eval_on_start: bool = arg(False, "Evaluate once before the first optimizer step.", "4.48", "training.loop")
+    eval_do_concat_batches: bool = arg(
+        True, "Concatenate the outputs of all batches; False returns a list.", "4.40", "evaluation"
+    )
+    eval_use_gather_object: bool = arg(
+        False, "Gather lists of any objects from all processes, one item per sample.", "4.48", "evaluation"
+    )
+    eval_memmap_dir: str | None = arg(
+        None, "Folder of temporary memory-mapped files for predictions; only in hftrainer.", OURS, "evaluation"
+    )
+    include_for_metrics: list[str] = arg(
+        list, "What `compute_metrics` gets too: 'inputs', 'loss'.", "4.48", "evaluation"
+    )
+    batch_eval_metrics: bool = arg(
+        False, "Call `compute_metrics(..., compute_result=...)` for each batch.", "4.48", "evaluation: metrics"
+    )
+    metric_for_best_model: str | None = arg(
+        None, "Metric that compares models, with or without 'eval_'.", "4.1", "trainer: _determine_best_metric"
+    )
+    greater_is_better: bool | None = arg(
+        None,
+        "Whether greater is better; None: unless its name ends in 'loss'.",
+        "4.1",
+        "trainer: _determine_best_metric",
+    )
+
+    # ---- What is written to output_dir, and how a run resumes from it -----------------------------------------------
+
+    save_strategy: SaveStrategy | str = arg(
+        "steps", "When to save: 'no', 'steps', 'epoch' or 'best'.", "4.15", "trainer_callback", choices=SaveStrategy
+    )
+    save_steps: float = arg(
+        500, "Optimizer steps between checkpoints; below 1 a fraction of all steps.", "4.1", "trainer_callback"
+    )
+    save_total_limit: int | None = arg(
+        None, "Checkpoints to keep, the best and the newest always; None keeps all.", "4.1", "checkpointing.folders"
+    )
+    save_only_model: bool = arg(
+        False, "Save no optimizer, scheduler and random states; not resumable.", "4.40", "trainer: _save_checkpoint"
+    )
+    save_on_each_node: bool = arg(
+        False, "With several nodes, write on the disk of each node.", "4.15", "training_args: should_save"
+    )
+    save_on_interrupt: bool = arg(
+        True,
+        "On SIGTERM, SIGUSR1, Ctrl-C or an error, save the last complete optimizer step before the run ends. Nothing "
+        "is saved with save_strategy='no'.",
+        OURS,
+        "training.stopping",
+    )
+    enable_jit_checkpoint: bool = arg(
+        False, "On SIGTERM, save once and return from train().", "5.0", "training.stopping", read_once=True
+    )
+    load_best_model_at_end: bool = arg(
+        False, "Load the best checkpoint's weights when training ends.", "4.1", "trainer"
+    )
+    resume_from_checkpoint: str | None = arg(
+        None, "For your script to pass to `train()`; not read by the Trainer.", "4.15", "inert: for your script"
+    )
+    ignore_data_skip: bool = arg(
+        False, "On resume, begin the epoch's data again, without skipping used batches.", "4.1", "trainer: resume"
+    )
+    restore_callback_states_from_checkpoint: bool = arg(
+        False, "On resume, restore the callbacks that export their state.", "4.48", "trainer: resume"
+    )
+
+    # ---- The Hugging Face Hub ---------------------------------------------------------------------------------------
+
+    push_to_hub: bool = arg(False, "Upload each save.", "4.15", "hub.uploads")
+    hub_model_id: str | None = arg(None, "Repository to upload to.", "4.15", "hub.repository")
+    hub_strategy: HubStrategy | str = arg(
+        "every_save",
+        "'end' or 'every_save'; 'checkpoint' and 'all_checkpoints' also upload the last or all of them at every save.",
+        "4.15",
+        "hub.uploads",
+        choices=HubStrategy,
+    )
+    hub_token: str | None = arg(
+        None, "Token for the upload; None uses the token of `hf auth login`.", "4.15", "hub.repository"
+    )
+    hub_private_repo: bool | None = arg(
+        None, "Whether a new repository is private.", "4.30", "hub.repository", earlier={"4.40": False}
+    )
+    hub_always_push: bool = arg(
+        False,
+        "Wait for a running upload; otherwise a save during it is not uploaded.",
+        "4.40",
+        "trainer: _push_from_checkpoint",
+    )
+    hub_revision: str | None = arg(None, "Branch to upload to; it must exist.", "4.57", "hub.repository")
+
+    # ---- Devices and processes --------------------------------------------------------------------------------------
+
+    use_cpu: bool = arg(False, "Train on the CPU even where there is an accelerator.", "4.40", "mapped: accelerator")
+    local_rank: int = arg(
+        -1,
+        "Rank of this process on its node; launchers set it in the environment.",
+        "4.1",
+        "inert: launchers give it; the rank is read from the environment",
+    )
+    accelerator_config: dict[str, Any] | str | Any | None = arg(
+        None,
+        "How data is distributed to processes: an `AcceleratorConfig`, a dict of its keys, or the path of a JSON file.",
+        "4.40",
+        "data.loader_plan; strategy: sync_each_batch",
+        json=True,
+        read_once=True,
+    )
+    parallelism_config: dict[str, Any] | str | Any | None = arg(
+        None,
+        "accelerate's `ParallelismConfig`, or a dict of its sizes, each a number of processes: `dp_shard_size`, ...",
+        "4.57",
+        "mapped: strategy: ModelParallelStrategy; dp_shard_size means FSDP2, also without fsdp",
+        json=True,
+    )
+    ddp_find_unused_parameters: bool | None = arg(
+        None, "`find_unused_parameters` of DDP.", "4.15", "mapped: strategy: find_unused_parameters"
+    )
+    ddp_bucket_cap_mb: int | None = arg(
+        None, "`bucket_cap_mb` of DDP, in MiB.", "4.15", "mapped: strategy: bucket_cap_mb"
+    )
+    ddp_broadcast_buffers: bool | None = arg(
+        None, "`broadcast_buffers` of DDP.", "4.40", "mapped: strategy: broadcast_buffers"
+    )
+    ddp_static_graph: bool | None = arg(None, "`static_graph` of DDP.", "5.23", "mapped: strategy: static_graph")
+    ddp_backend: str | None = arg(
+        None, "Communication backend: 'nccl', 'gloo', ...", "4.30", "mapped: strategy: process_group_backend"
+    )
+    ddp_timeout: int = arg(1800, "Seconds until a collective operation times out.", "4.30", "mapped: strategy: timeout")
+    fsdp: str | None = arg(
+        None,
+        "FSDP options, separated by spaces.",
+        "4.30",
+        "mapped: strategy: FSDPStrategy or ModelParallelStrategy",
+        bare=True,
+    )
+    fsdp_config: dict[str, Any] | str | None = arg(
+        None,
+        "FSDP settings: a dict or the path of a JSON file.",
+        "4.30",
+        "mapped: how fsdp shards the model",
+        json=True,
+    )
+    lightning_config: dict[str, Any] | str | None = arg(
+        None,
+        "Keywords of `lightning.Trainer`, as a dict, a JSON object, or the path of a JSON or YAML file.",
+        OURS,
+        "mapped: keywords of lightning.Trainer, which override the arguments, and of hftrainer",
+        json=True,
+    )
+    deepspeed: dict[str, Any] | str | None = arg(
+        None,
+        "DeepSpeed settings: a dict or the path of a JSON file.",
+        "4.15",
+        "mapped: strategy: DeepSpeedStrategy",
+        json=True,
+    )
+
+    # ---- Debugging aids ---------------------------------------------------------------------------------------------
+
+    # With None in second place both parsers read words, and leave their number to `arg`.
+    debug: str | None | list[str] = arg(
+        "",
+        "Debugging aids, separated by spaces: 'underflow_overflow'.",
+        "4.1",
+        "debug_utils: underflow_overflow; xla: tpu_metrics_debug",
+        bare=True,
+        several=True,
+    )
+    skip_memory_metrics: bool = arg(
+        True, "Leave memory use out of the metrics.", "4.15", "reporting.memory", read_once=True
+    )

@@ -1,0 +1,205 @@
+"""The arguments that transformers 5.24 no longer has, with the releases that had them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from hftrainer.arguments.choices import spelled
+from hftrainer.arguments.field import Rename, arg, arguments_of, as_words, item_of, key_of, old_name, same, switch_of
+from hftrainer.arguments.fields import CurrentArguments
+from hftrainer.errors import InvalidArgument
+
+_APEX = (
+    "apex",
+    "apex.amp is gone from NVIDIA Apex: fp16=True uses torch's float16 autocast, as its level O1 did; leave the "
+    "argument out",
+)
+_JIT = (True, "torch has discontinued TorchScript: evaluations run the model as it is; torch_compile=True compiles it")
+_IPEX = (
+    True,
+    "Intel has moved its extension into torch: the model runs by torch's own kernels; leave the argument out",
+)
+_BACKENDS = ("auto", "amp", "cuda_amp", "cpu_amp", "apex")
+_AUTOCAST = "auto, amp, cuda_amp, cpu_amp: torch's autocast; apex too, with a warning: its amp is gone"
+
+#: FairScale's options → FSDP's.
+_SHARDED_DDP = {
+    "simple": "shard_grad_op",
+    "zero_dp_2": "shard_grad_op",
+    "zero_dp_3": "full_shard",
+    "offload": "offload",
+    "cpu_offload": "offload",
+    "auto_wrap": "auto_wrap",
+}
+
+
+def _to_fsdp(_: Any, old: bool | str | list[Any]) -> str:
+    words = ["simple"] if old is True else [spelled(word) for word in as_words(old)]
+    unknown = [word for word in words if word not in _SHARDED_DDP]
+    if unknown:
+        raise InvalidArgument(f"sharded_ddp={old!r}: unknown {unknown}; it takes {', '.join(_SHARDED_DDP)}.")
+    return " ".join(_SHARDED_DDP[word] for word in words)
+
+
+def _with_organization(now: str | None, old: str | None) -> str:
+    name = (now or "").split("/")[-1]
+    return f"{old}/{name}" if old else name
+
+
+def _organization(now: str | None) -> str | None:
+    return now.split("/")[0] if now and "/" in now else None
+
+
+_RATIO = Rename("warmup_steps", "warmup_steps", lambda now, old: old, lambda now: now if now < 1 else 0.0)
+_ORGANIZATION = Rename("hub_model_id", "hub_model_id", _with_organization, _organization, merges=True)
+
+
+@dataclass(kw_only=True)
+class OldArguments(CurrentArguments):
+    """Arguments of older releases, which are translated or do what they did."""
+
+    evaluation_strategy: str | None = old_name(None, same("eval_strategy"), "4.0", "4.48")
+    no_cuda: bool = old_name(False, same("use_cpu"), "4.0", "4.57")
+    warmup_ratio: float | None = old_name(
+        None, _RATIO, "4.2", "5.0", "Share of all steps to warm up, now `warmup_steps` below 1.", earlier={"4.57": 0.0}
+    )
+    adafactor: bool = old_name(False, switch_of("optim", "adafactor"), "4.2", "4.57")
+    group_by_length: bool = old_name(
+        False, switch_of("train_sampling_strategy", "group_by_length", otherwise="random"), "4.2", "5.0"
+    )
+    include_inputs_for_metrics: bool = old_name(False, item_of("include_for_metrics", "inputs"), "4.17", "4.57")
+    torchdynamo: str | None = old_name(None, same("torch_compile_backend"), "4.22", "4.57")
+    xpu_backend: str | None = old_name(None, same("ddp_backend"), "4.15", "4.30")
+    push_to_hub_model_id: str | None = old_name(
+        None, same("hub_model_id"), "4.7", "4.57", "Name part of `hub_model_id`."
+    )
+    push_to_hub_organization: str | None = old_name(
+        None, _ORGANIZATION, "4.7", "4.57", "Organization part of `hub_model_id`."
+    )
+    push_to_hub_token: str | None = old_name(None, same("hub_token"), "4.7", "4.57")
+    # With None in second place both parsers read one word; a list is for scripts.
+    sharded_ddp: str | None | list[str] = old_name(
+        None,
+        Rename("fsdp", "fsdp", _to_fsdp, lambda now: None),
+        "4.1",
+        "4.30",
+        "FairScale's sharding, now `fsdp`; alone it means 'simple'.",
+        bare="simple",
+    )
+    fsdp_min_num_params: int | None = old_name(
+        None, key_of("fsdp_config", "min_num_params"), "4.20", "4.57", earlier={"4.57": 0}
+    )
+    fsdp_transformer_layer_cls_to_wrap: str | None = old_name(
+        None, key_of("fsdp_config", "transformer_layer_cls_to_wrap"), "4.22", "4.57"
+    )
+    dispatch_batches: bool | None = old_name(
+        None, key_of("accelerator_config", "dispatch_batches", takes_false=True), "4.35", "4.48"
+    )
+    split_batches: bool | None = old_name(None, key_of("accelerator_config", "split_batches"), "4.35", "4.48")
+    tpu_metrics_debug: bool = old_name(False, item_of("debug", "tpu_metrics_debug"), "4.0", "4.57")
+
+    logging_dir: str | None = arg(
+        None, "Folder of the trackers' files.", "4.0", "trackers: folder of tensorboard and csv", until="5.0"
+    )
+    use_mps_device: bool = arg(
+        False,
+        "Train on Apple's GPU, which is now used automatically.",
+        "4.21",
+        "parallel.devices: an error without an Apple GPU",
+        until="4.57",
+    )
+    save_safetensors: bool = arg(
+        True, "Write safetensors, not torch's pickles.", "4.28", "checkpointing.weights", until="4.57", neutral=True
+    )
+    fp16_backend: str | None = arg(
+        None,
+        "Library of mixed precision.",
+        "4.0",
+        _AUTOCAST,
+        until="4.57",
+        neutral="auto",
+        accepted=_BACKENDS,
+        gone=_APEX,
+    )
+    half_precision_backend: str | None = arg(
+        None,
+        "Library of mixed precision.",
+        "4.15",
+        _AUTOCAST,
+        until="4.57",
+        neutral="auto",
+        accepted=_BACKENDS,
+        gone=_APEX,
+    )
+    fp16_opt_level: str | None = arg(
+        None,
+        "Optimization level of Apex.",
+        "4.0",
+        "O1 (or 01): torch's float16 autocast. O2 and O3 are refused, since apex.amp is gone: leave it out, or load "
+        "the model with dtype=torch.bfloat16 for weights of half the size",
+        until="4.57",
+        neutral="O1",
+        accepted=("O0", "O1", "01"),
+    )
+    past_index: int | None = arg(
+        None,
+        "Index of the output for the next step; -1: none.",
+        "4.0",
+        "trainer: compute_loss",
+        until="4.57",
+        neutral=-1,
+    )
+    use_legacy_prediction_loop: bool = arg(
+        False, "Evaluate by `prediction_loop`.", "4.4", "trainer: prediction_loop", until="4.57"
+    )
+    include_tokens_per_second: bool = arg(
+        False, "Report tokens per second.", "4.35", "trainer: the metrics of train()", until="4.57"
+    )
+    jit_mode_eval: bool = arg(
+        False,
+        "Trace the model for evaluation.",
+        "4.23",
+        "inert: torch has dropped TorchScript",
+        until="4.57",
+        gone=_JIT,
+    )
+    use_ipex: bool = arg(
+        False, "Optimize with Intel's extension.", "4.23", "inert: its kernels are in torch", until="4.48", gone=_IPEX
+    )
+    ray_scope: str | None = arg(
+        None,
+        "Scope of Ray Tune's best trial.",
+        "4.30",
+        "hftrainer_ray; also set by RAY_SCOPE in the environment",
+        until="4.57",
+        neutral="last",
+    )
+    tpu_num_cores: int | None = arg(
+        None,
+        "Number of TPU cores, which launchers now set.",
+        "4.0",
+        "TPUs: number of cores; python -m hftrainer run --tpu starts a process for each. The extra tpu installs "
+        "torch_xla 2.9 with torch 2.9, torch-tpu its successor torch_tpu, for torch 2.11 to 2.15",
+        until="4.57",
+    )
+    mp_parameters: str | None = arg(
+        None,
+        "SageMaker's model parallelism.",
+        "4.5",
+        "refused: SageMaker's model-parallel library is not an engine of Lightning; use fsdp, and start the job with "
+        "torchrun, as SageMaker's distribution={'torch_distributed': {'enabled': True}} does",
+        until="4.57",
+        neutral="",
+    )
+    model_parallel: bool = arg(
+        False,
+        "Naive model parallelism of GPT-2 and T5.",
+        "4.0",
+        "refused: naive model parallelism was removed after v4.1; load the model with device_map, or use fsdp",
+        until="4.1",
+    )
+
+
+#: Argument → what is known about it, for all of `TrainingArguments`.
+ARGUMENTS = arguments_of(OldArguments)

@@ -1,1 +1,0 @@
-"""Builds a Trainer: engine, accelerator, callbacks, and the rooms behind `_hftrainer`."""

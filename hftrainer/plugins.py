@@ -1,0 +1,56 @@
+"""THE TABLE of adapters: packages beside this one, which are imported here alone, when they are needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from hftrainer.errors import MissingPackage
+
+if TYPE_CHECKING:
+    from hftrainer_lightning.engine import LightningEngine as LightningEngine
+
+
+class Plugin(NamedTuple):
+    """An adapter.
+
+    Attributes:
+        package: its package.
+        extra: the extra of hftrainer that installs what it needs; empty for none.
+        shares: whether its strategy shares the model of a plan among the processes.
+    """
+
+    package: str
+    extra: str = ""
+    shares: Callable[[Any], bool] = lambda plan: False
+
+
+PLUGINS = {
+    "lightning": Plugin("hftrainer_lightning"),
+    "deepspeed": Plugin("hftrainer_deepspeed", "deepspeed", lambda plan: plan.deepspeed is not None),
+    "xla": Plugin("hftrainer_xla", "tpu", lambda plan: plan.on_xla),
+    "tensorflow": Plugin("hftrainer_tensorflow", "tf"),
+    "ray": Plugin("hftrainer_ray", "ray"),
+}
+
+
+def load(name: str, module: str = "") -> Any:
+    """The package of an adapter, or one of its modules.
+
+    Raises:
+        MissingPackage: if what it needs is not installed.
+    """
+    plugin = PLUGINS[name]
+    try:
+        return import_module(f"{plugin.package}.{module}".rstrip("."))
+    except ImportError as error:
+        if not plugin.extra:
+            raise
+        raise MissingPackage(f"{name} cannot be used ({error}): pip install 'hftrainer[{plugin.extra}]'.") from error
+
+
+def adapter() -> Any:
+    """The module `hftrainer_lightning.engine`, which is the API of the adapter for Lightning."""
+    load("lightning").import_lightning()  # takes seconds
+    return load("lightning", "engine")

@@ -1,0 +1,20 @@
+"""How the processes of a run share one model: a class for each way, and which one a plan asks for."""
+
+from __future__ import annotations
+
+from hftrainer.parallel.plan import LightningPlan
+from hftrainer.plugins import PLUGINS, load
+from hftrainer.strategies.replicas import ReplicasStrategy
+from hftrainer.strategies.strategy import Strategy
+
+
+def make_strategy(plan: LightningPlan) -> Strategy:
+    """The strategy that a plan asks for."""
+    for name, plugin in PLUGINS.items():
+        if plugin.shares(plan):
+            return load(name, "strategy").make_strategy(plan)
+    if plan.spreads_model:
+        from hftrainer.strategies.fsdp import FsdpStrategy  # torch's FSDP takes a second to import
+
+        return FsdpStrategy(plan)
+    return ReplicasStrategy(plan)

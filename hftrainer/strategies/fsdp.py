@@ -1,0 +1,143 @@
+"""A model sharded by FSDP1 or FSDP2, or split by tensor parallelism."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from hftrainer.checkpointing import distributed, resume
+from hftrainer.checkpointing.weights import load_sharded_weights
+from hftrainer.compat import peers
+from hftrainer.parallel.fsdp import sharding
+from hftrainer.parallel.fsdp.scaler import ShardedScaler
+from hftrainer.parallel.fsdp.settings import FsdpPlugin
+from hftrainer.parallel.plan import LightningPlan
+from hftrainer.parallel.process_state import DistributedType
+from hftrainer.plugins import load
+from hftrainer.strategies.strategy import MakeOptimizer, Strategy
+
+
+class FsdpStrategy(Strategy):
+    """Each process has a part of each parameter; without `plan.sharding`, by tensor parallelism alone.
+
+    Checkpoints hold whole states or a part from each process: the plugin decides, and may be changed during a run.
+    With tensor parallelism alone they are whole, and the weights are not written to a second file.
+    """
+
+    argument = "fsdp"
+    flags: tuple[str, ...] = ("is_fsdp_enabled",)
+    card = "FSDP"
+    shards = True
+    needs_group_alone = True
+
+    def __init__(self, plan: LightningPlan) -> None:
+        super().__init__(plan)
+        self.plugin = None if plan.sharding is None else FsdpPlugin(plan.sharding)
+        if self.plugin is None:
+            self.argument, self.card, self.flags = "tensor parallelism", "", ()
+        self._prepared: nn.Module | None = None
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """Accelerate's name for it."""
+        return super().distributed_type if self.plugin is None else DistributedType.FSDP
+
+    def plugins(self) -> dict[str, Any]:
+        """FSDP's plugin."""
+        return {"fsdp_plugin": self.plugin}
+
+    def lightning_strategy(self, settings: Any) -> Any:
+        """Lightning's strategy for FSDP1 or FSDP2."""
+        return load("lightning", "strategies.fsdp").build(self.plan, settings)
+
+    def make_scaler(self) -> torch.amp.GradScaler | None:
+        """The loss scaler; FSDP1's finds infinite gradients in the parts of all processes."""
+        first = self.plugin is not None and self.plugin.fsdp_version == 1
+        return ShardedScaler(self.device.type) if first and self.plan.precision == "16-mixed" else super().make_scaler()
+
+    def prepare_model(self, trainer: Any, load: Callable[[], None]) -> None:
+        """Shard the model, before the optimizer is made; then each process loads its part."""
+        trainer.model = trainer.model_wrapped = self._prepared = sharding.shard(trainer.model, self.plan)
+        load()
+
+    def prepare_evaluation(self, trainer: Any) -> None:
+        """Shard the model, and broadcast the buffers of rank 0, as replicas would have them."""
+        super().prepare_evaluation(trainer)
+        distributed.share_buffers(trainer.model)
+
+    def prepare_another(self, model: nn.Module) -> nn.Module:
+        """Shard a model besides the Trainer's; with tensor parallelism alone, replicate it."""
+        return super().prepare_another(model) if self.plugin is None else sharding.shard(model, self.plan)
+
+    def whole_weights(self, model: nn.Module) -> dict[str, Any]:
+        """Gather the full weights by name."""
+        return sharding.whole_model_state(model, self.device)
+
+    def whole_parameters(self) -> contextlib.AbstractContextManager[None]:
+        """Gather the parameters in the block, where the model's methods do not do it."""
+        return super().whole_parameters() if self._prepared is None else sharding.whole_parameters(self._prepared)
+
+    @property
+    def gathers_in_forward(self) -> bool:
+        """True, except with tensor parallelism alone, where all processes have the same batch."""
+        return self.plugin is not None
+
+    def clip_grad_norm(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Clip the gradients of the sharded model, whichever parameters are given."""
+        if self._prepared is None:
+            return super().clip_grad_norm(parameters, max_norm, norm_type)
+        return sharding.clip_grad_norm(self._prepared, max_norm, norm_type)
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None] | None:
+        """A block whose backward passes leave gradients local."""
+        return None if self._prepared is None else sharding.without_sync(self._prepared)
+
+    def release(self) -> None:
+        """Release the sharded model."""
+        self._prepared = None
+
+    # ---- Checkpoints -------------------------------------------------------------------------------------------
+
+    @property
+    def writes_parts(self) -> bool:  # type: ignore[override]
+        """Whether each process writes its part."""
+        return self.plugin is not None and not self.plugin.whole
+
+    only_parts = writes_parts
+
+    def gather(self, model: nn.Module, optimizer: MakeOptimizer | None) -> None:
+        """Gather the weights and, unless `optimizer` is None, its state."""
+        distributed.share_buffers(model)
+        whole, only_trained = not self.writes_parts, peers.is_peft(getattr(model, "_fsdp_wrapped_module", model))
+        self._gathered = {"model": distributed.model_state(model, whole=whole, only_trained=only_trained)}
+        if optimizer is not None:
+            self._gathered["optimizer"] = distributed.optimizer_state(model, optimizer(), whole=whole)
+
+    def weights_to_save(self, model: nn.Module) -> dict[str, Any]:
+        """The weights gathered for the current checkpoint, or weights gathered now."""
+        gathered = None if self.writes_parts else self._gathered.get("model")
+        # A copy of the mapping: transformers empties the one that it writes.
+        return dict(gathered) if gathered is not None else distributed.model_state(model, whole=True)
+
+    def files(self, optimizer: MakeOptimizer | None) -> Iterator[tuple[str, Any]]:
+        """The whole states that were gathered."""
+        for kind, state in self._gathered.items():
+            if not (self.writes_parts or (kind == "model" and self.plugin is None)):
+                yield distributed.WHOLES[kind], state
+
+    def _write_parts(self, folder: str) -> None:
+        distributed.save_parts(self._gathered, folder)
+
+    def load_weights(self, model: nn.Module, folder: str, *, only_trained: bool) -> Any:
+        """Load the weights of any checkpoint, each process its part."""
+        return load_sharded_weights(model, folder, only_trained=only_trained)
+
+    def load_optimizer_and_scheduler(
+        self, folder: str, model: nn.Module, optimizer: MakeOptimizer, scheduler: Any
+    ) -> None:
+        """Load the states of any checkpoint, each process its part."""
+        resume.load_optimizer_and_scheduler(folder, model, optimizer(), scheduler, sharded=True)

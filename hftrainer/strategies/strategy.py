@@ -1,0 +1,260 @@
+"""What a strategy does: how the processes of a run share one model, its optimizer, and their checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from hftrainer.compat.overrides import make_scheduler
+from hftrainer.parallel.plan import LightningPlan
+from hftrainer.parallel.process_state import DistributedType
+
+#: Returns the optimizer, made at the first call: some strategies never need it.
+MakeOptimizer = Callable[[], torch.optim.Optimizer]
+#: Attributes by which transformers' Trainer names its strategy; scripts read them. All are False but a strategy's own.
+FLAGS = (
+    *("is_deepspeed_enabled", "is_fsdp_enabled"),
+    *("is_fsdp_xla_enabled", "is_fsdp_xla_v1_enabled", "is_fsdp_xla_v2_enabled"),
+)
+#: Devices whose module in torch has a loss scaler of its own.
+_WITH_SCALER = ("npu", "mlu", "musa")
+
+
+def is_deepspeed_engine(model: Any) -> bool:
+    """Whether a model is wrapped in DeepSpeed's engine."""
+    library = sys.modules.get("deepspeed")
+    return library is not None and isinstance(model, library.DeepSpeedEngine)
+
+
+class Strategy(ABC):
+    """How processes share one model. All processes call a method that communicates, at the same point.
+
+    Args:
+        plan: the training arguments, translated for Lightning. They are those with which the Trainer was made;
+            `engine.plan` has the values that have changed since.
+
+    Attributes:
+        argument: what asks for the strategy, for messages.
+        flags: attributes of the Trainer that are True: transformers' names for the strategy.
+        card: its name on a model card; empty for none.
+        shards: whether each process has only a part of the model or of the optimizer's state.
+        writes_parts: whether each process writes its own part of a checkpoint.
+        only_parts: whether checkpoints hold the model in these parts alone, so that there are no other weights to save.
+        keeps_scheduler: whether the schedule's state is saved and loaded with the optimizer's.
+        needs_group_alone: whether a process group is needed even for one process.
+        fixes_accumulation: whether the micro-batches of a step cannot change after the Trainer is made.
+        autocasts_own_loops: whether the engine's autocast also works in a script's own loops.
+    """
+
+    argument = ""
+    flags: tuple[str, ...] = ()
+    card = ""
+    shards = False
+    writes_parts = False
+    only_parts = False
+    keeps_scheduler = False
+    needs_group_alone = False
+    fixes_accumulation = False
+    autocasts_own_loops = True
+
+    def __init__(self, plan: LightningPlan) -> None:
+        self.plan = plan
+        self._gathered: dict[str, Any] = {}
+        self._has_waited = False
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process."""
+        return torch.device(self.plan.device)
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """Accelerate's name for it."""
+        return DistributedType.of(self.device.type, several=self.plan.processes.several)
+
+    def plugins(self) -> dict[str, Any]:
+        """Accelerate's plugins, by their names in `accelerator.state`."""
+        return {}
+
+    @abstractmethod
+    def lightning_strategy(self, settings: Any) -> Any:
+        """Lightning's strategy for a run; `settings` are the `StrategySettings` of the adapter."""
+
+    def check_optimizers(self, optimizer: Any, scheduler: Any) -> None:
+        """Refuse an optimizer or a schedule that the script has made, where the strategy has its own."""
+
+    def start(self) -> None:
+        """Get ready, once the processes are connected and before any tensor is on a device."""
+
+    def make_scaler(self) -> torch.amp.GradScaler | None:
+        """The loss scaler, which keeps float16 gradients from underflowing; None for other precisions."""
+        if self.plan.precision != "16-mixed":
+            return None
+        kind = self.device.type
+        own = getattr(torch.get_device_module(kind), "amp", None) if kind in _WITH_SCALER else None
+        return own.GradScaler() if own is not None else torch.amp.GradScaler(kind)
+
+    # ---- The model ---------------------------------------------------------------------------------------------
+
+    def move(self, model: nn.Module, device: torch.device) -> None:
+        """Move a model to the device."""
+        model.to(device)
+
+    def prepare_model(self, trainer: Any, load: Callable[[], None]) -> None:
+        """Shard the Trainer's model and load a checkpoint into it, in the order that the strategy needs.
+
+        Args:
+            trainer: gets the sharded model.
+            load: loads the weights of the checkpoint that the run resumes from, if any. A strategy that does not shard
+                does not call it: the model has these weights already.
+        """
+
+    def prepare_evaluation(self, trainer: Any) -> None:
+        """Prepare the Trainer's model for an evaluation."""
+        self.prepare_model(trainer, load=lambda: None)
+
+    def prepare_optimizer(self, trainer: Any, max_steps: int, folder: str | None, *, makes_both: bool) -> None:
+        """Make the optimizer, let the accelerator prepare it with the model, then make the schedule.
+
+        Args:
+            trainer: gets them.
+            max_steps: optimizer steps of the run.
+            folder: the checkpoint that the run resumes from, if any.
+            makes_both: whether `create_optimizer_and_scheduler` makes them.
+        """
+        if makes_both:
+            trainer.create_optimizer_and_scheduler(num_training_steps=max_steps)
+        else:
+            trainer.create_optimizer()
+        model = trainer._wrap_model(trainer.model_wrapped)
+        if model is trainer.model:
+            model, trainer.optimizer = trainer.accelerator.prepare(model, trainer.optimizer)
+        else:  # an override of _wrap_model has wrapped it
+            trainer.optimizer = trainer.accelerator.prepare(trainer.optimizer)
+        trainer.model_wrapped = model
+        if trainer.lr_scheduler is None or not makes_both:
+            make_scheduler(trainer, max_steps)
+        if folder is not None:
+            trainer._load_scaler(folder)
+
+    def prepare_another(self, model: nn.Module) -> nn.Module:
+        """Distribute a model besides the Trainer's that a script trains in several processes."""
+        return nn.parallel.DistributedDataParallel(model, **self.plan.ddp)
+
+    def is_wrapper(self, module: Any) -> bool:
+        """Whether a module distributes the module in its attribute `module`."""
+        # A script may have made any of these, whatever the strategy is: DDP's, DeepSpeed's, FSDP1's, torch_xla's.
+        if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)) or is_deepspeed_engine(module):
+            return True
+        return hasattr(module, "_fsdp_wrapped_module") or "_fpw_module" in module._modules
+
+    def whole_weights(self, model: nn.Module) -> dict[str, Any]:
+        """The full weights by name; all processes must call it where they are sharded."""
+        return model.state_dict()
+
+    def whole_parameters(self) -> contextlib.AbstractContextManager[None]:
+        """Make the model's own methods, such as `generate`, callable in the block."""
+        return contextlib.nullcontext()
+
+    @property
+    def gathers_in_forward(self) -> bool:
+        """Whether all processes must run a forward pass together, since each has a part of the parameters."""
+        return False
+
+    def cast(self, batch: Any, model: nn.Module) -> Any:
+        """A batch in the types that the model needs."""
+        return batch
+
+    def decay_parameter_names(self, model: nn.Module) -> list[str] | None:
+        """The parameters with weight decay, if the sharded layers no longer show them; None if they do."""
+        return None
+
+    def release(self) -> None:
+        """Release the prepared model."""
+
+    # ---- Its steps ---------------------------------------------------------------------------------------------
+
+    def clip_grad_norm(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Clip the gradients over all processes; returns their norm before clipping."""
+        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None] | None:
+        """A block whose backward passes leave gradients local; None leaves it to Lightning's strategy."""
+        return None
+
+    # ---- The device --------------------------------------------------------------------------------------------
+
+    def seed(self, seed: int) -> None:
+        """Seed generators that torch's seeds do not reach."""
+
+    def end_batch(self) -> None:
+        """Run the recorded operations, on devices that record them first."""
+
+    def to_cpu(self, state: Any) -> Any:
+        """A state that any process can load from a file; on the CPU, if it must be there for that."""
+        return state
+
+    # ---- Saving ------------------------------------------------------------------------------------------------
+
+    def gather(self, model: nn.Module, optimizer: MakeOptimizer | None) -> None:
+        """Gather the weights for the next checkpoint and, unless `optimizer` is None, the optimizer's state."""
+
+    def weights_to_save(self, model: nn.Module) -> dict[str, Any] | None:
+        """The whole weights to write: an empty dict if they stay in parts, None for the model's own state dict."""
+        return None
+
+    def files(self, optimizer: MakeOptimizer | None) -> Iterator[tuple[str, Any]]:
+        """File name → contents, for the files that one process writes besides the weights of `save_model()`.
+
+        Args:
+            optimizer: its state is saved; None for a checkpoint of only the model.
+        """
+        return iter(())
+
+    def write_parts(self, folder: str) -> None:
+        """Write this process's part of a checkpoint, if each writes one, once rank 0 has created the folder."""
+        if self.writes_parts:
+            self._has_waited = True
+            if self.plan.processes.from_main(lambda: True):
+                self._write_parts(folder)
+
+    def _write_parts(self, folder: str) -> None:
+        """Write this process's part into the folder, which exists."""
+
+    def save_beside(self, folder: str) -> None:
+        """Write what `save_model()` did not write, after it."""
+
+    def finish(self) -> None:
+        """Release what was gathered. If the folder could not be created, tell the ranks that wait for it."""
+        if self.writes_parts and not self._has_waited:
+            self.plan.processes.from_main(lambda: False)
+        self._has_waited = False
+        self._gathered = {}
+
+    # ---- Loading -----------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def load_weights(self, model: nn.Module, folder: str, *, only_trained: bool) -> Any:
+        """Load the weights of a checkpoint, in place; returns missing and unexpected keys, or None.
+
+        Args:
+            model: the model that is trained.
+            folder: the checkpoint.
+            only_trained: do not load frozen weights, as with adapters.
+        """
+
+    def load_best(self, model: nn.Module, folder: str, *, only_trained: bool) -> Any:
+        """Load the best checkpoint of a run at its end, as `load_weights` does."""
+        return self.load_weights(model, folder, only_trained=only_trained)
+
+    @abstractmethod
+    def load_optimizer_and_scheduler(
+        self, folder: str, model: nn.Module, optimizer: MakeOptimizer, scheduler: Any
+    ) -> None:
+        """Load the states of optimizer and schedule, in place; logs a warning when the checkpoint has none."""

@@ -1,0 +1,180 @@
+"""The parts of a Trainer, behind the one attribute `Trainer._hftrainer`.
+
+Subclasses define their own attributes and methods. A name that no release of transformers has is therefore never looked
+up on the Trainer: it is here, or in one of the parts that are attributes of this object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hftrainer.arguments.resolved import ResolvedArguments
+from hftrainer.callbacks.state import is_exportable
+from hftrainer.checkpointing.writer import CheckpointWriter
+from hftrainer.compat.overrides import is_overridden
+from hftrainer.evaluation.runner import EvaluationRunner
+from hftrainer.plugins import adapter
+from hftrainer.releases.policy import ReleasePolicy
+from hftrainer.reporting.memory import TrainerMemoryTracker
+from hftrainer.reporting.tracker_callbacks import TrackerCallback, reporting_callbacks
+from hftrainer.strategies.strategy import Strategy
+from hftrainer.training.loader_factory import LoaderFactory
+from hftrainer.training.log_save_evaluate import LogSaveEvaluate
+from hftrainer.training.model_setup import ModelSetup
+from hftrainer.training.optimizers import OptimizerFactory
+from hftrainer.training.preparation import Preparation
+from hftrainer.training.publisher import Publisher
+from hftrainer.training.run import Run
+from hftrainer.training.runner import TrainingRunner
+from hftrainer.training.saver import CheckpointSaver
+from hftrainer.training.setup import TrainerSetup
+from hftrainer.training.steps import TrainingSteps
+
+if TYPE_CHECKING:
+    from hftrainer.trainer import Trainer
+
+#: Attributes that belong to a process: another process makes its own.
+_OF_THE_PROCESS = ("resolved", "engine", "checkpoint_writer", "strategy", "uploads", "hp_study")
+
+#: Attributes of the Trainer itself that belong to a process.
+_OF_THE_TRAINERS_PROCESS = ("accelerator", "gather_function", "_memory_tracker", "deepspeed", "push_in_progress")
+
+
+@dataclass(eq=False, repr=False)
+class Components:
+    """The parts of a Trainer, and what they share.
+
+    Args:
+        trainer: the Trainer.
+        optimizers_given: the optimizer and the scheduler that the script has passed, either None.
+
+    Attributes:
+        run: the state of the current or last `train()`.
+        policy: what the followed release of transformers does.
+        resolved: the parsed arguments; a trial of a search replaces these, and the next three.
+        engine: the Lightning engine, built from the arguments.
+        strategy: how the processes share the model.
+        checkpoint_writer: writes checkpoint folders, at once or in the background.
+        averages_tokens: whether the items of an optimizer step are counted over all processes.
+        past_index: the model's output that the next batch gets as `mems`; -1 for none.
+        uploads: to the repository on the Hub, once there is one; in the main process.
+        search: the backend of the current hyperparameter search, if any.
+        hp_study: the study of the last search, if its backend has such.
+        searched_arguments: the arguments as they were before that search.
+        args_have_changed: whether the engine has to be built again before the next run.
+        lightning_callbacks: Lightning's callbacks, in the order given.
+        setup: builds what follows from the arguments.
+        model_setup: sets up the model.
+        loaders: makes data loaders.
+        preparation: lets the strategy prepare model and optimizer.
+        optimizers: makes optimizer and schedule.
+        steps: prepares micro-batches and computes their losses.
+        saver: writes checkpoints and restores from them.
+        log_save_evaluate: logs, saves and evaluates when due.
+        evaluation: runs a pass over an evaluation or test set.
+        publisher: uploads to the Hub.
+        runner: runs `train()`.
+    """
+
+    trainer: Trainer
+    optimizers_given: tuple[Any, Any] = (None, None)
+    run: Run = field(default_factory=Run)
+    policy: ReleasePolicy = field(init=False)
+    resolved: ResolvedArguments = field(init=False)
+    engine: Any = field(init=False)
+    strategy: Strategy = field(init=False)
+    checkpoint_writer: CheckpointWriter = field(init=False)
+    averages_tokens: bool = field(init=False)
+    past_index: int = field(init=False)
+    uploads: Any = None
+    search: Any = None
+    hp_study: Any = None
+    searched_arguments: dict[str, Any] | None = None
+    args_have_changed: bool = False
+    lightning_callbacks: list[Any] = field(default_factory=list)
+    _log_folder: Any = None
+
+    def __post_init__(self) -> None:
+        self.setup = TrainerSetup(self)
+        self.model_setup = ModelSetup(self)
+        self.loaders = LoaderFactory(self)
+        self.preparation = Preparation(self, self.loaders)
+        self.optimizers = OptimizerFactory(self)
+        self.steps = TrainingSteps(self, self.loaders)
+        self.saver = CheckpointSaver(self)
+        self.log_save_evaluate = LogSaveEvaluate(self, self.saver)
+        self.evaluation = EvaluationRunner(self)
+        self.publisher = Publisher(self)
+        self.runner = TrainingRunner(
+            self,
+            setup=self.setup,
+            model_setup=self.model_setup,
+            loaders=self.loaders,
+            steps=self.steps,
+            saver=self.saver,
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), **dict.fromkeys(_OF_THE_PROCESS)}
+
+    def state_of_trainer(self) -> dict[str, Any]:
+        """The state for a copy of the Trainer, by `copy.deepcopy` or by pickling; `rebuild` makes the rest."""
+        return {**vars(self.trainer), **dict.fromkeys(_OF_THE_TRAINERS_PROCESS), "_eval_dataloaders": {}}
+
+    def rebuild(self) -> None:
+        """Make a copied Trainer's own engine, accelerator, and uploads."""
+        trainer = self.trainer
+        trainer._memory_tracker = TrainerMemoryTracker(trainer.args.skip_memory_metrics)
+        self.setup.resolve_arguments()
+        trainer.create_accelerator_and_postprocess()
+        if trainer.args.push_to_hub:
+            trainer.accelerator.processes.from_main(trainer.init_hf_repo)
+
+    @property
+    def bare_model(self) -> Any:
+        """The user's own model, without the modules that shard it, and not compiled."""
+        return self.trainer.accelerator.unwrap_model(self.trainer.model, keep_torch_compile=False)
+
+    @property
+    def clip_grad_norm(self) -> Callable[[Any, float], torch.Tensor]:
+        """Clips gradients by their norm: the strategy's method, or the accelerator's where a script has replaced it."""
+        accelerator = self.trainer.accelerator
+        is_replaced = is_overridden(accelerator, "clip_grad_norm_", "unscale_gradients")
+        return accelerator.clip_grad_norm_ if is_replaced else self.strategy.clip_grad_norm
+
+    def announce(self, event: str, *payload: Any, **kwargs: Any) -> None:
+        """Call an event of all callbacks through the handler, and keep the control that they return."""
+        trainer = self.trainer
+        handle = getattr(trainer.callback_handler, event)
+        trainer.control = handle(trainer.args, trainer.state, trainer.control, *payload, **kwargs)
+
+    def made_optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer; ValueError when there is none yet."""
+        if self.trainer.optimizer is None:
+            raise ValueError("There is no optimizer yet: call create_optimizer() or train() first.")
+        return self.trainer.optimizer
+
+    def stateful_callbacks(self) -> list[Any]:
+        """The callbacks, and the control, whose states checkpoints hold."""
+        trainer = self.trainer
+        return [each for each in [*trainer.callback_handler.callbacks, trainer.control] if is_exportable(each)]
+
+    def loggers(self) -> list[Any]:
+        """The Lightning loggers that this process writes to; this opens their runs."""
+        trainer = self.trainer
+        if trainer.args.process_index:
+            return []
+        reporting = reporting_callbacks(trainer.callback_handler.callbacks)
+        found = [(each, each.loggers(trainer.args, trainer.state, trainer.model)) for each in reporting]
+        named = [one for each, loggers in found if isinstance(each, TrackerCallback) for one in loggers]
+        return [*named, *(one for each, loggers in found if not isinstance(each, TrackerCallback) for one in loggers)]
+
+    def log_folder(self) -> Any:
+        """The folder where trackers write files; the same for all trackers of this Trainer."""
+        if self._log_folder is None:
+            self._log_folder = adapter().LogFolder(self.trainer.args)
+        return self._log_folder

@@ -1,0 +1,372 @@
+"""Builds a Trainer: checks, engine, accelerator, callbacks, and what changed arguments change."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import IterableDataset
+
+from hftrainer.arguments import accelerate_state, legacy
+from hftrainer.arguments.changes import take_changes
+from hftrainer.arguments.choices import spelled
+from hftrainer.arguments.resolved import ResolvedArguments, begin_deepspeed
+from hftrainer.arguments.support import check_supported, make_plan, overridden
+from hftrainer.arguments.validation import check_accelerator_config, check_values, take_accumulation
+from hftrainer.callbacks.base import make_callback, pop_from
+from hftrainer.callbacks.handler import CallbackHandler
+from hftrainer.callbacks.progress import own_progress
+from hftrainer.callbacks.state import TrainerControl, TrainerState
+from hftrainer.checkpointing.writer import CheckpointWriter
+from hftrainer.compat import peers, swap
+from hftrainer.compat.functions import has_length
+from hftrainer.compat.overrides import is_overridden, recorded, refuse_rewritten
+from hftrainer.data.collators import DataCollatorWithPadding, default_data_collator
+from hftrainer.errors import InvalidArgument, InvalidSetup, UnsupportedArgument
+from hftrainer.evaluation import gathering
+from hftrainer.evaluation.metrics import as_metrics
+from hftrainer.model.changes import set_tf32
+from hftrainer.plugins import adapter
+from hftrainer.reporting.tracker_callbacks import ReportingCallback
+from hftrainer.strategies import make_strategy
+from hftrainer.strategies.strategy import FLAGS, Strategy
+from hftrainer.trainer_callback import DEFAULT_CALLBACKS
+from hftrainer.training.accelerator import EngineAccelerator
+from hftrainer.training.argument_consistency import check_consistency
+from hftrainer.training.run import Run
+from hftrainer.training_args import TrainingArguments
+
+if TYPE_CHECKING:
+    from hftrainer.trainer import Trainer
+    from hftrainer.training.components import Components
+    from hftrainer.training.run import Run
+
+logger = logging.getLogger(__name__)
+
+
+class TrainerSetup:
+    """Builds what follows from the arguments: for a new Trainer, for each trial, and for each run.
+
+    Args:
+        components: the parts of the Trainer; those that follow from the arguments are set here.
+    """
+
+    def __init__(self, components: Components) -> None:
+        self.components = components
+        self.trainer, self.run = components.trainer, components.run
+
+    def begin_again(self) -> None:
+        """Rebuild everything that follows from the arguments, for a trial or after a search."""
+        trainer, components = self.trainer, self.components
+        components.args_have_changed = False
+        self.resolve_arguments()
+        trainer._validate_args()
+        if isinstance(trainer.args, TrainingArguments):
+            trainer.args.hf_deepspeed_config = begin_deepspeed(trainer.args)
+        set_tf32(trainer.args.tf32)
+        self.follow_arguments()
+        trainer.create_accelerator_and_postprocess()
+        if trainer.model is not None:  # None if the trial makes its model afterwards, as until v5.2
+            components.model_setup.set_model(trainer.model)
+
+    def resolve_arguments(self) -> None:
+        """Parse the arguments again, for a new Trainer or a new trial."""
+        args = self.trainer.args
+        resolved = self.components.resolved = ResolvedArguments(args)
+        if isinstance(args, TrainingArguments):
+            args._resolved = resolved
+
+    def default_collator(self) -> Callable[[list[Any]], Any]:
+        """The default collator."""
+        if peers.pads(self.trainer.processing_class):
+            return DataCollatorWithPadding(self.trainer.processing_class)
+        return default_data_collator
+
+    def init_attributes(self) -> None:
+        """Set the attributes of transformers' documentation that a run, a search or an upload fills later."""
+        trainer = self.trainer
+        trainer.is_in_train = False
+        trainer.hp_name = trainer.hp_search_backend = trainer.objective = trainer._mixed_mesh_grads = None
+        trainer.hub_model_id = trainer.push_in_progress = None
+        self.follow_arguments()
+
+    def end_init(self) -> None:
+        """Open the repository and the output folder, and announce that the Trainer is made."""
+        trainer, args = self.trainer, self.trainer.args
+        if args.push_to_hub:
+            trainer.accelerator.processes.from_main(trainer.init_hf_repo)
+        if args.should_save:
+            os.makedirs(str(args.output_dir), exist_ok=True)
+        self.components.announce("on_init_end")
+        config: Any = getattr(trainer.model, "config", None)
+        if config is not None and (self.components.policy.sets_use_cache or args.use_cache):
+            config.use_cache = args.use_cache
+
+    def init_callbacks(self, callbacks: list[Any], trackers: list[Any]) -> None:
+        """Make the handler with all callbacks, and the initial state."""
+        trainer = self.trainer
+        defaults = swap.rebound("transformers.trainer", "DEFAULT_CALLBACKS", DEFAULT_CALLBACKS)
+        trainer.callback_handler = CallbackHandler(
+            list(defaults), trainer.model, trainer.processing_class, trainer.optimizer, trainer.lr_scheduler
+        )
+        if trackers:
+            self.add_callback(ReportingCallback(trackers))
+        for callback in callbacks:
+            self.add_callback(callback)
+        if (progress := own_progress(trainer.args, trainer.callback_handler.callbacks)) is not None:
+            trainer.add_callback(progress)
+        trainer.control = TrainerControl()
+        trainer.state = TrainerState(
+            epoch=self.components.policy.epoch_before_training,
+            is_local_process_zero=trainer.is_local_process_zero(),
+            is_world_process_zero=trainer.is_world_process_zero(),
+            stateful_callbacks=self.components.stateful_callbacks(),
+        )
+
+    def add_callback(self, callback: Any) -> None:
+        """Add a callback of either kind; one of Lightning's progress bars replaces the Trainer's own."""
+        target = self.callbacks_like(callback)
+        if target is self.components.lightning_callbacks:
+            target.append(make_callback(callback))
+        else:
+            target.add_callback(callback)
+            self.attach(target.callbacks[-1])
+        if (
+            adapter().has_progress_bar(self.components.lightning_callbacks)
+            and self.trainer.callback_handler.drop_bars()
+        ):
+            logger.warning(
+                "Lightning's progress bar replaces the Trainer's own. Its log lines are in "
+                "state.log_history; disable_tqdm=True prints them too."
+            )
+
+    def pop_callback(self, callback: Any) -> Any:
+        """Remove a callback of either kind, and return it."""
+        target = self.callbacks_like(callback)
+        return pop_from(target if target is self.components.lightning_callbacks else target.callbacks, callback)
+
+    def attach(self, callback: Any) -> None:
+        """Connect a callback that writes to trackers."""
+        trainer = self.trainer
+        if isinstance(callback, ReportingCallback):
+            callback.attach(
+                trainer.save_model, functools.partial(_run_folder, trainer, self.run), self.components.log_folder()
+            )
+
+    def callbacks_like(self, callback: Any) -> Any:
+        """The container for `callback`: the list of Lightning's, or the handler of the Trainer's own."""
+        if adapter().is_lightning_logger(callback):
+            name = (callback if isinstance(callback, type) else type(callback)).__name__
+            raise InvalidArgument(f"{name} is a Lightning logger, not a callback: pass it as Trainer(loggers=[...]).")
+        return (
+            self.components.lightning_callbacks
+            if adapter().is_lightning_callback(callback)
+            else self.trainer.callback_handler
+        )
+
+    def build_engine(self) -> None:
+        """Build the engine from the arguments, and the Trainer's `accelerator` over it.
+
+        Raises:
+            UnsupportedArgument: for unsupported arguments, all in one error.
+        """
+        trainer, components = self.trainer, self.components
+        refuse_rewritten(trainer)
+        self._check_supported()
+        components.strategy = strategy = self._connect()
+        plan = strategy.plan
+        components.checkpoint_writer = CheckpointWriter(
+            in_background=plan.async_checkpoint,
+            stop_on_error=plan.stop_on_save_error,
+            to_cpu=strategy.to_cpu,
+        )
+        components.engine = adapter().LightningEngine(
+            strategy,
+            components.lightning_callbacks,
+            loggers=components.loggers,
+            receive=lambda values: components.run.logged_metrics.set(values),
+        )
+        recorded(EngineAccelerator)
+        trainer.accelerator = EngineAccelerator(
+            components.engine,
+            trainer.args.device,
+            components.loaders.prepare,
+            is_own=lambda model: model is trainer.model or model is trainer.model_wrapped,
+            config=vars(components.resolved.accelerator_config),
+        )
+        accelerate_state.follow(trainer.args, trainer.accelerator)
+        trainer.gather_function = gathering.for_metrics(trainer.accelerator, trainer.args)
+        strategy.check_optimizers(*components.optimizers_given)
+        for name in FLAGS:
+            setattr(trainer, name, name in strategy.flags)
+        trainer.deepspeed = None
+
+    # ---- Arguments ---------------------------------------------------------------------------------------------
+
+    def set_log_level(self) -> None:
+        """Set the log level of the arguments; 'passive' changes nothing."""
+        args = self.trainer.args
+        if (args.log_level if args.should_log else args.log_level_replica) != "passive":
+            level = args.get_process_log_level()
+            # Our logger then follows transformers' level, which a script may change.
+            followed = peers.set_verbosity(level)
+            logging.getLogger("hftrainer").setLevel(logging.NOTSET if followed else level)
+
+    def follow_arguments(self) -> None:
+        """Set everything that follows from the arguments, which a hyperparameter trial changes."""
+        trainer = self.trainer
+        self.run.accumulation = trainer.args.gradient_accumulation_steps
+        self.run.train_batch_size = trainer.args.train_batch_size
+        trainer.neftune_noise_alpha = trainer.args.neftune_noise_alpha
+        trainer._eval_dataloaders = {}
+        self._follow_changes()
+
+    def _follow_changes(self) -> None:
+        """Set what follows from arguments that may change between two runs."""
+        args, components = self.trainer.args, self.components
+        components.past_index = legacy.value(args, "past_index")
+        components.averages_tokens = args.average_tokens_across_devices and args.world_size > 1
+
+    def take_changes_in(self, args: TrainingArguments) -> None:
+        """Use the values of `args`, which may be another object than the Trainer's arguments."""
+        own_loader = is_overridden(self.trainer, "get_train_dataloader")
+        take_changes(self.components.engine, args, self.components.policy, own_loader=own_loader)
+
+    def take_changes(self) -> None:
+        """Apply to the next run the arguments that the script has changed since the Trainer was made."""
+        trainer, components = self.trainer, self.components
+        refuse_rewritten(trainer)
+        if not components.policy.reads_batch_size_once:
+            self.run.train_batch_size = trainer.args.train_batch_size
+        self.take_changes_in(trainer.args)
+        accelerate_state.follow(trainer.args, trainer.accelerator)  # another Trainer may have been made since
+        self._follow_changes()
+        if trainer.args.push_to_hub:  # it may have been set since
+            trainer.accelerator.processes.from_main(
+                lambda: trainer.init_hf_repo() if components.uploads is None else None
+            )
+
+    def _check_supported(self) -> None:
+        """Refuse unsupported arguments; log those that `lightning_config` overrides, and those without effect."""
+        trainer, resolved = self.trainer, self.components.resolved
+        resolved.model = trainer.model
+        if found := check_supported(resolved, own_optimizer=trainer.optimizer is not None):
+            raise UnsupportedArgument("\n".join(found))
+        for sentence in overridden(resolved):
+            logger.warning(sentence)
+        if resolved.accelerator_config.non_blocking and not trainer.args.dataloader_pin_memory:
+            logger.warning(
+                "accelerator_config['non_blocking']=True has no effect with dataloader_pin_memory=False: only batches "
+                "in page-locked memory are copied during computation."
+            )
+
+    def _connect(self) -> Strategy:
+        """Start the other processes if no launcher has, and connect all; returns the strategy for the plan."""
+        args, resolved = self.trainer.args, self.components.resolved
+        adapter().start_others(resolved.rank_info, args.ddp_timeout)
+        if not resolved.rank_info.started:
+            resolved.forget_rank_info()
+        plan = make_plan(resolved)
+        strategy = make_strategy(plan)
+        plan.processes.connect(
+            args.device,
+            plan.process_group_backend,
+            args.ddp_timeout_delta,
+            even_alone=strategy.needs_group_alone,
+        )
+        check_consistency(args, plan.processes)
+        return strategy
+
+    def validate_args(self) -> None:
+        """Refuse invalid arguments before anything is built; they may have changed since they were made."""
+        trainer, args = self.trainer, self.trainer.args
+        self._check_values()
+        if args.eval_strategy != "no" and trainer.eval_dataset is None:
+            raise InvalidArgument(
+                f"eval_strategy={spelled(args.eval_strategy)!r} needs an eval_dataset: pass one, or set it to 'no'."
+            )
+        self._check_optimizer()
+        as_metrics(trainer.compute_metrics, by_batch=args.batch_eval_metrics)
+        self._check_memmap()
+        self._check_data()
+
+    def _check_values(self) -> None:
+        """Check each argument by itself, and arguments that contradict each other."""
+        args = self.trainer.args
+        resolved = self.components.resolved
+        if not (found := list(check_accelerator_config(resolved))):
+            take_accumulation(resolved)  # before DeepSpeed's configuration is completed with it
+            found = check_values(resolved) if isinstance(args, TrainingArguments) else []
+        if found:
+            raise InvalidArgument("\n".join(found))
+
+    def _check_optimizer(self) -> None:
+        """Check that only one of several arguments sets the optimizer."""
+        trainer, args = self.trainer, self.trainer.args
+        chosen = {"optimizers": trainer.optimizer, "optimizer_cls_and_kwargs": trainer.optimizer_cls_and_kwargs}
+        default = TrainingArguments.__dataclass_fields__["optim"].default
+        for name, given in chosen.items():
+            if given is not None and spelled(args.optim) not in (default, "adamw_torch"):
+                raise InvalidArgument(
+                    f"optim={spelled(args.optim)!r} and {name} both set the optimizer: use only one of them."
+                )
+        if trainer.optimizer is not None:
+            _warn_of_ignored(args, trainer.optimizer)
+        if trainer.optimizer is not None and trainer.optimizer_cls_and_kwargs is not None:
+            raise InvalidSetup("optimizers and optimizer_cls_and_kwargs both set the optimizer: pass only one.")
+        if trainer.model_init is not None and (trainer.optimizer is not None or trainer.lr_scheduler is not None):
+            raise InvalidSetup(
+                "optimizers would hold the parameters of a model that model_init replaces: pass "
+                "optimizer_cls_and_kwargs, or override create_optimizer_and_scheduler."
+            )
+
+    def _check_memmap(self) -> None:
+        """Check the folder of an evaluation that keeps its rows in files."""
+        args = self.trainer.args
+        if (folder := getattr(args, "eval_memmap_dir", None)) is not None:
+            if not os.path.isdir(folder):
+                raise InvalidArgument(f"eval_memmap_dir={folder!r} is not a folder: create it, or use another.")
+            if not args.eval_do_concat_batches:
+                raise InvalidArgument(
+                    "eval_memmap_dir writes one file for all batches, and eval_do_concat_batches=False needs one each: "
+                    "use only one of them."
+                )
+
+    def _check_data(self) -> None:
+        """Check that the length of the run can be computed, and log which arguments have no effect."""
+        trainer, args = self.trainer, self.trainer.args
+        if args.max_steps > 0 and args.num_train_epochs > 0:
+            logger.info("max_steps=%d is given and overrides num_train_epochs.", args.max_steps)
+        if isinstance(trainer.train_dataset, IterableDataset):
+            logger.log(
+                logging.INFO if args.train_sampling_strategy == "random" else logging.WARNING,
+                "train_sampling_strategy=%r has no effect: train_dataset is iterable and has its own order.",
+                str(args.train_sampling_strategy),
+            )
+        if not callable(trainer.data_collator):
+            raise InvalidArgument(f"data_collator must be callable, got {type(trainer.data_collator).__name__}.")
+        if trainer.train_dataset is not None and not has_length(trainer.train_dataset) and args.max_steps <= 0:
+            raise InvalidArgument(
+                "max_steps must be set: train_dataset has no length, so the number of optimizer steps cannot be "
+                "computed from num_train_epochs."
+            )
+
+
+def _warn_of_ignored(args: TrainingArguments, optimizer: Any) -> None:
+    """Log a warning about arguments for an optimizer, where the script's own has other values."""
+    for name, key in (("learning_rate", "lr"), ("weight_decay", "weight_decay")):
+        value = getattr(args, name)
+        groups = [group for group in getattr(optimizer, "param_groups", ()) if key in group]
+        held = {float(group.get(f"initial_{key}", group[key])) for group in groups}
+        if value != type(args).__dataclass_fields__[name].default and value not in held:
+            logger.warning(
+                "%s=%s has no effect: optimizers passes an optimizer, which has %s.", name, value, sorted(held)
+            )
+
+
+def _run_folder(trainer: Trainer, run: Run) -> str:
+    """The folder of the current run's checkpoints."""
+    return trainer._get_output_dir(run.trial)

@@ -1,0 +1,231 @@
+"""Stopping a run: signals of this process, and requests on one rank that all ranks follow."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from hftrainer.trainer import Trainer
+    from hftrainer.training.run import Run
+
+logger = logging.getLogger(__name__)
+
+#: SIGUSR1 is commonly requested from SLURM before the time limit (`--signal=USR1@90`).
+SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name))
+#: Seconds within which a launcher forwards a signal.
+_SECONDS_OF_ECHO = 3.0
+#: Python's default handlers; any other handler is the script's own, and stays.
+_DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
+#: Flags of the control that all ranks set when one does.
+_FLAGS = ("should_training_stop", "should_epoch_stop", "should_log", "should_evaluate", "should_save")
+
+
+class EvaluationAbandoned(BaseException):
+    """Aborts an evaluation that would take longer than the time left to stop."""
+
+
+class Interruption:
+    """Records signals that ask to stop, while it listens.
+
+    The first signal is recorded. The second ends the process at once, as without this class. A second signal shortly
+    after the first is ignored: with Ctrl-C, a launcher forwards a signal that its processes have got already.
+
+    Args:
+        saves: whether a signal saves a checkpoint; if not, signals are not handled.
+        launched: whether a launcher forwards signals.
+
+    Attributes:
+        received: the number of the received signal, or None.
+        may_abandon: whether the evaluation in progress may be aborted.
+    """
+
+    def __init__(self, saves: bool, *, launched: bool = False) -> None:
+        self._saves = saves
+        self._echo = _SECONDS_OF_ECHO if launched else 0.0
+        self._received_at = 0.0
+        self.received: int | None = None
+        self.may_abandon = False
+        self._before: dict[int, Any] = {}
+        self._process = 0
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Listen in the block. Python allows it in the main thread only; in other threads this does nothing."""
+        if not self._saves or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        self.received, self._process = None, os.getpid()
+        handlers = {number: signal.getsignal(number) for number in SIGNALS}
+        self._before = {number: handler for number, handler in handlers.items() if handler in _DEFAULTS}
+        for number in self._before:
+            signal.signal(number, self._note)
+        try:
+            yield
+        finally:
+            self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            if signal.getsignal(number) == self._note:
+                signal.signal(number, handler)
+
+    @contextlib.contextmanager
+    def abandoning(self) -> Iterator[None]:
+        """Abort evaluations in the block when a signal arrives."""
+        self.may_abandon = True
+        try:
+            yield
+        except EvaluationAbandoned:
+            logger.warning("The evaluation was aborted.")
+        finally:
+            self.may_abandon = False
+
+    def check(self) -> None:
+        """Called after each batch of an evaluation.
+
+        Raises:
+            EvaluationAbandoned: when a signal has arrived and the evaluation may be aborted.
+        """
+        if self.received is not None and self.may_abandon:
+            raise EvaluationAbandoned
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:  # a forked process, such as a loader's worker
+            if number != signal.SIGINT:  # with Ctrl-C they continue, so that the step can be completed
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
+            return
+        if self.received is None:
+            self.received, self._received_at = number, time.monotonic()
+            name = signal.Signals(number).name
+            logger.warning("%s: saving after this optimizer step, then stopping. A second signal stops at once.", name)
+            return
+        if time.monotonic() - self._received_at < self._echo:
+            return
+        self._restore()
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        os.kill(os.getpid(), number)
+
+    def leave(self) -> NoReturn:
+        """End the script as the signal would have: by KeyboardInterrupt, or with the status 128 + its number.
+
+        Raises:
+            KeyboardInterrupt: for Ctrl-C.
+            SystemExit: for other signals.
+        """
+        assert self.received is not None
+        if self.received == signal.SIGINT:
+            raise KeyboardInterrupt
+        raise SystemExit(128 + self.received)
+
+
+class ControlSync:
+    """Synchronizes the control flags and signals of all ranks at the end of each optimizer step.
+
+    Most steps request nothing. Ranks then vote without waiting for each other, and read the votes at the end of the
+    next step. A rank with a request waits for the votes: if all ranks have requests, they act on all of them at once,
+    as in `transformers.Trainer`. Else all act on them at the end of the next step, when all know of them.
+
+    Args:
+        trainer: the Trainer.
+        run: its run.
+        engine: the engine that drives it.
+
+    Attributes:
+        several: whether there is more than one rank.
+    """
+
+    def __init__(self, trainer: Trainer, run: Run, engine: Any) -> None:
+        self.trainer = trainer
+        self.run = run
+        self.engine = engine
+        self.several = trainer.args.world_size > 1
+        self._signal = 0
+        self._stop = False
+        self._votes: Callable[[], list[int]] | None = None  # of the last step, if they are not acted on yet
+
+    def begin_epoch(self) -> None:
+        """Clear the flag that stops an epoch."""
+        self._stop = False
+
+    def end_step(self) -> None:
+        """Synchronize after an optimizer step; does nothing in one process."""
+        if not self.several:
+            return
+        requests = self._requests()
+        self._votes = self._vote(requests)
+        if not any(requests):
+            return
+        one_has_none, *agreed = self._votes()
+        if one_has_none:
+            self._act_on([0] * len(agreed))
+        else:
+            self._votes = None
+            self._act_on(agreed)
+
+    def sync_control_flags(self) -> None:
+        """Set on all ranks what one rank requests, where all ranks wait anyway: after long operations and epochs."""
+        if not self.several:
+            return
+        votes, self._votes = self._vote(self._requests()), None
+        self._act_on(votes()[1:])
+
+    def _requests(self) -> list[int]:
+        """The signal and the flags of this rank, and those of all ranks that the last step has left."""
+        flags = [getattr(self.trainer.control, name) for name in _FLAGS]
+        own = [self.run.interruption.received or 0, *map(int, flags), int(self.engine.stops)]
+        left = [0] * len(own) if self._votes is None else self._votes()[1:]
+        return [max(each) for each in zip(own, left, strict=True)]
+
+    def _vote(self, requests: list[int]) -> Callable[[], list[int]]:
+        """Begin to exchange requests; whether some rank has none comes first."""
+        return self.engine.plan.processes.begin_highest(
+            [int(not any(requests)), *requests], timedelta(seconds=self.engine.plan.timeout)
+        )
+
+    def _act_on(self, requests: list[int]) -> None:
+        control = self.trainer.control
+        self._signal, *flags, stops = requests
+        for name, flag in zip(_FLAGS, flags, strict=True):
+            setattr(control, name, bool(flag))
+        self.engine.stops = bool(stops)
+        self._stop = control.should_training_stop or control.should_epoch_stop
+
+    @property
+    def may_stop(self) -> bool:
+        """Whether all ranks stop: only at the end of an optimizer step, when they are synchronized."""
+        return self._stop or not self.several
+
+    def abandoning(self) -> contextlib.AbstractContextManager[Any]:
+        """Abort evaluations when a signal arrives; not in distributed runs: other ranks would wait for this one."""
+        return contextlib.nullcontext() if self.several else self.run.interruption.abandoning()
+
+    def stop_if_signalled(self, save: Callable[[], None]) -> None:
+        """Save and stop, if a signal has arrived.
+
+        Args:
+            save: writes a checkpoint of this step, unless there is one.
+        """
+        interruption = self.run.interruption
+        if self.several:
+            if not self._signal:
+                return
+            interruption.received = self._signal
+        if interruption.received is None:
+            return
+        save()
+        if interruption.received == signal.SIGTERM and self.trainer.args.enable_jit_checkpoint:
+            self.trainer.control.should_training_stop = True  # as in transformers, train() returns normally then
+            interruption.received, self._signal = None, 0
+        else:
+            interruption.leave()
