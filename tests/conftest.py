@@ -83,6 +83,13 @@ def _environment_stays():
 
 
 @pytest.fixture(autouse=True)
+def _what_was_said_is_forgotten():
+    """What is said once in a process is said in each test."""
+    if "hftrainer.compat.messages" in sys.modules:
+        sys.modules["hftrainer.compat.messages"].warn_once.cache_clear()
+
+
+@pytest.fixture(autouse=True)
 def _mlflow_is_as_new():
     """It keeps the database and the experiment that it last used: those of a test that has ended."""
     yield

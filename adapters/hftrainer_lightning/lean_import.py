@@ -7,12 +7,10 @@ transformers' models, which takes longer than Lightning itself. The submodules o
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import importlib.util
 import logging
 import sys
-from collections.abc import Iterator
 from importlib.machinery import SourceFileLoader
 from typing import Any
 
@@ -23,43 +21,36 @@ _DEFINED_IN = {"Metric": "metric", "MetricCollection": "collections", "__version
 def import_lightning() -> None:
     """Import Lightning, unless it has been imported."""
     if "lightning.pytorch" not in sys.modules:
+        _defer_torchmetrics()
         is_enabled = gc.isenabled()
         gc.disable()  # during the import, since everything that it allocates survives
         try:
-            with _without_metrics():
-                importlib.import_module("lightning.pytorch")
+            importlib.import_module("lightning.pytorch")
         finally:
             if is_enabled:
                 gc.enable()
 
 
-@contextlib.contextmanager
-def _without_metrics() -> Iterator[None]:
-    """In the block, the names that Lightning needs do not run torchmetrics' `__init__`. Any other name always does.
+def _defer_torchmetrics() -> None:
+    """Make a module of torchmetrics that runs its `__init__` when it is asked for a name that Lightning does not need.
 
     Does nothing if torchmetrics has been imported, is missing, or is not an ordinary folder.
     """
     spec = None if "torchmetrics" in sys.modules else importlib.util.find_spec("torchmetrics")
     if spec is None or type(spec.loader) is not SourceFileLoader:
-        yield
         return
     package = sys.modules["torchmetrics"] = importlib.util.module_from_spec(spec)
     names = vars(package)
 
     def find(name: str) -> Any:
-        if name in _DEFINED_IN and "__path__" in names:
+        if name in _DEFINED_IN:
             importlib.import_module("torchmetrics.utilities")  # first: it and the two submodules import each other
             return getattr(importlib.import_module(f"torchmetrics.{_DEFINED_IN[name]}"), name)
-        # Debuggers and warnings look for such names in every module.
-        if name.startswith("__") and name not in ("__all__", "__path__", *_DEFINED_IN):
+        # Debuggers and warnings look for other names of this kind in every module.
+        if name.startswith("__") and name != "__all__":
             raise AttributeError(f"module 'torchmetrics' has no attribute {name!r}")
         names.pop("__getattr__", None)
         importlib.reload(package)
         return getattr(package, name)
 
     names.update(__getattr__=find, _logger=logging.getLogger("torchmetrics"))  # submodules import `_logger`
-    try:
-        yield
-    finally:
-        if "__getattr__" in names:
-            del names["__path__"]  # so that importing a submodule runs `__init__` first

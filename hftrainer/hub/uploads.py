@@ -251,8 +251,6 @@ class Uploads:
             is_urgent: whether the process is about to be killed.
         """
         try:
-            if self._is_busy:
-                logger.info("Waiting for the uploads to %s.", self.repository)
             if self._wait(is_urgent) and self._missing and not is_urgent():
                 self._submit(self._retry_missing)
                 self._wait(is_urgent)
@@ -275,6 +273,8 @@ class Uploads:
         # If Ctrl-C ends the loop, nothing waits again for the same uploads.
         has_stopped, self._stopped_waiting = self._stopped_waiting, True
         deadline = None
+        if self._is_busy and not has_stopped:
+            logger.info("Waiting for the uploads to %s.", self.repository)
         while self._is_busy:
             if deadline is None and is_urgent():
                 deadline = time.monotonic() + _GRACE
@@ -297,8 +297,9 @@ class Uploads:
     def at_exit(self) -> None:
         """Wait for all uploads, unless a wait was interrupted, and delete all snapshots."""
         try:
-            self._wait()
-            self._report()
+            if self._is_busy:
+                self._wait()
+                self._report()
         finally:
             self._snapshots.delete_all()
 

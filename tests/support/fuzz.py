@@ -30,7 +30,9 @@ __all__ = [
 
 _MANY = int(os.environ.get("FUZZ", "0"))
 #: Errors that say what is wrong with a file or an argument.
-CLEAR = tuple(kind for kind in vars(hftrainer.errors).values() if isinstance(kind, type))
+CLEAR = tuple(
+    kind for kind in vars(hftrainer.errors).values() if isinstance(kind, type) and issubclass(kind, BaseException)
+)
 
 
 def made_up(test: Callable) -> Callable:

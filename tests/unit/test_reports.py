@@ -13,7 +13,6 @@ from torch import nn
 
 import hftrainer
 from hftrainer import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
-from hftrainer.compat.messages import warn_once
 from tests.support.tiny import Stream, make_bert, make_plain, pad, plain_data, text_data, varied_language_data
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 1}
@@ -37,7 +36,6 @@ def make_trainer(tmp_path):
 
 @pytest.fixture
 def said(caplog):
-    warn_once.cache_clear()
     return lambda: "\n".join(line.message for line in caplog.records if line.levelno >= logging.WARNING)
 
 

@@ -32,9 +32,10 @@ def make_trainer(tmp_path):
 
 def test_loading_processes_end_with_the_run(make_trainer):
     """Also those that stay between epochs: collected as garbage, each would be waited for 5 seconds in vain."""
+    others = multiprocessing.active_children()
     trainer = make_trainer(max_steps=12, dataloader_num_workers=2, dataloader_persistent_workers=True)
     trainer.train()
-    assert multiprocessing.active_children() == []
+    assert set(multiprocessing.active_children()) <= set(others)
     trainer.train()  # with new ones
     assert trainer.state.global_step == 12
 
