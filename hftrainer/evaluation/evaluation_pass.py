@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections import deque
@@ -224,7 +225,8 @@ class EvaluationPass:
     def finish(self) -> dict[str, Any]:
         """Compute the metrics over all batches, and set `output`."""
         whole = {name: kept.arrays() for name, kept in self._kept.items()}
-        metrics = dict(denumpify_detensorize(self.metrics.compute(self._prediction(whole), self._collect)))
+        gather = functools.partial(self.trainer.accelerator.processes.gather, distinct=True)
+        metrics = dict(denumpify_detensorize(self.metrics.compute(self._prediction(whole), gather)))
         self.computed = bool(metrics)
         losses = whole["losses"]
         if losses is not None:
@@ -237,13 +239,9 @@ class EvaluationPass:
         start = f"{self.settings.prefix}_"
         prefixed = {name: value for name, value in metrics.items() if name.startswith(start)}
         prefixed |= {start + name: value for name, value in metrics.items() if not name.startswith(start)}
-        samples = self._known_samples() or int(self._collect(np.array([self.seen_samples])).sum())
+        samples = self._known_samples() or int(gather(np.array([self.seen_samples])).sum())
         self.output = EvalLoopOutput(whole["predictions"], whole["label_ids"], prefixed, samples)
         return prefixed
-
-    def _collect(self, rows: Any) -> Any:
-        """All rows of all processes."""
-        return self.trainer.accelerator.processes.gather(rows, distinct=True)
 
     def _mean(self, losses: np.ndarray) -> float:
         finite = np.isfinite(losses)
