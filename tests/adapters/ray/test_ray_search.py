@@ -193,7 +193,7 @@ def test_which_objectives_count(tmp_path, monkeypatch):
     """The last of a trial, or with ray_scope='all' the best: here that of a trial which gets worse afterwards."""
     trainer = make_saving(tmp_path / "out", ray_scope="all")
     best = search(trainer, **grid(learning_rate=[2.0, 1e-5]), compute_objective=worse_later, direction="maximize")
-    results = RaySearch(context=None)  # which reading results does not need
+    results = RaySearch(components=None)  # which reading results does not need
     results.directions = ["maximize"]
     chosen = [results._best(best.run_summary, scope).hyperparameters for scope in ("all", "last")]
     assert chosen == [best.hyperparameters, {"learning_rate": 1e-5}] and best.hyperparameters["learning_rate"] == 2.0

@@ -55,9 +55,10 @@ def test_a_worker_is_killed(undisturbed, tmp_path):
     assert workers[0]["logs"] == expected[0]["logs"]
 
 
-def test_the_guide(tmp_path, monkeypatch):
+def test_the_guide(processes, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-    test_pages.test_blocks(test_pages.ROOT / "docs" / "guides" / "ray.md", tmp_path, monkeypatch)
+    test_pages.test_blocks(test_pages.ROOT / "docs" / "guides" / "ray.md", processes)
 
 
 def test_data_of_ray(tmp_path):
