@@ -45,12 +45,14 @@ def given_arguments(args: BaseArguments) -> Iterator[tuple[str, Argument]]:
     hidden = {name: field for name, field in legacy.HIDDEN.items() if name in vars(args)}
     for field in {**hidden, **{field.name: field for field in dataclasses.fields(args)}}.values():
         name = field.name
-        value = getattr(args, name)
+        if name not in known or name in own:
+            continue
+        value, neutral = getattr(args, name), known[name].neutral
         # Most arguments are left at their default.
-        if value is not field.default and name in known and name not in own and not is_set_by_release(args, name):
-            neutral = known[name].neutral
-            if value not in (None, neutral) if neutral is not None else not _is_neutral(value, field.default):
-                yield name, known[name]
+        if value is field.default or is_set_by_release(args, name):
+            continue
+        if value not in (None, neutral) if neutral is not None else not _is_neutral(value, field.default):
+            yield name, known[name]
 
 
 def is_refused(about: Argument, value: Any) -> bool:

@@ -138,6 +138,14 @@ def test_construction_touches_nothing(tmp_path, monkeypatch):
     assert torch.equal(torch.get_rng_state(), before[1])
 
 
+def test_fields_of_a_subclass_may_be_unset(tmp_path):
+    @dataclasses.dataclass
+    class WithLater(TrainingArguments):
+        later: int = dataclasses.field(init=False)
+
+    assert check_supported(ResolvedArguments(WithLater(str(tmp_path), use_cpu=True))) == []
+
+
 def test_derived_values():
     args = TrainingArguments(
         "~/out", eval_strategy="steps", logging_steps=7, load_best_model_at_end=True, save_steps=14
