@@ -86,7 +86,7 @@ def _environment_stays():
 def _what_was_said_is_forgotten():
     """What is said once in a process is said in each test."""
     if "hftrainer.compat.messages" in sys.modules:
-        sys.modules["hftrainer.compat.messages"].warn_once.cache_clear()
+        sys.modules["hftrainer.compat.messages"].log_once.cache_clear()
 
 
 @pytest.fixture(autouse=True)

@@ -10,13 +10,12 @@ import torch
 from torch import distributed
 
 from hftrainer.arguments import legacy
-from hftrainer.arguments.base import BaseArguments
+from hftrainer.arguments.choices import spelled
 from hftrainer.errors import suggest
 from hftrainer.parallel import tpu
 from hftrainer.parallel.devices import OTHERS, own_backend
 from hftrainer.parallel.environment import RankInfo
 from hftrainer.parallel.fsdp.settings import FsdpSettings
-from hftrainer.parallel.tpu import unused_tpu
 from hftrainer.plugins import load
 
 if TYPE_CHECKING:
@@ -61,7 +60,7 @@ def check_device(args: BaseArguments, precision: str, processes: int, spreads: b
             f"torch.{here[0]} is available, but hftrainer cannot train on it: {REFUSED[here[0]]}. Set use_cpu=True to "
             "train on the CPU."
         )
-    elif kind == "cpu" and not _asks_for_cpu(args) and (reason := unused_tpu()):
+    elif kind == "cpu" and not _asks_for_cpu(args) and (reason := tpu.unused_tpu()):
         yield reason
     if kind == "mps":
         yield from _check_mps(precision, processes, spreads)
@@ -224,7 +223,7 @@ def _check_xla(args: BaseArguments, settings: FsdpSettings) -> Iterator[str]:
 
 
 def _check_optimizers(args: BaseArguments, settings: FsdpSettings, own_optimizer: bool) -> Iterator[str]:
-    name = str(getattr(args.optim, "value", args.optim))
+    name = spelled(args.optim)
     if settings.xla is not None and settings.xla.spmd:
         return  # parameters keep their shapes
     own = name.startswith("adamw_torch")

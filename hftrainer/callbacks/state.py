@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from hftrainer.arguments.base import BaseArguments
-from hftrainer.compat.messages import warn_once
+from hftrainer.compat.messages import log_once
 from hftrainer.compat.reading import check_fields, fitting
 from hftrainer.errors import InvalidArgument
 
@@ -259,7 +259,7 @@ def as_json(value: Any, name: str) -> Any:
         return value.tolist()
     if isinstance(value, _PLAIN):
         return value
-    warn_once(logger, f"{name} is a {type(value).__name__}, which JSON does not have: its repr is written.")
+    log_once(logger, f"{name} is a {type(value).__name__}, which JSON does not have: its repr is written.")
     return repr(value)
 
 

@@ -149,6 +149,6 @@ def log_facts(logger: logging.Logger, title: str, facts: Mapping[str, Any]) -> N
 
 
 @functools.cache
-def warn_once(logger: logging.Logger, message: str) -> None:
-    """Log a warning, unless this process has logged the same before."""
-    logger.warning(message)
+def log_once(logger: logging.Logger, message: str, level: int = logging.WARNING) -> None:
+    """Log a message, unless this process has logged the same before."""
+    logger.log(level, message)

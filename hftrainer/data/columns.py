@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from hftrainer.compat import peers
-from hftrainer.compat.messages import warn_once
+from hftrainer.compat.messages import log_once
 from hftrainer.errors import InvalidArgument, RemovedColumn, UnknownKey
 from hftrainer.model.inspection import called_model
 
@@ -132,7 +132,7 @@ def count_tokens(inputs: Mapping[str, Any], main_input: str, how: str, pad_token
         pad_token_id: the padding token, if there is one.
     """
     if main_input not in inputs:
-        warn_once(logger, f"Input tokens are not counted: the batch has no {main_input!r}. Set model.main_input_name.")
+        log_once(logger, f"Input tokens are not counted: the batch has no {main_input!r}. Set model.main_input_name.")
         return None
     tokens = inputs[main_input]
     if how == "non_padding" and "attention_mask" in inputs:
@@ -140,7 +140,7 @@ def count_tokens(inputs: Mapping[str, Any], main_input: str, how: str, pad_token
     if how == "non_padding" and pad_token_id is not None:
         return (tokens != pad_token_id).sum()
     if how == "non_padding":
-        warn_once(
+        log_once(
             logger,
             "Could not determine method to count non-padding tokens: there is neither an attention_mask nor a "
             "pad_token_id, so padding is counted too.",

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hftrainer.compat.messages import warn_once
+from hftrainer.compat.messages import log_once
 from hftrainer.evaluation.growing_array import GrowingArray
 from hftrainer.trainer_pt_utils import nested_apply, nested_numpify
 
@@ -55,7 +55,7 @@ def _is_data(value: Any, name: str) -> bool:
 
     nested_apply(look, value)
     if strange:
-        warn_once(
+        log_once(
             logger,
             f"The model's output {name} contains a {type(strange[0]).__name__}, which is not a tensor and is left out "
             "of the predictions. To leave it out without this warning, add its key to ignore_keys or to the config's "

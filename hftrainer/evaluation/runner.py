@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from hftrainer.arguments import legacy
 from hftrainer.compat import peers
-from hftrainer.compat.messages import log_facts, warn_once
+from hftrainer.compat.messages import log_facts, log_once
 from hftrainer.compat.overrides import accepted_by, has_length, is_overridden, with_accepted
 from hftrainer.errors import InvalidArgument
 from hftrainer.evaluation import gathering
@@ -123,7 +123,7 @@ class EvaluationRunner:
         if not (predicting or evaluation.computed or evaluation.has_labels or trainer.compute_metrics is None):
             needed = f"no batch has all of the labels {trainer.label_names}: set label_names to the names of yours"
             why = "prediction_loss_only=True" if loss_only else needed
-            warn_once(logger, f"compute_metrics is not called: {why}.")
+            log_once(logger, f"compute_metrics is not called: {why}.")
         if evaluation.preparation_time is not None:
             self._preparation_measured |= math.isnan(trainer.model_preparation_time)
             trainer.model_preparation_time = evaluation.preparation_time

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hftrainer.compat.messages import log_once
 from hftrainer.errors import MissingPackage
 from hftrainer.model_card import provenance
 from hftrainer.reporting.metrics import write_whole
@@ -61,14 +62,9 @@ def draw_plot(state: TrainerState, folder: Path, *, force: bool) -> str | None:
     try:
         write_whole(str(path), functools.partial(draw_png, lines))
     except MissingPackage as error:
-        _log_once(f"The model card has no plot of the training run. {error}")
+        log_once(logger, f"The model card has no plot of the training run. {error}", logging.INFO)
         return None
     return PLOT_NAME
-
-
-@functools.lru_cache
-def _log_once(message: str) -> None:
-    logger.info(message)
 
 
 def add_peft_parts(card: str, model: Any) -> str:

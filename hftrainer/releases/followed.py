@@ -6,13 +6,13 @@ A Trainer reads it once, when it is made. `from hftrainer import Trainer` follow
 
 from __future__ import annotations
 
-import functools
 import importlib.metadata
 import logging
 import re
 from collections.abc import Mapping
 from typing import Any
 
+from hftrainer.compat.messages import log_once
 from hftrainer.releases.earlier import POLICIES
 from hftrainer.releases.policy import NEWEST, RELEASES, Release, ReleasePolicy
 
@@ -60,10 +60,9 @@ def newer_than_known(version: str) -> str | None:
     )
 
 
-@functools.cache
 def _inform(sentence: str | None) -> None:
     if sentence:
-        logger.info(sentence)
+        log_once(logger, sentence, logging.INFO)
 
 
 def _nearest(release: Release) -> Release:

@@ -437,11 +437,6 @@ class TrainingLoop:
 
     # ---- Checkpoints -------------------------------------------------------------------------------------------
 
-    def resume_log(self) -> None:
-        """Resume the sums for the next log line."""
-        if self.progress is not None:
-            self.losses.resume(self.progress)
-
     def current_progress(self) -> RunProgress:
         """The progress for a checkpoint written now, besides the trainer's state."""
         trainer = self.trainer

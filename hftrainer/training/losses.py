@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hftrainer.checkpointing.progress import RunProgress
-from hftrainer.compat.messages import warn_once
+from hftrainer.compat.messages import log_once
 from hftrainer.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def first_output(outputs: Any, inputs: Mapping[str, Any]) -> Any:
         return outputs[0]
     elif isinstance(outputs, torch.Tensor) and outputs.ndim == 1 and len(outputs):
         said = f"The model returned numbers without a loss; the first of them is the loss. If it is not: {REMEDY}"
-        warn_once(logger, said)
+        log_once(logger, said)
         return outputs[0]
     else:
         returned = f"a {type(outputs).__name__}"

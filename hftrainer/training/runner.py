@@ -254,7 +254,8 @@ class TrainingRunner:
         loop, model = self._make_loop(args, folder, trial, ignore_keys)
         self._begin_reports(trial)
         self.run.start_at(trainer.state.global_step, trainer.state.num_input_tokens_seen)
-        loop.resume_log()
+        if loop.progress is not None:
+            loop.losses.resume(loop.progress)
         is_complete = folder is not None and trainer.state.global_step >= loop.schedule.max_steps
         if loop.first_epoch >= loop.schedule.num_train_epochs or is_complete:
             self._repeat_end(loop, folder, trial)

@@ -13,7 +13,7 @@ from torch import nn
 
 from hftrainer.arguments import legacy
 from hftrainer.arguments.choices import which_tokens
-from hftrainer.compat.messages import warn_once
+from hftrainer.compat.messages import log_once
 from hftrainer.compat.overrides import accepted_by, accepts, call_with_accepted, ignores_other_keywords
 from hftrainer.data.columns import count_tokens
 from hftrainer.data.loaders import to_device
@@ -139,7 +139,7 @@ class TrainingSteps:
             loss = trainer.label_smoother(outputs, labels, shift_labels=shift, num_items_in_batch=items)
         else:
             if trainer.label_smoother is not None:
-                warn_once(
+                log_once(
                     logger,
                     f"label_smoothing_factor={trainer.args.label_smoothing_factor} has no effect: it needs 'labels', "
                     f"and the batch has only {', '.join(inputs)}; the model computes its own loss.",

@@ -278,7 +278,6 @@ def test_several_processes(tmp_path, monkeypatch):
 def test_without_matplotlib(trained, monkeypatch, caplog):
     (Path(trained.args.output_dir) / "training.png").unlink(missing_ok=True)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    files._log_once.cache_clear()
     with caplog.at_level(logging.INFO, "hftrainer"):
         texts = [make_card(trained)[1] for _ in range(2)]
     assert caplog.text.count("pip install 'hftrainer[plot]'") == 1
