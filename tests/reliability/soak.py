@@ -230,8 +230,9 @@ class Run:
             time.sleep(0.05)
 
     def _damage(self):
-        """Harm the newest checkpoint, if there is another one and the best is elsewhere."""
-        folders = sorted(self.folder.glob("checkpoint-*"), key=step_of)
+        """Harm the newest whole checkpoint, if there is another one and the best is elsewhere."""
+        whole = (folder for folder in self.folder.glob("checkpoint-*") if why_unusable(folder) is None)
+        folders = sorted(whole, key=step_of)
         if len(folders) < 2 or "load_best_model_at_end" in self.scenario.settings:
             return
         self.history.append(("damage", faults.damage(folders[-1], self.moments)))
