@@ -12,7 +12,7 @@ import pytest
 from tests.support.tiny import make_plain, plain_data
 
 ROOT = Path(__file__).parents[2]
-PAGES = [*sorted(path for path in (ROOT / "docs").rglob("*.md") if "rooms" not in path.parts), ROOT / "README.md"]
+PAGES = [*sorted(path for path in (ROOT / "docs").rglob("*.md") if "packages" not in path.parts), ROOT / "README.md"]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 #: Kinds of blocks that are not run: differences, pictures of files.
 SHOWN = {"diff", "text"}

@@ -17,7 +17,7 @@ from types import ModuleType
 import pytest
 
 ROOT = Path(__file__).parents[2]
-#: What touches Lightning, and the rooms of ours whose objects Lightning's are closest to.
+#: What touches Lightning, and the packages of ours whose objects Lightning's are closest to.
 SOURCES = sorted(
     path
     for folder in (*(f"adapters/hftrainer_{name}" for name in ("lightning", "deepspeed", "xla")), "hftrainer/parallel")
