@@ -20,7 +20,7 @@ PYTEST := $(RUN) -m pytest
 WORKERS := -n 3 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-fast docs test-machines test-install test-downstream test-libraries test-versions upstream test-adapters soak lint format coverage bench demo clean
+.PHONY: help test test-fast docs test-machines test-install test-downstream test-versions upstream test-adapters soak lint format coverage bench demo clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -70,14 +70,19 @@ $(VENV)/.libraries: tests/adapters/downstream/requirements.txt $(VENV)/.dev
 	@$(call pip,.venv-$*) -r $<
 	@touch $@
 
-# Libraries that pin what they need, in two groups by the transformers they take. The registry's torchaudio is compiled for
-# CUDA; without that part it is of Python alone.
-.venv-libraries%/.ready: tests/adapters/downstream/libraries%.txt
+# Libraries that pin what they need, beside the transformers that they take: the file names them all, since one may ask for a
+# torch with CUDA; so is the registry's torchaudio compiled, which works without that part.
+libraries = $(call pip,$(1)) --use-pep517 --no-deps -r $(2) && rm -rf $(1)/lib/python*/site-packages/torchaudio/lib
+
+.venv-4.57/.libraries: tests/adapters/downstream/libraries-4.57.txt .venv-4.57/.ready
+	@$(call libraries,.venv-4.57,$<)
+	@touch $@
+
+.venv-5.16/.libraries: tests/adapters/downstream/libraries-5.16.txt
 	@echo "Installing the packages of $< ..."
-	@$(PYTHON) -m venv .venv-libraries$*
-	@$(call pip,.venv-libraries$*) -c $< torch
-	@$(call pip,.venv-libraries$*) --no-deps -r $<
-	@rm -rf .venv-libraries$*/lib/python*/site-packages/torchaudio/lib
+	@$(PYTHON) -m venv .venv-5.16
+	@$(call pip,.venv-5.16) -c $< torch
+	@$(call libraries,.venv-5.16,$<)
 	@touch $@
 
 # ---- Tests -----------------------------------------------------------------------------------------------------------
@@ -99,18 +104,14 @@ test-machines: $(VENV)/.dev  ## nodes, ranks, launched processes and searches th
 test-install: $(VENV)/.dev  ## an environment with only what pyproject.toml declares; a pre-release of lightning, if any
 	@$(RUN) -m pytest -q tests/install
 
-# AdapterHub's library is for transformers 4.57. WRITE=1 writes the page.
-test-downstream: $(VENV)/.libraries .venv-4.57/.ready  ## TRL, sentence-transformers, setfit, PEFT, AdapterHub: the same numbers
-	@$(PYTEST) tests/adapters/downstream
-	@LIBRARIES=adapters USE_TF=0 .venv-4.57/bin/python -m pytest tests/adapters/downstream/test_libraries.py
-	@test -z "$(WRITE)" || $(RUN) scripts/compatibility_page.py
-
-# WRITE=1 writes the page.
+# Three environments, since libraries take different releases of transformers. WRITE=1 writes the page.
+DOWNSTREAM := tests/adapters/downstream/test_libraries.py
 LIBRARIES_5.16 := gliner FlagEmbedding chronos-forecasting colpali-engine ms-swift
-LIBRARIES_4.57 := span-marker pylate llamafactory
-test-libraries: $(if $(WRITE),$(VENV)/.dev) .venv-libraries-5.16/.ready .venv-libraries-4.57/.ready  ## GLiNER, SpanMarker, pylate, FlagEmbedding, Chronos-2, colpali, ms-swift, LLaMA-Factory
-	@LIBRARIES="$(LIBRARIES_5.16)" $(IN_MEMORY) .venv-libraries-5.16/bin/python -m pytest -q tests/adapters/downstream/test_libraries.py
-	@LIBRARIES="$(LIBRARIES_4.57)" $(IN_MEMORY) .venv-libraries-4.57/bin/python -m pytest -q tests/adapters/downstream/test_libraries.py
+LIBRARIES_4.57 := adapters span-marker pylate llamafactory
+test-downstream: $(VENV)/.libraries .venv-5.16/.libraries .venv-4.57/.libraries  ## TRL, sentence-transformers, setfit, PEFT and nine more: the same numbers
+	@$(PYTEST) tests/adapters/downstream
+	@LIBRARIES="$(LIBRARIES_5.16)" $(IN_MEMORY) .venv-5.16/bin/python -m pytest -q $(DOWNSTREAM)
+	@LIBRARIES="$(LIBRARIES_4.57)" USE_TF=0 $(IN_MEMORY) .venv-4.57/bin/python -m pytest -q $(DOWNSTREAM)
 	@test -z "$(WRITE)" || $(RUN) scripts/compatibility_page.py
 
 # RELEASES=floor PYTHON=python3.10 tries the floor of every dependency; what cannot be there is skipped.

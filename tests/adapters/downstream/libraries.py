@@ -1,7 +1,6 @@
-"""The libraries of the lanes, and what these have found out about them, which COMPATIBILITY.md shows.
+"""The libraries of `make test-downstream`, and what it has found out about them, which COMPATIBILITY.md shows.
 
-With WRITE=1, `make test-downstream` and `make test-libraries` write `results.json` and the page anew; without WRITE a
-test fails when they are stale.
+With WRITE=1 it writes `results.json` and the page; without, a test fails when they are stale.
 """
 
 import importlib.util
