@@ -1,5 +1,7 @@
 """Pages of the site that are made from files of the repository: mkdocs calls these functions.
 
+Pages link to files of the repository, so that links work in a clone; here they become links to pages.
+
 `COMPATIBILITY.md` becomes two pages, and `ARCHITECTURE.md` the first page of the internals.
 """
 
@@ -29,8 +31,13 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Include ARCHITECTURE.md in its page, with links as they are on the site."""
+    """Include ARCHITECTURE.md in its page, and make links to files of the repository links to pages of the site."""
+    top = "../" * page.file.src_uri.count("/")
     if page.file.src_uri == "internals/index.md":
-        text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
-        return re.sub(r"\]\(docs/", "](../", text)
-    return markdown
+        markdown = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8").replace("](docs/", f"]({top}")
+
+    def link_to_page(link: re.Match[str]) -> str:
+        anchor = link[1] or ""
+        return f"]({top}arguments.md)" if anchor == "#arguments" else f"]({top}differences.md{anchor})"
+
+    return re.sub(r"\]\((?:\.\./)+COMPATIBILITY\.md(#[\w-]+)?\)", link_to_page, markdown)

@@ -1,4 +1,4 @@
-"""Every code block of the site runs: those of a page one after the other, in a folder of their own."""
+"""Every code block of the site runs, those of a page one after the other; links between files lead somewhere."""
 
 import re
 import shlex
@@ -18,6 +18,7 @@ BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 SHOWN = {"diff", "text"}
 #: Commands that make an environment; `make test-install` and CI run them.
 NOT_HERE = ("pip install", "make ")
+LINK = re.compile(r"\]\((?!https?:|mailto:)([^)#\s]*)(?:#([\w-]+))?\)")
 #: Pages for what this environment may lack → the package; another lane runs them then.
 NEEDS = {"docs/guides/ray.md": "ray"}
 
@@ -54,3 +55,17 @@ def test_blocks(page, processes):
             exec(compile(before + code, page, "exec"), names)
         elif kind == "bash":
             run_shell(code, processes)
+
+
+def anchors(page):
+    """Of a page's headings, as GitHub and mkdocs make them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")], ids=lambda page: page.name)
+def test_links(page):
+    for file, anchor in LINK.findall(BLOCK.sub("", page.read_text())):
+        target = page.parent / file if file else page
+        assert target.exists(), f"{file} is missing"
+        assert not anchor or anchor in anchors(target), f"{file} has no heading {anchor}"
