@@ -14,7 +14,11 @@ from hftrainer.parallel.config_files import env_flag
 from hftrainer.plugins import adapter
 from hftrainer.reporting import tracker_callbacks
 from hftrainer.reporting.tracker_callbacks import (
+    CometCallback as CometCallback,
+    MLflowCallback as MLflowCallback,
     ReportingCallback as ReportingCallback,  # for 'csv' and the script's loggers
+    TensorBoardCallback as TensorBoardCallback,
+    WandbCallback as WandbCallback,
 )
 
 if TYPE_CHECKING:

@@ -23,8 +23,7 @@ from lightning.pytorch.loggers import Logger
 from hftrainer.parallel.environment import cluster_environment
 from hftrainer.strategies.strategy import Strategy
 from hftrainer_lightning import private_api
-from hftrainer_lightning.callbacks import finders as tuning
-from hftrainer_lightning.callbacks import running as of_callbacks
+from hftrainer_lightning.callbacks import finders as tuning, running as of_callbacks
 from hftrainer_lightning.callbacks.running import has_progress_bar, is_lightning_callback
 from hftrainer_lightning.hooks import EvaluationHooks, RunHooks, TuningHooks
 from hftrainer_lightning.module import TrainerModule

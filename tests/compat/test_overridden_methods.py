@@ -20,8 +20,7 @@ from hftrainer.training.accelerator import EngineAccelerator
 from tests.compat.names_in_use import ABSENT, METHODS
 from tests.support.changed import methods_of
 from tests.support.differences import NOT_CALLED_ALIKE
-from tests.support.hub_runs import hub as hub
-from tests.support.hub_runs import make_pushing
+from tests.support.hub_runs import hub as hub, make_pushing
 from tests.support.parity import EVERY_STEP, alike, build, record
 from tests.support.releases import TRANSFORMERS, pinned
 from tests.support.tiny import make_plain, plain_data

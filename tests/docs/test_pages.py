@@ -1,4 +1,4 @@
-"""Every code block of the site runs, those of a page one after the other; links between files lead somewhere."""
+"""Every code block of the site runs as a reader copies it; links between files lead somewhere."""
 
 import re
 import shlex
@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.tiny import make_plain, plain_data
-
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted(path for path in (ROOT / "docs").rglob("*.md") if "packages" not in path.parts), ROOT / "README.md"]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -18,6 +16,8 @@ BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 SHOWN = {"diff", "text"}
 #: Commands that make an environment; `make test-install` and CI run them.
 NOT_HERE = ("pip install", "make ")
+#: The first line of a block that needs the names of the one before it.
+GOES_ON = "# goes on from the block above"
 LINK = re.compile(r"\]\((?!https?:|mailto:)([^)#\s]*)(?:#([\w-]+))?\)")
 #: Pages for what this environment may lack → the package; another lane runs them then.
 NEEDS = {"docs/guides/ray.md": "ray"}
@@ -44,13 +44,13 @@ def test_blocks(page, processes):
     if package := NEEDS.get(str(page.relative_to(ROOT))):
         pytest.importorskip(package)
     shutil.copy(Path(__file__).with_name("train.py"), ".")
-    data = plain_data(24)
-    names = {"model": make_plain(), "make_model": make_plain, "train": data, "valid": data[:8], "__name__": "__page__"}
-    text = page.read_text()
+    text, names = page.read_text(), {}
     for block in BLOCK.finditer(text):
         kind, code = block.groups()
         assert kind in SHOWN | {"python", "bash"}, f"a block of {kind} is neither run nor known as shown only"
         if kind == "python":
+            if not code.startswith(GOES_ON):
+                names = {"__name__": "__page__"}
             before = "\n" * text[: block.start(2)].count("\n")  # an error names the line of the page
             exec(compile(before + code, page, "exec"), names)
         elif kind == "bash":

@@ -9,8 +9,7 @@ from huggingface_hub.utils import _http
 
 import hftrainer
 from tests.support.differences import OWN_FILES
-from tests.support.hub_runs import TOKEN, make_pushing
-from tests.support.hub_runs import hub as hub
+from tests.support.hub_runs import TOKEN, hub as hub, make_pushing
 from tests.support.hub_server import Commit, Repo
 from tests.support.parity import alike, assert_equal
 from tests.support.tiny import make_plain, tokenizer

@@ -25,8 +25,7 @@ from hftrainer.parallel.fsdp.settings import read_fsdp
 from hftrainer_deepspeed.settings import configure
 from tests.support import fuzz
 from tests.support.checkpoints import KeepsState, copy_without_manifest, finished, make_trainer
-from tests.support.hub_runs import TOKEN
-from tests.support.hub_runs import hub as hub
+from tests.support.hub_runs import TOKEN, hub as hub
 from tests.support.hub_server import Commit, Repo
 from tests.support.jobs import names
 from tests.support.parts import stepped, write

@@ -27,8 +27,7 @@ from hftrainer.parallel import process_group
 from hftrainer.parallel.processes import _has_ended as has_ended
 from hftrainer.search.packing import pack
 from tests.support.checkpoints import At, OnSave
-from tests.support.hub_runs import READS, STEPS, TOKEN, environment, make_uploading
-from tests.support.hub_runs import hub as hub
+from tests.support.hub_runs import READS, STEPS, TOKEN, environment, hub as hub, make_uploading
 from tests.support.hub_server import Commit, Repo, cut, fail
 from tests.support.parity import assert_same_weights
 from tests.support.tiny import make_plain

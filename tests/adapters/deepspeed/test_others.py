@@ -10,8 +10,7 @@ from safetensors.torch import load_file
 from hftrainer import TrainingArguments
 from tests.adapters.deepspeed.sets import AUTO, STAGES, TOLERANCE
 from tests.support.jobs import assert_same
-from tests.support.launching import TORCHRUN, accelerate, port, python, read
-from tests.support.launching import start as start_script
+from tests.support.launching import TORCHRUN, accelerate, port, python, read, start as start_script
 
 HERE = Path(__file__).parent
 RANKS = (0, 1)

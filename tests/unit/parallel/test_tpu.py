@@ -7,8 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hftrainer import Trainer
-from hftrainer import __main__ as command
+from hftrainer import Trainer, __main__ as command
 from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.arguments.support import overridden
 from hftrainer.errors import MissingPackage
