@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from hftrainer.errors import MissingPackage
+from hftrainer.parallel.devices import INSTALL_TORCH_TPU, INSTALL_TORCH_XLA
 from hftrainer.parallel.environment import RankInfo
-from hftrainer.parallel.tpu import INSTALL, SUCCESSOR
 
 
 def device() -> torch.device:
@@ -28,8 +28,8 @@ def load() -> Any:
         import torch_xla
     except ImportError as error:
         raise MissingPackage(
-            f"torch {torch.__version__} cannot load the installed torch_xla ({error}): {INSTALL}, or pip uninstall "
-            f"torch_xla and {SUCCESSOR}. Or set use_cpu=True to train on the CPU."
+            f"torch {torch.__version__} cannot load the installed torch_xla ({error}): {INSTALL_TORCH_XLA}, or "
+            f"pip uninstall torch_xla and {INSTALL_TORCH_TPU}. Or set use_cpu=True to train on the CPU."
         ) from error
     return torch_xla
 

@@ -14,7 +14,7 @@ import torch
 from torch import distributed, nn
 
 from hftrainer.errors import WrongConfig
-from hftrainer.parallel.fsdp.settings import FsdpSettings, XlaSettings, nearest
+from hftrainer.parallel.fsdp_settings import FsdpSettings, XlaSettings, nearest
 from hftrainer.parallel.plan import LightningPlan
 from hftrainer_xla import devices as xla
 
@@ -63,14 +63,14 @@ def shard(model: nn.Module, plan: LightningPlan) -> nn.Module:
     if isinstance(model, XlaFullyShardedDataParallel):
         return model
     if plan.processes.several:
-        from hftrainer.parallel.fsdp.sharding import take_from_first
+        from hftrainer.parallel.fsdp_sharding import take_from_first
 
         take_from_first(model, torch.device("cpu"))
     return _wrapped(model, settings, settings.xla).to(xla.device())
 
 
 def _units(model: nn.Module, settings: FsdpSettings) -> list[nn.Module]:
-    from hftrainer.parallel.fsdp.sharding import units_of
+    from hftrainer.parallel.fsdp_sharding import units_of
 
     return units_of(model, settings)
 

@@ -16,7 +16,7 @@ from hftrainer.checkpointing import names
 from hftrainer.checkpointing.weights import load_weights
 from hftrainer.compat.reading import read_torch
 from hftrainer.errors import CheckpointNotFound
-from hftrainer.parallel.fsdp.settings import FsdpPlugin
+from hftrainer.parallel.fsdp_settings import FsdpPlugin
 from hftrainer.parallel.plan import LightningPlan
 from hftrainer.parallel.process_state import DistributedType
 from hftrainer.strategies.strategy import MakeOptimizer, ReplicasStrategy, Strategy

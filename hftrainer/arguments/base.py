@@ -24,7 +24,7 @@ from hftrainer.arguments.field import OURS
 from hftrainer.arguments.old_fields import ARGUMENTS, OldArguments
 from hftrainer.arguments.resolved import ResolvedArguments, requested_precision
 from hftrainer.errors import UnsupportedArgument
-from hftrainer.parallel import devices, tpu
+from hftrainer.parallel import devices
 from hftrainer.parallel.config_files import env_flag
 from hftrainer.plugins import load
 
@@ -73,14 +73,14 @@ class BaseArguments(OldArguments):
         """The value of `device`; subclasses override it."""
         if self._on_cpu:
             return torch.device("cpu")
-        if tpu.uses_xla():
+        if devices.uses_xla():
             return load("xla", "devices").device()
-        kind = devices.found()
+        kind = devices.detect_device_type()
         if kind in ("cpu", "mps"):
             return torch.device(kind)
         if kind == "tpu":  # torch_tpu gives each process one, as the first
             return torch.device(kind, 0)
-        return torch.device(kind, self._rank_info.device_index(devices.count(kind)))
+        return torch.device(kind, self._rank_info.device_index(devices.device_count(kind)))
 
     @property
     def _on_cpu(self) -> bool:
@@ -93,7 +93,7 @@ class BaseArguments(OldArguments):
         return ResolvedArguments.of(self).rank_info
 
     def _count_gpus(self) -> int:
-        return 0 if self._on_cpu or tpu.uses_xla() else devices.count(devices.found())
+        return 0 if self._on_cpu or devices.uses_xla() else devices.device_count(devices.detect_device_type())
 
     @property
     def n_gpu(self) -> int:

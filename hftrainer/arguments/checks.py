@@ -12,10 +12,10 @@ from torch import distributed
 from hftrainer.arguments import legacy
 from hftrainer.arguments.choices import spelled
 from hftrainer.errors import suggest
-from hftrainer.parallel import tpu
-from hftrainer.parallel.devices import OTHERS, own_backend
+from hftrainer.parallel import devices
+from hftrainer.parallel.devices import UNSUPPORTED_BY_LIGHTNING, native_backend
 from hftrainer.parallel.environment import RankInfo
-from hftrainer.parallel.fsdp.settings import FsdpSettings
+from hftrainer.parallel.fsdp_settings import FsdpSettings
 from hftrainer.plugins import load
 
 if TYPE_CHECKING:
@@ -60,11 +60,11 @@ def check_device(args: BaseArguments, precision: str, processes: int, spreads: b
             f"torch.{here[0]} is available, but hftrainer cannot train on it: {REFUSED[here[0]]}. Set use_cpu=True to "
             "train on the CPU."
         )
-    elif kind == "cpu" and not _asks_for_cpu(args) and (reason := tpu.unused_tpu()):
+    elif kind == "cpu" and not _asks_for_cpu(args) and (reason := devices.unused_tpu()):
         yield reason
     if kind == "mps":
         yield from _check_mps(precision, processes, spreads)
-    elif kind in OTHERS and spreads:
+    elif kind in UNSUPPORTED_BY_LIGHTNING and spreads:
         yield f"Models can be sharded and split on CUDA and CPU only, and this device is {kind}: leave out fsdp."
     several = processes > 1 and kind not in ("mps", "xla")
     if args.ddp_backend and (reason := _check_backend(args.ddp_backend.lower(), kind, several)):
@@ -101,7 +101,7 @@ def _check_backend(given: str, kind: str, several: bool) -> str | None:
     registered = distributed.Backend.backend_capability
     known = {*registered, *BACKENDS}
     serves: set[str] = set()
-    instead = f"use {own_backend(kind)!r}, or leave it out."
+    instead = f"use {native_backend(kind)!r}, or leave it out."
     for part in given.split(","):
         *device, name = part.split(":")
         if name not in known:
@@ -124,7 +124,9 @@ def check_xla(args: BaseArguments, here: RankInfo, cores: int | None) -> Iterato
     kind = args.device.type
     if cores is not None and kind not in ("xla", "tpu") and not args.use_cpu:
         reason = (
-            f"torch_xla is missing: {tpu.INSTALL}" if not tpu.has_torch_xla() else "there is none: set PJRT_DEVICE=TPU"
+            "there is none: set PJRT_DEVICE=TPU"
+            if devices.has_torch_xla()
+            else f"torch_xla is missing: {devices.INSTALL_TORCH_XLA}"
         )
         yield f"tpu_num_cores={cores} needs a TPU, but {reason}."
     if kind not in ("xla", "tpu"):
@@ -134,7 +136,7 @@ def check_xla(args: BaseArguments, here: RankInfo, cores: int | None) -> Iterato
             f"tpu_num_cores={cores}, but this run uses {here.local_world_size} of this machine's cores: start "
             "the script with python -m hftrainer run --tpu, which starts a process for each."
         )
-    launched = here.launcher == "xla" if kind == "xla" else tpu.ADDRESSES in os.environ
+    launched = here.launcher == "xla" if kind == "xla" else devices.TPU_ADDRESSES in os.environ
     if here.world_size > 1 and not launched:
         yield (
             f"{here.launcher!r} has started {here.world_size} processes, which have no TPU core of their own: start "
@@ -201,7 +203,8 @@ def check_fsdp(
 def _check_xla(args: BaseArguments, settings: FsdpSettings) -> Iterator[str]:
     assert settings.xla is not None
     if args.device.type != "xla":
-        missing = "torch_xla is missing: " + tpu.INSTALL if not tpu.has_torch_xla() else "training is on another device"
+        absent = f"torch_xla is missing: {devices.INSTALL_TORCH_XLA}"
+        missing = "training is on another device" if devices.has_torch_xla() else absent
         yield f"fsdp_config['xla'] needs a TPU, but {missing}."
     if settings.xla.spmd and args.world_size > 1:
         yield (

@@ -68,7 +68,7 @@ PLACE = ("devices", "num_nodes")
 
 def check_keywords(config: Mapping[str, Any]) -> list[str]:
     """A sentence for each keyword that is unknown or not supported."""
-    found = check_choices(config)
+    found = list(check_choices(config))
     for name, value in config.items():
         if name in RULED:
             found.append(f"lightning_config[{name!r}]: the Trainer decides this; use {RULED[name]}.")

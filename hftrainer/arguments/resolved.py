@@ -18,8 +18,8 @@ from hftrainer.releases.policy import ReleasePolicy
 if TYPE_CHECKING:
     from hftrainer.arguments.base import BaseArguments
     from hftrainer.parallel.environment import RankInfo
-    from hftrainer.parallel.fsdp.settings import FsdpSettings
-    from hftrainer.parallel.layout import Layout
+    from hftrainer.parallel.fsdp_settings import FsdpSettings
+    from hftrainer.parallel.plan import Layout
 
 
 def asks_for_deepspeed(args: BaseArguments) -> bool:
@@ -100,21 +100,21 @@ class ResolvedArguments:
     @functools.cached_property
     def layout(self) -> Layout:
         """How the processes share the model and the batches, by `parallelism_config` or the loaded model."""
-        from hftrainer.parallel.layout import read_layout
+        from hftrainer.parallel.plan import read_layout
 
         return read_layout(self.args.parallelism_config, self.model)
 
     @functools.cached_property
     def fsdp(self) -> FsdpSettings | None:
         """FSDP's settings, from `fsdp` and `fsdp_config` or from the launcher; None without FSDP."""
-        from hftrainer.parallel.fsdp.settings import read_fsdp
+        from hftrainer.parallel.fsdp_settings import read_fsdp
 
         return read_fsdp(self.args.fsdp, self.args.fsdp_config)
 
     @property
     def sharding(self) -> FsdpSettings | None:
         """How the model is sharded; `dp_shard_size` alone means FSDP2 with the defaults of `fsdp_config`."""
-        from hftrainer.parallel.fsdp.settings import FsdpSettings
+        from hftrainer.parallel.fsdp_settings import FsdpSettings
 
         return self.fsdp or (FsdpSettings() if self.layout.shards else None)
 

@@ -22,10 +22,9 @@ from hftrainer.arguments.lightning_config import (
 )
 from hftrainer.arguments.old_fields import ARGUMENTS
 from hftrainer.errors import WrongConfig
-from hftrainer.parallel.devices import OTHERS, count_of, own_backend
+from hftrainer.parallel.devices import UNSUPPORTED_BY_LIGHTNING, native_backend, visible_device_count
 from hftrainer.parallel.environment import can_start_again, check_rank_info
-from hftrainer.parallel.layout import check_layout
-from hftrainer.parallel.plan import LightningPlan
+from hftrainer.parallel.plan import LightningPlan, check_layout
 from hftrainer.parallel.processes import Processes
 from hftrainer.plugins import load
 
@@ -92,12 +91,12 @@ def check_launch(resolved: ResolvedArguments) -> list[str]:
     """A sentence for each reason why the processes that the launcher has started cannot train."""
     args, rank_info = resolved.args, resolved.rank_info
     of_xla = check_xla(args, rank_info, legacy.value(args, "tpu_num_cores") or None)
-    return [*check_rank_info(rank_info, resolved.readable_config, count_of(args.device)), *of_xla]
+    return [*check_rank_info(rank_info, resolved.readable_config, visible_device_count(args.device)), *of_xla]
 
 
 def _check_sharding(resolved: ResolvedArguments, own_optimizer: bool) -> list[str]:
     args, settings, config = resolved.args, resolved.fsdp, resolved.lightning_config
-    if settings is None or args.device.type in ("mps", *OTHERS):  # `check_device` reports these
+    if settings is None or args.device.type in ("mps", *UNSUPPORTED_BY_LIGHTNING):  # `check_device` reports these
         return []
     launched = resolved.rank_info.launcher != "lightning"
     return list(check_fsdp(args, settings, config, launched=launched, own_optimizer=own_optimizer))
@@ -115,7 +114,7 @@ def process_group_backend(resolved: ResolvedArguments) -> str | None:
     """The backend of the process group; with offloading, gradients are clipped in CPU memory, which needs gloo too."""
     kind = resolved.device.type
     offloads = resolved.sharding is not None and resolved.sharding.cpu_offload and kind == "cuda"
-    own = "cpu:gloo,cuda:nccl" if offloads else own_backend(kind) if kind in OTHERS else None
+    own = "cpu:gloo,cuda:nccl" if offloads else native_backend(kind) if kind in UNSUPPORTED_BY_LIGHTNING else None
     return own if resolved.args.ddp_backend is None else resolved.args.ddp_backend
 
 
@@ -158,7 +157,7 @@ def overridden(resolved: ResolvedArguments) -> list[str]:
         )
     if unknown := unknown_variables():
         found.append(f"{' and '.join(unknown)}: no release of accelerate that is known here reads that; no effect.")
-    gpus = 1 if "devices" in config else count_of(args.device) or 1
+    gpus = 1 if "devices" in config else visible_device_count(args.device) or 1
     if gpus > resolved.rank_info.world_size == 1 and not can_start_again():
         found.append(
             f"Only one of {gpus} GPUs is used: the others need processes, which a script or a launcher can start."

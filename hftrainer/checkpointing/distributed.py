@@ -49,7 +49,7 @@ def model_state(model: nn.Module, *, whole: bool, only_trained: bool = False) ->
     """
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-    from hftrainer.parallel.fsdp.sharding import reshard
+    from hftrainer.parallel.fsdp_sharding import reshard
 
     reshard(model)
     state = get_model_state_dict(model, options=_options(model, whole, only_trained))
@@ -86,7 +86,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, whole
     """The optimizer's state by parameter name; a whole state is guaranteed only on rank 0."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-    from hftrainer.parallel.fsdp.sharding import reshard
+    from hftrainer.parallel.fsdp_sharding import reshard
 
     reshard(model)
     return get_optimizer_state_dict(model, optimizer, options=_options(model, whole))
@@ -104,7 +104,7 @@ def load_whole_model(model: nn.Module, weights: dict[str, Any]) -> tuple[list[st
     from torch.distributed.checkpoint.state_dict import set_model_state_dict
     from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 
-    from hftrainer.parallel.fsdp.sharding import reshard
+    from hftrainer.parallel.fsdp_sharding import reshard
 
     if isinstance(model, FullyShardedDataParallel):  # torch's newer API cannot load flat parameters
         with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):

@@ -3,7 +3,7 @@
 All files are written into a folder beside `checkpoint-N`, then the manifest; all are flushed to the disk; then the
 folder is renamed to `checkpoint-N`, by the one process that writes. Overrides of `_save` find the run's folder as the
 parent of theirs, and the step at the end of its name. The name also says which process writes there: another run in the
-same output folder completes or removes only what a process that is gone has left (`parallel/process_identity.py`).
+same output folder completes or removes only what a process that is gone has left (`parallel/environment.py`).
 
 Files that a script has written into `checkpoint-N` itself, before it called `super()._save_checkpoint`, are added
 before the manifest is written (`AddedFiles`).
@@ -26,7 +26,7 @@ from pathlib import Path
 
 from hftrainer.checkpointing import names
 from hftrainer.checkpointing.manifest import damage, flush_to_disk, why_unusable, write_manifest
-from hftrainer.parallel.process_identity import is_gone, is_left_behind, this_process
+from hftrainer.parallel.environment import is_gone, is_left_behind, this_process
 
 logger = logging.getLogger(__name__)
 

@@ -203,13 +203,13 @@ def _devices() -> tuple[dict[str, Any], list[str]]:
     """What a run uses here, as `TrainingArguments.device` chooses, and what is wrong with it."""
     import torch
 
-    from hftrainer.parallel import devices, tpu
+    from hftrainer.parallel import devices
 
-    kind = "xla" if tpu.uses_xla() else devices.found()
+    kind = "xla" if devices.uses_xla() else devices.detect_device_type()
     build = torch.version.cuda or torch.version.hip
     shown: dict[str, Any] = {
         "used": kind,
-        "number": devices.count(kind) if kind != "xla" else "known when torch_xla starts",
+        "number": devices.device_count(kind) if kind != "xla" else "known when torch_xla starts",
         "torch is built for": f"CUDA {build}" if torch.version.cuda else f"ROCm {build}" if build else "CPU",
         "CPU cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "processes by": detect(),
@@ -223,7 +223,7 @@ def _devices() -> tuple[dict[str, Any], list[str]]:
         if torch.version.cuda is None:
             why = "this torch is built without CUDA: install one as https://pytorch.org/get-started says"
         problems.append(f"There are NVIDIA GPUs that torch does not see; {why}.")
-    if kind == "cpu" and (unused := tpu.unused_tpu()):
+    if kind == "cpu" and (unused := devices.unused_tpu()):
         problems.append(unused)
     return shown, problems
 

@@ -202,11 +202,11 @@ def prepare_torch_tpu(options: argparse.Namespace) -> bool:
     """Let torchrun start the processes, after setting what torch_tpu's all need; returns False without torch_tpu."""
     import torch
 
-    from hftrainer.parallel import tpu
+    from hftrainer.parallel import devices
 
-    if not tpu.module.is_available():
+    if not devices.torch_tpu.is_available():
         return False
-    processes = options.num_cores or tpu.module.device_count()
+    processes = options.num_cores or devices.torch_tpu.device_count()
     torch.tpu.distributed.set_tpu_launch_env(nproc_per_node=processes)  # type: ignore[attr-defined]
     options.nproc = str(processes)
     return True
@@ -218,10 +218,10 @@ def launch_on_tpu(parser: argparse.ArgumentParser, options: argparse.Namespace) 
     Raises:
         SystemExit: when the script ends with it.
     """
-    from hftrainer.parallel import tpu
+    from hftrainer.parallel import devices
 
-    if not tpu.has_torch_xla():
-        parser.error(f"--tpu needs torch_xla: {tpu.INSTALL}; or {tpu.SUCCESSOR}")
+    if not devices.has_torch_xla():
+        parser.error(f"--tpu needs torch_xla: {devices.INSTALL_TORCH_XLA}; or {devices.INSTALL_TORCH_TPU}")
     os.environ.setdefault("PJRT_DEVICE", "TPU")
     torch_xla = load("xla", "devices").load()
     target = (options.script, options.arguments, options.as_module, options.num_cores)

@@ -14,7 +14,7 @@ import torch
 
 from hftrainer.compat import peers
 from hftrainer.compat.reading import fitting, read_torch
-from hftrainer.parallel import tpu
+from hftrainer.parallel import devices
 
 logger = logging.getLogger(__name__)
 
@@ -150,8 +150,8 @@ def rng_state() -> dict[str, Any]:
     states = {**random_states(), **{name: module.get_rng_state() for name, module in _accelerators().items()}}
     if (xla := peers.xla_in_use()) is not None:
         states["xla"] = xla.get_rng_state()
-    if tpu.module.in_use():
-        states["tpu"] = tpu.module.get_rng_state()
+    if devices.torch_tpu.is_initialized():
+        states["tpu"] = devices.torch_tpu.get_rng_state()
     return states
 
 
@@ -181,8 +181,8 @@ def restore_rng_state(states: dict[str, Any]) -> None:
             module.set_rng_state(states[name])
     if "xla" in states and (xla := peers.xla_in_use()) is not None:
         xla.set_rng_state(states["xla"])
-    if "tpu" in states and tpu.module.in_use():
-        tpu.module.set_rng_state(states["tpu"])
+    if "tpu" in states and devices.torch_tpu.is_initialized():
+        devices.torch_tpu.set_rng_state(states["tpu"])
 
 
 def numpy_state_types() -> list[Any]:

@@ -107,7 +107,7 @@ class EvaluationRunner:
         try:
             in_step = Awaiting("the other ranks in an evaluation")
             precision = self._precision(model)
-            with devices.hinted(), trainer.accelerator.gradient_state.only(dataloader), in_step, precision:
+            with devices.error_hints(), trainer.accelerator.gradient_state.only(dataloader), in_step, precision:
                 self.components.engine.evaluate(evaluation, trainer.model, stage)
         finally:
             # A subclass's `evaluate` may have set another one for this pass only.

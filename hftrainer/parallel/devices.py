@@ -1,24 +1,29 @@
-"""Devices: the one that torch finds, and functions that work alike on all of them."""
+"""Devices: the one that torch finds, TPUs, and functions that work alike on all of them."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib.util
 import logging
+import os
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from hftrainer.parallel import tpu
+from hftrainer.parallel.config_files import env_flag
 
 logger = logging.getLogger(__name__)
 
 #: Accelerators in search order. CUDA is last, since some of torch's plug-ins imitate it.
 ACCELERATORS = ("mps", "xpu", "mlu", "musa", "npu", "tpu", "cuda")
 #: Devices that Lightning does not support. `tpu` is torch_tpu's; torch_xla's is `xla`.
-OTHERS = ("xpu", "mlu", "musa", "npu", "tpu")
+UNSUPPORTED_BY_LIGHTNING = ("xpu", "mlu", "musa", "npu", "tpu")
 #: Backends that accept only tensors on their accelerator.
-ON_DEVICE = {"nccl": "cuda", "xccl": "xpu", "hccl": "npu", "cncl": "mlu", "mccl": "musa", "tpu_dist": "tpu"}
+DEVICE_OF_BACKEND = {"nccl": "cuda", "xccl": "xpu", "hccl": "npu", "cncl": "mlu", "mccl": "musa", "tpu_dist": "tpu"}
 #: Devices for which torch has no page-locked memory.
 UNPINNED = ("cpu", "mps", "xla")
 #: Text in an error of a device → what to do.
@@ -34,7 +39,7 @@ HINTS = {
 }
 
 
-def found() -> str:
+def detect_device_type() -> str:
     """The type of accelerator that torch finds, or 'cpu'. ROCm's GPUs are 'cuda', as in torch."""
     return next((kind for kind in ACCELERATORS if _is_available(kind)), "cpu")
 
@@ -42,38 +47,42 @@ def found() -> str:
 def _is_available(kind: str) -> bool:
     if kind == "mps":
         return torch.backends.mps.is_available()
-    return hasattr(torch, kind) and module_of(kind).is_available()  # plug-ins add theirs when torch is imported
+    return hasattr(torch, kind) and device_module(kind).is_available()  # plug-ins add theirs when torch is imported
 
 
-def module_of(kind: str) -> Any:
+def device_module(kind: str) -> Any:
     """The module of a type of accelerators, with the API of `torch.cuda`."""
-    return tpu.module if kind == "tpu" else torch.get_device_module(kind)
+    return torch_tpu if kind == "tpu" else torch.get_device_module(kind)
 
 
-def count(kind: str) -> int:
+def device_count(kind: str) -> int:
     """Number of accelerators of a type that this process sees; 0 for the CPU, 1 on a Mac or a TPU."""
-    return 0 if kind == "cpu" else 1 if kind in ("mps", "tpu") else module_of(kind).device_count()
+    return 0 if kind == "cpu" else 1 if kind in ("mps", "tpu") else device_module(kind).device_count()
 
 
-def count_of(device: torch.device) -> int | None:
-    """Number of devices of this type that the process sees; None for types of which each process has its own."""
-    return count(device.type) if device.type in ("cuda", *OTHERS) and device.type != "tpu" else None
+def visible_device_count(device: torch.device) -> int | None:
+    """Number of devices of this type that the process sees; None if each process has its own, as on a TPU."""
+    shared = device.type == "cuda" or (device.type in UNSUPPORTED_BY_LIGHTNING and device.type != "tpu")
+    return device_count(device.type) if shared else None
 
 
-def own_backend(kind: str) -> str:
+def native_backend(kind: str) -> str:
     """The native backend of a device."""
-    return next((name for name, device in ON_DEVICE.items() if device == kind), "gloo")
+    return next((name for name, device in DEVICE_OF_BACKEND.items() if device == kind), "gloo")
+
+
+# ---- Memory ---------------------------------------------------------------------------------------------------------
 
 
 def empty_cache() -> None:
     """Release the memory that torch caches on the device."""
-    if (module := _module()) is not None:
+    if (module := _module_in_use()) is not None:
         module.empty_cache()
 
 
 def memory_used() -> int | None:
     """Bytes of the tensors on the accelerator; None without one."""
-    module = _module()
+    module = _module_in_use()
     if module is None:
         return None
     return (module.current_allocated_memory if module is torch.mps else module.memory_allocated)()
@@ -81,38 +90,124 @@ def memory_used() -> int | None:
 
 def memory_peak() -> int | None:
     """Peak of `memory_used` since `reset_memory_peak`, in bytes; None if torch does not measure it."""
-    module = _module()
-    return None if module is None or module is torch.mps else module.max_memory_allocated()
+    module = _module_in_use()
+    return None if module in (None, torch.mps) else module.max_memory_allocated()
 
 
 def reset_memory_peak() -> None:
     """Start a new measurement of the peak."""
-    module = _module()
-    if module is not None and module is not torch.mps:
+    module = _module_in_use()
+    if module not in (None, torch.mps):
         module.reset_peak_memory_stats()
 
 
-def _module() -> Any:
-    kind = found()
-    return None if kind == "cpu" else module_of(kind)
-
-
-def _add_note(error: Exception, hint: str) -> None:
-    """Add a note to an error; before Python 3.11, which does not show notes, it is logged too."""
-    if hasattr(error, "add_note"):
-        error.add_note(hint)
-        return
-    vars(error)["__notes__"] = [*getattr(error, "__notes__", ()), hint]
-    logger.error(hint)
+def _module_in_use() -> Any:
+    kind = detect_device_type()
+    return None if kind == "cpu" else device_module(kind)
 
 
 @contextlib.contextmanager
-def hinted() -> Iterator[None]:
+def error_hints() -> Iterator[None]:
     """Add a hint to an error about something that a device does not support."""
     try:
         yield
     except Exception as error:
         for text, hint in HINTS.items():
-            if text in str(error) and hint not in getattr(error, "__notes__", ()):
-                _add_note(error, hint)
+            notes = getattr(error, "__notes__", [])
+            if text in str(error) and hint not in notes:
+                vars(error)["__notes__"] = [*notes, hint]
+                if sys.version_info < (3, 11):  # which does not show notes
+                    logger.error(hint)
         raise
+
+
+# ---- TPUs: by torch_xla, whose device is `xla`, or by its successor torch_tpu ---------------------------------------
+
+INSTALL_TORCH_XLA = "pip install 'hftrainer[tpu]' (torch_xla 2.9, and the torch that it needs, 2.9)"
+INSTALL_TORCH_TPU = "pip install 'hftrainer[torch-tpu]' (torch_tpu, for torch 2.11 to 2.15)"
+#: Environment variables of machines with a TPU.
+_TPU_VARIABLES = ("TPU_NAME", "TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES", "TPU_ACCELERATOR_TYPE", "CLOUD_TPU_TASK_ID")
+#: Variable with the network addresses of all TPU processes. It must be the same in each of them.
+TPU_ADDRESSES = "TORCH_TPU_SLICEBUILDER_ADDRESSES"
+_PCI_DEVICES = Path("/sys/bus/pci/devices")
+_GOOGLE = "0x1ae0"
+_TPUS = ("0x0027", "0x005e", "0x0063", "0x006f", "0x0056", "0x0062", "0x0076")
+
+
+@functools.cache
+def count_tpu_chips() -> int:
+    """Number of TPU chips on this machine's PCI bus, by the rule of torch_xla (`num_available_chips`).
+
+    Simpler checks give false positives: Google's virtual network cards and disks have the same vendor id, /dev/vfio/*
+    also exists for GPUs that are passed through, and /dev/accel* for other accelerators.
+    """
+    vendors = (path for path in _PCI_DEVICES.glob("*/vendor") if path.read_text().strip() == _GOOGLE)
+    return sum((path.parent / "device").read_text().strip() in _TPUS for path in vendors)
+
+
+def wants_xla() -> bool:
+    """Whether the machine or the user indicates an XLA device; `USE_TORCH_XLA=0` means no."""
+    if not env_flag("USE_TORCH_XLA", True):
+        return False
+    return any(map(os.environ.get, ("PJRT_DEVICE", *_TPU_VARIABLES))) or count_tpu_chips() > 0
+
+
+def unused_tpu() -> str | None:
+    """What to do if a run on the CPU was meant for a TPU; None if not, or with `USE_TORCH_XLA=0`.
+
+    `_TPU_VARIABLES` are not checked: a machine without a TPU may set them to use a remote one.
+    """
+    asked = os.environ.get("PJRT_DEVICE") == "TPU"
+    if not env_flag("USE_TORCH_XLA", True) or not (asked or count_tpu_chips()):
+        return None
+    return (
+        f"{'PJRT_DEVICE=TPU asks for a TPU' if asked else 'This machine has a TPU'}, but torch finds none: "
+        f"{INSTALL_TORCH_XLA}, or, for TPU v4 and later, {INSTALL_TORCH_TPU}. Or set use_cpu=True to train on the CPU."
+    )
+
+
+def has_torch_xla() -> bool:
+    """Whether torch_xla can be imported; does not import it."""
+    return importlib.util.find_spec("torch_xla") is not None
+
+
+def uses_xla() -> bool:
+    """Whether training runs on XLA, unless `use_cpu` is set."""
+    return wants_xla() and has_torch_xla()
+
+
+class _TorchTpu:
+    """The API of `torch.cuda`, for torch_tpu.
+
+    `torch.tpu` lacks the functions for memory, and most others raise unless torch itself calls them, as
+    `torch.accelerator` does.
+    """
+
+    _RENAMED = {"current_device": "current_device_index", "set_device": "set_device_index"}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.accelerator, self._RENAMED.get(name, name))
+
+    def is_available(self) -> bool:
+        """Whether torch's accelerator is a TPU of torch_tpu."""
+        found = torch.accelerator.current_accelerator() if hasattr(torch, "tpu") else None
+        return found is not None and found.type == "tpu" and torch.accelerator.is_available()
+
+    def is_initialized(self) -> bool:
+        """Whether this process holds a TPU, which no other process can then use."""
+        return self.is_available() and torch.tpu.is_initialized()  # type: ignore[attr-defined]
+
+    def get_rng_state(self) -> torch.Tensor:
+        """The state of the device's generator."""
+        return self._generator().get_state()
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        """Restore what `get_rng_state` returned."""
+        self._generator().set_state(state)
+
+    def _generator(self) -> torch.Generator:
+        # torch.accelerator has no random states, and torch.tpu.get_rng_state raises since torch 2.13.
+        return torch.tpu.default_generators[torch.accelerator.current_device_index()]  # type: ignore[attr-defined]
+
+
+torch_tpu = _TorchTpu()

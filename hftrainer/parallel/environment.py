@@ -1,12 +1,15 @@
-"""Rank and world size of this process, read in one place from the environment variables of each launcher."""
+"""Rank and world size of this process, from the variables of its launcher; and whether a process still runs."""
 
 from __future__ import annotations
 
 import os
 import re
+import socket
 import sys
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hftrainer.errors import UnsupportedArgument
@@ -27,8 +30,10 @@ _MPI = (
 #: Names of SLURM jobs that are shells, in which scripts are started by hand.
 _INTERACTIVE = ("bash", "interactive")
 _PORT = 29500
-#: More are a slip of the pen, and would leave no memory to anybody. GPUs are counted instead.
+#: A larger number of processes on the CPU is probably a typo, and would exhaust memory.
 _PROCESSES_PER_CORE = 8
+#: Seconds without a write after which a process of another machine counts as ended.
+_LONG = 24 * 3600
 
 
 class WrongEnvironment(ValueError):
@@ -79,82 +84,76 @@ def _number(*names: str, default: int = 0) -> int:
     Raises:
         WrongEnvironment: if it is not a number from 0.
     """
-    for name in names:
-        if (value := os.environ.get(name)) is not None:
-            if not value.strip().isdecimal():
-                raise WrongEnvironment(f"{name}={value!r}: it must be a number from 0, as a launcher sets it.")
-            return int(value)
-    return default
+    name = next((name for name in names if name in os.environ), None)
+    if name is None:
+        return default
+    if not os.environ[name].strip().isdecimal():
+        raise WrongEnvironment(f"{name}={os.environ[name]!r}: it must be a number from 0, as a launcher sets it.")
+    return int(os.environ[name])
 
 
-def _missing(*names: str) -> tuple[str, ...]:
-    return tuple(name for name in names if name not in os.environ)
+def _make_rank_info(
+    launcher: str,
+    world_size: int,
+    rank: int,
+    local_rank: int,
+    local_world_size: int,
+    *,
+    nodes: int | None = None,
+    address: str | None = None,
+    port: int = _PORT,
+    needs: tuple[str, ...] = (),
+) -> RankInfo:
+    """What a launcher says; `needs` are the variables without which processes cannot connect."""
+    return RankInfo(
+        world_size,
+        rank,
+        local_rank,
+        local_world_size,
+        nodes=nodes or -(-world_size // max(local_world_size, 1)),
+        launcher=launcher,
+        address=os.environ.get("MASTER_ADDR") or address,
+        port=_number("MASTER_PORT", default=port),
+        missing=tuple(name for name in needs if name not in os.environ),
+    )
+
+
+_RENDEZVOUS = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RANK")
 
 
 def _by_torchrun() -> RankInfo:
     """torchrun, torch.distributed.launch, accelerate launch and the deepspeed launcher."""
     size = _number("WORLD_SIZE", default=1)
-    local = _number("LOCAL_WORLD_SIZE", "LOCAL_SIZE", default=size)
-    return RankInfo(
-        size,
-        _number("RANK"),
-        _number("LOCAL_RANK"),
-        local,
-        nodes=_number("GROUP_WORLD_SIZE", "CROSS_SIZE", default=-(-size // max(local, 1))),
-        launcher="torchrun",
-        address=os.environ.get("MASTER_ADDR"),
-        port=_number("MASTER_PORT", default=_PORT),
-        missing=_missing("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RANK"),
+    local_size = _number("LOCAL_WORLD_SIZE", "LOCAL_SIZE", default=size)
+    nodes = _number("GROUP_WORLD_SIZE", "CROSS_SIZE")
+    return _make_rank_info(
+        "torchrun", size, _number("RANK"), _number("LOCAL_RANK"), local_size, nodes=nodes, needs=_RENDEZVOUS
     )
 
 
 def _by_kubeflow() -> RankInfo:
     """A PyTorchJob: one process on each node."""
-    size = _number("WORLD_SIZE", default=1)
-    return RankInfo(
-        size,
-        _number("RANK"),
-        nodes=size,
-        launcher="kubeflow",
-        address=os.environ.get("MASTER_ADDR"),
-        port=_number("MASTER_PORT", default=_PORT),
-        missing=_missing("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RANK"),
-    )
+    return _make_rank_info("kubeflow", _number("WORLD_SIZE", default=1), _number("RANK"), 0, 1, needs=_RENDEZVOUS)
 
 
 def _by_lightning(nodes: int = 1) -> RankInfo:
     """Processes that a script starts itself, or that were started by hand with Lightning's variables."""
-    size = _number("WORLD_SIZE", default=1)
-    local = _number("LOCAL_WORLD_SIZE", default=max(size // nodes, 1))
-    return RankInfo(
-        size,
-        _number("NODE_RANK") * local + _number("LOCAL_RANK"),
-        _number("LOCAL_RANK"),
-        local,
-        nodes=-(-size // max(local, 1)),
-        address=os.environ.get("MASTER_ADDR"),
-        port=_number("MASTER_PORT", default=_PORT),
-        missing=_missing("MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK") if size > 1 else (),
-    )
+    size, local_rank = _number("WORLD_SIZE", default=1), _number("LOCAL_RANK")
+    local_size = _number("LOCAL_WORLD_SIZE", default=max(size // nodes, 1))
+    rank = _number("NODE_RANK") * local_size + local_rank
+    needs = ("MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK") if size > 1 else ()
+    return _make_rank_info("lightning", size, rank, local_rank, local_size, needs=needs)
 
 
 def _by_mpi() -> RankInfo:
     """The mpirun of Open MPI, MVAPICH, Intel MPI or MPICH, without mpi4py."""
-    rank, size, local_rank, local_size = next((names for names in _MPI if names[0] in os.environ), _MPI[0])
-    world = _number(size, default=1)
-    local = _number(local_size, default=world)
-    several_nodes = local < world
-    return RankInfo(
-        world,
-        _number(rank),
-        _number(local_rank),
-        local,
-        nodes=-(-world // max(local, 1)),
-        launcher="mpi",
-        address=os.environ.get("MASTER_ADDR", None if several_nodes else "127.0.0.1"),
-        port=_number("MASTER_PORT", default=_PORT),
-        missing=_missing(rank, size) + (_missing("MASTER_ADDR") if several_nodes else ()),
-    )
+    names = next((names for names in _MPI if names[0] in os.environ), _MPI[0])
+    size = _number(names[1], default=1)
+    local_size = _number(names[3], default=size)
+    on_one_node = local_size >= size
+    address = "127.0.0.1" if on_one_node else None
+    needs = names[:2] if on_one_node else (*names[:2], "MASTER_ADDR")
+    return _make_rank_info("mpi", size, _number(names[0]), _number(names[2]), local_size, address=address, needs=needs)
 
 
 def _by_slurm() -> RankInfo:
@@ -163,19 +162,18 @@ def _by_slurm() -> RankInfo:
     per_node = tasks_per_node(_first("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"))
     nodes = _number("SLURM_STEP_NUM_NODES", "SLURM_NNODES", default=max(len(per_node), 1))
     node = _number("SLURM_NODEID")
-    local = -(-size // nodes) if not per_node else per_node[min(node, len(per_node) - 1)]
     hosts = _first("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
     job = _number("SLURM_JOB_ID", "SLURM_JOBID") + _number("SLURM_STEP_ID", "SLURM_STEPID")
-    return RankInfo(
+    return _make_rank_info(
+        "slurm",
         size,
         _number("SLURM_PROCID"),
         _number("SLURM_LOCALID"),
-        local,
+        per_node[min(node, len(per_node) - 1)] if per_node else -(-size // nodes),
         nodes=nodes,
-        launcher="slurm",
-        address=os.environ.get("MASTER_ADDR") or first_host(hosts) or "127.0.0.1",
-        port=_number("MASTER_PORT", default=15000 + job % 10000),  # the same in all processes of a step
-        missing=_missing("SLURM_PROCID", "SLURM_LOCALID"),
+        address=first_host(hosts) or "127.0.0.1",
+        port=15000 + job % 10000,  # the same in all processes of a step
+        needs=("SLURM_PROCID", "SLURM_LOCALID"),
     )
 
 
@@ -308,21 +306,17 @@ def cluster_environment(plugins: Any) -> Any:
     return next((plugin for plugin in given if kind is not None and isinstance(plugin, kind)), None)
 
 
-def check_choices(config: Mapping[str, Any]) -> list[str]:
+def check_choices(config: Mapping[str, Any]) -> Iterator[str]:
     """A sentence for each choice of devices, nodes or launcher that cannot be one."""
-    found = []
     devices, nodes, chosen = config.get("devices"), config.get("num_nodes"), os.environ.get(CHOICE)
     if isinstance(devices, (list, tuple)):
-        found.append(
-            f"lightning_config['devices']={devices!r}: give their number, and select them with CUDA_VISIBLE_DEVICES."
-        )
+        yield f"lightning_config['devices']={devices!r}: give their number, and select them with CUDA_VISIBLE_DEVICES."
     elif devices not in (None, "auto", -1, "-1") and _as_count(devices) is None:
-        found.append(f"lightning_config['devices']={devices!r}: it must be a number from 1, -1 or 'auto'.")
+        yield f"lightning_config['devices']={devices!r}: it must be a number from 1, -1 or 'auto'."
     if nodes is not None and _as_count(nodes) is None:
-        found.append(f"lightning_config['num_nodes']={nodes!r}: it must be a number from 1.")
+        yield f"lightning_config['num_nodes']={nodes!r}: it must be a number from 1."
     if chosen is not None and chosen not in LAUNCHERS:
-        found.append(f"{CHOICE}={chosen!r}: it must be {' or '.join(map(repr, LAUNCHERS))}.")
-    return found
+        yield f"{CHOICE}={chosen!r}: it must be {' or '.join(map(repr, LAUNCHERS))}."
 
 
 def check_rank_info(rank_info: RankInfo, config: Mapping[str, Any], gpus: int | None) -> list[str]:
@@ -333,49 +327,65 @@ def check_rank_info(rank_info: RankInfo, config: Mapping[str, Any], gpus: int | 
         config: `lightning_config`.
         gpus: number of GPUs that this process sees; None if it trains on another device.
     """
-    found = []
+    is_launched = rank_info.started and (rank_info.launcher, rank_info.world_size) != ("lightning", 1)
+    return [
+        *_check_launcher(rank_info),
+        *_check_devices(rank_info, config.get("devices"), gpus),
+        *(_check_sizes if is_launched else _check_plain_python)(rank_info, config),
+    ]
+
+
+def _check_launcher(rank_info: RankInfo) -> Iterator[str]:
+    """Whether the launcher has set all its variables, and ranks are below the number of processes."""
     start = LAUNCHERS.get(rank_info.launcher, LAUNCHERS["torchrun"])[1]
-    if rank_info.missing:
-        who = (
-            f"WORLD_SIZE={rank_info.world_size} asks" if "WORLD_SIZE" in os.environ else f"{rank_info.launcher!r} asks"
+    size, local_size = rank_info.world_size, rank_info.local_world_size
+    if missing := rank_info.missing:
+        who = f"WORLD_SIZE={size}" if "WORLD_SIZE" in os.environ else repr(rank_info.launcher)
+        are = "are" if len(missing) > 1 else "is"
+        yield f"{who} asks for several processes, but {' and '.join(missing)} {are} not set: {start}."
+    elif rank_info.rank >= size or rank_info.local_rank >= local_size:
+        yield (
+            f"The launcher sets rank {rank_info.rank} of {size}, and local rank {rank_info.local_rank} of "
+            f"{local_size}: a rank must be below the number of processes; {start}."
         )
-        verb = "are" if len(rank_info.missing) > 1 else "is"
-        found.append(f"{who} for several processes, but {' and '.join(rank_info.missing)} {verb} not set: {start}.")
-    elif rank_info.rank >= rank_info.world_size or rank_info.local_rank >= rank_info.local_world_size:
-        found.append(
-            f"The launcher sets rank {rank_info.rank} of {rank_info.world_size}, and local rank "
-            f"{rank_info.local_rank} of {rank_info.local_world_size}: a rank must be below the number of processes; "
-            f"{start}."
+
+
+def _check_devices(rank_info: RankInfo, devices: Any, gpus: int | None) -> Iterator[str]:
+    """Whether the processes on this node have a GPU each, or are not far more than its cores."""
+    processes, cores = rank_info.local_world_size, os.cpu_count() or 1
+    sees_only_own_gpu = gpus == 1 and rank_info.launcher in ("slurm", "mpi")
+    if gpus is not None and processes > gpus and not sees_only_own_gpu:
+        yield (
+            f"{processes} processes on this node need one GPU each, but there are {gpus}: start at most as many "
+            "processes, or set use_cpu=True."
         )
-    shared = gpus == 1 and rank_info.launcher in ("slurm", "mpi")  # each process may see only its own GPU
-    if gpus is not None and rank_info.local_world_size > gpus and not shared:
-        found.append(
-            f"{rank_info.local_world_size} processes on this node need one GPU each, but there are {gpus}: start at "
-            "most as many processes, or set use_cpu=True."
+    if gpus is None and not rank_info.started and processes > _PROCESSES_PER_CORE * cores:
+        yield (
+            f"lightning_config['devices']={devices!r} asks for as many processes, and this machine has {cores} cores: "
+            f"give at most {_PROCESSES_PER_CORE * cores}."
         )
-    most = _PROCESSES_PER_CORE * (os.cpu_count() or 1)
-    if gpus is None and not rank_info.started and rank_info.local_world_size > most:
-        found.append(
-            f"lightning_config['devices']={config['devices']!r} asks for as many processes, and this machine has "
-            f"{os.cpu_count()} cores: give at most {most}."
+
+
+def _check_plain_python(rank_info: RankInfo, config: Mapping[str, Any]) -> Iterator[str]:
+    """Whether the script can start what the settings ask for."""
+    if (nodes := _as_count(config.get("num_nodes")) or 1) > 1:
+        yield f"lightning_config['num_nodes']={nodes} needs a launcher on each node: use torchrun."
+    if not rank_info.started and not can_start_again():
+        yield (
+            f"lightning_config['devices']={_as_count(config.get('devices'))} needs a script that can be started once "
+            "per device, which is not possible in a notebook or shell: leave it out, or run a script."
         )
-    devices, nodes = _as_count(config.get("devices")), _as_count(config.get("num_nodes"))
-    if not rank_info.started or (rank_info.launcher == "lightning" and rank_info.world_size == 1):
-        if nodes is not None and nodes > 1:
-            found.append(f"lightning_config['num_nodes']={nodes} needs a launcher on each node: use torchrun.")
-        if not rank_info.started and not can_start_again():
-            found.append(
-                f"lightning_config['devices']={devices} needs a script that can be started once per device, "
-                "which is not possible in a notebook or shell: leave it out, or run a script."
+
+
+def _check_sizes(rank_info: RankInfo, config: Mapping[str, Any]) -> Iterator[str]:
+    """Whether the launcher has started what the settings ask for."""
+    for name, started in (("devices", rank_info.local_world_size), ("num_nodes", rank_info.nodes)):
+        wanted = _as_count(config.get(name))
+        if wanted not in (None, started):
+            yield (
+                f"lightning_config[{name!r}]={wanted}, but the launcher has started {started}: leave it out, or launch "
+                "as many."
             )
-        return found
-    for name, wanted, have in (("devices", devices, rank_info.local_world_size), ("num_nodes", nodes, rank_info.nodes)):
-        if wanted is not None and wanted != have:
-            found.append(
-                f"lightning_config[{name!r}]={wanted}, but the launcher has started {have}: leave it out, or launch as "
-                "many."
-            )
-    return found
 
 
 def refuse_in_worker() -> None:
@@ -389,3 +399,41 @@ def refuse_in_worker() -> None:
             "n_jobs runs the script again in each worker, and the script trains, or searches without n_jobs, before "
             "this search. Put the search with n_jobs first, or into a separate script."
         )
+
+
+def this_process() -> str:
+    """An identifier of this process; with it, `is_gone` tells other processes whether it has ended."""
+    return f"{socket.gethostname()} {os.getpid()} {_start_time(os.getpid())}"
+
+
+def _start_time(process: int) -> str:
+    """Start time of a process in ticks since boot, or ''. It distinguishes processes with the same id."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return ""
+
+
+def is_gone(owner: str) -> bool:
+    """Whether a process of this machine has ended; False for processes of other machines."""
+    host, process, start_time = f"{owner} ".split(" ")[:3]
+    if host != socket.gethostname() or os.name != "posix":
+        return False
+    try:
+        os.kill(int(process), 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:  # it runs as another user
+        return False
+    return _start_time(int(process)) != start_time
+
+
+def is_left_behind(folder: Path, owner: str) -> bool:
+    """Whether the process that writes into `folder` has ended.
+
+    Nothing tells that of a process of another machine, which may have been a container on this one: it counts as
+    ended if nothing was written into the folder for a day.
+    """
+    if owner.split(" ")[0] == socket.gethostname():
+        return is_gone(owner)
+    return time.time() - max(path.stat().st_mtime for path in [folder, *folder.rglob("*")]) > _LONG

@@ -20,7 +20,7 @@ from torch import distributed
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from hftrainer.parallel.devices import ON_DEVICE, count_of, module_of
+from hftrainer.parallel.devices import DEVICE_OF_BACKEND, device_module, visible_device_count
 from hftrainer.parallel.environment import RankInfo
 from hftrainer.parallel.process_group import Awaiting, begun, cpu_group, disconnect, disconnect_at_exit, met
 
@@ -74,8 +74,8 @@ class Processes(RankInfo):
         """
         if not (self.several or even_alone) or distributed.is_initialized():
             return
-        if count_of(device) is not None:
-            module_of(device.type).set_device(device)
+        if visible_device_count(device) is not None:
+            device_module(device.type).set_device(device)
         if device.type == "xla":  # except for gradients, processes communicate through CPU memory
             backend = "gloo"
         # Its functions take the group that exists at its import as default, and would keep that from being destroyed.
@@ -370,9 +370,9 @@ def _on_backend_device(tensor: torch.Tensor) -> torch.Tensor:
 
     Most backends accept only tensors on their accelerator, and gloo does not accept XLA tensors.
     """
-    kind = next((device for name, device in ON_DEVICE.items() if name in distributed.get_backend()), None)
+    kind = next((device for name, device in DEVICE_OF_BACKEND.items() if name in distributed.get_backend()), None)
     if kind is not None:
-        return tensor.to(torch.device(kind, module_of(kind).current_device()))
+        return tensor.to(torch.device(kind, device_module(kind).current_device()))
     return tensor.cpu() if tensor.device.type == "xla" else tensor
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hftrainer.errors import InvalidArgument, SearchFailed, UnsupportedArgument
-from hftrainer.parallel.process_identity import this_process
+from hftrainer.parallel.environment import this_process
 from hftrainer.search.backend import (
     SearchBackend,
     TrialFailed,

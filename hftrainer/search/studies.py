@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 from hftrainer.errors import InvalidArgument
-from hftrainer.parallel.process_identity import is_gone
+from hftrainer.parallel.environment import is_gone
 
 if TYPE_CHECKING:
     from optuna import Study

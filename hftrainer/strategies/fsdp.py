@@ -13,8 +13,8 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from hftrainer.checkpointing import distributed, resume
 from hftrainer.checkpointing.weights import load_sharded_weights
 from hftrainer.compat import peers
-from hftrainer.parallel.fsdp import sharding
-from hftrainer.parallel.fsdp.settings import FsdpPlugin
+from hftrainer.parallel import fsdp_sharding as sharding
+from hftrainer.parallel.fsdp_settings import FsdpPlugin
 from hftrainer.parallel.plan import LightningPlan
 from hftrainer.parallel.process_state import DistributedType
 from hftrainer.plugins import load

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hftrainer.errors import WrongConfig
-from hftrainer.parallel.devices import module_of
+from hftrainer.parallel.devices import device_module
 from hftrainer.parallel.process_state import LoaderConfig, ProcessState
 from hftrainer.parallel.processes import Processes
 from hftrainer.training.gradient_state import GradientState
@@ -396,7 +396,7 @@ class EngineAccelerator:
         """Release objects, prepared models and cached device memory; returns a None for each object."""
         self._models.clear()
         if self.device.type not in ("cpu", "xla"):  # torch does not cache memory of these devices
-            module_of(self.device.type).empty_cache()
+            device_module(self.device.type).empty_cache()
         return [None for _ in objects]
 
     def end_training(self) -> None:

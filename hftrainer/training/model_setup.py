@@ -13,7 +13,7 @@ from hftrainer.compat.overrides import number_of_arguments, refuse_uncalled
 from hftrainer.data.workers import enable_full_determinism, set_seed
 from hftrainer.errors import InvalidArgument, InvalidSetup
 from hftrainer.model import inspection
-from hftrainer.parallel.layout import check_model_layout
+from hftrainer.parallel.plan import check_model_layout
 from hftrainer.trainer_pt_utils import LabelSmoother
 
 if TYPE_CHECKING:

@@ -260,7 +260,7 @@ class TrainingRunner:
         if loop.first_epoch >= loop.schedule.num_train_epochs or is_complete:
             self._repeat_end(loop, folder, trial)
         else:
-            with loop.details.watching(trainer.model), devices.hinted():
+            with loop.details.watching(trainer.model), devices.error_hints():
                 self.components.engine.fit(
                     loop,
                     model,

@@ -21,7 +21,7 @@ from hftrainer.checkpointing.manifest import _crc32_of_list
 from hftrainer.checkpointing.names import MANIFEST_NAME
 from hftrainer.errors import CheckpointNotFound, DamagedCheckpoint
 from hftrainer.hub.download import download_checkpoint
-from hftrainer.parallel.fsdp.settings import read_fsdp
+from hftrainer.parallel.fsdp_settings import read_fsdp
 from hftrainer_deepspeed.settings import configure
 from tests.support import fuzz
 from tests.support.checkpoints import KeepsState, copy_without_manifest, finished, make_trainer

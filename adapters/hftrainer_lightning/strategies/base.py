@@ -10,7 +10,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.strategies import ParallelStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 
-from hftrainer.parallel.devices import OTHERS, module_of
+from hftrainer.parallel.devices import UNSUPPORTED_BY_LIGHTNING, device_module
 from hftrainer.parallel.plan import LightningPlan
 from hftrainer.plugins import load
 
@@ -78,9 +78,9 @@ def accelerator(kind: str) -> str | Accelerator:
     """Lightning's accelerator: its name, or one of our own."""
     if kind == "xla":
         return load("xla", "lightning").Accelerator()
-    if kind not in OTHERS:
+    if kind not in UNSUPPORTED_BY_LIGHTNING:
         return kind
-    module = module_of(kind)
+    module = device_module(kind)
 
     class TorchAccelerator(Accelerator):
         """A device type with the API of `torch.cuda` (`torch.xpu`, ...)."""

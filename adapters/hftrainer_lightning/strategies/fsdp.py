@@ -12,7 +12,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import FSDPStrategy, Strategy
 from torch.optim import Optimizer
 
-from hftrainer.parallel.fsdp import sharding
+from hftrainer.parallel import fsdp_sharding as sharding
 from hftrainer.parallel.plan import LightningPlan
 from hftrainer_lightning import private_api
 from hftrainer_lightning.strategies.base import Prepared, StrategySettings

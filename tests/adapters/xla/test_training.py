@@ -11,7 +11,7 @@ from torch_xla.debug import metrics
 
 from hftrainer import Trainer, TrainerCallback
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
-from hftrainer.parallel import tpu
+from hftrainer.parallel import devices
 from hftrainer.trainer_utils import ParallelMode
 from tests.adapters.xla.support import MODELS, assert_close, numbers, trainer, weights, without_dropout
 
@@ -258,6 +258,6 @@ def test_device_of_what_the_script_makes():
 
 
 def test_ours_is_the_rule_for_chips():
-    assert their_tpu._GOOGLE_PCI_VENDOR_ID == tpu._GOOGLE
-    assert tuple(their_tpu._TPU_PCI_DEVICE_IDS) == tpu._TPUS
-    assert tpu.chips() == their_tpu.num_available_chips()
+    assert their_tpu._GOOGLE_PCI_VENDOR_ID == devices._GOOGLE
+    assert tuple(their_tpu._TPU_PCI_DEVICE_IDS) == devices._TPUS
+    assert devices.count_tpu_chips() == their_tpu.num_available_chips()

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from hftrainer import TrainingArguments
 from hftrainer.arguments.resolved import ResolvedArguments
-from hftrainer.parallel.fsdp.settings import FsdpSettings
+from hftrainer.parallel.fsdp_settings import FsdpSettings
 from tests.docs.documents import program, running
 from tests.docs.documents.running import NORMAL, losses, several
 from tests.support.launching import END_OF_FILE, FSDP_FILE, port

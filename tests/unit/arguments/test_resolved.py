@@ -17,7 +17,7 @@ from tests.support.tiny import make_plain, plain_data
 #: What is read → the function that reads it, by its module.
 READERS = {
     "lightning_config": "hftrainer.parallel.config_files:read_config",
-    "fsdp_config": "hftrainer.parallel.fsdp.settings:read_fsdp",
+    "fsdp_config": "hftrainer.parallel.fsdp_settings:read_fsdp",
     "launcher's environment": "hftrainer.parallel.environment:find_rank_info",
     "accelerator_config": "hftrainer.arguments.accelerator_config:AcceleratorConfig.read",
 }

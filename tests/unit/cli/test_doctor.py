@@ -53,7 +53,7 @@ def test_a_machine_that_is_ready(installed, capsys):
     found = json.loads(text)
     assert status == 0 and found["ready"] and found["missing"] == {}
     assert found["versions"]["torch"] == "2.13.0" and found["versions"]["transformers"] is None
-    assert found["devices"]["used"] == devices.found()
+    assert found["devices"]["used"] == devices.detect_device_type()
     assert found["launchers"].keys() == doctor.LAUNCHERS.keys()
     assert found["disks"]["folder"]["path"] == os.getcwd()
     status, text = run(capsys)
@@ -129,7 +129,7 @@ def test_variables_that_the_sources_read_are_shown(monkeypatch):
 
 def test_gpus_that_torch_does_not_see(monkeypatch):
     monkeypatch.setattr(doctor, "_nvidia", lambda: ["NVIDIA H100, 81559 MiB"])
-    monkeypatch.setattr(devices, "found", lambda: "cpu")
+    monkeypatch.setattr(devices, "detect_device_type", lambda: "cpu")
     monkeypatch.setattr(torch.version, "cuda", None)
     assert any("this torch is built without CUDA: install one" in problem for problem in doctor.examine().problems)
     monkeypatch.setattr(torch.version, "cuda", "12.8")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hftrainer import TrainingArguments
-from hftrainer.parallel import tpu
+from hftrainer.parallel import devices
 from hftrainer_xla import devices as xla
 from tests.support.checks import SECOND
 
@@ -13,10 +13,16 @@ from tests.support.checks import SECOND
 def _no_tpu(monkeypatch):
     """Nor variables that say something of one."""
     of_processes = [word.partition("=")[0] for word in SECOND.split()]
-    of_tpus = ["PJRT_DEVICE", "PJRT_LOCAL_PROCESS_COUNT", "USE_TORCH_XLA", *tpu._OF_TPUS, tpu.ADDRESSES]
+    of_tpus = [
+        "PJRT_DEVICE",
+        "PJRT_LOCAL_PROCESS_COUNT",
+        "USE_TORCH_XLA",
+        *devices._TPU_VARIABLES,
+        devices.TPU_ADDRESSES,
+    ]
     for name in (*of_processes, *of_tpus):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(tpu, "chips", lambda: 0)
+    monkeypatch.setattr(devices, "count_tpu_chips", lambda: 0)
 
 
 @pytest.fixture
@@ -57,7 +63,7 @@ def xpu(monkeypatch):
 def on_xla(monkeypatch):
     """As if torch_xla were there; torch itself knows the name of its devices."""
     monkeypatch.setenv("PJRT_DEVICE", "TPU")
-    monkeypatch.setattr(tpu, "has_torch_xla", lambda: True)
+    monkeypatch.setattr(devices, "has_torch_xla", lambda: True)
     monkeypatch.setattr(xla, "device", lambda: torch.device("xla", 0))
 
 

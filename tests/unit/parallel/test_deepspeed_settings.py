@@ -12,7 +12,7 @@ from transformers.integrations.deepspeed import deepspeed_config, is_deepspeed_z
 
 from hftrainer import HfArgumentParser, TrainingArguments
 from hftrainer.errors import InvalidArgument, WrongConfig
-from hftrainer.parallel.fsdp.settings import read_fsdp
+from hftrainer.parallel.fsdp_settings import read_fsdp
 from hftrainer_deepspeed.settings import DeepSpeedConfig, configure, read_deepspeed
 
 ZERO = {

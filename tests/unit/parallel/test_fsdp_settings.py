@@ -7,7 +7,7 @@ import pytest
 from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.arguments.support import check_supported
 from hftrainer.errors import WrongConfig
-from hftrainer.parallel.fsdp.settings import FsdpPlugin, FsdpSettings, XlaSettings, read_fsdp
+from hftrainer.parallel.fsdp_settings import FsdpPlugin, FsdpSettings, XlaSettings, read_fsdp
 from tests.support.checks import assert_refused, make
 
 #: As `accelerate launch` sets them for the file with FSDP in the documentation.

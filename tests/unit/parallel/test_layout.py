@@ -7,7 +7,7 @@ import pytest
 
 from hftrainer import TrainingArguments
 from hftrainer.errors import WrongConfig
-from hftrainer.parallel.layout import Layout, check_model_layout, read_layout
+from hftrainer.parallel.plan import Layout, check_model_layout, read_layout
 from tests.support.tiny import make_plain
 
 
@@ -22,7 +22,7 @@ def test_models_that_do_not_fit():
     assert "Load it with from_pretrained(..., distributed_config=DistributedConfig(tp_size=2, fsdp_size=1))" in str(
         check_model_layout(Layout(tp_size=2), make_plain())
     )
-    assert "set parallelism_config to the former" in str(check_model_layout(Layout(), loaded(tp_size=2)))
+    assert "set parallelism_config to tp_size=2" in str(check_model_layout(Layout(), loaded(tp_size=2)))
     assert check_model_layout(Layout(tp_size=2), loaded(tp_size=2)) is None
     with pytest.raises(WrongConfig, match="sets dp_shard_size=2, but the model was loaded with tp_size=2"):
         read_layout({"dp_shard_size": 2}, loaded(tp_size=2))

@@ -11,7 +11,7 @@ from hftrainer import Trainer, __main__ as command
 from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.arguments.support import overridden
 from hftrainer.errors import MissingPackage
-from hftrainer.parallel import tpu
+from hftrainer.parallel import devices
 from hftrainer.parallel.environment import LAUNCHERS, RankInfo, detect
 from hftrainer.trainer_utils import ParallelMode
 from hftrainer_xla import devices as xla
@@ -19,19 +19,19 @@ from tests.support.checks import assert_refused, make, plan_of, problems
 from tests.support.tiny import make_plain
 
 UNDEFINED = "_XLAC.cpython-311-x86_64-linux-gnu.so: undefined symbol: _ZN5torch8autograd10deleteNodeEPNS0_4NodeE"
-count_chips = tpu.chips.__wrapped__
+count_chips = devices.count_tpu_chips.__wrapped__
 
 
 @pytest.fixture
 def no_torch_xla(monkeypatch):
-    monkeypatch.setattr(tpu, "has_torch_xla", lambda: False)
+    monkeypatch.setattr(devices, "has_torch_xla", lambda: False)
 
 
 # ---- Whether there is one --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("devices", "expected"),
+    ("found", "expected"),
     [
         ([], 0),
         ([("0x1ae0", "0x0063")] * 4, 4),  # TPU v5e
@@ -40,13 +40,13 @@ def no_torch_xla(monkeypatch):
         ([("0x10de", "0x2330"), ("0x10de", "0x0063")], 0),  # NVIDIA's
     ],
 )
-def test_chips(tmp_path, monkeypatch, devices, expected):
-    for index, (vendor, device) in enumerate(devices):
+def test_chips(tmp_path, monkeypatch, found, expected):
+    for index, (vendor, device) in enumerate(found):
         folder = tmp_path / f"0000:00:{index:02x}.0"
         folder.mkdir()
         (folder / "vendor").write_text(f"{vendor}\n")
         (folder / "device").write_text(f"{device}\n")
-    monkeypatch.setattr(tpu, "_PCI_DEVICES", tmp_path)
+    monkeypatch.setattr(devices, "_PCI_DEVICES", tmp_path)
     assert count_chips() == expected
 
 
@@ -64,9 +64,9 @@ def test_chips(tmp_path, monkeypatch, devices, expected):
     ],
 )
 def test_wanted(monkeypatch, put, chips, variables, expected):
-    monkeypatch.setattr(tpu, "chips", lambda: chips)
+    monkeypatch.setattr(devices, "count_tpu_chips", lambda: chips)
     put(variables)
-    assert tpu.wants_xla() == expected
+    assert devices.wants_xla() == expected
 
 
 def test_device(on_xla):
@@ -96,7 +96,7 @@ XLA, EITHER = "pip install 'hftrainer[tpu]'", ("pip install 'hftrainer[torch-tpu
     ],
 )
 def test_without_a_library(monkeypatch, put, no_torch_xla, chips, variables, settings, said):
-    monkeypatch.setattr(tpu, "chips", lambda: chips)
+    monkeypatch.setattr(devices, "count_tpu_chips", lambda: chips)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     put(variables)
     found = "\n".join(problems(**settings))
@@ -134,7 +134,7 @@ def test_wrong_options(options, message, no_torch_xla, capsys):
 def test_torchrun_with_torch_tpu(on_torch_tpu, two_processes, monkeypatch):
     """torchrun alone lacks what all processes of torch_tpu have to know."""
     assert_refused(problems(), "no TPU core of their own: start the script with python -m hftrainer run --tpu")
-    monkeypatch.setenv(tpu.ADDRESSES, "localhost:8070,localhost:8071")
+    monkeypatch.setenv(devices.TPU_ADDRESSES, "localhost:8070,localhost:8071")
     assert not problems()
     assert plan_of().process_group_backend == "tpu_dist"
 
@@ -165,15 +165,15 @@ def test_run_on_torch_tpu(monkeypatch, options, processes):
     """The variables are set before torchrun starts the processes."""
 
     def set_tpu_launch_env(nproc_per_node):
-        os.environ[tpu.ADDRESSES] = f"{nproc_per_node} addresses"
+        os.environ[devices.TPU_ADDRESSES] = f"{nproc_per_node} addresses"
 
     def run(args):
-        started.append((args.nproc_per_node, os.environ[tpu.ADDRESSES]))
+        started.append((args.nproc_per_node, os.environ[devices.TPU_ADDRESSES]))
 
     started, launch_env = [], SimpleNamespace(set_tpu_launch_env=set_tpu_launch_env)
-    monkeypatch.setattr(type(tpu.module), "is_available", lambda self: True)
+    monkeypatch.setattr(type(devices.torch_tpu), "is_available", lambda self: True)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
-    monkeypatch.setenv(tpu.ADDRESSES, "")  # restores it
+    monkeypatch.setenv(devices.TPU_ADDRESSES, "")  # restores it
     monkeypatch.setattr(torch, "tpu", SimpleNamespace(distributed=launch_env), raising=False)
     monkeypatch.setattr("torch.distributed.run.run", run)
     monkeypatch.setattr(sys, "argv", ["hftrainer", "run", "--tpu", *options, __file__])

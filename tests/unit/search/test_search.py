@@ -11,7 +11,7 @@ import pytest
 
 from hftrainer import TrainerCallback
 from hftrainer.errors import InvalidArgument, MissingPackage, UnknownArgument, UnsupportedArgument
-from hftrainer.parallel.process_identity import is_gone, this_process
+from hftrainer.parallel.environment import is_gone, this_process
 from hftrainer.search.studies import FAILED, INTERRUPTED, OWNER, RETRY_OF, TrialCount
 from hftrainer.trainer_utils import default_compute_objective
 from hftrainer_ray.search import RaySearch

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +14,7 @@ from hftrainer.parallel.config_files import env_flag, parse_bool, read_config
 
 #: Strategies for `fsdp` and `reshard_after_forward`, in the order of accelerate's numbers, from 1.
 STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
-#: Strategy of FSDP2 → whether parameters are resharded after the forward pass.
-_RESHARDS = {"full_shard": True, "shard_grad_op": False}
+_OF_FSDP2 = STRATEGIES[:2]
 POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 STATE_DICTS = ("FULL_STATE_DICT", "SHARDED_STATE_DICT")
 PREFETCHES = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
@@ -28,9 +28,8 @@ _ALIASES = {
     "backward_prefetch_policy": "backward_prefetch",
     "sharding_strategy": "reshard_after_forward",
 }
-_OF_XLA = ("xla", "xla_fsdp_settings", "xla_fsdp_grad_ckpt", "xla_fsdp_v2")
 #: Defaults of the launcher, which differ from those of `fsdp_config`.
-_OF_LAUNCHER = {
+_LAUNCHER_DEFAULTS = {
     "version": "1",
     "auto_wrap_policy": "NO_WRAP",
     "use_orig_params": "false",
@@ -121,7 +120,7 @@ class FsdpPlugin:
         from torch.distributed.fsdp import StateDictType
 
         name = str(getattr(state_dict_type, "name", state_dict_type))
-        self.state_dict_type = StateDictType[_one_of("state_dict_type", name, STATE_DICTS)]
+        self.state_dict_type = StateDictType[_PARSERS["state_dict_type"]("state_dict_type", name)]
 
     @property
     def whole(self) -> bool:
@@ -150,16 +149,17 @@ def read_fsdp(fsdp: Any, fsdp_config: Any, environment: Mapping[str, str] = os.e
         if not env_flag("ACCELERATE_USE_FSDP", environment=environment):
             return None
         given = {name[5:].lower(): value for name, value in environment.items() if name.startswith("FSDP_")}
-        version = given.get("version", _OF_LAUNCHER["version"])
-        given.pop("sharding_strategy" if version == "2" else "reshard_after_forward", None)  # it sets both
-        keys = _named({**_OF_LAUNCHER, **given}, "the launcher's FSDP_")
+        version = given.get("version", _LAUNCHER_DEFAULTS["version"])
+        # The launcher sets both.
+        given.pop("sharding_strategy" if version == "2" else "reshard_after_forward", None)
+        keys = _named({**_LAUNCHER_DEFAULTS, **given}, "the launcher's FSDP_")
         if version == "2":
             keys = {name: value for name, value in keys.items() if name not in _ONLY_FSDP1}
             keys.setdefault("state_dict_type", "SHARDED_STATE_DICT")
         return _settings(keys)
     keys = _named(read_config(fsdp_config, "fsdp_config"), "fsdp_config")
-    for name, value in _of_words(fsdp).items():
-        if name == "reshard_after_forward" and _strategy_name(keys.get(name, value)) != value:
+    for name, value in _parse_words(fsdp).items():
+        if name == "reshard_after_forward" and _parse_strategy(name, keys.get(name, value)) != value:
             raise WrongConfig(
                 f"fsdp={fsdp!r} and fsdp_config[{name!r}]={keys[name]!r} are two strategies: give only one."
             )
@@ -167,13 +167,15 @@ def read_fsdp(fsdp: Any, fsdp_config: Any, environment: Mapping[str, str] = os.e
     return _settings(keys)
 
 
-def _of_words(fsdp: Any) -> dict[str, Any]:
+def _parse_words(fsdp: Any) -> dict[str, Any]:
     """The keys that the words in `fsdp` set; 'auto_wrap' sets none, since it is the default."""
     if parse_bool(fsdp):
         return {}
     if isinstance(fsdp, str):
-        fsdp = fsdp.replace("full shard", "full_shard")  # as the documents of v4.48 write it
-    words = fsdp.replace(",", " ").split() if isinstance(fsdp, str) else [str(getattr(w, "value", w)) for w in fsdp]
+        # The documents of v4.48 write "full shard".
+        words = fsdp.replace("full shard", "full_shard").replace(",", " ").split()
+    else:
+        words = [str(getattr(word, "value", word)) for word in fsdp]
     allowed = (*STRATEGIES, "offload", "auto_wrap")
     for word in words:
         if word not in allowed:
@@ -182,99 +184,70 @@ def _of_words(fsdp: Any) -> dict[str, Any]:
     if len(chosen) > 1:
         raise WrongConfig(f"fsdp={fsdp!r}: {' and '.join(chosen)} are two strategies: give one of them.")
     keys: dict[str, Any] = {"reshard_after_forward": chosen[0]} if chosen else {}
-    return {**keys, **({"cpu_offload": True} if "offload" in words else {})}
+    return {**keys, "cpu_offload": True} if "offload" in words else keys
 
 
 def _named(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The values by the names of the settings; unknown names raise."""
-    known = {field.name for field in dataclasses.fields(FsdpSettings)} - {"strategy", "wrap_classes", "xla"}
-    known |= {"transformer_layer_cls_to_wrap", "reshard_after_forward", *_OF_XLA}
     keys: dict[str, Any] = {}
     for given_name, value in given.items():
         bare = given_name.removeprefix("fsdp_")
         name = _ALIASES.get(bare, bare)
-        if name not in known:
-            raise WrongConfig(f"{where}: {given_name!r} is not a valid key{nearest(bare, [*known, *_ALIASES])}")
+        if name not in _PARSERS:
+            raise WrongConfig(f"{where}: {given_name!r} is not a valid key{nearest(bare, [*_PARSERS, *_ALIASES])}")
         if name not in keys or bare == name:  # the name itself overrides its aliases
             keys[name] = value
     return keys
 
 
-def _settings(keys: dict[str, Any]) -> FsdpSettings:
-    xla = _xla({name: keys.pop(name) for name in _OF_XLA if name in keys})
-    version, strategy = _strategy(keys)
+def _settings(given: Mapping[str, Any]) -> FsdpSettings:
+    keys = {name: _PARSERS[name](name, value) for name, value in given.items()}
+    xla = _pop_xla(keys)
+    strategy = keys.pop("reshard_after_forward", STRATEGIES[0])
+    version = _choose_version(keys.pop("version", None), strategy, [name for name in _ONLY_FSDP1 if name in keys])
     classes = keys.pop("transformer_layer_cls_to_wrap", None)
-    classes = classes.split(",") if isinstance(classes, str) else classes
-    if classes and not (isinstance(classes, (list, tuple)) and all(isinstance(name, str) for name in classes)):
-        raise WrongConfig(
-            f"fsdp_config['transformer_layer_cls_to_wrap']={classes!r}: give names of classes, as a list or words."
-        )
-    least = _count("min_num_params", keys.pop("min_num_params", None) or 0)
-    by_size = least > 0 and not classes
-    policy = _one_of(
-        "auto_wrap_policy", keys.pop("auto_wrap_policy", POLICIES[by_size]), POLICIES
-    )  # v4 had no policies: min_num_params meant size-based wrapping
-    state_dicts = _one_of("state_dict_type", keys.pop("state_dict_type", STATE_DICTS[0]), STATE_DICTS)
-    prefetch = str(keys.pop("backward_prefetch", None) or "NO_PREFETCH")
-    prefetch = "BACKWARD_POST" if prefetch.lower() == "backward_pos" else prefetch  # as the documents of v4.48 write it
-    prefetch = _one_of("backward_prefetch", prefetch, PREFETCHES)
-    flags = {name: _truth(name, value) for name, value in keys.items()}
-    if flags.get("activation_checkpointing_offload") and not flags.get("activation_checkpointing"):
+    # v4 had no policies: min_num_params meant size-based wrapping.
+    by_size = keys.get("min_num_params", 0) > 0 and not classes
+    keys.setdefault("auto_wrap_policy", POLICIES[by_size])
+    if keys.get("activation_checkpointing_offload") and not keys.get("activation_checkpointing"):
         raise WrongConfig("fsdp_config['activation_checkpointing_offload'] needs 'activation_checkpointing' too.")
-    if flags.get("cpu_ram_efficient_loading"):
-        flags["sync_module_states"] = True
-    return FsdpSettings(
-        version=version,
-        strategy=strategy,
-        auto_wrap_policy=policy,
-        wrap_classes=tuple(name.strip() for name in classes) if classes else None,
-        min_num_params=least,
-        state_dict_type=state_dicts,
-        backward_prefetch=prefetch,
-        xla=xla,
-        **flags,
-    )
+    if keys.get("cpu_ram_efficient_loading"):
+        keys["sync_module_states"] = True
+    return FsdpSettings(version=version, strategy=strategy, wrap_classes=classes, xla=xla, **keys)
 
 
-def _xla(keys: dict[str, Any]) -> XlaSettings | None:
-    """The settings from the keys for TPUs; None without `xla`."""
-    flags = {name: _truth(name, value) for name, value in keys.items() if name != "xla_fsdp_settings"}
-    if not flags.get("xla"):
-        asked = [name for name, given in flags.items() if given] + ["xla_fsdp_settings"] * bool(
-            keys.get("xla_fsdp_settings")
-        )
+def _pop_xla(keys: dict[str, Any]) -> XlaSettings | None:
+    """Remove the keys for TPUs; returns what they set, or None without `xla`."""
+    names = ("xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt", "xla_fsdp_settings")
+    is_on, spmd, grad_ckpt, settings = (keys.pop(name, None) for name in names)
+    if not is_on:
+        asked = [name for name, value in zip(names[1:], (spmd, grad_ckpt, settings), strict=True) if value]
         if asked:
             raise WrongConfig(f"fsdp_config[{asked[0]!r}] needs 'xla': True too, or leave it out.")
         return None
-    settings = keys.get("xla_fsdp_settings") or {}
-    if not isinstance(settings, Mapping):
-        raise WrongConfig(f"fsdp_config['xla_fsdp_settings']={settings!r}: give a dict of keywords.")
-    if settings and flags.get("xla_fsdp_v2"):
+    if settings and spmd:
         raise WrongConfig(
             "fsdp_config['xla_fsdp_settings'] are for torch_xla's FSDP with processes, but 'xla_fsdp_v2' uses SPMD: "
             "give one of them."
         )
-    return XlaSettings(flags.get("xla_fsdp_v2", False), flags.get("xla_fsdp_grad_ckpt", False), tuple(settings.items()))
+    return XlaSettings(bool(spmd), bool(grad_ckpt), tuple((settings or {}).items()))
 
 
-def _strategy(keys: dict[str, Any]) -> tuple[int, str]:
-    """FSDP's version and the strategy; FSDP2 unless a key or strategy exists only in FSDP1."""
-    given = keys.pop("reshard_after_forward", True)
-    strategy = _strategy_name(given)
-    asked = [name for name in _ONLY_FSDP1 if name in keys]
-    version = str(keys.pop("version", 1 if asked or strategy not in _RESHARDS else 2))
-    if version not in ("1", "2"):
-        raise WrongConfig(f"fsdp_config['version']={version}: it must be 1 or 2.")
-    if version == "2" and strategy not in _RESHARDS:
+def _choose_version(given: int | None, strategy: str, only_fsdp1: list[str]) -> int:
+    """FSDP's version: 2 unless a key or strategy exists only in FSDP1."""
+    if given == 2 and strategy not in _OF_FSDP2:
         raise WrongConfig(f"fsdp: only FSDP1 has {strategy!r}; set fsdp_config['version']=1, or use 'full_shard'.")
-    if version == "2" and asked:
+    if given == 2 and only_fsdp1:
         raise WrongConfig(
-            f"fsdp_config: only FSDP1 has {' and '.join(asked)}; leave that out, or set fsdp_config['version']=1."
+            f"fsdp_config: only FSDP1 has {' and '.join(only_fsdp1)}; leave that out, or set fsdp_config['version']=1."
         )
-    return int(version), strategy
+    return given or (1 if only_fsdp1 or strategy not in _OF_FSDP2 else 2)
 
 
-def _strategy_name(value: Any) -> str:
+# ---- Values ---------------------------------------------------------------------------------------------------------
+
+
+def _parse_strategy(name: str, value: Any) -> str:
     """A strategy from its name, accelerate's number, or whether parameters are resharded after the forward pass."""
     word = str(getattr(value, "name", value)).lower().lstrip("_")
     if word in ("true", "false"):
@@ -282,29 +255,69 @@ def _strategy_name(value: Any) -> str:
     if word.isdigit() and 1 <= int(word) <= len(STRATEGIES):
         return STRATEGIES[int(word) - 1]
     if word not in STRATEGIES:
-        raise WrongConfig(f"fsdp_config['reshard_after_forward']={value!r} is unknown{nearest(word, STRATEGIES)}")
+        raise WrongConfig(f"fsdp_config[{name!r}]={value!r} is unknown{nearest(word, STRATEGIES)}")
     return word
 
 
-def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> str:
+def _parse_choice(name: str, value: Any, allowed: tuple[str, ...]) -> str:
     word = str(value).upper()
     if word not in allowed:
         raise WrongConfig(f"fsdp_config[{name!r}]={value!r}: it must be {', '.join(allowed[:-1])} or {allowed[-1]}.")
     return word
 
 
-def _count(name: str, value: Any) -> int:
-    if not str(value).isdecimal():
-        raise WrongConfig(f"fsdp_config[{name!r}]={value!r}: it must be a number from 0.")
+def _parse_prefetch(name: str, value: Any) -> str:
+    # The documents of v4.48 write "backward_pos".
+    is_misspelt = str(value).lower() == "backward_pos"
+    return _parse_choice(name, "BACKWARD_POST" if is_misspelt else value or "NO_PREFETCH", PREFETCHES)
+
+
+def _parse_version(name: str, value: Any) -> int:
+    if str(value) not in ("1", "2"):
+        raise WrongConfig(f"fsdp_config[{name!r}]={value}: it must be 1 or 2.")
     return int(value)
 
 
-def _truth(name: str, value: Any) -> bool:
+def _parse_classes(name: str, value: Any) -> tuple[str, ...] | None:
+    classes = value.split(",") if isinstance(value, str) else value
+    if classes and not (isinstance(classes, (list, tuple)) and all(isinstance(each, str) for each in classes)):
+        raise WrongConfig(f"fsdp_config[{name!r}]={value!r}: give names of classes, as a list or words.")
+    return tuple(each.strip() for each in classes) if classes else None
+
+
+def _parse_count(name: str, value: Any) -> int:
+    if not str(value or 0).isdecimal():
+        raise WrongConfig(f"fsdp_config[{name!r}]={value!r}: it must be a number from 0.")
+    return int(value or 0)
+
+
+def _parse_flag(name: str, value: Any) -> bool:
     if (flag := parse_bool(value)) is None:
         raise WrongConfig(f"fsdp_config[{name!r}]={value!r}: it must be true or false.")
     return flag
 
 
-def nearest(word: str, allowed: Any) -> str:
+def _parse_keywords(name: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value or {}, Mapping):
+        raise WrongConfig(f"fsdp_config[{name!r}]={value!r}: give a dict of keywords.")
+    return value or {}
+
+
+#: Key of `fsdp_config` → its parser, which gets the key and the value.
+_PARSERS: Mapping[str, Callable[[str, Any], Any]] = {
+    **{field.name: _parse_flag for field in dataclasses.fields(FsdpSettings) if field.type == "bool"},
+    **dict.fromkeys(("xla", "xla_fsdp_grad_ckpt", "xla_fsdp_v2"), _parse_flag),
+    "version": _parse_version,
+    "reshard_after_forward": _parse_strategy,
+    "auto_wrap_policy": functools.partial(_parse_choice, allowed=POLICIES),
+    "transformer_layer_cls_to_wrap": _parse_classes,
+    "min_num_params": _parse_count,
+    "state_dict_type": functools.partial(_parse_choice, allowed=STATE_DICTS),
+    "backward_prefetch": _parse_prefetch,
+    "xla_fsdp_settings": _parse_keywords,
+}
+
+
+def nearest(word: str, allowed: Collection[str]) -> str:
     """The end of a sentence about an unknown word: the nearest allowed word, or all of them."""
     return suggest(word, allowed, f": it may be {', '.join(sorted(allowed))}.")

@@ -32,7 +32,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import CustomPolicy
 
 from hftrainer.errors import WrongConfig
-from hftrainer.parallel.fsdp.settings import FsdpSettings
+from hftrainer.parallel.fsdp_settings import FsdpSettings
 from hftrainer.parallel.plan import LightningPlan
 from hftrainer.parallel.process_group import Awaiting, device_mesh
 

@@ -1,1 +1,0 @@
-"""FSDP: its settings, and sharding a model with torch."""
