@@ -29,8 +29,9 @@ def main(words: Sequence[str] | None = None) -> None:
     """
     parser = make_parser()
     options, remaining = parser.parse_known_args(words)
-    if options.command == "explain":
-        options.words = remaining + options.words  # argparse splits them; see hftrainer.cli.explain
+    if options.command in ("run", "explain"):
+        # Options of a script are unknown here: argparse returns those before the first value apart from the rest.
+        options.words = remaining + options.words
     elif remaining:
         parser.error(f"unrecognized arguments: {' '.join(remaining)}")
     options.execute(options)

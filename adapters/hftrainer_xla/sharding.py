@@ -63,16 +63,16 @@ def shard(model: nn.Module, plan: LightningPlan) -> nn.Module:
     if isinstance(model, XlaFullyShardedDataParallel):
         return model
     if plan.processes.several:
-        from hftrainer.parallel.fsdp_sharding import take_from_first
+        from hftrainer.parallel.fsdp_sharding import broadcast_weights
 
-        take_from_first(model, torch.device("cpu"))
+        broadcast_weights(model, torch.device("cpu"))
     return _wrapped(model, settings, settings.xla).to(xla.device())
 
 
 def _units(model: nn.Module, settings: FsdpSettings) -> list[nn.Module]:
-    from hftrainer.parallel.fsdp_sharding import units_of
+    from hftrainer.parallel.fsdp_sharding import find_units
 
-    return units_of(model, settings)
+    return find_units(model, settings)
 
 
 # ---- One process per device -----------------------------------------------------------------------------------------

@@ -73,7 +73,7 @@ def check_supported(resolved: ResolvedArguments, *, own_optimizer: bool = False)
         for name, value, about in given
         if is_refused(about, value)
     ]
-    found += check_launched(args.device)
+    found += check_launched(resolved.device)
     try:
         found += check_keywords(resolved.lightning_config)
         found += _check_sharding(resolved, own_optimizer)
@@ -91,12 +91,12 @@ def check_launch(resolved: ResolvedArguments) -> list[str]:
     """A sentence for each reason why the processes that the launcher has started cannot train."""
     args, rank_info = resolved.args, resolved.rank_info
     of_xla = check_xla(args, rank_info, legacy.value(args, "tpu_num_cores") or None)
-    return [*check_rank_info(rank_info, resolved.readable_config, visible_device_count(args.device)), *of_xla]
+    return [*check_rank_info(rank_info, resolved.readable_config, visible_device_count(resolved.device)), *of_xla]
 
 
 def _check_sharding(resolved: ResolvedArguments, own_optimizer: bool) -> list[str]:
     args, settings, config = resolved.args, resolved.fsdp, resolved.lightning_config
-    if settings is None or args.device.type in ("mps", *UNSUPPORTED_BY_LIGHTNING):  # `check_device` reports these
+    if settings is None or resolved.device.type in ("mps", *UNSUPPORTED_BY_LIGHTNING):  # `check_device` reports these
         return []
     launched = resolved.rank_info.launcher != "lightning"
     return list(check_fsdp(args, settings, config, launched=launched, own_optimizer=own_optimizer))
@@ -157,16 +157,16 @@ def overridden(resolved: ResolvedArguments) -> list[str]:
         )
     if unknown := unknown_variables():
         found.append(f"{' and '.join(unknown)}: no release of accelerate that is known here reads that; no effect.")
-    gpus = 1 if "devices" in config else visible_device_count(args.device) or 1
+    gpus = 1 if "devices" in config else visible_device_count(resolved.device) or 1
     if gpus > resolved.rank_info.world_size == 1 and not can_start_again():
         found.append(
             f"Only one of {gpus} GPUs is used: the others need processes, which a script or a launcher can start."
         )
     if resolved.deepspeed is not None:
         found += resolved.deepspeed.notes
-    if "tpu_metrics_debug" in (args.debug or ()) and args.device.type != "xla":
+    if "tpu_metrics_debug" in (args.debug or ()) and resolved.device.type != "xla":
         found.append(
-            f"debug='tpu_metrics_debug' prints nothing: training is on {args.device}, which is not an XLA device."
+            f"debug='tpu_metrics_debug' prints nothing: training is on {resolved.device}, which is not an XLA device."
         )
     if args.fsdp_config and not args.fsdp and not is_set_by_release(args, "fsdp_config"):
         found.append("fsdp_config has no effect without fsdp=True.")

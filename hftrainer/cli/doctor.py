@@ -10,7 +10,6 @@ import os
 import platform
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -50,7 +49,7 @@ LAUNCHERS = {
 _OTHERS = ("datasets", "peft", "trl", "tokenizers", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "triton")
 #: Bytes below which a folder is reported as small. Loader workers pass batches through /dev/shm; Docker gives it 64 MB.
 _SMALL = {"/dev/shm": 1 << 30, "folder": 5 << 30, "temporary": 1 << 30}
-_ROOM = {
+_LOW_SPACE_ADVICE = {
     "folder": "checkpoints may not fit; set output_dir on another disk, or save_total_limit",
     "temporary": "set TMPDIR to a folder on another disk",
     "/dev/shm": "loader workers pass batches through it; in Docker use --shm-size=8g, or set dataloader_num_workers=0",
@@ -121,7 +120,7 @@ def _doctor(parser: Parser, options: argparse.Namespace) -> None:
 
 def examine() -> Report:
     """Look at this machine; imports torch at most, and nothing is allocated on a device."""
-    gaps = dict(_gaps())
+    gaps = dict(_find_missing_packages())
     broken = gaps.pop("", None)
     problems = [f"hftrainer needs {', '.join(broken['packages'])}: {broken['install']}"] if broken else []
     if (peer := _version("transformers")) and (newer := newer_than_known(peer)):
@@ -138,7 +137,7 @@ def examine() -> Report:
         problems.append(str(error))
     disks = dict(_disks())
     problems += [
-        f"{where} has {_gb(at['free'])} free at {at['path']}: {_ROOM[where]}"
+        f"{where} has {_gb(at['free'])} free at {at['path']}: {_LOW_SPACE_ADVICE[where]}"
         for where, at in disks.items()
         if at["free"] < _SMALL[where]
     ]
@@ -182,7 +181,7 @@ def _extra(requirement: Any) -> str:
     return next((extra for extra in EXTRAS if f'extra == "{extra}"' in str(requirement.marker)), "other")
 
 
-def _gaps() -> Iterator[tuple[str, dict[str, Any]]]:
+def _find_missing_packages() -> Iterator[tuple[str, dict[str, Any]]]:
     """Extra → the packages that are missing or of a release that is not supported, and the command for them."""
     lacking: dict[str, list[str]] = {}
     for requirement in _requirements():
@@ -229,16 +228,11 @@ def _devices() -> tuple[dict[str, Any], list[str]]:
 
 
 def _nvidia() -> list[str]:
-    """Names and memory of NVIDIA's GPUs by nvidia-smi: torch would start a context on the first to know them."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return []
-    query = [program, "--query-gpu=name,memory.total", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=20)
-    except subprocess.TimeoutExpired:
-        return []
-    return done.stdout.splitlines() if done.returncode == 0 else []
+    """NVIDIA's GPUs by nvidia-smi: torch would start a context on the first to name them."""
+    from torch.utils import collect_env
+
+    found: str | None = collect_env.get_gpu_info(collect_env.run)
+    return (found or "").splitlines()
 
 
 def _program(name: str) -> str | None:

@@ -77,6 +77,7 @@ def _arguments(words: list[str]) -> TrainingArguments:
 
     parser = arguments_parser()
     try:
+        args: TrainingArguments
         args, unknown = parser.parse_args_into_dataclasses(words, True, look_for_args_file=False)
     except ValueError as error:
         parser.error(str(error))

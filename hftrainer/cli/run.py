@@ -15,25 +15,28 @@ from typing import Any, NoReturn
 from hftrainer.cli.parser import Parser
 from hftrainer.plugins import load
 
+_USAGE = "%(prog)s [--nproc N ...] [-m] SCRIPT [arguments …]\n       %(prog)s --tpu [-m] SCRIPT [arguments …]"
+#: torchrun's options for how machines find each other. Without any, one machine uses a free port.
+_RENDEZVOUS = {"nnodes", "node_rank", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "master_addr", "master_port"}
+
 
 def add(commands: Any) -> None:
-    """Add the subcommand."""
+    """Add the subcommand. Its options are torchrun's, whose parser is imported only where there is an option."""
     parser = commands.add_parser(
-        "run",
-        help="run an unmodified Trainer script, in one process or in several",
-        usage="%(prog)s [--nproc N ...] [-m] SCRIPT [arguments …]",
+        "run", help="run an unmodified Trainer script, in one process or in several", usage=_USAGE, add_help=False
     )
-    add_options(parser)
-    parser.add_argument("-m", dest="as_module", action="store_true", help="SCRIPT is the name of a module")
-    parser.add_argument("script", metavar="SCRIPT", help="path of the script")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
+    parser.add_argument("words", metavar="SCRIPT", nargs=argparse.REMAINDER, help="options, and a script")
     parser.set_defaults(execute=functools.partial(_run, parser))
 
 
 def _run(parser: Parser, options: argparse.Namespace) -> None:
-    if is_launch(options):
-        launch(parser, options)
-    run_script(options.script, options.arguments, as_module=options.as_module)
+    as_module = options.words[:1] == ["-m"]
+    script, *arguments = options.words[as_module:] or [""]
+    if script.startswith("-"):
+        launch(parser, options.words)
+    if not script:
+        parser.error("give a script")
+    run_script(script, arguments, as_module=as_module)
 
 
 def run_script(target: str, arguments: list[str], *, as_module: bool = False) -> None:
@@ -49,7 +52,7 @@ def run_script(target: str, arguments: list[str], *, as_module: bool = False) ->
     from hftrainer.cli.install import install
 
     install()
-    sys.excepthook = _begin_in_the_script
+    sys.excepthook = _print_script_traceback
     sys.argv = [target, *arguments]
     if as_module:
         sys.path[0] = os.getcwd()
@@ -63,7 +66,7 @@ def run_script(target: str, arguments: list[str], *, as_module: bool = False) ->
         runpy.run_path(target, run_name="__main__")
 
 
-def _begin_in_the_script(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _print_script_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Print an uncaught exception without the frames that led to the script."""
     ours = (os.path.dirname(os.path.dirname(__file__)), "<frozen runpy>", runpy.__file__)
     first = trace
@@ -72,71 +75,58 @@ def _begin_in_the_script(kind: type[BaseException], error: BaseException, trace:
     traceback.print_exception(kind, error, first or trace)
 
 
-#: Values of --nproc that torchrun resolves to a number.
-_COUNTED = ("auto", "cpu", "gpu")
-#: Options passed on to torchrun: name → help text and metavar.
-_PASSED = {
-    "nnodes": ("machines, 'N' or 'LEAST:MOST'; with the same command on each (default 1)", "N"),
-    "node_rank": ("rank of this machine, from 0, if the machines do not determine it themselves", "N"),
-    "rdzv_id": ("name of the run, the same on all machines", "NAME"),
-    "rdzv_backend": ("how machines find each other: 'c10d', 'etcd-v2', 'static' ...", "NAME"),
-    "rdzv_endpoint": ("where machines find each other: HOST:PORT", "HOST:PORT"),
-    "master_addr": ("host of machine 0, with --node-rank", "HOST"),
-    "master_port": ("a free port on that host", "PORT"),
-}
-#: Options for how machines find each other.
-_MEETING = ("rdzv_endpoint", "master_addr")
+def make_launch_parser(parser: Parser) -> argparse.ArgumentParser:
+    """Make the parser of torchrun, with `--nproc` and the options for TPUs."""
+    from torch.distributed.run import get_args_parser
 
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options for the number of processes. Each may be written with '_' for '-', as for torchrun."""
-    group = parser.add_argument_group("several processes", "The options of torchrun, which starts them.")
-    spellings = ("--nproc", "--nproc-per-node", "--nproc_per_node")
-    group.add_argument(*spellings, type=_processes, metavar="N", help="processes on this machine, or auto, cpu, gpu")
-    kinds: dict[str, Any] = {"nnodes": _nodes, "node_rank": _at_least(0), "master_port": _at_least(1)}
-    for name, (text, metavar) in _PASSED.items():
-        options = [f"--{name.replace('_', '-')}"] + ([f"--{name}"] if "_" in name else [])
-        group.add_argument(*options, type=kinds.get(name, str), metavar=metavar, help=text)
-    on_tpu = parser.add_argument_group(
+    launcher = get_args_parser()
+    launcher.prog, launcher.usage, launcher.allow_abbrev = parser.prog, _USAGE, False
+    launcher.description = "Run an unmodified Trainer script; with several processes, by torchrun with these options."
+    launcher.add_argument("--nproc", dest="nproc_per_node", default=argparse.SUPPRESS, help="as --nproc-per-node")
+    on_tpu = launcher.add_argument_group(
         "TPUs", "torch_xla starts the processes, on each host of a pod that runs this; with torch_tpu, torchrun does."
     )
     on_tpu.add_argument("--tpu", action="store_true", help="one process for each TPU core of this machine")
     on_tpu.add_argument(
-        "--num-cores", "--num_cores", type=_at_least(1), metavar="N", help="number of cores: 1, or all of this machine"
+        "--num-cores", "--num_cores", type=int, metavar="N", help="number of cores: 1, or all of this machine"
     )
-    group.add_argument(
-        "--standalone", action="store_true", help="one machine, at a free port (the default for one machine)"
-    )
+    return launcher
 
 
-def is_launch(options: argparse.Namespace) -> bool:
-    """Whether any of the options starts processes."""
-    return _is_torchrun(options) or options.tpu or options.num_cores is not None
-
-
-def _is_torchrun(options: argparse.Namespace) -> bool:
-    return (
-        options.nproc is not None or options.standalone or any(getattr(options, name) is not None for name in _PASSED)
-    )
-
-
-def launch(parser: argparse.ArgumentParser, options: argparse.Namespace) -> NoReturn:
+def launch(parser: Parser, words: list[str]) -> NoReturn:
     """Start the processes and wait for them; forward signals to them.
 
     Raises:
         SystemExit: with 0, with the status of the first process that failed, or with 128 + the number of a signal.
     """
-    if wrong := _contradiction(options):
+    launcher = make_launch_parser(parser)
+    options = launcher.parse_args(words)
+    defaults = vars(launcher.parse_args(["SCRIPT"]))
+    given = {name for name, value in vars(options).items() if value != defaults[name]}
+    given -= {"module", "training_script", "training_script_args"}
+    if wrong := _contradiction(options, given):
         parser.error(wrong)
-    if options.tpu and not prepare_torch_tpu(options):
-        launch_on_tpu(parser, options)
+    on_tpu, cores = (vars(options).pop(name) for name in ("tpu", "num_cores"))
+    script, arguments, as_module = options.training_script, options.training_script_args, options.module
+    if on_tpu and not prepare_torch_tpu(options, cores):
+        launch_on_tpu(parser, script, arguments, as_module, cores)
         raise SystemExit(0)
+    options.standalone |= not given & _RENDEZVOUS
+    if "rdzv_endpoint" in given and "rdzv_backend" not in given:
+        options.rdzv_backend = "c10d"
+    options.module, options.training_script = True, "hftrainer"
+    options.training_script_args = ["run", *(["-m"] if as_module else []), script, *arguments]
+    run_torchrun(options)
+
+
+def run_torchrun(options: argparse.Namespace) -> NoReturn:
+    """Start processes by torchrun; end with their status."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import parse_args, run
+    from torch.distributed.run import run
 
     try:
-        run(parse_args(_words(options)))
+        run(options)
     except ChildFailedError as error:
         status = error.get_first_failure()[1].exitcode
         raise SystemExit(status if status > 0 else 128 - status) from None
@@ -145,60 +135,32 @@ def launch(parser: argparse.ArgumentParser, options: argparse.Namespace) -> NoRe
     raise SystemExit(0)
 
 
-def _contradiction(options: argparse.Namespace) -> str | None:
-    machines = [int(number) for number in (options.nnodes or "1").split(":")]
-    meeting = any(getattr(options, name) is not None for name in _MEETING)
-    if options.node_rank is not None and options.node_rank >= machines[-1]:
-        return f"--node-rank {options.node_rank} must be below --nnodes {options.nnodes or 1}"
-    if machines[-1] > 1 and options.standalone:
+def _contradiction(options: argparse.Namespace, given: set[str]) -> str | None:
+    """What is wrong with the options, where torchrun would hang or say less."""
+    nodes = re.fullmatch("([1-9][0-9]*)(?::([1-9][0-9]*))?", options.nnodes)
+    least, most = (int(nodes[1]), int(nodes[2] or nodes[1])) if nodes else (1, 0)
+    if least > most:
+        return f"--nnodes {options.nnodes} is neither a number >= 1 nor LEAST:MOST"
+    if options.nproc_per_node == "0":
+        return "--nproc 0 starts no process: give a number >= 1, or auto, cpu, gpu"
+    if not 0 <= options.node_rank < most:
+        return f"--node-rank {options.node_rank} must be at least 0, and below --nnodes {options.nnodes}"
+    if most > 1 and options.standalone:
         return f"--standalone is for one machine, and --nnodes {options.nnodes} asks for more: leave out one of them"
-    if machines[-1] > 1 and not meeting:
+    if most > 1 and not given & {"rdzv_endpoint", "master_addr"}:
         return f"--nnodes {options.nnodes} needs --rdzv-endpoint HOST:PORT, or --master-addr HOST and --node-rank N"
     if options.num_cores is not None and not options.tpu:
         return "--num-cores is for TPUs: add --tpu, or use --nproc for processes on GPUs and CPUs"
-    if options.tpu and _is_torchrun(options):
+    if options.num_cores is not None and options.num_cores < 1:
+        return f"--num-cores {options.num_cores} is not a number >= 1"
+    if options.tpu and given - {"tpu", "num_cores"}:
         return "--tpu starts processes by torch_xla, the other options by torchrun: use --tpu or the others"
-    if not options.as_module and not os.path.isfile(options.script):
-        return f"the script {options.script!r} does not exist"
+    if not options.module and not os.path.isfile(options.training_script):
+        return f"the script {options.training_script!r} does not exist"
     return None
 
 
-def _words(options: argparse.Namespace) -> list[str]:
-    """The command line of torchrun."""
-    given = {name: value for name in _PASSED if (value := getattr(options, name)) is not None}
-    words = [f"--nproc-per-node={options.nproc or 1}"]
-    words += [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
-    if options.standalone or not given:
-        words.append("--standalone")
-    elif "rdzv_endpoint" in given and "rdzv_backend" not in given:
-        words.append("--rdzv-backend=c10d")
-    module = ["-m"] if options.as_module else []
-    return [*words, "-m", "hftrainer", "run", *module, options.script, *options.arguments]
-
-
-def _processes(text: str) -> str:
-    if text not in _COUNTED and not re.fullmatch("[1-9][0-9]*", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a number >= 1 nor {', '.join(_COUNTED)}")
-    return text
-
-
-def _nodes(text: str) -> str:
-    least, _, most = text.partition(":")
-    if not re.fullmatch("[1-9][0-9]*(:[1-9][0-9]*)?", text) or int(least) > int(most or least):
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a number >= 1 nor LEAST:MOST")
-    return text
-
-
-def _at_least(least: int) -> Any:
-    def read(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number >= {least}")
-        return int(text)
-
-    return read
-
-
-def prepare_torch_tpu(options: argparse.Namespace) -> bool:
+def prepare_torch_tpu(options: argparse.Namespace, cores: int | None) -> bool:
     """Let torchrun start the processes, after setting what torch_tpu's all need; returns False without torch_tpu."""
     import torch
 
@@ -206,13 +168,13 @@ def prepare_torch_tpu(options: argparse.Namespace) -> bool:
 
     if not devices.torch_tpu.is_available():
         return False
-    processes = options.num_cores or devices.torch_tpu.device_count()
+    processes = cores or devices.torch_tpu.device_count()
     torch.tpu.distributed.set_tpu_launch_env(nproc_per_node=processes)  # type: ignore[attr-defined]
-    options.nproc = str(processes)
+    options.nproc_per_node = str(processes)
     return True
 
 
-def launch_on_tpu(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+def launch_on_tpu(parser: Parser, script: str, arguments: list[str], as_module: bool, cores: int | None) -> None:
     """Start a process for each core by torch_xla and wait for them; a single core is used by this process.
 
     Raises:
@@ -223,9 +185,8 @@ def launch_on_tpu(parser: argparse.ArgumentParser, options: argparse.Namespace) 
     if not devices.has_torch_xla():
         parser.error(f"--tpu needs torch_xla: {devices.INSTALL_TORCH_XLA}; or {devices.INSTALL_TORCH_TPU}")
     os.environ.setdefault("PJRT_DEVICE", "TPU")
-    torch_xla = load("xla", "devices").load()
-    target = (options.script, options.arguments, options.as_module, options.num_cores)
-    torch_xla.launch(_run_on_core, target, debug_single_process=options.num_cores == 1)
+    target = (script, arguments, as_module, cores)
+    load("xla", "devices").load().launch(_run_on_core, target, debug_single_process=cores == 1)
 
 
 def _run_on_core(_: int, script: str, arguments: list[str], as_module: bool, cores: int | None) -> None:

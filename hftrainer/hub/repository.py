@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import shlex
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -102,32 +101,16 @@ def _check_token(token: str | None) -> None:
         raise InvalidArgument("hub_token contains a space or a line break: remove it.")
 
 
-class _ProgressBars:
-    """Turns off the client's progress bars until the last of several threads has finished; the switch is global."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._users = 0
-        self._were_on = False
-
-    @contextlib.contextmanager
-    def disabled(self) -> Iterator[None]:
-        with self._lock:
-            if self._users == 0:
-                self._were_on = not are_progress_bars_disabled()
-            if self._were_on:
-                disable_progress_bars()
-            self._users += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._users -= 1
-                if self._users == 0 and self._were_on:
-                    enable_progress_bars()
-
-
-_without_progress_bars = _ProgressBars().disabled
+@contextlib.contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    """Turn off the client's progress bars; the switch is global, so uploads of another Trainer may show theirs."""
+    were_on = not are_progress_bars_disabled()
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        if were_on:
+            enable_progress_bars()
 
 
 def _api() -> HfApi:

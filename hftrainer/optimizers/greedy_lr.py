@@ -124,9 +124,9 @@ class GreedyLR(ReduceLROnPlateau):
 
     def _improves(self, current: float) -> bool:
         sign = 1.0 if self.mode == "max" else -1.0
-        if self.threshold_mode == "rel":
-            return sign * current > sign * self.best * (1.0 + sign * self.threshold)
-        return sign * current > sign * self.best + self.threshold
+        best: float = sign * self.best
+        goal: float = best * (1.0 + sign * self.threshold) if self.threshold_mode == "rel" else best + self.threshold
+        return sign * current > goal
 
     def _raise_lr(self) -> None:
         for group, most in zip(self.optimizer.param_groups, self.max_lrs, strict=True):

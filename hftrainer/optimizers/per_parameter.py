@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 
 class PerParameterOptimizer(Optimizer):
-    """Calls `step_one` for each parameter that has a gradient."""
+    """Calls `update_parameter` for each parameter that has a gradient."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -28,10 +28,10 @@ class PerParameterOptimizer(Optimizer):
                     continue
                 if parameter.grad.is_sparse:
                     raise RuntimeError(f"{type(self).__name__} does not take sparse gradients: use SparseAdam.")
-                self.step_one(parameter, parameter.grad, self.state[parameter], group)
+                self.update_parameter(parameter, parameter.grad, self.state[parameter], group)
         return loss
 
-    def step_one(
+    def update_parameter(
         self, parameter: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
     ) -> None:
         """Update one parameter, in place.
@@ -42,7 +42,7 @@ class PerParameterOptimizer(Optimizer):
             state: the optimizer's state of it, empty at the first step.
             group: the settings of its group.
         """
-        raise TypeError(f"{type(self).__name__} must define step_one")
+        raise TypeError(f"{type(self).__name__} must define update_parameter")
 
 
 class Adafactor(PerParameterOptimizer):
@@ -96,7 +96,7 @@ class Adafactor(PerParameterOptimizer):
             },
         )
 
-    def step_one(
+    def update_parameter(
         self, parameter: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
     ) -> None:
         """Update one parameter."""
@@ -125,10 +125,15 @@ class Adafactor(PerParameterOptimizer):
         """The inverse square root of the second moment; for a matrix, from those of rows and columns."""
         beta2 = 1.0 - math.pow(state["step"], group["decay_rate"])
         square = (grad**2) + group["eps"][0]
+
+        def averaged(name: str, new: torch.Tensor) -> torch.Tensor:
+            average: torch.Tensor = state[name]
+            return average.mul_(beta2).add_(new, alpha=1.0 - beta2)
+
         if "exp_avg_sq" in state:
-            return state["exp_avg_sq"].mul_(beta2).add_(square, alpha=1.0 - beta2).rsqrt()
-        row = state["exp_avg_sq_row"].mul_(beta2).add_(square.mean(dim=-1), alpha=1.0 - beta2)
-        column = state["exp_avg_sq_col"].mul_(beta2).add_(square.mean(dim=-2), alpha=1.0 - beta2)
+            return averaged("exp_avg_sq", square).rsqrt()
+        row = averaged("exp_avg_sq_row", square.mean(dim=-1))
+        column = averaged("exp_avg_sq_col", square.mean(dim=-2))
         return (row / row.mean(dim=-1, keepdim=True)).rsqrt_().unsqueeze(-1) * column.unsqueeze(-2).rsqrt()
 
     @staticmethod
@@ -146,7 +151,8 @@ def _full(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _rms(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.norm(2) / (tensor.numel() ** 0.5)
+    rms: torch.Tensor = tensor.norm(2) / (tensor.numel() ** 0.5)
+    return rms
 
 
 def _start(state: dict[str, Any], grad: torch.Tensor, group: dict[str, Any]) -> None:
@@ -215,7 +221,7 @@ class AdamW(PerParameterOptimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "correct_bias": correct_bias}
         super().__init__(params, defaults)
 
-    def step_one(
+    def update_parameter(
         self, parameter: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
     ) -> None:
         """Update one parameter."""

@@ -84,12 +84,12 @@ def _number(*names: str, default: int = 0) -> int:
     Raises:
         WrongEnvironment: if it is not a number from 0.
     """
-    name = next((name for name in names if name in os.environ), None)
-    if name is None:
-        return default
-    if not os.environ[name].strip().isdecimal():
-        raise WrongEnvironment(f"{name}={os.environ[name]!r}: it must be a number from 0, as a launcher sets it.")
-    return int(os.environ[name])
+    for name in names:
+        if (value := os.environ.get(name)) is not None:
+            if not value.strip().isdecimal():
+                raise WrongEnvironment(f"{name}={value!r}: it must be a number from 0, as a launcher sets it.")
+            return int(value)
+    return default
 
 
 def _make_rank_info(
@@ -179,7 +179,8 @@ def _by_slurm() -> RankInfo:
 
 def _by_xla() -> RankInfo:
     """A process of torch_xla.launch; torch_xla knows its rank."""
-    return load("xla", "devices").rank_info()
+    rank_info: RankInfo = load("xla", "devices").rank_info()
+    return rank_info
 
 
 def _first(*names: str) -> str:

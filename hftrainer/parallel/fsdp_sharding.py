@@ -15,7 +15,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
     offload_wrapper,
 )
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     BackwardPrefetch,
@@ -30,6 +29,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.fsdp.wrap import CustomPolicy
+from torch.distributed.tensor import DTensor
 
 from hftrainer.errors import WrongConfig
 from hftrainer.parallel.fsdp_settings import FsdpSettings
@@ -61,9 +61,9 @@ def shard(model: nn.Module, plan: LightningPlan) -> nn.Module:
         reshard(model)
         return model
     device = torch.device(plan.device)
-    units = units_of(model, settings)
+    units = find_units(model, settings)
     if settings.sync_module_states:
-        take_from_first(model, device)
+        broadcast_weights(model, device)
     if plan.precision in _HALF:
         _keep_trained_in_float32(model)
     try:
@@ -90,23 +90,6 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-def whole_model_state(model: nn.Module, device: torch.device) -> dict[str, Any]:
-    """Gather the whole weights by name, a collective call; on devices other than the CPU only rank 0 gets them."""
-    reshard(model)
-    return get_model_state_dict(model, options=_whole_on(device))
-
-
-def whole_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> dict[str, Any]:
-    """Gather the optimizer's whole state by parameter name, in the same way as the weights."""
-    reshard(model)
-    return get_optimizer_state_dict(model, optimizer, options=_whole_on(device))
-
-
-def _whole_on(device: torch.device) -> StateDictOptions:
-    # On the CPU there is nothing to offload, and FSDP1 crashes with cpu_offload.
-    return StateDictOptions(full_state_dict=True, cpu_offload=device.type != "cpu")
 
 
 def _explained(error: ValueError, model: nn.Module, settings: FsdpSettings) -> WrongConfig:
@@ -137,8 +120,8 @@ def clip_grad_norm(model: Any, max_norm: float, norm_type: float = 2.0) -> torch
 
 
 def _whole_norm(gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor:
-    norm: Any = nn.utils.get_total_norm(gradients, norm_type)
-    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    norm = nn.utils.get_total_norm(gradients, norm_type)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 @contextlib.contextmanager
@@ -171,7 +154,7 @@ def whole_parameters(model: Any) -> Iterator[None]:
         yield
 
 
-def mesh_of(plan: LightningPlan) -> DeviceMesh:
+def make_device_mesh(plan: LightningPlan) -> DeviceMesh:
     """The device mesh: shards over all processes, over those of a copy, or (hybrid) over those of a node."""
     kind, processes, layout = torch.device(plan.device).type, plan.processes, plan.layout
     assert plan.sharding is not None
@@ -186,7 +169,7 @@ def mesh_of(plan: LightningPlan) -> DeviceMesh:
 # ---- Units ----------------------------------------------------------------------------------------------------------
 
 
-def units_of(model: nn.Module, settings: FsdpSettings) -> list[nn.Module]:
+def find_units(model: nn.Module, settings: FsdpSettings) -> list[nn.Module]:
     """The modules whose parameters are gathered one module at a time, inner ones first."""
     if settings.auto_wrap_policy == "NO_WRAP":
         return []
@@ -230,7 +213,7 @@ def _large_modules(model: nn.Module, least: int) -> list[nn.Module]:
 # ---- Before sharding ------------------------------------------------------------------------------------------------
 
 
-def take_from_first(model: nn.Module, device: torch.device) -> None:
+def broadcast_weights(model: nn.Module, device: torch.device) -> None:
     """Broadcast the weights of rank 0; tensors on the meta device are allocated first."""
     empty = [module for module in model.modules() if any(tensor.is_meta for tensor in _own_tensors(module))]
     for module in empty:
@@ -270,7 +253,7 @@ def _shard_fsdp1(model: nn.Module, units: list[nn.Module], plan: LightningPlan) 
     name = settings.strategy.upper()
     wrapped = FullyShardedDataParallel(
         model,
-        device_mesh=mesh_of(plan),
+        device_mesh=make_device_mesh(plan),
         sharding_strategy=ShardingStrategy["_" + name if name.endswith("ZERO2") else name],
         auto_wrap_policy=CustomPolicy(members.__contains__),
         cpu_offload=CPUOffload(offload_params=settings.cpu_offload),
@@ -293,7 +276,7 @@ def _shard_fsdp2(model: nn.Module, units: list[nn.Module], plan: LightningPlan) 
         units = _checkpoint_activations(model, set(units), settings)
     pinned = torch.device(plan.device).type != "cpu"
     keywords: dict[str, Any] = {
-        "mesh": mesh_of(plan),
+        "mesh": make_device_mesh(plan),
         "offload_policy": CPUOffloadPolicy(pin_memory=pinned) if settings.cpu_offload else OffloadPolicy(),
         # Outputs stay in float32: a half-precision loss has a resolution of 0.02 in logs, and overflows when scaled.
         "mp_policy": MixedPrecisionPolicy() if dtype is None else MixedPrecisionPolicy(dtype, dtype),

@@ -1,4 +1,4 @@
-"""The process group of torch: how ranks meet, their group for CPU memory, how they leave, and what is lost."""
+"""torch's process group: connecting the ranks, a group for CPU tensors, leaving at exit, and naming lost ranks."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
-#: Seconds after its timeout in which torch may say itself that ranks have not met.
+#: Grace period in seconds, so that torch's own timeout error comes first.
 _GRACE = 5.0
-#: Seconds in which the threads of a group that is still referenced free what they have finished with.
-_LATE = 0.1
+#: Seconds for gloo's threads to free their tensors, if the group is still referenced.
+_THREAD_CLEANUP = 0.1
 
 
-def begun(work: Callable[[], T]) -> Future[T]:
-    """Call `work` in a daemon thread, for which Python does not wait when it is interrupted."""
+def start_in_thread(work: Callable[[], T]) -> Future[T]:
+    """Call `work` in a daemon thread, so that Ctrl-C does not wait for it."""
     job: Future[T] = Future()
 
     def run() -> None:
@@ -44,21 +44,21 @@ def begun(work: Callable[[], T]) -> Future[T]:
     return job
 
 
-def met(meet: Callable[[], T], timeout: timedelta, lost: str) -> T:
-    """The result of `meet`, in which ranks connect to each other.
+def wait_for_peers(connect: Callable[[], T], timeout: timedelta, lost: str) -> T:
+    """Connect the ranks by `connect`, and return its result.
 
-    Gloo waits without end for a rank that hangs after it has told its address, so it is left waiting in a thread.
+    gloo has no timeout for a rank that hangs after it published its address, so `connect` runs in a thread.
 
     Args:
-        meet: called once.
+        connect: called once.
         timeout: timeout of its parts.
-        lost: the message if they do not meet.
+        lost: the error message if ranks do not connect in time.
 
     Raises:
-        RanksLost: if ranks have not met.
+        RanksLost: if ranks do not connect in time.
     """
     try:
-        return begun(meet).result(timeout.total_seconds() + _GRACE)
+        return start_in_thread(connect).result(timeout.total_seconds() + _GRACE)
     except (distributed.DistError, futures.TimeoutError) as error:
         raise RanksLost(lost) from error
 
@@ -69,8 +69,11 @@ def cpu_group(timeout: timedelta) -> Any:
     backends = distributed.get_backend()
     if "gloo" in backends:
         return None
-    lost = f"The ranks have not met in CPU memory within ddp_timeout={timeout.total_seconds():g} s."
-    return met(lambda: distributed.new_group(backend="gloo", timeout=timeout), timeout, lost)
+    lost = (
+        f"The ranks could not create a gloo group for CPU tensors within ddp_timeout={timeout.total_seconds():g} "
+        "s. See the logs of the other ranks."
+    )
+    return wait_for_peers(lambda: distributed.new_group(backend="gloo", timeout=timeout), timeout, lost)
 
 
 @functools.cache
@@ -83,14 +86,14 @@ def device_mesh(kind: str, shape: tuple[int, ...], names: tuple[str, ...]) -> De
 
 @functools.cache
 def disconnect_at_exit() -> None:
-    """Leave the process group when Python exits, after all that is registered with `atexit` from the first call on."""
+    """Leave the process group at exit. Functions that are registered with `atexit` later run before it."""
     atexit.register(disconnect)
 
 
 def disconnect() -> None:
     """Leave the group while Python still runs.
 
-    Gloo's threads free tensors late and need Python's lock for it; a process that exits during that time is aborted
+    gloo's threads free tensors late, for which they need the GIL. A process that exits during that time is aborted
     ("terminate called without an active exception"). Destroying the group waits for these threads, but only if nothing
     else holds a reference to the group, as DeepSpeed's engines and a script's wrapped model do to the end.
     """
@@ -99,20 +102,26 @@ def disconnect() -> None:
         device_mesh.cache_clear()
         gc.collect()
         distributed.destroy_process_group()
-        time.sleep(_LATE)  # without Python's lock
+        time.sleep(_THREAD_CLEANUP)  # releases the GIL
 
 
 #: Messages of gloo's plain RuntimeErrors when another process has exited or is late.
-_OF_GLOO = ("gloo", "Connection closed by peer", "Connection reset by peer", "Timed out waiting", "Application timeout")
+_GLOO_ERROR_TEXTS = (
+    "gloo",
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Timed out waiting",
+    "Application timeout",
+)
 #: Seconds in which the ranks that have lost others say so.
 _ROLL_CALL = 3.0
 
 
-def is_of_communication(error: BaseException) -> bool:
+def is_communication_error(error: BaseException) -> bool:
     """Whether a collective operation failed because of another process."""
     if isinstance(error, (RanksLost, getattr(torch.distributed, "DistError", ()))):
         return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _OF_GLOO)
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _GLOO_ERROR_TEXTS)
 
 
 class Awaiting:
@@ -140,11 +149,11 @@ class Awaiting:
         Raises:
             RanksLost: in its place.
         """
-        if error is not None and is_of_communication(error) and not isinstance(error, RanksLost):
-            raise RanksLost(loss_message(self._what)) from error
+        if error is not None and is_communication_error(error) and not isinstance(error, RanksLost):
+            raise RanksLost(lost_ranks_message(self._what)) from error
 
 
-def loss_message(what: str) -> str:
+def lost_ranks_message(what: str) -> str:
     """Which ranks this one has lost, found by a roll call among those that are left, and what to do."""
     lost = _lost_ranks()
     names = f"rank {lost[0]}" if len(lost) == 1 else f"ranks {', '.join(map(str, lost))}" if lost else "other ranks"

@@ -22,13 +22,20 @@ from torch.distributed.rendezvous import rendezvous
 
 from hftrainer.parallel.devices import DEVICE_OF_BACKEND, device_module, visible_device_count
 from hftrainer.parallel.environment import RankInfo
-from hftrainer.parallel.process_group import Awaiting, begun, cpu_group, disconnect, disconnect_at_exit, met
+from hftrainer.parallel.process_group import (
+    Awaiting,
+    cpu_group,
+    disconnect,
+    disconnect_at_exit,
+    start_in_thread,
+    wait_for_peers,
+)
 
 T = TypeVar("T")
 #: Seconds between two messages of a busy rank 0 to the other ranks.
 _HEARTBEAT = 10.0
-#: Numbers of this process's meetings with the other ranks.
-_meetings = itertools.count()
+#: Numbers of the process groups that this process has joined.
+_group_numbers = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -36,7 +43,7 @@ class Processes(RankInfo):
     """The processes of a run, seen from one of them.
 
     Attributes:
-        tp_size: neighbouring ranks that get the same batches, since they split each layer's computation.
+        tp_size: number of consecutive ranks that split each layer's computation and get the same batches.
     """
 
     tp_size: int = 1
@@ -76,33 +83,34 @@ class Processes(RankInfo):
             return
         if visible_device_count(device) is not None:
             device_module(device.type).set_device(device)
-        if device.type == "xla":  # except for gradients, processes communicate through CPU memory
+        # On XLA, only gradients are communicated on the device.
+        if device.type == "xla":
             backend = "gloo"
-        # Its functions take the group that exists at its import as default, and would keep that from being destroyed.
+        # If imported later, this module would hold a reference to the group, which could then not be destroyed.
         importlib.import_module("torch.distributed.nn.functional")
         chosen = backend or distributed.get_default_backend_for_device(device)
         lost = (
-            f"Rank {self.rank} has not met the other {self.world_size - 1} at {self.address}:{self.port} within "
-            f"ddp_timeout={timeout.total_seconds():g} s: see their own messages, and check that each process was "
-            "started and reaches that address."
+            f"Rank {self.rank} could not connect to the other {self.world_size - 1} at {self.address}:{self.port} "
+            f"within ddp_timeout={timeout.total_seconds():g} s: see their own messages, and check that each process "
+            "was started and reaches that address."
         )
 
         def join() -> None:
-            store = self._meeting_place(timeout)
+            store = self._make_store(timeout)
             distributed.init_process_group(
                 chosen, store=store, rank=self.rank, world_size=self.world_size, timeout=timeout
             )
 
-        met(join, timeout, lost)
+        wait_for_peers(join, timeout, lost)
         disconnect_at_exit()
 
-    def _meeting_place(self, timeout: timedelta) -> Any:
-        """A store without what earlier meetings have left: ranks would read each other's old addresses."""
+    def _make_store(self, timeout: timedelta) -> Any:
+        """A store for one process group. A new prefix hides the addresses that an earlier group left there."""
         if self.address is None:  # alone, without a launcher
             return distributed.HashStore()  # type: ignore[attr-defined]
         store, _, _ = next(rendezvous(f"tcp://{self.address}:{self.port}", self.rank, self.world_size, timeout=timeout))
         store.set_timeout(timeout)
-        return PrefixStore(f"meeting {next(_meetings)}", store)
+        return PrefixStore(f"meeting {next(_group_numbers)}", store)
 
     @staticmethod
     def disconnect() -> None:
@@ -115,19 +123,19 @@ class Processes(RankInfo):
             with Awaiting("a barrier"):
                 distributed.barrier()
 
-    def highest(self, values: list[int], timeout: timedelta) -> list[int]:
-        """The maximum over all processes of each number; arguments as for `begin_highest`."""
-        return self.begin_highest(values, timeout)()
+    def max_over_ranks(self, values: list[int], timeout: timedelta) -> list[int]:
+        """The maximum of each number over all ranks; arguments as for `start_max_over_ranks`."""
+        return self.start_max_over_ranks(values, timeout)()
 
-    def begin_highest(self, values: list[int], timeout: timedelta) -> Callable[[], list[int]]:
-        """Begin to compute the maximum over all processes of each number, without waiting for an accelerator.
+    def start_max_over_ranks(self, values: list[int], timeout: timedelta) -> Callable[[], list[int]]:
+        """Start an element-wise all-reduce (maximum) in CPU memory, without waiting for the accelerator.
 
         Args:
             values: the numbers; the same count in every process.
             timeout: timeout of the gloo group, if the default group has another backend.
 
         Returns:
-            Waits for the other processes, and returns the maxima.
+            A function that waits for the other ranks and returns the maxima.
         """
         numbers = torch.tensor(values)
         work: Any = distributed.all_reduce(
@@ -145,17 +153,11 @@ class Processes(RankInfo):
         """The result of `decide` in rank 0, broadcast to all ranks; if it raises, all ranks raise."""
         if not self.several:
             return decide()
-        found: list[Any] = [None, None]
-        if self.rank == 0:
-            try:
-                found[0] = decide()
-            except Exception as error:
-                found[1] = error
+        found = [_call(decide) if self.rank == 0 else None]
         with Awaiting("what rank 0 decides"):
             distributed.broadcast_object_list(found)
-        if found[1] is not None:
-            raise found[1]
-        return found[0]
+        decided: T = _value_of(found[0])
+        return decided
 
     def scatter(self, make: Callable[[], list[T]], timeout: timedelta) -> T:
         """Scatter the items that rank 0 makes, through CPU memory; returns this rank's item.
@@ -166,17 +168,13 @@ class Processes(RankInfo):
         """
         items: list[Any] | None = None
         if self.rank == 0:
-            try:
-                items = [(item, None) for item in make()]
-            except Exception as error:
-                items = [(None, error)] * self.world_size
+            made, error = _call(make)
+            items = [(None, error)] * self.world_size if made is None else [(item, None) for item in made]
         received: list[Any] = [None]
         with Awaiting("its part of what rank 0 has read"):
             distributed.scatter_object_list(received, items, group=cpu_group(timeout))
-        item, raised = received[0]
-        if raised is not None:
-            raise raised
-        return item
+        own: T = _value_of(received[0])
+        return own
 
     def gather(self, data: Any, pad_index: int = -100, *, objects: bool = False, distinct: bool = False) -> Any:
         """Gather the rows of all processes, in the order of ranks.
@@ -186,7 +184,7 @@ class Processes(RankInfo):
                 `rows` and `length` may differ between processes; `length` is padded on the right.
             pad_index: value with which shorter rows are padded.
             objects: treat each list as a sequence of samples of any type, and concatenate the lists.
-            distinct: use one of the processes that have the same batches.
+            distinct: take the rows of only one rank of each tensor-parallel group.
 
         Raises:
             TypeError: for anything but tensors, unless it is in lists and `objects` is set.
@@ -205,11 +203,11 @@ class Processes(RankInfo):
     def gather_numbers(self, number: torch.Tensor, *, distinct: bool = False) -> torch.Tensor:
         """Gather one number of each process, shape `(processes,)`, without waiting for an accelerator.
 
-        `gather` has to wait, for a barrier and for the shapes in the other processes.
+        Unlike `gather`, it needs neither a barrier nor the shapes on the other ranks.
 
         Args:
             number: one element, of the same type in every process.
-            distinct: use one of the processes that have the same batches.
+            distinct: take the number of only one rank of each tensor-parallel group.
         """
         if not self.several:
             return number.reshape(1)
@@ -220,7 +218,7 @@ class Processes(RankInfo):
         return torch.cat(parts[:: self.tp_size if distinct else 1]).to(number.device)
 
     def distinct_parts(self, tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
-        """The tensors of all processes, one per group with the same batches; for torchmetrics."""
+        """The tensors of all ranks, one for each tensor-parallel group. torchmetrics calls this."""
         from torchmetrics.utilities.distributed import gather_all_tensors
 
         with Awaiting("the metrics of all ranks"):
@@ -228,7 +226,7 @@ class Processes(RankInfo):
         return [part.to(tensor.device) for part in parts[:: self.tp_size]]
 
     def _gather_list(self, items: list[Any], pad_index: int, distinct: bool) -> list[Any]:
-        """Gather a list of outputs, of the same length in every process; a list of samples raises."""
+        """Gather a list of outputs that has the same length on every rank. A list of samples raises TypeError."""
         lengths = set(self.gather_objects([len(items)]))
         if len(lengths) > 1 or any(isinstance(item, Mapping) for item in items):
             raise TypeError(
@@ -286,7 +284,7 @@ class Processes(RankInfo):
             return map_leaves(data, torch.Tensor, pad) if self.several else data
 
     def part_of(self, items: Any, padded: bool) -> Any:
-        """The part of this process of a sequence or tensor; the first ranks get one item more, unless `padded`."""
+        """The part of this rank of a sequence or tensor. Unless `padded`, the first ranks may get one item more."""
         least, extra = divmod(len(items), self.world_size)
         start = self.rank * least + min(self.rank, extra)
         part = items[start : start + least + (self.rank < extra)]
@@ -298,12 +296,12 @@ class Processes(RankInfo):
         return part + type(part)([items[-1]]) * missing
 
     def while_main_works(self, work: Callable[[], None]) -> None:
-        """Call `work` in rank 0, however long it takes; messages keep the other ranks from timing out."""
+        """Call `work` on rank 0. Heartbeats keep the other ranks from timing out, however long it takes."""
         if not self.several:
             work()
             return
-        job = begun(work) if self.rank == 0 else None
-        while not self.from_main(lambda: _has_ended(job)):
+        job = start_in_thread(work) if self.rank == 0 else None
+        while not self.from_main(lambda: _wait_for_job(job)):
             pass
 
     @contextlib.contextmanager
@@ -318,8 +316,24 @@ class Processes(RankInfo):
                 self.barrier()
 
 
-def _has_ended(job: Future[None] | None) -> bool:
-    """Whether the job has ended, after waiting some seconds; raises its error."""
+def _call(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """The result of `work`, or its error, for other ranks."""
+    try:
+        return work(), None
+    except Exception as error:
+        return None, error
+
+
+def _value_of(outcome: Any) -> Any:
+    """The value that `_call` returned in rank 0; its error is raised here too."""
+    value, error = outcome
+    if error is not None:
+        raise error
+    return value
+
+
+def _wait_for_job(job: Future[None] | None) -> bool:
+    """Wait up to `_HEARTBEAT` seconds for the job, and return whether it has ended. Raises its error."""
     assert job is not None
     ended = futures.wait([job], _HEARTBEAT).done
     for each in ended:
@@ -362,7 +376,9 @@ def _gathered(leaf: Any, pad_index: int, every: int) -> Any:
             f"Processes can only gather tensors, not {type(leaf).__name__}: return a list with one item per "
             "sample, and set eval_use_gather_object=True."
         )
-    return _joined(gather_all_tensors(torch.atleast_1d(_on_backend_device(leaf)))[::every], pad_index).to(leaf.device)
+    return _joined(gather_all_tensors(_on_backend_device(leaf).reshape(leaf.shape or (1,)))[::every], pad_index).to(
+        leaf.device
+    )
 
 
 def _on_backend_device(tensor: torch.Tensor) -> torch.Tensor:

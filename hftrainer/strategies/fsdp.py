@@ -75,7 +75,7 @@ class FsdpStrategy(Strategy):
 
     def whole_weights(self, model: nn.Module) -> dict[str, Any]:
         """Gather the full weights by name."""
-        return sharding.whole_model_state(model, self.device)
+        return distributed.model_state(model, whole=True)
 
     def whole_parameters(self) -> contextlib.AbstractContextManager[None]:
         """Gather the parameters in the block, where the model's methods do not do it."""

@@ -199,7 +199,7 @@ class LoaderFactory:
         messenger = DataCollectives(
             processes.from_main,
             functools.partial(processes.scatter, timeout=timeout),
-            functools.partial(processes.highest, timeout=timeout),
+            functools.partial(processes.max_over_ranks, timeout=timeout),
         )
         training, config = self._prepares_training_data, self.config()
         dispatched = isinstance(loader.dataset, IterableDataset) or config.dispatch_batches

@@ -31,7 +31,7 @@ from hftrainer.data.schedule import TrainingSchedule
 from hftrainer.errors import CheckpointNotWritten, RanksLost, UnsupportedArgument
 from hftrainer.model.inspection import clear_gradients
 from hftrainer.optimization import follows_metric, keep_pace, kept_settings
-from hftrainer.parallel.process_group import is_of_communication, loss_message
+from hftrainer.parallel.process_group import is_communication_error, lost_ranks_message
 from hftrainer.training.losses import LossSum
 from hftrainer.training.out_of_memory import is_out_of_memory
 from hftrainer.training.saver import CheckpointSaver
@@ -396,8 +396,8 @@ class TrainingLoop:
         Not in distributed runs: other ranks may be at a different step, and exit with this one.
         """
         trainer = self.trainer
-        if self.control_sync.several and is_of_communication(error) and not isinstance(error, RanksLost):
-            logger.error(loss_message("gradients or weights of all ranks"))
+        if self.control_sync.several and is_communication_error(error) and not isinstance(error, RanksLost):
+            logger.error(lost_ranks_message("gradients or weights of all ranks"))
         kept_elsewhere = isinstance(error, CheckpointNotWritten) or (
             trainer.args.auto_find_batch_size and is_out_of_memory(error)
         )

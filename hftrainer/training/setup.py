@@ -271,7 +271,7 @@ class TrainerSetup:
         plan = make_plan(resolved)
         strategy = make_strategy(plan)
         plan.processes.connect(
-            args.device,
+            resolved.device,
             plan.process_group_backend,
             args.ddp_timeout_delta,
             even_alone=strategy.needs_group_alone,

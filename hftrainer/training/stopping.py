@@ -189,7 +189,7 @@ class ControlSync:
 
     def _vote(self, requests: list[int]) -> Callable[[], list[int]]:
         """Begin to exchange requests; whether some rank has none comes first."""
-        return self.engine.plan.processes.begin_highest(
+        return self.engine.plan.processes.start_max_over_ranks(
             [int(not any(requests)), *requests], timedelta(seconds=self.engine.plan.timeout)
         )
 

@@ -133,10 +133,10 @@ print(sorted(ours), sorted(back))
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--nproc", "0"], "'0' is neither a number >= 1 nor auto, cpu, gpu"),
-        (["--nnodes", "3:2"], "'3:2' is neither a number >= 1 nor LEAST:MOST"),
-        (["--node-rank", "-1"], "'-1' is not a number >= 0"),
-        (["--nproc", "2", "--node_rank", "1"], "--node-rank 1 must be below --nnodes 1"),
+        (["--nproc", "0"], "--nproc 0 starts no process"),
+        (["--nnodes", "3:2"], "--nnodes 3:2 is neither a number >= 1 nor LEAST:MOST"),
+        (["--node-rank", "-1"], "--node-rank -1 must be at least 0"),
+        (["--nproc", "2", "--node_rank", "1"], "--node-rank 1 must be at least 0, and below --nnodes 1"),
         (["--nnodes", "2"], "--nnodes 2 needs --rdzv-endpoint HOST:PORT, or --master-addr HOST"),
         (["--nnodes", "2", "--standalone"], "--standalone is for one machine"),
         (["--nproc", "2"], "the script 'absent.py' does not exist"),

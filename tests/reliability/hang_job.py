@@ -65,7 +65,7 @@ def evaluate(folder, victim):
 ALONE = {
     "connecting": lambda processes: processes.barrier(),  # they have connected before the other stopped
     "barrier": lambda processes: processes.barrier(),
-    "vote": lambda processes: processes.highest([1], TIMEOUT),
+    "vote": lambda processes: processes.max_over_ranks([1], TIMEOUT),
     "decision": lambda processes: processes.from_main(lambda: 1),
     "scatter": lambda processes: processes.scatter(lambda: [1, 2], TIMEOUT),
     "rows": lambda processes: processes.gather(torch.ones(2)),

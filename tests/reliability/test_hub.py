@@ -24,7 +24,7 @@ from hftrainer.checkpointing.writer import is_storage_error
 from hftrainer.errors import CheckpointNotFound, HubError, InvalidArgument
 from hftrainer.hub import failures, repository, snapshots
 from hftrainer.parallel import process_group
-from hftrainer.parallel.processes import _has_ended as has_ended
+from hftrainer.parallel.processes import _wait_for_job as has_ended
 from hftrainer.search.packing import pack
 from tests.support.checkpoints import At, OnSave
 from tests.support.hub_runs import READS, STEPS, TOKEN, environment, hub as hub, make_uploading
@@ -270,7 +270,7 @@ def test_a_timeout_of_the_work_itself():
     def time_out():
         raise TimeoutError("of the work")
 
-    failed, succeeded = jobs = [process_group.begun(work) for work in (time_out, lambda: None)]
+    failed, succeeded = jobs = [process_group.start_in_thread(work) for work in (time_out, lambda: None)]
     futures.wait(jobs)
     assert has_ended(succeeded)
     with pytest.raises(TimeoutError, match="of the work"):

@@ -12,6 +12,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import FSDPStrategy, Strategy
 from torch.optim import Optimizer
 
+from hftrainer.checkpointing import distributed
 from hftrainer.parallel import fsdp_sharding as sharding
 from hftrainer.parallel.plan import LightningPlan
 from hftrainer_lightning import private_api
@@ -34,13 +35,13 @@ class _Sharded(Prepared):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The full weights, on rank 0."""
         assert self.model is not None
-        return sharding.whole_model_state(self.model, self.root_device)
+        return distributed.model_state(self.model, whole=True)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The full state by parameter names, on rank 0."""
         assert self.model is not None
         optimizer = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        return sharding.whole_optimizer_state(self.model, optimizer, self.root_device)
+        return distributed.optimizer_state(self.model, optimizer, whole=True)
 
 
 class ShardedByFsdp1(private_api.OwnPrecision, _Sharded, FSDPStrategy):

@@ -59,7 +59,7 @@ def test_a_rank_that_hangs(tmp_path, first):
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_never_comes(tmp_path, victim):
     printed = printed_by_the_other(hanging(tmp_path, "meeting", victim), victim)
-    assert f"Rank {1 - victim} has not met the other 1 at 127.0.0.1:" in printed
+    assert f"Rank {1 - victim} could not connect to the other 1 at 127.0.0.1:" in printed
 
 
 def test_a_rank_that_hangs_while_ranks_connect(tmp_path):
@@ -67,13 +67,15 @@ def test_a_rank_that_hangs_while_ranks_connect(tmp_path):
     after = [0.001 * number for number in range(6)]
     groups = [hanging(tmp_path / f"{each}", "connecting", 1, after=each) for each in after]
     printed = [printed_by_the_other(group, 1) for group in groups]
-    assert all("Rank 0 has not met the other" in text or "Rank 0 has lost rank 1" in text for text in printed), printed
+    assert all(
+        "Rank 0 could not connect to the other" in text or "Rank 0 has lost rank 1" in text for text in printed
+    ), printed
 
 
 def test_a_meeting_that_does_not_end(monkeypatch):
     monkeypatch.setattr(process_group, "_GRACE", 0.1)
     with pytest.raises(RanksLost, match="have not met"):
-        process_group.met(threading.Event().wait, timedelta(seconds=0.1), "The ranks have not met.")
+        process_group.wait_for_peers(threading.Event().wait, timedelta(seconds=0.1), "The ranks have not met.")
     with pytest.raises(ZeroDivisionError):
-        process_group.met(lambda: 1 / 0, timedelta(seconds=10), "The ranks have not met.")
-    assert process_group.met(lambda: 1, timedelta(seconds=10), "The ranks have not met.") == 1
+        process_group.wait_for_peers(lambda: 1 / 0, timedelta(seconds=10), "The ranks have not met.")
+    assert process_group.wait_for_peers(lambda: 1, timedelta(seconds=10), "The ranks have not met.") == 1
