@@ -114,10 +114,12 @@ def _library() -> Any:
 def _fill_partial(library: Any, args: Any, kind: DistributedType) -> None:
     connected = args.world_size > 1 and torch.distributed.is_initialized()
     backend = torch.distributed.get_backend() if connected else None
-    found = {  # read before the state is cleared: transformers' arguments read the state
-        "_cpu": args.device.type == "cpu",
+    # Read before the state is cleared: transformers' arguments read the state.
+    device = args.device
+    found = {
+        "_cpu": device.type == "cpu",
         "backend": "xla" if kind == "XLA" else backend,
-        "device": args.device,
+        "device": device,
         "debug": env_flag("ACCELERATE_DEBUG_MODE"),
         "distributed_type": library.DistributedType(kind.value),
         "num_processes": args.world_size,

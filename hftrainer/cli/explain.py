@@ -103,7 +103,7 @@ def _arguments_of_script(
     from hftrainer.cli.run import run_script
     from hftrainer.training_args import TrainingArguments
 
-    made, failure = _stop_at_the_trainer(), None
+    made, failure = _patch_trainer_to_stop(), None
     try:
         with contextlib.redirect_stdout(sys.stderr):  # the explanation alone is on stdout
             run_script(script, list(arguments), as_module=as_module)
@@ -122,7 +122,7 @@ def _arguments_of_script(
     return made[-1], failure
 
 
-def _stop_at_the_trainer() -> list[TrainingArguments]:
+def _patch_trainer_to_stop() -> list[TrainingArguments]:
     """From now on, making a Trainer raises `_Stop`; returns the list in which all arguments are kept once made."""
     from hftrainer.trainer import Trainer
     from hftrainer.training_args import TrainingArguments

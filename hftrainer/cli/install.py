@@ -16,7 +16,7 @@ from hftrainer.training_args import TrainingArguments
 from hftrainer.training_args_seq2seq import Seq2SeqTrainingArguments
 
 #: Argument → its original default, which `install()` has replaced.
-_todays_defaults: dict[str, Any] = {}
+_original_defaults: dict[str, Any] = {}
 
 
 def install() -> None:
@@ -43,14 +43,14 @@ def uninstall() -> None:
     swap.end()
     installed.forget_fields()
     followed.follow(NEWEST)
-    _set_defaults(_todays_defaults)
-    _todays_defaults.clear()
+    _set_defaults(_original_defaults)
+    _original_defaults.clear()
 
 
 def _set_defaults(values: Mapping[str, Any]) -> None:
     """Set other defaults for arguments that scripts do not pass."""
     for name, value in values.items():
-        _todays_defaults.setdefault(name, TrainingArguments.__dataclass_fields__[name].default)
+        _original_defaults.setdefault(name, TrainingArguments.__dataclass_fields__[name].default)
         for kind in (TrainingArguments, Seq2SeqTrainingArguments):
             kind.__dataclass_fields__[name].default = value
             setattr(kind, name, value)

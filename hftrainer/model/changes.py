@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def changed_for_training(
-    model: nn.Module, args: TrainingArguments, read_once: Mapping[str, Any], noisy: Any
+def apply_model_arguments(
+    model: nn.Module, args: TrainingArguments, read_once: Mapping[str, Any], trainer: Any
 ) -> Iterator[None]:
     """Apply the changes that the arguments request; noise on embeddings is removed at the end, as in transformers.
 
@@ -34,25 +34,25 @@ def changed_for_training(
         model: the user's model.
         args: the current arguments.
         read_once: argument values from when the Trainer was made; those for torch.compile still apply.
-        noisy: the Trainer: with its `neftune_noise_alpha`, the scale of NEFTune's noise, its `_activate_neftune` adds
-            the noise, and `neftune_hook_handle` removes it at the end; a subclass may replace each of them.
+        trainer: the Trainer. `neftune_noise_alpha` is the scale of NEFTune's noise, `_activate_neftune` adds the
+            noise, and `neftune_hook_handle` removes it at the end; a subclass may replace each of them.
     """
     if args.use_liger_kernel:
         apply_liger_kernel(model, args.liger_kernel_config)  # type: ignore[arg-type]
     if args.activation_checkpointing:
         enable_activation_checkpointing(model, args.activation_checkpointing_kwargs)  # type: ignore[arg-type]
     compile_model(model, SimpleNamespace(**read_once))
-    if noisy.neftune_noise_alpha is None:
+    if trainer.neftune_noise_alpha is None:
         yield
         return
-    noisy._activate_neftune(model)
-    noise = noisy.neftune_hook_handle
+    trainer._activate_neftune(model)
+    noise = trainer.neftune_hook_handle
     try:
         yield
     finally:
         noise.remove()
-        if noisy.neftune_hook_handle is not None:  # a script may have replaced it
-            noisy._deactivate_neftune(model)
+        if trainer.neftune_hook_handle is not None:  # a script may have replaced it
+            trainer._deactivate_neftune(model)
 
 
 def add_noise_to_embeddings(model: Any, alpha: float) -> Any:

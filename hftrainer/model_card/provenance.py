@@ -14,24 +14,6 @@ from hftrainer.compat import peers
 
 logger = logging.getLogger(__name__)
 
-#: Task → the middle of the names of its tables in transformers, `MODEL_FOR_..._MAPPING_NAMES`. If a class is in several
-#: tables, the last one counts.
-TASKS: dict[str, tuple[str, ...]] = {
-    "text-generation": ("CAUSAL_LM",),
-    "image-classification": ("IMAGE_CLASSIFICATION",),
-    "image-segmentation": ("IMAGE_SEGMENTATION",),
-    "fill-mask": ("MASKED_LM",),
-    "object-detection": ("OBJECT_DETECTION",),
-    "question-answering": ("QUESTION_ANSWERING",),
-    "text2text-generation": ("SEQ_TO_SEQ_CAUSAL_LM",),
-    "text-classification": ("SEQUENCE_CLASSIFICATION",),
-    "table-question-answering": ("TABLE_QUESTION_ANSWERING",),
-    "token-classification": ("TOKEN_CLASSIFICATION",),
-    "audio-classification": ("AUDIO_CLASSIFICATION",),
-    "automatic-speech-recognition": ("CTC", "SPEECH_SEQ_2_SEQ"),
-    "zero-shot-image-classification": ("ZERO_SHOT_IMAGE_CLASSIFICATION",),
-    "image-text-to-text": ("IMAGE_TEXT_TO_TEXT",),
-}
 _TASK_NAMES = {"fill-mask": "Masked Language Modeling", "text-generation": "Causal Language Modeling"}
 #: Seconds to wait for the Hub when asking for a licence. After that, the card has no licence.
 LICENSE_TIMEOUT = 5.0
@@ -58,13 +40,12 @@ def task_of(model: Any) -> str | None:
 
 @functools.lru_cache(maxsize=1)
 def _tasks_by_class() -> dict[str, str]:
-    from transformers.models.auto import modeling_auto
+    from transformers.modelcard import TASK_MAPPING
 
     found: dict[str, str] = {}
-    for task, kinds in TASKS.items():
-        for kind in kinds:
-            for names in getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES", {}).values():
-                found |= dict.fromkeys([names] if isinstance(names, str) else names, task)
+    for task, models in TASK_MAPPING.items():
+        for names in models.values():
+            found |= dict.fromkeys([names] if isinstance(names, str) else names, task)
     return found
 
 

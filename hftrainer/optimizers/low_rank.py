@@ -116,7 +116,7 @@ class LayerWiseDummyOptimizer(Optimizer):
         # torch needs a parameter; it is random, as in transformers, so that later random draws are the same.
         super().__init__([torch.randn(1, 1)], {"lr": lr})
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._step_one)
+            parameter.register_post_accumulate_grad_hook(self._update_parameter)
             for parameter in self.optimizer_dict
             if parameter.requires_grad
         ]
@@ -126,7 +126,7 @@ class LayerWiseDummyOptimizer(Optimizer):
         for hook in self._hooks:
             hook.remove()
 
-    def _step_one(self, parameter: nn.Parameter) -> None:
+    def _update_parameter(self, parameter: nn.Parameter) -> None:
         optimizer = self.optimizer_dict[parameter]
         for group in optimizer.param_groups:
             group["lr"] = self.param_groups[0]["lr"]

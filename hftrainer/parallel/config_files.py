@@ -50,28 +50,16 @@ def read_mapping(
     Raises:
         OSError: if the file cannot be read; `kind` if it is malformed.
     """
+    import yaml
+
     try:
         text = Path(path).read_text(encoding="utf-8")
-        values = json.loads(text) if form == "JSON" else read_yaml(text)
-    except (ValueError, RecursionError) as error:
+        values = json.loads(text) if form == "JSON" else yaml.safe_load(text)
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise kind(f"{where}{path} is not valid {form}: {error}") from error
     if not isinstance(values, dict):
         raise kind(f"{where}{path} must hold keys and values, but holds a {type(values).__name__}.")
     return values
-
-
-def read_yaml(text: str) -> Any:
-    """Plain values in YAML.
-
-    Raises:
-        ValueError: if it is malformed.
-    """
-    import yaml  # installed with lightning
-
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(str(error)) from error
 
 
 def parse_bool(value: Any) -> bool | None:

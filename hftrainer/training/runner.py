@@ -21,7 +21,7 @@ from hftrainer.compat.overrides import has_length, is_overridden, make_scheduler
 from hftrainer.debug_utils import DebugUnderflowOverflow
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
 from hftrainer.hub.references import is_reference
-from hftrainer.model.changes import changed_for_training
+from hftrainer.model.changes import apply_model_arguments
 from hftrainer.optimizers.low_rank import LayerWiseDummyOptimizer
 from hftrainer.parallel import devices
 from hftrainer.parallel.environment import refuse_in_worker
@@ -199,8 +199,8 @@ class TrainingRunner:
         )
         try:
             with (
-                changed_for_training(
-                    components.bare_model, trainer.args, components.engine.plan.read_once, noisy=trainer
+                apply_model_arguments(
+                    components.bare_model, trainer.args, components.engine.plan.read_once, trainer=trainer
                 ),
                 self.run.interruption.listening(),
                 self.loaders.explaining_removed_columns(trainer.train_dataset, trainer.eval_dataset),

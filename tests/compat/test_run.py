@@ -140,6 +140,9 @@ print(sorted(ours), sorted(back))
         (["--nnodes", "2"], "--nnodes 2 needs --rdzv-endpoint HOST:PORT, or --master-addr HOST"),
         (["--nnodes", "2", "--standalone"], "--standalone is for one machine"),
         (["--nproc", "2"], "the script 'absent.py' does not exist"),
+        (["--num-cores", "8"], "--num-cores is for TPUs: add --tpu"),
+        (["--tpu", "--nproc", "2"], "use --tpu or the others"),
+        (["--tpu", "--num-cores", "0"], "--num-cores 0 is not a number >= 1"),
     ],
 )
 def test_wrong_numbers_of_processes(words, message, monkeypatch, capsys):

@@ -113,19 +113,10 @@ def test_torch_xla_for_another_torch(tmp_path, monkeypatch):
     Trainer(make_plain(), make(use_cpu=True))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--num-cores", "8"], "--num-cores is for TPUs: add --tpu"),
-        (["--tpu", "--nproc", "2"], "use --tpu or the others"),
-        (["--tpu", "--num-cores", "0"], "is not a number >= 1"),
-        (["--tpu"], "--tpu needs torch_xla: pip install 'hftrainer[tpu]'"),
-    ],
-)
-def test_wrong_options(options, message, no_torch_xla, capsys):
+def test_run_without_torch_xla(no_torch_xla, capsys):
     with pytest.raises(SystemExit):
-        command.main(["run", *options, __file__])
-    assert message in capsys.readouterr().err
+        command.main(["run", "--tpu", __file__])
+    assert "--tpu needs torch_xla: pip install 'hftrainer[tpu]'" in capsys.readouterr().err
 
 
 # ---- With either library ---------------------------------------------------------------------------------------------
