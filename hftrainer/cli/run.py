@@ -9,6 +9,7 @@ import re
 import runpy
 import sys
 import traceback
+from collections.abc import Collection
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -18,6 +19,8 @@ from hftrainer.plugins import load
 _USAGE = "%(prog)s [--nproc N ...] [-m] SCRIPT [arguments …]\n       %(prog)s --tpu [-m] SCRIPT [arguments …]"
 #: torchrun's options for how machines find each other. Without any, one machine uses a free port.
 _RENDEZVOUS = {"nnodes", "node_rank", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "master_addr", "master_port"}
+#: torchrun's names for what it starts.
+_SCRIPT = ("module", "training_script", "training_script_args")
 
 
 def add(commands: Any) -> None:
@@ -100,10 +103,11 @@ def launch(parser: Parser, words: list[str]) -> NoReturn:
         SystemExit: with 0, with the status of the first process that failed, or with 128 + the number of a signal.
     """
     launcher = make_launch_parser(parser)
-    options = launcher.parse_args(words)
     defaults = vars(launcher.parse_args(["SCRIPT"]))
-    given = {name for name, value in vars(options).items() if value != defaults[name]}
-    given -= {"module", "training_script", "training_script_args"}
+    # argparse sets no default where there is a value already: what is None now has not been given.
+    told = vars(launcher.parse_args(words, argparse.Namespace(**dict.fromkeys(defaults))))
+    given = {name: value for name, value in told.items() if value is not None}
+    options = argparse.Namespace(**{**defaults, **given})
     if wrong := _contradiction(options, given):
         parser.error(wrong)
     on_tpu, cores = (vars(options).pop(name) for name in ("tpu", "num_cores"))
@@ -111,7 +115,7 @@ def launch(parser: Parser, words: list[str]) -> NoReturn:
     if on_tpu and not prepare_torch_tpu(options, cores):
         launch_on_tpu(parser, script, arguments, as_module, cores)
         raise SystemExit(0)
-    options.standalone |= not given & _RENDEZVOUS
+    options.standalone |= given.keys().isdisjoint(_RENDEZVOUS)
     if "rdzv_endpoint" in given and "rdzv_backend" not in given:
         options.rdzv_backend = "c10d"
     options.module, options.training_script = True, "hftrainer"
@@ -135,8 +139,8 @@ def run_torchrun(options: argparse.Namespace) -> NoReturn:
     raise SystemExit(0)
 
 
-def _contradiction(options: argparse.Namespace, given: set[str]) -> str | None:
-    """What is wrong with the options, where torchrun would hang or say less."""
+def _contradiction(options: argparse.Namespace, given: Collection[str]) -> str | None:
+    """What is wrong with the options, where torchrun would hang or say less; `given` are the names of those given."""
     nodes = re.fullmatch("([1-9][0-9]*)(?::([1-9][0-9]*))?", options.nnodes)
     least, most = (int(nodes[1]), int(nodes[2] or nodes[1])) if nodes else (1, 0)
     if least > most:
@@ -147,13 +151,13 @@ def _contradiction(options: argparse.Namespace, given: set[str]) -> str | None:
         return f"--node-rank {options.node_rank} must be at least 0, and below --nnodes {options.nnodes}"
     if most > 1 and options.standalone:
         return f"--standalone is for one machine, and --nnodes {options.nnodes} asks for more: leave out one of them"
-    if most > 1 and not given & {"rdzv_endpoint", "master_addr"}:
+    if most > 1 and "rdzv_endpoint" not in given and "master_addr" not in given:
         return f"--nnodes {options.nnodes} needs --rdzv-endpoint HOST:PORT, or --master-addr HOST and --node-rank N"
     if options.num_cores is not None and not options.tpu:
         return "--num-cores is for TPUs: add --tpu, or use --nproc for processes on GPUs and CPUs"
     if options.num_cores is not None and options.num_cores < 1:
         return f"--num-cores {options.num_cores} is not a number >= 1"
-    if options.tpu and given - {"tpu", "num_cores"}:
+    if options.tpu and not {"tpu", "num_cores", *_SCRIPT}.issuperset(given):
         return "--tpu starts processes by torch_xla, the other options by torchrun: use --tpu or the others"
     if not options.module and not os.path.isfile(options.training_script):
         return f"the script {options.training_script!r} does not exist"

@@ -164,8 +164,8 @@ def test_wrong_numbers_of_processes(words, message, monkeypatch, capsys):
             ["--nproc-per-node=4", "--nnodes=1:2", "--rdzv-id=x", "--rdzv-endpoint=a:1", "--rdzv-backend=c10d"],
         ),
         (
-            ["--nnodes", "2", "--node-rank", "0", "--master-addr", "b", "--master-port", "5"],
-            ["--nproc-per-node=1", "--nnodes=2", "--node-rank=0", "--master-addr=b", "--master-port=5"],
+            ["--nnodes", "2", "--node-rank", "0", "--master-addr", "127.0.0.1", "--master-port", "5"],
+            ["--nproc-per-node=1", "--nnodes=2", "--node-rank=0", "--master-addr=127.0.0.1", "--master-port=5"],
         ),
     ],
 )
