@@ -6,7 +6,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -38,7 +38,23 @@ logger = logging.getLogger(__name__)
 
 
 #: Counts the iterations of all loaders.
-_STARTS = itertools.count(1)
+_ITERATIONS = itertools.count(1)
+
+
+class BatchPosition(NamedTuple):
+    """Where in an iteration a batch is.
+
+    Attributes:
+        is_last: whether it is the last of the epoch.
+        is_filler: whether it only keeps collective operations in step with other ranks.
+        counted_samples: number of its samples that are not repeated ones; None for all.
+        iteration: number of the iteration, counted over all loaders; 0 outside of one.
+    """
+
+    is_last: bool = False
+    is_filler: bool = False
+    counted_samples: int | None = None
+    iteration: int = 0
 
 
 class PreparedDataLoader(DataLoader):
@@ -48,11 +64,8 @@ class PreparedDataLoader(DataLoader):
     datasets and collators that draw random numbers (masking, augmentation) give the same samples.
 
     Attributes:
-        at_end: whether the last batch yielded is the last of the epoch.
-        filler: whether the last batch yielded only keeps collective operations in step.
-        counted: samples of the last batch yielded that count; None for all, as in every batch but the last.
+        position: that of the last batch yielded.
         log: records what is read, in a training loader.
-        started: number of the running iteration, counted over all loaders; 0 when none is running.
     """
 
     device: torch.device
@@ -60,13 +73,10 @@ class PreparedDataLoader(DataLoader):
     skip_batches: int
     drops_last: bool
     iteration: int
-    at_end: bool
-    filler: bool
-    counted: int | None
+    position: BatchPosition = BatchPosition()
     delivery: LoaderPlan
     share: ShardSpec
     log: ReadingLog | None = None
-    started: int = 0
     _continued: tuple[dict[str, Any] | None, Callable[[], None]] | None = None
     _worker_states: Mapping[int, bytes] = MappingProxyType({})
     _worker_seed: torch.Tensor | None = None
@@ -106,16 +116,14 @@ class PreparedDataLoader(DataLoader):
         prepared.skip_batches = 0
         prepared.drops_last = loader.drop_last
         prepared.iteration = 0
-        prepared.at_end = prepared.filler = False
-        prepared.counted = None
         prepared.delivery, prepared.share = delivery, share
         return prepared
 
-    def _counted(self, batch: Any) -> int | None:
+    def _counted_samples(self, batch: Any, *, is_last: bool, is_filler: bool) -> int | None:
         """Samples of a batch that `gather_for_metrics` keeps; None for all. For training see `remainder`."""
-        if self.filler:
+        if is_filler:
             return 0
-        if not self.at_end or self.delivery.messenger is not None:
+        if not is_last or self.delivery.messenger is not None:
             return None
         if isinstance(self.dataset, IterableDataset):  # its length is unknown
             return find_batch_size(batch)
@@ -132,7 +140,7 @@ class PreparedDataLoader(DataLoader):
         As in accelerate, `gather_for_metrics` drops the rows after them.
         """
         trains = self.delivery.messenger is not None and not isinstance(self.dataset, IterableDataset)
-        if not self.at_end or not trains or self.drops_last or not (total := self.total_batch_size):
+        if not self.position.is_last or not trains or self.drops_last or not (total := self.total_batch_size):
             return None
         return len(self.dataset) % total or None  # type: ignore[arg-type]
 
@@ -220,15 +228,16 @@ class PreparedDataLoader(DataLoader):
         return self.batch_sampler.seen
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        self.started = next(_STARTS)
+        number = next(_ITERATIONS)
+        self.position = self.position._replace(iteration=number)
         try:
-            yield from self._batches()
+            yield from self._batches(number)
         finally:
-            self.started = 0
+            self.position = self.position._replace(iteration=0)
 
-    def _batches(self) -> Iterator[Any]:
+    def _batches(self, number: int) -> Iterator[Any]:
         self.set_epoch(self.iteration)
-        self.at_end = False
+        self.position = BatchPosition(iteration=number)
         delivery = self.delivery
         delivery.synchronize()
         if delivery.round_size is not None:
@@ -243,11 +252,12 @@ class PreparedDataLoader(DataLoader):
             batch, marked = ahead
             batch = to_device(batch, self.device, self.non_blocking)
             ahead = next(iterator, nothing)
-            self.at_end = ahead is nothing
-            self.filler = marked or (self.at_end and delivery.ends_with_filler)
-            self.counted = self._counted(batch)
+            is_last = ahead is nothing
+            is_filler = marked or (is_last and delivery.ends_with_filler)
+            counted = self._counted_samples(batch, is_last=is_last, is_filler=is_filler)
+            self.position = BatchPosition(is_last, is_filler, counted, number)
             yield batch
-        self.filler, self.counted = False, None
+        self.position = BatchPosition(is_last=self.position.is_last, iteration=number)
         self.iteration += 1
 
     def _received(self) -> Iterator[Any]:

@@ -221,7 +221,7 @@ class EpochReader:
         state = {"opened": self._opened, "held": self._sources.held(), "loader": None, "exhausted": False}
         if isinstance(self.loader, PreparedDataLoader):
             assert self.loader.log is not None
-            return state | {"exhausted": self.loader.at_end} | self.loader.log.state_dict()
+            return state | {"exhausted": self.loader.position.is_last} | self.loader.log.state_dict()
         return state | {"loader": self.loader.state_dict() if is_stateful(self.loader) else None}
 
 

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 _BATCHES_SORTED_TOGETHER = 50
 
 
-def gives_its_length(loader: Any) -> bool:
+def has_exact_length(loader: Any) -> bool:
     """Whether a loader's length is exact; lengths of a script's samplers, batch samplers and loaders may be guesses."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return False
