@@ -35,7 +35,7 @@ _PADDING = -100
 
 def make_metrics_gather(accelerator: Any, args: TrainingArguments) -> Gather:
     """The default `gather_function`: gathers rows from all ranks, without fillers."""
-    gather: Gather = accelerator.gather_for_metrics
+    gather: Callable[..., Any] = accelerator.gather_for_metrics
     return functools.partial(gather, use_gather_object=True) if args.eval_use_gather_object else gather
 
 
@@ -236,24 +236,25 @@ class GrowingArray:
                 f"Outputs of shape {batch.shape} cannot be appended to shape ({', '.join(expected)}): only the second "
                 "dimension is padded. Set eval_do_concat_batches=False to get a list of batches."
             )
-        shape, dtype = list(kept.shape), np.result_type(kept.dtype, batch.dtype)
-        if stop > len(kept):
-            shape[0] = max(stop, len(kept) + len(kept) // 4)
-        if kept.ndim > 1 and batch.shape[1] > kept.shape[1]:
-            shape[1] = max(batch.shape[1], kept.shape[1] + kept.shape[1] // 8)
-        if self._folder is None and dtype == kept.dtype and shape[1:] == list(kept.shape[1:]):
+        dtype, rows, row_shape = np.result_type(kept.dtype, batch.dtype), len(kept), kept.shape[1:]
+        if stop > rows:
+            rows = max(stop, rows + rows // 4)
+        if row_shape and batch.shape[1] > row_shape[0]:
+            row_shape = (max(batch.shape[1], row_shape[0] + row_shape[0] // 8), *row_shape[1:])
+        if dtype != kept.dtype or row_shape != kept.shape[1:] or (self._folder is not None and rows > len(kept)):
+            self._data = self._allocate((rows, *row_shape), dtype)
+            _write(self._data[: self._count], kept[: self._count])
+        elif rows > len(kept):
             # The allocator moves pages without copying them. No view outlives the method that made it.
-            kept.resize(shape, refcheck=False)
-            return
-        self._data = self._allocate(shape, dtype)
-        _write(self._data[: self._count], kept[: self._count])
+            kept.resize((rows, *row_shape), refcheck=False)
 
-    def _allocate(self, shape: Collection[int], dtype: np.dtype) -> np.ndarray:
+    def _allocate(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         if self._folder is None or 0 in shape:
             return np.empty(shape, dtype)
         # The mapping keeps the file, which has no name, until the array is deleted.
         with tempfile.TemporaryFile(dir=self._folder) as file:
-            return np.memmap(file, dtype, "w+", shape=tuple(shape))
+            mapped: np.ndarray = np.memmap(file, dtype, "w+", shape=shape)
+        return mapped
 
 
 def _write(rows: np.ndarray, values: np.ndarray) -> None:

@@ -83,7 +83,7 @@ class EvaluationRunner:
 
     def loop(
         self,
-        dataloader: DataLoader,
+        dataloader: DataLoader[Any],
         description: str,
         prediction_loss_only: bool | None,
         ignore_keys: list[str] | None,
@@ -193,7 +193,7 @@ class EvaluationRunner:
     @contextlib.contextmanager
     def call_of_loop(
         self,
-        dataloader: DataLoader,
+        dataloader: DataLoader[Any],
         description: str,
         prediction_loss_only: bool | None,
         ignore_keys: list[str] | None,
@@ -213,7 +213,7 @@ class EvaluationRunner:
             }
             yield functools.partial(loop, dataloader, description, **accepted_by(loop, settings))
 
-    def as_output(self, output: Any, dataloader: DataLoader) -> EvalLoopOutput:
+    def as_output(self, output: Any, dataloader: DataLoader[Any]) -> EvalLoopOutput:
         """The output of a loop, with the number of samples, which overrides for v4.4 do not return."""
         if isinstance(output, tuple) and len(output) == len(PredictionOutput._fields):
             predictions, label_ids, metrics = output
@@ -245,13 +245,13 @@ class EvaluationRunner:
         )
         return metrics | speed_metrics(prefix, start_time, num_samples=samples, num_steps=steps)
 
-    def _log_sizes(self, description: str, dataloader: DataLoader) -> None:
+    def _log_sizes(self, description: str, dataloader: DataLoader[Any]) -> None:
         """Log the sizes of a pass."""
         count: Any = self.trainer.num_examples(dataloader) if has_length(dataloader) else "unknown"
         batch_size = getattr(dataloader, "batch_size", None) or self.trainer.args.eval_batch_size
         log_facts(logger, f"Running {description} begins.", {"Number of examples": count, "Batch size": batch_size})
 
-    def _prepare(self, dataloader: DataLoader) -> nn.Module:
+    def _prepare(self, dataloader: DataLoader[Any]) -> nn.Module:
         """Set model and optimizer to evaluation mode.
 
         Returns:

@@ -12,8 +12,7 @@ from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix, MulticlassF1Score
 
 from hftrainer import PredictionOutput, TorchMetrics, Trainer, TrainerCallback
-from hftrainer.data.samplers import LengthGroupedSampler
-from hftrainer.data.sharding import ShardedBatchSampler, ShardSpec, batches_of_rank
+from hftrainer.data.samplers import LengthGroupedSampler, ShardedBatchSampler, ShardSpec, batches_of_rank
 from hftrainer.errors import InvalidArgument
 from hftrainer.evaluation.collected import GrowingArray
 from hftrainer.evaluation.evaluation_pass import EvaluationPass
