@@ -101,7 +101,8 @@ class EvaluationRunner:
         settings = PassSettings(dataloader, step, prefix, predicting, loss_only, ignore_keys)
         evaluation = EvaluationPass(self.components, settings)
         stage = "predict" if predicting else "test" if prefix.startswith("test") else "validate"
-        kept = getattr(run, "past", None), run.logged_metrics  # an evaluation must not change training's values
+        # An evaluation must not change training's values.
+        before = getattr(run, "past", None), run.logged_metrics
         run.past, run.logged_metrics = None, LoggedMetrics()
         try:
             waiting = Awaiting("the other ranks in an evaluation")
@@ -111,22 +112,35 @@ class EvaluationRunner:
         finally:
             # A subclass's `evaluate` may have set another one for this pass only.
             trainer.gather_function = make_metrics_gather(trainer.accelerator, trainer.args)
-            run.past, run.logged_metrics = kept
+            run.past, run.logged_metrics = before
             self.components.strategy.end_batch()  # Lightning keeps logged numbers on the device
+        return self._output_of(evaluation, description)
+
+    def _output_of(self, evaluation: EvaluationPass, description: str) -> EvalLoopOutput:
+        """The output of a pass that has ended, which the pass no longer keeps; notes how long preparing took.
+
+        Raises:
+            InvalidArgument: when there was no batch.
+        """
+        trainer, settings = self.trainer, evaluation.settings
         output, evaluation.output = evaluation.output, None
         if output is None or not evaluation.seen_batches:
             raise InvalidArgument(
                 f"{description} has no batches: the dataset is empty, or smaller than a batch with "
                 "dataloader_drop_last, or lightning_config limits it to 0 batches."
             )
-        if not (predicting or evaluation.computed or evaluation.has_labels or trainer.compute_metrics is None):
+        could_compute = evaluation.computed or evaluation.has_labels or trainer.compute_metrics is None
+        if not (settings.returns_predictions or could_compute):
             needed = f"no batch has all of the labels {trainer.label_names}: set label_names to the names of yours"
-            why = "prediction_loss_only=True" if loss_only else needed
+            why = "prediction_loss_only=True" if settings.loss_only else needed
             log_once(logger, f"compute_metrics is not called: {why}.")
         if evaluation.preparation_time is not None:
             self._preparation_measured |= math.isnan(trainer.model_preparation_time)
             trainer.model_preparation_time = evaluation.preparation_time
-        self._save_plots(evaluation.metrics, prefix)
+        metrics = evaluation.metrics
+        if isinstance(metrics, TorchMetrics) and metrics.plot and trainer.is_world_process_zero():
+            folder = os.path.join(str(trainer.args.output_dir), f"plots-{trainer.state.global_step}")
+            metrics.save_plots(folder, settings.prefix)
         return output
 
     def step(
@@ -277,12 +291,6 @@ class EvaluationRunner:
             return contextlib.nullcontext()
         model.to(device=args.device)
         return in_precision(model, torch.float16 if args.fp16_full_eval else torch.bfloat16)
-
-    def _save_plots(self, metrics: Any, prefix: str) -> None:
-        """Save the plots of torchmetrics, if requested."""
-        trainer = self.trainer
-        if isinstance(metrics, TorchMetrics) and metrics.plot and trainer.is_world_process_zero():
-            metrics.save_plots(os.path.join(str(trainer.args.output_dir), f"plots-{trainer.state.global_step}"), prefix)
 
 
 def _mean(losses: Any) -> torch.Tensor:
