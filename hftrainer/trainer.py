@@ -25,10 +25,10 @@ from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import names, resume
 from hftrainer.checkpointing.resume import unpack
 from hftrainer.compat.overrides import make_scheduler, recorded, shadowable
-from hftrainer.data import columns
-from hftrainer.data.columns import number_of_tokens
+from hftrainer.data import collators
+from hftrainer.data.accumulation import TrainingSchedule
+from hftrainer.data.collators import number_of_tokens
 from hftrainer.data.randomness import load_rng_state, save_rng_state
-from hftrainer.data.schedule import TrainingSchedule
 from hftrainer.errors import HubError, InvalidArgument, InvalidSetup
 from hftrainer.model.changes import set_tf32
 from hftrainer.model.inspection import parameters
@@ -333,7 +333,7 @@ class Trainer(EarlierMethods):
 
     def _set_signature_columns_if_needed(self) -> None:
         if self._signature_columns is None:
-            found = columns.signature_columns(self._hftrainer.bare_model, self.label_names)
+            found = collators.signature_columns(self._hftrainer.bare_model, self.label_names)
             self._hftrainer.model_setup.set_found("_signature_columns", found)
 
     def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:

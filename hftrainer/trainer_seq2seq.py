@@ -11,7 +11,7 @@ from torch import nn
 
 from hftrainer.compat.overrides import recorded
 from hftrainer.errors import InvalidArgument
-from hftrainer.evaluation import gathering
+from hftrainer.evaluation.collected import make_full_gather
 from hftrainer.trainer import Trainer
 from hftrainer.trainer_utils import PredictionOutput
 from hftrainer.training.losses import first_output
@@ -66,7 +66,7 @@ class Seq2SeqTrainer(Trainer):
         **gen_kwargs: Any,
     ) -> dict[str, float]:
         """Evaluate as `Trainer.evaluate`; the rest goes to `model.generate`, of which v4.15 took two by position."""
-        self.gather_function = gathering.of_all(
+        self.gather_function = make_full_gather(
             self.accelerator, self.args
         )  # an incomplete last batch counts as a full one
         self._gen_kwargs = _with_arguments({"max_length": max_length, "num_beams": num_beams, **gen_kwargs}, self.args)
@@ -82,7 +82,7 @@ class Seq2SeqTrainer(Trainer):
         **gen_kwargs: Any,
     ) -> PredictionOutput:
         """Predict as `Trainer.predict`; the rest goes to `model.generate`, as in `evaluate`."""
-        self.gather_function = gathering.of_all(self.accelerator, self.args)
+        self.gather_function = make_full_gather(self.accelerator, self.args)
         self._gen_kwargs = _with_arguments({"max_length": max_length, "num_beams": num_beams, **gen_kwargs}, self.args)
         return super().predict(test_dataset, ignore_keys=ignore_keys, metric_key_prefix=metric_key_prefix)
 

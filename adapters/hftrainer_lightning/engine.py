@@ -415,6 +415,6 @@ class _Batches:
             yield batch
 
     def __len__(self) -> int:
-        if not (self._limited or self.evaluation.length_is_sure):
+        if not (self._limited or self.evaluation.has_exact_length):
             raise TypeError("the length is an estimate, and Lightning would stop there")
         return len(self.evaluation)

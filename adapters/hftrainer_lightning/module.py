@@ -197,7 +197,7 @@ class TrainerModule(private_api.KeepsBatches):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Begin a micro-batch; automatic or manual optimization may change from one optimizer step to the next."""
         self.hooks.begin_micro_batch()
-        if self.hooks.micro_batches.window.opens and self.automatic_optimization is self.hooks.runs_backward:
+        if self.hooks.micro_batches.window.is_first and self.automatic_optimization is self.hooks.runs_backward:
             private_api.switch_optimization(self.trainer, self)
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -209,7 +209,7 @@ class TrainerModule(private_api.KeepsBatches):
             return self._last_loss
         loss = self.hooks.training_step(self.model, batch)
         self.hooks.end_micro_batch(loss.detach(), batch)
-        if self.hooks.micro_batches.window.closes:
+        if self.hooks.micro_batches.window.is_last:
             self._step_manually()
         return loss
 
@@ -236,7 +236,7 @@ class TrainerModule(private_api.KeepsBatches):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """End a micro-batch, and the optimizer step if it was its last."""
-        if self.hooks.micro_batches.window.closes:
+        if self.hooks.micro_batches.window.is_last:
             self.hooks.end_step(self.model)
         else:
             self.hooks.end_substep()

@@ -1,13 +1,17 @@
-"""The training data as Lightning's loop consumes it: micro-batches, grouped into one window per optimizer step."""
+"""How long a run is, and its micro-batches as Lightning's loop consumes them: a window per optimizer step."""
 
 from __future__ import annotations
 
+import itertools
 import math
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from hftrainer.data.schedule import TrainingSchedule
+from hftrainer.errors import InvalidArgument
+from hftrainer.releases.earlier import EarlierSchedule
+from hftrainer.training_args import TrainingArguments
 
 
 @dataclass(slots=True)
@@ -17,16 +21,16 @@ class AccumulationWindow:
     Attributes:
         size: actual micro-batches in the step; the last step of an epoch may have fewer.
         num_items: items that the loss is averaged over in the whole step, or None when not needed.
-        opens: this is the step's first micro-batch.
-        closes: the optimizer steps after this micro-batch.
-        sample: index of the micro-batch in the epoch.
+        is_first: whether this is the step's first micro-batch.
+        is_last: whether the optimizer steps after this micro-batch.
+        index: index of the micro-batch in the epoch.
     """
 
     size: int
     num_items: Any
-    opens: bool
-    closes: bool
-    sample: int
+    is_first: bool
+    is_last: bool
+    index: int
 
 
 class MicroBatchIterator:
@@ -37,13 +41,13 @@ class MicroBatchIterator:
 
     Args:
         schedule: the lengths of the run.
-        planned: micro-batches per optimizer step in the epoch that begins, as the schedule counts them.
-        accumulation: the current value: callbacks may change the argument, and the next window uses the new value.
-            The epoch keeps its planned number of windows, as in `transformers.Trainer`.
+        planned: returns the micro-batches per optimizer step with which the schedule of this epoch was computed.
+        accumulation: returns the current micro-batches per optimizer step. Callbacks may change it: the next window
+            uses the new value, and the epoch keeps its planned number of windows, as in `transformers.Trainer`.
         open_epoch: called with no argument when an epoch's iteration begins; returns its batch iterator.
         get_window: `(iterator, count) -> (micro-batches, num_items)`.
         on_first_window: called once after the first window of an iteration is fetched.
-        interrupted: whether a callback has ended the epoch or the training.
+        interrupted: returns True once a callback has ended the epoch or the training.
     """
 
     def __init__(
@@ -93,21 +97,153 @@ class MicroBatchIterator:
                 self.window = AccumulationWindow(
                     size=len(samples),
                     num_items=num_items,
-                    opens=index % size == 0,
-                    closes=(index + 1) % size == 0 or index + 1 == total,
-                    sample=index,
+                    is_first=index % size == 0,
+                    is_last=(index + 1) % size == 0 or index + 1 == total,
+                    index=index,
                 )
                 index += 1
                 yield sample
                 if self._interrupted():
                     return
 
-    # Lightning checks that a loader has a state to decide whether an epoch can be resumed in the middle.
+    # Lightning resumes within an epoch only if the loader has these two methods.
 
     def state_dict(self) -> dict[str, int]:
         """Position in the epoch, in micro-batches."""
-        return {"position": 0 if self.window is None else self.window.sample + 1}
+        return {"position": 0 if self.window is None else self.window.index + 1}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Begin the next iteration at the micro-batch of `state`."""
         self.position = state["position"]
+
+
+class TrainingSchedule(NamedTuple):
+    """The lengths of a run, in the order in which `set_initial_training_values` of v5 returns them.
+
+    Attributes:
+        num_train_epochs: passes over the data that the run begins; `sys.maxsize` when only steps end it.
+        num_update_steps_per_epoch: optimizer steps in one pass; in the first pass, if they differ.
+        num_examples: samples in one pass.
+        num_train_samples: samples in the whole run.
+        total_train_batch_size: samples per optimizer step over all processes.
+        steps_in_epoch: micro-batches in one pass of this process.
+        max_steps: optimizer steps in the whole run.
+    """
+
+    num_train_epochs: int
+    num_update_steps_per_epoch: int
+    num_examples: int
+    num_train_samples: float
+    total_train_batch_size: int
+    steps_in_epoch: int
+    max_steps: int
+
+
+def read_schedule(values: Any, args: TrainingArguments, *, total_train_batch_size: int) -> TrainingSchedule:
+    """The lengths of a run from a subclass's `set_initial_training_values`, in the order of any release.
+
+    Args:
+        values: seven values; up to v5.2, the fifth is a bool.
+        args: the training arguments.
+        total_train_batch_size: samples per optimizer step over all processes.
+
+    Raises:
+        InvalidArgument: for another number of values.
+    """
+    values = tuple(values)
+    if len(values) != len(TrainingSchedule._fields):
+        raise InvalidArgument(
+            f"set_initial_training_values returned {len(values)} values: it must return "
+            f"{', '.join(TrainingSchedule._fields)}."
+        )
+    if not isinstance(values[4], bool):
+        return TrainingSchedule(*values)
+    earlier = EarlierSchedule(*values)
+    steps = earlier.len_dataloader
+    if steps is None:
+        steps = earlier.max_steps * args.gradient_accumulation_steps
+    return TrainingSchedule(*earlier[:4], total_train_batch_size, steps, earlier.max_steps)
+
+
+#: Epoch → micro-batches per optimizer step in it.
+Accumulation = Callable[[int], int]
+
+
+def position_at_step(global_step: int, micro_batches: int, accumulation_at: Accumulation) -> tuple[int, int]:
+    """Finished epochs, and finished micro-batches of the next epoch, after a number of optimizer steps."""
+    for epoch in itertools.count():
+        accumulation = accumulation_at(epoch)
+        steps = math.ceil(micro_batches / accumulation)
+        if global_step < steps:
+            return epoch, global_step * accumulation
+        global_step -= steps
+    raise AssertionError("unreachable")
+
+
+def _epochs_for(steps: int, steps_at: Callable[[int], int]) -> int:
+    """Epochs needed for a number of optimizer steps; the last may be incomplete."""
+    for epoch in itertools.count():
+        if steps <= 0:
+            return epoch
+        steps -= steps_at(epoch)
+    raise AssertionError("unreachable")
+
+
+def _steps_in(epochs: float, steps_at: Callable[[int], int]) -> int:
+    """Optimizer steps in a number of epochs, which may be fractional."""
+    whole = int(epochs)
+    return math.ceil(sum(map(steps_at, range(whole))) + (epochs - whole) * steps_at(whole))
+
+
+def plan_schedule(
+    args: TrainingArguments,
+    micro_batches: int | None,
+    num_examples: int | None,
+    total_batch_size: int,
+    accumulation_at: Accumulation,
+    steps_of_epoch: Callable[[int, int], int],
+) -> TrainingSchedule:
+    """Compute the lengths of a run.
+
+    Args:
+        args: the training arguments.
+        micro_batches: length of the loader; None if it has no length.
+        num_examples: samples in the loader, if it has a length.
+        total_batch_size: samples per optimizer step, over all processes.
+        accumulation_at: epoch → micro-batches per optimizer step in it.
+        steps_of_epoch: micro-batches in an epoch, and in an optimizer step → optimizer steps in the epoch.
+
+    Raises:
+        InvalidArgument: when the length of training is not determined, or when there is no data.
+    """
+    accumulation = accumulation_at(0)
+    if micro_batches == 0:
+        raise InvalidArgument(
+            "The training data has no batches: the dataset is empty, or it is smaller than one batch and "
+            "dataloader_drop_last is set."
+        )
+    if micro_batches is None:
+        if args.max_steps <= 0:
+            raise InvalidArgument(
+                "max_steps must be set: the training data has no length, so the number of optimizer steps cannot be "
+                "computed from num_train_epochs."
+            )
+        samples = args.max_steps * total_batch_size
+        micro = args.max_steps * accumulation
+        return TrainingSchedule(sys.maxsize, args.max_steps, samples, samples, total_batch_size, micro, args.max_steps)
+    assert num_examples is not None
+
+    def steps_at(epoch: int) -> int:
+        return steps_of_epoch(micro_batches, accumulation_at(epoch))
+
+    per_epoch = steps_at(0)
+    if args.max_steps > 0:
+        steps, epochs = args.max_steps, _epochs_for(args.max_steps, steps_at)
+        samples = steps * total_batch_size
+    else:
+        epochs = math.ceil(args.num_train_epochs)
+        steps = _steps_in(args.num_train_epochs, steps_at)
+        if args.max_steps == 0:  # as in transformers: training stops after the first step
+            steps = 0
+        samples = num_examples * args.num_train_epochs  # type: ignore[assignment]
+    return TrainingSchedule(epochs, per_epoch, num_examples, samples, total_batch_size, micro_batches, steps)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -13,18 +14,34 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from hftrainer.arguments.accelerator_config import AcceleratorConfig
 from hftrainer.compat import peers
-from hftrainer.data.samplers import SeedableRandomSampler, SkippingBatchSampler
-from hftrainer.data.sharding import (
-    DataCollectives,
+from hftrainer.data.samplers import (
     EvenBatchSampler,
+    SeedableRandomSampler,
     ShardedBatchSampler,
     ShardedStream,
     ShardSpec,
+    SkippingBatchSampler,
     check_split,
 )
 from hftrainer.errors import InvalidArgument
+from hftrainer.trainer_pt_utils import find_batch_size, nested_apply
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class DataCollectives:
+    """Collective operations for data.
+
+    Attributes:
+        from_main: calls a function in the main process and broadcasts its result.
+        scatter: calls a function in the main process and scatters its list, one item for each rank.
+        highest: the element-wise maximum of a list of numbers over all ranks.
+    """
+
+    from_main: Callable[[Callable[[], Any]], Any]
+    scatter: Callable[[Callable[[], list[Any]]], Any]
+    highest: Callable[[list[int]], list[int]]
 
 
 @dataclass
@@ -34,33 +51,34 @@ class LoaderPlan:
     Attributes:
         dataset: the dataset that it reads.
         settings: `DataLoader` keywords for sampling.
-        shards: this process's batches of a distributed evaluation.
-        messenger: collective operations of distributed training.
-        round_size: batches that the main process reads at once for all; None when each process reads its own.
+        evaluation_sampler: this process's batches of a distributed evaluation.
+        collectives: collective operations of distributed training.
+        round_size: number of batches that the main process reads before it scatters them; None when each process reads
+            its own.
         generator: draws the sample order, the same in all processes.
-        counts_per_rank: each process knows only its own number of batches.
+        has_own_batch_count: whether each process knows only its own number of batches.
         splits: whether each batch of the script's loader is split among the processes.
     """
 
     dataset: Any
     settings: dict[str, Any]
-    shards: ShardedBatchSampler | None = None
-    messenger: DataCollectives | None = None
+    evaluation_sampler: ShardedBatchSampler | None = None
+    collectives: DataCollectives | None = None
     round_size: int | None = None
     generator: torch.Generator | None = None
-    counts_per_rank: bool = False
+    has_own_batch_count: bool = False
     splits: bool = False
 
-    def in_step(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def stop_at_shortest_shard(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yields batches until any process has no more."""
-        if not self.counts_per_rank:
+        if not self.has_own_batch_count:
             yield from batches
             return
-        assert self.messenger is not None
+        assert self.collectives is not None
         nothing: Any = object()
         while True:
             batch = next(batches, nothing)
-            if self.messenger.highest([batch is nothing])[0]:
+            if self.collectives.highest([batch is nothing])[0]:
                 break
             yield batch
         if batch is not nothing:
@@ -72,59 +90,65 @@ class LoaderPlan:
     @property
     def ends_with_filler(self) -> bool:
         """Whether this process's last batch is a filler that only keeps collective operations in step."""
-        return self.shards is not None and self.shards.ends_with_filler
+        return self.evaluation_sampler is not None and self.evaluation_sampler.ends_with_filler
 
     def synchronize(self) -> None:
         """Broadcast the main process's generator state, so that all processes draw the same order."""
-        if self.generator is not None and self.messenger is not None:
-            self.generator.set_state(self.messenger.from_main(self.generator.get_state))
+        if self.generator is not None and self.collectives is not None:
+            self.generator.set_state(self.collectives.from_main(self.generator.get_state))
 
 
-def deliver(
-    loader: DataLoader, config: AcceleratorConfig, share: ShardSpec, messenger: DataCollectives | None, seed: int | None
+def plan_loader(
+    loader: DataLoader[Any],
+    config: AcceleratorConfig,
+    shard_spec: ShardSpec,
+    collectives: DataCollectives | None,
+    seed: int | None,
 ) -> LoaderPlan:
-    """Plan the loader of one process; the arguments are those of `PreparedDataLoader.from_loader`."""
-    messenger = messenger if share.processes > 1 else None
+    """Plan the loader of one process; the arguments are those of `PreparedDataLoader`."""
+    collectives = collectives if shard_spec.processes > 1 else None
     is_stream = isinstance(loader.dataset, IterableDataset)
-    if messenger is not None and config.split_batches:
-        check_split(_batch_size(loader), share.processes)
+    if collectives is not None and config.split_batches:
+        check_split(_batch_size(loader), shard_spec.processes)
     dispatched = is_stream if config.dispatch_batches is None else config.dispatch_batches
-    if messenger is not None and dispatched:
-        delivery = _plan_of_all(loader, config, seed)
-        delivery.settings["generator"] = None  # as in accelerate, which draws seeds from torch's global generator
-        delivery.round_size = 1 if config.split_batches else share.processes
-        delivery.splits = config.split_batches
-    elif messenger is not None and is_stream:
-        delivery = _plan_of_stream(loader, config, share)
-    elif messenger is not None:
-        delivery = _plan_of_batches(loader, config, share, seed)
-        delivery.splits = config.split_batches
-    elif share.processes > 1 and not is_stream:
-        shards = ShardedBatchSampler(_batches(loader, seed), share)
-        delivery = LoaderPlan(loader.dataset, _sampling(loader, shards), shards)
+    if collectives is not None and dispatched:
+        plan = _plan_of_all(loader, config, seed)
+        plan.settings["generator"] = None  # as in accelerate, which draws seeds from torch's global generator
+        plan.round_size = 1 if config.split_batches else shard_spec.processes
+        plan.splits = config.split_batches
+    elif collectives is not None and is_stream:
+        plan = _plan_of_stream(loader, config, shard_spec)
+    elif collectives is not None:
+        plan = _plan_of_batches(loader, config, shard_spec, seed)
+        plan.splits = config.split_batches
+    elif shard_spec.processes > 1 and not is_stream:
+        shards = ShardedBatchSampler(_batches(loader, seed), shard_spec)
+        plan = LoaderPlan(loader.dataset, _sampling(loader, shards), shards)
     else:
-        delivery = _plan_of_all(loader, config, seed)
-    delivery.messenger = messenger
-    return delivery
+        plan = _plan_of_all(loader, config, seed)
+    plan.collectives = collectives
+    return plan
 
 
-def _plan_of_all(loader: DataLoader, config: AcceleratorConfig, seed: int | None) -> LoaderPlan:
+def _plan_of_all(loader: DataLoader[Any], config: AcceleratorConfig, seed: int | None) -> LoaderPlan:
     """The plan of a process that reads all of the data."""
     if isinstance(loader.dataset, IterableDataset):
         return LoaderPlan(loader.dataset, {"batch_size": loader.batch_size, "drop_last": loader.drop_last})
     return LoaderPlan(loader.dataset, _sampling(loader, _batches(loader, seed, seedable=config.use_seedable_sampler)))
 
 
-def _plan_of_batches(loader: DataLoader, config: AcceleratorConfig, share: ShardSpec, seed: int | None) -> LoaderPlan:
+def _plan_of_batches(
+    loader: DataLoader[Any], config: AcceleratorConfig, shard_spec: ShardSpec, seed: int | None
+) -> LoaderPlan:
     """The batches of one process in training."""
     batches, generator = _batches(loader, seed, seedable=config.use_seedable_sampler), None
     if not config.use_seedable_sampler:
         batches, generator = _with_generator(batches)
-    even = EvenBatchSampler(batches, share, split=config.split_batches, even=config.even_batches)
+    even = EvenBatchSampler(batches, shard_spec, split=config.split_batches, even=config.even_batches)
     return LoaderPlan(loader.dataset, _sampling(loader, even), generator=generator)
 
 
-def _plan_of_stream(loader: DataLoader, config: AcceleratorConfig, share: ShardSpec) -> LoaderPlan:
+def _plan_of_stream(loader: DataLoader[Any], config: AcceleratorConfig, shard_spec: ShardSpec) -> LoaderPlan:
     """The samples of one process in training: its own shards, or its part of each round."""
     size, dataset = loader.batch_size, None
     if size is None:
@@ -133,26 +157,26 @@ def _plan_of_stream(loader: DataLoader, config: AcceleratorConfig, share: ShardS
             "batch_size: set one, or remove dispatch_batches."
         )
     if config.split_batches:
-        size //= share.processes
+        size //= shard_spec.processes
     else:
-        dataset = peers.shard_of(loader.dataset, share.rank, share.processes)
+        dataset = peers.shard_of(loader.dataset, shard_spec.rank, shard_spec.processes)
     generator = None
     if dataset is None:
-        dataset = ShardedStream(loader.dataset, share, size, loader.drop_last)
+        dataset = ShardedStream(loader.dataset, shard_spec, size, loader.drop_last)
         drawn_from = getattr(loader.dataset, "generator", None)
         generator = drawn_from if isinstance(drawn_from, torch.Generator) else None
     return LoaderPlan(
-        dataset, {"batch_size": size, "drop_last": loader.drop_last}, generator=generator, counts_per_rank=True
+        dataset, {"batch_size": size, "drop_last": loader.drop_last}, generator=generator, has_own_batch_count=True
     )
 
 
-def _sampling(loader: DataLoader, batches: Any) -> dict[str, Any]:
+def _sampling(loader: DataLoader[Any], batches: Any) -> dict[str, Any]:
     if loader.batch_sampler is None:  # the dataset returns a whole batch for each item of the sampler
         return {"batch_size": None, "sampler": batches}
     return {"batch_sampler": SkippingBatchSampler(batches)}
 
 
-def _batches(loader: DataLoader, seed: int | None, *, seedable: bool = True) -> Any:
+def _batches(loader: DataLoader[Any], seed: int | None, *, seedable: bool = True) -> Any:
     """The sampler of whole batches, with a random order made seedable. The user's own object is not changed."""
     if loader.batch_sampler is None:
         return loader.sampler
@@ -190,5 +214,66 @@ def _with_sampler(batches: Any, sampler: Any) -> Any:
     return replaced
 
 
-def _batch_size(loader: DataLoader) -> int | None:
+def _batch_size(loader: DataLoader[Any]) -> int | None:
     return loader.batch_size if loader.batch_size is not None else getattr(loader.batch_sampler, "batch_size", None)
+
+
+# ---- Batches that the main process reads for all ---------------------------------------------------------------------
+
+
+def group_batches(batches: Iterator[Any], count: int, drop_last: bool) -> Iterator[list[Any]]:
+    """Batches in groups of `count`; the last may have fewer, unless it is dropped. Does not read beyond a group."""
+    while len(taken := list(islice(batches, count))) == count:
+        yield taken
+    if taken and not drop_last:
+        yield taken
+
+
+def split_groups(groups: Iterable[list[Any]], processes: int, drop_last: bool) -> Iterator[list[Any]]:
+    """Concatenates each group of batches and splits its rows into equal parts, one for each process.
+
+    Missing rows are taken from the first group; with `drop_last`, surplus rows are dropped instead.
+
+    Raises:
+        InvalidArgument: for batches that cannot be concatenated.
+    """
+    first: Any = None
+    for group in groups:
+        whole = _joined(group)
+        first = _rows(whole, 0, processes) if first is None else first
+        size, left = divmod(find_batch_size(whole) or 0, processes)
+        if left and not drop_last:
+            whole, size = _joined([whole, first]), size + 1
+        yield [_rows(whole, rank * size, (rank + 1) * size) for rank in range(processes)]
+
+
+_INSTEAD = "set accelerator_config={'dispatch_batches': False}, so that each process reads its own batches."
+
+
+def _joined(batches: list[Any]) -> Any:
+    try:
+        return _concatenate(batches)
+    except RuntimeError as error:
+        raise InvalidArgument(
+            f"The main process cannot concatenate batches of different shapes: {error}. Pad all batches to one "
+            f"length, or {_INSTEAD}"
+        ) from error
+
+
+def _concatenate(batches: list[Any]) -> Any:
+    """A batch of the same structure, with the rows of all."""
+    first = batches[0]
+    if isinstance(first, torch.Tensor):
+        return torch.cat(batches)
+    if isinstance(first, (dict, Mapping)):
+        kind: Any = type(first)
+        return kind({key: _concatenate([batch[key] for batch in batches]) for key in first})
+    if isinstance(first, (list, tuple)):
+        columns = [_concatenate(list(column)) for column in zip(*batches, strict=True)]
+        return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)
+    raise InvalidArgument(f"The main process can scatter tensors, not a {type(first).__name__}: {_INSTEAD}")
+
+
+def _rows(batch: Any, start: int, stop: int) -> Any:
+    # Cloned, since pickling a slice of a tensor pickles the whole storage.
+    return nested_apply(lambda tensor: tensor[start:stop].clone(), batch)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -14,22 +14,17 @@ from torch.utils.data import DataLoader, IterableDataset
 from hftrainer.arguments.accelerator_config import DEFAULT, AcceleratorConfig
 from hftrainer.compat.overrides import has_length
 from hftrainer.compat.reading import fitting
-from hftrainer.data.loader_plan import LoaderPlan, deliver
-from hftrainer.data.randomness import PLACE
-from hftrainer.data.samplers import SkippingBatchSampler
-from hftrainer.data.sharding import (
-    ALL,
-    DataCollectives,
-    EvenBatchSampler,
-    ShardedBatchSampler,
+from hftrainer.data.loader_plan import DataCollectives, group_batches, plan_loader, split_groups
+from hftrainer.data.randomness import DATA_STATE, StateSendingCollator, WorkerStateRestorer
+from hftrainer.data.samplers import (
+    UNSHARDED,
+    BatchSamplerWrapper,
     ShardedStream,
     ShardSpec,
+    SkippingBatchSampler,
     batches_of_rank,
-    parts,
-    rounds,
 )
-from hftrainer.data.workers import RestoredWorker, TracedCollator
-from hftrainer.trainer_pt_utils import find_batch_size
+from hftrainer.trainer_pt_utils import find_batch_size, rebuilt
 
 if TYPE_CHECKING:
     from hftrainer.data.reading import ReadingLog
@@ -38,109 +33,122 @@ logger = logging.getLogger(__name__)
 
 
 #: Counts the iterations of all loaders.
-_STARTS = itertools.count(1)
+_ITERATIONS = itertools.count(1)
 
 
-class PreparedDataLoader(DataLoader):
-    """A `DataLoader` that moves batches to the device and reads one batch ahead, in Hugging Face's order.
+class BatchPosition(NamedTuple):
+    """Where in an iteration a batch is.
+
+    Attributes:
+        is_last: whether it is the last of the epoch.
+        is_filler: whether it only keeps collective operations in step with other ranks.
+        counted_samples: number of its samples that are not repeated ones; None for all.
+        iteration: number of the iteration, counted over all loaders; 0 outside of one.
+    """
+
+    is_last: bool = False
+    is_filler: bool = False
+    counted_samples: int | None = None
+    iteration: int = 0
+
+
+@dataclass
+class _Start:
+    """Where the next iteration starts: at the beginning of the epoch, unless a run is resumed.
+
+    Attributes:
+        skipped_batches: number of batches that are read and dropped.
+        restore_random: called after the batch is read again that was read ahead; None when there was none.
+        states_before_batch: the random states before that batch, if known.
+        worker_states: random states by worker index.
+        worker_seed: the generator state from which workers draw their seeds; None for the current one.
+    """
+
+    skipped_batches: int = 0
+    restore_random: Callable[[], None] | None = None
+    states_before_batch: dict[str, Any] | None = None
+    worker_states: Mapping[int, bytes] = field(default_factory=dict)
+    worker_seed: torch.Tensor | None = None
+
+
+class PreparedDataLoader(DataLoader[Any]):
+    """A `DataLoader` that moves batches to the device and reads one batch ahead.
 
     It draws from the generators exactly when accelerate's loader does: one batch before that batch is used. So
     datasets and collators that draw random numbers (masking, augmentation) give the same samples.
 
+    Args:
+        loader: the source of dataset, samplers, collator and workers.
+        device: where batches are moved to.
+        seed: seed of the sample order; None takes torch's initial seed, as accelerate does.
+        config: how batches reach the processes in training.
+        shard_spec: which of the batches this process reads.
+        collectives: collective operations of distributed training; without it the loader is for evaluation, which
+            reads no sample twice, whatever the config.
+
     Attributes:
-        at_end: whether the last batch yielded is the last of the epoch.
-        filler: whether the last batch yielded only keeps collective operations in step.
-        counted: samples of the last batch yielded that count; None for all, as in every batch but the last.
+        position: that of the last batch yielded.
         log: records what is read, in a training loader.
-        started: number of the running iteration, counted over all loaders; 0 when none is running.
+
+    Raises:
+        InvalidArgument: when the config does not fit this data.
+        UnsupportedArgument: when processes would get different numbers of batches.
     """
 
-    device: torch.device
-    non_blocking: bool
-    skip_batches: int
-    drops_last: bool
-    iteration: int
-    at_end: bool
-    filler: bool
-    counted: int | None
-    delivery: LoaderPlan
-    share: ShardSpec
-    log: ReadingLog | None = None
-    started: int = 0
-    _continued: tuple[dict[str, Any] | None, Callable[[], None]] | None = None
-    _worker_states: Mapping[int, bytes] = MappingProxyType({})
-    _worker_seed: torch.Tensor | None = None
-    _has_drawn_seed = False
-
-    @classmethod
-    def from_loader(
-        cls,
-        loader: DataLoader,
+    def __init__(
+        self,
+        loader: DataLoader[Any],
         device: torch.device,
         *,
         seed: int | None = None,
         config: AcceleratorConfig = DEFAULT,
-        share: ShardSpec = ALL,
-        messenger: DataCollectives | None = None,
-    ) -> PreparedDataLoader:
-        """Prepare a plain loader.
-
-        Args:
-            loader: the source of dataset, samplers, collator and workers.
-            device: where batches are moved to.
-            seed: seed of the sample order; None takes torch's initial seed, as accelerate does.
-            config: how batches reach the processes in training.
-            share: which of the batches this process reads.
-            messenger: collective operations of distributed training; without it the loader is for evaluation, which
-                reads no sample twice, whatever the config.
-
-        Raises:
-            InvalidArgument: when the config does not fit this data.
-            UnsupportedArgument: when processes would get different numbers of batches.
-        """
-        delivery = deliver(loader, config, share, messenger, seed)
-        prepared = cls(delivery.dataset, **(_settings(loader) | delivery.settings))
-        prepared.device = device
+        shard_spec: ShardSpec = UNSHARDED,
+        collectives: DataCollectives | None = None,
+    ) -> None:
+        plan = plan_loader(loader, config, shard_spec, collectives, seed)
+        super().__init__(plan.dataset, **(_settings(loader) | plan.settings))
+        self.device = device
         # On MPS the values would be wrong: https://github.com/pytorch/pytorch/issues/139550
-        prepared.non_blocking = config.non_blocking and device.type != "mps"
-        prepared.skip_batches = 0
-        prepared.drops_last = loader.drop_last
-        prepared.iteration = 0
-        prepared.at_end = prepared.filler = False
-        prepared.counted = None
-        prepared.delivery, prepared.share = delivery, share
-        return prepared
+        self.non_blocking = config.non_blocking and device.type != "mps"
+        self.drops_last = loader.drop_last
+        self.loader_plan, self.shard_spec = plan, shard_spec
+        self.iteration = 0
+        self.position = BatchPosition()
+        self.log: ReadingLog | None = None
+        self._start = _Start()
+        self._has_drawn_seed = False
 
-    def _counted(self, batch: Any) -> int | None:
+    def _counted_samples(self, batch: Any, *, is_last: bool, is_filler: bool) -> int | None:
         """Samples of a batch that `gather_for_metrics` keeps; None for all. For training see `remainder`."""
-        if self.filler:
+        if is_filler:
             return 0
-        if not self.at_end or self.delivery.messenger is not None:
+        if not is_last or self.loader_plan.collectives is not None:
             return None
         if isinstance(self.dataset, IterableDataset):  # its length is unknown
             return find_batch_size(batch)
         if self.drops_last or not has_length(self.dataset) or not (size := self.samples_per_batch):
             return None
-        if self.delivery.shards is not None and not self.delivery.shards.owns_last:
+        sampler = self.loader_plan.evaluation_sampler
+        if sampler is not None and not sampler.owns_last:
             return None
         return len(self.dataset) % size or None  # type: ignore[arg-type]
 
     @property
     def remainder(self) -> int | None:
-        """Samples in the last round of training, over all ranks, if it was filled up; None in all other rounds.
+        """Samples in the last round of training, over all ranks. None unless repeated samples complete this round.
 
         As in accelerate, `gather_for_metrics` drops the rows after them.
         """
-        trains = self.delivery.messenger is not None and not isinstance(self.dataset, IterableDataset)
-        if not self.at_end or not trains or self.drops_last or not (total := self.total_batch_size):
+        trains = self.loader_plan.collectives is not None and not isinstance(self.dataset, IterableDataset)
+        if not self.position.is_last or not trains or self.drops_last or not (total := self.total_batch_size):
             return None
         return len(self.dataset) % total or None  # type: ignore[arg-type]
 
     @property
     def total_batch_size(self) -> int | None:
         """Samples in a round of full batches over all processes; None when unknown."""
-        size, delivery = self.samples_per_batch, self.delivery
-        return size if size is None or delivery.splits else size * self.share.processes
+        size = self.samples_per_batch
+        return size if size is None or self.loader_plan.splits else size * self.shard_spec.processes
 
     @property
     def samples_per_batch(self) -> int | None:
@@ -154,7 +162,7 @@ class PreparedDataLoader(DataLoader):
 
     def __len__(self) -> int:
         """Batches that this process gets in an epoch."""
-        batches, count = super().__len__(), self.delivery.round_size
+        batches, count = super().__len__(), self.loader_plan.round_size
         if count is None:
             return batches
         return batches // count if self.drops_last else -(-batches // count)
@@ -162,22 +170,20 @@ class PreparedDataLoader(DataLoader):
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration in samplers and dataset."""
         self.iteration = epoch
-        for part in (self.batch_sampler, getattr(self.batch_sampler, "sampler", None)):
-            inner: Any = part
-            while isinstance(inner, (SkippingBatchSampler, ShardedBatchSampler, EvenBatchSampler)):
-                inner = inner.batch_sampler
-            if callable(getattr(inner, "set_epoch", None)):
-                inner.set_epoch(epoch)
-        dataset: Any = self.dataset
-        if callable(getattr(dataset, "set_epoch", None)):
-            dataset.set_epoch(epoch)
+        inner: Any = self.batch_sampler
+        while isinstance(inner, BatchSamplerWrapper):
+            inner = inner.batch_sampler
+        parts: tuple[Any, ...] = inner, getattr(inner, "sampler", None), self.dataset
+        for part in parts:
+            if callable(getattr(part, "set_epoch", None)):
+                part.set_epoch(epoch)
 
     def skip_first(self, batches: int) -> None:
         """Skip the first batches of the next iteration, in the sampler if there is one."""
         if isinstance(self.batch_sampler, SkippingBatchSampler):
             self.batch_sampler.skipped = batches
         else:
-            self.skip_batches = batches
+            self._start.skipped_batches = batches
 
     def resume_at(self, position: int, saved: dict[str, Any] | None, restore_random: Callable[[], None]) -> None:
         """Let the next iteration resume within an epoch.
@@ -187,153 +193,147 @@ class PreparedDataLoader(DataLoader):
             saved: the log's `state_dict` at that point, if known.
             restore_random: called after the first batch is read, if `saved` allows reading it again.
         """
-        read_again, used = 0, position
-        position *= self.delivery.round_size or 1
+        start, read_again, used = self._start, 0, position
+        position *= self.loader_plan.round_size or 1
         if saved is not None and self.num_workers:
             assert self.log is not None
-            with fitting(PLACE):
-                skipped, self._worker_states, self._worker_seed = self.log.resume_at(position, saved)
+            with fitting(DATA_STATE):
+                skipped, start.worker_states, start.worker_seed = self.log.resume_at(position, saved)
             read_again, position = position - skipped, skipped
         elif saved is not None and saved.get("stream") is not None:
-            with fitting(PLACE):
-                self.dataset.load_state_dict(saved["stream"])  # type: ignore[attr-defined]
+            dataset: Any = self.dataset
+            with fitting(DATA_STATE):
+                dataset.load_state_dict(saved["stream"])
             position = 0
-            if self.share.processes > 1 and not self.drops_last:
+            if self.shard_spec.processes > 1 and not self.drops_last:
                 logger.warning(
                     "The stream resumes from its saved state: if the last round of this epoch is not full, it is "
                     "completed with the first samples after that position, not with the first of the epoch."
                 )
         self.skip_first(position)
-        self.skip_batches += read_again
+        start.skipped_batches += read_again
         if saved is not None and used:
-            self._continued = saved.get("before"), restore_random
+            start.states_before_batch, start.restore_random = saved.get("before"), restore_random
 
-    def spare_seed(self) -> None:
-        """Start the next workers without drawing from torch's generator: the interrupted run has done so."""
-        self._worker_seed = torch.Generator().get_state()
+    def skip_worker_seed_draw(self) -> None:
+        """Do not draw a worker seed: the interrupted run already did."""
+        self._start.worker_seed = torch.Generator().get_state()
 
     def record_batches(self) -> list[list[int]] | None:
         """A list that the next iteration fills with the indices of the samples in each batch; None for a stream."""
         if not isinstance(self.batch_sampler, SkippingBatchSampler):
             return None
-        self.batch_sampler.seen = []
-        return self.batch_sampler.seen
+        self.batch_sampler.recorded_indices = []
+        return self.batch_sampler.recorded_indices
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        self.started = next(_STARTS)
+        number = next(_ITERATIONS)
+        self.position = self.position._replace(iteration=number)
         try:
-            yield from self._batches()
+            yield from self._batches(number)
         finally:
-            self.started = 0
+            self.position = self.position._replace(iteration=0)
 
-    def _batches(self) -> Iterator[Any]:
+    def _batches(self, number: int) -> Iterator[Any]:
         self.set_epoch(self.iteration)
-        self.at_end = False
-        delivery = self.delivery
-        delivery.synchronize()
-        if delivery.round_size is not None:
+        self.position = BatchPosition(iteration=number)
+        plan = self.loader_plan
+        plan.synchronize()
+        if plan.round_size is not None:
             iterator: Iterator[tuple[Any, bool]] = ((batch, False) for batch in self._received())
         else:
             # In an evaluation, every process reads the whole stream.
-            share = self.share if delivery.messenger is None and isinstance(self.dataset, IterableDataset) else ALL
-            iterator = batches_of_rank(delivery.in_step(self._read(share.processes)), share)
-        nothing: Any = object()
-        ahead = next(iterator, nothing)
-        while ahead is not nothing:
-            batch, marked = ahead
+            reads_all = plan.collectives is None and isinstance(self.dataset, IterableDataset)
+            spec = self.shard_spec if reads_all else UNSHARDED
+            iterator = batches_of_rank(plan.stop_at_shortest_shard(self._read(spec.processes)), spec)
+        ahead = next(iterator, _NOTHING)
+        while ahead is not _NOTHING:
+            batch, is_filler = ahead
             batch = to_device(batch, self.device, self.non_blocking)
-            ahead = next(iterator, nothing)
-            self.at_end = ahead is nothing
-            self.filler = marked or (self.at_end and delivery.ends_with_filler)
-            self.counted = self._counted(batch)
+            ahead = next(iterator, _NOTHING)
+            is_last = ahead is _NOTHING
+            is_filler = is_filler or (is_last and plan.ends_with_filler)
+            counted = self._counted_samples(batch, is_last=is_last, is_filler=is_filler)
+            self.position = BatchPosition(is_last, is_filler, counted, number)
             yield batch
-        self.filler, self.counted = False, None
+        self.position = BatchPosition(is_last=self.position.is_last, iteration=number)
         self.iteration += 1
 
     def _received(self) -> Iterator[Any]:
         """The part of this process of the batches that the main process reads."""
-        messenger, processes = self.delivery.messenger, self.share.processes
-        assert messenger is not None
-        groups = parts(self._read(1), processes, self.drops_last)
-        if self.share.rank:
-            next(groups, None)  # opens the data, which draws random numbers in every process
-        while (part := messenger.scatter(lambda: next(groups, [None] * processes))) is not None:
+        collectives, processes = self.loader_plan.collectives, self.shard_spec.processes
+        assert collectives is not None
+        groups = split_groups(self._read(1), processes, self.drops_last)
+        if self.shard_spec.rank:
+            # Opening the data draws random numbers, and every process must draw them.
+            next(groups, None)
+        while (part := collectives.scatter(lambda: next(groups, [None] * processes))) is not None:
             yield part
 
     def _read(self, times: int) -> Iterator[Any]:
-        """The dataset's batches from where this iteration begins; or the rounds to scatter.
+        """Yield the batches from the start position of this iteration, or the rounds to scatter.
 
         Args:
             times: batches read for each batch that this process uses.
         """
-        skipped, self.skip_batches = self.skip_batches * times, 0
-        continued, self._continued = self._continued, None
-        log, size = self.log, self.delivery.round_size
-        if size is not None and self.share.rank:
-            self._draw_only()
-            if continued is not None:
-                continued[1]()
+        start, self._start = self._start, _Start()
+        log, size = self.log, self.loader_plan.round_size
+        if size is not None and self.shard_spec.rank:
+            self._draw_only(start)
+            if start.restore_random is not None:
+                start.restore_random()
             return
-        batches = self._open()
+        batches = self._open(start)
         if isinstance(self.batch_sampler, SkippingBatchSampler):
-            self.batch_sampler.catch_up()
-        for _ in range(skipped):
-            passed_over = next(batches, None)
+            self.batch_sampler.skip_now()
+        for _ in range(start.skipped_batches * times):
+            skipped = next(batches, None)
             if log is not None:
-                log.count_skipped(passed_over)
-        iterator = batches if size is None else rounds(batches, size, self.drops_last)
+                log.count_skipped(skipped)
+        iterator = batches if size is None else group_batches(batches, size, self.drops_last)
         if log is None:
             yield from iterator
             return
-        if continued is not None:
-            first = self._read_again(iterator, log, *continued)
+        if start.restore_random is not None:
+            if start.states_before_batch is not None:
+                log.sources.restore(start.states_before_batch)
+            # Read again the batch that was read ahead when the checkpoint was written.
+            log.before_read()
+            first = next(iterator, _NOTHING)
+            start.restore_random()
             if first is _NOTHING:
                 return
-            yield first
+            yield log.after_read(first)
         log.before_read()
         for batch in iterator:
             yield log.after_read(batch)
             log.before_read()
 
-    def _draw_only(self) -> None:
-        """Make the random draws of opening the data, without starting workers: only the main process reads."""
-        seed, self._worker_seed = self._worker_seed, None
+    def _draw_only(self, start: _Start) -> None:
+        """Draw the random numbers that opening the data draws. Starts no workers: only the main process reads."""
         if not self.num_workers:
             super().__iter__()
         elif not (self.persistent_workers and self._has_drawn_seed):
+            draws = start.worker_seed is None
             if self.log is not None:
-                self.log.begin_workers(None, now=seed is None)
-            if seed is None:
+                self.log.begin_workers(None, draws_seed=draws)
+            if draws:
                 torch.empty((), dtype=torch.int64).random_()
             self._has_drawn_seed = True
 
-    @staticmethod
-    def _read_again(
-        iterator: Iterator[Any], log: ReadingLog, before: dict[str, Any] | None, restore_random: Callable[[], None]
-    ) -> Any:
-        """The batch that had been read but not used when the checkpoint was written."""
-        if before is not None:
-            log.sources.restore(before)
-        log.before_read()
-        batch = next(iterator, _NOTHING)
-        restore_random()
-        return batch if batch is _NOTHING else log.after_read(batch)
-
-    def _open(self) -> Iterator[Any]:
-        """Begin to read; with a log, new workers send their random states along."""
-        states, seed = self._worker_states, self._worker_seed
-        self._worker_states, self._worker_seed = {}, None
+    def _open(self, start: _Start) -> Iterator[Any]:
+        """Open the data. With a log, new workers send their random states with each batch."""
         if not self.num_workers or (self.persistent_workers and self._iterator is not None):
             return super().__iter__()
         given = self.collate_fn, self.worker_init_fn, self.generator
-        if seed is not None:
+        if start.worker_seed is not None:
             self.generator = torch.Generator()
-            with fitting(PLACE):
-                self.generator.set_state(seed)
+            with fitting(DATA_STATE):
+                self.generator.set_state(start.worker_seed)
         if self.log is not None:
-            self.collate_fn = collator = TracedCollator(self.collate_fn)
-            self.worker_init_fn = RestoredWorker(self.worker_init_fn, collator, dict(states))
-            self.log.begin_workers(self.generator, now=seed is None)
+            self.collate_fn = collator = StateSendingCollator(self.collate_fn)
+            self.worker_init_fn = WorkerStateRestorer(self.worker_init_fn, collator, dict(start.worker_states))
+            self.log.begin_workers(self.generator, draws_seed=start.worker_seed is None)
         try:
             return super().__iter__()
         finally:
@@ -348,7 +348,7 @@ _SETTINGS = """
 """.split()
 
 
-def _settings(loader: DataLoader) -> dict[str, Any]:
+def _settings(loader: DataLoader[Any]) -> dict[str, Any]:
     """A loader's settings, except dataset and samplers."""
     return {name: getattr(loader, name) for name in _SETTINGS}
 
@@ -368,13 +368,6 @@ def to_device(data: Any, device: torch.device, non_blocking: bool = False) -> An
     """Move every tensor in nested mappings, lists and tuples, and any object with a `to` method."""
     if isinstance(data, torch.Tensor):
         return data.to(device, non_blocking=non_blocking)
-    if isinstance(data, Mapping):
-        moved = {key: to_device(value, device, non_blocking) for key, value in data.items()}
-        return moved if type(data) is dict else type(data)(moved)  # type: ignore[call-arg]
-    if isinstance(data, tuple) and hasattr(data, "_fields"):
-        return type(data)(*(to_device(value, device, non_blocking) for value in data))
-    if isinstance(data, (list, tuple)):
-        return type(data)(to_device(value, device, non_blocking) for value in data)
-    if callable(getattr(data, "to", None)):
-        return data.to(device)
-    return data
+    if isinstance(data, (dict, list, tuple, Mapping)):
+        return rebuilt(data, lambda value: to_device(value, device, non_blocking))
+    return data.to(device) if callable(getattr(data, "to", None)) else data

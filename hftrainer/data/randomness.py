@@ -1,16 +1,18 @@
-"""The random states of a process, and of the generators that its data uses: the global ones, samplers and collators."""
+"""Random states: of a process, of the generators in its samplers, datasets and collators, of loader workers; seeds."""
 
 from __future__ import annotations
 
 import functools
 import logging
 import os
+import pickle
 import random
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.utils.data import get_worker_info
 
 from hftrainer.compat import peers
 from hftrainer.compat.reading import fitting, read_torch
@@ -18,12 +20,12 @@ from hftrainer.parallel import devices
 
 logger = logging.getLogger(__name__)
 
-#: Generators of bits, by name.
+#: NumPy's bit generators, by class name.
 _BITS = {kind.__name__: kind for kind in np.random.BitGenerator.__subclasses__()}
 _KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-#: Where the states of the data are.
-PLACE = "the state of the data in progress.pt"
-#: Attributes of loaders, samplers, datasets and collators that hold their parts.
+#: Names the data's states in error messages.
+DATA_STATE = "the state of the data in progress.pt"
+#: Attributes of loaders, samplers, datasets and collators in which to search for generators.
 _PARTS = ("batch_sampler", "sampler", "dataset", "collate_fn", "data_collator", "transform")
 
 
@@ -37,9 +39,9 @@ class RandomSources:
     def __init__(self, **parts: Any) -> None:
         self._parts = parts
         self._held: list[tuple[str, Any]] = []
-        self.look()
+        self.find_generators()
 
-    def look(self) -> None:
+    def find_generators(self) -> None:
         """Search again: some samplers make their generator at first use."""
         self._held = [
             (f"{path}.{name}", value)
@@ -50,9 +52,9 @@ class RandomSources:
 
     def capture(self) -> dict[str, Any]:
         """The states of the global generators and of those found in the parts."""
-        return {**random_states(), "held": self.held()}
+        return {**random_states(), "held": self.generator_states()}
 
-    def held(self) -> dict[str, Any]:
+    def generator_states(self) -> dict[str, Any]:
         """The states of the generators found in the parts, by path."""
         return {path: _state(generator) for path, generator in self._held}
 
@@ -62,12 +64,12 @@ class RandomSources:
         Raises:
             DamagedCheckpoint: if it is something else.
         """
-        with fitting(PLACE):
+        with fitting(DATA_STATE):
             restore_random_states(dict(states))
             self.restore_held(states["held"])
 
     def restore_held(self, held: Mapping[str, Any]) -> None:
-        """Restore what `held` returned, within `fitting`; makes generators that would be made at first use."""
+        """Restore what `generator_states` returned, within `fitting`; makes generators that are made at first use."""
         owners = self._owners()
         for path, state in held.items():
             owner, _, name = path.rpartition(".")
@@ -81,7 +83,7 @@ class RandomSources:
             _set_state(generator, state)
             if hasattr(owners[owner], f"_{name}_pid"):  # collators discard a generator of another process (v5.24)
                 setattr(owners[owner], f"_{name}_pid", os.getpid())
-        self.look()
+        self.find_generators()
 
     def _owners(self) -> dict[str, Any]:
         return {path: owner for name, part in self._parts.items() for path, owner in _parts_of(part, name)}
@@ -190,3 +192,106 @@ def numpy_state_types() -> list[Any]:
     core = np._core if hasattr(np, "_core") else np.core  # renamed in NumPy 2.0
     dtypes = [type(np.dtype(number)) for number in (np.uint32, np.uint64)]
     return [core.multiarray._reconstruct, np.ndarray, np.dtype, *dtypes]
+
+
+# ---- Workers, which send their random states to the main process with each batch -------------------------------------
+
+
+class WorkerBatch(NamedTuple):
+    """What a worker sends. A named tuple, so that `pin_memory` reaches the batch in it.
+
+    Attributes:
+        batch: the batch.
+        worker: index of the worker.
+        states: its random states after the batch, pickled.
+    """
+
+    batch: Any
+    worker: int
+    states: bytes
+
+
+class StateSendingCollator:
+    """A collator for workers that sends the worker's random states with each batch.
+
+    Args:
+        collate_fn: makes the batch.
+    """
+
+    def __init__(self, collate_fn: Callable[[Any], Any]) -> None:
+        self.collate_fn = collate_fn
+        self._sources: RandomSources | None = None
+
+    def sources(self) -> RandomSources:
+        """The generators that the worker uses."""
+        if self._sources is None:
+            info = get_worker_info()
+            assert info is not None
+            self._sources = RandomSources(dataset=info.dataset, collate_fn=self.collate_fn)
+        return self._sources
+
+    def __call__(self, samples: Any) -> WorkerBatch:
+        """Collate."""
+        batch, info = self.collate_fn(samples), get_worker_info()
+        assert info is not None
+        self.sources().find_generators()
+        return WorkerBatch(batch, info.id, pickle.dumps(self.sources().capture()))
+
+
+class WorkerStateRestorer:
+    """A `worker_init_fn` that restores each worker's random states from the run that is resumed.
+
+    Args:
+        worker_init_fn: the user's, called first.
+        collator: the workers' collator.
+        states: random states by worker index; a worker without one starts with a new seed.
+    """
+
+    def __init__(
+        self,
+        worker_init_fn: Callable[[int], None] | None,
+        collator: StateSendingCollator,
+        states: Mapping[int, bytes],
+    ) -> None:
+        self.worker_init_fn = worker_init_fn
+        self.collator = collator
+        self.states = states
+
+    def __call__(self, worker: int) -> None:
+        """Initialize one worker."""
+        if self.worker_init_fn is not None:
+            self.worker_init_fn(worker)
+        if worker in self.states:
+            self.collator.sources().restore(pickle.loads(self.states[worker]))
+
+
+def set_seed(seed: int, deterministic: bool = False) -> None:
+    """Seed Python, NumPy and torch (all devices); `deterministic` also restricts torch to deterministic kernels."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    if deterministic:
+        torch.use_deterministic_algorithms(True)
+
+
+def enable_full_determinism(seed: int, warn_only: bool = False) -> None:
+    """Seed everything and allow deterministic kernels only.
+
+    Sets the environment variables that CUDA and flash attention read.
+
+    Args:
+        seed: seed of all generators.
+        warn_only: warn about an operation without a deterministic kernel instead of raising.
+    """
+    set_seed(seed)
+    os.environ["CUDA_LAUNCH_BLOCKING"] = "1"
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":16:8"
+    os.environ["FLASH_ATTENTION_DETERMINISTIC"] = "1"
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = False
+
+
+def seed_worker(worker_id: int, num_workers: int, rank: int) -> None:  # noqa: ARG001 - torch passes the id
+    """Seed a loading process; the `worker_init_fn` of the training loader."""
+    set_seed(num_workers * rank + torch.initial_seed() % 2**32)

@@ -13,13 +13,12 @@ from torch.utils.data import IterableDataset
 from hftrainer.compat import peers
 from hftrainer.compat.reading import fitting
 from hftrainer.data.loaders import PreparedDataLoader, skip_first
-from hftrainer.data.randomness import PLACE, RandomSources
+from hftrainer.data.randomness import DATA_STATE, RandomSources, WorkerBatch
 from hftrainer.data.samplers import SkippingBatchSampler
-from hftrainer.data.workers import Made
 
 
 @dataclass
-class Continuation:
+class ResumePoint:
     """Where in an epoch a resumed run begins.
 
     Attributes:
@@ -37,8 +36,8 @@ class ReadingLog:
     """Records the batches that a loader has read in an epoch, and the random states between them.
 
     The loader reads one batch ahead, so a checkpoint needs the state from before that batch: it is read again.
-    Workers read further ahead. They take turns, so resuming at the beginning of a round, with the states that they
-    had then, gives each worker the same batches again.
+    Workers read further ahead, in turns. A resumed run starts at the beginning of a round, with the states that the
+    workers had then, and gives each worker the same batches again.
 
     Args:
         loader: the loader.
@@ -51,34 +50,36 @@ class ReadingLog:
         self.before: dict[str, Any] | None = None
         self.stream: Any = None
         self.worker_seed: torch.Tensor | None = None
-        self.workers_began_now = False
+        self.draws_seed = False
         self._workers = loader.num_workers
         self._keeps_workers = loader.persistent_workers
-        self._reads_rounds = loader.delivery.round_size is not None
+        self._reads_rounds = loader.loader_plan.round_size is not None
         streams = isinstance(loader.dataset, IterableDataset)
         self._streams = streams
         self._stateful: Any = loader.source if streams and not self._workers and is_stateful(loader.source) else None
-        self._latest: dict[int, bytes] = {}
-        self._turn: dict[int, bytes] = {}  # before the last batch of the first worker
-        self._round: dict[int, bytes] = {}  # the same, but only at the start of a round that is used at once
+        self._latest_states: dict[int, bytes] = {}
+        #: States before the first worker made its last batch.
+        self._states_before_turn: dict[int, bytes] = {}
+        #: The same, for the first of the batches that are scattered together (`dispatch_batches`).
+        self._states_before_round: dict[int, bytes] = {}
 
     def begin_epoch(self) -> None:
         """Forget the last epoch, except the states of persistent workers."""
-        self.count, self.before, self.stream, self.workers_began_now = 0, None, None, False
-        self._latest = self._latest if self._keeps_workers else {}
-        self._turn = self._round = dict(self._latest)
+        self.count, self.before, self.stream, self.draws_seed = 0, None, None, False
+        self._latest_states = self._latest_states if self._keeps_workers else {}
+        self._states_before_turn = self._states_before_round = dict(self._latest_states)
 
-    def begin_workers(self, generator: torch.Generator | None, *, now: bool) -> None:
+    def begin_workers(self, generator: torch.Generator | None, *, draws_seed: bool) -> None:
         """Record the generator state that new workers' seeds come from, and whether this epoch draws them."""
         self.worker_seed = torch.get_rng_state() if generator is None else generator.get_state()
-        self.workers_began_now = now
+        self.draws_seed = draws_seed
 
     def before_read(self) -> None:
         """Record the states before the next batch."""
         if self._workers:
-            return  # a worker makes the batch
+            return  # the workers' own states are recorded instead
         if self.count == 1:
-            self.sources.look()
+            self.sources.find_generators()
         self.before = self.sources.capture()
         if self._stateful is not None and self.count:
             self.stream = self._stateful.state_dict()
@@ -87,22 +88,22 @@ class ReadingLog:
         """Count a batch, or those of a round; returns them without the workers' states."""
         if not self._reads_rounds:
             return self.count_skipped(made)
-        return [self._count(batch, opens=index == 0) for index, batch in enumerate(made)]
+        return [self._count(batch, is_first=index == 0) for index, batch in enumerate(made)]
 
     def count_skipped(self, made: Any) -> Any:
         """Count one batch."""
-        return self._count(made, opens=True)
+        return self._count(made, is_first=True)
 
-    def _count(self, made: Any, *, opens: bool) -> Any:
-        """Count a batch; `opens` if it is the first of what is used at once."""
-        if not isinstance(made, Made):
+    def _count(self, made: Any, *, is_first: bool) -> Any:
+        """Count a batch; `is_first` of those that are scattered together."""
+        if not isinstance(made, WorkerBatch):
             self.count += 1
             return made
         if self.count % self._workers == 0 and not self._streams:
-            self._turn = dict(self._latest)
-        if opens:
-            self._round = self._turn
-        self._latest[made.worker] = made.states
+            self._states_before_turn = dict(self._latest_states)
+        if is_first:
+            self._states_before_round = self._states_before_turn
+        self._latest_states[made.worker] = made.states
         self.count += 1
         return made.batch
 
@@ -113,14 +114,14 @@ class ReadingLog:
             state["workers"] = {
                 "count": self._workers,
                 "seed": self.worker_seed,
-                "began_now": self.workers_began_now,
-                "round": _unpacked(self._round),
-                "latest": _unpacked(self._latest),
+                "began_now": self.draws_seed,
+                "round": _unpacked(self._states_before_round),
+                "latest": _unpacked(self._latest_states),
             }
         return state
 
     def resume_at(self, position: int, saved: dict[str, Any]) -> tuple[int, dict[int, bytes], torch.Tensor | None]:
-        """How workers begin in a resumed run.
+        """The states with which the workers of a resumed run start.
 
         Args:
             position: batches of the epoch that were used.
@@ -131,11 +132,13 @@ class ReadingLog:
             an earlier epoch's workers were drawn, None when this epoch draws them.
         """
         workers = saved["workers"]
-        self._latest = _packed(workers["round" if position else "latest"]) if position or self._keeps_workers else {}
-        self._turn = self._round = dict(self._latest)
+        self._latest_states = (
+            _packed(workers["round" if position else "latest"]) if position or self._keeps_workers else {}
+        )
+        self._states_before_turn = self._states_before_round = dict(self._latest_states)
         self.count = 0 if self._streams else position - position % self._workers
         earlier = self._keeps_workers and not (position and workers["began_now"])
-        return self.count, dict(self._latest), workers["seed"] if earlier else None
+        return self.count, dict(self._latest_states), workers["seed"] if earlier else None
 
 
 def _packed(states: dict[int, Any]) -> dict[int, bytes]:
@@ -166,24 +169,24 @@ class EpochReader:
         if isinstance(loader, PreparedDataLoader):
             loader.log = ReadingLog(loader, self._sources)
 
-    def open(self, epoch: int, continuation: Continuation | None = None) -> Iterator[Any]:
+    def open(self, epoch: int, resume_point: ResumePoint | None = None) -> Iterator[Any]:
         """The batches of an epoch, or the rest of them when resuming."""
-        saved = continuation.saved if continuation is not None else None
-        if continuation is not None and not continuation.position:
-            continuation.restore_random()
+        saved = resume_point.saved if resume_point is not None else None
+        if resume_point is not None and not resume_point.position:
+            resume_point.restore_random()
         elif saved is not None:
             self._sources.restore(saved["opened"])  # samplers and workers draw their seeds again
         self._opened = self._sources.capture()
         if isinstance(self.loader, PreparedDataLoader) and self.loader.log is not None:
             self.loader.log.begin_epoch()
-        if continuation is None:
-            return iter(_in_epoch(self.loader, epoch))
+        if resume_point is None:
+            return iter(_set_epoch(self.loader, epoch))
         if isinstance(self.loader, PreparedDataLoader):
-            self.loader.resume_at(continuation.position, saved, continuation.restore_random)
-            return iter(_in_epoch(self.loader, epoch))
-        iterator = self._resumed(epoch, continuation.position, saved)
-        if saved is not None and continuation.position:
-            continuation.restore_random()
+            self.loader.resume_at(resume_point.position, saved, resume_point.restore_random)
+            return iter(_set_epoch(self.loader, epoch))
+        iterator = self._resumed(epoch, resume_point.position, saved)
+        if saved is not None and resume_point.position:
+            resume_point.restore_random()
         return iterator
 
     def close(self) -> None:
@@ -196,36 +199,36 @@ class EpochReader:
             self.loader._iterator = None
 
     def _resumed(self, epoch: int, position: int, saved: dict[str, Any] | None) -> Iterator[Any]:
-        """The batches of a loader that does not read ahead."""
+        """Resume a loader that is not a `PreparedDataLoader`."""
         loader, skipped = self.loader, 0
         if position and saved is not None and saved.get("loader") is not None and is_stateful(loader):
-            with fitting(PLACE):
+            with fitting(DATA_STATE):
                 loader.load_state_dict(saved["loader"])
         elif position:
             loader, skipped = skip_first(loader, position)
-        iterator = iter(_in_epoch(loader, epoch))
+        iterator: Iterator[Any] = iter(_set_epoch(loader, epoch))
         if isinstance(getattr(loader, "batch_sampler", None), SkippingBatchSampler):
-            loader.batch_sampler.catch_up()
+            loader.batch_sampler.skip_now()
         for _ in range(skipped):
             next(iterator, None)
         return iterator
 
     def restore_held(self, saved: dict[str, Any]) -> None:
         """Restore the generators of samplers, datasets and collators."""
-        with fitting(PLACE):
+        with fitting(DATA_STATE):
             self._sources.restore_held(saved["held"])
 
     def state_dict(self) -> dict[str, Any]:
         """The state for a checkpoint, in tensors and plain values."""
-        self._sources.look()
-        state = {"opened": self._opened, "held": self._sources.held(), "loader": None, "exhausted": False}
+        self._sources.find_generators()
+        state = {"opened": self._opened, "held": self._sources.generator_states(), "loader": None, "exhausted": False}
         if isinstance(self.loader, PreparedDataLoader):
             assert self.loader.log is not None
-            return state | {"exhausted": self.loader.at_end} | self.loader.log.state_dict()
+            return state | {"exhausted": self.loader.position.is_last} | self.loader.log.state_dict()
         return state | {"loader": self.loader.state_dict() if is_stateful(self.loader) else None}
 
 
-def _in_epoch(loader: Any, epoch: int) -> Any:
+def _set_epoch(loader: Any, epoch: int) -> Any:
     if callable(getattr(loader, "set_epoch", None)):
         loader.set_epoch(epoch)
     return loader

@@ -1,17 +1,28 @@
-"""Samplers: seeded random order, samples grouped by length, and skipping batches when resuming."""
+"""Samplers: seeded random order, samples grouped by length, batches of one rank, and skipping batches when resuming.
+
+Batch `i` goes to rank `i % processes`. So the batches are those of a single process, and the rows of all ranks,
+concatenated by rank, are in the dataset's order. In the last round of an evaluation, ranks without a batch get a copy
+of the first one as a filler: it keeps collective operations in step (a sharded model needs every rank for every
+forward pass), and evaluation drops its rows.
+
+In training every rank needs the same number of batches of the same size: the last round is completed with samples from
+the beginning of the epoch, in the order in which accelerate takes them.
+"""
 
 from __future__ import annotations
 
 import collections
-import itertools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, cycle, islice
 from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler
 
-from hftrainer.errors import InvalidArgument
+from hftrainer.compat.overrides import has_length
+from hftrainer.errors import InvalidArgument, UnsupportedArgument
 
 logger = logging.getLogger(__name__)
 
@@ -19,7 +30,7 @@ logger = logging.getLogger(__name__)
 _BATCHES_SORTED_TOGETHER = 50
 
 
-def gives_its_length(loader: Any) -> bool:
+def has_exact_length(loader: Any) -> bool:
     """Whether a loader's length is exact; lengths of a script's samplers, batch samplers and loaders may be guesses."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return False
@@ -58,7 +69,22 @@ class SeedableRandomSampler(RandomSampler):
         self.epoch = epoch
 
 
-class SkippingBatchSampler(BatchSampler):
+class BatchSamplerWrapper(BatchSampler):
+    """A batch sampler around another one, whose other attributes it has."""
+
+    def __init__(self, batch_sampler: Any) -> None:
+        self.batch_sampler = batch_sampler
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "batch_sampler":  # not set yet, while unpickling in a worker
+            raise AttributeError(name)
+        return getattr(self.batch_sampler, name)
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler)
+
+
+class SkippingBatchSampler(BatchSamplerWrapper):
     """A batch sampler that skips its first batches once, so that their samples are never loaded.
 
     Args:
@@ -66,13 +92,13 @@ class SkippingBatchSampler(BatchSampler):
         skipped: batches to skip in the next iteration.
 
     Attributes:
-        seen: if it is a list, the indices of each yielded batch are appended to it.
+        recorded_indices: if it is a list, the indices of each yielded batch are appended to it.
     """
 
     def __init__(self, batch_sampler: Any, skipped: int = 0) -> None:
-        self.batch_sampler = batch_sampler
+        super().__init__(batch_sampler)
         self.skipped = skipped
-        self.seen: list[list[int]] | None = None
+        self.recorded_indices: list[list[int]] | None = None
         self._batches: Iterator[Any] = iter(())
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -80,19 +106,21 @@ class SkippingBatchSampler(BatchSampler):
         return self._indices()
 
     def _indices(self) -> Iterator[list[int]]:
-        self.catch_up()  # only when the first batch is requested: a loader draws its seed before that
+        # Skip at the first request, not earlier: the loader draws its seed in between.
+        self.skip_now()
         for batch in self._batches:
-            if self.seen is not None:
-                self.seen.append(list(batch))
+            if self.recorded_indices is not None:
+                self.recorded_indices.append(list(batch))
             yield batch
 
-    def catch_up(self) -> None:
+    def skip_now(self) -> None:
         """Skip the batches now, if not yet done."""
         skipped, self.skipped = self.skipped, 0
         batches = self.batch_sampler
-        if skipped and type(batches) is BatchSampler:  # whose iterator has not begun; no batches are made to be skipped
+        if skipped and type(batches) is BatchSampler:
+            # Skip indices, so that no batches are built just to be skipped. The iterator has not started yet.
             indices = iter(batches.sampler)
-            collections.deque(itertools.islice(indices, skipped * batches.batch_size), maxlen=0)
+            collections.deque(islice(indices, skipped * batches.batch_size), maxlen=0)
             self._batches = iter(BatchSampler(indices, batches.batch_size, batches.drop_last))
             return
         for _ in range(skipped):
@@ -101,17 +129,9 @@ class SkippingBatchSampler(BatchSampler):
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_batches": None}  # for spawned workers, which do not iterate over it
 
-    def __len__(self) -> int:
-        return len(self.batch_sampler)
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "batch_sampler":  # not set yet, while unpickling in a worker
-            raise AttributeError(name)
-        return getattr(self.batch_sampler, name)
-
-
-class LengthGroupedSampler(Sampler):
-    """Random order, roughly sorted by length: little padding, and another order in each epoch.
+class LengthGroupedSampler(Sampler[int]):
+    """Yields samples in random order, roughly sorted by length, to reduce padding.
 
     The samples are shuffled and cut into groups of up to 50 batches; each group is sorted, longest first. The longest
     sample of all comes first, so that running out of memory shows at once.
@@ -180,3 +200,229 @@ def count_lengths(dataset: Any, name: str) -> list[int]:
             len(first[name]),
         )
     return [len(sample[name]) for sample in dataset]
+
+
+# ---- The batches and samples of one rank -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """Which batches a process gets: those whose number is `rank` modulo `processes`."""
+
+    rank: int = 0
+    processes: int = 1
+
+    def needs_filler(self, count: int) -> bool:
+        """Whether this rank gets one batch less than others, if there are `count` batches."""
+        left = count % self.processes
+        return left > 0 and self.rank >= left
+
+
+#: The spec of a single process.
+UNSHARDED = ShardSpec()
+
+
+class ShardedBatchSampler(BatchSamplerWrapper):
+    """The batches of one process in an evaluation.
+
+    Attributes:
+        count: batches of all processes in the last iteration; final once it has ended.
+    """
+
+    def __init__(self, batch_sampler: Any, shard_spec: ShardSpec) -> None:
+        super().__init__(batch_sampler)
+        self.shard_spec = shard_spec
+        self.count = 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.count = 0
+        for batch, _ in batches_of_rank(self._counted(), self.shard_spec):
+            yield batch
+
+    def _counted(self) -> Iterator[list[int]]:
+        for batch in self.batch_sampler:
+            self.count += 1
+            yield batch
+
+    def __len__(self) -> int:
+        return -(-len(self.batch_sampler) // self.shard_spec.processes)
+
+    @property
+    def ends_with_filler(self) -> bool:
+        """Whether this process's last batch is a filler."""
+        return self.shard_spec.needs_filler(self.count)
+
+    @property
+    def owns_last(self) -> bool:
+        """Whether the last of all batches is this process's."""
+        return self.count > 0 and (self.count - 1) % self.shard_spec.processes == self.shard_spec.rank
+
+
+class EvenBatchSampler(BatchSamplerWrapper):
+    """The batches of one process in training. All get the same number, of equal size unless `even` is False.
+
+    A sampler without `batch_size` yields batches of any size, and whole batches complete the last round. With
+    `drop_last` an incomplete round is dropped.
+
+    Args:
+        batch_sampler: yields the indices of all batches, the same in every process.
+        shard_spec: which of them are this process's.
+        split: split each batch among the processes, instead of giving it to one of them.
+        even: complete the last round with samples from the epoch's beginning.
+
+    Raises:
+        InvalidArgument: when a batch cannot be split into equal parts.
+        UnsupportedArgument: when `even` is False and processes would get different numbers of batches.
+    """
+
+    def __init__(self, batch_sampler: Any, shard_spec: ShardSpec, *, split: bool = False, even: bool = True) -> None:
+        super().__init__(batch_sampler)
+        self.shard_spec = shard_spec
+        self.split, self.even = split, even
+        if split:
+            check_split(self._size, shard_spec.processes)
+        if not even and not self._drops_last and not self._divides():
+            raise UnsupportedArgument(
+                f"accelerator_config['even_batches']=False: the {shard_spec.processes} processes would get different "
+                "numbers of batches, and those with one more would wait forever. Set dataloader_drop_last=True, or "
+                "remove even_batches."
+            )
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self._parts() if self.split else self._whole()
+
+    def _whole(self) -> Iterator[list[int]]:
+        size, processes = self._size, self.shard_spec.processes
+        first: list[list[int]] = []
+        in_turn: list[list[int]] = []
+        for batch in self.batch_sampler:
+            if len(in_turn) == processes:  # the round ends with a short batch, but is not the last one
+                yield in_turn[self.shard_spec.rank]
+                in_turn = []
+            if len(first) < processes:
+                first.append(list(batch))
+            in_turn.append(batch)
+            if len(in_turn) == processes and (size is None or len(batch) == size):
+                yield in_turn[self.shard_spec.rank]
+                in_turn = []
+        if in_turn and not self._drops_last:
+            last = _completed(in_turn, first, size, processes) if self.even else in_turn
+            yield last[self.shard_spec.rank]
+
+    def _parts(self) -> Iterator[list[int]]:
+        size, first = self._size, None
+        assert size is not None
+        of_one = size // self.shard_spec.processes
+        part = slice(self.shard_spec.rank * of_one, (self.shard_spec.rank + 1) * of_one)
+        for batch in self.batch_sampler:
+            first = list(batch) if first is None else first
+            if len(batch) < size and self.even:
+                batch = [*batch, *islice(cycle(first), size - len(batch))]
+            yield batch[part]
+
+    def _divides(self) -> bool:
+        """Whether all processes get equally many batches without completing the last round."""
+        if not self.split:
+            return has_length(self.batch_sampler) and len(self.batch_sampler) % self.shard_spec.processes == 0
+        sampler, size = getattr(self.batch_sampler, "sampler", None), self._size
+        assert size is not None
+        left = len(sampler) % size if has_length(sampler) else 1  # type: ignore[arg-type]
+        return not left or left > size - size // self.shard_spec.processes
+
+    @property
+    def _size(self) -> int | None:
+        return getattr(self.batch_sampler, "batch_size", None)
+
+    @property
+    def _drops_last(self) -> bool:
+        return getattr(self.batch_sampler, "drop_last", False)
+
+    def __len__(self) -> int:
+        if self.split:
+            return len(self.batch_sampler)
+        rounds, left = divmod(len(self.batch_sampler), self.shard_spec.processes)
+        return rounds + (left > 0 and not self._drops_last)
+
+
+def check_split(size: int | None, processes: int) -> None:
+    """Raise InvalidArgument unless batches of `size` samples can be split into equal parts."""
+    if size is None or size % processes:
+        raise InvalidArgument(
+            f"accelerator_config['split_batches']=True splits each batch among {processes} processes, but a batch has "
+            f"{'an unknown number of' if size is None else size} samples: set per_device_train_batch_size to a "
+            f"multiple of {processes}."
+        )
+
+
+def _completed(in_turn: list[Any], first: list[Any], size: int | None, processes: int) -> list[Any]:
+    """The batches of the last round, completed with samples from the beginning of the epoch."""
+    if size is None:
+        return [*in_turn, *islice(cycle(first), processes - len(in_turn))]
+    samples = cycle(chain.from_iterable(first))
+    last = [*in_turn[-1], *islice(samples, size - len(in_turn[-1]))]
+    return [*in_turn[:-1], last, *(list(islice(samples, size)) for _ in range(processes - len(in_turn)))]
+
+
+class ShardedStream(IterableDataset[Any]):
+    """The samples of one process from a stream that every process reads.
+
+    A round is `size` samples for each process. The last is completed with samples from the first, or dropped.
+
+    Args:
+        dataset: the stream. If it has no `set_epoch`, a torch generator in its attribute `generator` is seeded with
+            the epoch's number, as in accelerate.
+        shard_spec: rank and number of processes.
+        size: samples of one process in a round.
+        drop_last: drop an incomplete round.
+    """
+
+    def __init__(self, dataset: Any, shard_spec: ShardSpec, size: int, drop_last: bool) -> None:
+        self.dataset = dataset
+        self.shard_spec = shard_spec
+        self.size = size
+        self.drop_last = drop_last
+        self.epoch = 0
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "dataset":  # not set yet, while unpickling in a worker
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next iteration in the stream."""
+        self.epoch = epoch
+        if callable(getattr(self.dataset, "set_epoch", None)):
+            self.dataset.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        generator = getattr(self.dataset, "generator", None)
+        if isinstance(generator, torch.Generator) and not hasattr(self.dataset, "set_epoch"):
+            generator.manual_seed(self.epoch)
+        whole = self.size * self.shard_spec.processes
+        mine = slice(self.shard_spec.rank * self.size, (self.shard_spec.rank + 1) * self.size)
+        first: list[Any] | None = None
+        current: list[Any] = []
+        for sample in self.dataset:
+            current.append(sample)
+            if len(current) == whole:
+                yield from current[mine]
+                first, current = first or current, []
+        if current and not self.drop_last:
+            yield from [*current, *islice(cycle(first or current), whole - len(current))][mine]
+
+    def __len__(self) -> int:
+        whole = self.size * self.shard_spec.processes
+        count = len(self.dataset)
+        return (count // whole if self.drop_last else -(-count // whole)) * self.size
+
+
+def batches_of_rank(batches: Iterable[Any], shard_spec: ShardSpec) -> Iterator[tuple[Any, bool]]:
+    """Yield this rank's batches out of all batches, each with whether it is a filler."""
+    first, count = None, 0
+    for batch in batches:
+        first = batch if first is None else first
+        if count % shard_spec.processes == shard_spec.rank:
+            yield batch, False
+        count += 1
+    if shard_spec.needs_filler(count):
+        yield first, True

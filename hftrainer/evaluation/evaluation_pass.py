@@ -2,43 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
 from hftrainer.compat.overrides import has_length, takes
-from hftrainer.data.loaders import PreparedDataLoader
-from hftrainer.data.samplers import gives_its_length
+from hftrainer.data.loaders import BatchPosition, PreparedDataLoader
+from hftrainer.data.samplers import has_exact_length
 from hftrainer.errors import InvalidArgument
-from hftrainer.evaluation import gathering
-from hftrainer.evaluation.metrics import TorchMetrics, as_metrics
-from hftrainer.evaluation.outputs import OutputCollector
+from hftrainer.evaluation.collected import OutputCollector, can_skip_gathering
+from hftrainer.evaluation.metrics import FunctionMetrics, TorchMetrics, as_metrics
 from hftrainer.trainer_pt_utils import find_batch_size, without_rows
 from hftrainer.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize
 
 if TYPE_CHECKING:
     from hftrainer.training.components import Components
-
-
-class _Drawn(NamedTuple):
-    """The loader's flags when it yielded a batch; Lightning may read the next batch before this one is evaluated."""
-
-    at_end: bool
-    filler: bool
-    counted: int | None
-    started: int
-
-
-#: For a loader that the Trainer has not prepared: each batch counts in full.
-_NO_LOADER = _Drawn(at_end=False, filler=False, counted=None, started=0)
 
 
 @dataclass(frozen=True)
@@ -86,27 +73,29 @@ class EvaluationPass:
         self.metrics = as_metrics(trainer.compute_metrics, by_batch=args.batch_eval_metrics)
         processes = trainer.accelerator.processes
         if isinstance(self.metrics, TorchMetrics) and processes.tp_size > 1:
-            self.metrics.gather_by(processes.distinct_parts)
+            self.metrics.set_gather_function(processes.distinct_parts)
         self.preparation_time: float | None = getattr(trainer, "model_preparation_time", None)
         self.seen_samples = self.seen_batches = 0
         self.output: EvalLoopOutput | None = None
         self.has_labels = self.computed = False
         self._preprocess_logits = _preprocessor(trainer.preprocess_logits_for_metrics)
-        self._drawn: deque[_Drawn] = deque()
+        self._pending: deque[BatchPosition | None] = deque()
         rows, folder = self._known_samples() or 0, getattr(args, "eval_memmap_dir", None)
         concatenate = args.eval_do_concat_batches
-        self._kept = {
+        self._collectors = {
             "losses": OutputCollector(concatenate, rows),
             **{name: OutputCollector(concatenate, rows, folder) for name in ("predictions", "label_ids", "inputs")},
         }
-        self._keeps_rows = settings.returns_predictions or self.metrics.needs_whole_set
+        self._gathers_rows = self._keeps_rows = settings.returns_predictions
+        if isinstance(self.metrics, FunctionMetrics):
+            self._gathers_rows, self._keeps_rows = True, self._keeps_rows or not self.metrics.by_batch
         self._created = time.time()
-        self.metrics.begin()
+        self.metrics.reset()
 
     def __iter__(self) -> Iterator[Any]:
         """The batches, in the order in which `step` must get them."""
         for inputs in self.dataloader:
-            self._drawn.append(self._flags())
+            self._pending.append(self.dataloader.position if self._is_prepared else None)
             yield inputs
 
     @property
@@ -114,15 +103,15 @@ class EvaluationPass:
         return isinstance(self.dataloader, PreparedDataLoader)
 
     def __len__(self) -> int:
-        """Batches according to the loader; a stream's number is never known."""
+        """Number of batches according to the loader; raises TypeError for a stream."""
         if isinstance(getattr(self.dataloader, "dataset", None), IterableDataset):
             raise TypeError("the number of batches of a stream is unknown")
         return len(self.dataloader)
 
     @property
-    def length_is_sure(self) -> bool:
-        """Whether this length is exact; if not, all batches that come are evaluated, as in transformers."""
-        return gives_its_length(self.dataloader)
+    def has_exact_length(self) -> bool:
+        """Whether `len()` is exact. If not, the pass evaluates every batch of the loader, as in transformers."""
+        return has_exact_length(self.dataloader)
 
     def record_batches(self) -> list[list[int]] | None:
         """A list that gets the sample indices of each batch; None when the loader does not provide them."""
@@ -137,43 +126,54 @@ class EvaluationPass:
         """
         if self.preparation_time is not None and math.isnan(self.preparation_time):
             self.preparation_time = round(time.time() - self._created, 4)
-        drawn = self._drawn.popleft()
         self.seen_batches += 1
-        ahead = self._flags()
-        self._set_flags(drawn)
-        try:
+        with self._at_position(self._pending.popleft()) as position:
             settings = self.settings
             predicted = settings.predict(inputs, settings.loss_only, ignore_keys=settings.ignore_keys)
-            rows = self._rows(*predicted, inputs, drawn)
-            self._keep(rows, inputs, last, full=not (drawn.at_end or drawn.filler))
-        finally:
-            self._set_flags(ahead)
+            rows = self._rows(*predicted, inputs, position)
+            self._keep(rows, inputs, last, is_full=not (position.is_last or position.is_filler))
         self.components.announce("on_prediction_step")
         self.components.run.interruption.check()
         every = self.args.eval_accumulation_steps or 1
         if self.seen_batches % every == 0:
-            for kept in self._kept.values():
-                kept.to_host()
+            for collector in self._collectors.values():
+                collector.move_to_cpu()
         return rows["predictions"]
 
-    def _rows(self, loss: Any, logits: Any, labels: Any, inputs: Any, drawn: _Drawn) -> dict[str, Any]:
+    @contextlib.contextmanager
+    def _at_position(self, position: BatchPosition | None) -> Iterator[BatchPosition]:
+        """Let the loader be at the batch that is evaluated: Lightning may have read the next one.
+
+        `accelerator.gather_for_metrics` asks the loader. Batches of a loader that is not prepared count in full.
+        """
+        if position is None:
+            yield BatchPosition()
+            return
+        ahead, self.dataloader.position = self.dataloader.position, position
+        try:
+            yield position
+        finally:
+            self.dataloader.position = ahead
+
+    def _rows(self, loss: Any, logits: Any, labels: Any, inputs: Any, position: BatchPosition) -> dict[str, Any]:
         """The outputs of a batch, before gathering."""
         self.has_labels |= labels is not None
         main = self._main_input(inputs) if "inputs" in self.args.include_for_metrics else None
-        if self._keeps_rows or self.metrics.needs_batches:
+        # Lists of samples are not padded: their lengths differ by rank.
+        if self._gathers_rows and not (self.args.world_size > 1 and self.args.eval_use_gather_object):
+            pad = self.trainer.accelerator.pad_across_processes
             main, labels, logits = (
-                each if each is None else gathering.padded(self.trainer.accelerator, self.args, each)
-                for each in (main, labels, logits)
+                each if each is None else pad(each, dim=1, pad_index=-100) for each in (main, labels, logits)
             )
         if logits is not None and self._preprocess_logits is not None:
             logits = self._preprocess_logits(logits, labels)
-        # The mean is repeated once per sample of a full batch; gathering corrects that for the last batch.
-        losses = None if loss is None else _repeated(loss, self.args.eval_batch_size)
+        # Repeat the mean once per sample of a full batch; gathering trims the last batch.
+        losses = None if loss is None else _repeat(loss, self.args.eval_batch_size)
         rows = {"losses": losses, "inputs": main, "predictions": logits, "label_ids": labels}
-        if self.metrics.needs_own_rows:
-            of_own = None if losses is None else losses[: drawn.counted]
-            self.metrics.add_own(self._prediction({**rows, "losses": of_own}), drawn.filler)
-        if drawn.filler:
+        if isinstance(self.metrics, TorchMetrics):
+            counted_losses = None if losses is None else losses[: position.counted_samples]
+            self.metrics.update(self._prediction({**rows, "losses": counted_losses}), position.is_filler)
+        if position.is_filler:
             rows = without_rows(rows, lists_of_samples=self.args.eval_use_gather_object)
         else:
             self.seen_samples += find_batch_size(inputs) or 0
@@ -189,19 +189,20 @@ class EvaluationPass:
             )
         return self.trainer._prepare_input(inputs[name])
 
-    def _keep(self, rows: dict[str, Any], inputs: Any, last: bool, *, full: bool) -> None:
-        unchanged = full and gathering.changes_nothing(self.trainer)
-        gathers_all = self._keeps_rows or self.metrics.needs_batches
+    def _keep(self, rows: dict[str, Any], inputs: Any, last: bool, *, is_full: bool) -> None:
+        """Gather the rows of a batch from all ranks; collect them, or give them to a function that takes batches."""
+        skips_gathering = is_full and can_skip_gathering(self.trainer)
         gathered: dict[str, Any] = {}
         for name, value in rows.items():
-            if value is None or not (gathers_all or name == "losses"):
+            if value is None or not (self._gathers_rows or name == "losses"):
                 continue
-            gathered[name] = value if unchanged else self.trainer.gather_function(value)
+            gathered[name] = value if skips_gathering else self.trainer.gather_function(value)
             if self._keeps_rows or name == "losses":
-                self._kept[name].add(gathered[name])
-        if self.metrics.needs_batches:  # the function gets the complete batch of inputs, as in transformers
-            asked = {"inputs": inputs} if "inputs" in gathered else {}
-            self.metrics.add_gathered(self._prediction({**gathered, **asked}), last)
+                self._collectors[name].add(gathered[name])
+        if isinstance(self.metrics, FunctionMetrics) and self.metrics.by_batch:
+            # The function gets the complete batch of inputs, as in transformers.
+            given = {"inputs": inputs} if "inputs" in gathered else {}
+            self.metrics.update(self._prediction({**gathered, **given}), last)
 
     def _prediction(self, rows: dict[str, Any]) -> EvalPrediction:
         return EvalPrediction(
@@ -211,32 +212,18 @@ class EvaluationPass:
             losses=rows.get("losses") if "loss" in self.args.include_for_metrics else None,
         )
 
-    def _flags(self) -> _Drawn:
-        loader = self.dataloader
-        if not self._is_prepared:
-            return _NO_LOADER
-        return _Drawn(loader.at_end, loader.filler, loader.counted, loader.started)
-
-    def _set_flags(self, flags: _Drawn) -> None:
-        """Set the loader's flags, for `accelerator.gather_for_metrics`: to those of this batch, and back."""
-        if self._flags() != flags:
-            vars(self.dataloader).update(flags._asdict())
-
     def finish(self) -> dict[str, Any]:
         """Compute the metrics over all batches, and set `output`."""
-        whole = {name: kept.arrays() for name, kept in self._kept.items()}
+        whole = {name: collector.arrays() for name, collector in self._collectors.items()}
         gather = functools.partial(self.trainer.accelerator.processes.gather, distinct=True)
         metrics = dict(denumpify_detensorize(self.metrics.compute(self._prediction(whole), gather)))
         self.computed = bool(metrics)
-        losses = whole["losses"]
-        if losses is not None:
-            metrics[f"{self.settings.prefix}_loss"] = self._mean(
-                np.concatenate(losses) if isinstance(losses, list) else losses
-            )
-        if self.preparation_time is not None:
-            metrics[f"{self.settings.prefix}_model_preparation_time"] = self.preparation_time
-        # Log lines list metrics that already had the prefix first, as in transformers.
         start = f"{self.settings.prefix}_"
+        if (losses := whole["losses"]) is not None:
+            metrics[f"{start}loss"] = self._mean(np.concatenate(losses) if isinstance(losses, list) else losses)
+        if self.preparation_time is not None:
+            metrics[f"{start}model_preparation_time"] = self.preparation_time
+        # Log lines list metrics that already had the prefix first, as in transformers.
         prefixed = {name: value for name, value in metrics.items() if name.startswith(start)}
         prefixed |= {start + name: value for name, value in metrics.items() if not name.startswith(start)}
         samples = self._known_samples() or int(gather(np.array([self.seen_samples])).sum())
@@ -257,7 +244,7 @@ class EvaluationPass:
         return self.trainer.num_examples(self.dataloader) if has_length(self.dataloader) else None
 
 
-def _repeated(loss: Any, times: int) -> Any:
+def _repeat(loss: Any, times: int) -> Any:
     """`loss.repeat(times)`, faster for a single number; a copy in any case. Overrides may return an array."""
     if not isinstance(loss, torch.Tensor) or loss.ndim or times == 1:
         return loss.repeat(times)

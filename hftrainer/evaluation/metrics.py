@@ -19,77 +19,52 @@ from hftrainer.trainer_pt_utils import without_rows
 from hftrainer.trainer_utils import EvalPrediction, denumpify_detensorize
 
 
-class WholeSetMetrics:
-    """A function of all outputs of an evaluation, called once at the end; or no metrics.
+class FunctionMetrics:
+    """A function of all outputs of an evaluation, called once at the end, or with each batch; or no metrics.
 
     Args:
         function: `EvalPrediction` of arrays → dict of metrics, or None.
+        by_batch: call `function(EvalPrediction of tensors, compute_result)` with each batch instead. It keeps its own
+            state, and returns the metrics when `compute_result` is True: `batch_eval_metrics` (since v4.42).
     """
 
-    needs_whole_set = True
-    needs_batches = False
-    needs_own_rows = False
-
-    def __init__(self, function: Callable[[EvalPrediction], Mapping[str, Any]] | None) -> None:
+    def __init__(self, function: Callable[..., Any] | None, by_batch: bool = False) -> None:
         self.function = function
+        self.by_batch = by_batch
+        self.reset()
 
-    def begin(self) -> None:
-        """Nothing to reset."""
+    def reset(self) -> None:
+        """Forget the last evaluation."""
+        self._result: Any = {}
 
-    def add_own(self, prediction: EvalPrediction, filler: bool) -> None:
-        """Does nothing: only the whole set is used."""
-
-    def add_gathered(self, prediction: EvalPrediction, last: bool) -> None:
-        """Does nothing, as `add_own`."""
+    def update(self, batch: EvalPrediction, is_last: bool) -> None:
+        """Call the function with a batch gathered from all ranks, if it is called with each."""
+        if self.by_batch:
+            self._call(batch, compute_result=is_last)
 
     def compute(self, whole: EvalPrediction, gather: Callable[..., Any]) -> dict[str, Any]:
-        """The metrics of the whole set, if it has predictions and labels."""
-        if self.function is None or whole.predictions is None or whole.label_ids is None:
+        """The metrics of the whole set, if it has predictions and labels; or the result for the last batch."""
+        if not self.by_batch:
+            self._call(whole)
+        result = self._result
+        if self.by_batch and not result:
             return {}
-        return _by_name(_call(self.function, whole))
+        if not isinstance(result, Mapping) or not all(isinstance(name, str) for name in result):
+            raise InvalidArgument(
+                f"compute_metrics returned {reprlib.repr(result)}: it must return a dict with a name for each metric."
+            )
+        return dict(result)
 
-
-class BatchedMetrics(WholeSetMetrics):
-    """A function called with each batch, which keeps its own state: `batch_eval_metrics` (since v4.42).
-
-    Args:
-        function: `(EvalPrediction of tensors, compute_result)` → the metrics when `compute_result` is True.
-    """
-
-    needs_whole_set = False
-    needs_batches = True
-
-    def begin(self) -> None:
-        """Forget the last result."""
-        self.result: Mapping[str, Any] | None = None
-
-    def add_gathered(self, prediction: EvalPrediction, last: bool) -> None:
-        """Call the function with the batch gathered from all processes."""
-        assert self.function is not None
-        if prediction.predictions is not None and prediction.label_ids is not None:
-            self.result = _call(self.function, prediction, compute_result=last)
-
-    def compute(self, whole: EvalPrediction, gather: Callable[..., Any]) -> dict[str, Any]:
-        """The function's result for the last batch."""
-        return _by_name(self.result or {})
-
-
-def _call(function: Callable[..., Any], prediction: EvalPrediction, **keywords: Any) -> Any:
-    if not takes(function, prediction, **keywords):
-        raise InvalidArgument(
-            f"compute_metrics gets one argument, an EvalPrediction, and yours takes {inspect.signature(function)}. "
-            "Write `def compute_metrics(prediction): logits, labels = prediction`."
-        )
-    return function(prediction, **keywords)
-
-
-def _by_name(result: Any) -> dict[str, Any]:
-    """What `compute_metrics` returned, if it is a dict with names as keys."""
-    if not isinstance(result, Mapping) or not all(isinstance(name, str) for name in result):
-        raise InvalidArgument(
-            f"compute_metrics returned {reprlib.repr(result)}: it must return a dict with a name for each metric."
-        )
-    return dict(result)
+    def _call(self, prediction: EvalPrediction, **keywords: Any) -> None:
+        if self.function is None or prediction.predictions is None or prediction.label_ids is None:
+            return
+        if not takes(self.function, prediction, **keywords):
+            raise InvalidArgument(
+                "compute_metrics gets one argument, an EvalPrediction, and yours takes "
+                f"{inspect.signature(self.function)}. "
+                "Write `def compute_metrics(prediction): logits, labels = prediction`."
+            )
+        self._result = self.function(prediction, **keywords)
 
 
 class TorchMetrics:
@@ -107,10 +82,6 @@ class TorchMetrics:
     Raises:
         InvalidArgument: when `metrics` holds something else, or with `plot` when matplotlib is missing.
     """
-
-    needs_whole_set = False
-    needs_batches = False
-    needs_own_rows = True
 
     def __init__(
         self, metrics: Any, adapter: Callable[[EvalPrediction], Any] | None = None, plot: bool = False
@@ -132,28 +103,28 @@ class TorchMetrics:
         self.collection = metrics if is_collection else MetricCollection(metrics)
         self.adapter = adapter
         self.plot = plot
-        self.begin()
+        self.reset()
 
-    def begin(self) -> None:
+    def reset(self) -> None:
         """Forget the last evaluation."""
         self.collection.reset()
         self._updates = 0
         self._first: Any = None
-        self._drawn: dict[str, Any] = {}
+        self._plotted: dict[str, Any] = {}
 
-    def gather_by(self, parts: Callable[..., list[torch.Tensor]]) -> None:
-        """Gather states with `parts`, in place of torchmetrics' own function: a tensor → those of distinct ranks."""
+    def set_gather_function(self, parts: Callable[..., list[torch.Tensor]]) -> None:
+        """Gather metric states with `parts` (tensor → tensors of distinct ranks), not torchmetrics' function."""
         for metric in self.collection.values(copy_state=False):
             metric.dist_sync_fn = parts
 
-    def add_own(self, prediction: EvalPrediction, filler: bool) -> None:
-        """Update with this process's batch, unless it is a filler."""
+    def update(self, prediction: EvalPrediction, is_filler: bool) -> None:
+        """Update with this rank's batch, unless it is a filler."""
         if prediction.predictions is None or (self.adapter is None and prediction.label_ids is None):
             return
         arguments = self.adapter(prediction) if self.adapter is not None else _pair(prediction)
         if not self._updates:
-            self._first = without_rows(arguments, lists_of_samples=True) if filler else arguments
-        if not filler:
+            self._first = without_rows(arguments, lists_of_samples=True) if is_filler else arguments
+        if not is_filler:
             self._update(arguments)
             self._updates += 1
         if self._updates > 1:
@@ -167,23 +138,20 @@ class TorchMetrics:
         else:
             self.collection.update(*arguments)
 
-    def add_gathered(self, prediction: EvalPrediction, last: bool) -> None:
-        """Does nothing: torchmetrics gathers states, not batches."""
-
     def compute(self, whole: EvalPrediction, gather: Callable[..., Any]) -> dict[str, Any]:
         """The metrics over all processes: numbers, or lists for metrics with several values."""
         if not self._updates and self._first is None:
             return {}
         if (gather(np.array([self._updates])) > 0).all():
             return self._values()
-        # A process without batches has no states of the right shapes to gather. All others then have only one batch.
+        # A rank without batches has no states of the right shapes. Every other rank then has one batch: gather that.
         arguments = gather(self._first, objects=True)
         self.collection.reset()
         self._update(arguments)
         asked = {metric: metric.distributed_available_fn for metric in self.collection.values(copy_state=False)}
         try:
             for metric in asked:
-                metric.distributed_available_fn = _never  # every process has all rows
+                metric.distributed_available_fn = lambda: False  # every rank has all rows
             return self._values()
         finally:
             for metric, is_distributed in asked.items():
@@ -191,27 +159,23 @@ class TorchMetrics:
 
     def _values(self) -> dict[str, Any]:
         values = self.collection.compute()
-        if self.plot:  # in every process: a metric that does not cache its value is synchronized again
-            self._drawn = {name: metric.compute() for name, metric in self.collection.items()}
+        if self.plot:  # on every rank: a metric without a cache synchronizes again
+            self._plotted = {name: metric.compute() for name, metric in self.collection.items()}
         return {name: _plain(value) for name, value in values.items()}
 
-    def draw(self, folder: str, prefix: str) -> None:
+    def save_plots(self, folder: str, prefix: str) -> None:
         """Write a plot of each metric's last value."""
         import matplotlib.pyplot as plt
 
         os.makedirs(folder, exist_ok=True)
         for name, metric in self.collection.items():
-            figure, _ = metric.plot(self._drawn[name])
+            figure, _ = metric.plot(self._plotted[name])
             figure.savefig(os.path.join(folder, f"{prefix}_{name}.png"))
             plt.close(figure)
 
 
-def _never() -> bool:
-    return False
-
-
-def as_metrics(compute_metrics: Any, *, by_batch: bool = False) -> WholeSetMetrics | TorchMetrics:
-    """Wrap `compute_metrics` in `WholeSetMetrics`, `BatchedMetrics` or `TorchMetrics`.
+def as_metrics(compute_metrics: Any, *, by_batch: bool = False) -> FunctionMetrics | TorchMetrics:
+    """Wrap `compute_metrics` in `FunctionMetrics` or `TorchMetrics`.
 
     Args:
         compute_metrics: the Trainer's argument.
@@ -230,14 +194,14 @@ def as_metrics(compute_metrics: Any, *, by_batch: bool = False) -> WholeSetMetri
             f"{type(compute_metrics).__name__}."
         )
     if compute_metrics is None or not by_batch:
-        return WholeSetMetrics(compute_metrics)
+        return FunctionMetrics(compute_metrics)
     called = compute_metrics if inspect.isroutine(compute_metrics) else type(compute_metrics).__call__
     if not accepts(called, "compute_result"):
         raise InvalidArgument(
             "batch_eval_metrics=True calls compute_metrics(prediction, compute_result=...) for every batch, but yours "
             "does not take compute_result: add it, or remove batch_eval_metrics."
         )
-    return BatchedMetrics(compute_metrics)
+    return FunctionMetrics(compute_metrics, by_batch=True)
 
 
 def _pair(prediction: EvalPrediction) -> tuple[Any, Any]:

@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
@@ -20,11 +21,9 @@ from hftrainer.compat import peers
 from hftrainer.compat.messages import log_facts, log_once
 from hftrainer.compat.overrides import accepted_by, has_length, is_overridden, with_accepted
 from hftrainer.errors import InvalidArgument
-from hftrainer.evaluation import gathering
+from hftrainer.evaluation.collected import make_metrics_gather, select_predictions
 from hftrainer.evaluation.evaluation_pass import EvaluationPass, PassSettings
 from hftrainer.evaluation.metrics import TorchMetrics
-from hftrainer.evaluation.outputs import predictions
-from hftrainer.evaluation.precision import in_precision
 from hftrainer.parallel import devices
 from hftrainer.parallel.process_group import Awaiting
 from hftrainer.reporting.metrics import mean_loss
@@ -84,7 +83,7 @@ class EvaluationRunner:
 
     def loop(
         self,
-        dataloader: DataLoader,
+        dataloader: DataLoader[Any],
         description: str,
         prediction_loss_only: bool | None,
         ignore_keys: list[str] | None,
@@ -95,39 +94,53 @@ class EvaluationRunner:
         if not trainer.is_in_train:
             self.components.setup.take_changes_in(trainer.args)
         loss_only = trainer.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
-        self._log_plan(description, dataloader)
+        self._log_sizes(description, dataloader)
         model = self._prepare(dataloader)
         predicting = description == "Prediction"
         step = functools.partial(with_accepted(trainer.prediction_step, "ignore_keys"), model)
         settings = PassSettings(dataloader, step, prefix, predicting, loss_only, ignore_keys)
         evaluation = EvaluationPass(self.components, settings)
         stage = "predict" if predicting else "test" if prefix.startswith("test") else "validate"
-        kept = getattr(run, "past", None), run.logged_metrics  # training's; an evaluation does not change them
+        # An evaluation must not change training's values.
+        before = getattr(run, "past", None), run.logged_metrics
         run.past, run.logged_metrics = None, LoggedMetrics()
         try:
-            in_step = Awaiting("the other ranks in an evaluation")
+            waiting = Awaiting("the other ranks in an evaluation")
             precision = self._precision(model)
-            with devices.error_hints(), trainer.accelerator.gradient_state.only(dataloader), in_step, precision:
+            with devices.error_hints(), trainer.accelerator.gradient_state.only(dataloader), waiting, precision:
                 self.components.engine.evaluate(evaluation, trainer.model, stage)
         finally:
             # A subclass's `evaluate` may have set another one for this pass only.
-            trainer.gather_function = gathering.for_metrics(trainer.accelerator, trainer.args)
-            run.past, run.logged_metrics = kept
+            trainer.gather_function = make_metrics_gather(trainer.accelerator, trainer.args)
+            run.past, run.logged_metrics = before
             self.components.strategy.end_batch()  # Lightning keeps logged numbers on the device
+        return self._output_of(evaluation, description)
+
+    def _output_of(self, evaluation: EvaluationPass, description: str) -> EvalLoopOutput:
+        """The output of a pass that has ended, which the pass no longer keeps; notes how long preparing took.
+
+        Raises:
+            InvalidArgument: when there was no batch.
+        """
+        trainer, settings = self.trainer, evaluation.settings
         output, evaluation.output = evaluation.output, None
         if output is None or not evaluation.seen_batches:
             raise InvalidArgument(
                 f"{description} has no batches: the dataset is empty, or smaller than a batch with "
                 "dataloader_drop_last, or lightning_config limits it to 0 batches."
             )
-        if not (predicting or evaluation.computed or evaluation.has_labels or trainer.compute_metrics is None):
+        could_compute = evaluation.computed or evaluation.has_labels or trainer.compute_metrics is None
+        if not (settings.returns_predictions or could_compute):
             needed = f"no batch has all of the labels {trainer.label_names}: set label_names to the names of yours"
-            why = "prediction_loss_only=True" if loss_only else needed
+            why = "prediction_loss_only=True" if settings.loss_only else needed
             log_once(logger, f"compute_metrics is not called: {why}.")
         if evaluation.preparation_time is not None:
             self._preparation_measured |= math.isnan(trainer.model_preparation_time)
             trainer.model_preparation_time = evaluation.preparation_time
-        self._draw(evaluation.metrics, prefix)
+        metrics = evaluation.metrics
+        if isinstance(metrics, TorchMetrics) and metrics.plot and trainer.is_world_process_zero():
+            folder = os.path.join(str(trainer.args.output_dir), f"plots-{trainer.state.global_step}")
+            metrics.save_plots(folder, settings.prefix)
         return output
 
     def step(
@@ -144,7 +157,7 @@ class EvaluationRunner:
         labels = loss = None
         with torch.no_grad():
             if has_labels or (not names and returns_loss):
-                labels = nested_detach(_without_tuple_of_one(tuple(inputs.get(name) for name in names)))
+                labels = nested_detach(_unwrap_single(tuple(inputs.get(name) for name in names)))
                 with self._computing_loss(model, inputs, loss_only) as (inputs, keywords):
                     # An override for v4.1 returns the loss alone; the outputs are those of a separate forward pass.
                     is_alone = "return_outputs" not in keywords
@@ -152,16 +165,16 @@ class EvaluationRunner:
                     loss = trainer.compute_loss(model, inputs, **keywords)
                 loss, outputs = (loss, outputs) if is_alone else loss
                 loss = _mean(loss)
-                logits = predictions(outputs, ignore_keys, has_loss=True)
+                logits = select_predictions(outputs, ignore_keys, has_loss=True)
             else:
                 with trainer.compute_loss_context_manager():
                     outputs = model(**inputs)
-                logits = predictions(outputs, ignore_keys, has_loss=False)
+                logits = select_predictions(outputs, ignore_keys, has_loss=False)
                 if self.components.past_index >= 0:
                     self.run.past = outputs[self.components.past_index - 1]
         if loss_only:
             return loss, None, None
-        return loss, nested_detach(_without_tuple_of_one(logits)), labels
+        return loss, nested_detach(_unwrap_single(logits)), labels
 
     @contextlib.contextmanager
     def _computing_loss(
@@ -171,10 +184,10 @@ class EvaluationRunner:
         trainer, components = self.trainer, self.components
         averages, components.averages_tokens = components.averages_tokens, False
         try:
-            by_items = self.components.policy.divides_eval_loss_by_items
+            by_items = components.policy.divides_eval_loss_by_items
             num_items = trainer._get_num_items_in_batch([inputs], trainer.args.device) if by_items else None
             context, inputs = trainer._prepare_context_parallel_inputs(model, inputs)
-            if loss_only and trainer.args.use_liger_kernel and self.components.policy.skips_logits:
+            if loss_only and trainer.args.use_liger_kernel and components.policy.skips_logits:
                 inputs = {**inputs, "skip_logits": True}  # for Liger's fused loss, which then keeps none
             keywords = {"return_outputs": True, "num_items_in_batch": num_items}
             with trainer.compute_loss_context_manager(), context():
@@ -194,7 +207,7 @@ class EvaluationRunner:
     @contextlib.contextmanager
     def call_of_loop(
         self,
-        dataloader: DataLoader,
+        dataloader: DataLoader[Any],
         description: str,
         prediction_loss_only: bool | None,
         ignore_keys: list[str] | None,
@@ -202,14 +215,11 @@ class EvaluationRunner:
     ) -> Iterator[Callable[[], Any]]:
         """Yields a call of `evaluation_loop`, or of `prediction_loop` if arguments or a subclass for v4.4 need it."""
         trainer = self.trainer
-        loop: Callable[..., Any] = trainer.evaluation_loop
-        own_old_loop = is_overridden(self.trainer, "prediction_loop")
-        if legacy.value(trainer.args, "use_legacy_prediction_loop") or (
-            own_old_loop and not is_overridden(self.trainer, "evaluation_loop")
-        ):
-            loop = trainer.prediction_loop
-        own_loop = is_overridden(self.trainer, "evaluation_loop", "prediction_loop")
-        with self.components.engine.autocasting(trainer.model) if own_loop else contextlib.nullcontext():
+        overrides_new, overrides_old = (is_overridden(trainer, f"{name}_loop") for name in ("evaluation", "prediction"))
+        uses_old = legacy.value(trainer.args, "use_legacy_prediction_loop") or (overrides_old and not overrides_new)
+        loop: Callable[..., Any] = trainer.prediction_loop if uses_old else trainer.evaluation_loop
+        engine = self.components.engine
+        with engine.autocasting(trainer.model) if overrides_new or overrides_old else contextlib.nullcontext():
             settings = {
                 "prediction_loss_only": prediction_loss_only,
                 "ignore_keys": ignore_keys,
@@ -217,7 +227,7 @@ class EvaluationRunner:
             }
             yield functools.partial(loop, dataloader, description, **accepted_by(loop, settings))
 
-    def as_output(self, output: Any, dataloader: DataLoader) -> EvalLoopOutput:
+    def as_output(self, output: Any, dataloader: DataLoader[Any]) -> EvalLoopOutput:
         """The output of a loop, with the number of samples, which overrides for v4.4 do not return."""
         if isinstance(output, tuple) and len(output) == len(PredictionOutput._fields):
             predictions, label_ids, metrics = output
@@ -241,7 +251,7 @@ class EvaluationRunner:
     def _with_speed(self, output: EvalLoopOutput, prefix: str, start_time: float) -> dict[str, float]:
         """The metrics of a pass, and its speed."""
         metrics, samples = output.metrics or {}, output.num_samples or 0
-        if self._preparation_measured:  # in this pass; later ones only report it
+        if self._preparation_measured:  # this pass included the preparation: exclude it from the speed
             start_time += metrics.get(f"{prefix}_model_preparation_time", 0)
             self._preparation_measured = False
         steps = math.ceil(
@@ -249,13 +259,13 @@ class EvaluationRunner:
         )
         return metrics | speed_metrics(prefix, start_time, num_samples=samples, num_steps=steps)
 
-    def _log_plan(self, description: str, dataloader: DataLoader) -> None:
+    def _log_sizes(self, description: str, dataloader: DataLoader[Any]) -> None:
         """Log the sizes of a pass."""
         count: Any = self.trainer.num_examples(dataloader) if has_length(dataloader) else "unknown"
         batch_size = getattr(dataloader, "batch_size", None) or self.trainer.args.eval_batch_size
         log_facts(logger, f"Running {description} begins.", {"Number of examples": count, "Batch size": batch_size})
 
-    def _prepare(self, dataloader: DataLoader) -> nn.Module:
+    def _prepare(self, dataloader: DataLoader[Any]) -> nn.Module:
         """Set model and optimizer to evaluation mode.
 
         Returns:
@@ -282,19 +292,42 @@ class EvaluationRunner:
         model.to(device=args.device)
         return in_precision(model, torch.float16 if args.fp16_full_eval else torch.bfloat16)
 
-    def _draw(self, metrics: Any, prefix: str) -> None:
-        """Save the plots of torchmetrics, if requested."""
-        trainer = self.trainer
-        if isinstance(metrics, TorchMetrics) and metrics.plot and trainer.is_world_process_zero():
-            metrics.draw(os.path.join(str(trainer.args.output_dir), f"plots-{trainer.state.global_step}"), prefix)
 
-
-def _mean(loss: Any) -> torch.Tensor:
+def _mean(losses: Any) -> torch.Tensor:
     """The mean of a loss, which may be a mapping of several, as a copy."""
-    loss = split_losses(loss)[0].detach()
-    plain = type(loss) is torch.Tensor and not loss.ndim  # its mean takes three times as long as a copy
-    return loss.clone() if plain else loss.mean()
+    loss: torch.Tensor = split_losses(losses)[0].detach()
+    is_number = type(loss) is torch.Tensor and not loss.ndim  # its mean takes three times as long as a copy
+    return loss.clone() if is_number else loss.mean()
 
 
-def _without_tuple_of_one(values: Any) -> Any:
+def _unwrap_single(values: Any) -> Any:
     return values[0] if isinstance(values, (tuple, list)) and len(values) == 1 else values
+
+
+@contextlib.contextmanager
+def in_precision(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Cast the floating-point weights of a model in the block, and restore them afterwards, bit for bit.
+
+    transformers leaves the model in half precision, and continues to train and save that one. The weights are kept in
+    CPU memory, so that the device holds only one copy.
+    """
+    originals: deque[torch.Tensor | None] = deque()
+
+    def lower(tensor: torch.Tensor) -> torch.Tensor:
+        # A tied weight is visited twice, and has this dtype at the second visit.
+        if not tensor.is_floating_point() or tensor.dtype == dtype:
+            originals.append(None)
+            return tensor
+        is_plain = type(tensor) in (torch.Tensor, nn.Parameter)
+        originals.append(tensor.detach().cpu() if is_plain else tensor.detach())
+        return tensor.to(dtype)
+
+    def restore(tensor: torch.Tensor) -> torch.Tensor:
+        kept = originals.popleft()
+        return tensor if kept is None else kept.to(tensor.device)
+
+    model._apply(lower)
+    try:
+        yield
+    finally:
+        model._apply(restore)  # visits the weights in the same order

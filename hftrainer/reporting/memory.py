@@ -57,7 +57,7 @@ class TrainerMemoryTracker:
         devices.reset_memory_peak()
         self._begin = self._used()
         self._peak = self._begin["cpu"]
-        self._watching = threading.Event()
+        self._stop_watching = threading.Event()
         self._watcher = threading.Thread(target=self._watch, daemon=True)
         self._watcher.start()
 
@@ -65,7 +65,7 @@ class TrainerMemoryTracker:
         """End the stage of the calling method, and add what was measured to its metrics."""
         if self.skip_memory_metrics or self.stage != self._calling_stage():
             return
-        self._watching.set()
+        self._stop_watching.set()
         self._watcher.join()
         gc.collect()
         end = self._used()
@@ -76,7 +76,8 @@ class TrainerMemoryTracker:
             measured[f"{stage}_mem_{kind}_alloc_delta"] = used - self._begin[kind]
             if (peak := peaks[kind]) is not None:
                 measured[f"{stage}_mem_{kind}_peaked_delta"] = max(0, peak - used)
-        if stage == "init":  # it has no metrics of its own: the first stage with metrics reports it
+        # `__init__` has no metrics, so the first stage with metrics reports its memory.
+        if stage == "init":
             self._init = measured, {f"before_init_mem_{kind}": self._begin[kind] for kind in end}
         elif metrics is not None:
             (init, before), self._init = self._init, ({}, {})
@@ -95,5 +96,5 @@ class TrainerMemoryTracker:
         return used
 
     def _watch(self) -> None:
-        while not self._watching.wait(0.002):
+        while not self._stop_watching.wait(0.002):
             self._peak = max(self._peak, self._process.memory_info().rss)

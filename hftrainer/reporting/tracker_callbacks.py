@@ -52,10 +52,14 @@ class ReportingCallback(TrainerCallback):
         self._save_model, self._run_folder, self._log_folder = save_model, run_folder, log_folder
 
     def trackers(self, args: TrainingArguments) -> list[Any]:
-        """The trackers that this process writes to: none but on the main process."""
+        """The trackers of this callback, with the current arguments."""
         for tracker in self._trackers:
             tracker.args = args
         return self._trackers
+
+    def _written_trackers(self, args: TrainingArguments, state: TrainerState) -> list[Any]:
+        """The trackers that this process writes to: none unless it is the main process."""
+        return self.trackers(args) if state.is_world_process_zero else []
 
     def loggers(self, args: TrainingArguments, state: TrainerState, model: Any) -> list[Any]:
         """The Lightning loggers; this opens their runs."""
@@ -68,33 +72,27 @@ class ReportingCallback(TrainerCallback):
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         """Write the hyperparameters, unless they were written before."""
-        if state.is_world_process_zero:
-            for tracker in self.trackers(args):
-                tracker.begin(model, state)
+        for tracker in self._written_trackers(args, state):
+            tracker.begin(model, state)
 
     def on_log(self, args, state, control, logs=None, model=None, **kwargs):
         """Write the line."""
-        if state.is_world_process_zero:
-            for tracker in self.trackers(args):
-                tracker.log(logs, model, state)
+        for tracker in self._written_trackers(args, state):
+            tracker.log(logs, model, state)
 
     def on_predict(self, args, state, control, metrics, model=None, **kwargs):
-        """Write the metrics, to the trackers to which transformers writes them."""
-        if state.is_world_process_zero:
-            for tracker in self.trackers(args):
-                tracker.predicted(metrics, model, state)
+        """Write the metrics of a prediction, to the trackers for which transformers does so."""
+        for tracker in self._written_trackers(args, state):
+            tracker.predicted(metrics, model, state)
 
     def on_save(self, args, state, control, **kwargs):
         """Upload the checkpoint, if the tracker's settings ask for it."""
-        if state.is_world_process_zero:
-            folder = str(args.output_dir) if self._run_folder is None else self._run_folder()
-            for tracker in self.trackers(args):
-                tracker.saved(os.path.join(folder, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"), state)
+        folder = str(args.output_dir) if self._run_folder is None else self._run_folder()
+        for tracker in self._written_trackers(args, state):
+            tracker.saved(os.path.join(folder, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"), state)
 
     def on_train_end(self, args, state, control, model=None, processing_class=None, **kwargs):
         """End the run."""
-        if not state.is_world_process_zero:
-            return
 
         def save(folder: str) -> None:
             if self._save_model is not None:
@@ -104,7 +102,7 @@ class ReportingCallback(TrainerCallback):
             if processing_class is not None:
                 processing_class.save_pretrained(folder)
 
-        for tracker in self.trackers(args):
+        for tracker in self._written_trackers(args, state):
             tracker.end(model, state, save)
 
 
@@ -134,7 +132,7 @@ class TrackerCallback(ReportingCallback):
 class _SetUpCallback(TrackerCallback):
     """A tracker with a `setup` that opens its run and writes the hyperparameters. Subclasses may override it."""
 
-    #: Attribute → the module that it holds, which a copy of the callback imports itself.
+    #: Attribute → name of the module in it. Modules cannot be pickled, so a copy imports it again.
     _modules: dict[str, str] = {}
 
     def __init__(self) -> None:
@@ -162,15 +160,15 @@ class _SetUpCallback(TrackerCallback):
     def setup(self, args: Any, state: TrainerState, model: Any, **kwargs: Any) -> None:
         """Open the run, and write the hyperparameters. Called once, before anything else is written."""
         self._initialized = True
-        if state.is_world_process_zero:
-            for tracker in self.trackers(args):
-                tracker.describe_once(model, state)
+        for tracker in self._written_trackers(args, state):
+            tracker.describe_once(model, state)
 
     def _set_up_once(self, args: TrainingArguments, state: TrainerState, model: Any) -> None:
         if not self._initialized:
             self.setup(args, state, model)
         for tracker in self._trackers:
-            tracker.described = True  # or a subclass has done so
+            # A subclass's `setup` may have written the hyperparameters without the tracker.
+            tracker.described = True
 
     def loggers(self, args: TrainingArguments, state: TrainerState, model: Any) -> list[Any]:
         """The Lightning logger; this calls `setup`."""
@@ -232,7 +230,7 @@ class TensorBoardCallback(TrackerCallback):
         return super().loggers(args, state, model) if there else []
 
     def _writer(self, args: TrainingArguments, *, make: bool = True) -> Any:
-        """The writer, made if there is none; None if a script has set the writer class to None."""
+        """The writer, created if needed. None if a script has set the writer class to None."""
         if self.tb_writer is None and make:
             self._init_summary_writer(args)
         return self.tb_writer

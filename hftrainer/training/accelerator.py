@@ -217,8 +217,9 @@ class EngineAccelerator:
             use_gather_object: pickle the data instead.
         """
         loader = self.gradient_state.active_dataloader
-        if loader is not None and loader.counted is not None:
-            input_data = self.processes.first_rows(input_data, loader.counted, objects=use_gather_object)
+        counted = None if loader is None else loader.position.counted_samples
+        if counted is not None:
+            input_data = self.processes.first_rows(input_data, counted, objects=use_gather_object)
         if use_gather_object or self.processes.tp_size > 1:
             gathered = self.processes.gather(input_data, objects=use_gather_object, distinct=True)
         else:

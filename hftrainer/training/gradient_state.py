@@ -55,7 +55,8 @@ class GradientState:
     def active_dataloader(self) -> Any:
         """Of the loaders being iterated, the one that began last; None when there is none."""
         loaders = self._loaders if self._shown is None else self._shown
-        return max((loader for loader in loaders if loader.started), key=lambda each: each.started, default=None)
+        active = (loader for loader in loaders if loader.position.iteration)
+        return max(active, key=lambda loader: loader.position.iteration, default=None)
 
     @contextlib.contextmanager
     def only(self, loader: Any) -> Iterator[None]:
@@ -75,7 +76,7 @@ class GradientState:
     def end_of_dataloader(self) -> bool:
         """Whether the active loader has yielded its last batch."""
         loader = self.active_dataloader
-        return loader is not None and loader.at_end
+        return loader is not None and loader.position.is_last
 
     @property
     def remainder(self) -> int:

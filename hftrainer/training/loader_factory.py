@@ -14,11 +14,11 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 from hftrainer.arguments.accelerator_config import AcceleratorConfig
 from hftrainer.compat import peers
 from hftrainer.compat.overrides import has_length, is_overridden, number_of_arguments
-from hftrainer.data import columns
+from hftrainer.data import collators
+from hftrainer.data.loader_plan import DataCollectives
 from hftrainer.data.loaders import PreparedDataLoader
-from hftrainer.data.samplers import LengthGroupedSampler, count_lengths
-from hftrainer.data.sharding import ALL, DataCollectives, ShardSpec
-from hftrainer.data.workers import seed_worker
+from hftrainer.data.randomness import seed_worker
+from hftrainer.data.samplers import UNSHARDED, LengthGroupedSampler, ShardSpec, count_lengths
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
 from hftrainer.parallel.devices import UNPINNED
 from hftrainer.training_args import TrainingArguments
@@ -63,7 +63,7 @@ class LoaderFactory:
             trainer._eval_dataloaders[key] = loader  # else each evaluation would start new persistent workers
             progress = None if self.run.loop is None else self.run.loop.progress
             if progress is not None and key in progress.evaluation_workers and isinstance(loader, PreparedDataLoader):
-                loader.spare_seed()
+                loader.skip_worker_seed_draw()
         return loader
 
     def test_loader(self, test_dataset: Any) -> DataLoader:
@@ -149,11 +149,13 @@ class LoaderFactory:
 
     def without_unused_columns(self, dataset: Any, description: str | None) -> Any:
         """See `Trainer._remove_unused_columns`."""
-        return columns.remove_unused_columns(dataset, self._columns(), description, type(self.trainer.model).__name__)
+        return collators.remove_unused_columns(dataset, self._columns(), description, type(self.trainer.model).__name__)
 
     def without_unused_keys(self, collator: Any, description: str | None) -> Any:
         """See `Trainer._get_collator_with_removed_columns`."""
-        return columns.RemoveColumnsCollator(collator, self._columns(), type(self.trainer.model).__name__, description)
+        return collators.RemoveColumnsCollator(
+            collator, self._columns(), type(self.trainer.model).__name__, description
+        )
 
     def _columns(self) -> list[str]:
         self.trainer._set_signature_columns_if_needed()
@@ -170,13 +172,13 @@ class LoaderFactory:
         try:
             yield
         except TypeError as error:
-            columns.explain_unknown(error, self.trainer.model)
+            collators.explain_unknown(error, self.trainer.model)
             raise
         except KeyError as error:
             kept = self.trainer._signature_columns
             if kept is not None and self.trainer.args.remove_unused_columns:
                 given = [each for data in datasets for each in (data.values() if isinstance(data, dict) else [data])]
-                columns.explain_removed(error, given, kept)
+                collators.explain_removed(error, given, kept)
             raise
 
     # ---- Preparing ---------------------------------------------------------------------------------------------
@@ -196,7 +198,7 @@ class LoaderFactory:
         if isinstance(loader, PreparedDataLoader):
             return loader
         processes, timeout = trainer.accelerator.processes, trainer.args.ddp_timeout_delta
-        messenger = DataCollectives(
+        collectives = DataCollectives(
             processes.from_main,
             functools.partial(processes.scatter, timeout=timeout),
             functools.partial(processes.max_over_ranks, timeout=timeout),
@@ -209,13 +211,13 @@ class LoaderFactory:
                 "use a dataset with a length, without dispatch_batches."
             )
         shared = peers.is_rebalanced(loader.batch_sampler)  # its batches are those of this rank
-        return PreparedDataLoader.from_loader(
+        return PreparedDataLoader(
             loader,
             trainer.args.device,
             seed=trainer.accelerator.dataloader_config.data_seed,
             config=config,
-            share=ALL if shared else ShardSpec(processes.data_rank, processes.data_processes),
-            messenger=messenger if training else None,
+            shard_spec=UNSHARDED if shared else ShardSpec(processes.data_rank, processes.data_processes),
+            collectives=collectives if training else None,
         )
 
     def config(self) -> AcceleratorConfig:

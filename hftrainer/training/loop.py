@@ -24,10 +24,9 @@ from hftrainer.compat.overrides import (
     runs_backward,
     with_accepted,
 )
-from hftrainer.data.accumulation import MicroBatchIterator
+from hftrainer.data.accumulation import MicroBatchIterator, TrainingSchedule
 from hftrainer.data.randomness import rng_state
-from hftrainer.data.reading import Continuation, EpochReader
-from hftrainer.data.schedule import TrainingSchedule
+from hftrainer.data.reading import EpochReader, ResumePoint
 from hftrainer.errors import CheckpointNotWritten, RanksLost, UnsupportedArgument
 from hftrainer.model.inspection import clear_gradients
 from hftrainer.optimization import follows_metric, keep_pace, kept_settings
@@ -227,7 +226,7 @@ class TrainingLoop:
         if not self._resumes_here():
             return self.reader.open(self.epoch)
         saved = None if self.progress is None else self.progress.data
-        return self.reader.open(self.epoch, Continuation(self.position, self._restore_random_once, saved))
+        return self.reader.open(self.epoch, ResumePoint(self.position, self._restore_random_once, saved))
 
     def _restore_rng_in_epoch(self) -> None:
         known = self.progress is not None and self.progress.data is not None
@@ -287,15 +286,15 @@ class TrainingLoop:
         """Announce an optimizer step at its first micro-batch."""
         window = self.micro_batches.window
         assert window is not None
-        self.trainer.accelerator.sync_gradients = window.closes
-        if window.opens:
+        self.trainer.accelerator.sync_gradients = window.is_last
+        if window.is_first:
             self.components.announce("on_step_begin")
 
     def training_step(self, model: torch.nn.Module, inputs: Any) -> torch.Tensor:
         """A training step that runs backward itself; gradients are all-reduced in the window's last micro-batch."""
         window, trainer = self.micro_batches.window, self.trainer
         assert window is not None
-        local = not window.closes and not self.components.resolved.accelerator_config.sync_each_batch
+        local = not window.is_last and not self.components.resolved.accelerator_config.sync_each_batch
         with trainer.accelerator.no_sync(model=model) if local else contextlib.nullcontext():
             return call_with_accepted(trainer.training_step, model, inputs, num_items_in_batch=window.num_items)
 
@@ -371,7 +370,7 @@ class TrainingLoop:
 
     def _epoch_after_step(self) -> float:
         assert self.micro_batches.window is not None
-        return self.epoch + (self.micro_batches.window.sample + 1) / self.schedule.steps_in_epoch
+        return self.epoch + (self.micro_batches.window.index + 1) / self.schedule.steps_in_epoch
 
     def own_state(self) -> dict[str, Any]:
         """The Trainer's own state in a Lightning checkpoint."""
@@ -450,7 +449,7 @@ class TrainingLoop:
                 self.components.resolved.accelerator_config,
             ),
             epoch=self.epoch if begun else None,
-            position=self.micro_batches.window.sample + 1 if self.micro_batches.window is not None else self.position,
+            position=self.micro_batches.window.index + 1 if self.micro_batches.window is not None else self.position,
             epoch_ended=self._epoch_ended,
             epoch_left=self._epoch_ended and trainer.control.should_epoch_stop,
             owes_evaluation=self.owes_evaluation,

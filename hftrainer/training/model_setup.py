@@ -10,7 +10,7 @@ from torch import nn
 
 from hftrainer.compat import peers
 from hftrainer.compat.overrides import number_of_arguments, refuse_uncalled
-from hftrainer.data.workers import enable_full_determinism, set_seed
+from hftrainer.data.randomness import enable_full_determinism, set_seed
 from hftrainer.errors import InvalidArgument, InvalidSetup
 from hftrainer.model import inspection
 from hftrainer.parallel.plan import check_model_layout

@@ -12,7 +12,7 @@ from hftrainer.checkpointing import resume
 from hftrainer.checkpointing.progress import RunProgress
 from hftrainer.compat.messages import log_facts
 from hftrainer.compat.overrides import has_length, positional_count
-from hftrainer.data.schedule import TrainingSchedule, plan_schedule, position_of, read_schedule
+from hftrainer.data.accumulation import TrainingSchedule, plan_schedule, position_at_step, read_schedule
 from hftrainer.errors import UnsupportedArgument
 from hftrainer.releases.earlier import EarlierSchedule
 from hftrainer.training_args import TrainingArguments
@@ -80,7 +80,7 @@ class Planner:
             trainer.state = resume.load_state(folder, trainer.args)
             trainer._load_callback_state()
             known = None if progress is None else progress.resume_position(schedule.steps_in_epoch)
-            first_epoch, position = known or position_of(
+            first_epoch, position = known or position_at_step(
                 trainer.state.global_step, schedule.steps_in_epoch, self.components.engine.accumulation_at
             )
             position = 0 if trainer.args.ignore_data_skip else position

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hftrainer.checkpointing.progress import RunProgress
-from hftrainer.data.schedule import TrainingSchedule
+from hftrainer.data.accumulation import TrainingSchedule
 from hftrainer.training.losses import LoggedMetrics
 from hftrainer.training.stopping import Interruption
 

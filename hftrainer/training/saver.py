@@ -22,8 +22,8 @@ from hftrainer.checkpointing.progress import RunProgress, as_dict, load_progress
 from hftrainer.checkpointing.weights import save_configs, save_weights
 from hftrainer.compat import peers
 from hftrainer.compat.overrides import accepted_by, is_overridden
+from hftrainer.data.accumulation import TrainingSchedule
 from hftrainer.data.randomness import rng_state
-from hftrainer.data.schedule import TrainingSchedule
 from hftrainer.strategies.strategy import MakeOptimizer
 from hftrainer.training_args import without_tokens
 

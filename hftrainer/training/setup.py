@@ -25,7 +25,7 @@ from hftrainer.compat import peers, swap
 from hftrainer.compat.overrides import has_length, is_overridden, recorded, refuse_rewritten
 from hftrainer.data.collators import DataCollatorWithPadding, default_data_collator
 from hftrainer.errors import InvalidArgument, InvalidSetup, UnsupportedArgument
-from hftrainer.evaluation import gathering
+from hftrainer.evaluation.collected import make_metrics_gather
 from hftrainer.evaluation.metrics import as_metrics
 from hftrainer.model.changes import set_tf32
 from hftrainer.plugins import adapter
@@ -197,7 +197,7 @@ class TrainerSetup:
             config=vars(components.resolved.accelerator_config),
         )
         accelerate_state.follow(trainer.args, trainer.accelerator)
-        trainer.gather_function = gathering.for_metrics(trainer.accelerator, trainer.args)
+        trainer.gather_function = make_metrics_gather(trainer.accelerator, trainer.args)
         strategy.check_optimizers(*components.optimizers_given)
         for name in FLAGS:
             setattr(trainer, name, name in strategy.flags)

@@ -15,7 +15,7 @@ from hftrainer.arguments import legacy
 from hftrainer.arguments.choices import which_tokens
 from hftrainer.compat.messages import log_once
 from hftrainer.compat.overrides import accepted_by, accepts, call_with_accepted, ignores_other_keywords
-from hftrainer.data.columns import count_tokens
+from hftrainer.data.collators import count_tokens
 from hftrainer.data.loaders import to_device
 from hftrainer.errors import InvalidArgument
 from hftrainer.model.inspection import is_training, smoothing_shifts_labels

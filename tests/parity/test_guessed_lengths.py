@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Sampler, SequentialSampler
 
-from hftrainer.data.samplers import gives_its_length
+from hftrainer.data.samplers import has_exact_length
 from tests.support.parity import accuracy, assert_same_weights, build, comparable, compare, exactly, subclass, train
 
 
@@ -135,5 +135,5 @@ def test_which_lengths_are_sure(tmp_path):
     trainer, _ = build("hftrainer", "plain", tmp_path)
     for loaders, expected in ((sure, True), (guessed, False)):
         for loader in loaders:
-            assert gives_its_length(loader) is gives_its_length(trainer.accelerator.prepare(loader)) is expected
-    assert not gives_its_length(itertools.repeat(data, 3))
+            assert has_exact_length(loader) is has_exact_length(trainer.accelerator.prepare(loader)) is expected
+    assert not has_exact_length(itertools.repeat(data, 3))

@@ -49,7 +49,7 @@ class _WindowedEpochLoop(_TrainingEpochLoop):
 
     def _should_accumulate(self) -> bool:
         window = self.micro_batches.window
-        return window is not None and not window.closes
+        return window is not None and not window.is_last
 
     def _broadcast_sigterm_tensor(self) -> None:
         """Nothing: ranks agree on signals at the end of a step; Lightning would let each batch wait for all of them."""

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hftrainer.data.sharding import parts, rounds
+from hftrainer.data.loader_plan import group_batches, split_groups
 from tests.support.tiny import Numbers
 
 
@@ -41,14 +41,14 @@ def test_the_main_process_hands_out_as_that_of_accelerate(processes, split, drop
         if drop_last and count < (size if split else size * processes):
             continue  # accelerate fails when there is not one round
         loader = torch.utils.data.DataLoader(Numbers(count), batch_size=size, drop_last=drop_last)
-        read = rounds(iter(loader), 1 if split else processes, drop_last)
-        ours = [[part.tolist() for part in group] for group in parts(read, processes, drop_last)]
+        read = group_batches(iter(loader), 1 if split else processes, drop_last)
+        ours = [[part.tolist() for part in group] for group in split_groups(read, processes, drop_last)]
         assert ours == handed_out_by_accelerate(count, size, processes, split=split, drop_last=drop_last)
 
 
 def test_batches_in_containers_are_handed_out():
     batch = {"x": torch.arange(4), "nested": [torch.arange(8).reshape(4, 2), (torch.arange(4) * 2,)]}
-    (first, second) = next(parts(iter([[batch]]), 2, False))
+    (first, second) = next(split_groups(iter([[batch]]), 2, False))
     assert first["x"].tolist() == [0, 1]
     assert second["nested"][0].tolist() == [[4, 5], [6, 7]]
     assert second["nested"][1][0].tolist() == [4, 6]

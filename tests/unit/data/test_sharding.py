@@ -5,7 +5,7 @@ import itertools
 import pytest
 from torch.utils.data import BatchSampler, SequentialSampler
 
-from hftrainer.data.sharding import EvenBatchSampler, ShardedStream, ShardSpec
+from hftrainer.data.samplers import EvenBatchSampler, ShardedStream, ShardSpec
 from hftrainer.errors import UnsupportedArgument
 from tests.support.tiny import Numbers
 

@@ -114,7 +114,7 @@ def test_loaders_on_mps(mac):
     loader = torch.utils.data.DataLoader(plain_data(8), pin_memory=False)
     for kind, expected in (("mps", False), ("cuda", True)):
         config = AcceleratorConfig(non_blocking=True)
-        assert PreparedDataLoader.from_loader(loader, torch.device(kind), config=config).non_blocking == expected
+        assert PreparedDataLoader(loader, torch.device(kind), config=config).non_blocking == expected
 
 
 @pytest.mark.parametrize(

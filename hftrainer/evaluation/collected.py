@@ -1,0 +1,264 @@
+"""Collects the rows of an evaluation: gathered from all ranks, and kept on the CPU with one copy, in linear time."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import tempfile
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from hftrainer.compat.messages import log_once
+from hftrainer.trainer_pt_utils import nested_apply, nested_numpify
+from hftrainer.training.accelerator import EngineAccelerator
+from hftrainer.training_args import TrainingArguments
+
+if TYPE_CHECKING:
+    from hftrainer.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+Gather = Callable[[Any], Any]
+#: The original methods, to detect a replacement on the class or on the Trainer's accelerator.
+_GATHER_FOR_METRICS, _GATHER = EngineAccelerator.gather_for_metrics, EngineAccelerator.gather
+#: What can be concatenated, or kept in a list of batches.
+_LEAVES = (torch.Tensor, np.ndarray, np.generic, str, bytes, bool, int, float, complex)
+#: Fills rows that are shorter than others.
+_PADDING = -100
+
+
+# ---- Gathering, by the accelerator's methods, which scripts may replace ----------------------------------------------
+
+
+def make_metrics_gather(accelerator: Any, args: TrainingArguments) -> Gather:
+    """The default `gather_function`: gathers rows from all ranks, without fillers."""
+    gather: Callable[..., Any] = accelerator.gather_for_metrics
+    return functools.partial(gather, use_gather_object=True) if args.eval_use_gather_object else gather
+
+
+def make_full_gather(accelerator: Any, args: TrainingArguments) -> Gather:
+    """A function that gathers all rows: in the mean loss, an incomplete last batch counts as a full one."""
+    gather: Gather = accelerator.gather
+    if accelerator.processes.tp_size == 1 and not args.eval_use_gather_object:
+        return gather
+    return functools.partial(accelerator.processes.gather, objects=args.eval_use_gather_object, distinct=True)
+
+
+def can_skip_gathering(trainer: Trainer) -> bool:
+    """Whether `gather_function` returns a full batch unchanged: one process, and no replaced method."""
+    accelerator: Any = trainer.accelerator
+    function: Any = trainer.gather_function
+    return (
+        getattr(function, "__func__", None) is _GATHER_FOR_METRICS
+        and function.__self__ is accelerator
+        and getattr(accelerator.gather, "__func__", None) is _GATHER
+        and not accelerator.processes.several
+    )
+
+
+# ---- What is kept of a model's outputs -------------------------------------------------------------------------------
+
+
+def select_predictions(outputs: Any, ignored: Collection[str], *, has_loss: bool) -> Any:
+    """A model's outputs without the loss, the ignored keys, and objects that are no data, such as a cache.
+
+    Args:
+        outputs: a mapping, a tuple or list, or one tensor.
+        ignored: keys of a mapping to leave out.
+        has_loss: whether a loss is first in a tuple or list; in a mapping it is under 'loss'.
+
+    Returns:
+        A tuple of the values of a mapping; otherwise the same kind as `outputs`.
+    """
+    if isinstance(outputs, Mapping):
+        left_out = {*ignored, "loss"} if has_loss else {*ignored}
+        outputs = tuple(
+            value for name, value in outputs.items() if name not in left_out and _is_data(value, repr(name))
+        )
+    else:
+        outputs = outputs[1:] if has_loss else outputs
+        if type(outputs) in (tuple, list):
+            kept = (value for at, value in enumerate(outputs, has_loss) if _is_data(value, f"number {at}"))
+            outputs = type(outputs)(kept)
+    return nested_apply(_to_dense, outputs)
+
+
+def _to_dense(leaf: Any) -> Any:
+    """A sparse tensor as a dense one: NumPy has no sparse arrays."""
+    return leaf.to_dense() if isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided else leaf
+
+
+def _is_data(value: Any, name: str) -> bool:
+    """Whether a value has only leaves that can be concatenated; warns once for each name and type."""
+    unknown: list[Any] = []
+
+    def check(leaf: Any) -> None:
+        if not isinstance(leaf, _LEAVES):
+            unknown.append(leaf)
+
+    nested_apply(check, value)
+    if unknown:
+        log_once(
+            logger,
+            f"The model's output {name} contains a {type(unknown[0]).__name__}, which is not a tensor and is left out "
+            "of the predictions. To leave it out without this warning, add its key to ignore_keys or to the config's "
+            "keys_to_ignore_at_inference.",
+        )
+    return not unknown
+
+
+class OutputCollector:
+    """The outputs of a pass, batch by batch.
+
+    Args:
+        concatenate: whether `arrays()` joins the batches (right-padded with -100) or lists them.
+        rows: expected number of samples, 0 if unknown.
+        folder: folder for arrays in memory-mapped files; None keeps them in memory.
+    """
+
+    def __init__(self, concatenate: bool = True, rows: int = 0, folder: str | None = None) -> None:
+        self.concatenate = concatenate
+        self.rows = rows
+        self.folder = folder
+        self._on_device: list[Any] = []
+        self._batches: list[Any] = []
+        self._joined: Any = None
+
+    def add(self, outputs: Any) -> None:
+        """Keep the outputs of one batch, on their device."""
+        self._on_device.append(outputs)
+
+    def move_to_cpu(self) -> None:
+        """Move the added outputs to the CPU, as arrays."""
+        for outputs in self._on_device:
+            batch = nested_numpify(outputs)
+            if not self.concatenate:
+                self._batches.append(batch)
+            elif self._joined is None:
+                self._joined = nested_apply(self._start, batch)
+            else:
+                _extend(self._joined, batch)
+        self._on_device.clear()
+
+    def arrays(self) -> Any:
+        """All outputs, as arrays of shape `(samples, ...)` or as a list of batches; None if there are none."""
+        self.move_to_cpu()
+        if not self.concatenate:
+            return self._batches or None
+        return None if self._joined is None else nested_apply(GrowingArray.finish, self._joined)
+
+    def _start(self, leaf: Any) -> GrowingArray:
+        return GrowingArray(_as_rows(leaf), self.rows, self.folder)
+
+
+def _as_rows(leaf: Any) -> np.ndarray:
+    array = leaf if isinstance(leaf, np.ndarray) and leaf.ndim else np.atleast_1d(leaf)
+    if array.dtype.kind == "O":
+        raise TypeError(
+            f"Evaluation cannot concatenate a {type(leaf).__name__}, only tensors: exclude it with ignore_keys, or "
+            "set eval_do_concat_batches=False to get a list of batches."
+        )
+    return array
+
+
+def _extend(joined: Any, batch: Any) -> None:
+    """Append a batch, leaf by leaf.
+
+    Raises:
+        TypeError: when its nesting differs from the first batch's.
+    """
+    containers = (Mapping, list, tuple)
+    if isinstance(joined, GrowingArray) and (isinstance(batch, np.ndarray) or not isinstance(batch, containers)):
+        joined.add(_as_rows(batch))
+        return
+    if type(joined) is not type(batch) or len(joined) != len(batch):
+        raise TypeError(
+            "Batches of one evaluation must return the same kind of output to be concatenated, got "
+            f"{_describe(joined)} and {_describe(batch)}; eval_do_concat_batches=False returns a list of batches."
+        )
+    for key in joined if isinstance(joined, Mapping) else range(len(joined)):
+        _extend(joined[key], batch[key])
+
+
+def _describe(data: Any) -> str:
+    if isinstance(data, GrowingArray):
+        return "a tensor"
+    return f"a {type(data).__name__}" + (f" of {len(data)}" if isinstance(data, (Mapping, list, tuple)) else "")
+
+
+class GrowingArray:
+    """The rows of many batches as one array of shape `(rows, ...)`, without a list of batches that is joined.
+
+    Batches may differ in their second dimension: shorter ones are padded on the right. Space for the expected rows is
+    reserved at once, but a page takes memory only when it is written. Rows that become longer are copied.
+
+    Args:
+        first: the first batch, shape `(batch, ...)`: it fixes all but the first two dimensions.
+        rows: expected number of rows; the actual number may differ.
+        folder: keep the array in a memory-mapped temporary file there; None keeps it in memory.
+    """
+
+    def __init__(self, first: np.ndarray, rows: int = 0, folder: str | None = None) -> None:
+        self._folder = folder
+        self._count = self._width = 0
+        self._data = self._allocate((max(rows, len(first)), *first.shape[1:]), first.dtype)
+        self.add(first)
+
+    def add(self, batch: np.ndarray) -> None:
+        """Append the rows of a batch.
+
+        Raises:
+            ValueError: when its shape differs from the first batch's in more than the first two dimensions.
+        """
+        stop = self._count + len(batch)
+        kept = self._data
+        if batch.shape[1:] != kept.shape[1:] or batch.dtype != kept.dtype or stop > len(kept):
+            self._make_space(batch, stop)
+        _write(self._data[self._count : stop], batch)
+        self._count = stop
+        if batch.ndim > 1:
+            self._width = max(self._width, batch.shape[1])
+
+    def finish(self) -> np.ndarray:
+        """The array of shape `(rows, longest, ...)`."""
+        rows = self._data[: self._count]
+        return rows if rows.ndim == 1 else rows[:, : self._width]
+
+    def _make_space(self, batch: np.ndarray, stop: int) -> None:
+        """Grow so that the batch fits: by more than needed, so that growing takes linear time."""
+        kept = self._data
+        if batch.ndim != kept.ndim or batch.shape[2:] != kept.shape[2:]:
+            expected = ["batch", "length", *map(str, kept.shape[2:])][: kept.ndim]
+            raise ValueError(
+                f"Outputs of shape {batch.shape} cannot be appended to shape ({', '.join(expected)}): only the second "
+                "dimension is padded. Set eval_do_concat_batches=False to get a list of batches."
+            )
+        dtype, rows, row_shape = np.result_type(kept.dtype, batch.dtype), len(kept), kept.shape[1:]
+        if stop > rows:
+            rows = max(stop, rows + rows // 4)
+        if row_shape and batch.shape[1] > row_shape[0]:
+            row_shape = (max(batch.shape[1], row_shape[0] + row_shape[0] // 8), *row_shape[1:])
+        if dtype != kept.dtype or row_shape != kept.shape[1:] or (self._folder is not None and rows > len(kept)):
+            self._data = self._allocate((rows, *row_shape), dtype)
+            _write(self._data[: self._count], kept[: self._count])
+        elif rows > len(kept):
+            # The allocator moves pages without copying them. No view outlives the method that made it.
+            kept.resize((rows, *row_shape), refcheck=False)
+
+    def _allocate(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        if self._folder is None or 0 in shape:
+            return np.empty(shape, dtype)
+        # The mapping keeps the file, which has no name, until the array is deleted.
+        with tempfile.TemporaryFile(dir=self._folder) as file:
+            mapped: np.ndarray = np.memmap(file, dtype, "w+", shape=shape)
+        return mapped
+
+
+def _write(rows: np.ndarray, values: np.ndarray) -> None:
+    """Write values into as many rows, which may be longer: their ends are padded."""
+    if rows.shape != values.shape:
+        rows[...] = np.asarray(_PADDING).astype(rows.dtype)  # unsigned types wrap around, as in torch
+    rows[tuple(map(slice, values.shape))] = values
