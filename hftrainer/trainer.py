@@ -41,7 +41,7 @@ from hftrainer.trainer_callback import DEFAULT_CALLBACKS as DEFAULT_CALLBACKS
 from hftrainer.trainer_pt_utils import get_model_param_count, metrics_format
 from hftrainer.trainer_utils import BestRun, EvalLoopOutput, PredictionOutput, TrainOutput
 from hftrainer.training.components import Components
-from hftrainer.training.optimizers import checked_pair
+from hftrainer.training.model_setup import checked_pair
 from hftrainer.training.run import OfRun
 from hftrainer.training_args import TrainingArguments
 
@@ -334,7 +334,7 @@ class Trainer(EarlierMethods):
     def _set_signature_columns_if_needed(self) -> None:
         if self._signature_columns is None:
             found = columns.signature_columns(self._hftrainer.bare_model, self.label_names)
-            self._hftrainer.model_setup.set_found("_signature_columns", found)
+            self._hftrainer.model_setup.set_inferred({"_signature_columns": found})
 
     def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
         """The dataset without the columns that the model does not take."""
@@ -395,7 +395,7 @@ class Trainer(EarlierMethods):
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Make the optimizer, unless there is one: weight decay on all but biases and normalization layers."""
         if self.optimizer is None:
-            self.optimizer = self._hftrainer.optimizers.create_optimizer(self.model if model is None else model)
+            self.optimizer = self._hftrainer.model_setup.create_optimizer(self.model if model is None else model)
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
@@ -407,7 +407,7 @@ class Trainer(EarlierMethods):
         """
         if self.lr_scheduler is None:
             optimizer = self.optimizer if optimizer is None else optimizer
-            self.lr_scheduler = self._hftrainer.optimizers.create_scheduler(num_training_steps, optimizer)
+            self.lr_scheduler = self._hftrainer.model_setup.create_scheduler(num_training_steps, optimizer)
         return self.lr_scheduler
 
     @staticmethod
@@ -417,7 +417,7 @@ class Trainer(EarlierMethods):
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Names of the parameters that weight decay applies to."""
-        return self._hftrainer.optimizers.decay_parameter_names(model)
+        return self._hftrainer.model_setup.decay_parameter_names(model)
 
     def get_num_trainable_parameters(self) -> int:
         """Number of trained parameters (elements)."""
@@ -429,10 +429,10 @@ class Trainer(EarlierMethods):
 
     def get_optimizer_group(self, param: Any = None) -> Any:
         """The parameter group that holds `param`; without `param`, the parameters of each group."""
-        return self._hftrainer.optimizers.group_of(param)
+        return self._hftrainer.model_setup.group_of(param)
 
     def _get_learning_rate(self) -> float:
-        return self._hftrainer.optimizers.learning_rate()
+        return self._hftrainer.model_setup.learning_rate()
 
     # ---- Training ----------------------------------------------------------------------------------------------
 
@@ -465,7 +465,7 @@ class Trainer(EarlierMethods):
         """
         if model_path is not None:
             resume_from_checkpoint = resume.of_model_path(model_path, resume_from_checkpoint)
-        self._hftrainer.runner.refuse_alone(resume_from_checkpoint)
+        self._hftrainer.runner.check_one_process(resume_from_checkpoint)
         if str(resume_from_checkpoint).endswith(".ckpt"):
             with tempfile.TemporaryDirectory() as unpacked:
                 return self.train(unpack(str(resume_from_checkpoint), unpacked), trial, ignore_keys_for_eval)
@@ -525,7 +525,7 @@ class Trainer(EarlierMethods):
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
     ) -> tuple[nn.Module, Any]:
         """Prepare the model, and make optimizer and schedule; returns the model to train, and the loader."""
-        model = self._hftrainer.preparation.for_training(max_steps, resume_from_checkpoint)
+        model = self._hftrainer.model_setup.prepare_for_training(max_steps, resume_from_checkpoint)
         handler = self.callback_handler
         handler.model, handler.optimizer, handler.lr_scheduler = self.model, self.optimizer, self.lr_scheduler
         handler.train_dataloader = train_dataloader
@@ -911,7 +911,7 @@ class Trainer(EarlierMethods):
         """Load the weights of the best checkpoint."""
         best = self.state.best_model_checkpoint
         logger.info("Loading the best model, %s (metric %s).", best, self.state.best_metric)
-        self._hftrainer.saver.load_best(self.model, str(best))
+        self._hftrainer.saver.load_weights(self.model, str(best), best=True)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """Log missing and unexpected weights after loading a checkpoint.

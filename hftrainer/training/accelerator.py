@@ -13,20 +13,19 @@ import torch
 
 from hftrainer.errors import WrongConfig
 from hftrainer.parallel.devices import module_of
-from hftrainer.parallel.process_state import LoaderConfig, ProcessState
+from hftrainer.parallel.process_state import GradientState, LoaderConfig, ProcessState
 from hftrainer.parallel.processes import Processes
-from hftrainer.training.gradient_state import GradientState
 
 if TYPE_CHECKING:
     from hftrainer.plugins import LightningEngine
 
 
 #: The loaders' keys of `accelerator_config`.
-_OF_LOADERS = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler", "non_blocking")
+_LOADER_KEYS = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler", "non_blocking")
 
 
-def _of_loaders(name: str) -> Any:
-    """A property for an attribute of `dataloader_config`, which accelerate has on the accelerator too."""
+def _loader_setting(name: str) -> Any:
+    """A property for an attribute of `dataloader_config`, as accelerate's accelerator has it."""
 
     def get(self: EngineAccelerator) -> Any:
         return getattr(self.dataloader_config, name)
@@ -38,7 +37,7 @@ def _of_loaders(name: str) -> Any:
 
 
 class EngineAccelerator:
-    """The processes of a run, each on one device, with the names of accelerate.
+    """accelerate's `Accelerator` over the engine: the processes of a run, each on one device.
 
     Args:
         engine: runs backward.
@@ -56,28 +55,31 @@ class EngineAccelerator:
         self,
         engine: LightningEngine,
         device: torch.device,
-        prepare_loader: Callable[[torch.utils.data.DataLoader], Any],
+        prepare_loader: Callable[[torch.utils.data.DataLoader[Any]], Any],
         is_own: Callable[[torch.nn.Module], bool],
         config: Mapping[str, Any],
     ) -> None:
-        plan, self._strategy = engine.plan, engine.strategy
+        plan = engine.plan
         processes = plan.processes
         self._engine = engine
+        self._strategy = engine.strategy
         self._prepare_loader = prepare_loader
         self._is_own = is_own
         self._triggered = False
         self._loaders: weakref.WeakSet[Any] = weakref.WeakSet()
         self._models: list[torch.nn.Module] = []  # as in accelerate; scripts check whether it is empty
         self.dataloader_config = LoaderConfig(
-            **{name: config[name] for name in _OF_LOADERS}, data_seed=plan.read_once["data_seed"]
+            **{name: config[name] for name in _LOADER_KEYS}, data_seed=plan.read_once["data_seed"]
         )
         self.device = device
         self.device_placement = True
         self.mixed_precision = plan.mixed_precision
         self.processes: Processes = processes
         self.num_processes = processes.world_size
-        self.process_index, self.local_process_index = processes.rank, processes.local_rank
-        self.is_main_process, self.is_local_main_process = processes.rank == 0, processes.local_rank == 0
+        self.process_index = processes.rank
+        self.local_process_index = processes.local_rank
+        self.is_main_process = processes.rank == 0
+        self.is_local_main_process = processes.local_rank == 0
         self.is_last_process = processes.rank == processes.world_size - 1
         self.distributed_type = self._strategy.distributed_type
         self.scaler = engine.scaler
@@ -101,15 +103,15 @@ class EngineAccelerator:
 
     def __getattr__(self, name: str) -> Any:
         """Raise for accelerate's other names, with what to use instead."""
-        instead = _ELSEWHERE.get(name)
+        instead = _ALTERNATIVES.get(name)
         raise AttributeError(f"accelerator.{name} does not exist" + (f": {instead}." if instead else "."))
 
-    split_batches = _of_loaders("split_batches")
-    dispatch_batches = _of_loaders("dispatch_batches")
-    even_batches = _of_loaders("even_batches")
-    use_seedable_sampler = _of_loaders("use_seedable_sampler")
-    non_blocking = _of_loaders("non_blocking")
-    use_stateful_dataloader = _of_loaders("use_stateful_dataloader")
+    split_batches = _loader_setting("split_batches")
+    dispatch_batches = _loader_setting("dispatch_batches")
+    even_batches = _loader_setting("even_batches")
+    use_seedable_sampler = _loader_setting("use_seedable_sampler")
+    non_blocking = _loader_setting("non_blocking")
+    use_stateful_dataloader = _loader_setting("use_stateful_dataloader")
 
     @property
     def sync_gradients(self) -> bool:
@@ -145,7 +147,7 @@ class EngineAccelerator:
             return self.prepare_scheduler(item)
         return item
 
-    def prepare_data_loader(self, loader: torch.utils.data.DataLoader) -> Any:
+    def prepare_data_loader(self, loader: torch.utils.data.DataLoader[Any]) -> Any:
         """A loader in the Trainer's order, on its device."""
         prepared = self._prepare_loader(loader)
         self._loaders.add(prepared)
@@ -157,7 +159,7 @@ class EngineAccelerator:
         """The model on the device, wrapped in DDP or sharded as the Trainer's own is.
 
         Args:
-            model: the Trainer's own is returned unchanged: it is on its device, and `train()` wraps it.
+            model: the Trainer's own is returned unchanged, since `train()` wraps it.
             device_placement: False leaves the model where it is.
             evaluation_mode: whether it is not trained, so that its gradients need no all-reduce.
         """
@@ -276,7 +278,7 @@ class EngineAccelerator:
 
     @contextlib.contextmanager
     def accumulate(self, *models: Any) -> Iterator[None]:
-        """Nothing: the Trainer accumulates by windows of micro-batches."""
+        """Do nothing: the Trainer accumulates gradients itself."""
         yield
 
     def on_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -324,7 +326,7 @@ class EngineAccelerator:
         return prepared
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Nothing: with float16 the engine unscales gradients before they are clipped."""
+        """Do nothing: with float16 the engine unscales gradients before clipping."""
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clip each gradient.
@@ -386,7 +388,7 @@ class EngineAccelerator:
         return self._strategy.whole_weights(model)
 
     def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
-        """Nothing: the accelerator has no trackers; `Trainer.log` keeps the history."""
+        """Do nothing: the accelerator has no trackers; `Trainer.log` keeps the history."""
 
     def clear(self, *objects: Any) -> Any:
         """As `free_memory`."""
@@ -414,7 +416,7 @@ _CHECKPOINTS = (
 )
 _TRACKING = "the Trainer handles trackers: report_to or Trainer(loggers=[...]) opens them, Trainer.log writes to them"
 #: Names of accelerate → what to use instead.
-_ELSEWHERE = {
+_ALTERNATIVES = {
     **dict.fromkeys(("save_state", "load_state", "save_iteration"), _CHECKPOINTS),
     **dict.fromkeys(("register_save_state_pre_hook", "register_load_state_pre_hook"), "override _save_checkpoint"),
     "register_for_checkpointing": "a callback that exports its state is saved with checkpoints",

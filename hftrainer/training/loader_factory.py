@@ -1,4 +1,4 @@
-"""The loaders of a Trainer: makes and prepares them for this process, and counts their samples and labels."""
+"""Makes and prepares the data loaders of a Trainer."""
 
 from __future__ import annotations
 
@@ -30,16 +30,12 @@ logger = logging.getLogger(__name__)
 
 
 class LoaderFactory:
-    """Makes data loaders, and counts their samples, labels and operations.
-
-    Attributes:
-        flos_per_token: a model, and its floating-point operations per token.
-    """
+    """Makes data loaders with the batches of this process, on its device."""
 
     def __init__(self, components: Components) -> None:
         self.components = components
-        self.trainer, self.run = components.trainer, components.run
-        self.flos_per_token: tuple[Any, int] | None = None
+        self.trainer = components.trainer
+        self.run = components.run
         #: A dataset without the columns that the model does not take, and the original dataset.
         self._with_all_columns: tuple[Any, Any] = None, None
         self._prepares_training_data = False
@@ -277,18 +273,6 @@ class LoaderFactory:
             )
         names = getattr(self.trainer.processing_class, "model_input_names", None)
         return count_lengths(dataset, names[0] if names else "input_ids")
-
-    def sum_over_data(self, count: torch.Tensor) -> torch.Tensor:
-        """The sum of a count over all ranks with distinct batches."""
-        on_device = count.to(self.trainer.args.device)
-        return self.trainer.accelerator.processes.gather_numbers(on_device, distinct=True).sum()
-
-    def flos_per_token_of(self, model: Any) -> int:
-        """Floating-point operations of forward and backward per token; counted once for each model."""
-        if self.flos_per_token is None or self.flos_per_token[0] is not model:
-            count = peers.num_parameters(model, exclude_embeddings=True) if hasattr(model, "num_parameters") else 0
-            self.flos_per_token = (model, 6 * count)
-        return self.flos_per_token[1]
 
 
 def _call_sampler(sampler_fn: Callable[..., Any] | None, dataset: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Logging, evaluating and saving at the end of an optimizer step or an epoch, when due."""
+"""Logs, evaluates and saves after an optimizer step or an epoch, as requested."""
 
 from __future__ import annotations
 
@@ -15,26 +15,20 @@ from hftrainer.checkpointing import names
 from hftrainer.compat.overrides import call_with_accepted, has_parameter, is_overridden
 from hftrainer.errors import InvalidArgument
 from hftrainer.optimization import follows_metric
+from hftrainer.parallel.devices import is_out_of_memory
 from hftrainer.reporting.metrics import mean_loss, metric_named
-from hftrainer.training.out_of_memory import is_out_of_memory
-from hftrainer.training.saver import CheckpointSaver
 
 if TYPE_CHECKING:
     from hftrainer.training.components import Components
 
 
 class LogSaveEvaluate:
-    """Logs, evaluates and saves as the control flags request.
+    """Logs, evaluates and saves as the control flags request."""
 
-    Args:
-        components: the parts of the Trainer.
-        saver: announces checkpoints.
-    """
-
-    def __init__(self, components: Components, saver: CheckpointSaver) -> None:
+    def __init__(self, components: Components) -> None:
         self.components = components
-        self.trainer, self.run = components.trainer, components.run
-        self.saver = saver
+        self.trainer = components.trainer
+        self.run = components.run
 
     def do_what_is_due(
         self,
@@ -47,7 +41,8 @@ class LogSaveEvaluate:
         learning_rate: float | None,
     ) -> None:
         """Log, evaluate and save by the control flags; the arguments are those of `_maybe_log_save_evaluate`."""
-        trainer, loop = self.trainer, self.run.loop
+        trainer = self.trainer
+        loop = self.run.loop
         if loop is not None:
             grad_norm = loop.grad_norm if grad_norm is None else grad_norm
             learning_rate = loop.learning_rate if learning_rate is None else learning_rate
@@ -67,9 +62,9 @@ class LogSaveEvaluate:
         if trainer.control.should_save:
             # Until v4.45 it got the metrics. **kwargs may go on to an override that has never heard of them.
             save = trainer._save_checkpoint
-            is_told = is_overridden(self.trainer, "_save_checkpoint") and has_parameter(save, "metrics")
-            save(model, trial, **({"metrics": metrics} if is_told else {}))
-            self.saver.announce()
+            takes_metrics = is_overridden(trainer, "_save_checkpoint") and has_parameter(save, "metrics")
+            save(model, trial, **({"metrics": metrics} if takes_metrics else {}))
+            self.components.saver.call_on_save()
             self._sync_control_flags()
 
     def _sync_control_flags(self) -> None:
@@ -81,10 +76,11 @@ class LogSaveEvaluate:
         self, tr_loss: torch.Tensor, grad_norm: Any, learning_rate: float | None, start_time: float | None
     ) -> None:
         """Log the mean loss since the last log line, and reset the sum."""
-        trainer, run = self.trainer, self.run
+        trainer = self.trainer
+        run = self.run
         steps = trainer.state.global_step - run.last_logged
         of_all = trainer.accelerator.gather(tr_loss).mean() if trainer.args.world_size > 1 else tr_loss
-        summed, further = run.logged_metrics.read(of_all, steps)
+        summed, further = run.logged_metrics.pop(of_all, steps)
         tr_loss -= tr_loss  # not zero_(): a NaN that the filter let through stays, as in transformers
         self.components.strategy.end_batch()
         logs: dict[str, float] = {"loss": self.components.policy.logged_loss(summed / steps)}
@@ -99,7 +95,8 @@ class LogSaveEvaluate:
 
     def evaluate(self, trial: Any, ignore_keys: list[str] | None, *, steps_schedule: bool) -> dict[str, float]:
         """Evaluate within training; with `steps_schedule`, a metric-driven schedule steps on the metric."""
-        trainer, loop = self.trainer, self.run.loop
+        trainer = self.trainer
+        loop = self.run.loop
         if loop is not None:
             loop.owes_evaluation = True
         try:
@@ -150,14 +147,15 @@ class LogSaveEvaluate:
         Raises:
             MetricNotFound: when evaluation does not return the metric; the error names those that it returns.
         """
-        args, state = self.trainer.args, self.trainer.state
+        args = self.trainer.args
+        state = self.trainer.state
         if args.metric_for_best_model is None:
             return False
-        value, best = metric_named(metrics, args.metric_for_best_model), state.best_metric
-        if best is None:
-            best = -math.inf if args.greater_is_better else math.inf
-            state.best_metric = best
-        if not (value > best if args.greater_is_better else value < best):
+        value = metric_named(metrics, args.metric_for_best_model)
+        if state.best_metric is None:
+            state.best_metric = -math.inf if args.greater_is_better else math.inf
+        is_better = value > state.best_metric if args.greater_is_better else value < state.best_metric
+        if not is_better:
             return False
         state.best_metric = value
         if not self.components.policy.records_best_step:

@@ -1,4 +1,4 @@
-"""The order of events in a training run. Lightning's loops drive it: each method is one point in them.
+"""The order of events in a training run. Lightning's hooks call the methods.
 
 The order of events, log lines and random draws is that of `transformers.Trainer` v5.24.
 """
@@ -31,14 +31,10 @@ from hftrainer.data.schedule import TrainingSchedule
 from hftrainer.errors import CheckpointNotWritten, RanksLost, UnsupportedArgument
 from hftrainer.model.inspection import clear_gradients
 from hftrainer.optimization import follows_metric, keep_pace, kept_settings
+from hftrainer.parallel.devices import is_out_of_memory
 from hftrainer.parallel.process_group import is_of_communication, loss_message
-from hftrainer.training.losses import LossSum
-from hftrainer.training.out_of_memory import is_out_of_memory
-from hftrainer.training.saver import CheckpointSaver
-from hftrainer.training.step_details import StepDetails, asked_for
-from hftrainer.training.steps import TrainingSteps
+from hftrainer.training.steps import LossSum, StepDetails
 from hftrainer.training.stopping import ControlSync
-from hftrainer.training.xla import print_xla_metrics
 
 if TYPE_CHECKING:
     from hftrainer.training.components import Components
@@ -53,13 +49,11 @@ class TrainingLoop:
         components: the parts of the Trainer.
         schedule: the lengths of the run.
         train_dataloader: the batches.
-        steps: computes the losses.
-        saver: writes checkpoints.
         trial: the hyperparameter trial, if any.
         ignore_keys: outputs of the model that evaluation leaves out.
         resume_folder: the checkpoint that the run resumes from, if any.
-        first_epoch: passes over the data that are done.
-        position: micro-batches of the next pass that are done.
+        first_epoch: epochs done.
+        position: micro-batches of the next epoch that are done.
         progress: the checkpoint's further progress data; None for checkpoints of transformers.
     """
 
@@ -69,8 +63,6 @@ class TrainingLoop:
         schedule: TrainingSchedule,
         train_dataloader: Any,
         *,
-        steps: TrainingSteps,
-        saver: CheckpointSaver,
         trial: Any = None,
         ignore_keys: list[str] | None = None,
         resume_folder: str | None = None,
@@ -79,10 +71,10 @@ class TrainingLoop:
         progress: RunProgress | None = None,
     ) -> None:
         self.components = components
-        self.trainer, self.run = components.trainer, components.run
-        trainer = self.trainer
-        self.loss = steps.loss
-        self.saver = saver
+        self.trainer = trainer = components.trainer
+        self.run = components.run
+        self.loss = components.steps.loss
+        self.saver = components.saver
         self.schedule = schedule
         self.reader = EpochReader(train_dataloader)
         self.trial = trial
@@ -91,13 +83,14 @@ class TrainingLoop:
         self.first_epoch = self.epoch = first_epoch
         self.position = position
         self.progress = progress
-        self._epoch_ended = self._random_restored = False
+        self._epoch_ended = False
+        self._random_restored = False
         self.grad_norm: Any = None
         self.learning_rate: float | None = None
         self.start_time = time.time()
-        self.losses = LossSum(trainer, self.run)
+        self.loss_sum = LossSum(trainer, self.run)
         self.control_sync = ControlSync(trainer, self.run, components.engine)
-        self.details = StepDetails(asked_for(trainer.callback_handler.callbacks))
+        self.step_details = StepDetails(trainer.callback_handler.callbacks)
         self._stepping = False  # the optimizer may have changed the weights, and the step is not counted yet
         self._stepped = False  # the optimizer has stepped, and the step is not counted yet
         self._parts_of_epoch: tuple[Callable[[], None], ...] = ()  # until they run
@@ -115,7 +108,7 @@ class TrainingLoop:
         )
         self.micro_batches.position = position
         self.backward_divisor = self.components.policy.gradient_divisor(trainer.args)
-        # The keywords that overrides accept are looked up once.
+        # Inspect the signature of an override once, not at each step.
         self._get_batch_samples = with_accepted(trainer.get_batch_samples, "device")
 
     # ---- Training and epochs -----------------------------------------------------------------------------------
@@ -155,7 +148,9 @@ class TrainingLoop:
 
     def _end_epoch_of_checkpoint(self, progress: RunProgress) -> None:
         assert progress.epoch is not None
-        self.epoch, self.grad_norm, self.learning_rate = progress.epoch, progress.grad_norm, progress.learning_rate
+        self.epoch = progress.epoch
+        self.grad_norm = progress.grad_norm
+        self.learning_rate = progress.learning_rate
         self._restore_random()
         self._random_restored = True
         self._close_epoch()
@@ -186,14 +181,14 @@ class TrainingLoop:
     def run_epoch(self, given: dict[str, Any]) -> None:
         """Run the epoch, with the arguments that `Trainer._run_epoch` got."""
         expected = self._epoch_arguments()
-        if changed := [
-            name for name, value in given.items() if not (value is expected[name] or value == expected[name])
-        ]:
+        changed = [name for name, value in given.items() if not (value is expected[name] or value == expected[name])]
+        if changed:
             raise UnsupportedArgument(
                 f"_run_epoch: {', '.join(changed)} cannot be changed for an epoch, since the run is already planned: "
                 "override get_train_dataloader, set_initial_training_values or train instead."
             )
-        parts, self._parts_of_epoch = self._parts_of_epoch, ()
+        parts = self._parts_of_epoch
+        self._parts_of_epoch = ()
         for run in parts:
             run()
 
@@ -261,7 +256,7 @@ class TrainingLoop:
     def _close_epoch(self) -> None:
         self._epoch_ended = True
         self.components.announce("on_epoch_end")
-        print_xla_metrics(self.trainer)
+        self.components.print_xla_metrics()
         self.control_sync.sync_control_flags()
         self._log_save_evaluate()
         self.control_sync.stop_if_signalled(self._save)
@@ -274,8 +269,9 @@ class TrainingLoop:
     def _accumulation(self) -> int:
         """Micro-batches per optimizer step: a callback's value, or else the argument's current one."""
         now = self.trainer.args.gradient_accumulation_steps
-        self.components.preparation.check_accumulation(now)
-        return self.components.engine.accumulation_at(self.epoch, now)
+        self.components.model_setup.check_accumulation(now)
+        steps: int = self.components.engine.accumulation_at(self.epoch, now)
+        return steps
 
     def _get_window(self, iterator: Iterator[Any], count: int) -> tuple[list[Any], Any]:
         self.between_steps = False
@@ -293,11 +289,14 @@ class TrainingLoop:
 
     def training_step(self, model: torch.nn.Module, inputs: Any) -> torch.Tensor:
         """A training step that runs backward itself; gradients are all-reduced in the window's last micro-batch."""
-        window, trainer = self.micro_batches.window, self.trainer
+        trainer = self.trainer
+        window = self.micro_batches.window
         assert window is not None
         local = not window.closes and not self.components.resolved.accelerator_config.sync_each_batch
+        loss: torch.Tensor
         with trainer.accelerator.no_sync(model=model) if local else contextlib.nullcontext():
-            return call_with_accepted(trainer.training_step, model, inputs, num_items_in_batch=window.num_items)
+            loss = call_with_accepted(trainer.training_step, model, inputs, num_items_in_batch=window.num_items)
+        return loss
 
     @property
     def runs_backward(self) -> bool:
@@ -306,9 +305,9 @@ class TrainingLoop:
 
     def end_micro_batch(self, loss: torch.Tensor, inputs: Any) -> None:
         """Count a micro-batch after its backward pass, and add its loss."""
-        self.losses.add(loss)
-        if self.details.asked:
-            self.details.add(loss, inputs)
+        self.loss_sum.add(loss)
+        if self.step_details.requested:
+            self.step_details.add(loss, inputs)
         trainer = self.trainer
         self.run.flos += float(trainer.floating_point_ops(inputs))
         trainer._track_num_input_tokens(inputs)  # reads the arguments, which a callback may have changed
@@ -363,7 +362,7 @@ class TrainingLoop:
         state.epoch = self._epoch_after_step()
         self._stepping = self._stepped = False
         self.between_steps = True
-        self.components.announce("on_step_end", **self.details.take())
+        self.components.announce("on_step_end", **self.step_details.pop())
         self.control_sync.end_step()
         self._log_save_evaluate()
         self.components.checkpoint_writer.poll()
@@ -398,12 +397,11 @@ class TrainingLoop:
         trainer = self.trainer
         if self.control_sync.several and is_of_communication(error) and not isinstance(error, RanksLost):
             logger.error(loss_message("gradients or weights of all ranks"))
-        kept_elsewhere = isinstance(error, CheckpointNotWritten) or (
-            trainer.args.auto_find_batch_size and is_out_of_memory(error)
-        )
-        done = trainer.state.global_step > self.run.initial_step
-        nothing_to_save = kept_elsewhere or self.control_sync.several or self._stepping or not done
-        if nothing_to_save or self.trial is not None or not self.saver.saves_on_interrupt():
+        restarts = trainer.args.auto_find_batch_size and is_out_of_memory(error)
+        if isinstance(error, CheckpointNotWritten) or restarts or self.control_sync.several or self._stepping:
+            return
+        has_new_step = trainer.state.global_step > self.run.initial_step
+        if not has_new_step or self.trial is not None or not self.saver.should_save_on_interrupt():
             return
         try:
             self.saver.save_if_needed(self.trial)
@@ -415,10 +413,10 @@ class TrainingLoop:
     def _log_save_evaluate(self) -> None:
         """Log, evaluate and save if one of these is due, or an override expects to be called at every step."""
         trainer = self.trainer
-        control, method = trainer.control, trainer._maybe_log_save_evaluate
+        control = trainer.control
         is_due = control.should_log or control.should_evaluate or control.should_save
-        if is_due or is_overridden(self.trainer, "_maybe_log_save_evaluate"):
-            self.losses.check_before_log()
+        if is_due or is_overridden(trainer, "_maybe_log_save_evaluate"):
+            self.loss_sum.check_before_log()
             values = {
                 "tr_loss": self.run.loss,
                 "grad_norm": self.grad_norm,
@@ -429,6 +427,7 @@ class TrainingLoop:
                 "start_time": self.start_time,
                 "learning_rate": self.learning_rate,
             }
+            method = trainer._maybe_log_save_evaluate
             positional, keywords = log_save_evaluate_arguments(method, values)
             with self.control_sync.abandoning():
                 method(*positional, **keywords)
@@ -440,7 +439,7 @@ class TrainingLoop:
     def current_progress(self) -> RunProgress:
         """The progress for a checkpoint written now, besides the trainer's state."""
         trainer = self.trainer
-        begun = self.micro_batches.window is not None
+        window = self.micro_batches.window
         return RunProgress(
             settings=position_settings(
                 trainer.args,
@@ -449,8 +448,8 @@ class TrainingLoop:
                 trainer.accelerator.processes.data_processes,
                 self.components.resolved.accelerator_config,
             ),
-            epoch=self.epoch if begun else None,
-            position=self.micro_batches.window.sample + 1 if self.micro_batches.window is not None else self.position,
+            epoch=None if window is None else self.epoch,
+            position=self.position if window is None else window.sample + 1,
             epoch_ended=self._epoch_ended,
             epoch_left=self._epoch_ended and trainer.control.should_epoch_stop,
             owes_evaluation=self.owes_evaluation,
@@ -460,7 +459,7 @@ class TrainingLoop:
             grad_norm=self.grad_norm.cpu() if isinstance(self.grad_norm, torch.Tensor) else self.grad_norm,
             learning_rate=self.learning_rate,
             evaluation_workers=list(trainer._eval_dataloaders),
-            data=self.reader.state_dict() if begun else None,
+            data=None if window is None else self.reader.state_dict(),
         )
 
     # ---- A separate pass over the data -------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import torch
 
 from hftrainer.checkpointing.progress import RunProgress
 from hftrainer.data.schedule import TrainingSchedule
-from hftrainer.training.losses import LoggedMetrics
+from hftrainer.training.steps import LoggedMetrics
 from hftrainer.training.stopping import Interruption
 
 if TYPE_CHECKING:

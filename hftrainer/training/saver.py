@@ -38,41 +38,31 @@ class CheckpointSaver:
 
     def __init__(self, components: Components) -> None:
         self.components = components
-        self.trainer, self.run = components.trainer, components.run
+        self.trainer = components.trainer
+        self.run = components.run
 
-    @contextlib.contextmanager
-    def writing_together(self) -> Iterator[None]:
-        """Write a checkpoint with states gathered from all ranks; release the gathered states afterwards."""
-        try:
-            yield
-        finally:
-            self.components.strategy.finish()
-
-    def states_of_others(self) -> dict[str, Any]:
+    def _gather_files_of_other_ranks(self) -> dict[str, Any]:
         """File name → contents, for the other ranks' files in a checkpoint: random states and progress."""
         trainer = self.trainer
-        rank, size = trainer.args.process_index, trainer.args.world_size
+        rank = trainer.args.process_index
+        size = trainer.args.world_size
         if size == 1:
             return {}
         if trainer.args.save_only_model:
             trainer.accelerator.processes.barrier()  # wait for files that overrides on other ranks write
             return {}
-        own = {names.rng_name(rank, size): rng_state()}
+        own: dict[str, Any] = {names.rng_name(rank, size): rng_state()}
         if self.run.loop is not None:
             own[names.progress_name(rank, size)] = as_dict(self.run.loop.current_progress())
         of_all = trainer.accelerator.processes.gather_objects([own])
         return {name: state for other, states in enumerate(of_all) if other != rank for name, state in states.items()}
 
-    def fill(self, folder: str, of_others: Mapping[str, Any]) -> None:
-        """Write everything that a run needs to resume.
-
-        Args:
-            folder: the folder to write to.
-            of_others: what `states_of_others` has returned.
-        """
-        trainer, components = self.trainer, self.components
+    def _write_files(self, folder: str, files_of_other_ranks: Mapping[str, Any]) -> None:
+        """Write everything that a run needs to resume."""
+        trainer = self.trainer
+        components = self.components
         components.strategy.write_parts(folder)
-        meanwhile = not trainer.args.save_only_model and self._writes_in_any_order()
+        meanwhile = not trainer.args.save_only_model and self._can_write_optimizer_beside()
         if meanwhile:
             with components.checkpoint_writer.meanwhile():
                 trainer._save_optimizer_and_scheduler(folder)
@@ -84,7 +74,7 @@ class CheckpointSaver:
             trainer._save_scaler(folder)
             trainer._save_rng_state(folder)
             self.save_progress(folder)
-            for name, state in of_others.items():
+            for name, state in files_of_other_ranks.items():
                 torch.save(state, os.path.join(folder, name))
             if kept:
                 components.checkpoint_writer.save(kept, os.path.join(folder, names.LIGHTNING_CALLBACKS_NAME))
@@ -94,8 +84,8 @@ class CheckpointSaver:
         trainer.state.stateful_callbacks = export_states(self.components.stateful_callbacks())
         self.write_state(folder)
 
-    def _writes_in_any_order(self) -> bool:
-        """Whether the optimizer's state can be written before the weights and beside them; waits for the device."""
+    def _can_write_optimizer_beside(self) -> bool:
+        """Whether another thread can write the optimizer's state during the weights; waits for the device."""
         if is_overridden(self.trainer, "save_model", "_save", "_save_optimizer_and_scheduler"):
             return False  # an override finds the files that transformers has written before it
         kind = self.trainer.args.device.type
@@ -131,32 +121,34 @@ class CheckpointSaver:
 
     def wait(self) -> None:
         """Wait for a background checkpoint; afterwards all ranks know whether it was written."""
-        trainer = self.trainer
-        writer, from_main = self.components.checkpoint_writer, trainer.accelerator.processes.from_main
+        state = self.trainer.state
+        writer = self.components.checkpoint_writer
+        from_main = self.trainer.accelerator.processes.from_main
         if not writer.in_background:
             return
         from_main(writer.wait)
-        best = trainer.state.best_model_checkpoint
-        writer.failed, trainer.state.best_model_checkpoint = from_main(lambda: (writer.failed, best))
+        failed, best = from_main(lambda: (writer.failed, state.best_model_checkpoint))
+        writer.failed = failed
+        state.best_model_checkpoint = best
 
     def save_if_needed(self, trial: Any) -> None:
         """Write a checkpoint of this step unless there is one, and wait until it is on the disk."""
-        trainer, components = self.trainer, self.components
+        trainer = self.trainer
         self.wait()
-        if self.run.last_saved_step != trainer.state.global_step or components.checkpoint_writer.failed:
+        if self.run.last_saved_step != trainer.state.global_step or self.components.checkpoint_writer.failed:
             trainer._save_checkpoint(trainer.model_wrapped, trial)
             self.run.last_saved_step = trainer.state.global_step
-            self.announce()
+            self.call_on_save()
         self.wait()
 
-    def saves_on_interrupt(self) -> bool:
+    def should_save_on_interrupt(self) -> bool:
         """Whether a signal or an error saves a checkpoint before the run ends."""
         trainer = self.trainer
         asked = getattr(trainer.args, "save_on_interrupt", True) or trainer.args.enable_jit_checkpoint
         return asked and (trainer.args.save_strategy != SaveStrategy.NO or trainer.args.enable_jit_checkpoint)
 
-    def announce(self) -> None:
-        """Announce the checkpoint once it is written, with the state that it holds."""
+    def call_on_save(self) -> None:
+        """Call `on_save` once the checkpoint is written, with the state that it holds."""
         trainer = self.trainer
         state = dataclasses.replace(trainer.state) if self.components.checkpoint_writer.in_background else trainer.state
 
@@ -181,22 +173,12 @@ class CheckpointSaver:
             name = names.progress_name(self.trainer.args.process_index, self.trainer.args.world_size)
             save_progress(self.run.loop.current_progress(), os.path.join(output_dir, name))
 
-    def load_weights(self, model: nn.Module, folder: str) -> None:
-        """Load the weights of a checkpoint into the model, sharded or not."""
-        self._warn_of(
-            self.components.strategy.load_weights(peers.uncompiled(model), folder, only_trained=self._has_adapters())
-        )
-
-    def load_best(self, model: nn.Module, folder: str) -> None:
-        """Load the weights of the best checkpoint at the end of a run."""
-        self._warn_of(
-            self.components.strategy.load_best(peers.uncompiled(model), folder, only_trained=self._has_adapters())
-        )
-
-    def _has_adapters(self) -> bool:
-        return peers.is_peft(self.components.bare_model)
-
-    def _warn_of(self, incompatible: Any) -> None:
+    def load_weights(self, model: nn.Module, folder: str, *, best: bool = False) -> None:
+        """Load the weights of a checkpoint into the model, sharded or not; of the best one at the end of a run."""
+        strategy = self.components.strategy
+        load = strategy.load_best if best else strategy.load_weights
+        has_adapters = peers.is_peft(self.components.bare_model)
+        incompatible = load(peers.uncompiled(model), folder, only_trained=has_adapters)
         if incompatible is not None:
             self.trainer._issue_warnings_after_load(incompatible)
 
@@ -218,7 +200,8 @@ class CheckpointSaver:
     @contextlib.contextmanager
     def weights_to_save(self, folder: str, *, internal: bool) -> Iterator[dict[str, Any] | None]:
         """Yields the keywords with which `Trainer._save` writes the model; None if this process writes no model."""
-        strategy, model = self.components.strategy, peers.uncompiled(self.trainer.model)
+        strategy = self.components.strategy
+        model = peers.uncompiled(self.trainer.model)
         if internal and strategy.only_parts:
             yield None  # checkpoints hold a shard from each rank
             return
@@ -240,7 +223,8 @@ class CheckpointSaver:
             folder: the folder to write to.
             weights: the full weights; None: read them from the model; empty: they stay in shards.
         """
-        trainer, writer = self.trainer, self.components.checkpoint_writer
+        trainer = self.trainer
+        writer = self.components.checkpoint_writer
         os.makedirs(folder, exist_ok=True)
         model = self.components.bare_model
         logger.info("Saving the model to %s.", staging.final_folder(folder))
@@ -271,26 +255,29 @@ class CheckpointSaver:
         Args:
             trial: the hyperparameter trial, if any.
         """
-        trainer, state, writer = self.trainer, self.trainer.state, self.components.checkpoint_writer
+        trainer = self.trainer
+        state = trainer.state
+        writer = self.components.checkpoint_writer
         trainer.store_flos()
         self.wait()
         self.run.last_saved_step = state.global_step
-        run_dir, earlier_best = trainer._get_output_dir(trial), state.best_model_checkpoint
-        self._note_best(run_dir)
+        run_dir = trainer._get_output_dir(trial)
+        earlier_best = state.best_model_checkpoint
+        self._record_best_checkpoint(run_dir)
         path = os.path.join(run_dir, f"{names.PREFIX_CHECKPOINT_DIR}-{state.global_step}")
         rotate = self._rotation(run_dir, path)
 
-        def then() -> None:
+        def on_written() -> None:
             self.run.checkpoints_written.append(path)
             rotate()
 
-        def if_failed() -> None:
+        def on_failure() -> None:
             trainer.state.best_model_checkpoint = earlier_best
 
-        with self._writing(path, then, if_failed) as fill:
+        with self._writing(path, on_written, on_failure) as fill:
             yield fill
         if writer.failed:
-            if_failed()
+            on_failure()
         if trainer.args.push_to_hub:
             writer.when_done(functools.partial(trainer._push_from_checkpoint, path))
         if is_overridden(self.trainer, "_save_checkpoint"):  # the override may write into the folder after this returns
@@ -300,44 +287,54 @@ class CheckpointSaver:
         """Write a checkpoint of this step that is not this run's: it is neither rotated, announced nor uploaded."""
         self.trainer.store_flos()
         self.wait()
-        with self._writing(path, then=lambda: None, if_failed=lambda: None) as fill:
+        with self._writing(path, on_written=lambda: None, on_failure=lambda: None) as fill:
             fill()
         self.wait()
 
     @contextlib.contextmanager
     def _writing(
-        self, path: str, then: Callable[[], None], if_failed: Callable[[], None]
+        self, path: str, on_written: Callable[[], None], on_failure: Callable[[], None]
     ) -> Iterator[Callable[[], None]]:
         """Write a checkpoint on all ranks, which know afterwards whether it failed.
 
         Args:
             path: its folder.
-            then: called when it is complete; see `CheckpointWriter.checkpoint`.
-            if_failed: called if the storage fails.
+            on_written: called when it is complete; see `CheckpointWriter.checkpoint`.
+            on_failure: called if the storage fails.
 
         Yields:
             What fills the folder; it does nothing where another process does that.
         """
-        trainer, writer = self.trainer, self.components.checkpoint_writer
-        of_others = self.states_of_others()
+        trainer = self.trainer
+        writer = self.components.checkpoint_writer
+        strategy = self.components.strategy
+        processes = trainer.accelerator.processes
+        of_other_ranks = self._gather_files_of_other_ranks()
         # The folder has the name of the process that writes it: the nearest one, where each node has one.
         staged = str(staging.staging_folder(path)) if trainer.args.should_save else None
-        folders = trainer.accelerator.processes.gather_objects([staged])
-        optimizer = None if trainer.args.save_only_model else self.components.made_optimizer
-        self.components.strategy.gather(trainer.model, optimizer)
+        folders = processes.gather_objects([staged])
+        strategy.gather(trainer.model, None if trainer.args.save_only_model else self.components.made_optimizer)
         if trainer.args.should_save:
-            with self.writing_together(), writer.checkpoint(path, then=then, if_failed=if_failed) as folder:
-                yield (lambda: None) if folder is None else functools.partial(self.fill, folder, of_others)
+            with self._gathered_states(), writer.checkpoint(path, then=on_written, if_failed=on_failure) as folder:
+                yield (lambda: None) if folder is None else functools.partial(self._write_files, folder, of_other_ranks)
         else:
-            staged = next(filter(None, folders[trainer.accelerator.processes.rank :: -1]))
+            staged = next(filter(None, folders[processes.rank :: -1]))
             # Overrides may gather weights.
             trainer.save_model(staged, **accepted_by(trainer.save_model, {"_internal_call": True}))
-            with self.writing_together(), writer.taking_part(path):
-                self.components.strategy.write_parts(staged)
+            with self._gathered_states(), writer.taking_part(path):
+                strategy.write_parts(staged)
             yield lambda: None
-        writer.failed = any(trainer.accelerator.processes.gather_objects([writer.failed]))
+        writer.failed = any(processes.gather_objects([writer.failed]))
 
-    def _note_best(self, run_dir: str) -> None:
+    @contextlib.contextmanager
+    def _gathered_states(self) -> Iterator[None]:
+        """Release the states that the strategy has gathered from all ranks, at the end of the block."""
+        try:
+            yield
+        finally:
+            self.components.strategy.finish()
+
+    def _record_best_checkpoint(self, run_dir: str) -> None:
         """Record the folder of the best checkpoint, if it is this one or still exists."""
         state = self.trainer.state
         best = os.path.join(run_dir, f"{names.PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")

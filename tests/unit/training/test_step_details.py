@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hftrainer import Trainer, TrainerCallback
-from hftrainer.training.step_details import asked_for
+from hftrainer.training.steps import StepDetails
 from tests.support.parity import build, train
 from tests.support.tiny import Plain
 
@@ -60,8 +60,8 @@ def test_details_of_a_step(tmp_path, kind, accumulation):
 
 def test_nothing_is_kept_when_nobody_asks(tmp_path):
     nothing, some = AsksNothing(), AsksForLoss()
-    assert asked_for([nothing]) == frozenset()
-    assert asked_for([nothing, some]) == {"loss"}
+    assert StepDetails([nothing]).requested == set()
+    assert StepDetails([nothing, some]).requested == {"loss"}
     trainer, _ = build("hftrainer", "plain", tmp_path, max_steps=2)
     trainer.add_callback(nothing)
     hooks = []
